@@ -1,0 +1,302 @@
+//! What was typed: one typed flag per option, nothing decided yet.
+//!
+//! Every flag is an `Option`, so that "not given" stays visible: the environment (`FERRYWIRE_<FLAG>`)
+//! fills in first, then the TOML file ([`crate::file`]), and [`crate::plan`] gives the rest its meaning.
+
+use std::path::PathBuf;
+
+use clap::builder::BoolishValueParser;
+use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use crate::units::{Bytes, Names, Sizes};
+
+const AFTER_HELP: &str = "Every option can also be given as FERRYWIRE_<OPTION> in the environment or under its name in the TOML \
+file of --config; an option goes before the environment, the environment before the file. Sizes take K, M, G \
+(powers of 1024); rates are decimal (GB/s = 1e9 bytes/s).\n\nExit status: 0 finished and verified, 1 failed, 2 bad usage, \
+130 stopped by Ctrl-C.";
+
+/// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
+#[derive(Debug, Parser)]
+#[command(name = "ferrywire", version, after_help = AFTER_HELP)]
+pub struct Cli {
+    /// Print the effective values of a run; twice for the engine's own log
+    #[arg(short, long, global = true, action = ArgAction::Count)]
+    pub verbose: u8,
+    /// What to do
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback
+    Bench(Box<Bench>),
+}
+
+/// `bench`: alone the demo, else one of its two ends.
+#[derive(Debug, Args)]
+#[command(args_conflicts_with_subcommands = true, after_help = AFTER_HELP)]
+pub struct Bench {
+    /// Which end
+    #[command(subcommand)]
+    pub end: Option<End>,
+    /// Options of the demo
+    #[command(flatten)]
+    pub options: ConnectFlags,
+}
+
+/// The two ends of a bench.
+#[derive(Debug, Subcommand)]
+pub enum End {
+    /// One end: listens, takes its configuration from the peer, stays up for further peers
+    #[command(after_help = AFTER_HELP)]
+    Serve(ServeFlags),
+    /// The other end: everything is configured here
+    #[command(after_help = AFTER_HELP)]
+    Connect {
+        /// Where the other end listens
+        #[arg(value_name = "ADDR:PORT")]
+        address: String,
+        /// Options of the run
+        #[command(flatten)]
+        options: Box<ConnectFlags>,
+    },
+}
+
+/// Options of `bench serve`: only what a peer must not decide.
+#[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ServeFlags {
+    /// Address to listen on; 0.0.0.0 listens on every NIC [default: 127.0.0.1:7420]
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub listen: Option<String>,
+    /// NICs to use, by name [default: every NIC with an address; loopback when listening on loopback]
+    #[arg(long, value_name = "NAMES")]
+    pub nics: Option<Names>,
+    /// End after one peer, with its outcome as exit status
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub once: Option<bool>,
+    /// Progress threads of this end [default: chosen]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Congestion control of this end's connections [default: chosen]
+    #[arg(long, value_name = "NAME")]
+    pub congestion_control: Option<String>,
+    /// File with the shared secret; or set FERRYWIRE_SECRET
+    #[arg(long, value_name = "FILE")]
+    pub secret_file: Option<PathBuf>,
+    /// TOML file with further options
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Spoil the data before it is verified (tests of the verification)
+    #[arg(long, hide = true)]
+    pub inject: Option<Inject>,
+    /// End when the starting process ends
+    #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new())]
+    pub child: Option<bool>,
+}
+
+/// Options of `bench connect` and of the demo.
+#[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct ConnectFlags {
+    /// One-sided write (default), one-sided read, or two-sided send
+    #[arg(long)]
+    pub op: Option<Op>,
+    /// Where this side's bytes lie: host (the only kind in this build)
+    #[arg(long, value_name = "KIND")]
+    pub memory: Option<String>,
+    /// Where the peer's bytes lie: host (the only kind in this build)
+    #[arg(long, value_name = "KIND")]
+    pub peer_memory: Option<String>,
+    /// Message sizes, a list or a range by powers of two: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M; latency: 8,4K,64K]
+    #[arg(long, value_name = "SIZES")]
+    pub sizes: Option<Sizes>,
+    /// Transfers in flight [default: chosen by size; 1 with --pattern latency]
+    #[arg(long, value_name = "N")]
+    pub depth: Option<usize>,
+    /// Cut each message into N scattered blocks, moved by one vectored call
+    #[arg(long, value_name = "N")]
+    pub blocks: Option<usize>,
+    /// Who sends to whom: pair (default), bidir, incast, or latency (write and notify, answered likewise)
+    #[arg(long)]
+    pub pattern: Option<Pattern>,
+    /// Peers that write to the one end at once, with --pattern incast [default: 2]
+    #[arg(long, value_name = "N")]
+    pub peers: Option<usize>,
+    /// Channels per peer [default: chosen]
+    #[arg(long, value_name = "N")]
+    pub channels: Option<usize>,
+    /// NICs to use, by name: eth1,eth2 [default: the route's own]
+    #[arg(long, value_name = "NAMES")]
+    pub nics: Option<Names>,
+    /// Chunk size [default: chosen]
+    #[arg(long, value_name = "BYTES")]
+    pub chunk: Option<Bytes>,
+    /// Requests in flight per channel [default: chosen]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+    /// Messages per size in the timed part; with --seconds too, whichever ends first
+    #[arg(long, value_name = "N")]
+    pub iters: Option<u64>,
+    /// Length of the timed part per size [default: 2]
+    #[arg(long, value_name = "S")]
+    pub seconds: Option<f64>,
+    /// Messages per size before the timed part [default: twice the depth]
+    #[arg(long, value_name = "N")]
+    pub warmup: Option<u64>,
+    /// How channels move bytes: auto (default) or tcp
+    #[arg(long)]
+    pub transport: Option<Transport>,
+    /// Check every iteration's bytes (default), samples, or nothing
+    #[arg(long)]
+    pub verify: Option<Verify>,
+    /// Write results as JSON; - is standard output. Table and progress then go to standard error
+    #[arg(long, value_name = "FILE|-")]
+    pub json: Option<String>,
+    /// Write results as CSV; - is standard output
+    #[arg(long, value_name = "FILE|-")]
+    pub csv: Option<String>,
+    /// Longest time without progress, in seconds [default: 30]
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<f64>,
+    /// Checksum every chunk
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub crc: Option<bool>,
+    /// Congestion control of the data connections [default: chosen]
+    #[arg(long, value_name = "NAME")]
+    pub congestion_control: Option<String>,
+    /// Progress threads of this end [default: chosen]
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// File with the shared secret; or set FERRYWIRE_SECRET
+    #[arg(long, value_name = "FILE")]
+    pub secret_file: Option<PathBuf>,
+    /// TOML file with further options
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Which peer of an incast this process is
+    #[arg(long, hide = true)]
+    pub member: Option<usize>,
+    /// The run that this process joins
+    #[arg(long, hide = true)]
+    pub run: Option<String>,
+}
+
+/// The operation that is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Op {
+    /// One-sided write into the peer's memory
+    Write,
+    /// One-sided read from the peer's memory
+    Read,
+    /// Two-sided send and receive
+    Send,
+}
+
+/// Who sends to whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pattern {
+    /// One direction
+    Pair,
+    /// Both directions at once
+    Bidir,
+    /// Everyone to everyone
+    #[value(hide = true)]
+    Mesh,
+    /// Several peers to one
+    Incast,
+    /// One message there, one back
+    Latency,
+}
+
+/// How channels move bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Transport {
+    /// Choose, and say why
+    Auto,
+    /// TCP sockets
+    Tcp,
+    /// An NCCL net plugin
+    #[value(hide = true)]
+    Plugin,
+    /// Linux devmem TCP
+    #[value(hide = true)]
+    Devmem,
+    /// The simulated network
+    #[value(hide = true)]
+    Sim,
+}
+
+/// How much of the data is checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verify {
+    /// Every byte of every iteration of an untimed pass, and what the timed part left
+    All,
+    /// Some pages of some iterations
+    Sample,
+    /// Nothing: the result is marked as not verified
+    Off,
+}
+
+/// How data is spoilt to test the verification.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Inject {
+    /// One byte flipped
+    WrongByte,
+    /// The bytes of the iteration before
+    OldPattern,
+    /// As if the write had never happened
+    SkipWrite,
+}
+
+/// Parses the command line and the environment; ends the process with status 2 when they make no sense.
+pub fn parse() -> Cli {
+    let matches = command().get_matches();
+    Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+}
+
+/// The whole command, each option readable from its variable.
+pub fn command() -> clap::Command {
+    with_environment(Cli::command())
+}
+
+/// The environment variable of an option.
+pub fn variable(long: &str) -> String {
+    format!("FERRYWIRE_{}", long.replace('-', "_").to_ascii_uppercase())
+}
+
+fn with_environment(command: clap::Command) -> clap::Command {
+    let named = command.mut_args(|arg| match arg.get_long() {
+        Some(long) if !["help", "version", "verbose"].contains(&long) => {
+            let variable = variable(long);
+            arg.env(variable).hide_env(true)
+        }
+        _ => arg,
+    });
+    let subcommands: Vec<String> = named
+        .get_subcommands()
+        .map(|sub| sub.get_name().to_owned())
+        .collect();
+    subcommands.into_iter().fold(named, |command, name| {
+        command.mut_subcommand(name, with_environment)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_is_well_formed() {
+        super::command().debug_assert();
+    }
+}

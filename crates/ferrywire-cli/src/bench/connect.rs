@@ -1,0 +1,201 @@
+//! The configuring end: connects, walks through the sizes, prints and stores what came of them.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use ferrywire::{Endpoint, Error, Peer, PeerStats};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use super::host;
+use super::incast::Companions;
+use super::layout;
+use super::link::Link;
+use super::protocol::{self, Hello, Message, Side};
+use super::report::{Output, Record};
+use super::result::{self, Circumstances};
+use super::serve::region_from;
+use super::session::Session;
+use super::table;
+use crate::exit::{Failure, Outcome};
+use crate::plan::ConnectPlan;
+use crate::sys;
+use crate::units::Bytes;
+
+/// How often a wait for the connection looks for Ctrl-C.
+const DIAL_SLICE: Duration = Duration::from_millis(50);
+/// Time for a last message to leave.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
+
+/// Connects and measures; what is finished is printed and stored also when the rest fails.
+pub fn run(plan: ConnectPlan) -> Outcome {
+    let output = Output::open(&plan)?;
+    if plan.member > 0 {
+        sys::die_with_parent();
+    }
+    let mut record = Record::new(&plan);
+    if plan.verbose && plan.member == 0 {
+        eprint!("{}", record.effective_values());
+    }
+    let outcome = run_with_companions(&plan, &mut record);
+    if plan.member == 0 {
+        output.finish(&record, &outcome)?;
+    }
+    outcome
+}
+
+fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
+    let companions = Companions::start(plan)?;
+    let outcome = measure(plan, record);
+    companions.end(outcome)
+}
+
+fn measure(plan: &ConnectPlan, record: &mut Record) -> Outcome {
+    host::check_memory(layout::region_bytes(&plan.run))?;
+    let start = Instant::now();
+    let endpoint = super::endpoint(&plan.engine, None)?;
+    let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
+    let outcome = converse(plan, &endpoint, &link, start, record);
+    if let Err(failure) = &outcome
+        && link.peer.error().is_none()
+    {
+        let _ = link.tell(&Message::Failed {
+            why: failure.first_line(),
+        });
+    }
+    let _ = link.peer.close(CLOSE_DEADLINE);
+    let _ = endpoint.close(CLOSE_DEADLINE);
+    outcome
+}
+
+fn converse(
+    plan: &ConnectPlan,
+    endpoint: &Endpoint,
+    link: &Link,
+    start: Instant,
+    record: &mut Record,
+) -> Outcome {
+    let run = &plan.run;
+    let hello = Hello {
+        version: protocol::VERSION,
+        run_id: plan.run_id.clone(),
+        member: plan.member,
+        run: run.clone(),
+    };
+    link.tell(&Message::Hello(Box::new(hello)))?;
+    let (peer_host, remote, peer_threads) = match link.hear()? {
+        Message::Welcome {
+            host,
+            region,
+            threads,
+        } => (*host, region_from(link, &region)?, threads),
+        _ => return Err(link.strange("no welcome")),
+    };
+    let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
+    link.tell(&Message::Region {
+        region: protocol::to_hex(&local.descriptor().to_bytes()),
+    })?;
+    let session = Session {
+        link,
+        side: Side::Connect,
+        run,
+        local: &local,
+        remote: &remote,
+        gate: None,
+        inject: None,
+    };
+    record.peer = Some(peer_host.clone());
+    let setup_s = start.elapsed().as_secs_f64();
+    let progress = progress(plan);
+    for (step, size) in run.sizes.iter().enumerate() {
+        let stage = |stage: &str| progress.set_message(format!("{}: {stage}", Bytes(*size)));
+        let report = session.step(step, &stage)?;
+        let now = circumstances(plan, endpoint, link.peer.stats(), setup_s);
+        record
+            .results
+            .extend(result::results(&now, &record.host, &peer_host, step, &report));
+        record.peer_threads = Some(peer_threads);
+        progress.inc(1);
+    }
+    progress.finish_and_clear();
+    link.tell(&Message::Bye)?;
+    match link.hear()? {
+        Message::Bye => Ok(()),
+        _ => Err(link.strange("no farewell")),
+    }
+}
+
+fn circumstances<'a>(
+    plan: &'a ConnectPlan,
+    endpoint: &Endpoint,
+    stats: PeerStats,
+    setup_s: f64,
+) -> Circumstances<'a> {
+    let congestion_control = stats
+        .channels
+        .first()
+        .map(|channel| channel.congestion_control.clone());
+    Circumstances {
+        run: &plan.run,
+        channels: stats.channels.len(),
+        chunk_bytes: stats.chunk_bytes as u64,
+        window: stats.window as u64,
+        threads: super::threads(endpoint),
+        congestion_control: congestion_control.unwrap_or_default(),
+        setup_s,
+    }
+}
+
+fn progress(plan: &ConnectPlan) -> ProgressBar {
+    if plan.member > 0 {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:20} {pos}/{len}  {msg}  {elapsed}");
+    let bar = ProgressBar::new(plan.run.sizes.len() as u64);
+    bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Connects to the first address that answers; Ctrl-C ends the wait.
+fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
+    let mut last = Failure::failed("no address to connect to");
+    for address in &plan.addresses {
+        let (endpoint, address, deadline) = (endpoint.clone(), *address, plan.deadline);
+        let (done, result) = mpsc::channel();
+        std::thread::spawn(move || done.send(endpoint.connect(address, deadline)));
+        match wait_for(&result)? {
+            Ok(peer) => return Ok(peer),
+            Err(error) => last = explain(error),
+        }
+    }
+    Err(last)
+}
+
+fn wait_for(result: &mpsc::Receiver<ferrywire::Result<Peer>>) -> Outcome<ferrywire::Result<Peer>> {
+    loop {
+        match result.recv_timeout(DIAL_SLICE) {
+            Ok(result) => return Ok(result),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(Failure::failed("internal error, please report: connect panicked"));
+            }
+            Err(RecvTimeoutError::Timeout) if sys::interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
+}
+
+/// Adds the likely cause to a failed connection.
+fn explain(error: Error) -> Failure {
+    let text = error.to_string();
+    let likely = match &error {
+        Error::Refused { .. } => {
+            "the secrets of the two ends differ, or their versions (FERRYWIRE_SECRET, --secret-file)"
+        }
+        _ if text.to_lowercase().contains("refused") => {
+            "nothing listens there: is 'ferrywire bench serve' running, and does its --listen address take in this one?"
+        }
+        Error::Unreachable { .. } | Error::Deadline { .. } => {
+            "a firewall drops the port, the address is another host's, or no route leads there"
+        }
+        _ => return Failure::Failed(text),
+    };
+    Failure::Failed(format!("{text}\nlikely: {likely}"))
+}

@@ -1,0 +1,73 @@
+//! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use super::connect;
+use crate::exit::{Failure, Outcome};
+use crate::plan::ConnectPlan;
+
+/// Starts the other end as a second process, then connects to it.
+pub fn run(mut plan: ConnectPlan) -> Outcome {
+    let (mut other_end, address) = start_serve(&plan)?;
+    plan.addresses = vec![address];
+    let outcome = connect::run(plan);
+    // It has served its one peer, or there is nothing left for it to do.
+    let _ = other_end.kill();
+    let _ = other_end.wait();
+    outcome
+}
+
+fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
+    let failed = |error: std::io::Error| Failure::failed(format!("cannot start the other end: {error}"));
+    let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+    command.args(["bench", "serve", "--listen=127.0.0.1:0", "--once", "--child"]);
+    if !plan.engine.nics.is_empty() {
+        command.arg(format!("--nics={}", plan.engine.nics.join(",")));
+    }
+    command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
+    command.args(
+        plan.engine
+            .congestion_control
+            .as_ref()
+            .map(|name| format!("--congestion-control={name}")),
+    );
+    // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
+    command
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
+    if !plan.verbose {
+        command.stderr(Stdio::piped());
+    }
+    let mut child = command.spawn().map_err(failed)?;
+    match read_address(&mut child) {
+        Some(address) => Ok((child, address)),
+        None => Err(explain(child)),
+    }
+}
+
+fn read_address(child: &mut Child) -> Option<SocketAddr> {
+    let mut line = String::new();
+    BufReader::new(child.stdout.as_mut()?).read_line(&mut line).ok()?;
+    line.trim().strip_prefix("listening on ")?.parse().ok()
+}
+
+fn explain(mut child: Child) -> Failure {
+    let _ = child.kill();
+    let said = child
+        .wait_with_output()
+        .map(|output| String::from_utf8_lossy(&output.stderr).into_owned());
+    let first = said
+        .unwrap_or_default()
+        .lines()
+        .next()
+        .unwrap_or("it said nothing")
+        .to_owned();
+    Failure::failed(format!(
+        "the other end did not start: {}",
+        first.trim_start_matches("error: ")
+    ))
+}

@@ -1,0 +1,250 @@
+//! The timed loop of one flow: keep so many transfers in flight, note when each completes.
+//!
+//! The driver posts; the other end of a two-sided flow follows with receives. Both walk through the slots
+//! in the same order. A driver tells its follower how many messages it has sent, after the last is there.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Block, BlockList, Error, Region, RemoteRegion, Transfer};
+
+use super::layout::{Flow, Layout};
+use super::link::{Link, Stall};
+use super::measure::{Limit, Meter};
+use super::protocol::{FlowReport, Message, Run, Side};
+use crate::args::Op;
+use crate::exit::{Failure, Outcome};
+
+/// How often a follower looks whether its driver has stopped, while nothing arrives.
+const FOLLOW_SLICE: Duration = Duration::from_millis(20);
+
+/// Posts the transfers of one flow and size on one end; block lists are prepared once.
+pub struct Poster<'a> {
+    link: &'a Link,
+    op: Op,
+    local: &'a Region,
+    remote: &'a RemoteRegion,
+    tag: u64,
+    layout: Layout,
+    remote_layout: Layout,
+    prepared: Vec<Prepared>,
+}
+
+/// What is ready per slot when messages are cut into blocks.
+enum Prepared {
+    OneSided(BlockList),
+    TwoSided(Vec<(u64, u64)>),
+}
+
+impl<'a> Poster<'a> {
+    /// Prepares one end of a flow for the size with this index.
+    pub fn new(
+        link: &'a Link,
+        run: &Run,
+        flow: Flow,
+        side: Side,
+        step: usize,
+        memory: (&'a Region, &'a RemoteRegion),
+    ) -> Outcome<Poster<'a>> {
+        let (local, remote) = memory;
+        let layout = Layout::new(run, flow, side, step);
+        let remote_layout = Layout::new(run, flow, side.other(), step);
+        let tag = ((step as u64) << 8) | flow.area();
+        let mut poster = Poster {
+            link,
+            op: run.op,
+            local,
+            remote,
+            tag,
+            layout,
+            remote_layout,
+            prepared: Vec::new(),
+        };
+        if run.blocks.is_some() {
+            poster.prepared = (0..poster.layout.slots)
+                .map(|slot| poster.prepare(slot))
+                .collect::<Outcome<_>>()?;
+        }
+        Ok(poster)
+    }
+
+    fn prepare(&self, slot: u64) -> Outcome<Prepared> {
+        if self.op == Op::Send {
+            return Ok(Prepared::TwoSided(
+                self.layout.pieces(slot).map(|p| (p.offset, p.bytes)).collect(),
+            ));
+        }
+        let pairs = self.layout.pieces(slot).zip(self.remote_layout.pieces(slot));
+        let block = |(l, r): (super::layout::Piece, super::layout::Piece)| Block {
+            local_offset: l.offset,
+            remote_offset: r.offset,
+            bytes: l.bytes,
+        };
+        let blocks: Vec<Block> = pairs.map(block).collect();
+        Ok(Prepared::OneSided(BlockList::new(
+            self.local,
+            self.remote,
+            &blocks,
+        )?))
+    }
+
+    /// The conversation with the other end.
+    pub fn link(&self) -> &Link {
+        self.link
+    }
+
+    /// Where the messages lie on this end.
+    pub fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Starts the driver's transfer of the message in a slot.
+    pub fn post(&self, slot: u64) -> Outcome<Transfer> {
+        let (local, remote) = (self.layout.whole(slot), self.remote_layout.whole(slot));
+        let peer = &self.link.peer;
+        let posted = match (self.op, self.prepared.get(slot as usize)) {
+            (Op::Write, None) => {
+                peer.write(self.local, local.offset, self.remote, remote.offset, local.bytes)
+            }
+            (Op::Read, None) => peer.read(self.local, local.offset, self.remote, remote.offset, local.bytes),
+            (Op::Write, Some(Prepared::OneSided(list))) => peer.write_blocks(list, None, None),
+            (Op::Read, Some(Prepared::OneSided(list))) => peer.read_blocks(list, None),
+            (_, Some(Prepared::TwoSided(pieces))) => peer.send_blocks(self.tag, self.local, pieces),
+            (Op::Send, _) => peer.send(self.tag, self.local, local.offset, local.bytes),
+        };
+        posted.map_err(|error| self.link.lost(error))
+    }
+
+    /// Starts a write that is followed by a mark.
+    pub fn post_marked(&self, slot: u64, iteration: u64) -> Outcome<Transfer> {
+        let (local, remote) = (self.layout.whole(slot), self.remote_layout.whole(slot));
+        let (peer, mark) = (&self.link.peer, Link::mark(iteration));
+        let posted = match self.prepared.get(slot as usize) {
+            Some(Prepared::OneSided(list)) => peer.write_blocks(list, None, Some(&mark)),
+            _ => peer.write_notify(
+                self.local,
+                local.offset,
+                self.remote,
+                remote.offset,
+                local.bytes,
+                &mark,
+            ),
+        };
+        posted.map_err(|error| self.link.lost(error))
+    }
+
+    /// Starts the follower's receive into a slot.
+    pub fn receive(&self, slot: u64) -> Outcome<Transfer> {
+        let local = self.layout.whole(slot);
+        let posted = match self.prepared.get(slot as usize) {
+            Some(Prepared::TwoSided(pieces)) => self.link.peer.recv_blocks(self.tag, self.local, pieces),
+            _ => self
+                .link
+                .peer
+                .recv(self.tag, self.local, local.offset, local.bytes),
+        };
+        posted.map_err(|error| self.link.lost(error))
+    }
+
+    /// Waits until a message is whole, and checks its length.
+    pub fn finish(&self, transfer: &Transfer) -> Outcome {
+        self.right_length(self.link.finish(transfer)?)
+    }
+
+    fn right_length(&self, bytes: u64) -> Outcome {
+        let size = self.layout.size();
+        if bytes == size {
+            return Ok(());
+        }
+        Err(Failure::failed(format!(
+            "a message of {size} bytes was reported complete with {bytes} bytes"
+        )))
+    }
+}
+
+/// Drives a flow until the limit, `depth` transfers in flight.
+pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
+    let (slots, size) = (poster.layout.slots, poster.layout.size());
+    let mut in_flight: VecDeque<(Transfer, Instant)> = VecDeque::with_capacity(depth);
+    let mut meter = Meter::start();
+    let (mut posted, mut now) = (0, Instant::now());
+    loop {
+        while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
+            in_flight.push_back((poster.post(posted % slots)?, now));
+            posted += 1;
+            if in_flight.len() < depth {
+                now = Instant::now();
+            }
+        }
+        let Some((transfer, since)) = in_flight.pop_front() else {
+            break;
+        };
+        poster.finish(&transfer)?;
+        now = Instant::now();
+        meter.completed(now, size, now.duration_since(since));
+    }
+    if poster.op == Op::Send {
+        poster.link.tell(&Message::Stop { count: posted })?;
+    }
+    let (intervals, latency) = meter.finish();
+    Ok(FlowReport {
+        iterations: posted,
+        intervals,
+        latency,
+        ..FlowReport::default()
+    })
+}
+
+/// Receives what the other end drives, until it has stopped.
+pub fn follow(poster: &Poster, depth: usize) -> Outcome {
+    let mut waiting: VecDeque<Transfer> = VecDeque::with_capacity(depth);
+    let (mut posted, mut received, mut stop) = (0, 0, None);
+    let mut stall = Stall::new(poster.link);
+    loop {
+        while stop.is_none() && waiting.len() < depth {
+            waiting.push_back(poster.receive(posted % poster.layout.slots)?);
+            posted += 1;
+        }
+        if stop == Some(received) {
+            break;
+        }
+        let Some(oldest) = waiting.front() else {
+            return Err(poster.link.strange("more messages announced than received"));
+        };
+        match oldest.wait(FOLLOW_SLICE) {
+            Ok(bytes) => {
+                poster.right_length(bytes)?;
+                waiting.pop_front();
+                received += 1;
+            }
+            Err(Error::Deadline { .. }) => stall.check("messages")?,
+            Err(error) => return Err(poster.link.lost(error)),
+        }
+        if stop.is_none() {
+            stop = stopped(poster.link)?;
+        }
+    }
+    waiting.iter().try_for_each(|transfer| withdraw(poster, transfer))
+}
+
+/// How many messages the other end has sent, once it has stopped.
+pub fn stopped(link: &Link) -> Outcome<Option<u64>> {
+    match link.try_hear()? {
+        None => Ok(None),
+        Some(Message::Stop { count }) => Ok(Some(count)),
+        Some(_) => Err(link.strange("a message in the middle of a flow")),
+    }
+}
+
+/// Takes back a receive that nothing will match.
+pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
+    transfer.cancel();
+    loop {
+        match transfer.wait(FOLLOW_SLICE) {
+            Err(Error::Cancelled) => return Ok(()),
+            Ok(_) => return Err(poster.link.strange("a message after the last")),
+            Err(Error::Deadline { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
+            Err(error) => return Err(poster.link.lost(error)),
+        }
+    }
+}

@@ -1,0 +1,154 @@
+//! Where the serving end's conversations of one run wait for each other.
+//!
+//! With one peer everything passes at once. In an incast all peers start together, and nobody gets reports
+//! before everybody has finished. When one peer fails, all waiting ones fail with it.
+
+use std::sync::{Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use super::link::{Link, SLICE};
+use super::protocol::SideReport;
+use crate::exit::{Failure, Outcome};
+use crate::sys;
+
+/// Peers of one run, as the serving end sees them.
+#[derive(Debug)]
+pub struct Gate {
+    peers: usize,
+    join_deadline: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    joined: usize,
+    arrived: usize,
+    /// How often everybody has passed.
+    generation: u64,
+    failed: Option<String>,
+    /// Moment and CPU seconds at the common start.
+    started: (Instant, f64),
+    /// Seconds and CPU seconds from the common start to the common end.
+    spent: (f64, f64),
+    reports: Vec<(SideReport, SideReport)>,
+}
+
+impl Gate {
+    /// A gate for so many peers, which must all join within the deadline.
+    pub fn new(peers: usize, join_deadline: Duration) -> Gate {
+        let reports = vec![Default::default(); peers];
+        let state = State {
+            joined: 0,
+            arrived: 0,
+            generation: 0,
+            failed: None,
+            started: (Instant::now(), 0.0),
+            spent: (0.0, 0.0),
+            reports,
+        };
+        Gate {
+            peers,
+            join_deadline,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// A peer has joined.
+    pub fn join(&self) {
+        self.lock().joined += 1;
+    }
+
+    /// A peer has failed: so have all.
+    pub fn fail(&self, why: &str) {
+        self.lock().failed.get_or_insert_with(|| why.to_owned());
+        self.changed.notify_all();
+    }
+
+    /// Waits until every peer is ready for the timed part.
+    pub fn start(&self, link: &Link) -> Outcome {
+        let start = |state: &mut State| state.started = (Instant::now(), sys::cpu_seconds());
+        self.wait(link, self.lock(), start).map(|_| ())
+    }
+
+    /// Waits until every peer has finished the timed part.
+    pub fn end(&self, link: &Link) -> Outcome {
+        let end = |state: &mut State| {
+            let (started, cpu_s) = state.started;
+            state.spent = (started.elapsed().as_secs_f64(), sys::cpu_seconds() - cpu_s);
+        };
+        self.wait(link, self.lock(), end).map(|_| ())
+    }
+
+    /// Gives a peer's report and ours on it, waits for everybody's, and gives them all by peer.
+    ///
+    /// Time and CPU seconds of the serving end are those of the whole process, from the common start to the
+    /// common end.
+    pub fn exchange(
+        &self,
+        link: &Link,
+        member: usize,
+        theirs: SideReport,
+        ours: SideReport,
+    ) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
+        let mut state = self.lock();
+        let (wall_s, cpu_s) = state.spent;
+        state.reports[member] = (
+            theirs,
+            SideReport {
+                wall_s,
+                cpu_s,
+                ..ours
+            },
+        );
+        let state = self.wait(link, state, |_| {})?;
+        Ok(state.reports.iter().cloned().unzip())
+    }
+
+    fn wait<'a>(
+        &'a self,
+        link: &Link,
+        mut state: MutexGuard<'a, State>,
+        on_last: impl FnOnce(&mut State),
+    ) -> Outcome<MutexGuard<'a, State>> {
+        state.arrived += 1;
+        if state.arrived == self.peers {
+            on_last(&mut state);
+            state.arrived = 0;
+            state.generation += 1;
+            self.changed.notify_all();
+            return Ok(state);
+        }
+        let (generation, since) = (state.generation, Instant::now());
+        while state.generation == generation {
+            self.look_around(link, &state, since)?;
+            let waited = self.changed.wait_timeout(state, SLICE);
+            state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
+        }
+        Ok(state)
+    }
+
+    fn look_around(&self, link: &Link, state: &State, since: Instant) -> Outcome {
+        if sys::interrupted() {
+            return Err(Failure::Interrupted);
+        }
+        if let Some(why) = &state.failed {
+            return Err(Failure::failed(format!("another peer of this run failed: {why}")));
+        }
+        if let Some(error) = link.peer.error() {
+            return Err(error.into());
+        }
+        if state.joined < self.peers && since.elapsed() > self.join_deadline {
+            let (joined, peers) = (state.joined, self.peers);
+            return Err(Failure::failed(format!(
+                "only {joined} of {peers} peers of this run have joined"
+            )));
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}

@@ -1,0 +1,113 @@
+//! What is recorded about a host, and randomness from its kernel.
+
+use std::fs;
+use std::io::Read;
+use std::num::NonZero;
+
+use serde::{Deserialize, Serialize};
+
+use crate::exit::{Failure, Outcome};
+
+/// The host of one end.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its name.
+    pub hostname: String,
+    /// Kernel release.
+    pub kernel: String,
+    /// CPU model.
+    pub cpu: String,
+    /// Cores this process may use.
+    pub cores: usize,
+    /// Memory of the machine.
+    pub memory_bytes: u64,
+    /// Changes with every boot; the same on both ends when they share a machine.
+    pub boot_id: String,
+    /// Version of the command there.
+    pub version: String,
+}
+
+impl Host {
+    /// This host.
+    pub fn this() -> Host {
+        Host {
+            hostname: hostname(),
+            kernel: line("/proc/sys/kernel/osrelease"),
+            cpu: field("/proc/cpuinfo", "model name"),
+            cores: std::thread::available_parallelism().map_or(1, NonZero::get),
+            memory_bytes: kibibytes("MemTotal"),
+            boot_id: line("/proc/sys/kernel/random/boot_id"),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+
+    /// Whether both ends run on one machine and share its cores.
+    pub fn is_same_machine(&self, other: &Host) -> bool {
+        !self.boot_id.is_empty() && self.boot_id == other.boot_id
+    }
+}
+
+/// The name of this host.
+pub fn hostname() -> String {
+    line("/proc/sys/kernel/hostname")
+}
+
+/// Memory that can be used without swapping; `None` where the kernel does not tell.
+pub fn available_bytes() -> Option<u64> {
+    Some(kibibytes("MemAvailable")).filter(|bytes| *bytes > 0)
+}
+
+/// Refuses to register more than half of the memory that is available.
+pub fn check_memory(bytes: u64) -> Outcome {
+    match available_bytes() {
+        Some(available) if bytes > available / 2 => Err(Failure::failed(format!(
+            "the sizes and the depth need {} MiB on {}, which has {} MiB available: choose smaller --sizes or --depth",
+            bytes >> 20,
+            hostname(),
+            available >> 20
+        ))),
+        _ => Ok(()),
+    }
+}
+
+fn line(path: &str) -> String {
+    fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+fn field(path: &str, name: &str) -> String {
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let found = text
+        .lines()
+        .find(|line| line.starts_with(name))
+        .and_then(|line| line.split_once(':'));
+    found.map_or_else(String::new, |(_, value)| value.trim().to_owned())
+}
+
+fn kibibytes(name: &str) -> u64 {
+    let value = field("/proc/meminfo", name);
+    value
+        .split_whitespace()
+        .next()
+        .and_then(|kib| kib.parse::<u64>().ok())
+        .unwrap_or(0)
+        << 10
+}
+
+fn random(into: &mut [u8]) -> Outcome {
+    let read = fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(into));
+    read.map_err(|error| Failure::failed(format!("/dev/urandom: {error}")))
+}
+
+/// So many random bytes, in hex.
+pub fn random_hex(bytes: usize) -> Outcome<String> {
+    let mut buffer = vec![0; bytes];
+    random(&mut buffer)?;
+    Ok(super::protocol::to_hex(&buffer))
+}
+
+/// A random number.
+pub fn random_u64() -> Outcome<u64> {
+    let mut buffer = [0; 8];
+    random(&mut buffer)?;
+    Ok(u64::from_le_bytes(buffer))
+}

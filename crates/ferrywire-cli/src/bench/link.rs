@@ -1,0 +1,226 @@
+//! The conversation with one peer: messages in notifications, and every wait of a bench.
+//!
+//! A wait ends when it is over, when the peer is lost, on Ctrl-C, or when no byte has moved for the
+//! deadline. Notifications are one of: a whole or partial JSON message, or the mark of a ping-pong.
+
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Error, Peer, Transfer};
+
+use super::protocol::Message;
+use crate::exit::{Failure, Outcome};
+use crate::sys;
+
+/// Longest stretch of a wait in which Ctrl-C is not noticed.
+pub const SLICE: Duration = Duration::from_millis(100);
+/// JSON bytes per notification, below the engine's limit for one.
+const PART_BYTES: usize = 4096;
+/// Longest message that is accepted.
+const MESSAGE_BYTES_MAX: usize = 64 << 20;
+
+const MARK: u8 = b'*';
+const PART: u8 = b'+';
+const LAST_PART: u8 = b'.';
+
+/// What a peer said.
+#[derive(Debug)]
+pub enum Heard {
+    /// A message.
+    Message(Message),
+    /// The mark that follows the data of one ping-pong iteration.
+    Mark(u64),
+}
+
+/// The conversation with one peer.
+pub struct Link {
+    /// The peer.
+    pub peer: Peer,
+    deadline: Duration,
+    partial: Mutex<Vec<u8>>,
+}
+
+impl Link {
+    /// A conversation whose waits end after `deadline` without progress.
+    pub fn new(peer: Peer, deadline: Duration) -> Link {
+        Link {
+            peer,
+            deadline,
+            partial: Mutex::default(),
+        }
+    }
+
+    /// The same conversation with another deadline.
+    pub fn with_deadline(self, deadline: Duration) -> Link {
+        Link { deadline, ..self }
+    }
+
+    /// Sends a message and waits until it is delivered.
+    pub fn tell(&self, message: &Message) -> Outcome {
+        let text = serde_json::to_vec(message).map_err(|error| Failure::failed(error.to_string()))?;
+        let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
+        for (i, part) in parts.iter().enumerate() {
+            let first = if i + 1 == parts.len() { LAST_PART } else { PART };
+            let notification = [&[first], *part].concat();
+            self.finish(&self.peer.notify(&notification)?)?;
+        }
+        Ok(())
+    }
+
+    /// The next message; a mark here is against the protocol.
+    pub fn hear(&self) -> Outcome<Message> {
+        match self.hear_any()? {
+            Heard::Message(message) => Ok(message),
+            Heard::Mark(_) => Err(self.strange("a mark outside a ping-pong")),
+        }
+    }
+
+    /// The next message or mark.
+    pub fn hear_any(&self) -> Outcome<Heard> {
+        let mut stall = Stall::new(self);
+        loop {
+            match self.peer.wait_notification(SLICE) {
+                Ok(bytes) => {
+                    if let Some(heard) = self.take_in(&bytes)? {
+                        return Ok(heard);
+                    }
+                }
+                Err(Error::Deadline { .. }) => stall.check("an answer")?,
+                Err(error) => return Err(self.lost(error)),
+            }
+        }
+    }
+
+    /// A message, if one is there.
+    pub fn try_hear(&self) -> Outcome<Option<Message>> {
+        while let Some(bytes) = self.peer.poll_notification().map_err(|error| self.lost(error))? {
+            match self.take_in(&bytes)? {
+                None => {}
+                Some(Heard::Message(message)) => return Ok(Some(message)),
+                Some(Heard::Mark(_)) => return Err(self.strange("a mark outside a ping-pong")),
+            }
+        }
+        Ok(None)
+    }
+
+    fn take_in(&self, bytes: &[u8]) -> Outcome<Option<Heard>> {
+        let mut partial = self
+            .partial
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        match (bytes.split_first(), partial.len()) {
+            (Some((&MARK, rest)), 0) => {
+                let mark = rest
+                    .try_into()
+                    .map_err(|_| self.strange("a mark of a wrong length"))?;
+                return Ok(Some(Heard::Mark(u64::from_le_bytes(mark))));
+            }
+            (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= MESSAGE_BYTES_MAX => {
+                partial.extend_from_slice(rest);
+            }
+            _ => return Err(self.strange("a notification that is none of a bench")),
+        }
+        if bytes[0] == PART {
+            return Ok(None);
+        }
+        let text = std::mem::take(&mut *partial);
+        let message = serde_json::from_slice(&text).map_err(|error| self.strange(&error.to_string()))?;
+        match message {
+            Message::Failed { why } => Err(Failure::failed(format!("{}: {why}", self.peer.name()))),
+            Message::Refused { why } => Err(Failure::failed(format!("{} refused: {why}", self.peer.name()))),
+            message => Ok(Some(Heard::Message(message))),
+        }
+    }
+
+    /// The notification that marks the data of one ping-pong iteration.
+    pub fn mark(iteration: u64) -> [u8; 9] {
+        let mut bytes = [MARK; 9];
+        bytes[1..].copy_from_slice(&iteration.to_le_bytes());
+        bytes
+    }
+
+    /// Waits for a transfer; gives the bytes moved.
+    pub fn finish(&self, transfer: &Transfer) -> Outcome<u64> {
+        match transfer.wait(SLICE) {
+            Ok(bytes) => Ok(bytes),
+            Err(Error::Deadline { .. }) => self.finish_slowly(transfer),
+            Err(error) => Err(self.lost(error)),
+        }
+    }
+
+    fn finish_slowly(&self, transfer: &Transfer) -> Outcome<u64> {
+        let mut stall = Stall::new(self);
+        loop {
+            stall.check("a transfer")?;
+            match transfer.wait(SLICE) {
+                Ok(bytes) => return Ok(bytes),
+                Err(Error::Deadline { .. }) => {}
+                Err(error) => return Err(self.lost(error)),
+            }
+        }
+    }
+
+    /// What an engine error means here: after Ctrl-C, nothing else matters.
+    pub fn lost(&self, error: Error) -> Failure {
+        if sys::interrupted() {
+            Failure::Interrupted
+        } else {
+            error.into()
+        }
+    }
+
+    /// A failure for a peer that does not keep to the protocol.
+    pub fn strange(&self, what: &str) -> Failure {
+        Failure::failed(format!(
+            "{} does not speak this bench's protocol: {what}",
+            self.peer.name()
+        ))
+    }
+
+    fn moved_bytes(&self) -> u64 {
+        self.peer
+            .stats()
+            .channels
+            .iter()
+            .map(|c| c.sent_bytes + c.received_bytes)
+            .sum()
+    }
+}
+
+/// Watches over a wait: fails on Ctrl-C and when no byte has moved for the deadline.
+pub struct Stall<'a> {
+    link: &'a Link,
+    moved_bytes: u64,
+    since: Instant,
+}
+
+impl<'a> Stall<'a> {
+    /// Starts watching.
+    pub fn new(link: &'a Link) -> Stall<'a> {
+        Stall {
+            link,
+            moved_bytes: u64::MAX,
+            since: Instant::now(),
+        }
+    }
+
+    /// To be called at least once per [`SLICE`] of a wait for `what`.
+    pub fn check(&mut self, what: &str) -> Outcome {
+        if sys::interrupted() {
+            return Err(Failure::Interrupted);
+        }
+        let moved_bytes = self.link.moved_bytes();
+        if moved_bytes != self.moved_bytes {
+            (self.moved_bytes, self.since) = (moved_bytes, Instant::now());
+        }
+        let waited = self.since.elapsed();
+        if waited < self.link.deadline {
+            return Ok(());
+        }
+        let name = self.link.peer.name();
+        let waited_s = waited.as_secs_f64();
+        Err(Failure::failed(format!(
+            "no progress for {waited_s:.0} s while waiting for {what} of {name} (--deadline)"
+        )))
+    }
+}

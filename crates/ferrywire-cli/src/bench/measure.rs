@@ -1,0 +1,297 @@
+//! Clocks and counters: rates over intervals, latencies, CPU and bytes of the timed part.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Peer, PeerStats};
+use hdrhistogram::Histogram;
+use serde::{Deserialize, Serialize};
+
+use super::protocol::{ChannelBytes, SideReport};
+use crate::{nics, sys};
+
+/// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
+pub const INTERVAL: Duration = Duration::from_millis(100);
+/// Longest latency that is told apart.
+const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
+/// Significant digits of latencies.
+const LATENCY_DIGITS: u8 = 2;
+
+/// How long a loop goes on: until the first of both.
+#[derive(Clone, Copy, Debug)]
+pub struct Limit {
+    /// Messages.
+    pub iterations: u64,
+    /// Time.
+    pub time: Duration,
+}
+
+impl Limit {
+    /// This many messages.
+    pub fn iterations(iterations: u64) -> Limit {
+        Limit {
+            iterations,
+            time: Duration::MAX,
+        }
+    }
+
+    /// Whether another message may start.
+    pub fn allows(self, posted: u64, elapsed: Duration) -> bool {
+        posted < self.iterations && (posted == 0 || elapsed < self.time)
+    }
+}
+
+/// Bytes completed in a stretch of the timed part.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Interval {
+    /// Seconds since the start.
+    pub start_s: f64,
+    /// Seconds since the start.
+    pub end_s: f64,
+    /// Completed in between.
+    pub bytes: u64,
+}
+
+/// Counts completions as they come.
+#[derive(Debug)]
+pub struct Meter {
+    start: Instant,
+    open: Interval,
+    intervals: Vec<Interval>,
+    latency: Latency,
+}
+
+impl Meter {
+    /// Starts now.
+    pub fn start() -> Meter {
+        let open = Interval {
+            start_s: 0.0,
+            end_s: 0.0,
+            bytes: 0,
+        };
+        Meter {
+            start: Instant::now(),
+            open,
+            intervals: Vec::new(),
+            latency: Latency::default(),
+        }
+    }
+
+    /// Time since the start.
+    pub fn elapsed(&self, now: Instant) -> Duration {
+        now.duration_since(self.start)
+    }
+
+    /// A message was completed.
+    pub fn completed(&mut self, now: Instant, bytes: u64, took: Duration) {
+        self.latency.record(took);
+        self.open.bytes += bytes;
+        self.open.end_s = now.duration_since(self.start).as_secs_f64();
+        if self.open.end_s - self.open.start_s >= INTERVAL.as_secs_f64() {
+            self.intervals.push(self.open);
+            self.open = Interval {
+                start_s: self.open.end_s,
+                end_s: self.open.end_s,
+                bytes: 0,
+            };
+        }
+    }
+
+    /// Intervals and latencies. A last, short interval counts only when it is the only one.
+    pub fn finish(mut self) -> (Vec<Interval>, LatencyCounts) {
+        if self.intervals.is_empty() && self.open.end_s > 0.0 {
+            self.intervals.push(self.open);
+        }
+        (self.intervals, self.latency.counts())
+    }
+}
+
+/// A histogram of latencies.
+#[derive(Clone, Debug)]
+pub struct Latency(Histogram<u64>);
+
+impl Default for Latency {
+    fn default() -> Latency {
+        let histogram = Histogram::new_with_bounds(1, LATENCY_NS_MAX, LATENCY_DIGITS);
+        Latency(histogram.expect("the bounds are good"))
+    }
+}
+
+impl Latency {
+    /// Counts one latency.
+    pub fn record(&mut self, took: Duration) {
+        self.0.saturating_record(took.as_nanos() as u64);
+    }
+
+    /// What was counted, ready to be sent.
+    pub fn counts(&self) -> LatencyCounts {
+        let counts = self
+            .0
+            .iter_recorded()
+            .map(|step| (step.value_iterated_to(), step.count_since_last_iteration()));
+        LatencyCounts {
+            counts: counts.collect(),
+        }
+    }
+}
+
+/// Latencies in nanoseconds with their counts, in order: a histogram as it is sent.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LatencyCounts {
+    counts: Vec<(u64, u64)>,
+}
+
+impl LatencyCounts {
+    /// All of several.
+    pub fn merged<'a>(parts: impl IntoIterator<Item = &'a LatencyCounts>) -> LatencyCounts {
+        let mut counts: Vec<(u64, u64)> = parts
+            .into_iter()
+            .flat_map(|part| part.counts.iter().copied())
+            .collect();
+        counts.sort_unstable();
+        LatencyCounts { counts }
+    }
+
+    /// Microseconds that a share of the latencies does not exceed.
+    pub fn quantile_us(&self, share: f64) -> Option<f64> {
+        let total: u64 = self.counts.iter().map(|(_, count)| count).sum();
+        let rank = ((total as f64 * share).ceil() as u64).max(1);
+        let mut seen = 0;
+        let found = self.counts.iter().find(|(_, count)| {
+            seen += count;
+            seen >= rank
+        });
+        found.map(|(ns, _)| *ns as f64 / 1000.0)
+    }
+}
+
+/// Clocks and counters at one moment.
+pub struct Snapshot {
+    at: Instant,
+    cpu_s: f64,
+    threads: HashMap<u64, (String, f64)>,
+    stats: PeerStats,
+}
+
+impl Snapshot {
+    /// Reads everything now.
+    pub fn take(peer: &Peer) -> Snapshot {
+        Snapshot {
+            threads: thread_seconds(),
+            stats: peer.stats(),
+            cpu_s: sys::cpu_seconds(),
+            at: Instant::now(),
+        }
+    }
+
+    /// What happened from `self` until now.
+    pub fn report(&self, peer: &Peer) -> SideReport {
+        let wall_s = self.at.elapsed().as_secs_f64();
+        let cpu_s = sys::cpu_seconds() - self.cpu_s;
+        let now = peer.stats();
+        SideReport {
+            wall_s,
+            cpu_s,
+            busiest_thread: self.busiest_thread(wall_s),
+            driven: None,
+            channels: now
+                .channels
+                .iter()
+                .map(|channel| self.channel_bytes(channel))
+                .collect(),
+            resent_chunks: now.resent_chunks - self.stats.resent_chunks,
+            lost_channels: now.lost_channels,
+        }
+    }
+
+    fn channel_bytes(&self, now: &ferrywire::ChannelStats) -> ChannelBytes {
+        let before = self.stats.channels.iter().find(|c| c.index == now.index);
+        let (sent, received) = before.map_or((0, 0), |c| (c.sent_bytes, c.received_bytes));
+        ChannelBytes {
+            channel: now.index,
+            line_bytes_per_s: nics::line_rate_bytes_per_s(&now.nic),
+            nic: now.nic.clone(),
+            tx_bytes: now.sent_bytes.saturating_sub(sent),
+            rx_bytes: now.received_bytes.saturating_sub(received),
+        }
+    }
+
+    fn busiest_thread(&self, wall_s: f64) -> Option<(String, f64)> {
+        let ran = thread_seconds().into_iter().map(|(id, (name, seconds))| {
+            let before = self.threads.get(&id).map_or(0.0, |(_, seconds)| *seconds);
+            (name, (seconds - before) / wall_s)
+        });
+        ran.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|_| wall_s > 0.0)
+    }
+}
+
+/// Name and CPU seconds of each thread of this process, as far as the kernel tells.
+fn thread_seconds() -> HashMap<u64, (String, f64)> {
+    let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
+        return HashMap::new();
+    };
+    let read = |task: std::fs::DirEntry| {
+        let id = task.file_name().to_str()?.parse().ok()?;
+        let name = std::fs::read_to_string(task.path().join("comm"))
+            .ok()?
+            .trim()
+            .to_owned();
+        let ran = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
+        let ns: f64 = ran.split_whitespace().next()?.parse().ok()?;
+        Some((id, (name, ns / 1e9)))
+    };
+    tasks.flatten().filter_map(read).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_merged_latencies() {
+        let counted = |us: &[u64]| {
+            let mut latency = Latency::default();
+            us.iter()
+                .for_each(|us| latency.record(Duration::from_micros(*us)));
+            latency.counts()
+        };
+        let both = LatencyCounts::merged([&counted(&[10, 30]), &counted(&[20, 1000])]);
+        let near = |share: f64, us: f64| {
+            both.quantile_us(share)
+                .is_some_and(|found| (found / us - 1.0).abs() < 0.02)
+        };
+        assert!(near(0.5, 20.0) && near(0.99, 1000.0) && near(0.0, 10.0));
+        assert_eq!(LatencyCounts::default().quantile_us(0.5), None);
+    }
+
+    #[test]
+    fn a_short_run_is_one_interval() {
+        let mut meter = Meter::start();
+        let now = Instant::now() + Duration::from_millis(10);
+        meter.completed(now, 5, Duration::from_micros(1));
+        let (intervals, _) = meter.finish();
+        assert_eq!(
+            intervals
+                .iter()
+                .map(|interval| interval.bytes)
+                .collect::<Vec<_>>(),
+            [5]
+        );
+    }
+
+    #[test]
+    fn intervals_are_at_least_100_ms() {
+        let mut meter = Meter::start();
+        let start = Instant::now();
+        for i in 1..=35 {
+            meter.completed(start + Duration::from_millis(i * 10), 1, Duration::ZERO);
+        }
+        let (intervals, _) = meter.finish();
+        assert_eq!(intervals.len(), 3);
+        assert!(
+            intervals
+                .iter()
+                .all(|interval| interval.end_s - interval.start_s >= 0.1)
+        );
+    }
+}

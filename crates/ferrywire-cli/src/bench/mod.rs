@@ -1,0 +1,73 @@
+//! `ferrywire bench`: moves patterns between two ends, measures, and checks what arrived.
+//!
+//! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
+//! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
+//! code on both ends), [`serve`] and [`connect`], [`result`] and [`report`].
+//!
+//! Invariant: no number is printed for a size that did not finish and verify.
+
+pub mod connect;
+pub mod demo;
+pub mod flow;
+pub mod gate;
+pub mod host;
+pub mod incast;
+pub mod layout;
+pub mod limited;
+pub mod link;
+pub mod measure;
+pub mod pattern;
+pub mod pingpong;
+pub mod protocol;
+pub mod report;
+pub mod result;
+pub mod serve;
+pub mod session;
+pub mod table;
+pub mod verify;
+
+use ferrywire::Endpoint;
+
+use crate::exit::{Failure, Outcome};
+use crate::plan::EnginePlan;
+
+/// Builds this end's endpoint.
+pub fn endpoint(plan: &EnginePlan, listen: Option<std::net::SocketAddr>) -> Outcome<Endpoint> {
+    let mut builder = Endpoint::builder().label(host::hostname());
+    if let Some(address) = listen {
+        builder = builder.listen(address);
+    }
+    if let Some(secret) = &plan.secret {
+        builder = builder.secret(secret.clone());
+    }
+    if !plan.nics.is_empty() {
+        builder = builder.nics(plan.nics.iter().cloned());
+    }
+    if let Some(n) = plan.channels {
+        builder = builder.channels(n);
+    }
+    if let Some(n) = plan.chunk_bytes {
+        builder = builder.chunk_bytes(n as usize);
+    }
+    if let Some(n) = plan.window {
+        builder = builder.window(n);
+    }
+    if let Some(n) = plan.threads {
+        builder = builder.threads(n);
+    }
+    if let Some(on) = plan.crc {
+        builder = builder.crc(on);
+    }
+    if let Some(name) = &plan.congestion_control {
+        builder = builder.congestion_control(name.clone());
+    }
+    builder.build().map_err(|error| match error {
+        ferrywire::Error::Invalid { .. } => Failure::Usage(error.to_string()),
+        other => other.into(),
+    })
+}
+
+/// Progress threads of an endpoint.
+pub fn threads(endpoint: &Endpoint) -> usize {
+    endpoint.config().threads
+}

@@ -1,0 +1,163 @@
+//! `--pattern latency`: one message there, answered by one back, each end going on only after it saw the data.
+//!
+//! Each message starts with the stamp of its iteration, which the other end looks for before it answers:
+//! a notification that overtakes its data fails the run. Half of the round trip is what counts.
+
+use std::time::{Duration, Instant};
+
+use ferrywire::{Error, Transfer};
+
+use super::flow::{self, Poster};
+use super::link::{Heard, Stall};
+use super::measure::{Latency, Limit, Meter};
+use super::protocol::{FlowReport, Message};
+use super::verify::Contents;
+use crate::args::Op;
+use crate::exit::{Failure, Outcome};
+
+/// How often the answering end looks whether it is over, while nothing arrives.
+const SLICE: Duration = Duration::from_millis(20);
+
+/// One end of a ping-pong: what it sends and what it receives, both in slot 0.
+pub struct Table<'a> {
+    /// Towards the other end.
+    pub out: &'a Poster<'a>,
+    /// Our memory that is sent.
+    pub out_memory: Contents<'a>,
+    /// From the other end.
+    pub back: &'a Poster<'a>,
+    /// Our memory that is written.
+    pub back_memory: Contents<'a>,
+}
+
+impl Table<'_> {
+    /// Serves balls until the limit, then tells the other end to stop.
+    pub fn serve_balls(&self, op: Op, limit: Limit) -> Outcome<FlowReport> {
+        let mut meter = Meter::start();
+        let (mut iteration, mut now) = (0, Instant::now());
+        while limit.allows(iteration, meter.elapsed(now)) {
+            let expected = self.expect(op)?;
+            self.out_memory.stamp(0, iteration)?;
+            let start = Instant::now();
+            let transfer = self.hit(op, iteration)?;
+            self.catch(iteration, expected)?;
+            now = Instant::now();
+            self.see(iteration)?;
+            self.out.finish(&transfer)?;
+            meter.completed(now, 2 * self.out.layout().size(), now.duration_since(start) / 2);
+            iteration += 1;
+        }
+        self.out.link().tell(&Message::Stop { count: iteration })?;
+        let (intervals, latency) = meter.finish();
+        Ok(FlowReport {
+            iterations: iteration,
+            intervals,
+            latency,
+            ..FlowReport::default()
+        })
+    }
+
+    /// Answers balls until the other end stops; gives their number.
+    pub fn return_balls(&self, op: Op) -> Outcome<u64> {
+        let mut last = None;
+        let mut iteration = 0;
+        let mut expected = self.expect(op)?;
+        loop {
+            match self.next_ball(iteration, expected.as_ref())? {
+                Some(count) if count == iteration => break,
+                Some(_) => return Err(self.out.link().strange("a wrong number of messages")),
+                None => {}
+            }
+            self.see(iteration)?;
+            expected = self.expect(op)?;
+            self.out_memory.stamp(0, iteration)?;
+            if let Some(transfer) = last.replace(self.hit(op, iteration)?) {
+                self.out.finish(&transfer)?;
+            }
+            iteration += 1;
+        }
+        if let Some(transfer) = &last {
+            self.out.finish(transfer)?;
+        }
+        match &expected {
+            Some(receive) => flow::withdraw(self.back, receive).map(|()| iteration),
+            None => Ok(iteration),
+        }
+    }
+
+    fn expect(&self, op: Op) -> Outcome<Option<Transfer>> {
+        if op == Op::Send {
+            self.back.receive(0).map(Some)
+        } else {
+            Ok(None)
+        }
+    }
+
+    fn hit(&self, op: Op, iteration: u64) -> Outcome<Transfer> {
+        if op == Op::Send {
+            self.out.post(0)
+        } else {
+            self.out.post_marked(0, iteration)
+        }
+    }
+
+    fn catch(&self, iteration: u64, expected: Option<Transfer>) -> Outcome {
+        match expected {
+            Some(receive) => self.back.finish(&receive),
+            None => match self.out.link().hear_any()? {
+                Heard::Mark(mark) if mark == iteration => Ok(()),
+                other => Err(self
+                    .out
+                    .link()
+                    .strange(&format!("{other:?} instead of the mark of {iteration}"))),
+            },
+        }
+    }
+
+    /// Waits for the next ball, or the number of balls when there are no more.
+    fn next_ball(&self, iteration: u64, expected: Option<&Transfer>) -> Outcome<Option<u64>> {
+        let link = self.out.link();
+        let Some(receive) = expected else {
+            return match link.hear_any()? {
+                Heard::Mark(mark) if mark == iteration => Ok(None),
+                Heard::Message(Message::Stop { count }) => Ok(Some(count)),
+                other => Err(link.strange(&format!("{other:?} instead of the mark of {iteration}"))),
+            };
+        };
+        let mut stall = Stall::new(link);
+        loop {
+            match receive.wait(SLICE) {
+                Ok(_) => return Ok(None),
+                Err(Error::Deadline { .. }) => stall.check("a message")?,
+                Err(error) => return Err(link.lost(error)),
+            }
+            if let Some(count) = flow::stopped(link)? {
+                return Ok(Some(count));
+            }
+        }
+    }
+
+    fn see(&self, iteration: u64) -> Outcome {
+        match self.back_memory.check_stamp(0, iteration)? {
+            None => Ok(()),
+            Some(mismatch) => Err(Failure::failed(format!(
+                "the data was not there when it was announced: {mismatch}"
+            ))),
+        }
+    }
+}
+
+/// Time from posting one write until its completion, one at a time.
+pub fn write_completion(poster: &Poster, limit: Limit) -> Outcome<Latency> {
+    let mut latency = Latency::default();
+    let start = Instant::now();
+    let (mut posted, mut now) = (0, start);
+    while limit.allows(posted, now.duration_since(start)) {
+        let before = Instant::now();
+        poster.finish(&poster.post(0)?)?;
+        now = Instant::now();
+        latency.record(now.duration_since(before));
+        posted += 1;
+    }
+    Ok(latency)
+}

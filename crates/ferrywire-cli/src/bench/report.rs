@@ -1,0 +1,239 @@
+//! What a run leaves behind: a table for people, JSON and CSV for programs.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::host::Host;
+use super::result::ResultRow;
+use super::table;
+use crate::exit::{Failure, Outcome};
+use crate::plan::ConnectPlan;
+
+/// Version of the JSON form.
+const SCHEMA: u32 = 1;
+
+/// Everything known about a run.
+#[derive(Clone, Debug)]
+pub struct Record {
+    /// Effective values.
+    pub config: Value,
+    /// This end's host.
+    pub host: Host,
+    /// The other end's, once it has answered.
+    pub peer: Option<Host>,
+    /// Progress threads of the other end.
+    pub peer_threads: Option<usize>,
+    /// Of the sizes that are finished.
+    pub results: Vec<ResultRow>,
+}
+
+impl Record {
+    /// An empty record of a run.
+    pub fn new(plan: &ConnectPlan) -> Record {
+        Record {
+            config: config(plan),
+            host: Host::this(),
+            peer: None,
+            peer_threads: None,
+            results: Vec::new(),
+        }
+    }
+
+    /// The effective values, a line each.
+    pub fn effective_values(&self) -> String {
+        let values = self.config.as_object().into_iter().flatten();
+        values
+            .map(|(name, value)| format!("{name} = {value}\n"))
+            .collect()
+    }
+
+    fn json(&self, outcome: &Outcome) -> Value {
+        let mut peer = json!(self.peer);
+        if let (Some(peer), Some(threads)) = (peer.as_object_mut(), self.peer_threads) {
+            peer.insert("threads".to_owned(), json!(threads));
+        }
+        json!({
+            "schema": SCHEMA,
+            "version": env!("CARGO_PKG_VERSION"),
+            "config": self.config,
+            "host": self.host,
+            "peer": peer,
+            "results": self.results,
+            "error": outcome.as_ref().err().map(Failure::message),
+        })
+    }
+}
+
+/// `null` where the engine chooses; the results tell what it chose.
+fn config(plan: &ConnectPlan) -> Value {
+    let addresses: Vec<String> = plan.addresses.iter().map(ToString::to_string).collect();
+    let mut config = json!(plan.run);
+    let own = json!({
+        "address": addresses,
+        "transport": "tcp",
+        "nics": plan.engine.nics,
+        "channels": plan.engine.channels,
+        "chunk": plan.engine.chunk_bytes,
+        "window": plan.engine.window,
+        "threads": plan.engine.threads,
+        "crc": plan.engine.crc,
+        "congestion_control": plan.engine.congestion_control,
+        "secret": plan.engine.secret.is_some(),
+    });
+    if let (Some(config), Value::Object(own)) = (config.as_object_mut(), own) {
+        config.extend(own);
+    }
+    config
+}
+
+/// Where a run's results go; files are opened before anything is measured.
+#[derive(Debug)]
+pub struct Output {
+    json: Option<Sink>,
+    csv: Option<Sink>,
+}
+
+/// A file or standard output.
+#[derive(Debug)]
+struct Sink {
+    path: PathBuf,
+    file: Option<File>,
+}
+
+impl Output {
+    /// Opens the files that were asked for.
+    pub fn open(plan: &ConnectPlan) -> Outcome<Output> {
+        let none = plan.member > 0;
+        let open = |path: &Option<PathBuf>| match path {
+            Some(path) if !none => Sink::open(path).map(Some),
+            _ => Ok(None),
+        };
+        Ok(Output {
+            json: open(&plan.json)?,
+            csv: open(&plan.csv)?,
+        })
+    }
+
+    /// Prints the table and writes the files, of a failed run too.
+    pub fn finish(self, record: &Record, outcome: &Outcome) -> Outcome {
+        if !record.results.is_empty() {
+            let table = table::render(record);
+            if self.json.is_some() || self.csv.is_some() {
+                eprint!("{table}");
+            } else {
+                write_all(&mut io::stdout().lock(), &table, Path::new("-"))?;
+            }
+        }
+        if let Some(sink) = self.json {
+            let text = serde_json::to_string_pretty(&record.json(outcome)).unwrap_or_default();
+            sink.write(&format!("{text}\n"))?;
+        }
+        self.csv.map_or(Ok(()), |sink| sink.write(&csv(&record.results)))
+    }
+}
+
+impl Sink {
+    fn open(path: &Path) -> Outcome<Sink> {
+        if path == Path::new("-") {
+            return Ok(Sink {
+                path: path.to_owned(),
+                file: None,
+            });
+        }
+        match File::create(path) {
+            Ok(file) => Ok(Sink {
+                path: path.to_owned(),
+                file: Some(file),
+            }),
+            Err(error) => Err(Failure::failed(format!(
+                "cannot write {}: {error}",
+                path.display()
+            ))),
+        }
+    }
+
+    fn write(self, text: &str) -> Outcome {
+        match self.file {
+            Some(mut file) => write_all(&mut file, text, &self.path),
+            None => write_all(&mut io::stdout().lock(), text, &self.path),
+        }
+    }
+}
+
+fn write_all(out: &mut dyn Write, text: &str, path: &Path) -> Outcome {
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| Failure::failed(format!("cannot write {}: {error}", path.display())))
+}
+
+/// A column of the CSV: its name, and its value in a result's JSON.
+const CSV: &[(&str, &str)] = &[
+    ("op", "/op"),
+    ("memory", "/memory"),
+    ("peer_memory", "/peer_memory"),
+    ("transport", "/transport"),
+    ("pattern", "/pattern"),
+    ("gpu", "/gpu"),
+    ("peer_gpu", "/peer_gpu"),
+    ("direction", "/direction"),
+    ("size_bytes", "/size_bytes"),
+    ("depth", "/depth"),
+    ("blocks", "/blocks"),
+    ("iterations", "/iterations"),
+    ("channels", "/channels"),
+    ("chunk_bytes", "/chunk_bytes"),
+    ("window", "/window"),
+    ("threads", "/threads"),
+    ("congestion_control", "/congestion_control"),
+    ("verified", "/verified"),
+    ("gb_per_s_min", "/gb_per_s/min"),
+    ("gb_per_s_p50", "/gb_per_s/p50"),
+    ("gb_per_s_max", "/gb_per_s/max"),
+    ("latency_us_p50", "/latency_us/p50"),
+    ("latency_us_p99", "/latency_us/p99"),
+    ("latency_us_max", "/latency_us/max"),
+    ("cpu_s_per_gb_source", "/cpu_s_per_gb/source"),
+    ("cpu_s_per_gb_target", "/cpu_s_per_gb/target"),
+    ("ns_per_block", "/extra/ns_per_block"),
+    ("limited_by", "/limited_by"),
+    ("setup_s", "/setup_s"),
+];
+
+fn csv(results: &[ResultRow]) -> String {
+    let names: Vec<&str> = CSV.iter().map(|(name, _)| *name).collect();
+    let line = |result: &ResultRow| {
+        let result = json!(result);
+        let fields: Vec<String> = CSV
+            .iter()
+            .map(|(_, pointer)| csv_field(result.pointer(pointer)))
+            .collect();
+        fields.join(",")
+    };
+    let lines = std::iter::once(names.join(",")).chain(results.iter().map(line));
+    lines.map(|line| line + "\n").collect()
+}
+
+fn csv_field(value: Option<&Value>) -> String {
+    match value {
+        None | Some(Value::Null) => String::new(),
+        Some(Value::String(text)) if text.contains([',', '"', '\n']) => {
+            format!("\"{}\"", text.replace('"', "\"\""))
+        }
+        Some(Value::String(text)) => text.clone(),
+        Some(other) => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn csv_fields_are_quoted_where_needed() {
+        assert_eq!(csv_field(Some(&json!("a, \"b\""))), "\"a, \"\"b\"\"\"");
+        assert_eq!(csv_field(Some(&Value::Null)), "");
+        assert_eq!(csv_field(Some(&json!(1.5))), "1.5");
+    }
+}

@@ -1,0 +1,459 @@
+//! Numbers from measurements: the results of one size as they are printed and stored.
+
+use std::collections::BTreeMap;
+
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use super::host::Host;
+use super::layout;
+use super::limited::limited_by;
+use super::measure::{INTERVAL, Interval, LatencyCounts};
+use super::protocol::{FlowReport, Run, SideReport};
+use super::session::StepReport;
+use crate::args::{Op, Pattern, Verify};
+
+/// Least, middle and greatest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Spread {
+    /// The least.
+    pub min: f64,
+    /// The middle.
+    pub p50: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+/// Latencies in microseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LatencyUs {
+    /// The middle.
+    pub p50: f64,
+    /// What 99 % do not exceed.
+    pub p99: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+/// CPU seconds per 1e9 bytes on both ends of the data.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct CpuPerGb {
+    /// Where the data came from.
+    pub source: f64,
+    /// Where it went.
+    pub target: f64,
+}
+
+/// Bytes over one NIC of the connecting end.
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+pub struct NicBytes {
+    /// Its name.
+    pub nic: String,
+    /// Sent.
+    pub tx_bytes: u64,
+    /// Received.
+    pub rx_bytes: u64,
+}
+
+/// Bytes over one channel, both ways.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ChannelTotal {
+    /// Its index.
+    pub channel: u16,
+    /// The connecting end's NIC.
+    pub nic: String,
+    /// Both ways.
+    pub bytes: u64,
+}
+
+/// One result, in the form in which it is stored.
+#[derive(Clone, Debug, Serialize)]
+pub struct ResultRow {
+    /// The operation.
+    pub op: Op,
+    /// Where the connecting end's bytes lie.
+    pub memory: String,
+    /// Where the serving end's bytes lie.
+    pub peer_memory: String,
+    /// How channels move bytes.
+    pub transport: &'static str,
+    /// How scattered receives are gathered: not over tcp.
+    pub unpack: Option<String>,
+    /// Who sends to whom.
+    pub pattern: Pattern,
+    /// The GPU of this end; `all` for the sum over an incast.
+    pub gpu: Option<&'static str>,
+    /// The GPU of the other end.
+    pub peer_gpu: Option<u32>,
+    /// `to_peer`, `from_peer` or `both`.
+    pub direction: &'static str,
+    /// Size of a message.
+    pub size_bytes: u64,
+    /// Transfers in flight.
+    pub depth: usize,
+    /// Blocks per message.
+    pub blocks: Option<u64>,
+    /// Messages in the timed part.
+    pub iterations: u64,
+    /// Channels per peer.
+    pub channels: usize,
+    /// Chunk size.
+    pub chunk_bytes: u64,
+    /// Requests in flight per channel.
+    pub window: u64,
+    /// Progress threads of the connecting end.
+    pub threads: usize,
+    /// Congestion control of the data connections.
+    pub congestion_control: String,
+    /// Whether every byte looked at was right; `None`: not looked at.
+    pub verified: Option<bool>,
+    /// Rate over the intervals of the timed part.
+    pub gb_per_s: Spread,
+    /// Time of a message, or half of a round trip.
+    pub latency_us: Option<LatencyUs>,
+    /// CPU cost.
+    pub cpu_s_per_gb: Option<CpuPerGb>,
+    /// What kept it from being better.
+    pub limited_by: String,
+    /// Time until the first size could start.
+    pub setup_s: f64,
+    /// Seconds by stage.
+    pub stages_s: BTreeMap<String, f64>,
+    /// Bytes by NIC.
+    pub per_nic: Vec<NicBytes>,
+    /// Bytes by channel.
+    pub per_channel: Vec<ChannelTotal>,
+    /// What only some runs have.
+    pub extra: Map<String, Value>,
+}
+
+/// What holds for all sizes of a run.
+#[derive(Clone, Debug)]
+pub struct Circumstances<'a> {
+    /// What was agreed on.
+    pub run: &'a Run,
+    /// Channels per peer.
+    pub channels: usize,
+    /// Chunk size in force.
+    pub chunk_bytes: u64,
+    /// Window in force.
+    pub window: u64,
+    /// Progress threads of this end.
+    pub threads: usize,
+    /// Congestion control in force.
+    pub congestion_control: String,
+    /// Time until the first size could start.
+    pub setup_s: f64,
+}
+
+/// Flows that make one result, with what both ends spent on them.
+struct Share<'a> {
+    direction: &'static str,
+    gpu: Option<&'static str>,
+    member: Option<usize>,
+    flows: Vec<&'a FlowReport>,
+    members: &'a [SideReport],
+    /// Bytes that the serving end's CPU seconds paid for.
+    serve_bytes: u64,
+}
+
+/// The results of one size.
+pub fn results(
+    now: &Circumstances,
+    here: &Host,
+    there: &Host,
+    step: usize,
+    report: &StepReport,
+) -> Vec<ResultRow> {
+    let limit = limited_by(here, there, &report.members, &report.serve);
+    let limit = if now.run.pattern == Pattern::Latency {
+        "the round trip (latency)".to_owned()
+    } else {
+        limit
+    };
+    let size = now.run.sizes[step];
+    let shares = shares(now.run, size, report);
+    shares
+        .iter()
+        .map(|share| row(now, step, report, share, &limit))
+        .collect()
+}
+
+fn shares<'a>(run: &Run, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
+    let forward: Vec<&FlowReport> = report
+        .members
+        .iter()
+        .filter_map(|side| side.driven.as_ref())
+        .collect();
+    let backward: Vec<&FlowReport> = report
+        .serve
+        .iter()
+        .filter_map(|side| side.driven.as_ref())
+        .collect();
+    let to_peer = if run.op == Op::Read {
+        "from_peer"
+    } else {
+        "to_peer"
+    };
+    let from_peer = if run.op == Op::Read {
+        "to_peer"
+    } else {
+        "from_peer"
+    };
+    let all: Vec<&FlowReport> = forward.iter().chain(&backward).copied().collect();
+    let serve_bytes = all.iter().map(|flow| bytes(run, flow, size)).sum();
+    let share = |direction, gpu, member, flows, members| Share {
+        direction,
+        gpu,
+        member,
+        flows,
+        members,
+        serve_bytes,
+    };
+    match run.pattern {
+        Pattern::Bidir => vec![
+            share(to_peer, None, None, forward, &report.members),
+            share(from_peer, None, None, backward, &report.members),
+            share("both", None, None, all, &report.members),
+        ],
+        Pattern::Incast => {
+            let one = |i: usize| share(to_peer, None, Some(i), vec![forward[i]], &report.members[i..=i]);
+            let mut shares: Vec<Share> = (0..forward.len()).map(one).collect();
+            shares.push(share(to_peer, Some("all"), None, forward, &report.members));
+            shares
+        }
+        _ => vec![share(to_peer, None, None, forward, &report.members)],
+    }
+}
+
+/// Bytes of a flow; a ping-pong moves each message both ways.
+fn bytes(run: &Run, flow: &FlowReport, size: u64) -> u64 {
+    let ways = if run.pattern == Pattern::Latency && run.op != Op::Read {
+        2
+    } else {
+        1
+    };
+    flow.iterations * size * ways
+}
+
+fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, limit: &str) -> ResultRow {
+    let run = now.run;
+    let size = run.sizes[step];
+    let intervals: Vec<&[Interval]> = share.flows.iter().map(|flow| flow.intervals.as_slice()).collect();
+    let latency = LatencyCounts::merged(share.flows.iter().map(|flow| &flow.latency));
+    let gb_per_s = spread(rates(&intervals));
+    let (per_nic, per_channel) = moved(share.members);
+    ResultRow {
+        op: run.op,
+        memory: run.memory.clone(),
+        peer_memory: run.peer_memory.clone(),
+        transport: "tcp",
+        unpack: None,
+        pattern: run.pattern,
+        gpu: share.gpu,
+        peer_gpu: None,
+        direction: share.direction,
+        size_bytes: size,
+        depth: layout::depth(run, size),
+        blocks: run.blocks,
+        iterations: share.flows.iter().map(|flow| flow.iterations).sum(),
+        channels: now.channels,
+        chunk_bytes: now.chunk_bytes,
+        window: now.window,
+        threads: now.threads,
+        congestion_control: now.congestion_control.clone(),
+        verified: (run.verify != Verify::Off).then_some(true),
+        gb_per_s,
+        latency_us: latency_us(&latency),
+        cpu_s_per_gb: cpu_per_gb(run, size, report, share),
+        limited_by: limit.to_owned(),
+        setup_s: now.setup_s,
+        stages_s: report.stages_s.clone(),
+        per_nic,
+        per_channel,
+        extra: extra(run, size, report, share, gb_per_s),
+    }
+}
+
+fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Option<CpuPerGb> {
+    let both_ways = share.direction == "both" || run.pattern == Pattern::Bidir;
+    let own_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
+    // An end that moves data both ways spends its time on all of them.
+    let near_bytes = if both_ways { share.serve_bytes } else { own_bytes };
+    if near_bytes == 0 || share.serve_bytes == 0 {
+        return None;
+    }
+    let near_s: f64 = share.members.iter().map(|side| side.cpu_s).sum();
+    let near = near_s / (near_bytes as f64 / 1e9);
+    let far = report.serve.first().map_or(0.0, |side| side.cpu_s) / (share.serve_bytes as f64 / 1e9);
+    let from_near = share.direction != "from_peer";
+    Some(if from_near {
+        CpuPerGb {
+            source: near,
+            target: far,
+        }
+    } else {
+        CpuPerGb {
+            source: far,
+            target: near,
+        }
+    })
+}
+
+fn extra(run: &Run, size: u64, report: &StepReport, share: &Share, gb_per_s: Spread) -> Map<String, Value> {
+    let mut extra = Map::new();
+    if let (Some(blocks), true) = (run.blocks, gb_per_s.p50 > 0.0) {
+        // Bytes per nanosecond are GB/s.
+        extra.insert(
+            "ns_per_block".into(),
+            json!(size as f64 / gb_per_s.p50 / blocks as f64),
+        );
+    }
+    for (name, latency) in share.flows.iter().flat_map(|flow| &flow.extra) {
+        extra.insert(name.clone(), json!(latency_us(latency)));
+    }
+    if let Some(member) = share.member {
+        extra.insert("member".into(), json!(member));
+    }
+    if run.verify != Verify::Off {
+        extra.insert("verified_iterations".into(), json!(report.verified_iterations));
+    }
+    let sides = || report.members.iter().chain(&report.serve);
+    let resent: u64 = sides().map(|side| side.resent_chunks).sum();
+    if resent > 0 {
+        extra.insert("resent_chunks".into(), json!(resent));
+    }
+    let lost: Vec<&String> = sides().flat_map(|side| &side.lost_channels).collect();
+    if !lost.is_empty() {
+        extra.insert("lost_channels".into(), json!(lost));
+    }
+    extra
+}
+
+fn latency_us(latency: &LatencyCounts) -> Option<LatencyUs> {
+    let quantile = |share| latency.quantile_us(share);
+    Some(LatencyUs {
+        p50: quantile(0.5)?,
+        p99: quantile(0.99)?,
+        max: quantile(1.0)?,
+    })
+}
+
+fn moved(members: &[SideReport]) -> (Vec<NicBytes>, Vec<ChannelTotal>) {
+    let mut by_nic: BTreeMap<&str, NicBytes> = BTreeMap::new();
+    let mut by_channel: BTreeMap<(u16, &str), u64> = BTreeMap::new();
+    for channel in members.iter().flat_map(|side| &side.channels) {
+        let nic = by_nic.entry(&channel.nic).or_default();
+        nic.tx_bytes += channel.tx_bytes;
+        nic.rx_bytes += channel.rx_bytes;
+        *by_channel.entry((channel.channel, &channel.nic)).or_default() +=
+            channel.tx_bytes + channel.rx_bytes;
+    }
+    let nics = by_nic.into_iter().map(|(nic, bytes)| NicBytes {
+        nic: nic.to_owned(),
+        ..bytes
+    });
+    let total = |((channel, nic), bytes): ((u16, &str), u64)| ChannelTotal {
+        channel,
+        nic: nic.to_owned(),
+        bytes,
+    };
+    (nics.collect(), by_channel.into_iter().map(total).collect())
+}
+
+/// Rates in GB/s: of one flow by its own intervals, of several added up over common intervals.
+fn rates(flows: &[&[Interval]]) -> Vec<f64> {
+    if let [one] = flows {
+        return one.iter().map(rate).collect();
+    }
+    let all = || flows.iter().copied().flatten();
+    let longest = all()
+        .map(|i| i.end_s - i.start_s)
+        .fold(INTERVAL.as_secs_f64(), f64::max);
+    let ends = flows
+        .iter()
+        .map(|flow| flow.last().map_or(0.0, |interval| interval.end_s));
+    let common_s = ends.fold(f64::INFINITY, f64::min);
+    let cells = (common_s / longest).floor();
+    if !(cells >= 1.0 && cells.is_finite()) {
+        let end_s = all().map(|interval| interval.end_s).fold(0.0, f64::max);
+        let bytes = all().map(|interval| interval.bytes).sum();
+        return vec![rate(&Interval {
+            start_s: 0.0,
+            end_s,
+            bytes,
+        })];
+    }
+    let cell = |i: u64| {
+        let (start, end) = (i as f64 * longest, (i + 1) as f64 * longest);
+        all().map(|interval| overlap(interval, start, end)).sum::<f64>() / longest / 1e9
+    };
+    (0..cells as u64).map(cell).collect()
+}
+
+fn rate(interval: &Interval) -> f64 {
+    let length_s = interval.end_s - interval.start_s;
+    if length_s > 0.0 {
+        interval.bytes as f64 / length_s / 1e9
+    } else {
+        0.0
+    }
+}
+
+/// Bytes of an interval that fall between two times, taken as evenly spread.
+fn overlap(interval: &Interval, start: f64, end: f64) -> f64 {
+    let common = interval.end_s.min(end) - interval.start_s.max(start);
+    interval.bytes as f64 * (common / (interval.end_s - interval.start_s)).clamp(0.0, 1.0)
+}
+
+fn spread(mut rates: Vec<f64>) -> Spread {
+    rates.sort_unstable_by(f64::total_cmp);
+    let at = |i: usize| rates.get(i).copied().unwrap_or(0.0);
+    Spread {
+        min: at(0),
+        p50: at(rates.len() / 2),
+        max: at(rates.len().saturating_sub(1)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn interval(start_s: f64, end_s: f64, bytes: u64) -> Interval {
+        Interval {
+            start_s,
+            end_s,
+            bytes,
+        }
+    }
+
+    #[test]
+    fn one_flow_has_its_own_intervals() {
+        let flow = [interval(0.0, 0.1, 100_000_000), interval(0.1, 0.3, 100_000_000)];
+        let rates = rates(&[&flow]);
+        assert!((rates[0] - 1.0).abs() < 1e-9 && (rates[1] - 0.5).abs() < 1e-9);
+    }
+
+    #[test]
+    fn several_flows_add_up_where_all_run() {
+        let a = [interval(0.0, 0.2, 200_000_000), interval(0.2, 0.4, 200_000_000)];
+        let b = [interval(0.0, 0.2, 400_000_000)];
+        let rates = rates(&[&a, &b]);
+        assert_eq!(rates.len(), 1);
+        assert!((rates[0] - 3.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_spread_is_ordered() {
+        assert_eq!(
+            spread(vec![3.0, 1.0, 2.0]),
+            Spread {
+                min: 1.0,
+                p50: 2.0,
+                max: 3.0
+            }
+        );
+        assert_eq!(spread(Vec::new()), Spread::default());
+    }
+}

@@ -1,0 +1,398 @@
+//! The listening end: takes runs from peers until it is stopped.
+//!
+//! Each peer gets a thread; the [`Hall`] lets one run in at a time, with all its peers, and tells others that
+//! it is busy. A failed run is one line on standard error, and the next peer is welcome.
+
+use std::io::Write;
+use std::net::SocketAddr;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
+
+use super::gate::Gate;
+use super::host::{self, Host};
+use super::layout;
+use super::link::{Link, SLICE};
+use super::protocol::{self, Hello, Message, Run, Side};
+use super::session::Session;
+use crate::args::{Inject, Verify};
+use crate::exit::{Failure, Outcome};
+use crate::plan::ServePlan;
+use crate::sys;
+
+/// A peer that has connected has this long to say what it wants.
+const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// A run that is about to end is waited for before the next is refused.
+const BUSY_GRACE: Duration = Duration::from_secs(1);
+/// Time for a last message to leave.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
+
+/// A run that takes place.
+struct ActiveRun {
+    run_id: String,
+    run: Run,
+    name: String,
+    gate: Gate,
+    members: Mutex<Vec<bool>>,
+}
+
+/// A run that is over.
+struct Ended {
+    name: String,
+    what: String,
+    outcome: Outcome,
+}
+
+/// Where runs take place, one at a time.
+#[derive(Default)]
+struct Hall {
+    active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
+}
+
+impl Hall {
+    /// Lets a peer in, or says why not.
+    fn enter(&self, hello: &Hello, name: &str) -> Result<Arc<ActiveRun>, String> {
+        let mut active = self.lock();
+        if let Some((run, inside, _)) = active.as_mut() {
+            if run.run_id != hello.run_id {
+                return Err(format!(
+                    "busy with a run of {}; try again when it has ended",
+                    run.name
+                ));
+            }
+            run.admit(hello)?;
+            *inside += 1;
+            return Ok(run.clone());
+        }
+        let run = Arc::new(ActiveRun::new(hello, name));
+        run.admit(hello)?;
+        *active = Some((run.clone(), 1, Ok(())));
+        Ok(run)
+    }
+
+    /// A peer has left; gives the run when it was the last.
+    fn leave(&self, outcome: Outcome) -> Option<Ended> {
+        let mut active = self.lock();
+        let (run, inside, so_far) = active.as_mut()?;
+        *inside -= 1;
+        if let (Ok(()), Err(failure)) = (&so_far, &outcome) {
+            run.gate.fail(&failure.first_line());
+            *so_far = outcome;
+        }
+        let everybody_came = run
+            .members
+            .lock()
+            .unwrap_or_else(|p| p.into_inner())
+            .iter()
+            .all(|came| *came);
+        if *inside > 0 || (so_far.is_ok() && !everybody_came) {
+            return None;
+        }
+        let (run, _, outcome) = active.take()?;
+        Some(Ended {
+            name: run.name.clone(),
+            what: describe(&run.run),
+            outcome,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Arc<ActiveRun>, usize, Outcome)>> {
+        self.active
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+impl ActiveRun {
+    fn new(hello: &Hello, name: &str) -> ActiveRun {
+        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.deadline_s));
+        let members = Mutex::new(vec![false; hello.run.peers]);
+        ActiveRun {
+            run_id: hello.run_id.clone(),
+            run: hello.run.clone(),
+            name: name.to_owned(),
+            gate,
+            members,
+        }
+    }
+
+    fn admit(&self, hello: &Hello) -> Result<(), String> {
+        if (Run {
+            seed: self.run.seed,
+            ..hello.run.clone()
+        }) != self.run
+        {
+            return Err("the peers of this run do not agree on its options".to_owned());
+        }
+        let mut members = self
+            .members
+            .lock()
+            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        match members.get_mut(hello.member) {
+            Some(came) if !*came => *came = true,
+            _ => return Err(format!("peer {} of this run is already here", hello.member)),
+        }
+        self.gate.join();
+        Ok(())
+    }
+}
+
+/// Serves until stopped, or with `--once` until the first run is over.
+pub fn run(plan: ServePlan) -> Outcome {
+    if plan.child {
+        sys::die_with_parent();
+    }
+    let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
+    announce(&plan, &endpoint);
+    let hall = Arc::new(Hall::default());
+    let (over, ended) = mpsc::channel();
+    let mut last_error = None;
+    let outcome = loop {
+        if let Some(outcome) = after(&plan, &ended) {
+            break outcome;
+        }
+        match endpoint.accept(SLICE) {
+            Ok(peer) => attend_in_thread(&plan, &endpoint, &hall, peer, over.clone()),
+            Err(Error::Deadline { .. }) => {}
+            Err(Error::Closed) => break Err(Error::Closed.into()),
+            Err(error) => complain_once(&mut last_error, error),
+        }
+    };
+    let _ = endpoint.close(CLOSE_DEADLINE);
+    outcome
+}
+
+/// Prints what has ended; gives the outcome when it is time to go.
+fn after(plan: &ServePlan, ended: &Receiver<Ended>) -> Option<Outcome> {
+    if sys::interrupted() {
+        return Some(Err(Failure::Interrupted));
+    }
+    for Ended { name, what, outcome } in ended.try_iter() {
+        match (&outcome, plan.once) {
+            (Ok(()), _) => say(&format!("{name}: {what}")),
+            (Err(failure), false) => eprintln!("error: run of {name} failed: {}", failure.message()),
+            (Err(_), true) => {}
+        }
+        if plan.once {
+            return Some(
+                outcome.map_err(|failure| {
+                    Failure::failed(format!("run of {name} failed: {}", failure.message()))
+                }),
+            );
+        }
+    }
+    None
+}
+
+fn complain_once(last: &mut Option<Error>, error: Error) {
+    if last.as_ref() != Some(&error) {
+        eprintln!("error: {error}");
+        *last = Some(error);
+    }
+    std::thread::sleep(SLICE);
+}
+
+fn attend_in_thread(
+    plan: &ServePlan,
+    endpoint: &Endpoint,
+    hall: &Arc<Hall>,
+    peer: Peer,
+    over: Sender<Ended>,
+) {
+    let (endpoint, hall, inject, verbose) = (endpoint.clone(), hall.clone(), plan.inject, plan.verbose);
+    let attend = move || {
+        let link = Link::new(peer, HELLO_DEADLINE);
+        match admit(&link, &hall) {
+            Err(failure) => {
+                let why = failure.message();
+                if verbose {
+                    eprintln!("{}: turned away: {why}", link.peer.name());
+                }
+                let _ = link.tell(&Message::Refused { why });
+                let _ = link.peer.close(CLOSE_DEADLINE);
+            }
+            Ok((hello, active)) => attend(link, &endpoint, &hall, (&hello, &active), inject, &over),
+        }
+    };
+    let spawned = std::thread::Builder::new()
+        .name("bench-peer".to_owned())
+        .spawn(attend);
+    if let Err(error) = spawned {
+        eprintln!("error: cannot start a thread for a peer: {error}");
+    }
+}
+
+/// Hears what the peer wants, and lets it in if there is room.
+fn admit(link: &Link, hall: &Hall) -> Outcome<(Hello, Arc<ActiveRun>)> {
+    let hello = match link.hear()? {
+        Message::Hello(hello) => *hello,
+        _ => return Err(link.strange("no greeting")),
+    };
+    if hello.version != protocol::VERSION {
+        let (theirs, ours) = (hello.version, protocol::VERSION);
+        return Err(Failure::failed(format!(
+            "this end speaks bench version {ours}, the other {theirs}: install the same ferrywire"
+        )));
+    }
+    hello.run.check().map_err(Failure::Failed)?;
+    host::check_memory(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
+    let since = Instant::now();
+    loop {
+        match hall.enter(&hello, &link.peer.name()) {
+            Ok(active) => return Ok((hello, active)),
+            Err(why) if since.elapsed() > BUSY_GRACE || sys::interrupted() => {
+                return Err(Failure::Failed(why));
+            }
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+        }
+    }
+}
+
+fn attend(
+    link: Link,
+    endpoint: &Endpoint,
+    hall: &Hall,
+    (hello, active): (&Hello, &ActiveRun),
+    inject: Option<Inject>,
+    over: &Sender<Ended>,
+) {
+    let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
+    let outcome = converse(&link, endpoint, hello, active, inject);
+    // The hall is free before the peer hears that it is over: the next run can follow at once.
+    let ended = hall.leave(outcome.clone());
+    let last_word = match &outcome {
+        Ok(()) => Message::Bye,
+        Err(failure) => Message::Failed {
+            why: failure.first_line(),
+        },
+    };
+    if link.peer.error().is_none() {
+        let _ = link.tell(&last_word);
+    }
+    let _ = link.peer.close(CLOSE_DEADLINE);
+    if let Some(ended) = ended {
+        let _ = over.send(ended);
+    }
+}
+
+fn converse(
+    link: &Link,
+    endpoint: &Endpoint,
+    hello: &Hello,
+    active: &ActiveRun,
+    inject: Option<Inject>,
+) -> Outcome {
+    let run = &hello.run;
+    let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
+    let region = protocol::to_hex(&local.descriptor().to_bytes());
+    let threads = super::threads(endpoint);
+    link.tell(&Message::Welcome {
+        host: Box::new(Host::this()),
+        region,
+        threads,
+    })?;
+    let remote = match link.hear()? {
+        Message::Region { region } => region_from(link, &region)?,
+        _ => return Err(link.strange("no region")),
+    };
+    let gate = Some((&active.gate, hello.member));
+    let session = Session {
+        link,
+        side: Side::Serve,
+        run,
+        local: &local,
+        remote: &remote,
+        gate,
+        inject,
+    };
+    for step in 0..run.sizes.len() {
+        session.step(step, &|_| {})?;
+    }
+    match link.hear()? {
+        Message::Bye => Ok(()),
+        _ => Err(link.strange("no farewell")),
+    }
+}
+
+/// A region's descriptor as it was sent.
+pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
+    let bytes = protocol::from_hex(text).ok_or_else(|| link.strange("a region that is not hex"))?;
+    Ok(RemoteRegion::from_bytes(&bytes)?)
+}
+
+fn describe(run: &Run) -> String {
+    let sizes = run.sizes.len();
+    let checked = if run.verify == Verify::Off {
+        "not verified"
+    } else {
+        "verified"
+    };
+    format!(
+        "{:?} {:?}, {sizes} size{}, {checked}",
+        run.pattern,
+        run.op,
+        if sizes == 1 { "" } else { "s" }
+    )
+    .to_lowercase()
+}
+
+fn announce(plan: &ServePlan, endpoint: &Endpoint) {
+    let addresses = endpoint.listen_addresses();
+    let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+    say(&format!("listening on {}", listed.join(", ")));
+    if plan.verbose {
+        eprint!("{}", effective_values(plan));
+    }
+    if plan.child {
+        return;
+    }
+    if plan.listen.ip().is_loopback() {
+        let port = plan.listen.port();
+        say(&format!(
+            "other hosts cannot reach it; to let them: --listen 0.0.0.0:{port}, or the address of one NIC"
+        ));
+        return;
+    }
+    let secret = plan
+        .engine
+        .secret
+        .as_deref()
+        .map(String::from_utf8_lossy)
+        .unwrap_or_default();
+    match plan.one_time_secret {
+        true => say("a secret was made for this one time; on the other host run:"),
+        false => say("on the other host, with the same secret, run:"),
+    }
+    for address in addresses.iter().filter(|address| !address.ip().is_loopback()) {
+        let prefix = if plan.one_time_secret {
+            format!("FERRYWIRE_SECRET={secret} ")
+        } else {
+            String::new()
+        };
+        let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
+        say(&format!("  {prefix}ferrywire bench connect {address}{nic}"));
+    }
+}
+
+fn effective_values(plan: &ServePlan) -> String {
+    let ServePlan {
+        listen, engine, once, ..
+    } = plan;
+    let threads = engine
+        .threads
+        .map_or_else(|| "chosen".to_owned(), |n| n.to_string());
+    let congestion_control = engine.congestion_control.as_deref().unwrap_or("chosen");
+    let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
+    format!(
+        "listen = {listen}\nonce = {once}\nnics = {nics:?}\nthreads = {threads}\n\
+         congestion_control = {congestion_control}\nsecret = {secret}\n"
+    )
+}
+
+/// Prints a line; a closed pipe is no reason to stop serving.
+fn say(line: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}

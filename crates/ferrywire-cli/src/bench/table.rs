@@ -1,0 +1,181 @@
+//! The table that people read, and the lines under it.
+
+use std::fmt::Write;
+
+use comfy_table::{CellAlignment, Table, TableComponent, presets};
+
+use super::report::Record;
+use super::result::{LatencyUs, ResultRow};
+use crate::args::{Op, Pattern};
+use crate::units::Bytes;
+
+type Column = (&'static str, fn(&ResultRow) -> String);
+
+const SIZE: Column = ("size", |row| Bytes(row.size_bytes).to_string());
+const DIRECTION: Column = ("direction", |row| match (row.gpu, row.extra.get("member")) {
+    (Some(gpu), _) => format!("{} {gpu}", row.direction),
+    (None, Some(member)) => format!("{} {member}", row.direction),
+    (None, None) => row.direction.to_owned(),
+});
+const DEPTH: Column = ("depth", |row| row.depth.to_string());
+const RATE: Column = ("GB/s", |row| format!("{:.2}", row.gb_per_s.p50));
+const RATE_MIN: Column = ("min", |row| format!("{:.2}", row.gb_per_s.min));
+const RATE_MAX: Column = ("max", |row| format!("{:.2}", row.gb_per_s.max));
+const BITS: Column = ("Gbit/s", |row| format!("{:.1}", row.gb_per_s.p50 * 8.0));
+const LATENCY: Column = ("us p50", |row| latency(row, |us| us.p50));
+const LATENCY_P99: Column = ("us p99", |row| latency(row, |us| us.p99));
+const LATENCY_MAX: Column = ("us max", |row| latency(row, |us| us.max));
+const WRITE_P50: Column = ("write done us p50", |row| {
+    let p50 = row
+        .extra
+        .get("write_completion_us")
+        .and_then(|us| us.get("p50"))
+        .and_then(serde_json::Value::as_f64);
+    p50.map_or_else(dash, three_digits)
+});
+const PER_BLOCK: Column = ("ns/block", |row| {
+    row.extra
+        .get("ns_per_block")
+        .and_then(serde_json::Value::as_f64)
+        .map_or_else(dash, three_digits)
+});
+const CPU: Column = ("CPU s/GB source + target", |row| match row.cpu_s_per_gb {
+    Some(cpu) => format!("{} + {}", three_digits(cpu.source), three_digits(cpu.target)),
+    None => dash(),
+});
+const VERIFIED: Column = ("verified", |row| {
+    if row.verified.is_some() { "yes" } else { "NO" }.to_owned()
+});
+
+fn latency(row: &ResultRow, part: fn(&LatencyUs) -> f64) -> String {
+    row.latency_us
+        .as_ref()
+        .map_or_else(dash, |us| three_digits(part(us)))
+}
+
+fn three_digits(value: f64) -> String {
+    let decimals = if value < 10.0 {
+        2
+    } else {
+        usize::from(value < 100.0)
+    };
+    format!("{value:.decimals$}")
+}
+
+fn dash() -> String {
+    "-".to_owned()
+}
+
+fn columns(first: &ResultRow) -> Vec<Column> {
+    let mut columns = vec![SIZE];
+    if matches!(first.pattern, Pattern::Bidir | Pattern::Incast) {
+        columns.push(DIRECTION);
+    }
+    if first.pattern == Pattern::Latency {
+        columns.extend([LATENCY, LATENCY_P99, LATENCY_MAX]);
+        columns.extend((first.op == Op::Write).then_some(WRITE_P50));
+    } else {
+        columns.extend([DEPTH, RATE, RATE_MIN, RATE_MAX, BITS, LATENCY, LATENCY_P99, CPU]);
+    }
+    columns.extend(first.blocks.map(|_| PER_BLOCK));
+    columns.push(VERIFIED);
+    columns
+}
+
+/// The whole report: what was run, the table, and what limited it.
+pub fn render(record: &Record) -> String {
+    let Some(first) = record.results.first() else {
+        return String::new();
+    };
+    let columns = columns(first);
+    let mut table = Table::new();
+    table
+        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
+        .set_header(columns.iter().map(|(name, _)| *name));
+    for row in &record.results {
+        table.add_row(columns.iter().map(|(_, value)| value(row)));
+    }
+    table.column_iter_mut().for_each(|column| {
+        column.set_cell_alignment(CellAlignment::Right);
+    });
+    let mut text = String::new();
+    let _ = writeln!(text, "{}\n{}\n{table}", headline(first), setting(record, first));
+    limits(&mut text, &record.results);
+    warnings(&mut text, &record.results);
+    text
+}
+
+/// One result in a line.
+pub fn line(row: &ResultRow) -> String {
+    let cells = columns(row)
+        .into_iter()
+        .map(|(name, value)| format!("{name} {}", value(row)));
+    cells.collect::<Vec<_>>().join(", ")
+}
+
+fn headline(row: &ResultRow) -> String {
+    let pattern = match (row.pattern, row.op) {
+        (Pattern::Latency, Op::Read) => "latency of one read".to_owned(),
+        (Pattern::Latency, _) => "half of the round trip".to_owned(),
+        (pattern, _) => format!("{pattern:?}").to_lowercase(),
+    };
+    let op = format!("{:?}", row.op).to_lowercase();
+    let blocks = row
+        .blocks
+        .map_or_else(String::new, |n| format!(", {n} blocks per message"));
+    format!(
+        "{op}, {pattern}{blocks}: {} here, {} there",
+        row.memory, row.peer_memory
+    )
+}
+
+fn setting(record: &Record, row: &ResultRow) -> String {
+    let mut nics: Vec<&str> = row
+        .per_channel
+        .iter()
+        .map(|channel| channel.nic.as_str())
+        .collect();
+    nics.dedup();
+    let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    let there = record
+        .peer_threads
+        .map_or_else(String::new, |n| format!(" here, {n} there"));
+    format!(
+        "{} ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
+        row.transport,
+        row.congestion_control,
+        plural(row.channels, "channel"),
+        nics.join(" "),
+        Bytes(row.chunk_bytes),
+        row.window,
+        plural(row.threads, "thread"),
+        row.setup_s,
+    )
+}
+
+/// What limited which sizes, sizes in a row with the same limit together.
+fn limits(text: &mut String, rows: &[ResultRow]) {
+    let mut groups: Vec<(&str, Vec<u64>)> = Vec::new();
+    for row in rows {
+        match groups.last_mut() {
+            Some((limit, sizes)) if *limit == row.limited_by => sizes.push(row.size_bytes),
+            _ => groups.push((&row.limited_by, vec![row.size_bytes])),
+        }
+    }
+    for (limit, mut sizes) in groups {
+        sizes.dedup();
+        let names: Vec<String> = sizes.iter().map(|size| Bytes(*size).to_string()).collect();
+        let _ = writeln!(text, "limited by ({}): {limit}", names.join(", "));
+    }
+}
+
+fn warnings(text: &mut String, rows: &[ResultRow]) {
+    if rows.iter().any(|row| row.verified.is_none()) {
+        let _ = writeln!(text, "data was not verified (--verify off)");
+    }
+    let Some(last) = rows.last() else { return };
+    let lost = last.extra.get("lost_channels").and_then(|lines| lines.as_array());
+    for line in lost.into_iter().flatten().filter_map(|line| line.as_str()) {
+        let _ = writeln!(text, "lost: {line}");
+    }
+}

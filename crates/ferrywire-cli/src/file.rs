@@ -1,0 +1,80 @@
+//! The TOML file of `--config`: options under their long names, below flags and environment.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use toml::Table;
+
+use crate::exit::Failure;
+
+/// `flags` with everything that was not given taken from the file.
+///
+/// One file may serve both ends: options of the other end are ignored, unknown ones are bad usage.
+pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T, Failure> {
+    let usage = |why: String| Failure::Usage(format!("--config {}: {why}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| usage(error.to_string()))?;
+    let mut table: Table = toml::from_str(&text).map_err(|error| usage(one_line(&error.to_string())))?;
+    if let Some(key) = table.keys().find(|key| !is_option(key)) {
+        return Err(usage(format!("unknown option '{key}'")));
+    }
+    let given = Table::try_from(flags).map_err(|error| usage(error.to_string()))?;
+    table.extend(given);
+    table
+        .try_into()
+        .map_err(|error: toml::de::Error| usage(one_line(error.message())))
+}
+
+fn is_option(key: &str) -> bool {
+    let command = crate::args::command();
+    let bench = command.find_subcommand("bench").expect("bench is a subcommand");
+    let ends = bench.get_subcommands().flat_map(|end| end.get_arguments());
+    ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config")
+        .any(|arg| arg.get_long() == Some(key))
+}
+
+fn one_line(text: &str) -> String {
+    text.lines()
+        .map(str::trim)
+        .filter(|line| !line.is_empty())
+        .collect::<Vec<_>>()
+        .join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::ConnectFlags;
+
+    fn filled(text: &str, flags: ConnectFlags) -> Result<ConnectFlags, Failure> {
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        std::fs::write(file.path(), text).expect("written");
+        fill(flags, file.path())
+    }
+
+    #[test]
+    fn flags_go_before_the_file() {
+        let flags = ConnectFlags {
+            iters: Some(3),
+            ..Default::default()
+        };
+        let flags = filled(
+            "iters = 9\nsizes = [\"4K\", 1]\nchunk = \"64K\"\nlisten = \"[::1]:1\"",
+            flags,
+        )
+        .expect("good");
+        assert_eq!(flags.iters, Some(3));
+        assert_eq!(flags.sizes.map(|sizes| sizes.0), Some(vec![4096, 1]));
+        assert_eq!(flags.chunk.map(|chunk| chunk.0), Some(65536));
+    }
+
+    #[test]
+    fn unknown_options_are_refused() {
+        for text in ["sices = 4", "inject = \"wrong-byte\"", "= 3", "iters = \"many\""] {
+            assert!(
+                matches!(filled(text, ConnectFlags::default()), Err(Failure::Usage(_))),
+                "{text}"
+            );
+        }
+    }
+}

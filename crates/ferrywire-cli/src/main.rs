@@ -1,0 +1,30 @@
+//! The `ferrywire` command.
+//!
+//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`bench`]
+//! does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+
+mod args;
+mod bench;
+mod exit;
+mod file;
+mod nics;
+mod plan;
+mod sys;
+mod units;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    exit::report(run())
+}
+
+fn run() -> exit::Outcome {
+    let typed = args::parse();
+    exit::start_log(typed.verbose);
+    sys::catch_interrupt();
+    match plan::plan(typed)? {
+        plan::Plan::Demo(plan) => bench::demo::run(*plan),
+        plan::Plan::Serve(plan) => bench::serve::run(*plan),
+        plan::Plan::Connect(plan) => bench::connect::run(*plan),
+    }
+}

@@ -1,0 +1,452 @@
+//! What the flags mean: every default applied, every contradiction refused.
+
+use std::ffi::OsString;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::args::{
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, ServeFlags, Transport, Verify,
+};
+use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
+use crate::exit::{Failure, Outcome};
+use crate::units::Sizes;
+use crate::{bench, file};
+
+/// Where `serve` listens and `connect` connects when no port is given.
+const PORT_DEFAULT: u16 = 7420;
+/// Length of the timed part when neither --iters nor --seconds is given.
+const SECONDS_DEFAULT: f64 = 2.0;
+
+/// What the process is to do.
+#[derive(Debug)]
+pub enum Plan {
+    /// Both ends on this host.
+    Demo(Box<ConnectPlan>),
+    /// The end that listens.
+    Serve(Box<ServePlan>),
+    /// The end that configures.
+    Connect(Box<ConnectPlan>),
+}
+
+/// What both ends hand to the engine.
+#[derive(Clone, Debug, Default)]
+pub struct EnginePlan {
+    /// NICs by name; empty: the engine chooses.
+    pub nics: Vec<String>,
+    /// Channels per peer.
+    pub channels: Option<usize>,
+    /// Chunk size.
+    pub chunk_bytes: Option<u64>,
+    /// Frames in flight per channel.
+    pub window: Option<usize>,
+    /// Progress threads.
+    pub threads: Option<usize>,
+    /// Checksum every chunk.
+    pub crc: Option<bool>,
+    /// Congestion control by name.
+    pub congestion_control: Option<String>,
+    /// The shared secret.
+    pub secret: Option<Vec<u8>>,
+}
+
+/// A run as seen from the end that configures it.
+#[derive(Clone, Debug)]
+pub struct ConnectPlan {
+    /// The other end, first choice first; the demo fills it in.
+    pub addresses: Vec<SocketAddr>,
+    /// What both ends must agree on.
+    pub run: Run,
+    /// Engine options of this end.
+    pub engine: EnginePlan,
+    /// Longest time without progress.
+    pub deadline: Duration,
+    /// Where JSON goes.
+    pub json: Option<PathBuf>,
+    /// Where CSV goes.
+    pub csv: Option<PathBuf>,
+    /// Print effective values.
+    pub verbose: bool,
+    /// Identifies the run when several peers join one.
+    pub run_id: String,
+    /// Which peer of an incast this is; only 0 prints.
+    pub member: usize,
+    /// The flags, as the environment of a further process of the same run.
+    pub environment: Vec<(String, OsString)>,
+}
+
+/// The listening end.
+#[derive(Clone, Debug)]
+pub struct ServePlan {
+    /// Where to listen.
+    pub listen: SocketAddr,
+    /// Engine options of this end.
+    pub engine: EnginePlan,
+    /// Whether `engine.secret` was made up for this run and is to be printed.
+    pub one_time_secret: bool,
+    /// End after one peer.
+    pub once: bool,
+    /// Print effective values.
+    pub verbose: bool,
+    /// Data to spoil, in tests.
+    pub inject: Option<Inject>,
+    /// End with the process that started this one.
+    pub child: bool,
+}
+
+/// Gives what was typed its meaning.
+pub fn plan(typed: Cli) -> Outcome<Plan> {
+    let verbose = typed.verbose > 0;
+    let Command::Bench(bench) = typed.command;
+    match bench.end {
+        None => Ok(Plan::Demo(Box::new(plan_connect(
+            bench.options,
+            Vec::new(),
+            verbose,
+        )?))),
+        Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(flags, verbose)?))),
+        Some(End::Connect { address, options }) => {
+            let addresses = resolve("ADDR:PORT", &address)?;
+            Ok(Plan::Connect(Box::new(plan_connect(
+                *options, addresses, verbose,
+            )?)))
+        }
+    }
+}
+
+fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
+    let flags = match flags.config.clone() {
+        Some(path) => file::fill(flags, &path)?,
+        None => flags,
+    };
+    let listen = match &flags.listen {
+        Some(text) => resolve("--listen", text)?[0],
+        None => SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_DEFAULT),
+    };
+    let given = secret(flags.secret_file.as_deref())?;
+    let one_time_secret = given.is_none() && !listen.ip().is_loopback();
+    let secret = if one_time_secret {
+        Some(bench::host::random_hex(16)?.into_bytes())
+    } else {
+        given
+    };
+    let engine = EnginePlan {
+        nics: flags.nics.map(|names| names.0).unwrap_or_default(),
+        threads: at_least_one("--threads", flags.threads)?,
+        congestion_control: flags.congestion_control,
+        secret,
+        ..EnginePlan::default()
+    };
+    let once = flags.once.unwrap_or(false);
+    let child = flags.child.unwrap_or(false);
+    Ok(ServePlan {
+        listen,
+        engine,
+        one_time_secret,
+        once,
+        verbose,
+        inject: flags.inject,
+        child,
+    })
+}
+
+fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) -> Outcome<ConnectPlan> {
+    let flags = match flags.config.clone() {
+        Some(path) => file::fill(flags, &path)?,
+        None => flags,
+    };
+    let secret = secret(flags.secret_file.as_deref())?;
+    if secret.is_none() && addresses.iter().any(|address| !address.ip().is_loopback()) {
+        return usage(
+            "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
+        );
+    }
+    refuse_unbuilt(&flags)?;
+    let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(30.0);
+    Ok(ConnectPlan {
+        addresses,
+        run: plan_run(&flags, deadline_s)?,
+        deadline: Duration::from_secs_f64(deadline_s),
+        json: flags.json.as_ref().map(PathBuf::from),
+        csv: flags.csv.as_ref().map(PathBuf::from),
+        verbose,
+        run_id: flags.run.clone().map_or_else(|| bench::host::random_hex(8), Ok)?,
+        member: flags.member.unwrap_or(0),
+        environment: environment(&flags)?,
+        engine: EnginePlan {
+            channels: at_least_one("--channels", flags.channels)?,
+            chunk_bytes: flags.chunk.map(|chunk| chunk.0),
+            window: at_least_one("--window", flags.window)?,
+            threads: at_least_one("--threads", flags.threads)?,
+            nics: flags.nics.map(|names| names.0).unwrap_or_default(),
+            crc: flags.crc,
+            congestion_control: flags.congestion_control,
+            secret,
+        },
+    })
+}
+
+fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
+    for (flag, memory) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
+        match memory
+            .as_deref()
+            .map(|memory| memory.split_once(':').map_or(memory, |(kind, _)| kind))
+        {
+            None | Some("host") => {}
+            Some("cuda" | "sim") => return usage(format!("{flag}: this build moves host memory only")),
+            Some(other) => {
+                return usage(format!(
+                    "{flag} {other}: no such kind of memory; this build moves host memory"
+                ));
+            }
+        }
+    }
+    match flags.transport {
+        None | Some(Transport::Auto | Transport::Tcp) => {}
+        Some(Transport::Plugin) => return usage("--transport plugin: this build has the tcp transport only"),
+        Some(Transport::Devmem) => return usage("--transport devmem: this build has the tcp transport only"),
+        Some(Transport::Sim) => return usage("--transport sim: this build has the tcp transport only"),
+    }
+    match flags.pattern {
+        Some(Pattern::Mesh) => {
+            usage("--pattern mesh needs several endpoints per process, which this build does not have")
+        }
+        _ => Ok(()),
+    }
+}
+
+fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
+    let pattern = flags.pattern.unwrap_or(Pattern::Pair);
+    let latency = pattern == Pattern::Latency;
+    let sizes = flags
+        .sizes
+        .clone()
+        .unwrap_or_else(|| default_sizes(latency, flags.blocks));
+    let depth = at_least_one("--depth", flags.depth)?;
+    if latency && depth.is_some_and(|depth| depth > 1) {
+        return usage("--pattern latency has one message in flight: --depth must be 1");
+    }
+    if depth.is_some_and(|depth| depth > DEPTH_MAX) {
+        return usage(format!("--depth: at most {DEPTH_MAX}"));
+    }
+    let run_seconds = seconds("--seconds", flags.seconds)?;
+    let iters = at_least_one("--iters", flags.iters.map(|n| n as usize))?.map(|n| n as u64);
+    Ok(Run {
+        op: flags.op.unwrap_or(Op::Write),
+        pattern,
+        memory: "host".to_owned(),
+        peer_memory: "host".to_owned(),
+        blocks: blocks(flags.blocks, &sizes)?,
+        sizes: sizes.0,
+        depth,
+        peers: peers(flags, pattern)?,
+        iters,
+        seconds: run_seconds.or(if iters.is_none() {
+            Some(SECONDS_DEFAULT)
+        } else {
+            None
+        }),
+        warmup: flags.warmup,
+        verify: flags.verify.unwrap_or(Verify::All),
+        deadline_s,
+        seed: bench::host::random_u64()?,
+    })
+}
+
+fn default_sizes(latency: bool, blocks: Option<usize>) -> Sizes {
+    let text = match (latency, blocks) {
+        (true, None) => "8,4K,64K",
+        (true, Some(_)) => "64K",
+        (false, None) => "4K,64K,1M,16M,64M",
+        (false, Some(n)) => return Sizes(vec![4096 * n as u64, 65536 * n as u64]),
+    };
+    text.parse().expect("the default sizes parse")
+}
+
+fn blocks(blocks: Option<usize>, sizes: &Sizes) -> Outcome<Option<u64>> {
+    let Some(count) = at_least_one("--blocks", blocks)?.map(|n| n as u64) else {
+        return Ok(None);
+    };
+    if count > BLOCKS_MAX {
+        return usage(format!("--blocks: at most {BLOCKS_MAX}"));
+    }
+    match sizes.0.iter().find(|size| **size < count) {
+        Some(size) => usage(format!(
+            "--blocks {count}: a message of {size} bytes cannot be cut into {count} blocks"
+        )),
+        None => Ok(Some(count)),
+    }
+}
+
+fn peers(flags: &ConnectFlags, pattern: Pattern) -> Outcome<usize> {
+    match (pattern, flags.peers) {
+        (Pattern::Incast, None) => Ok(2),
+        (Pattern::Incast, Some(n)) if (1..=PEERS_MAX).contains(&n) => Ok(n),
+        (Pattern::Incast, Some(n)) => usage(format!("--peers {n}: between 1 and {PEERS_MAX}")),
+        (_, Some(_)) => usage("--peers belongs to --pattern incast"),
+        (_, None) => Ok(1),
+    }
+}
+
+/// The flags as variables, without those that only the first process of a run may have.
+fn environment(flags: &ConnectFlags) -> Outcome<Vec<(String, OsString)>> {
+    let own = ConnectFlags {
+        json: None,
+        csv: None,
+        config: None,
+        ..flags.clone()
+    };
+    let table = toml::Table::try_from(own).map_err(|error| Failure::failed(error.to_string()))?;
+    Ok(table
+        .into_iter()
+        .map(|(key, value)| (args::variable(&key), plain(&value).into()))
+        .collect())
+}
+
+fn plain(value: &toml::Value) -> String {
+    value.as_str().map_or_else(|| value.to_string(), str::to_owned)
+}
+
+fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
+    let Some(path) = path else {
+        return Ok(std::env::var("FERRYWIRE_SECRET")
+            .ok()
+            .filter(|secret| !secret.is_empty())
+            .map(String::into_bytes));
+    };
+    let text = std::fs::read(path)
+        .map_err(|error| Failure::Usage(format!("--secret-file {}: {error}", path.display())))?;
+    let secret = text.trim_ascii().to_vec();
+    if secret.is_empty() {
+        return usage(format!("--secret-file {}: the file is empty", path.display()));
+    }
+    Ok(Some(secret))
+}
+
+fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
+    let bare: Result<IpAddr, _> = text.trim_matches(['[', ']']).parse();
+    if let Ok(ip) = bare {
+        return Ok(vec![SocketAddr::new(ip, PORT_DEFAULT)]);
+    }
+    let with_port = if text.contains(':') {
+        text.to_owned()
+    } else {
+        format!("{text}:{PORT_DEFAULT}")
+    };
+    let port_is_number = with_port
+        .rsplit_once(':')
+        .is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+    if !port_is_number {
+        return usage(format!(
+            "{flag} {text}: write it as ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"
+        ));
+    }
+    let found: Vec<SocketAddr> = match with_port.to_socket_addrs() {
+        Ok(found) => found.collect(),
+        Err(error) => return Err(Failure::failed(format!("{flag} {text}: {error}"))),
+    };
+    if found.is_empty() {
+        Err(Failure::failed(format!("{flag} {text}: no address")))
+    } else {
+        Ok(found)
+    }
+}
+
+fn at_least_one(flag: &str, value: Option<usize>) -> Outcome<Option<usize>> {
+    if value == Some(0) {
+        usage(format!("{flag} 0: must be at least 1"))
+    } else {
+        Ok(value)
+    }
+}
+
+fn seconds(flag: &str, value: Option<f64>) -> Outcome<Option<f64>> {
+    match value {
+        Some(s) if !(s > 0.0 && s <= SECONDS_MAX) => {
+            usage(format!("{flag} {s}: a number of seconds above 0"))
+        }
+        other => Ok(other),
+    }
+}
+
+fn usage<T>(message: impl Into<String>) -> Outcome<T> {
+    Err(Failure::Usage(message.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run(flags: ConnectFlags) -> Outcome<Run> {
+        plan_connect(flags, Vec::new(), false).map(|plan| plan.run)
+    }
+
+    #[test]
+    fn seconds_apply_only_without_iterations() {
+        assert_eq!(
+            run(ConnectFlags::default()).map(|run| run.seconds),
+            Ok(Some(SECONDS_DEFAULT))
+        );
+        let counted = ConnectFlags {
+            iters: Some(7),
+            ..Default::default()
+        };
+        assert_eq!(
+            run(counted).map(|run| (run.iters, run.seconds)),
+            Ok((Some(7), None))
+        );
+    }
+
+    #[test]
+    fn contradictions_are_bad_usage() {
+        let bad = [
+            ConnectFlags {
+                depth: Some(0),
+                ..Default::default()
+            },
+            ConnectFlags {
+                peers: Some(3),
+                ..Default::default()
+            },
+            ConnectFlags {
+                memory: Some("cuda:0".into()),
+                ..Default::default()
+            },
+            ConnectFlags {
+                pattern: Some(Pattern::Mesh),
+                ..Default::default()
+            },
+            ConnectFlags {
+                pattern: Some(Pattern::Latency),
+                depth: Some(2),
+                ..Default::default()
+            },
+            ConnectFlags {
+                blocks: Some(5),
+                sizes: Some(Sizes(vec![4])),
+                ..Default::default()
+            },
+            ConnectFlags {
+                seconds: Some(f64::NAN),
+                ..Default::default()
+            },
+        ];
+        for flags in bad {
+            assert!(matches!(run(flags.clone()), Err(Failure::Usage(_))), "{flags:?}");
+        }
+    }
+
+    #[test]
+    fn addresses_may_lack_the_port() {
+        assert_eq!(
+            resolve("x", "10.0.0.2"),
+            Ok(vec![SocketAddr::from(([10, 0, 0, 2], PORT_DEFAULT))])
+        );
+        assert_eq!(
+            resolve("x", "10.0.0.2:9"),
+            Ok(vec![SocketAddr::from(([10, 0, 0, 2], 9))])
+        );
+        assert_eq!(resolve("x", "[::1]:9").map(|found| found[0].port()), Ok(9));
+        assert!(matches!(resolve("x", "host:port"), Err(Failure::Usage(_))));
+    }
+}

@@ -1,0 +1,85 @@
+//! The few system calls that Rust's library lacks. The only unsafe code of the command.
+
+use std::ffi::CStr;
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn note_interrupt(_signal: libc::c_int) {
+    INTERRUPTED.store(true, Ordering::Relaxed);
+}
+
+/// From now on the first Ctrl-C only sets [`interrupted`]; a second one kills.
+pub fn catch_interrupt() {
+    // SAFETY: sigaction is plain data for which all zeroes is a valid value.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = note_interrupt as extern "C" fn(libc::c_int) as libc::sighandler_t;
+    action.sa_flags = libc::SA_RESETHAND | libc::SA_RESTART;
+    // SAFETY: the handler only stores to an atomic, which is async-signal-safe; the pointers are valid.
+    unsafe { libc::sigaction(libc::SIGINT, &action, std::ptr::null_mut()) };
+}
+
+/// Whether Ctrl-C was pressed.
+pub fn interrupted() -> bool {
+    INTERRUPTED.load(Ordering::Relaxed)
+}
+
+/// CPU seconds, user and system, that this process has used.
+pub fn cpu_seconds() -> f64 {
+    // SAFETY: rusage is plain data for which all zeroes is a valid value.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the pointer is to a whole rusage on this stack.
+    unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) };
+    let seconds = |time: libc::timeval| time.tv_sec as f64 + time.tv_usec as f64 / 1e6;
+    seconds(usage.ru_utime) + seconds(usage.ru_stime)
+}
+
+/// Has the kernel end this process when the one that started it ends.
+pub fn die_with_parent() {
+    // SAFETY: PR_SET_PDEATHSIG takes one integer and touches no memory.
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) };
+}
+
+/// Name and address of every NIC that has an address.
+pub fn nic_addresses() -> Vec<(String, IpAddr)> {
+    let mut first: *mut libc::ifaddrs = std::ptr::null_mut();
+    // SAFETY: the pointer is to a pointer on this stack, which the call sets to a list of its own.
+    if unsafe { libc::getifaddrs(&mut first) } != 0 {
+        return Vec::new();
+    }
+    let mut found = Vec::new();
+    let mut next = first;
+    // SAFETY: each entry is valid until freeifaddrs below, and the last one's next is null.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        // SAFETY: ifa_name of an entry is a string that ends with 0 and lives as long as the entry.
+        let name = unsafe { CStr::from_ptr(entry.ifa_name) }
+            .to_string_lossy()
+            .into_owned();
+        // SAFETY: ifa_addr of an entry is null or valid, as address_of asks.
+        found.extend(unsafe { address_of(entry.ifa_addr) }.map(|address| (name, address)));
+        next = entry.ifa_next;
+    }
+    // SAFETY: the list came from getifaddrs, and nothing refers to it any more.
+    unsafe { libc::freeifaddrs(first) };
+    found
+}
+
+/// # Safety
+/// The pointer must be null or to a socket address as long as its family says.
+unsafe fn address_of(address: *const libc::sockaddr) -> Option<IpAddr> {
+    // SAFETY: null or valid, by the caller's promise.
+    match i32::from(unsafe { address.as_ref() }?.sa_family) {
+        libc::AF_INET => {
+            // SAFETY: an address of this family is a sockaddr_in.
+            let v4 = unsafe { &*address.cast::<libc::sockaddr_in>() };
+            Some(IpAddr::from(v4.sin_addr.s_addr.to_ne_bytes()))
+        }
+        libc::AF_INET6 => {
+            // SAFETY: an address of this family is a sockaddr_in6.
+            let v6 = unsafe { &*address.cast::<libc::sockaddr_in6>() };
+            Some(IpAddr::from(v6.sin6_addr.s6_addr))
+        }
+        _ => None,
+    }
+}

@@ -1,0 +1,123 @@
+//! Handshakes by somebody who listened, or who holds the secret but not the session's key.
+
+use super::hostile::Kinds;
+use super::*;
+
+const SECRET: Option<&str> = Some("correct horse");
+
+/// Feeds recorded bytes to a fresh responder, as far as it wants them.
+fn replay(desk: &Shared, mut recorded: &[u8]) -> (Option<Outcome>, Result<(), HandshakeError>) {
+    let mut responder = Responder::new(desk.clone());
+    while responder.want() > 0 && !recorded.is_empty() {
+        let (now, later) = recorded.split_at(responder.want().min(recorded.len()));
+        if let Err(error) = responder.feed(now) {
+            return (responder.finished(), Err(error));
+        }
+        recorded = later;
+    }
+    (responder.finished(), Ok(()))
+}
+
+#[test]
+fn a_recorded_opening_played_again_does_not_complete() {
+    let kinds = Kinds::new();
+    let unproven = [
+        "this connection's key",
+        "this connection's key",
+        "the session's key",
+    ];
+    for (kind, what) in unproven.into_iter().enumerate() {
+        let course = kinds.join(kind, &Wire::default());
+        assert!(course.responder.is_ok());
+        let decided = kinds.desk.desk().decided.len();
+        let (outcome, result) = replay(&kinds.desk, &course.to_responder);
+        assert_eq!(result, Err(HandshakeError::Unproven(what)));
+        assert!(outcome.is_none());
+        assert_eq!(
+            kinds.desk.desk().decided.len(),
+            decided,
+            "a replay was decided upon"
+        );
+    }
+}
+
+#[test]
+fn a_recorded_answer_played_again_does_not_complete() {
+    let kinds = Kinds::new();
+    for (kind, what) in ["our secret", "our secret", "the session's key"]
+        .into_iter()
+        .enumerate()
+    {
+        let recorded = kinds.join(kind, &Wire::default()).to_initiator;
+        let mut initiator = kinds.dials().into_iter().nth(kind).unwrap();
+        // A data challenge may be repeated; the acceptance then fits, as it did when it was recorded, but
+        // whoever repeats it cannot know what the session's key makes of a channel or generation not seen.
+        if kind == 2 {
+            initiator = Initiator::data(77, kinds.data_key.clone(), 4, 6);
+        }
+        let mut rest = &recorded[..];
+        let mut result = Ok(());
+        while result.is_ok() {
+            let (now, later) = rest.split_at(initiator.want().min(rest.len()));
+            result = initiator.feed(now);
+            rest = later;
+        }
+        assert_eq!(result, Err(HandshakeError::Unproven(what)));
+        assert!(initiator.finished().is_none());
+    }
+}
+
+#[test]
+fn a_resumption_with_another_key_or_identity_is_refused() {
+    let (desk, initiator, _) = session(SECRET);
+    let stolen = redial(SECRET, 77, 0, &DataKey::from_bytes([3; 32]));
+    let (dialled, answered) = join(stolen, Responder::new(desk.clone()), &Wire::default()).errors();
+    let refusal = Refusal::new(RefusalCode::Malformed, "you could not prove the session's key");
+    assert_eq!(answered, HandshakeError::Unproven("the session's key"));
+    assert_eq!(dialled, HandshakeError::Refused(refusal));
+
+    desk.desk().sessions.get_mut(&77).unwrap().identity = [8; 16];
+    let other = redial(SECRET, 77, 0, &initiator.data_key);
+    let (_, answered) = join(other, Responder::new(desk.clone()), &Wire::default()).errors();
+    assert_eq!(answered, HandshakeError::Unproven("the session's key"));
+    assert_eq!(desk.desk().decided, ["new gpu1"]);
+}
+
+/// An admission that welcomes back whoever asks, without having the session's key.
+struct Impostor(Shared);
+
+impl Admission for Impostor {
+    fn hello(&self) -> Hello {
+        self.0.hello()
+    }
+    fn secret(&self) -> Option<Vec<u8>> {
+        self.0.secret()
+    }
+    fn secret_needed(&self) -> bool {
+        false
+    }
+    fn lookup(&self, session: u64) -> Option<KnownSession> {
+        self.0.lookup(session)
+    }
+    fn decide_new(&mut self, _: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
+        Ok((1, config.clone()))
+    }
+    fn decide_resume(&mut self, session: u64, _: &Hello) -> Result<(), Refusal> {
+        self.0.desk().sessions.get_mut(&session).unwrap().data_key = DataKey::from_bytes([4; 32]);
+        Ok(())
+    }
+    fn decide_data(&mut self, _: u64, _: u16, _: u32) -> Result<(), Refusal> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_welcome_without_the_sessions_key_is_not_believed() {
+    let (desk, initiator, _) = session(SECRET);
+    let dialled = redial(SECRET, 77, 0, &initiator.data_key);
+    let course = join(dialled, Responder::new(Impostor(desk)), &Wire::default());
+    assert_eq!(
+        course.initiator.unwrap_err(),
+        HandshakeError::Unproven("the session's key")
+    );
+}

@@ -1,0 +1,760 @@
+//! One connection of a peer, with its window: frames out, frames in.
+//!
+//! Sending: the channel pulls frames from the peer's queue into its window and gathers as many as fit
+//! into one socket call, straight from the memory they describe. Receiving: a large payload goes straight
+//! to its place, with the next frame's head in the same call; small frames come many at a time through
+//! the worker's scratch buffer. Each frame placed is counted, and the count is the acknowledgement.
+//!
+//! Invariant: after [`Channel::end`] not a byte of this connection is placed any more.
+//! Read next: `progress.rs`, which owns channels and decides when they get their turn.
+
+use crate::limits;
+use crate::peer::{Landing, PeerState};
+use crate::queue::{Entry, Pull};
+use crate::schedule;
+use crate::stats::ChannelCounters;
+use crate::transport::{Conn, IoVec};
+use crate::window::Window;
+use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Bytes of frames kept ready for the next send call.
+const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
+/// Bytes one turn may move in each direction before other channels have theirs.
+const TURN_BYTES: usize = 4 << 20;
+/// Received frames after which an acknowledgement goes out at once.
+const ACK_FRAMES: u64 = 64;
+/// Smallest wait for more bytes that is worth a system call.
+const WANT_BYTES_MIN: usize = 128 << 10;
+
+/// What is left of a channel that ended, for the fence.
+pub(crate) struct Remains {
+    /// Frames received and placed.
+    pub placed: u64,
+    /// Frames received and refused, not yet told.
+    pub refused: Vec<(u64, Refusal)>,
+    /// Frames sent or queued here and not acknowledged, oldest first.
+    pub entries: Vec<(u64, Entry)>,
+}
+
+/// Buffers that a worker lends to the channel whose turn it is.
+pub(crate) struct Workspace {
+    pub scratch: Box<[u8]>,
+    pieces: Vec<IoVec>,
+}
+
+impl Workspace {
+    pub fn new() -> Workspace {
+        let pieces = Vec::with_capacity(limits::IOVECS_PER_CALL_MAX);
+        Workspace {
+            scratch: vec![0; limits::SCRATCH_BYTES].into(),
+            pieces,
+        }
+    }
+}
+
+// SAFETY: the pieces are only meaningful within one call; between calls the list is empty.
+unsafe impl Send for Workspace {}
+
+/// A channel, owned by one worker.
+pub(crate) struct Channel {
+    conn: Box<dyn Conn>,
+    pub peer: Arc<PeerState>,
+    pub index: u16,
+    pub generation: u32,
+    pub counters: Arc<ChannelCounters>,
+    window: Window<Entry>,
+    /// Number of the first frame not wholly handed to the kernel, and how much of it is.
+    sent: u64,
+    sent_within: usize,
+    /// An acknowledgement on its own that is partly sent.
+    ack_frame: Vec<u8>,
+    blocked: bool,
+    stream_sent: u64,
+    /// Acknowledged frames whose memory the kernel still reads, with their end in the stream.
+    held: VecDeque<(u64, Entry)>,
+    ends: VecDeque<u64>,
+    rx: Receiver,
+}
+
+// SAFETY: the pieces point into memory that the landing keeps alive, or into the receiver's own message;
+// whichever thread owns the channel may write there.
+unsafe impl Send for Receiver {}
+
+struct Receiver {
+    stage: Stage,
+    head: [u8; HEADER_BYTES],
+    have: usize,
+    header: Header,
+    placements: Vec<u8>,
+    pieces: Vec<IoVec>,
+    next: usize,
+    left: usize,
+    landing: Option<Landing>,
+    message: Vec<u8>,
+    refusal: Option<Refusal>,
+    crc: crc32fast::Hasher,
+    /// Frames placed; the count that is acknowledged.
+    received: u64,
+    acknowledged: u64,
+    unacknowledged_bytes: usize,
+    refused: Vec<(u64, Refusal)>,
+    /// Length of the last frame's head and placements, if its payload was large.
+    bulk_head: usize,
+    wanted: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Head,
+    Placements,
+    Body,
+}
+
+impl Channel {
+    pub fn new(conn: Box<dyn Conn>, peer: Arc<PeerState>, index: u16, generation: u32) -> Channel {
+        let counters = peer.counters(index);
+        counters.start(&*conn, generation);
+        Channel {
+            window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
+            conn,
+            peer,
+            index,
+            generation,
+            counters,
+            sent: 0,
+            sent_within: 0,
+            ack_frame: Vec::new(),
+            blocked: false,
+            stream_sent: 0,
+            held: VecDeque::new(),
+            ends: VecDeque::new(),
+            rx: Receiver::new(),
+        }
+    }
+
+    pub fn conn(&self) -> &dyn Conn {
+        &*self.conn
+    }
+
+    /// Whether the kernel took less than we had, so that we wait until it can take more.
+    pub fn blocked(&self) -> bool {
+        self.blocked
+    }
+
+    pub fn unblock(&mut self) {
+        self.blocked = false;
+    }
+
+    /// Whether another frame would be taken from the queue now.
+    pub fn may_pull(&self) -> bool {
+        let (backlog, least) = (self.window.bytes() as u64, self.peer.least_backlog());
+        self.window.has_room() && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes)
+    }
+
+    /// Whether frames are in flight, or acknowledged frames' memory is still in use.
+    pub fn outstanding(&self) -> bool {
+        !self.window.is_empty() || !self.held.is_empty()
+    }
+
+    /// Whether an acknowledgement waits to be sent.
+    pub fn ack_due(&self) -> bool {
+        self.rx.received != self.rx.acknowledged || !self.rx.refused.is_empty()
+    }
+
+    fn ack_urgent(&self) -> bool {
+        self.rx.unacknowledged_bytes >= limits::ACK_BYTES
+            || self.rx.received - self.rx.acknowledged >= ACK_FRAMES
+            || !self.rx.refused.is_empty()
+    }
+
+    // ---- sending ----
+
+    /// Sends what there is to send; with `flush`, also an acknowledgement that is due.
+    /// Returns whether anything moved.
+    pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<bool> {
+        if self.blocked {
+            return Ok(false);
+        }
+        let mut moved = 0;
+        while !self.blocked && moved < TURN_BYTES {
+            self.pull();
+            let with_ack = self.sent_within == 0 && (self.ack_urgent() || (flush && self.ack_due()));
+            if self.ack_frame.is_empty() && with_ack && (self.sent == self.window.next() || self.ack_urgent())
+            {
+                self.make_ack_frame();
+            }
+            let bytes = self.send_some(&mut space.pieces)?;
+            if bytes == 0 {
+                break;
+            }
+            moved += bytes;
+        }
+        Ok(moved > 0)
+    }
+
+    fn pull(&mut self) {
+        let unsent = self.unsent();
+        if unsent >= READY_BYTES || !self.peer.queue.has_work() {
+            return;
+        }
+        let backlog = self.window.bytes() as u64;
+        let least = self.peer.least_backlog();
+        let pull = Pull {
+            bytes: READY_BYTES - unsent,
+            channels: self.peer.live_channels(),
+            bulk: schedule::may_take(backlog, least, self.peer.queue.chunk_bytes),
+        };
+        let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);
+        dropped.into_iter().for_each(|op| self.peer.let_go(&op));
+        self.counters
+            .backlog
+            .store(self.window.bytes() as u64, Ordering::Relaxed);
+    }
+
+    fn unsent(&mut self) -> u64 {
+        let total: usize = self.window.from(self.sent).map(|entry| entry.bytes()).sum();
+        (total - self.sent_within.min(total)) as u64
+    }
+
+    fn make_ack_frame(&mut self) {
+        let mut header = Header::new(Kind::Ack);
+        header.ack = self.rx.received as u32;
+        let refused: Vec<_> = self
+            .rx
+            .refused
+            .drain(..self.rx.refused.len().min(limits::WINDOW_FRAMES_MAX))
+            .collect();
+        let body = wire::encode_refusals(&refused);
+        header.len = body.len() as u32;
+        self.ack_frame.extend_from_slice(&header.encode());
+        self.ack_frame.extend_from_slice(&body);
+        self.rx.mark_acknowledged();
+    }
+
+    /// One socket call. Returns the bytes it took, 0 when there is nothing to send or no room.
+    fn send_some(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
+        pieces.clear();
+        let mut batch = Batch {
+            pieces,
+            bytes: 0,
+            skip: 0,
+            stable: None,
+            split: self.conn.zero_copy(),
+            closed: false,
+        };
+        batch.add(self.ack_frame.as_mut_ptr(), self.ack_frame.len(), false);
+        // An acknowledgement covers refused frames only once their refusals are in the stream.
+        let ack = self.rx.received_without_refusals() as u32;
+        let mut skip = self.sent_within;
+        let mut fresh = false;
+        for entry in self.window.from(self.sent) {
+            if batch.full() {
+                break;
+            }
+            if skip == 0 {
+                Header::patch_ack(&mut entry.head, ack);
+                fresh = true;
+            }
+            batch.skip = std::mem::take(&mut skip);
+            batch.add(entry.head.as_mut_ptr(), HEADER_BYTES, false);
+            batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
+            entry.body_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
+        }
+        let (bytes, stable) = (batch.bytes, batch.stable == Some(true));
+        if pieces.is_empty() {
+            return Ok(0);
+        }
+        // SAFETY: the pieces point into the acknowledgement frame and into entries of the window, which
+        // stay until the peer has acknowledged them and `released` has passed them, and into the memory
+        // those entries' operations keep alive.
+        let result = unsafe {
+            match stable {
+                true => self.conn.send_stable(pieces),
+                false => self.conn.send(pieces),
+            }
+        };
+        match result {
+            Ok(taken) => {
+                if fresh {
+                    self.rx.acknowledged_through(ack);
+                }
+                self.blocked = taken < bytes;
+                self.account(taken);
+                Ok(taken)
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.blocked = true;
+                Ok(0)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// The kernel took so many bytes: moves the mark between sent and unsent.
+    fn account(&mut self, mut taken: usize) {
+        self.counters
+            .sent_bytes
+            .fetch_add(taken as u64, Ordering::Relaxed);
+        self.stream_sent += taken as u64;
+        let of_ack = taken.min(self.ack_frame.len());
+        self.ack_frame.drain(..of_ack);
+        taken -= of_ack;
+        let mut position = self.stream_sent - taken as u64;
+        while taken > 0 {
+            let Some(entry) = self.window.get_mut(self.sent) else {
+                break;
+            };
+            let rest = entry.bytes() - self.sent_within;
+            if taken < rest {
+                self.sent_within += taken;
+                break;
+            }
+            taken -= rest;
+            position += rest as u64;
+            self.ends.push_back(position);
+            self.sent += 1;
+            self.sent_within = 0;
+        }
+    }
+
+    /// The peer has placed all frames below `count`.
+    fn acknowledged(&mut self, low: u32) -> io::Result<()> {
+        let count = wire::widen(low, self.window.first());
+        if count == self.window.first() {
+            return Ok(());
+        }
+        if !self.window.may_acknowledge(count, self.sent) {
+            return Err(broken("it acknowledged frames that were not sent"));
+        }
+        let copied = self.conn.released() == u64::MAX;
+        while let Some((_, entry)) = self.window.release(count) {
+            let end = self.ends.pop_front().unwrap_or(0);
+            match copied {
+                true => self.peer.delivered(entry, None),
+                false => self.held.push_back((end, entry)),
+            }
+        }
+        self.let_go_held();
+        self.counters
+            .backlog
+            .store(self.window.bytes() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Finishes acknowledged frames whose memory the kernel has let go of.
+    pub fn let_go_held(&mut self) {
+        if self.held.is_empty() {
+            return;
+        }
+        let released = self.conn.released();
+        while self.held.front().is_some_and(|(end, _)| *end <= released) {
+            if let Some((_, entry)) = self.held.pop_front() {
+                self.peer.delivered(entry, None);
+            }
+        }
+    }
+
+    // ---- receiving ----
+
+    /// Receives what is there, within a turn's bounds. Returns whether anything moved.
+    pub fn receive(&mut self, space: &mut Workspace) -> io::Result<bool> {
+        let mut moved = 0;
+        while moved < TURN_BYTES {
+            let (bytes, room) = match self.receive_some(space) {
+                Ok(result) => result,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => return Err(error),
+            };
+            moved += bytes;
+            if bytes < room {
+                break;
+            }
+        }
+        self.counters
+            .received_bytes
+            .fetch_add(moved as u64, Ordering::Relaxed);
+        self.want();
+        Ok(moved > 0)
+    }
+
+    /// Asks the kernel to wake us when a good part of the payload is there, not for each packet.
+    fn want(&mut self) {
+        let left = match self.rx.stage {
+            Stage::Body if self.rx.left >= WANT_BYTES_MIN => self.rx.left,
+            _ => 1,
+        };
+        if left != self.rx.wanted {
+            self.rx.wanted = left;
+            self.conn.want_bytes(left);
+        }
+    }
+
+    /// One socket call. Returns the bytes received and the room there was.
+    fn receive_some(&mut self, space: &mut Workspace) -> io::Result<(usize, usize)> {
+        let Workspace { scratch, pieces } = space;
+        pieces.clear();
+        let direct_bytes = self.rx.direct_pieces(pieces);
+        let tail = self.rx.tail_bytes().min(scratch.len());
+        pieces.push(IoVec::new(scratch.as_mut_ptr(), tail));
+        // SAFETY: the direct pieces lie in memory that `rx.landing` keeps alive and unrevoked, or in
+        // `rx.message`; the tail is the worker's own scratch buffer.
+        let bytes = unsafe { self.conn.recv(pieces)? };
+        if bytes == 0 {
+            return Err(io::Error::new(
+                io::ErrorKind::UnexpectedEof,
+                "the peer closed the connection",
+            ));
+        }
+        let placed = bytes.min(direct_bytes);
+        if placed > 0 {
+            self.rx.advance(placed);
+            self.finish_if_complete()?;
+        }
+        self.consume(&scratch[..bytes - placed])?;
+        Ok((bytes, direct_bytes + tail))
+    }
+
+    /// Takes bytes that came through the scratch buffer.
+    fn consume(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let used = match self.rx.stage {
+                Stage::Head => self.take_head(bytes)?,
+                Stage::Placements => self.take_placements(bytes),
+                Stage::Body => self.rx.copy_in(bytes),
+            };
+            bytes = &bytes[used..];
+            self.finish_if_complete()?;
+        }
+        Ok(())
+    }
+
+    fn take_head(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let used = (HEADER_BYTES - self.rx.have).min(bytes.len());
+        self.rx.head[self.rx.have..self.rx.have + used].copy_from_slice(&bytes[..used]);
+        self.rx.have += used;
+        if self.rx.have == HEADER_BYTES {
+            self.rx.have = 0;
+            let header = Header::decode(&self.rx.head).map_err(|error| broken(&error.to_string()))?;
+            self.acknowledged(header.ack)?;
+            self.rx.header = header;
+            self.rx.placements.clear();
+            self.rx.stage = Stage::Placements;
+            if header.segments == 0 {
+                self.land();
+            }
+        }
+        Ok(used)
+    }
+
+    fn take_placements(&mut self, bytes: &[u8]) -> usize {
+        let need = self.rx.header.placement_bytes() - self.rx.placements.len();
+        let used = need.min(bytes.len());
+        self.rx.placements.extend_from_slice(&bytes[..used]);
+        if used == need {
+            self.land();
+        }
+        used
+    }
+
+    /// The head is whole: finds out where the payload goes.
+    fn land(&mut self) {
+        let rx = &mut self.rx;
+        rx.pieces.clear();
+        rx.next = 0;
+        rx.message.clear();
+        rx.refusal = None;
+        rx.left = rx.header.len as usize + usize::from(rx.header.notify);
+        rx.stage = Stage::Body;
+        rx.crc = crc32fast::Hasher::new();
+        let bulk = rx.left >= limits::DIRECT_RECEIVE_BYTES_MIN;
+        rx.bulk_head = if bulk {
+            HEADER_BYTES + rx.header.placement_bytes()
+        } else {
+            0
+        };
+        match rx.header.kind {
+            Kind::Data => match self
+                .peer
+                .land(&rx.header, &rx.placements, &mut rx.pieces, rx.landing.take())
+            {
+                Ok(landing) => {
+                    rx.landing = Some(landing);
+                    rx.expect_message(usize::from(rx.header.notify));
+                }
+                Err(refusal) => {
+                    rx.refusal = Some(refusal);
+                    rx.pieces.clear();
+                }
+            },
+            _ => rx.expect_message(rx.header.len as usize),
+        }
+    }
+
+    fn finish_if_complete(&mut self) -> io::Result<()> {
+        if self.rx.stage != Stage::Body || self.rx.left > 0 {
+            return Ok(());
+        }
+        self.rx.stage = Stage::Head;
+        let header = self.rx.header;
+        if header.kind == Kind::Ack {
+            return self.refusals();
+        }
+        self.rx.check_crc()?;
+        let message = match header.notify > 0 || header.kind != Kind::Data {
+            true => std::mem::take(&mut self.rx.message),
+            false => Vec::new(),
+        };
+        let result = match self.rx.refusal {
+            Some(refusal) => Err(refusal),
+            None => self
+                .peer
+                .arrived(&header, &self.rx.placements, self.rx.landing.as_ref(), message),
+        };
+        if self.rx.landing.as_ref().is_some_and(Landing::once) {
+            self.rx.landing = None;
+        }
+        if let Err(refusal) = result {
+            self.rx.refused.push((self.rx.received, refusal));
+        }
+        self.rx.received += 1;
+        self.rx.unacknowledged_bytes += HEADER_BYTES + header.body_bytes();
+        Ok(())
+    }
+
+    /// The peer refused some frames; they are still in the window, since refusals come before counts.
+    fn refusals(&mut self) -> io::Result<()> {
+        let message = std::mem::take(&mut self.rx.message);
+        for (low, refusal) in wire::refusals(&message) {
+            let number = wire::widen(low, self.window.first());
+            if let Some(op) = self.window.get_mut(number).and_then(|entry| entry.op.clone()) {
+                self.peer.refused(&op, refusal);
+            }
+        }
+        Ok(())
+    }
+
+    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away.
+    pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) {
+        if self.rx.landing.as_ref().is_some_and(gone) {
+            self.rx.landing = None;
+            if self.rx.stage == Stage::Body && self.rx.header.kind == Kind::Data {
+                self.rx.pieces.clear();
+                self.rx.refusal = Some(Refusal::NoRegion);
+            }
+        }
+    }
+
+    /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.
+    pub fn end(mut self) -> Remains {
+        self.conn.shutdown();
+        self.counters.alive.store(false, Ordering::Relaxed);
+        self.counters.backlog.store(u64::MAX, Ordering::Relaxed);
+        drop(self.conn);
+        self.held
+            .drain(..)
+            .for_each(|(_, entry)| self.peer.delivered(entry, None));
+        Remains {
+            placed: self.rx.received,
+            refused: self.rx.refused,
+            entries: self.window.drain(),
+        }
+    }
+
+    /// A dead path, in words, or `None` while there is no reason to think so.
+    pub fn path_trouble(&self) -> Option<String> {
+        let health = self.conn.health();
+        self.counters
+            .rtt_us
+            .store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        let dead = health.waiting
+            && health.unanswered >= UNANSWERED_MIN
+            && health.silent_for >= limits::PATH_DEAD_AFTER;
+        dead.then(|| {
+            format!(
+                "no answer from the peer's host for {:.1} s after {} retransmissions",
+                health.silent_for.as_secs_f64(),
+                health.unanswered
+            )
+        })
+    }
+}
+
+/// Retransmissions without an answer before a path counts as dead.
+const UNANSWERED_MIN: u32 = 2;
+/// Pieces at least this long may go out without a copy.
+const STABLE_BYTES_MIN: usize = 64 << 10;
+
+/// The pieces of one socket call.
+struct Batch<'a> {
+    pieces: &'a mut Vec<IoVec>,
+    bytes: usize,
+    /// Bytes at the front that are sent already.
+    skip: usize,
+    /// Whether this call is without copies; set by its first piece where `split`.
+    stable: Option<bool>,
+    /// Calls with and without copies are kept apart.
+    split: bool,
+    /// A piece was left for the next call, and so is everything behind it.
+    closed: bool,
+}
+
+impl Batch<'_> {
+    fn full(&self) -> bool {
+        self.closed
+            || self.bytes >= limits::SEND_BYTES_PER_CALL_MAX
+            || self.pieces.len() + 3 > limits::IOVECS_PER_CALL_MAX
+    }
+
+    fn add(&mut self, base: *mut u8, len: usize, stable: bool) {
+        let skip = self.skip.min(len);
+        self.skip -= skip;
+        if len == skip {
+            return;
+        }
+        self.closed |= self.pieces.len() == limits::IOVECS_PER_CALL_MAX
+            || (self.split && *self.stable.get_or_insert(stable) != stable);
+        if !self.closed {
+            // SAFETY: `skip` is less than the length of the piece.
+            self.pieces
+                .push(IoVec::new(unsafe { base.add(skip) }, len - skip));
+            self.bytes += len - skip;
+        }
+    }
+}
+
+impl Receiver {
+    fn new() -> Receiver {
+        Receiver {
+            stage: Stage::Head,
+            head: [0; HEADER_BYTES],
+            have: 0,
+            header: Header::new(Kind::Ack),
+            placements: Vec::new(),
+            pieces: Vec::new(),
+            next: 0,
+            left: 0,
+            landing: None,
+            message: Vec::new(),
+            refusal: None,
+            crc: crc32fast::Hasher::new(),
+            received: 0,
+            acknowledged: 0,
+            unacknowledged_bytes: 0,
+            refused: Vec::new(),
+            bulk_head: 0,
+            wanted: 1,
+        }
+    }
+
+    /// Makes room for bytes that go to a message of our own, behind the payload's pieces.
+    fn expect_message(&mut self, len: usize) {
+        self.message.resize(len, 0);
+        if len > 0 {
+            self.pieces.push(IoVec::new(self.message.as_mut_ptr(), len));
+        }
+    }
+
+    /// The places that the rest of the payload goes to, and their bytes.
+    fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
+        if self.stage == Stage::Body {
+            out.extend(
+                self.pieces[self.next..]
+                    .iter()
+                    .take(limits::IOVECS_PER_CALL_MAX - 1),
+            );
+        }
+        out.iter().map(|piece| piece.len).sum()
+    }
+
+    /// Bytes to receive through the scratch buffer behind the direct pieces.
+    fn tail_bytes(&self) -> usize {
+        match self.stage {
+            Stage::Body if self.pieces.is_empty() && self.left > 0 => self.left,
+            Stage::Body if self.bulk_head > 0 => self.bulk_head,
+            Stage::Head if self.bulk_head > 0 => self.bulk_head.saturating_sub(self.have).max(1),
+            Stage::Placements => self.header.placement_bytes() - self.placements.len(),
+            _ => usize::MAX,
+        }
+    }
+
+    /// So many bytes were received into the pieces.
+    fn advance(&mut self, mut bytes: usize) {
+        self.left -= bytes;
+        while bytes > 0 {
+            let piece = &mut self.pieces[self.next];
+            let used = bytes.min(piece.len);
+            if self.header.flags & wire::FLAG_CRC != 0 {
+                // SAFETY: these bytes of the piece were just received.
+                self.crc
+                    .update(unsafe { std::slice::from_raw_parts(piece.base, used) });
+            }
+            // SAFETY: `used` is at most the length of the piece.
+            *piece = IoVec::new(unsafe { piece.base.add(used) }, piece.len - used);
+            bytes -= used;
+            self.next += usize::from(piece.len == 0);
+        }
+    }
+
+    /// Copies payload bytes that came through the scratch buffer to their place.
+    fn copy_in(&mut self, bytes: &[u8]) -> usize {
+        let used = self.left.min(bytes.len());
+        if self.pieces.is_empty() {
+            self.left -= used;
+            return used;
+        }
+        let mut from = &bytes[..used];
+        while !from.is_empty() {
+            let piece = self.pieces[self.next];
+            let now = from.len().min(piece.len);
+            // SAFETY: the piece is live memory of at least `now` bytes (see `receive_some`).
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), piece.base, now) };
+            self.advance(now);
+            from = &from[now..];
+        }
+        used
+    }
+
+    fn check_crc(&mut self) -> io::Result<()> {
+        if self.header.flags & wire::FLAG_CRC == 0 || self.refusal.is_some() {
+            return Ok(());
+        }
+        let mut all = crc32fast::Hasher::new();
+        all.update(&self.placements);
+        all.combine(&self.crc);
+        let (expected, computed) = (self.header.crc, all.finalize());
+        match expected == computed {
+            true => Ok(()),
+            false => Err(broken(
+                &wire::WireError::Checksum { expected, computed }.to_string(),
+            )),
+        }
+    }
+
+    fn mark_acknowledged(&mut self) {
+        self.acknowledged = self.received_without_refusals();
+        self.unacknowledged_bytes = 0;
+    }
+
+    fn acknowledged_through(&mut self, low: u32) {
+        self.acknowledged = self.acknowledged.max(wire::widen(low, self.acknowledged));
+        if self.acknowledged == self.received {
+            self.unacknowledged_bytes = 0;
+        }
+    }
+
+    /// The count that may be told: frames whose refusal is not in the stream yet are not covered.
+    fn received_without_refusals(&self) -> u64 {
+        self.refused.first().map_or(self.received, |(number, _)| *number)
+    }
+}
+
+fn broken(what: &str) -> io::Error {
+    io::Error::new(
+        io::ErrorKind::InvalidData,
+        format!("the stream is broken: {what}"),
+    )
+}

@@ -1,0 +1,104 @@
+//! The configuration in force, after defaults were chosen.
+
+use crate::error::{Error, Result};
+use crate::limits;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+/// What an endpoint runs with. Values left to it are filled in when it is built or when a peer connects.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Config {
+    /// Address listened on; `None` for an endpoint that only connects.
+    pub listen: Option<SocketAddr>,
+    /// What people call this endpoint.
+    pub label: String,
+    /// NICs to use, by name; empty: the route's own, and all that share a subnet with the peer.
+    pub nics: Vec<String>,
+    /// Channels per peer; `None` chooses by cores and NICs.
+    pub channels: Option<usize>,
+    /// Progress threads; 0: callers drive everything.
+    pub threads: usize,
+    /// Largest chunk in bytes.
+    pub chunk_bytes: usize,
+    /// Frames in flight per channel.
+    pub window: usize,
+    /// Whether chunks carry a CRC-32.
+    pub crc: bool,
+    /// Congestion control by name; `None` chooses by path.
+    pub congestion_control: Option<String>,
+    /// Socket buffers in bytes; `None` chooses by path.
+    pub socket_buffer_bytes: Option<usize>,
+    /// Silence after which a peer is lost.
+    pub heartbeat_limit: Duration,
+    /// The shared secret. Never printed.
+    pub(crate) secret: Option<Secret>,
+}
+
+/// Bytes that are not for printing.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Secret(pub Vec<u8>);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("set")
+    }
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            listen: None,
+            label: String::new(),
+            nics: Vec::new(),
+            channels: None,
+            threads: usize::MAX,
+            chunk_bytes: limits::CHUNK_BYTES_DEFAULT,
+            window: limits::WINDOW_FRAMES_MAX,
+            crc: false,
+            congestion_control: None,
+            socket_buffer_bytes: None,
+            heartbeat_limit: limits::HEARTBEAT_LIMIT_DEFAULT,
+            secret: None,
+        }
+    }
+}
+
+impl Config {
+    /// Refuses values that cannot work.
+    pub(crate) fn check(&self) -> Result<()> {
+        let within = |what: &str, value: usize, min: usize, max: usize| match (min..=max).contains(&value) {
+            true => Ok(()),
+            false => Err(Error::invalid(
+                what,
+                format!("{value} is not between {min} and {max}"),
+            )),
+        };
+        within("channels", self.channels.unwrap_or(1), 1, limits::CHANNELS_MAX)?;
+        within("threads", self.threads, 0, limits::WORKERS_MAX)?;
+        within("chunk bytes", self.chunk_bytes, 4096, limits::CHUNK_BYTES_MAX)?;
+        within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
+        if self.heartbeat_limit < 2 * limits::CONTROL_SUSPECT_AFTER {
+            let least = 2 * limits::CONTROL_SUSPECT_AFTER;
+            return Err(Error::invalid(
+                "heartbeat limit",
+                format!("must be at least {least:?}"),
+            ));
+        }
+        let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
+        match &self.secret {
+            Some(secret) if secret.0.len() < limits::SECRET_BYTES_MIN => {
+                let least = limits::SECRET_BYTES_MIN;
+                Err(Error::invalid(
+                    "secret",
+                    format!("must be at least {least} bytes long"),
+                ))
+            }
+            None if needs_secret => Err(Error::invalid(
+                "secret",
+                "needed to listen beyond loopback: give both ends the same secret",
+            )),
+            _ => Ok(()),
+        }
+    }
+}

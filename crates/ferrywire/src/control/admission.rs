@@ -1,0 +1,124 @@
+//! Who may come in: the book of sessions that handshakes look things up in.
+
+use super::full;
+use crate::bootstrap::{
+    Admission, Config, DataKey, Established, Hello, KnownSession, Refusal, RefusalCode, random_u64,
+};
+use crate::config::Secret;
+use crate::limits;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Sessions that exist, and what we say of ourselves.
+pub(super) struct Book {
+    me: Hello,
+    secret: Option<Secret>,
+    secret_needed: bool,
+    sessions: HashMap<u64, Known>,
+}
+
+struct Known {
+    data_key: DataKey,
+    identity: [u8; 16],
+    received: u64,
+    config: Config,
+}
+
+impl Book {
+    pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool) -> Book {
+        Book {
+            me,
+            secret,
+            secret_needed,
+            sessions: HashMap::new(),
+        }
+    }
+
+    /// A session was opened.
+    pub fn enter(&mut self, established: &Established) {
+        let known = Known {
+            data_key: established.data_key.clone(),
+            identity: established.peer_hello.identity,
+            received: 0,
+            config: established.config.clone(),
+        };
+        self.sessions.insert(established.session, known);
+    }
+
+    /// What has been received in a session; or it is over.
+    pub fn update(&mut self, session: u64, received: u64, over: bool) {
+        if over {
+            self.sessions.remove(&session);
+        } else if let Some(known) = self.sessions.get_mut(&session) {
+            known.received = received;
+        }
+    }
+}
+
+/// One handshake's view of the book.
+pub(super) struct Admitter(pub Arc<Mutex<Book>>);
+
+impl Admitter {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Admitter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Admitter")
+    }
+}
+
+impl Admission for Admitter {
+    fn hello(&self) -> Hello {
+        self.book().me.clone()
+    }
+
+    fn secret(&self) -> Option<Vec<u8>> {
+        self.book().secret.as_ref().map(|secret| secret.0.clone())
+    }
+
+    fn secret_needed(&self) -> bool {
+        self.book().secret_needed
+    }
+
+    fn lookup(&self, session: u64) -> Option<KnownSession> {
+        self.book().sessions.get(&session).map(|known| KnownSession {
+            data_key: known.data_key.clone(),
+            identity: known.identity,
+            received: known.received,
+            config: known.config.clone(),
+        })
+    }
+
+    fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
+        let book = self.book();
+        if book.sessions.len() >= limits::PEERS_MAX {
+            return Err(full("PEERS_MAX"));
+        }
+        if peer.identity == book.me.identity {
+            return Err(Refusal::new(
+                RefusalCode::Config,
+                "an endpoint cannot connect to itself",
+            ));
+        }
+        let mut session = random_u64();
+        while book.sessions.contains_key(&session) {
+            session = random_u64();
+        }
+        Ok((session, config.clone()))
+    }
+
+    fn decide_data(&mut self, session: u64, channel: u16, _generation: u32) -> Result<(), Refusal> {
+        match self.book().sessions.get(&session) {
+            None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
+            Some(known) if channel >= known.config.channels => Err(Refusal::new(
+                RefusalCode::Config,
+                "the session has fewer channels",
+            )),
+            Some(_) => Ok(()),
+        }
+    }
+}

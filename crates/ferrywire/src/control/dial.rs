@@ -1,0 +1,264 @@
+//! A connection that we make, until its handshake is done.
+
+use super::link::Link;
+use super::{Lobby, read_in, write_out};
+use crate::bootstrap::{
+    Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose,
+};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::schedule;
+use crate::transport::{Conn, ConnOptions, Nic};
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What a dialled connection is for.
+pub(super) enum DialFor {
+    New {
+        address: SocketAddr,
+        lobby: Arc<Lobby>,
+    },
+    Resume {
+        session: u64,
+    },
+    Channel {
+        session: u64,
+        index: u16,
+        generation: u32,
+    },
+}
+
+/// A connection under way.
+pub(super) struct Dial {
+    pub conn: Box<dyn Conn>,
+    initiator: Initiator,
+    output: Vec<u8>,
+    since: Duration,
+    limit: Duration,
+    to: String,
+    pub what: DialFor,
+}
+
+impl Dial {
+    /// The first control connection to a peer.
+    pub fn control(engine: &Engine, me: &Hello, address: SocketAddr) -> Result<Dial> {
+        let config = &engine.config;
+        if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() == "tcp" {
+            let why =
+                format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
+            return Err(Error::invalid("secret", why));
+        }
+        let nic = match config.nics.is_empty() {
+            true => None,
+            false => Some(named_nic(engine, address)?),
+        };
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
+        let session = SessionConfig {
+            channels: config.channels.unwrap_or_else(default) as u16,
+            chunk_bytes: config.chunk_bytes as u32,
+            window: config.window as u32,
+            crc: config.crc,
+            extra: Vec::new(),
+        };
+        let purpose = Purpose::New { config: session };
+        Dial::open(
+            engine,
+            me,
+            nic.as_ref(),
+            address,
+            purpose,
+            limits::HANDSHAKE_DEADLINE,
+        )
+    }
+
+    /// A control connection that resumes a session.
+    pub fn resume(
+        engine: &Engine,
+        me: &Hello,
+        nic: Option<&Nic>,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> Result<Dial> {
+        Dial::open(engine, me, nic, address, purpose, limits::DIAL_DEADLINE)
+    }
+
+    fn open(
+        engine: &Engine,
+        me: &Hello,
+        nic: Option<&Nic>,
+        address: SocketAddr,
+        purpose: Purpose,
+        limit: Duration,
+    ) -> Result<Dial> {
+        let secret = engine.config.secret.as_ref().map(|secret| secret.0.as_slice());
+        let initiator = Initiator::control(secret, me.clone(), purpose).map_err(|error| error.at(address))?;
+        Dial::start(engine, nic, address, initiator, limit, &ConnOptions::default())
+    }
+
+    /// The connection of a channel.
+    pub fn channel(
+        engine: &Engine,
+        nic: Option<&Nic>,
+        address: SocketAddr,
+        session: u64,
+        key: DataKey,
+        channel: u16,
+        generation: u32,
+    ) -> Result<Dial> {
+        let initiator = Initiator::data(session, key, channel, generation);
+        Dial::start(
+            engine,
+            nic,
+            address,
+            initiator,
+            limits::DIAL_DEADLINE,
+            &bulk_options(engine),
+        )
+    }
+
+    fn start(
+        engine: &Engine,
+        nic: Option<&Nic>,
+        address: SocketAddr,
+        initiator: Initiator,
+        limit: Duration,
+        options: &ConnOptions,
+    ) -> Result<Dial> {
+        let to = match nic {
+            Some(nic) => format!("{address} over {}", nic.name),
+            None => address.to_string(),
+        };
+        let conn = engine
+            .transport
+            .dial(nic, address, options)
+            .map_err(|error| unreachable_at(&to, &error))?;
+        let what = DialFor::Resume { session: 0 };
+        Ok(Dial {
+            conn,
+            initiator,
+            output: Vec::new(),
+            since: engine.transport.now(),
+            limit,
+            to,
+            what,
+        })
+    }
+
+    pub fn conn(&self) -> &dyn Conn {
+        &*self.conn
+    }
+
+    /// Whether nobody needs the result any more.
+    pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
+        match &self.what {
+            DialFor::New { .. } => false,
+            DialFor::Resume { session } => links.get(session).is_none_or(|link| !link.needs_resume()),
+            DialFor::Channel { session, .. } => links.get(session).is_none_or(Link::dying),
+        }
+    }
+
+    /// Moves the handshake on; `None` while it is under way.
+    pub fn advance(&mut self, now: Duration) -> Option<Result<Outcome>> {
+        loop {
+            self.output.append(&mut self.initiator.take_output());
+            match write_out(&mut *self.conn, &mut self.output) {
+                Ok(false) => {}
+                Ok(true) => {
+                    if let Some(outcome) = self.initiator.finished() {
+                        return Some(Ok(outcome));
+                    }
+                }
+                Err(error) => return Some(Err(unreachable_at(&self.to, &error))),
+            }
+            let mut buffer = [0u8; limits::HANDSHAKE_BYTES_MAX];
+            let want = self.initiator.want().min(buffer.len()).max(1);
+            match read_in(&mut *self.conn, &mut buffer[..want]) {
+                Ok(Some(0)) => return Some(Err(self.failed(&self.initiator.closed()))),
+                Ok(Some(count)) => {
+                    if let Err(error) = self.initiator.feed(&buffer[..count]) {
+                        return Some(Err(self.failed(&error)));
+                    }
+                }
+                Ok(None) if now.saturating_sub(self.since) > self.limit => {
+                    return Some(Err(self.failed(&self.initiator.late())));
+                }
+                Ok(None) => return None,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return Some(Err(self.failed(&self.initiator.closed())));
+                }
+                Err(error) => return Some(Err(unreachable_at(&self.to, &error))),
+            }
+        }
+    }
+
+    fn failed(&self, error: &HandshakeError) -> Error {
+        error.at(&self.to)
+    }
+}
+
+/// Options of data connections.
+pub(super) fn bulk_options(engine: &Engine) -> ConnOptions {
+    ConnOptions {
+        bulk: true,
+        congestion_control: engine.config.congestion_control.clone(),
+        socket_buffer_bytes: engine.config.socket_buffer_bytes,
+    }
+}
+
+/// The first NIC that the user named and that can be used towards an address.
+fn named_nic(engine: &Engine, address: SocketAddr) -> Result<Nic> {
+    let nics = engine
+        .transport
+        .nics()
+        .map_err(|error| Error::io("list NICs", &error))?;
+    let names = &engine.config.nics;
+    if let Some(missing) = names
+        .iter()
+        .find(|name| !nics.iter().any(|nic| nic.name == **name))
+    {
+        let known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
+        return Err(Error::invalid(
+            "NIC",
+            format!(
+                "{missing} does not exist or has no address; there are {}",
+                known.join(", ")
+            ),
+        ));
+    }
+    let fits = |nic: &&Nic| names.contains(&nic.name) && nic.address.is_ipv4() == address.is_ipv4();
+    let best = nics
+        .iter()
+        .filter(fits)
+        .max_by_key(|nic| (nic.reaches(address.ip()), nic.up));
+    best.cloned().ok_or_else(|| {
+        Error::invalid(
+            "NIC",
+            format!(
+                "none of {} has an address that could reach {address}",
+                names.join(", ")
+            ),
+        )
+    })
+}
+
+fn unreachable_at(address: &str, error: &io::Error) -> Error {
+    let hint = match error.kind() {
+        io::ErrorKind::ConnectionRefused => {
+            "nobody listens there: is the other end running, on that address and port?"
+        }
+        io::ErrorKind::TimedOut => "no answer: a firewall, or a wrong address?",
+        io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => "no route: is the NIC up?",
+        io::ErrorKind::AddrNotAvailable => "the NIC's address is gone",
+        io::ErrorKind::PermissionDenied => "forbidden by a local firewall rule?",
+        _ => "check address, port and firewall",
+    };
+    Error::Unreachable {
+        address: address.into(),
+        why: format!("{error}; {hint}"),
+    }
+}

@@ -1,0 +1,796 @@
+//! One peer's control session and channels: keeping both alive, fencing what is lost, closing.
+//!
+//! A link's life: `settling -> up -> draining -> over`, and from anywhere `dying -> over`. A channel's:
+//! `down -> dialling -> up -> fencing -> down`. When a channel is lost, each side closes its end, tells
+//! the other what it had placed, and learns the same; only then is the rest sent again.
+//!
+//! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
+//! nothing is placed into their memory afterwards.
+//! Read next: `dial.rs` and `pairs.rs`.
+
+use super::dial::{Dial, DialFor, bulk_options};
+use super::pairs::{Pair, pairs};
+use super::{Lobby, read_in, write_out};
+use crate::bootstrap::{DataKey, Established, Hello, ListenAddress, Purpose};
+use crate::channel::{Channel, Remains};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::limits;
+use crate::memory::Identity;
+use crate::peer::{Peer, PeerInfo, PeerState};
+use crate::progress::{self, Command};
+use crate::queue::Entry;
+use crate::session::{ControlMessage, Session};
+use crate::transport::Conn;
+use crate::wire::Refusal;
+use std::collections::BTreeMap;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+/// Which end opened the session; that end dials.
+enum Role {
+    Connector { address: SocketAddr, pairs: Vec<Pair> },
+    Acceptor,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Channels are being set up, since then.
+    Settling,
+    Up,
+    /// We asked the peer to finish, and wait for it until then.
+    Draining {
+        until: Duration,
+    },
+    /// All is finished; the farewell has until then to arrive.
+    Leaving {
+        until: Duration,
+    },
+    /// The session is broken; channels are being closed.
+    Dying,
+    Over,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Slot {
+    Down { dial_at: Duration },
+    Dialling,
+    Up,
+    Fencing,
+}
+
+/// The two halves of a lost connection's fence.
+#[derive(Default)]
+struct Fence {
+    ours: Option<Vec<(u64, Entry)>>,
+    theirs: Option<(u64, Vec<(u64, u8)>)>,
+}
+
+pub(super) struct Link {
+    peer: Arc<PeerState>,
+    session: Session,
+    conn: Option<Box<dyn Conn>>,
+    output: Vec<u8>,
+    role: Role,
+    data_key: DataKey,
+    limit: Duration,
+    stage: Stage,
+    slots: Vec<(Slot, u32)>,
+    fences: BTreeMap<(u16, u32), Fence>,
+    started: Duration,
+    /// When the peer's kernel closed the control connection, if it has not come back.
+    closed_at: Option<Duration>,
+    resume_at: Duration,
+    resuming: bool,
+    last_trouble: Option<Error>,
+    /// Who waits for the peer to be up; `None` once told.
+    lobby: Option<Arc<Lobby>>,
+    error: Option<Error>,
+    peer_drains: bool,
+    drain_told: bool,
+    drained_told: bool,
+    peer_drained: bool,
+    close_by: Option<Duration>,
+}
+
+impl Link {
+    /// The connecting end's link, right after its handshake.
+    pub fn connected(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        address: SocketAddr,
+        established: Established,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        let nics = engine.transport.nics().unwrap_or_default();
+        let listens: &[ListenAddress] = &established.peer_hello.addresses;
+        let pairs = pairs(&nics, &engine.config.nics, address, listens);
+        let role = Role::Connector { address, pairs };
+        Link::new(engine, conn, address, established, role, lobby, me, now)
+    }
+
+    /// The accepting end's link.
+    pub fn accepted(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        remote: SocketAddr,
+        established: Established,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now)
+    }
+
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "each is a different fact, and two callers name them"
+    )]
+    fn new(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        remote: SocketAddr,
+        established: Established,
+        role: Role,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        let Established {
+            secure,
+            peer_hello,
+            session: id,
+            data_key,
+            config,
+            ..
+        } = established;
+        let name = match peer_hello.label.is_empty() {
+            true => remote.to_string(),
+            false => format!("{remote} ({})", peer_hello.label),
+        };
+        let info = PeerInfo {
+            session: id,
+            identity: Identity(peer_hello.identity),
+            name,
+            channels: usize::from(config.channels),
+            chunk_bytes: config.chunk_bytes as usize,
+            window: config.window as usize,
+            crc: config.crc,
+            same_host: peer_hello.boot_id == me.boot_id,
+        };
+        let peer = Arc::new(PeerState::new(engine.shared(), info));
+        let mut session = Session::new(id, now);
+        // A new session has nothing to send again, so this cannot fail.
+        let attached = session.attach(secure, 0, now);
+        let theirs = Duration::from_millis(u64::from(peer_hello.heartbeat_limit_ms));
+        Link {
+            slots: vec![(Slot::Down { dial_at: now }, 0); usize::from(config.channels)],
+            peer,
+            session,
+            conn: Some(conn),
+            output: Vec::new(),
+            role,
+            data_key,
+            limit: engine
+                .config
+                .heartbeat_limit
+                .max(theirs.min(engine.config.heartbeat_limit)),
+            stage: Stage::Settling,
+            fences: BTreeMap::new(),
+            started: now,
+            closed_at: None,
+            resume_at: now,
+            resuming: false,
+            last_trouble: None,
+            lobby: Some(lobby),
+            error: attached.err().map(|error| Error::Bug(error.to_string())),
+            peer_drains: false,
+            drain_told: false,
+            drained_told: false,
+            peer_drained: false,
+            close_by: None,
+        }
+    }
+
+    pub fn received(&self) -> u64 {
+        self.session.received()
+    }
+
+    pub fn over(&self) -> bool {
+        self.stage == Stage::Over
+    }
+
+    pub fn dying(&self) -> bool {
+        matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. })
+    }
+
+    /// Whether something is under way that has to be looked at often.
+    pub fn busy(&self) -> bool {
+        self.stage != Stage::Up || self.conn.is_none() || self.slots.iter().any(|(slot, _)| *slot != Slot::Up)
+    }
+
+    pub fn needs_resume(&self) -> bool {
+        self.resuming && !self.dying()
+    }
+
+    // ---- a turn ----
+
+    pub fn turn(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = self.read(engine, now);
+        self.look_after_session(now);
+        self.settle(now);
+        self.look_after_closing(now);
+        if let Some(error) = self.error.take() {
+            self.die(engine, error);
+        }
+        if self.stage == Stage::Dying && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up) {
+            self.finish();
+            worked = true;
+        }
+        worked | self.write(now)
+    }
+
+    fn read(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut buffer = [0u8; 16 << 10];
+        let mut messages = Vec::new();
+        let mut worked = false;
+        while let Some(conn) = &mut self.conn {
+            match read_in(&mut **conn, &mut buffer) {
+                Ok(None) => break,
+                Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
+                Err(error) => {
+                    let closed = matches!(
+                        error.kind(),
+                        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                    );
+                    self.control_lost(&error.to_string(), closed, now);
+                }
+                Ok(Some(count)) => {
+                    worked = true;
+                    if let Err(error) = self.session.on_bytes(&buffer[..count], now, &mut messages) {
+                        if error.is_resumable() {
+                            self.control_lost(&error.to_string(), false, now);
+                        } else {
+                            self.error = Some(error.with(self.peer.name()));
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        for message in messages {
+            self.obey(engine, message, now);
+        }
+        worked
+    }
+
+    fn write(&mut self, now: Duration) -> bool {
+        if let Err(error) = self.session.tick(now) {
+            self.error = Some(error.with(self.peer.name()));
+        }
+        self.output.append(&mut self.session.take_output());
+        let Some(conn) = &mut self.conn else { return false };
+        if self.output.is_empty() {
+            return false;
+        }
+        match write_out(&mut **conn, &mut self.output) {
+            Ok(_) => false,
+            Err(error) => {
+                let closed = matches!(
+                    error.kind(),
+                    io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+                );
+                self.control_lost(&error.to_string(), closed, now);
+                true
+            }
+        }
+    }
+
+    fn say(&mut self, message: ControlMessage, now: Duration) {
+        if let Err(error) = self.session.push(message, now) {
+            self.error = Some(error.with(self.peer.name()));
+        }
+    }
+
+    fn obey(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
+        match message {
+            ControlMessage::Fence {
+                channel,
+                generation,
+                placed,
+                refused,
+                reason,
+            } => {
+                self.fenced_by_peer(engine, channel, generation, (placed, refused), &reason, now);
+            }
+            ControlMessage::Drain => self.peer_drains = true,
+            ControlMessage::Drained => self.peer_drained = true,
+            ControlMessage::Goodbye { .. } => {
+                self.error = Some(Error::PeerClosed {
+                    peer: self.peer.name().into(),
+                });
+            }
+            ControlMessage::Dialling { .. } | ControlMessage::ChannelUp { .. } => {}
+        }
+    }
+
+    // ---- the session ----
+
+    fn control_lost(&mut self, why: &str, closed_by_peer: bool, now: Duration) {
+        tracing::debug!(peer = self.peer.name(), why, "control connection lost");
+        self.conn = None;
+        self.output.clear();
+        self.session.detach();
+        if closed_by_peer {
+            self.closed_at.get_or_insert(now);
+        }
+        self.resuming = matches!(self.role, Role::Connector { .. });
+    }
+
+    /// A resumption has succeeded.
+    pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+        let attached = self.session.attach(established.secure, established.received, now);
+        if let Err(error) = attached {
+            self.error = Some(error.with(self.peer.name()));
+            return;
+        }
+        tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
+        self.conn = Some(conn);
+        self.output.clear();
+        self.closed_at = None;
+        self.resuming = false;
+    }
+
+    pub fn resume_failed(&mut self, error: Error, now: Duration) {
+        if let Error::Refused { why, .. } = &error {
+            if why.contains("unknown session") || why.contains("session is over") {
+                self.fail(format!("it restarted, or gave us up: {why}"));
+            }
+        }
+        self.last_trouble = Some(error);
+        self.resume_at = self.resume_at.max(now + limits::REDIAL_INTERVAL / 2);
+    }
+
+    fn look_after_session(&mut self, now: Duration) {
+        if self.dying() {
+            return;
+        }
+        let silent = self.session.silent_for(now);
+        let closed_for = self.closed_at.map(|at| now.saturating_sub(at));
+        if closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
+            self.fail(
+                "its host closed the control connection, and it did not come back: the process ended".into(),
+            );
+        } else if silent > self.limit {
+            self.fail(format!(
+                "no sign of life for {:.1} s: stopped, or out of reach over every NIC",
+                silent.as_secs_f64()
+            ));
+        } else if silent > limits::CONTROL_SUSPECT_AFTER && matches!(self.role, Role::Connector { .. }) {
+            self.resuming = true;
+        }
+    }
+
+    fn fail(&mut self, why: String) {
+        let trouble = self
+            .last_trouble
+            .take()
+            .map(|error| format!(" ({error})"))
+            .unwrap_or_default();
+        let why = format!("{why}{trouble}; {}", self.peer.describe());
+        self.error.get_or_insert(Error::PeerLost {
+            peer: self.peer.name().into(),
+            why,
+        });
+    }
+
+    // ---- setting up ----
+
+    /// Connections that have to be made now.
+    pub fn take_dials(&mut self, engine: &Engine, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
+        let mut out = Vec::new();
+        let Role::Connector { address, pairs } = &self.role else {
+            return out;
+        };
+        if self.dying() {
+            return out;
+        }
+        let (id, address, pairs) = (self.session.id(), *address, pairs.clone());
+        if self.resuming && now >= self.resume_at {
+            self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
+            let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
+            paths.push((None, address));
+            for (nic, remote) in paths {
+                let (received, data_key) = (self.session.received(), self.data_key.clone());
+                let purpose = Purpose::Resume {
+                    session: id,
+                    received,
+                    data_key,
+                };
+                match Dial::resume(engine, me, nic.as_ref(), remote, purpose) {
+                    Ok(dial) => out.push((dial, DialFor::Resume { session: id })),
+                    Err(error) => self.last_trouble = Some(error),
+                }
+            }
+        }
+        for index in 0..self.slots.len() as u16 {
+            let (slot, generation) = self.slots[usize::from(index)];
+            if !matches!(slot, Slot::Down { dial_at } if dial_at <= now) {
+                continue;
+            }
+            let pair = &pairs[usize::from(index) % pairs.len()];
+            let key = self.data_key.clone();
+            match Dial::channel(engine, pair.nic.as_ref(), pair.remote, id, key, index, generation) {
+                Ok(dial) => {
+                    self.slots[usize::from(index)].0 = Slot::Dialling;
+                    out.push((
+                        dial,
+                        DialFor::Channel {
+                            session: id,
+                            index,
+                            generation,
+                        },
+                    ));
+                }
+                Err(error) => self.channel_failed(index, generation, error, now),
+            }
+        }
+        out
+    }
+
+    pub fn channel_failed(&mut self, index: u16, generation: u32, error: Error, now: Duration) {
+        let slot = &mut self.slots[usize::from(index)];
+        if slot.1 == generation && slot.0 != Slot::Up {
+            // The acceptor may have taken it up: a number is used once.
+            *slot = (
+                Slot::Down {
+                    dial_at: now + limits::REDIAL_INTERVAL,
+                },
+                generation + 1,
+            );
+        }
+        tracing::debug!(peer = self.peer.name(), channel = index, %error, "channel cannot be connected");
+        self.last_trouble = Some(error);
+    }
+
+    pub fn channel_dialled(
+        &mut self,
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        index: u16,
+        generation: u32,
+        now: Duration,
+    ) {
+        self.channel_up(engine, conn, index, generation, now);
+    }
+
+    pub fn channel_accepted(
+        &mut self,
+        engine: &Engine,
+        mut conn: Box<dyn Conn>,
+        index: u16,
+        generation: u32,
+        now: Duration,
+    ) {
+        engine.transport.tune(&mut *conn, &bulk_options(engine));
+        let (slot, least) = self.slots[usize::from(index)];
+        if !matches!(slot, Slot::Down { .. }) || generation < least {
+            tracing::debug!(
+                peer = self.peer.name(),
+                channel = index,
+                "a stale data connection was dropped"
+            );
+            return;
+        }
+        self.channel_up(engine, conn, index, generation, now);
+    }
+
+    fn channel_up(
+        &mut self,
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        index: u16,
+        generation: u32,
+        now: Duration,
+    ) {
+        if self.dying() {
+            return;
+        }
+        self.slots[usize::from(index)] = (Slot::Up, generation);
+        let worker = &engine.workers[self.peer.engine_worker(index)];
+        let channel = Channel::new(conn, self.peer.clone(), index, generation);
+        worker.command(Command::Add(Box::new(channel)));
+        self.peer.choose_home();
+        if generation > 0 {
+            tracing::info!(
+                peer = self.peer.name(),
+                channel = index,
+                "channel carries data again"
+            );
+        }
+        self.settle(now);
+    }
+
+    /// Tells whoever waits that the peer is up, or that it cannot be reached.
+    fn settle(&mut self, now: Duration) {
+        if self.stage != Stage::Settling || self.error.is_some() {
+            return;
+        }
+        let up = self.slots.iter().filter(|(slot, _)| *slot == Slot::Up).count();
+        let waited = now.saturating_sub(self.started);
+        if up == self.slots.len() || (up > 0 && waited > limits::DIAL_DEADLINE) {
+            self.stage = Stage::Up;
+            *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
+            if up < self.slots.len() {
+                let trouble = self
+                    .last_trouble
+                    .as_ref()
+                    .map(Error::to_string)
+                    .unwrap_or_default();
+                let line = format!(
+                    "{} of {} channels could not be set up: {trouble}",
+                    self.slots.len() - up,
+                    self.slots.len()
+                );
+                tracing::warn!(peer = self.peer.name(), "{line}");
+                self.peer
+                    .lost
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .push(line);
+            }
+            if let Some(lobby) = self.lobby.take() {
+                lobby.put(Ok(Peer::new(self.peer.clone())));
+            }
+        } else if waited > limits::HANDSHAKE_DEADLINE {
+            let why = "no data connection came about: is the peer's advertised address reachable?";
+            self.fail(why.into());
+        }
+    }
+
+    // ---- lost channels ----
+
+    pub fn channel_lost(
+        &mut self,
+        engine: &Engine,
+        index: u16,
+        generation: u32,
+        why: String,
+        remains: Remains,
+        now: Duration,
+    ) {
+        let entries = remains.entries;
+        if matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. }) {
+            self.slots[usize::from(index)] = (
+                Slot::Down {
+                    dial_at: Duration::MAX,
+                },
+                generation + 1,
+            );
+            self.peer
+                .drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+            return;
+        }
+        let path = self.path_of(engine, index);
+        let line = format!("channel {index} over {path}: {why}");
+        tracing::warn!(peer = self.peer.name(), "lost {line}");
+        self.peer
+            .lost
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(line);
+        self.slots[usize::from(index)] = (Slot::Fencing, generation);
+        let refused = remains
+            .refused
+            .iter()
+            .map(|(number, why)| (*number, *why as u8))
+            .collect();
+        let message = ControlMessage::Fence {
+            channel: index,
+            generation,
+            placed: remains.placed,
+            refused,
+            reason: why,
+        };
+        self.say(message, now);
+        self.fences.entry((index, generation)).or_default().ours = Some(entries);
+        self.peer.choose_home();
+        self.resolve(index, generation, now);
+    }
+
+    fn path_of(&self, engine: &Engine, index: u16) -> String {
+        let nics = engine.transport.nics().unwrap_or_default();
+        let name = |address: SocketAddr| {
+            let nic = nics.iter().find(|nic| nic.address == address.ip());
+            nic.map_or_else(|| address.ip().to_string(), |nic| nic.name.clone())
+        };
+        let stats = self.peer.counters(index).snapshot(index, name);
+        stats.map_or_else(String::new, |stats| {
+            format!("{} ({} to {})", stats.nic, stats.local, stats.remote)
+        })
+    }
+
+    fn fenced_by_peer(
+        &mut self,
+        engine: &Engine,
+        index: u16,
+        generation: u32,
+        theirs: (u64, Vec<(u64, u8)>),
+        reason: &str,
+        now: Duration,
+    ) {
+        let Some((slot, ours)) = self.slots.get(usize::from(index)).copied() else {
+            return;
+        };
+        let fence = self.fences.entry((index, generation)).or_default();
+        fence.theirs = Some(theirs);
+        if slot == Slot::Up && ours == generation {
+            let why = format!("the peer lost it: {}", crate::bootstrap::clean(reason));
+            let command = Command::Drop {
+                session: self.session.id(),
+                index,
+                generation,
+                why,
+            };
+            engine.workers[self.peer.engine_worker(index)].command(command);
+            return;
+        }
+        if fence.ours.is_none() {
+            // We never had that connection: nothing was placed from it.
+            fence.ours = Some(Vec::new());
+            let (placed, refused, reason) = (0, Vec::new(), String::from("never came about here"));
+            self.say(
+                ControlMessage::Fence {
+                    channel: index,
+                    generation,
+                    placed,
+                    refused,
+                    reason,
+                },
+                now,
+            );
+        }
+        self.resolve(index, generation, now);
+    }
+
+    /// Both ends have closed the connection and said what they placed: the rest travels again.
+    fn resolve(&mut self, index: u16, generation: u32, now: Duration) {
+        let Some(fence) = self.fences.get_mut(&(index, generation)) else {
+            return;
+        };
+        if fence.ours.is_none() || fence.theirs.is_none() {
+            return;
+        }
+        let Some(fence) = self.fences.remove(&(index, generation)) else {
+            return;
+        };
+        let (placed, refused) = fence.theirs.unwrap_or_default();
+        let mut again = Vec::new();
+        for (number, entry) in fence.ours.unwrap_or_default() {
+            if number >= placed {
+                again.push(entry);
+                continue;
+            }
+            let refusal = refused
+                .iter()
+                .find(|(each, _)| *each == number)
+                .map(|(_, why)| Refusal::parse(*why));
+            self.peer.delivered(entry, refusal);
+        }
+        self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
+        let unsendable = self.peer.queue.resend(again);
+        self.peer.drop_entries(unsendable);
+        progress::kick(&self.peer, true);
+        let slot = &mut self.slots[usize::from(index)];
+        if slot.1 == generation && slot.0 == Slot::Fencing {
+            *slot = (Slot::Down { dial_at: now }, generation + 1);
+        }
+    }
+
+    // ---- closing ----
+
+    /// Finishes what was posted, then closes; at the latest by then.
+    pub fn close(&mut self, by: Duration) {
+        self.close_by.get_or_insert(by);
+    }
+
+    fn quiet(&self) -> bool {
+        !self.peer.in_flight() && !self.peer.queue.has_work()
+    }
+
+    fn look_after_closing(&mut self, now: Duration) {
+        if self.dying() && !matches!(self.stage, Stage::Leaving { .. }) {
+            return;
+        }
+        if self.peer.abandoned.load(Ordering::SeqCst) && self.lobby.is_none() {
+            self.close_by.get_or_insert(now + limits::DRAIN_DEADLINE);
+        }
+        if self.peer_drains && !self.drained_told && self.quiet() {
+            self.drained_told = true;
+            self.say(ControlMessage::Drained, now);
+        }
+        let Some(by) = self.close_by else { return };
+        match self.stage {
+            Stage::Settling | Stage::Up => {
+                if !self.drain_told {
+                    self.drain_told = true;
+                    self.say(ControlMessage::Drain, now);
+                }
+                self.stage = Stage::Draining { until: by };
+            }
+            Stage::Draining { until } => {
+                let done = self.quiet() && (self.peer_drained || self.peer_drains);
+                if done || now >= until {
+                    let reason = if done {
+                        "closed"
+                    } else {
+                        "closed before all was finished"
+                    };
+                    self.say(
+                        ControlMessage::Goodbye {
+                            reason: reason.into(),
+                        },
+                        now,
+                    );
+                    self.stage = Stage::Leaving {
+                        until: now + limits::HEARTBEAT_INTERVAL,
+                    };
+                }
+            }
+            Stage::Leaving { until } => {
+                if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
+                    self.error.get_or_insert(Error::Closed);
+                }
+            }
+            Stage::Dying | Stage::Over => {}
+        }
+    }
+
+    /// The session is over: first the channels close, then what waits for the peer fails.
+    fn die(&mut self, engine: &Engine, error: Error) {
+        if matches!(self.stage, Stage::Dying | Stage::Over) {
+            return;
+        }
+        match &error {
+            Error::Closed | Error::PeerClosed { .. } => tracing::debug!(peer = self.peer.name(), "closed"),
+            error => tracing::debug!("{error}"),
+        }
+        self.peer.doom(error);
+        self.stage = Stage::Dying;
+        for (index, (slot, generation)) in self.slots.iter().enumerate() {
+            if *slot == Slot::Up {
+                let index = index as u16;
+                let why = "the session is over".into();
+                let command = Command::Drop {
+                    session: self.session.id(),
+                    index,
+                    generation: *generation,
+                    why,
+                };
+                engine.workers[self.peer.engine_worker(index)].command(command);
+            }
+        }
+    }
+
+    fn finish(&mut self) {
+        self.stage = Stage::Over;
+        self.conn = None;
+        for (_, fence) in std::mem::take(&mut self.fences) {
+            let entries = fence.ours.unwrap_or_default();
+            self.peer
+                .drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+        }
+        self.peer.fail();
+        if let Some(lobby) = self.lobby.take() {
+            // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
+            if matches!(self.role, Role::Connector { .. }) {
+                lobby.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
+            }
+        }
+    }
+}

@@ -1,0 +1,602 @@
+//! The slow side of an endpoint: listening, handshakes, control sessions, lost channels, closing.
+//!
+//! One thread turns it (or, in an endpoint without threads, its callers). It never touches payload;
+//! workers send it [`Event`]s, and it sends them channels. A connection that arrives is an [`Incoming`]
+//! until it has proven itself; one that we make is a [`Dial`]; what belongs to one peer is a [`Link`].
+//!
+//! Invariant: nothing here blocks, and what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`.
+//! Read next: `link.rs`.
+
+mod admission;
+mod dial;
+mod link;
+mod pairs;
+
+use crate::bootstrap::{HandshakeError, Hello, ListenAddress, Outcome, Refusal, RefusalCode, Responder};
+use crate::engine::{Engine, Event};
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::peer::{Peer, PeerState};
+use crate::progress::{WaitList, WakeHandle};
+use crate::sys::poll::{Interest, Poller};
+use crate::transport::{Conn, IoVec, Listener};
+use admission::{Admitter, Book};
+use dial::{Dial, DialFor};
+use link::Link;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// Longest the control thread sleeps while anything is under way, and while nothing is.
+const BUSY_SLEEP: Duration = Duration::from_millis(50);
+const QUIET_SLEEP: Duration = Duration::from_millis(200);
+
+/// Somebody waits for a peer: the result of a connect, or the next accepted one.
+#[derive(Default)]
+pub(crate) struct Lobby {
+    arrived: Mutex<VecDeque<Result<Peer>>>,
+    waiters: WaitList,
+}
+
+impl Lobby {
+    pub fn put(&self, result: Result<Peer>) {
+        self.arrived
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push_back(result);
+        self.waiters.wake();
+    }
+
+    pub fn take(&self) -> Option<Result<Peer>> {
+        self.arrived
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .pop_front()
+    }
+
+    /// Waits for the next result; `None` when the time is up.
+    pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
+        let until = engine.transport.now().saturating_add(limit);
+        loop {
+            if let Some(result) = self.take() {
+                return Some(result);
+            }
+            let rest = until.saturating_sub(engine.transport.now());
+            if rest.is_zero() {
+                return None;
+            }
+            if engine.caller_driven() {
+                if !engine.progress() {
+                    thread::sleep(Duration::from_micros(100));
+                }
+                continue;
+            }
+            self.waiters.add(WakeHandle::Thread(thread::current()));
+            if let Some(result) = self.take() {
+                return Some(result);
+            }
+            thread::park_timeout(rest.min(Duration::from_millis(100)));
+        }
+    }
+}
+
+/// A connection that has not proven anything yet.
+struct Incoming {
+    conn: Box<dyn Conn>,
+    responder: Responder<Admitter>,
+    output: Vec<u8>,
+    since: Duration,
+    /// Refused: closed as soon as the refusal is written.
+    over: bool,
+}
+
+/// The control side's state.
+pub(crate) struct Control {
+    listeners: Vec<Box<dyn Listener>>,
+    incoming: VecDeque<Incoming>,
+    dials: Vec<Dial>,
+    links: BTreeMap<u64, Link>,
+    book: Arc<Mutex<Book>>,
+    lobby: Arc<Lobby>,
+    poller: Arc<Poller>,
+    next_token: u64,
+    me: Hello,
+    refusals_told: u64,
+    refusals_since: Duration,
+}
+
+impl Control {
+    pub fn new(
+        engine: &Engine,
+        listeners: Vec<Box<dyn Listener>>,
+        addresses: Vec<ListenAddress>,
+        boot_id: [u8; 16],
+        lobby: Arc<Lobby>,
+    ) -> io::Result<Control> {
+        let me = Hello {
+            identity: engine.identity.0,
+            boot_id,
+            label: engine.config.label.clone(),
+            addresses,
+            heartbeat_limit_ms: engine
+                .config
+                .heartbeat_limit
+                .as_millis()
+                .min(u128::from(u32::MAX)) as u32,
+        };
+        let secret = engine.config.secret.clone();
+        let needed = listeners
+            .iter()
+            .any(|listener| !listener.local().ip().is_loopback());
+        let poller = Arc::new(Poller::new()?);
+        for listener in &listeners {
+            if let Some(fd) = listener.fd() {
+                poller.add(fd, 0, Interest::READ)?;
+            }
+        }
+        Ok(Control {
+            listeners,
+            incoming: VecDeque::new(),
+            dials: Vec::new(),
+            links: BTreeMap::new(),
+            book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed))),
+            lobby,
+            poller,
+            next_token: 1,
+            me,
+            refusals_told: 0,
+            refusals_since: Duration::ZERO,
+        })
+    }
+
+    pub fn waker(&self) -> crate::sys::poll::Waker {
+        self.poller.waker()
+    }
+
+    /// One turn; true if anything happened.
+    pub fn turn(&mut self, engine: &Engine) -> bool {
+        let now = engine.transport.now();
+        let mut worked = self.take_events(engine, now);
+        worked |= self.accept(now);
+        worked |= self.advance_incoming(engine, now);
+        worked |= self.advance_dials(engine, now);
+        worked |= self.advance_links(engine, now);
+        worked
+    }
+
+    /// How long nothing has to be done, unless a connection says so.
+    fn sleep_limit(&self) -> Duration {
+        let busy = !self.incoming.is_empty() || !self.dials.is_empty() || self.links.values().any(Link::busy);
+        let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
+        match (polled, busy) {
+            (true, _) => Duration::from_millis(1),
+            (_, true) => BUSY_SLEEP,
+            _ => QUIET_SLEEP,
+        }
+    }
+
+    pub fn idle(&self) -> bool {
+        self.links.is_empty() && self.dials.is_empty()
+    }
+
+    pub fn peer_count(&self) -> usize {
+        self.links.len()
+    }
+
+    // ---- listening ----
+
+    fn accept(&mut self, now: Duration) -> bool {
+        let mut worked = false;
+        for index in 0..self.listeners.len() {
+            // As many as fit, so that a flood cannot keep us here.
+            for _ in 0..limits::HANDSHAKES_PENDING_MAX {
+                match self.listeners[index].accept() {
+                    Ok(Some(conn)) => self.greet(conn, now),
+                    Ok(None) => break,
+                    Err(error) => {
+                        tracing::warn!(%error, "accepting a connection failed");
+                        break;
+                    }
+                }
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    fn greet(&mut self, conn: Box<dyn Conn>, now: Duration) {
+        if self.incoming.len() >= limits::HANDSHAKES_PENDING_MAX {
+            self.incoming.pop_front();
+        }
+        self.watch(&*conn, Interest::READ);
+        let responder = Responder::new(Admitter(self.book.clone()));
+        let output = Vec::new();
+        self.incoming.push_back(Incoming {
+            conn,
+            responder,
+            output,
+            since: now,
+            over: false,
+        });
+    }
+
+    fn watch(&mut self, conn: &dyn Conn, interest: Interest) {
+        let token = self.next_token;
+        self.next_token += 1;
+        if let Some(fd) = conn.fd() {
+            if let Err(error) = self.poller.add(fd, token, interest) {
+                tracing::warn!(%error, "a connection cannot be waited for");
+            }
+        }
+    }
+
+    fn advance_incoming(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        let mut rest = VecDeque::with_capacity(self.incoming.len());
+        for mut incoming in std::mem::take(&mut self.incoming) {
+            match incoming.advance(now) {
+                Ok(None) => rest.push_back(incoming),
+                Ok(Some(outcome)) => {
+                    worked = true;
+                    self.settle(engine, incoming, outcome, now);
+                }
+                Err(error) => {
+                    worked = true;
+                    self.tell_refusal(incoming.conn.remote(), &error, now);
+                    if !incoming.output.is_empty() && !incoming.over {
+                        incoming.over = true;
+                        rest.push_back(incoming);
+                    }
+                }
+            }
+        }
+        rest.extend(std::mem::take(&mut self.incoming));
+        self.incoming = rest;
+        worked
+    }
+
+    /// One log line for each refused stranger, until there are too many to read.
+    fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
+        const LINES_PER_MINUTE: u64 = 100;
+        if now.saturating_sub(self.refusals_since) > Duration::from_secs(60) {
+            self.refusals_since = now;
+            self.refusals_told = 0;
+        }
+        self.refusals_told += 1;
+        match self.refusals_told {
+            0..LINES_PER_MINUTE => tracing::warn!("refused a connection from {from}: {error}"),
+            LINES_PER_MINUTE => {
+                tracing::warn!("many connections are refused; the rest of this minute is not told")
+            }
+            _ => {}
+        }
+    }
+
+    fn settle(&mut self, engine: &Engine, incoming: Incoming, outcome: Outcome, now: Duration) {
+        self.unwatch(&*incoming.conn);
+        let Incoming { conn, output, .. } = incoming;
+        debug_assert!(output.is_empty());
+        match outcome {
+            Outcome::Data {
+                session,
+                channel,
+                generation,
+            } => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                link.channel_accepted(engine, conn, channel, generation, now);
+            }
+            Outcome::Control(established) => {
+                let session = established.session;
+                let remote = conn.remote();
+                self.watch(&*conn, Interest::READ);
+                match self.links.get_mut(&session) {
+                    Some(link) => link.attach(conn, *established, now),
+                    None => {
+                        self.enter(&established);
+                        let link = Link::accepted(
+                            engine,
+                            conn,
+                            remote,
+                            *established,
+                            self.lobby.clone(),
+                            &self.me,
+                            now,
+                        );
+                        self.links.insert(session, link);
+                    }
+                }
+            }
+        }
+    }
+
+    fn unwatch(&self, conn: &dyn Conn) {
+        if let Some(fd) = conn.fd() {
+            drop(self.poller.remove(fd));
+        }
+    }
+
+    fn enter(&self, established: &crate::bootstrap::Established) {
+        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
+        book.enter(established);
+    }
+
+    // ---- dialling ----
+
+    /// Starts to connect; the result comes to the lobby.
+    pub fn connect(&mut self, engine: &Engine, address: SocketAddr, lobby: Arc<Lobby>) {
+        if self.links.len() >= limits::PEERS_MAX {
+            let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
+            lobby.put(Err(Error::Limit {
+                name,
+                limit,
+                why: "close a peer first".into(),
+            }));
+            return;
+        }
+        match Dial::control(engine, &self.me, address) {
+            Ok(dial) => self.start(dial, DialFor::New { address, lobby }),
+            Err(error) => lobby.put(Err(error)),
+        }
+    }
+
+    fn start(&mut self, mut dial: Dial, what: DialFor) {
+        dial.what = what;
+        self.watch(dial.conn(), Interest::READ);
+        self.dials.push(dial);
+    }
+
+    fn advance_dials(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        let mut rest = Vec::new();
+        for mut dial in std::mem::take(&mut self.dials) {
+            if dial.pointless(&self.links) {
+                continue;
+            }
+            match dial.advance(now) {
+                None => rest.push(dial),
+                Some(result) => {
+                    worked = true;
+                    self.dialled(engine, dial, result, now);
+                }
+            }
+        }
+        rest.append(&mut self.dials);
+        self.dials = rest;
+        worked
+    }
+
+    fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome>, now: Duration) {
+        let Dial { conn, what, .. } = dial;
+        match (what, result) {
+            (DialFor::New { address, lobby }, Ok(Outcome::Control(established))) => {
+                let session = established.session;
+                self.enter(&established);
+                let link = Link::connected(engine, conn, address, *established, lobby, &self.me, now);
+                self.links.insert(session, link);
+            }
+            (DialFor::New { lobby, .. }, Err(error)) => lobby.put(Err(error)),
+            (DialFor::New { .. }, Ok(Outcome::Data { .. })) => {}
+            (DialFor::Resume { session }, result) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(Outcome::Control(established)) => link.attach(conn, *established, now),
+                    Ok(Outcome::Data { .. }) => {}
+                    Err(error) => link.resume_failed(error, now),
+                }
+            }
+            (
+                DialFor::Channel {
+                    session,
+                    index,
+                    generation,
+                },
+                result,
+            ) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(_) => {
+                        drop(conn.fd().map(|fd| self.poller.remove(fd)));
+                        link.channel_dialled(engine, conn, index, generation, now);
+                    }
+                    Err(error) => link.channel_failed(index, generation, error, now),
+                }
+            }
+        }
+    }
+
+    // ---- peers ----
+
+    fn take_events(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        while let Some(event) = engine.events.pop() {
+            worked = true;
+            let Event::Lost {
+                peer,
+                index,
+                generation,
+                why,
+                remains,
+            } = event;
+            match self.links.get_mut(&peer.session) {
+                Some(link) => link.channel_lost(engine, index, generation, why, *remains, now),
+                None => peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect()),
+            }
+        }
+        worked
+    }
+
+    fn advance_links(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        let sessions: Vec<u64> = self.links.keys().copied().collect();
+        for session in sessions {
+            let Some(link) = self.links.get_mut(&session) else {
+                continue;
+            };
+            worked |= link.turn(engine, now);
+            let received = link.received();
+            let dials = link.take_dials(engine, &self.me, now);
+            let over = link.over();
+            self.book
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .update(session, received, over);
+            for (dial, what) in dials {
+                self.start(dial, what);
+            }
+            if over {
+                self.links.remove(&session);
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    /// Asks a peer's link to finish and close.
+    pub fn close(&mut self, session: u64, deadline: Duration, now: Duration) {
+        if let Some(link) = self.links.get_mut(&session) {
+            link.close(now.saturating_add(deadline));
+        }
+    }
+
+    pub fn close_all(&mut self, deadline: Duration, now: Duration) {
+        self.listeners.clear();
+        self.incoming.clear();
+        self.links
+            .values_mut()
+            .for_each(|link| link.close(now.saturating_add(deadline)));
+    }
+}
+
+impl Incoming {
+    /// Moves the handshake on.
+    fn advance(&mut self, now: Duration) -> Result<Option<Outcome>, HandshakeError> {
+        if now.saturating_sub(self.since) > limits::HANDSHAKE_DEADLINE {
+            self.over = true;
+            return Err(self.responder.late());
+        }
+        loop {
+            self.output.append(&mut self.responder.take_output());
+            let flushed =
+                write_out(&mut *self.conn, &mut self.output).map_err(|_| self.responder.closed())?;
+            if self.over {
+                return match flushed {
+                    true => Err(self.responder.closed()),
+                    false => Ok(None),
+                };
+            }
+            if flushed {
+                if let Some(outcome) = self.responder.finished() {
+                    return Ok(Some(outcome));
+                }
+            }
+            let mut buffer = [0u8; limits::HANDSHAKE_BYTES_MAX];
+            let want = self.responder.want().min(buffer.len());
+            if want == 0 {
+                return Ok(None);
+            }
+            match read_in(&mut *self.conn, &mut buffer[..want]) {
+                Ok(None) => return Ok(None),
+                Ok(Some(0)) | Err(_) => return Err(self.responder.closed()),
+                Ok(Some(count)) => {
+                    if let Err(error) = self.responder.feed(&buffer[..count]) {
+                        self.output.append(&mut self.responder.take_output());
+                        let _ = write_out(&mut *self.conn, &mut self.output);
+                        return Err(error);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Writes what it can; true when all is written.
+fn write_out(conn: &mut dyn Conn, output: &mut Vec<u8>) -> io::Result<bool> {
+    while !output.is_empty() {
+        // SAFETY: the piece is the vector's own bytes.
+        match unsafe { conn.send(&[IoVec::new(output.as_mut_ptr(), output.len())]) } {
+            Ok(count) => drop(output.drain(..count)),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(true)
+}
+
+/// Reads what is there: `None` when nothing is, 0 at the end of the stream.
+fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> {
+    // SAFETY: the piece is the buffer's own bytes.
+    match unsafe { conn.recv(&[IoVec::new(buffer.as_mut_ptr(), buffer.len())]) } {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// NIC pairs that a connection to this address can be expected to have, before the peer has said more.
+fn pairs_expected(engine: &Engine, address: SocketAddr) -> usize {
+    let nics = engine.transport.nics().unwrap_or_default();
+    let chosen = &engine.config.nics;
+    let fits = |nic: &&crate::transport::Nic| {
+        let wanted = chosen.is_empty() || chosen.contains(&nic.name);
+        nic.up && wanted && nic.loopback == address.ip().is_loopback()
+    };
+    nics.iter().filter(fits).count().clamp(1, 8)
+}
+
+/// A refusal because there is no room.
+fn full(name: &str) -> Refusal {
+    Refusal::new(RefusalCode::Limit, format!("{name} reached"))
+}
+
+/// The control thread's whole life.
+pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
+    let mut ready = Vec::new();
+    loop {
+        let (poller, limit) = {
+            let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
+            while control.turn(engine) {}
+            if engine.closing.load(std::sync::atomic::Ordering::SeqCst) && control.idle() {
+                return;
+            }
+            (control.poller.clone(), control.sleep_limit())
+        };
+        if let Err(error) = poller.wait(&mut ready, Some(limit)) {
+            tracing::error!(%error, "waiting for control connections failed");
+            thread::sleep(limit);
+        }
+    }
+}
+
+/// Closes a peer in an orderly way; see [`Peer::close`].
+pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()> {
+    let engine = peer.engine();
+    let now = engine.transport.now();
+    engine.with_control(|control| control.close(peer.session, deadline, now));
+    let until = now
+        .saturating_add(deadline)
+        .saturating_add(limits::HEARTBEAT_INTERVAL);
+    while peer.failure().is_none() && engine.transport.now() < until {
+        if engine.caller_driven() {
+            engine.progress();
+        } else {
+            thread::sleep(Duration::from_micros(200));
+        }
+    }
+    match peer.failure() {
+        Some(Error::Closed | Error::PeerClosed { .. }) => Ok(()),
+        Some(error) => Err(error),
+        None => Err(Error::Deadline {
+            what: format!("closing {}", peer.name()),
+            waited: deadline,
+        }),
+    }
+}

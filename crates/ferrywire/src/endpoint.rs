@@ -1,0 +1,507 @@
+//! What users hold first: an endpoint, built, listening, connected.
+//!
+//! Read next: `peer.rs`, for what can be done with a connected peer.
+
+use crate::bootstrap::{ListenAddress, random_bytes};
+use crate::config::{Config, Secret};
+use crate::control::{self, Control, Lobby};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::memory::host::HostBuffer;
+use crate::memory::{Identity, Region, RegionHome};
+use crate::peer::Peer;
+use crate::progress::Worker;
+use crate::schedule;
+use crate::sys::affinity;
+use crate::transport::tcp::TcpTransport;
+use crate::transport::{Listener, SharedTransport, Transport};
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+/// Builds an [`Endpoint`]. Everything has a default that fits the host.
+#[derive(Clone, Debug)]
+pub struct Builder {
+    config: Config,
+    transport: Option<SharedTransport>,
+}
+
+impl Builder {
+    /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
+    pub fn listen(mut self, address: SocketAddr) -> Builder {
+        self.config.listen = Some(address);
+        self
+    }
+
+    /// The shared secret, at least [`limits::SECRET_BYTES_MIN`] bytes, the same on both ends. Needed
+    /// beyond loopback.
+    pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
+        self.config.secret = Some(Secret(secret.into()));
+        self
+    }
+
+    /// A name for people, at most 64 bytes.
+    pub fn label(mut self, label: impl Into<String>) -> Builder {
+        self.config.label = label.into();
+        self
+    }
+
+    /// NICs to use, by name. Default: all that share a subnet with the peer, else the route's own.
+    pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
+        self.config.nics = names.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Channels per peer. Default: by cores and NICs.
+    pub fn channels(mut self, channels: usize) -> Builder {
+        self.config.channels = Some(channels);
+        self
+    }
+
+    /// Progress threads; 0: no threads, [`Endpoint::progress`] and waiting calls drive everything.
+    pub fn threads(mut self, threads: usize) -> Builder {
+        self.config.threads = threads;
+        self
+    }
+
+    /// Largest chunk in bytes.
+    pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
+        self.config.chunk_bytes = bytes;
+        self
+    }
+
+    /// Frames in flight per channel.
+    pub fn window(mut self, frames: usize) -> Builder {
+        self.config.window = frames;
+        self
+    }
+
+    /// Whether chunks carry a CRC-32.
+    pub fn crc(mut self, on: bool) -> Builder {
+        self.config.crc = on;
+        self
+    }
+
+    /// Congestion control of data connections by name. Default: by path.
+    pub fn congestion_control(mut self, name: impl Into<String>) -> Builder {
+        self.config.congestion_control = Some(name.into());
+        self
+    }
+
+    /// Socket buffers of data connections in bytes, each way. Default: by path.
+    pub fn socket_buffer_bytes(mut self, bytes: usize) -> Builder {
+        self.config.socket_buffer_bytes = Some(bytes);
+        self
+    }
+
+    /// Silence after which a peer is lost; at least 3 s.
+    pub fn heartbeat_limit(mut self, limit: Duration) -> Builder {
+        self.config.heartbeat_limit = limit;
+        self
+    }
+
+    /// How channels move bytes. Default: the kernel's TCP.
+    pub fn transport(mut self, transport: Arc<dyn Transport>) -> Builder {
+        self.transport = Some(transport);
+        self
+    }
+
+    /// Builds the endpoint: checks everything, listens, starts its threads.
+    pub fn build(mut self) -> Result<Endpoint> {
+        if self.config.threads == usize::MAX {
+            let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
+            self.config.threads = schedule::threads_default(cores);
+        }
+        self.config.check()?;
+        let transport = self
+            .transport
+            .unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        Endpoint::start(self.config, transport)
+    }
+}
+
+/// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
+/// closes its peers in an orderly way.
+#[derive(Clone)]
+pub struct Endpoint {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    engine: Arc<Engine>,
+    home: Arc<dyn RegionHome>,
+    listen_addresses: Vec<SocketAddr>,
+    lobby: Arc<Lobby>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Endpoint({}, listening on {:?})",
+            self.identity(),
+            self.inner.listen_addresses
+        )
+    }
+}
+
+impl Endpoint {
+    /// Starts to describe an endpoint.
+    pub fn builder() -> Builder {
+        Builder {
+            config: Config::default(),
+            transport: None,
+        }
+    }
+
+    fn start(config: Config, transport: SharedTransport) -> Result<Endpoint> {
+        let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
+        let listeners = listen(&config, &*transport)?;
+        let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
+        let addresses = advertised(&config, &*transport, &listen_addresses)?;
+        let threaded = config.threads > 0;
+        let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
+            .map(|index| Worker::new(index, threaded).map(Arc::new))
+            .collect();
+        let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
+        let engine = Engine::new(identity, config, transport, workers, threaded);
+        let lobby = Arc::new(Lobby::default());
+        let boot_id = affinity::boot_id().unwrap_or_default();
+        let control = Control::new(&engine, listeners, addresses, boot_id, lobby.clone())
+            .map_err(|error| Error::io("make a poller", &error))?;
+        let waker = control.waker();
+        let control = Arc::new(Mutex::new(control));
+        engine.attach_control(control.clone(), waker);
+        let threads = if threaded {
+            spawn(&engine, &control)?
+        } else {
+            Vec::new()
+        };
+        let home: Arc<dyn RegionHome> = engine.clone();
+        let threads = Mutex::new(threads);
+        Ok(Endpoint {
+            inner: Arc::new(Inner {
+                engine,
+                home,
+                listen_addresses,
+                lobby,
+                threads,
+            }),
+        })
+    }
+
+    /// The endpoint's random name, new at each start.
+    pub fn identity(&self) -> Identity {
+        self.inner.engine.identity
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &Config {
+        &self.inner.engine.config
+    }
+
+    /// The addresses listened on, with their real port.
+    pub fn listen_addresses(&self) -> Vec<SocketAddr> {
+        self.inner.listen_addresses.clone()
+    }
+
+    /// The transport's clock.
+    pub fn now(&self) -> Duration {
+        self.inner.engine.transport.now()
+    }
+
+    /// Connects to an endpoint that listens on `address`.
+    pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
+        self.connecting(address)?.wait(deadline)
+    }
+
+    /// Starts to connect, without waiting.
+    pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
+        let lobby = Arc::new(Lobby::default());
+        let engine = &self.inner.engine;
+        if engine.closing.load(Ordering::SeqCst) {
+            return Err(Error::Closed);
+        }
+        engine.with_control(|control| control.connect(engine, address, lobby.clone()));
+        Ok(Connecting {
+            engine: engine.clone(),
+            lobby,
+            address,
+        })
+    }
+
+    /// Connects to the endpoint that made this metadata, at the first of its addresses that answers.
+    pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
+        let (identity, addresses) = parse_metadata(metadata)?;
+        let mut last = Error::invalid("metadata", "it names no address: that endpoint does not listen");
+        for address in addresses {
+            match self.connect(address, deadline) {
+                Ok(peer) if peer.identity() == identity => return Ok(peer),
+                Ok(peer) => {
+                    last = Error::Refused {
+                        address: address.to_string(),
+                        why: format!(
+                            "it is {} now: it restarted since the metadata were made",
+                            peer.identity()
+                        ),
+                    };
+                }
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Identity and addresses as opaque bytes, for [`Endpoint::connect_metadata`] of somebody else.
+    pub fn metadata(&self) -> Vec<u8> {
+        let mut out = vec![METADATA_VERSION];
+        out.extend_from_slice(&self.identity().0);
+        for address in self.reachable_addresses() {
+            let text = address.to_string();
+            out.push(text.len() as u8);
+            out.extend_from_slice(text.as_bytes());
+        }
+        out
+    }
+
+    /// The addresses under which peers can reach this endpoint: one for each NIC it listens on.
+    pub fn reachable_addresses(&self) -> Vec<SocketAddr> {
+        let engine = &self.inner.engine;
+        advertised(&engine.config, &*engine.transport, &self.inner.listen_addresses)
+            .map(|list| list.into_iter().map(|each| each.address).collect())
+            .unwrap_or_default()
+    }
+
+    /// Waits for the next peer that connects.
+    pub fn accept(&self, deadline: Duration) -> Result<Peer> {
+        let engine = &self.inner.engine;
+        if self.inner.listen_addresses.is_empty() {
+            return Err(Error::invalid(
+                "accept",
+                "this endpoint does not listen: build it with an address",
+            ));
+        }
+        if engine.closing.load(Ordering::SeqCst) {
+            return Err(Error::Closed);
+        }
+        self.inner.lobby.wait(engine, deadline).unwrap_or_else(|| {
+            let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
+            Err(Error::Deadline {
+                what,
+                waited: deadline,
+            })
+        })
+    }
+
+    /// The next peer that has connected, if there is one.
+    pub fn try_accept(&self) -> Option<Result<Peer>> {
+        self.inner.lobby.take()
+    }
+
+    /// Registers a buffer, which the region then owns.
+    pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
+        Ok(Region::vector(&self.inner.home, memory.into()))
+    }
+
+    /// Allocates and registers `bytes` zeroed, page-aligned bytes.
+    pub fn register_zeroed(&self, bytes: usize) -> Result<Region> {
+        Ok(Region::owned(&self.inner.home, HostBuffer::zeroed(bytes)?))
+    }
+
+    /// Registers memory that the caller keeps.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `base` must stay readable and writable until the region is deregistered or its
+    /// last clone dropped, and nothing may rely on their values while peers can write to them.
+    pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region> {
+        if base.is_null() && bytes > 0 {
+            return Err(Error::invalid("memory", "a null pointer with a size"));
+        }
+        // SAFETY: the caller's promise.
+        Ok(unsafe { Region::user(&self.inner.home, base, bytes as u64) })
+    }
+
+    /// Turns everything once that no thread turns; true if anything happened. Only needed in an
+    /// endpoint without threads.
+    pub fn progress(&self) -> bool {
+        self.inner.engine.progress()
+    }
+
+    /// Number of peers, those that are being set up or closed included.
+    pub fn peer_count(&self) -> usize {
+        self.inner
+            .engine
+            .with_control(|control| control.peer_count())
+            .unwrap_or(0)
+    }
+
+    /// Stops listening, finishes with all peers, and ends the threads.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] when a peer did not finish in time; all is closed nevertheless.
+    pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.inner.close(deadline)
+    }
+}
+
+/// A connection on its way.
+pub struct Connecting {
+    engine: Arc<Engine>,
+    lobby: Arc<Lobby>,
+    address: SocketAddr,
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Connecting({})", self.address)
+    }
+}
+
+impl Connecting {
+    /// Waits until the peer is up.
+    pub fn wait(&self, deadline: Duration) -> Result<Peer> {
+        self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
+            let what = format!("connecting to {}", self.address);
+            Err(Error::Deadline {
+                what,
+                waited: deadline,
+            })
+        })
+    }
+
+    /// The result, if it is there.
+    pub fn poll(&self) -> Option<Result<Peer>> {
+        self.lobby.take()
+    }
+}
+
+impl Inner {
+    fn close(&self, deadline: Duration) -> Result<()> {
+        let engine = &self.engine;
+        if engine.closing.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        let now = engine.transport.now();
+        engine.with_control(|control| control.close_all(deadline, now));
+        let until = now
+            .saturating_add(deadline)
+            .saturating_add(limits::HEARTBEAT_INTERVAL);
+        let mut idle = false;
+        while !idle && engine.transport.now() < until {
+            match engine.caller_driven() {
+                true => drop(engine.progress()),
+                false => thread::sleep(Duration::from_micros(500)),
+            }
+            idle = engine.with_control(|control| control.idle()).unwrap_or(true);
+        }
+        engine.workers.iter().for_each(|worker| worker.stop());
+        engine.wake_control();
+        for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
+            if idle && thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        match idle {
+            true => Ok(()),
+            false => Err(Error::Deadline {
+                what: "closing all peers".into(),
+                waited: deadline,
+            }),
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Err(error) = self.close(limits::DRAIN_DEADLINE) {
+            tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
+        }
+    }
+}
+
+fn spawn(engine: &Arc<Engine>, control: &Arc<Mutex<Control>>) -> Result<Vec<JoinHandle<()>>> {
+    let failed = |error: std::io::Error| Error::io("start a thread", &error);
+    let mut threads = Vec::new();
+    for worker in &engine.workers {
+        let (worker, engine) = (worker.clone(), engine.clone());
+        let name = format!("ferrywire-{}", worker.index);
+        let thread = thread::Builder::new()
+            .name(name)
+            .spawn(move || worker.run(&engine))
+            .map_err(failed)?;
+        threads.push(thread);
+    }
+    let (engine, control) = (engine.clone(), control.clone());
+    let name = "ferrywire-ctl".into();
+    threads.push(
+        thread::Builder::new()
+            .name(name)
+            .spawn(move || control::run(&engine, &control))
+            .map_err(failed)?,
+    );
+    Ok(threads)
+}
+
+/// Opens the one port: on the address given, which may stand for every NIC.
+fn listen(config: &Config, transport: &dyn Transport) -> Result<Vec<Box<dyn Listener>>> {
+    let Some(address) = config.listen else {
+        return Ok(Vec::new());
+    };
+    let listener = transport
+        .listen(address)
+        .map_err(|error| Error::io(format!("listen on {address}"), &error))?;
+    Ok(vec![listener])
+}
+
+/// What peers are told: the listening address of each NIC.
+fn advertised(
+    config: &Config,
+    transport: &dyn Transport,
+    listening: &[SocketAddr],
+) -> Result<Vec<ListenAddress>> {
+    let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+    let mut out = Vec::new();
+    for address in listening {
+        for nic in &nics {
+            let covered = address.ip() == nic.address
+                || (address.ip().is_unspecified() && (address.is_ipv6() || nic.address.is_ipv4()));
+            let wanted = config.nics.is_empty() || config.nics.contains(&nic.name);
+            if covered && wanted && nic.up && out.len() < limits::ADDRESSES_MAX {
+                let name = nic.name.chars().take(15).collect();
+                out.push(ListenAddress {
+                    address: SocketAddr::new(nic.address, address.port()),
+                    nic: name,
+                });
+            }
+        }
+    }
+    Ok(out)
+}
+
+const METADATA_VERSION: u8 = 1;
+
+fn parse_metadata(bytes: &[u8]) -> Result<(Identity, Vec<SocketAddr>)> {
+    let wrong = |why: &str| Error::invalid("metadata", why);
+    let (Some(&version), Some(identity)) = (bytes.first(), bytes.get(1..17)) else {
+        return Err(wrong("too short"));
+    };
+    if version != METADATA_VERSION {
+        return Err(wrong("made by another version of ferrywire"));
+    }
+    let mut name = [0; 16];
+    name.copy_from_slice(identity);
+    let mut rest = &bytes[17..];
+    let mut addresses = Vec::new();
+    while let Some((&len, more)) = rest.split_first() {
+        let text = more.get(..usize::from(len)).ok_or_else(|| wrong("cut off"))?;
+        let text = std::str::from_utf8(text).map_err(|_| wrong("not made by ferrywire"))?;
+        addresses.push(text.parse().map_err(|_| wrong("not made by ferrywire"))?);
+        rest = &more[usize::from(len)..];
+    }
+    Ok((Identity(name), addresses))
+}

@@ -1,0 +1,167 @@
+//! What all parts of an endpoint share: its workers, its regions, its clock, its events.
+//!
+//! Read next: `control.rs`, which acts on the events.
+
+use crate::channel::Remains;
+use crate::config::Config;
+use crate::control::Control;
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::memory::{Identity, Memory, RegionHome, RegionTable};
+use crate::peer::PeerState;
+use crate::progress::{self, Worker};
+use crate::sys::poll::Waker;
+use crate::transport::SharedTransport;
+use crossbeam_queue::SegQueue;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::Duration;
+
+/// Something the control side has to deal with.
+pub(crate) enum Event {
+    /// A channel ended.
+    Lost {
+        peer: Arc<PeerState>,
+        index: u16,
+        generation: u32,
+        why: String,
+        remains: Box<Remains>,
+    },
+}
+
+/// The shared parts of one endpoint.
+pub(crate) struct Engine {
+    pub identity: Identity,
+    pub config: Config,
+    pub transport: SharedTransport,
+    pub workers: Vec<Arc<Worker>>,
+    pub events: SegQueue<Event>,
+    pub closing: AtomicBool,
+    /// Whether a thread turns the control side; else callers do.
+    pub threaded: bool,
+    regions: RegionTable,
+    next_id: AtomicU64,
+    control_waker: OnceLock<Waker>,
+    control: OnceLock<Arc<Mutex<Control>>>,
+    this: Weak<Engine>,
+}
+
+impl Engine {
+    pub fn new(
+        identity: Identity,
+        config: Config,
+        transport: SharedTransport,
+        workers: Vec<Arc<Worker>>,
+        threaded: bool,
+    ) -> Arc<Engine> {
+        Arc::new_cyclic(|this| Engine {
+            this: this.clone(),
+            identity,
+            config,
+            transport,
+            workers,
+            events: SegQueue::new(),
+            closing: AtomicBool::new(false),
+            threaded,
+            regions: RegionTable::default(),
+            next_id: AtomicU64::new(1),
+            control_waker: OnceLock::new(),
+            control: OnceLock::new(),
+        })
+    }
+
+    /// The engine as those share it that outlive a call.
+    pub fn shared(&self) -> Arc<Engine> {
+        match self.this.upgrade() {
+            Some(engine) => engine,
+            None => unreachable!("whoever calls a method of the engine keeps it alive"),
+        }
+    }
+
+    pub fn attach_control(&self, control: Arc<Mutex<Control>>, waker: Waker) {
+        let _ = self.control_waker.set(waker);
+        let _ = self.control.set(control);
+    }
+
+    /// A number for a transfer, never used before.
+    pub fn next_id(&self) -> u64 {
+        self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub fn caller_driven(&self) -> bool {
+        !self.threaded
+    }
+
+    /// A channel ended: tells the control side, which fences it.
+    pub fn lost(&self, peer: Arc<PeerState>, index: u16, generation: u32, why: String, remains: Remains) {
+        self.events.push(Event::Lost {
+            peer,
+            index,
+            generation,
+            why,
+            remains: Box::new(remains),
+        });
+        self.wake_control();
+    }
+
+    pub fn wake_control(&self) {
+        if let Some(waker) = self.control_waker.get() {
+            waker.wake();
+        }
+    }
+
+    /// One turn of everything that no other thread is turning; true if anything happened.
+    pub fn progress(&self) -> bool {
+        let mut worked = false;
+        if let Some(control) = self.control.get() {
+            match control.try_lock() {
+                Ok(mut control) => worked |= control.turn(self),
+                Err(TryLockError::Poisoned(poisoned)) => worked |= poisoned.into_inner().turn(self),
+                Err(TryLockError::WouldBlock) => {}
+            }
+        }
+        for worker in &self.workers {
+            worked |= worker.turn_once(self);
+        }
+        worked
+    }
+
+    /// Runs `body` on the control side.
+    pub fn with_control<T>(&self, body: impl FnOnce(&mut Control) -> T) -> Option<T> {
+        let control = self.control.get()?;
+        let result = body(&mut control.lock().unwrap_or_else(PoisonError::into_inner));
+        self.wake_control();
+        Some(result)
+    }
+}
+
+impl RegionHome for Engine {
+    fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    fn regions(&self) -> &RegionTable {
+        &self.regions
+    }
+
+    fn release(&self, memory: &Arc<Memory>) -> Result<()> {
+        progress::abandon_memory(self, memory);
+        if !memory.user_owned() {
+            return Ok(());
+        }
+        // Operations that read from the memory hold it too; what is queued will not be sent any more.
+        let until = self.transport.now().saturating_add(limits::DRAIN_DEADLINE);
+        while Arc::strong_count(memory) > 1 {
+            if self.transport.now() >= until {
+                return Err(Error::invalid(
+                    "region",
+                    "operations still use it: wait for them, or cancel them, first",
+                ));
+            }
+            if !self.caller_driven() || !self.progress() {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,165 @@
+//! What can go wrong, sorted by whose fault it is.
+//!
+//! Every operation ends in one [`Error`]: what failed, where, and what to try. Errors are plain values
+//! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
+//! transfer it ends.
+
+use std::time::Duration;
+
+/// Result of an engine operation.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Whose fault an [`Error`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fault {
+    /// The caller used the API or the configuration wrongly.
+    Usage,
+    /// This host: its sockets, memory or limits.
+    Local,
+    /// The peer or the network to it.
+    Peer,
+    /// Somebody who is not allowed in.
+    Stranger,
+    /// ferrywire itself; please report it.
+    Bug,
+}
+
+/// Why an operation failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A value given by the caller cannot be used.
+    #[error("{what}: {why}")]
+    Invalid {
+        /// The argument or option.
+        what: String,
+        /// Why it cannot be used, and what would do.
+        why: String,
+    },
+    /// Offset and length do not lie inside the region they name.
+    #[error("bytes {offset}..{end} are outside the {side} region of {region_bytes} bytes", end = offset.saturating_add(*len))]
+    OutOfRegion {
+        /// "source" or "target".
+        side: &'static str,
+        /// First byte asked for.
+        offset: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// Size of the region.
+        region_bytes: u64,
+    },
+    /// A system call on this host failed.
+    #[error("{what}: {message}")]
+    Io {
+        /// The call and the thing it was applied to.
+        what: String,
+        /// The system's own words.
+        message: String,
+    },
+    /// No connection could be made.
+    #[error("cannot reach {address}: {why}")]
+    Unreachable {
+        /// Where to.
+        address: String,
+        /// The system's words and the likely cause.
+        why: String,
+    },
+    /// The other end is not ferrywire, speaks another version, or holds another secret.
+    #[error("{address} refused: {why}")]
+    Refused {
+        /// The other end.
+        address: String,
+        /// What it said or failed to prove, and what to check.
+        why: String,
+    },
+    /// The peer is gone: killed, stopped, or out of reach over every NIC.
+    #[error("lost peer {peer}: {why}")]
+    PeerLost {
+        /// The peer's name: its address and, if given, its label.
+        peer: String,
+        /// What was seen, and on which NICs and channels.
+        why: String,
+    },
+    /// The peer closed the connection in an orderly way.
+    #[error("peer {peer} closed the connection")]
+    PeerClosed {
+        /// The peer's name.
+        peer: String,
+    },
+    /// The peer refused an access: its region is gone, foreign, or too small.
+    #[error("peer {peer} refused the access: {why}")]
+    AccessRefused {
+        /// The peer's name.
+        peer: String,
+        /// What it found wrong.
+        why: String,
+    },
+    /// A received message is longer than the buffer posted for it.
+    #[error("a message of {message_bytes} bytes with tag {tag} arrived for a buffer of {buffer_bytes}")]
+    Truncated {
+        /// The message's tag.
+        tag: u64,
+        /// Its length.
+        message_bytes: u64,
+        /// The room that was posted.
+        buffer_bytes: u64,
+    },
+    /// Nothing moved for longer than the caller was ready to wait. The operation goes on.
+    #[error("no progress for {waited:?} on {what}")]
+    Deadline {
+        /// What was waited for, and its state.
+        what: String,
+        /// How long.
+        waited: Duration,
+    },
+    /// The caller cancelled it.
+    #[error("cancelled")]
+    Cancelled,
+    /// The endpoint was closed.
+    #[error("the endpoint is closed")]
+    Closed,
+    /// A limit with a name was reached.
+    #[error("limit {name} = {limit} reached: {why}")]
+    Limit {
+        /// The constant's name.
+        name: &'static str,
+        /// Its value.
+        limit: u64,
+        /// What hit it and what to try.
+        why: String,
+    },
+    /// An invariant of ferrywire was broken.
+    #[error("internal error, please report: {0}")]
+    Bug(String),
+}
+
+impl Error {
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
+            Error::Cancelled | Error::Closed => Fault::Usage,
+            Error::Io { .. } | Error::Limit { .. } => Fault::Local,
+            Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
+            Error::AccessRefused { .. } | Error::Deadline { .. } => Fault::Peer,
+            Error::Refused { .. } => Fault::Stranger,
+            Error::Bug(_) => Fault::Bug,
+        }
+    }
+
+    /// An [`Error::Invalid`].
+    pub fn invalid(what: impl Into<String>, why: impl Into<String>) -> Error {
+        Error::Invalid {
+            what: what.into(),
+            why: why.into(),
+        }
+    }
+
+    /// An [`Error::Io`] for a failed call.
+    pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
+        Error::Io {
+            what: what.into(),
+            message: cause.to_string(),
+        }
+    }
+}

@@ -1,0 +1,389 @@
+//! What a peer sends us, beyond bytes for a region: messages to match, sinks to fill, notifications.
+//!
+//! Messages are matched here, in the order in which the peer posted them, whichever channels carried
+//! them: each has a number, and one that comes early waits. A matched large message, and a read of ours,
+//! becomes a *sink*: a target that exists until it is full.
+//!
+//! Invariant: whatever a peer can make us hold is charged to a limit.
+//! Read next: `peer.rs`, which calls this for each frame.
+
+use crate::error::Error;
+use crate::limits;
+use crate::memory::Memory;
+use crate::operation::Op;
+use crate::progress::{WaitList, WakeHandle};
+use crate::queue::WITHDRAWN;
+use crate::transfer::Scatter;
+use crate::transport::IoVec;
+use crate::wire::{Header, Kind, Refusal};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+/// Bytes of notifications held for the user.
+const NOTIFICATION_BYTES_MAX: usize = 32 << 20;
+
+/// A receive or read that waits for its data.
+pub(crate) struct Sink {
+    pub op: Arc<Op>,
+    scatter: Scatter,
+    remaining: AtomicU64,
+    gone: AtomicBool,
+}
+
+impl Sink {
+    fn new(op: Arc<Op>, bytes: u64) -> Sink {
+        let scatter = Scatter::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)));
+        Sink {
+            op,
+            scatter,
+            remaining: AtomicU64::new(bytes),
+            gone: AtomicBool::new(false),
+        }
+    }
+
+    /// Local memory for `len` bytes at `position` of the message.
+    pub fn locate(&self, position: u64, len: u64, out: &mut Vec<IoVec>) -> Result<(), Refusal> {
+        let memory: &Memory = self.op.memory.as_deref().ok_or(Refusal::NoSink)?;
+        if self.gone() || memory.revoked() {
+            return Err(Refusal::NoSink);
+        }
+        for (offset, len) in self.scatter.locate(position, len).ok_or(Refusal::OutOfRegion)? {
+            let base = memory.span(offset, len).ok_or(Refusal::OutOfRegion)?;
+            out.push(IoVec::new(base, len as usize));
+        }
+        Ok(())
+    }
+
+    /// Whether the operation was cancelled, so that nothing may be placed any more.
+    pub fn gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Counts placed bytes; true when that was all.
+    fn fill(&self, bytes: u64) -> bool {
+        self.op.count(bytes);
+        self.remaining.fetch_sub(
+            bytes.min(self.remaining.load(Ordering::Acquire)),
+            Ordering::AcqRel,
+        ) == bytes
+    }
+}
+
+/// A message of the peer that no receive was posted for.
+enum Arrived {
+    Eager { tag: u64, bytes: Vec<u8> },
+    Announced { tag: u64, transfer: u64, total: u64 },
+    Withdrawn,
+}
+
+/// What has to be sent because of something that arrived.
+pub(crate) enum Reply {
+    Frame(Header),
+    /// The operation has ended.
+    Ended(Arc<Op>),
+}
+
+#[derive(Default)]
+struct State {
+    notifications: VecDeque<Vec<u8>>,
+    notification_bytes: usize,
+    /// Bytes placed of transfers that a notification will follow.
+    counted: HashMap<u64, u64>,
+    /// Notifications that wait for the bytes of their transfer.
+    following: HashMap<u64, (u64, Vec<u8>)>,
+    posted: HashMap<u64, VecDeque<Arc<Op>>>,
+    unexpected: HashMap<u64, VecDeque<Arrived>>,
+    announced_held: usize,
+    early: BTreeMap<u64, Arrived>,
+    next_number: u64,
+    consumed: usize,
+    closed: bool,
+}
+
+/// The receiving side of one peer.
+#[derive(Default)]
+pub(crate) struct Inbound {
+    state: Mutex<State>,
+    sinks: RwLock<HashMap<u64, Arc<Sink>>>,
+    arrivals: WaitList,
+}
+
+impl Inbound {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The sink with this key.
+    pub fn sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
+        let sinks = self.sinks.read().unwrap_or_else(PoisonError::into_inner);
+        sinks.get(&key).cloned().ok_or(Refusal::NoSink)
+    }
+
+    /// Makes a sink for an operation of ours; its key is the operation's id.
+    pub fn open_sink(&self, op: Arc<Op>, bytes: u64) {
+        let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
+        sinks.insert(op.id, Arc::new(Sink::new(op, bytes)));
+    }
+
+    /// Takes a sink away; nothing new is placed into it.
+    pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
+        let sink = self
+            .sinks
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&key)?;
+        sink.gone.store(true, Ordering::Release);
+        Some(sink)
+    }
+
+    /// Bytes were placed into a sink; returns its operation when that completed it.
+    pub fn filled(&self, sink: &Sink, bytes: u64) -> Option<Arc<Op>> {
+        if !sink.fill(bytes) {
+            return None;
+        }
+        let sink = self.close_sink(sink.op.id)?;
+        sink.op.let_go().then(|| sink.op.clone())
+    }
+
+    /// Bytes of a transfer with a notification were placed.
+    pub fn count(&self, header: &Header) {
+        let mut state = self.lock();
+        let counted = state.counted.entry(header.transfer).or_default();
+        *counted += u64::from(header.len);
+        let done = *counted;
+        if state
+            .following
+            .get(&header.transfer)
+            .is_some_and(|(total, _)| *total <= done)
+        {
+            state.counted.remove(&header.transfer);
+            if let Some((_, message)) = state.following.remove(&header.transfer) {
+                state.deliver(message);
+                drop(state);
+                self.arrivals.wake();
+            }
+        }
+    }
+
+    /// A notification arrived: on its own, or to follow a transfer's bytes.
+    pub fn notified(&self, header: &Header, message: Vec<u8>) -> Result<(), Refusal> {
+        let mut state = self.lock();
+        let held = state.notification_bytes + message.len();
+        if state.notifications.len() + state.following.len() >= limits::NOTIFICATIONS_HELD_MAX
+            || held > NOTIFICATION_BYTES_MAX
+        {
+            return Err(Refusal::Limit);
+        }
+        let alone = header.kind == Kind::Data || header.total == 0;
+        let done = state.counted.get(&header.transfer).copied().unwrap_or(0);
+        if !alone && done < header.total {
+            state.following.insert(header.transfer, (header.total, message));
+            return Ok(());
+        }
+        if !alone {
+            state.counted.remove(&header.transfer);
+        }
+        state.deliver(message);
+        drop(state);
+        self.arrivals.wake();
+        Ok(())
+    }
+
+    /// The next notification.
+    pub fn take_notification(&self) -> Option<Vec<u8>> {
+        let mut state = self.lock();
+        let message = state.notifications.pop_front()?;
+        state.notification_bytes -= message.len();
+        Some(message)
+    }
+
+    /// Whether a notification waits, or none will come any more.
+    pub fn has_notification(&self) -> bool {
+        let state = self.lock();
+        !state.notifications.is_empty() || state.closed
+    }
+
+    /// Asks to be woken at the next notification.
+    pub fn wake_at_notification(&self, handle: WakeHandle) {
+        self.arrivals.add(handle);
+        if self.has_notification() {
+            self.arrivals.wake();
+        }
+    }
+
+    /// A whole eager message, or the announcement of a large one, arrived.
+    pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
+        let arrived = match header.kind {
+            Kind::Send => Arrived::Eager {
+                tag: header.key,
+                bytes,
+            },
+            _ if header.total == WITHDRAWN => Arrived::Withdrawn,
+            _ => Arrived::Announced {
+                tag: header.key,
+                transfer: header.transfer,
+                total: header.total,
+            },
+        };
+        let mut state = self.lock();
+        if state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX
+            || header.offset < state.next_number
+            || state.early.contains_key(&header.offset)
+        {
+            return Err(Refusal::Limit);
+        }
+        state.early.insert(header.offset, arrived);
+        let mut replies = Vec::new();
+        loop {
+            let next = state.next_number;
+            let Some(arrived) = state.early.remove(&next) else {
+                break;
+            };
+            state.next_number += 1;
+            self.arrive(&mut state, arrived, &mut replies);
+        }
+        Ok(replies)
+    }
+
+    fn arrive(&self, state: &mut State, arrived: Arrived, replies: &mut Vec<Reply>) {
+        let tag = match &arrived {
+            Arrived::Withdrawn => return,
+            Arrived::Eager { tag, .. } | Arrived::Announced { tag, .. } => *tag,
+        };
+        match take_front(&mut state.posted, tag) {
+            Some(op) => self.meet(state, op, arrived, replies),
+            None => {
+                state.announced_held += usize::from(matches!(arrived, Arrived::Announced { .. }));
+                state.unexpected.entry(tag).or_default().push_back(arrived);
+            }
+        }
+    }
+
+    /// Posts a receive.
+    pub fn post(&self, op: Arc<Op>) -> Vec<Reply> {
+        let mut state = self.lock();
+        let mut replies = Vec::new();
+        match take_front(&mut state.unexpected, op.key) {
+            Some(arrived) => {
+                state.announced_held -= usize::from(matches!(arrived, Arrived::Announced { .. }));
+                self.meet(&mut state, op, arrived, &mut replies);
+            }
+            None => state.posted.entry(op.key).or_default().push_back(op),
+        }
+        replies
+    }
+
+    /// Takes a posted receive out that has met no message yet.
+    pub fn unpost(&self, op: &Arc<Op>) -> bool {
+        let mut state = self.lock();
+        let Some(list) = state.posted.get_mut(&op.key) else {
+            return false;
+        };
+        let before = list.len();
+        list.retain(|posted| !Arc::ptr_eq(posted, op));
+        let taken = list.len() < before;
+        if list.is_empty() {
+            state.posted.remove(&op.key);
+        }
+        taken
+    }
+
+    /// A receive and its message have found each other.
+    fn meet(&self, state: &mut State, op: Arc<Op>, arrived: Arrived, replies: &mut Vec<Reply>) {
+        match arrived {
+            Arrived::Withdrawn => {}
+            Arrived::Eager { tag, bytes } => {
+                match bytes.len() as u64 > op.total {
+                    true => op.fail(truncated(tag, bytes.len() as u64, op.total)),
+                    false => copy_out(&op, &bytes),
+                }
+                if op.let_go() {
+                    replies.push(Reply::Ended(op));
+                }
+                state.consumed += bytes.len() + limits::EAGER_OVERHEAD_BYTES;
+                if state.consumed >= limits::EAGER_CREDIT_BYTES / 4 {
+                    let mut credit = Header::new(Kind::Credit);
+                    credit.total = std::mem::take(&mut state.consumed) as u64;
+                    replies.push(Reply::Frame(credit));
+                }
+            }
+            Arrived::Announced { tag, transfer, total } => {
+                let mut answer = Header::new(Kind::Match);
+                answer.transfer = transfer;
+                if total > op.total {
+                    answer.kind = Kind::Refuse;
+                    answer.key = Refusal::OutOfRegion as u64;
+                    op.fail(truncated(tag, total, op.total));
+                    if op.let_go() {
+                        replies.push(Reply::Ended(op));
+                    }
+                } else {
+                    answer.key = op.id;
+                    self.open_sink(op, total);
+                }
+                replies.push(Reply::Frame(answer));
+            }
+        }
+    }
+
+    /// The peer is gone: ends everything that waits for it. Returns the operations that ended.
+    pub fn close(&self, why: &Error) -> Vec<Arc<Op>> {
+        let mut state = self.lock();
+        state.closed = true;
+        let mut ops: Vec<Arc<Op>> = state.posted.drain().flat_map(|(_, list)| list).collect();
+        state.unexpected.clear();
+        state.early.clear();
+        state.following.clear();
+        state.counted.clear();
+        drop(state);
+        let sinks = std::mem::take(&mut *self.sinks.write().unwrap_or_else(PoisonError::into_inner));
+        ops.extend(sinks.into_values().map(|sink| {
+            sink.gone.store(true, Ordering::Release);
+            sink.op.clone()
+        }));
+        ops.iter().for_each(|op| op.fail(why.clone()));
+        self.arrivals.wake();
+        ops
+    }
+}
+
+impl State {
+    fn deliver(&mut self, message: Vec<u8>) {
+        self.notification_bytes += message.len();
+        self.notifications.push_back(message);
+    }
+}
+
+fn take_front<T>(map: &mut HashMap<u64, VecDeque<T>>, tag: u64) -> Option<T> {
+    let list = map.get_mut(&tag)?;
+    let first = list.pop_front();
+    if list.is_empty() {
+        map.remove(&tag);
+    }
+    first
+}
+
+fn truncated(tag: u64, message_bytes: u64, buffer_bytes: u64) -> Error {
+    Error::Truncated {
+        tag,
+        message_bytes,
+        buffer_bytes,
+    }
+}
+
+fn copy_out(op: &Op, bytes: &[u8]) {
+    let Some(memory) = op.memory.as_deref() else {
+        return;
+    };
+    let mut rest = bytes;
+    for piece in op.pieces.as_slice() {
+        let (now, later) = rest.split_at(rest.len().min(piece.len as usize));
+        if let Some(base) = memory.span(piece.local, now.len() as u64) {
+            // SAFETY: the span lies in live registered memory; `now` is a buffer of our own.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, now.len()) };
+        }
+        rest = later;
+    }
+    op.count(bytes.len() as u64);
+}

@@ -1,0 +1,77 @@
+//! ferrywire moves GPU and host memory between machines over ordinary TCP NICs, as fast as the wires allow.
+//!
+//! ```text
+//!   Endpoint ── register ──> Region ── descriptor ──> (any way you like) ──> RemoteRegion
+//!      │
+//!   connect / accept
+//!      │
+//!    Peer ── write, read, send, recv, notify ──> Transfer ── wait
+//!      │
+//!      ├── channel 0 ── eth1 ──┐
+//!      ├── channel 1 ── eth2 ──┼──  the peer
+//!      └── channel 2 ── eth3 ──┘
+//! ```
+//!
+//! # A first transfer
+//!
+//! ```
+//! use ferrywire::{Endpoint, RemoteRegion};
+//! use std::time::Duration;
+//!
+//! # fn main() -> ferrywire::Result<()> {
+//! let limit = Duration::from_secs(5);
+//! let receiver = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build()?;
+//! let address = receiver.listen_addresses()[0];
+//! let target = receiver.register_zeroed(1 << 20)?;
+//! let descriptor = target.descriptor().to_bytes(); // to the sender, by any way
+//!
+//! let sender = Endpoint::builder().build()?;
+//! let peer = sender.connect(address, limit)?;
+//! let source = sender.register(vec![7u8; 1 << 20])?;
+//! let remote = RemoteRegion::from_bytes(&descriptor)?;
+//! let transfer = peer.write_notify(&source, 0, &remote, 0, 1 << 20, b"here it is")?;
+//! transfer.wait(limit)?;
+//!
+//! let from = receiver.accept(limit)?;
+//! assert_eq!(from.wait_notification(limit)?, b"here it is");
+//! # Ok(()) }
+//! ```
+//!
+//! # The way of a transfer, in reading order
+//!
+//! [`endpoint`] takes it, `peer` checks it, `transfer` cuts it, `schedule` and `queue` say who carries
+//! which chunk, `channel` posts it under its `window` and moves it over a [`transport`], `progress` turns
+//! the crank; the completion comes back the same way. `wire` is what travels. `transfer`, `schedule`,
+//! `window` and `wire` are pure. The slow side (handshakes, lost NICs, closing) is `bootstrap`, `session`
+//! and `control`.
+
+mod bootstrap;
+mod channel;
+mod config;
+mod control;
+pub mod endpoint;
+mod engine;
+mod error;
+mod inbound;
+pub mod limits;
+mod memory;
+mod operation;
+mod peer;
+mod progress;
+mod queue;
+mod schedule;
+mod session;
+mod stats;
+pub mod sys;
+mod transfer;
+pub mod transport;
+mod window;
+mod wire;
+
+pub use config::Config;
+pub use endpoint::{Builder, Endpoint};
+pub use error::{Error, Fault, Result};
+pub use memory::{Identity, Region, RemoteRegion};
+pub use operation::Transfer;
+pub use peer::{Block, BlockList, Peer};
+pub use stats::{ChannelStats, PeerStats};

@@ -1,0 +1,96 @@
+//! Every limit of the engine, by name, with the relations between them asserted at compile time.
+//!
+//! Nothing in the engine grows without one of these. What a stranger on the network can make us
+//! allocate is bounded by `HANDSHAKES_PENDING_MAX * HANDSHAKE_BYTES_MAX`.
+//! Read next: `wire.rs`, which enforces the sizes of frames.
+
+use std::time::Duration;
+
+/// Largest payload of one data frame. Also the largest chunk.
+pub const CHUNK_BYTES_MAX: usize = 4 << 20;
+/// Default upper size of a chunk.
+pub const CHUNK_BYTES_DEFAULT: usize = 1 << 20;
+/// Chunks are not cut smaller than this towards the end of a transfer.
+pub const CHUNK_BYTES_MIN: usize = 64 << 10;
+/// Blocks (segments) one data frame may place; bounded by the kernel's iovec limit.
+pub const SEGMENTS_PER_CHUNK_MAX: usize = 512;
+/// iovecs handed to one socket call (`UIO_MAXIOV`).
+pub const IOVECS_PER_CALL_MAX: usize = 1024;
+/// Bytes gathered into one socket send.
+pub const SEND_BYTES_PER_CALL_MAX: usize = 1 << 20;
+/// Size of a worker's shared receive buffer, for small frames.
+pub const SCRATCH_BYTES: usize = 256 << 10;
+/// A payload at least this long is received straight into its destination.
+pub const DIRECT_RECEIVE_BYTES_MIN: usize = 16 << 10;
+/// Largest `notify` message.
+pub const NOTIFY_BYTES_MAX: usize = 8 << 10;
+/// Notifications held for the user; past this the peer's frames wait in the socket.
+pub const NOTIFICATIONS_HELD_MAX: usize = 64 << 10;
+/// A `send` up to this size goes out at once, if credit allows.
+pub const EAGER_BYTES_MAX: usize = 64 << 10;
+/// Bytes of eager messages a peer may have unconsumed on our side.
+pub const EAGER_CREDIT_BYTES: usize = 4 << 20;
+/// Bookkeeping charged to the credit for each eager message, so that empty ones are bounded too.
+pub const EAGER_OVERHEAD_BYTES: usize = 128;
+/// Announced sends (too large for eager) that a peer may have unmatched on our side.
+pub const ANNOUNCED_SENDS_MAX: usize = 64 << 10;
+/// Reads that one peer may have waiting to be served by us.
+pub const READS_SERVED_MAX: usize = 16 << 10;
+/// Frames in flight (sent, not yet acknowledged) per channel.
+pub const WINDOW_FRAMES_MAX: usize = 1024;
+/// Bytes in flight per channel before it takes no further chunk.
+pub const WINDOW_BYTES_MAX: usize = 64 << 20;
+/// Unacknowledged received bytes after which an acknowledgement goes out at once.
+pub const ACK_BYTES: usize = 1 << 20;
+/// Channels per peer.
+pub const CHANNELS_MAX: usize = 256;
+/// NIC addresses one side may name.
+pub const ADDRESSES_MAX: usize = 64;
+/// Progress threads per endpoint.
+pub const WORKERS_MAX: usize = 64;
+/// Peers per endpoint.
+pub const PEERS_MAX: usize = 4096;
+/// Connections that have not yet proven anything; the oldest is dropped for a new one.
+pub const HANDSHAKES_PENDING_MAX: usize = 256;
+/// Bytes read from a connection before it has proven anything.
+pub const HANDSHAKE_BYTES_MAX: usize = 4096;
+/// Largest message on a control session (Noise's own limit is 65535 with its tag).
+pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
+/// Control messages kept for a resumption.
+pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
+/// Shortest shared secret that is accepted.
+pub const SECRET_BYTES_MIN: usize = 8;
+
+/// A connection has this long to prove who it is.
+pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
+/// Control sessions say something at least this often.
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
+/// After this much silence the control session is tried over another path.
+pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
+/// After this much silence a peer is lost (default; `Config::heartbeat_limit`).
+pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
+/// When every connection of a peer was closed by its kernel, it has this long to come back.
+pub const RESUME_GRACE: Duration = Duration::from_secs(2);
+/// No acknowledgement from the peer's kernel for this long, with data waiting, means a dead path.
+pub const PATH_DEAD_AFTER: Duration = Duration::from_millis(1400);
+/// How often paths are looked at while something is in flight.
+pub const PATH_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// How often a lost channel is dialled again.
+pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
+/// Longest wait for one connection attempt.
+pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
+/// A closing peer has this long to drain.
+pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
+
+const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
+const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
+const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);
+const _: () = assert!(SEGMENTS_PER_CHUNK_MAX + 2 <= IOVECS_PER_CALL_MAX);
+const _: () = assert!(NOTIFY_BYTES_MAX <= u16::MAX as usize);
+const _: () = assert!(EAGER_BYTES_MAX + EAGER_OVERHEAD_BYTES <= EAGER_CREDIT_BYTES);
+const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
+const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
+const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
+const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
+const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAULT.as_millis());
+const _: () = assert!(PATH_DEAD_AFTER.as_millis() + 2 * PATH_CHECK_INTERVAL.as_millis() <= 2000);

@@ -1,0 +1,57 @@
+//! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
+
+use crate::error::{Error, Result};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+
+/// Alignment of buffers we allocate: a huge page, so that the kernel may use some.
+const ALIGN_BYTES: usize = 2 << 20;
+const PAGE_BYTES: usize = 4096;
+
+/// Zeroed, aligned host memory.
+pub(crate) struct HostBuffer {
+    base: *mut u8,
+    len: usize,
+    layout: Layout,
+}
+
+impl HostBuffer {
+    /// `len` zeroed bytes.
+    pub fn zeroed(len: usize) -> Result<HostBuffer> {
+        let align = if len >= ALIGN_BYTES {
+            ALIGN_BYTES
+        } else {
+            PAGE_BYTES
+        };
+        let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
+            Error::invalid(
+                "buffer size",
+                format!("{len} bytes are more than can be addressed"),
+            )
+        })?;
+        // SAFETY: the layout has a size of at least one byte.
+        let base = unsafe { alloc_zeroed(layout) };
+        if base.is_null() {
+            let why = format!("the system has no {len} bytes to give");
+            return Err(Error::Io {
+                what: "allocate host memory".into(),
+                message: why,
+            });
+        }
+        Ok(HostBuffer { base, len, layout })
+    }
+
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` with this layout, freed once.
+        unsafe { dealloc(self.base, self.layout) };
+    }
+}

@@ -1,0 +1,357 @@
+//! Where bytes live: registered memory ("regions"), and the table that incoming frames look them up in.
+//!
+//! A [`Region`] is local memory that operations may name; its [`RemoteRegion`] descriptor can be sent
+//! anywhere as bytes and lets a peer write to it and read from it. The key is 64 random bits and is the
+//! right to the region; it dies with the region.
+//!
+//! Invariant: an address is only ever computed by [`Memory::span`], after its bounds check, and the
+//! [`Memory`] it points into is kept alive by whoever holds the pointer.
+//! Read next: `host.rs` (the allocation), `channel.rs` (who fills it).
+
+pub mod host;
+
+use crate::error::{Error, Result};
+use crate::wire::Refusal;
+use host::HostBuffer;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, RwLock, Weak};
+
+/// The random name of an endpoint: new at each start, so a restarted peer is a new one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Identity(pub [u8; 16]);
+
+impl fmt::Display for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// Who keeps the bytes of a region alive.
+enum Keeper {
+    Owned {
+        _buffer: HostBuffer,
+    },
+    Vector {
+        _bytes: Vec<u8>,
+    },
+    /// The user, who promised so when registering.
+    User,
+}
+
+/// A span of registered memory, shared by handles and by transfers under way.
+pub(crate) struct Memory {
+    base: *mut u8,
+    len: u64,
+    key: u64,
+    revoked: AtomicBool,
+    keeper: Keeper,
+}
+
+// SAFETY: the pointer is only dereferenced through bounds-checked spans; the bytes behind it are plain
+// memory that the network may change at any time, which every reader has to expect.
+unsafe impl Send for Memory {}
+// SAFETY: as above; all fields but the bytes themselves are immutable or atomic.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// The address of `len` bytes at `offset`, or `None` if they are not all inside.
+    pub fn span(&self, offset: u64, len: u64) -> Option<*mut u8> {
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        // SAFETY: offset <= len of the allocation, just checked.
+        Some(unsafe { self.base.add(offset as usize) })
+    }
+
+    /// Whether the region may not be touched by peers any more.
+    pub fn revoked(&self) -> bool {
+        self.revoked.load(Ordering::Acquire)
+    }
+
+    /// Whether the user owns the bytes, so that they may vanish after deregistration.
+    pub fn user_owned(&self) -> bool {
+        matches!(self.keeper, Keeper::User)
+    }
+}
+
+/// All regions of an endpoint, by key.
+#[derive(Default)]
+pub(crate) struct RegionTable {
+    by_key: RwLock<HashMap<u64, Arc<Memory>>>,
+}
+
+impl RegionTable {
+    /// The region with this key.
+    pub fn find(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
+        let table = self.by_key.read().unwrap_or_else(|e| e.into_inner());
+        table.get(&key).cloned().ok_or(Refusal::NoRegion)
+    }
+
+    fn insert(&self, base: *mut u8, len: u64, keeper: Keeper) -> Arc<Memory> {
+        let mut table = self.by_key.write().unwrap_or_else(|e| e.into_inner());
+        let mut key = crate::bootstrap::random_u64();
+        while key == 0 || table.contains_key(&key) {
+            key = crate::bootstrap::random_u64();
+        }
+        let memory = Arc::new(Memory {
+            base,
+            len,
+            key,
+            revoked: AtomicBool::new(false),
+            keeper,
+        });
+        table.insert(key, memory.clone());
+        memory
+    }
+
+    fn remove(&self, memory: &Memory) {
+        memory.revoked.store(true, Ordering::Release);
+        self.by_key
+            .write()
+            .unwrap_or_else(|e| e.into_inner())
+            .remove(&memory.key);
+    }
+}
+
+/// What a region needs from its endpoint: its name, its table, and a way to make threads let go.
+pub(crate) trait RegionHome: Send + Sync {
+    fn identity(&self) -> Identity;
+    fn regions(&self) -> &RegionTable;
+    /// Returns when no thread or NIC of this endpoint touches the memory any more.
+    fn release(&self, memory: &Arc<Memory>) -> Result<()>;
+}
+
+struct Registration {
+    memory: Arc<Memory>,
+    home: Weak<dyn RegionHome>,
+    identity: Identity,
+}
+
+impl Registration {
+    fn end(&self) -> Result<()> {
+        let Some(home) = self.home.upgrade() else {
+            return Ok(());
+        };
+        if self.memory.revoked() {
+            return Ok(());
+        }
+        home.regions().remove(&self.memory);
+        home.release(&self.memory)
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            tracing::error!(%error, "a dropped region could not be released");
+        }
+    }
+}
+
+/// Registered local memory. Clones share it; the last one dropped deregisters it.
+///
+/// Peers that hold its descriptor can write to it and read from it at any time, so its bytes are read
+/// and written through [`Region::read_at`] and [`Region::write_at`], or through raw pointers by callers
+/// who know that nothing is in flight.
+#[derive(Clone)]
+pub struct Region {
+    inner: Arc<Registration>,
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Region({} bytes)", self.len())
+    }
+}
+
+impl Region {
+    pub(crate) fn owned(home: &Arc<dyn RegionHome>, buffer: HostBuffer) -> Region {
+        let (base, len) = (buffer.base(), buffer.len() as u64);
+        Region::new(home, base, len, Keeper::Owned { _buffer: buffer })
+    }
+
+    pub(crate) fn vector(home: &Arc<dyn RegionHome>, mut bytes: Vec<u8>) -> Region {
+        let (base, len) = (bytes.as_mut_ptr(), bytes.len() as u64);
+        Region::new(home, base, len, Keeper::Vector { _bytes: bytes })
+    }
+
+    /// # Safety
+    /// `len` bytes at `base` must stay readable and writable until the region is deregistered.
+    pub(crate) unsafe fn user(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64) -> Region {
+        Region::new(home, base, len, Keeper::User)
+    }
+
+    fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, keeper: Keeper) -> Region {
+        let memory = home.regions().insert(base, len, keeper);
+        let identity = home.identity();
+        Region {
+            inner: Arc::new(Registration {
+                memory,
+                home: Arc::downgrade(home),
+                identity,
+            }),
+        }
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<Memory> {
+        &self.inner.memory
+    }
+
+    pub(crate) fn belongs_to(&self, identity: Identity) -> Result<()> {
+        if self.inner.identity != identity {
+            return Err(Error::invalid(
+                "region",
+                "it was registered with another endpoint",
+            ));
+        }
+        if self.inner.memory.revoked() {
+            return Err(Error::invalid("region", "it is deregistered"));
+        }
+        Ok(())
+    }
+
+    /// Checks that the range lies inside.
+    pub(crate) fn check(&self, side: &'static str, offset: u64, len: u64) -> Result<()> {
+        check_range(side, offset, len, self.len())
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> u64 {
+        self.inner.memory.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// What a peer needs to reach the region.
+    pub fn descriptor(&self) -> RemoteRegion {
+        RemoteRegion {
+            owner: self.inner.identity,
+            key: self.inner.memory.key,
+            len: self.len(),
+        }
+    }
+
+    /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.
+    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        self.check("source", offset, into.len() as u64)?;
+        let Some(from) = self.memory().span(offset, into.len() as u64) else {
+            return Ok(());
+        };
+        // SAFETY: the span is inside live memory, `into` is a distinct buffer of this caller.
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        Ok(())
+    }
+
+    /// Copies `from` to `offset`.
+    pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
+        self.check("target", offset, from.len() as u64)?;
+        let Some(to) = self.memory().span(offset, from.len() as u64) else {
+            return Ok(());
+        };
+        // SAFETY: the span is inside live memory, `from` is a distinct buffer of this caller.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+        Ok(())
+    }
+
+    /// The first byte. Peers may write behind it at any time.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.inner.memory.base
+    }
+
+    /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] while operations of this endpoint still use the region.
+    pub fn deregister(self) -> Result<()> {
+        self.inner.end()
+    }
+}
+
+/// Checks that a range lies inside a region of `region_bytes`.
+pub(crate) fn check_range(side: &'static str, offset: u64, len: u64, region_bytes: u64) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= region_bytes => Ok(()),
+        _ => Err(Error::OutOfRegion {
+            side,
+            offset,
+            len,
+            region_bytes,
+        }),
+    }
+}
+
+const DESCRIPTOR_VERSION: u8 = 1;
+const DESCRIPTOR_BYTES: usize = 1 + 16 + 8 + 8;
+
+/// A region of another endpoint, as its descriptor tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RemoteRegion {
+    pub(crate) owner: Identity,
+    pub(crate) key: u64,
+    pub(crate) len: u64,
+}
+
+impl RemoteRegion {
+    /// Size in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The endpoint that holds it.
+    pub fn owner(&self) -> Identity {
+        self.owner
+    }
+
+    /// The descriptor as bytes: put it into a message, a file, a store.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(DESCRIPTOR_BYTES);
+        out.push(DESCRIPTOR_VERSION);
+        out.extend_from_slice(&self.owner.0);
+        out.extend_from_slice(&self.key.to_le_bytes());
+        out.extend_from_slice(&self.len.to_le_bytes());
+        out
+    }
+
+    /// Reads what [`RemoteRegion::to_bytes`] wrote.
+    pub fn from_bytes(bytes: &[u8]) -> Result<RemoteRegion> {
+        let wrong = |why: &str| Error::invalid("region descriptor", why);
+        if bytes.len() != DESCRIPTOR_BYTES {
+            return Err(wrong(&format!(
+                "{} bytes long, must be {DESCRIPTOR_BYTES}",
+                bytes.len()
+            )));
+        }
+        if bytes[0] != DESCRIPTOR_VERSION {
+            return Err(wrong("made by another version of ferrywire"));
+        }
+        let mut owner = [0; 16];
+        owner.copy_from_slice(&bytes[1..17]);
+        let word = |at: usize| {
+            bytes[at..at + 8]
+                .iter()
+                .rev()
+                .fold(0u64, |sum, byte| sum << 8 | u64::from(*byte))
+        };
+        Ok(RemoteRegion {
+            owner: Identity(owner),
+            key: word(17),
+            len: word(25),
+        })
+    }
+}

@@ -1,0 +1,250 @@
+//! One operation under way, and the handle by which its caller follows it.
+//!
+//! An operation's life: `queued -> cut into chunks -> in flight -> done | failed`. It ends when nothing
+//! can touch its memory any more: a failure is noted at once but shown only when the last chunk has
+//! left the last window. Operations that wait for the peer's data (`recv`, `read`) hold one token until
+//! their sink is full or taken away.
+//!
+//! Read next: `queue.rs`, where operations wait to be cut.
+
+use crate::error::{Error, Result};
+use crate::memory::Memory;
+use crate::peer::PeerState;
+use crate::progress::{self, WaitList, WakeHandle};
+use crate::transfer::Pieces;
+use std::fmt;
+use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// What an operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verb {
+    /// Writes to a region of the peer.
+    Write,
+    /// Sends a tagged message.
+    Send,
+    /// Answers a peer's read: writes to its sink.
+    Serve,
+    /// Sends a notification alone.
+    Notify,
+    /// Waits for a peer's data, asked for by us.
+    Read,
+    /// Waits for a tagged message.
+    Recv,
+}
+
+impl fmt::Display for Verb {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Verb::Write => "write",
+            Verb::Send => "send",
+            Verb::Serve => "answer to a read",
+            Verb::Notify => "notify",
+            Verb::Read => "read",
+            Verb::Recv => "recv",
+        })
+    }
+}
+
+const RUNNING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// An operation: immutable description, atomic state.
+pub(crate) struct Op {
+    pub id: u64,
+    pub verb: Verb,
+    pub pieces: Pieces,
+    pub total: u64,
+    pub memory: Option<Arc<Memory>>,
+    /// Target region or sink; for `send` and `recv` the tag.
+    pub key: u64,
+    /// Notification that goes with it.
+    pub message: Box<[u8]>,
+    /// For `send`: its number among the peer's messages. For `Serve`: where the answer starts in the sink.
+    pub number: u64,
+    /// Which fence of standalone notifications it belongs to.
+    pub epoch: AtomicU64,
+    /// The peer's sink, once an announced send is matched.
+    pub sink: AtomicU64,
+    tokens: AtomicU32,
+    moved: AtomicU64,
+    state: AtomicU8,
+    error: OnceLock<Error>,
+    waiters: WaitList,
+}
+
+impl Op {
+    pub fn new(id: u64, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
+        Op {
+            id,
+            verb,
+            total: pieces.total(),
+            pieces,
+            memory,
+            key,
+            message: Box::default(),
+            number: 0,
+            epoch: AtomicU64::new(0),
+            sink: AtomicU64::new(0),
+            tokens: AtomicU32::new(1),
+            moved: AtomicU64::new(0),
+            state: AtomicU8::new(RUNNING),
+            error: OnceLock::new(),
+            waiters: WaitList::default(),
+        }
+    }
+
+    /// Takes a token: something more holds the operation's memory.
+    pub fn hold(&self) {
+        self.tokens.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Gives a token back; true when it was the last and the operation has ended.
+    #[must_use]
+    pub fn let_go(&self) -> bool {
+        if self.tokens.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return false;
+        }
+        let state = if self.error.get().is_some() { FAILED } else { DONE };
+        self.state.store(state, Ordering::SeqCst);
+        self.waiters.wake();
+        true
+    }
+
+    /// Counts bytes that arrived.
+    pub fn count(&self, bytes: u64) {
+        self.moved.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Notes a failure; the first one stays.
+    pub fn fail(&self, error: Error) {
+        let _ = self.error.set(error);
+    }
+
+    /// Whether a failure is noted, so that no further chunk should be cut.
+    pub fn failing(&self) -> bool {
+        self.error.get().is_some()
+    }
+
+    /// Whether it must not be sent: it has failed, or the user has taken its memory back.
+    pub fn unsendable(&self) -> bool {
+        if self
+            .memory
+            .as_ref()
+            .is_some_and(|memory| memory.user_owned() && memory.revoked())
+        {
+            self.fail(Error::invalid(
+                "region",
+                "it was deregistered before the operation had ended",
+            ));
+        }
+        self.failing()
+    }
+
+    pub fn ended(&self) -> bool {
+        self.state.load(Ordering::SeqCst) != RUNNING
+    }
+
+    fn moved(&self) -> u64 {
+        self.moved.load(Ordering::Relaxed)
+    }
+
+    fn outcome(&self) -> Option<Result<u64>> {
+        match self.state.load(Ordering::Acquire) {
+            RUNNING => None,
+            DONE => Some(Ok(self.moved())),
+            _ => Some(Err(self.error.get().cloned().unwrap_or(Error::Cancelled))),
+        }
+    }
+
+    /// Asks to be woken at the end.
+    pub fn wake_at_end(&self, handle: WakeHandle) {
+        self.waiters.add(handle);
+        if self.ended() {
+            self.waiters.wake();
+        }
+    }
+}
+
+/// An operation as its caller sees it. Dropping it lets the operation run on.
+///
+/// The memory it uses stays registered, and alive if the engine owns it, until the operation ends.
+#[derive(Clone)]
+pub struct Transfer {
+    pub(crate) op: Arc<Op>,
+    pub(crate) peer: Arc<PeerState>,
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "Transfer({} {} of {} bytes)",
+            self.op.verb,
+            self.op.moved(),
+            self.op.total
+        )
+    }
+}
+
+impl Transfer {
+    /// The outcome, or `None` while it is under way. Drives progress a little where needed.
+    ///
+    /// The value is the number of bytes moved; for `recv`, the length of the message.
+    pub fn poll(&self) -> Option<Result<u64>> {
+        self.op.outcome().or_else(|| {
+            progress::nudge(&self.peer);
+            self.op.outcome()
+        })
+    }
+
+    /// Waits for the end; `deadline` is the longest time without progress.
+    ///
+    /// # Errors
+    /// The operation's own error, or [`Error::Deadline`]: then it is still under way, and can be waited
+    /// for again or cancelled.
+    pub fn wait(&self, deadline: Duration) -> Result<u64> {
+        let mut moved = self.op.moved();
+        loop {
+            if let Some(outcome) = self.op.outcome() {
+                return outcome;
+            }
+            let ended = progress::wait(
+                &self.peer,
+                deadline,
+                |handle| self.op.wake_at_end(handle),
+                || self.op.ended(),
+            );
+            let now = self.op.moved();
+            if !ended && now == moved {
+                return Err(self.overdue(deadline));
+            }
+            moved = now;
+        }
+    }
+
+    /// Bytes that have arrived so far.
+    pub fn bytes_moved(&self) -> u64 {
+        self.op.moved()
+    }
+
+    /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait
+    /// gives [`Error::Cancelled`], or success if everything had arrived.
+    pub fn cancel(&self) {
+        self.peer.cancel(&self.op);
+    }
+
+    fn overdue(&self, waited: Duration) -> Error {
+        let what = format!(
+            "{} with {}: {} of {} bytes moved; {}",
+            self.op.verb,
+            self.peer.name(),
+            self.op.moved(),
+            self.op.total,
+            self.peer.describe()
+        );
+        Error::Deadline { what, waited }
+    }
+}

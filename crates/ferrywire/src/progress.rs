@@ -1,0 +1,786 @@
+//! Who turns the crank.
+//!
+//! A worker owns some channels. Whoever holds its crank moves their bytes: normally the worker's thread;
+//! but a caller that waits takes the crank over and drives it itself, which spares two thread switches
+//! per message, and a caller that posts a small operation to an idle worker sends it at once.
+//!
+//! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
+//! callers drive. Running, it spins with yields for a moment and then sleeps in the kernel, so that an
+//! idle endpoint costs nothing. Parked, it looks in every [`TICK`] and takes over when no caller came.
+//!
+//! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
+//! Read next: `peer.rs` for what the frames do.
+
+use crate::channel::{Channel, Workspace};
+use crate::engine::Engine;
+use crate::limits;
+use crate::memory::Memory;
+use crate::peer::{Landing, PeerState};
+use crate::sys::poll::{Event as Ready, Interest, Poller, WAKE_TOKEN, Waker};
+use crossbeam_queue::SegQueue;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+/// How long an owner without work spins before it sleeps in the kernel.
+const SPIN: Duration = Duration::from_micros(50);
+/// How often a parked thread looks whether callers still drive.
+const TICK: Duration = Duration::from_micros(200);
+/// Ticks without a caller after which the thread takes over again.
+const TICKS_WITHOUT_CALLER: u32 = 5;
+/// Longest a caller spins for a crank that the thread is about to give up.
+const CLAIM: Duration = Duration::from_millis(2);
+/// Frames that may wait for the driving caller before they are sent at once.
+const DEFERRED_FRAMES_MAX: usize = 32;
+
+/// Who is to be woken when something has happened.
+pub(crate) enum WakeHandle {
+    /// A parked thread.
+    Thread(Thread),
+    /// A caller that sleeps in this worker's poller.
+    Owner(Arc<Worker>),
+}
+
+impl WakeHandle {
+    pub fn wake(&self) {
+        match self {
+            WakeHandle::Thread(thread) => thread.unpark(),
+            WakeHandle::Owner(worker) => worker.wake_owner(),
+        }
+    }
+}
+
+/// Those who wait for one thing.
+#[derive(Default)]
+pub(crate) struct WaitList {
+    any: AtomicBool,
+    list: Mutex<Vec<WakeHandle>>,
+}
+
+impl WaitList {
+    /// Adds somebody; check the condition again afterwards.
+    pub fn add(&self, handle: WakeHandle) {
+        self.list
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(handle);
+        self.any.store(true, Ordering::SeqCst);
+    }
+
+    /// Wakes everybody, once. Costs one load when nobody waits.
+    pub fn wake(&self) {
+        if self.any.load(Ordering::SeqCst) {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            self.any.store(false, Ordering::SeqCst);
+            let waiting = std::mem::take(&mut *list);
+            drop(list);
+            waiting.iter().for_each(WakeHandle::wake);
+        }
+    }
+}
+
+/// What others ask of a worker.
+pub(crate) enum Command {
+    Add(Box<Channel>),
+    /// Stops placing bytes where the question says yes.
+    Abandon(Arc<Abandon>),
+    /// Ends one channel, if it is still of this generation.
+    Drop {
+        session: u64,
+        index: u16,
+        generation: u32,
+        why: String,
+    },
+}
+
+const RUNNING: u8 = 0;
+const IN_POLL: u8 = 1;
+const PARKED: u8 = 2;
+const NO_THREAD: u8 = 3;
+
+/// One crank and, unless callers drive everything, its thread.
+pub(crate) struct Worker {
+    pub index: usize,
+    crank: Mutex<Crank>,
+    poller: Poller,
+    waker: Waker,
+    commands: SegQueue<Command>,
+    state: AtomicU8,
+    owner_asleep: AtomicBool,
+    driven_by_caller: AtomicBool,
+    wanted: AtomicU32,
+    drives: AtomicU64,
+    left_behind: AtomicU32,
+    thread: OnceLock<Thread>,
+    stop: AtomicBool,
+}
+
+/// The channels of a worker. Only its owner touches them.
+pub(crate) struct Crank {
+    slots: Vec<Option<Slot>>,
+    space: Workspace,
+    ready: Vec<Ready>,
+    last_check: Duration,
+    /// Channels without a descriptor, which have to be asked.
+    polled: usize,
+}
+
+struct Slot {
+    channel: Box<Channel>,
+    waits_to_write: bool,
+    polled: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Idle,
+    Worked,
+    Done,
+}
+
+impl Worker {
+    pub fn new(index: usize, threaded: bool) -> io::Result<Worker> {
+        let poller = Poller::new()?;
+        let waker = poller.waker();
+        let crank = Crank {
+            slots: Vec::new(),
+            space: Workspace::new(),
+            ready: Vec::new(),
+            last_check: Duration::ZERO,
+            polled: 0,
+        };
+        Ok(Worker {
+            index,
+            crank: Mutex::new(crank),
+            poller,
+            waker,
+            commands: SegQueue::new(),
+            state: AtomicU8::new(if threaded { RUNNING } else { NO_THREAD }),
+            owner_asleep: AtomicBool::new(false),
+            driven_by_caller: AtomicBool::new(false),
+            wanted: AtomicU32::new(0),
+            drives: AtomicU64::new(0),
+            left_behind: AtomicU32::new(0),
+            thread: OnceLock::new(),
+            stop: AtomicBool::new(false),
+        })
+    }
+
+    fn try_crank(&self) -> Option<MutexGuard<'_, Crank>> {
+        match self.crank.try_lock() {
+            Ok(crank) => Some(crank),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Gives the worker something to do, and wakes whoever owns it.
+    pub fn command(&self, command: Command) {
+        self.commands.push(command);
+        self.rouse();
+    }
+
+    /// Makes sure that somebody looks at the worker soon.
+    pub fn rouse(&self) {
+        match self.state.load(Ordering::SeqCst) {
+            IN_POLL => self.waker.wake(),
+            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => self.unpark(),
+            _ => {}
+        }
+        self.wake_owner();
+    }
+
+    fn wake_owner(&self) {
+        if self.owner_asleep.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
+    }
+
+    fn unpark(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.waker.wake();
+        self.unpark();
+    }
+
+    // ---- the thread ----
+
+    /// The worker thread's whole life.
+    pub fn run(self: &Arc<Worker>, engine: &Engine) {
+        let _ = self.thread.set(thread::current());
+        let mut ignored = Vec::new();
+        while !self.stop.load(Ordering::SeqCst) {
+            let Some(mut crank) = self.try_crank() else {
+                self.park(engine);
+                continue;
+            };
+            if self.drive_until_idle(&mut crank, engine) {
+                drop(crank);
+                self.park(engine);
+                continue;
+            }
+            self.state.store(IN_POLL, Ordering::SeqCst);
+            if crank.has_work() || !self.commands.is_empty() {
+                self.state.store(RUNNING, Ordering::SeqCst);
+                continue;
+            }
+            let timeout = crank.sleep_limit();
+            drop(crank);
+            // What is ready is reported again to whoever takes the crank.
+            if let Err(error) = self.poller.wait(&mut ignored, timeout) {
+                tracing::error!(%error, "waiting for sockets failed");
+                thread::sleep(TICK);
+            }
+            self.state.store(RUNNING, Ordering::SeqCst);
+        }
+    }
+
+    /// Drives until there is nothing to do; true when a caller wants the crank.
+    fn drive_until_idle(&self, crank: &mut Crank, engine: &Engine) -> bool {
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
+                return true;
+            }
+            if crank.turn(self, engine, &mut || false) == Turn::Worked {
+                idle_since = None;
+                continue;
+            }
+            if idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+                return false;
+            }
+            thread::yield_now();
+        }
+    }
+
+    /// Stands back while callers drive.
+    fn park(&self, engine: &Engine) {
+        self.state.store(PARKED, Ordering::SeqCst);
+        let mut quiet = 0;
+        let mut drives = self.drives.load(Ordering::SeqCst);
+        while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
+            thread::park_timeout(TICK);
+            if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
+                break;
+            }
+            let now = self.drives.load(Ordering::SeqCst);
+            quiet = if now == drives { quiet + 1 } else { 0 };
+            drives = now;
+            match self.try_crank() {
+                // Sends what the last caller left behind.
+                Some(mut crank) if self.wanted.load(Ordering::SeqCst) == 0 => {
+                    crank.turn(self, engine, &mut || false);
+                }
+                Some(_) => {}
+                None => quiet = 0,
+            }
+        }
+        self.state.store(RUNNING, Ordering::SeqCst);
+    }
+
+    // ---- callers ----
+
+    /// Takes the crank for a caller; `None` when another caller has it.
+    fn claim(&self) -> Option<Claim<'_>> {
+        self.wanted.fetch_add(1, Ordering::SeqCst);
+        let start = Instant::now();
+        let crank = loop {
+            if let Some(crank) = self.try_crank() {
+                break Some(crank);
+            }
+            if self.driven_by_caller.load(Ordering::SeqCst) || start.elapsed() > CLAIM {
+                break None;
+            }
+            thread::yield_now();
+        };
+        self.wanted.fetch_sub(1, Ordering::SeqCst);
+        crank.map(|crank| self.claimed(crank))
+    }
+
+    fn claimed<'a>(&'a self, crank: MutexGuard<'a, Crank>) -> Claim<'a> {
+        self.driven_by_caller.store(true, Ordering::SeqCst);
+        self.drives.fetch_add(1, Ordering::SeqCst);
+        Claim {
+            worker: self,
+            crank: Some(crank),
+        }
+    }
+
+    fn try_claim(&self) -> Option<Claim<'_>> {
+        self.try_crank().map(|crank| self.claimed(crank))
+    }
+
+    /// Turns the crank once, if nobody else does; true if anything moved.
+    pub fn turn_once(&self, engine: &Engine) -> bool {
+        match self.try_claim() {
+            Some(mut claim) => claim.crank().turn(self, engine, &mut || false) == Turn::Worked,
+            None => false,
+        }
+    }
+
+    /// Drives until `done`, or until it is better to let the thread do it. True when done.
+    fn drive(self: &Arc<Worker>, wait: &mut Wait<'_>, engine: &Engine) -> bool {
+        let Some(mut claim) = self.claim() else {
+            return false;
+        };
+        let mut idle_since: Option<Instant> = None;
+        let mut registered = false;
+        loop {
+            match claim.crank().turn(self, engine, wait.done) {
+                Turn::Done => return true,
+                Turn::Worked => {
+                    idle_since = None;
+                    continue;
+                }
+                Turn::Idle => {}
+            }
+            let now = Instant::now();
+            if now.duration_since(*idle_since.get_or_insert(now)) < SPIN {
+                thread::yield_now();
+                continue;
+            }
+            let rest = wait.rest(now);
+            if rest.is_zero() || self.state.load(Ordering::SeqCst) == IN_POLL {
+                return false;
+            }
+            if !std::mem::replace(&mut registered, true) {
+                (wait.register)(WakeHandle::Owner(self.clone()));
+            }
+            self.sleep_as_owner(claim.crank(), wait, rest);
+            idle_since = None;
+        }
+    }
+
+    fn sleep_as_owner(&self, crank: &mut Crank, wait: &mut Wait<'_>, rest: Duration) {
+        self.owner_asleep.store(true, Ordering::SeqCst);
+        if !crank.has_work() && self.commands.is_empty() && !(wait.done)() {
+            let limit = crank.sleep_limit().map_or(rest, |limit| limit.min(rest));
+            let mut ready = std::mem::take(&mut crank.ready);
+            if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
+                tracing::error!(%error, "waiting for sockets failed");
+            }
+            crank.ready = ready;
+        }
+        self.owner_asleep.store(false, Ordering::SeqCst);
+    }
+}
+
+/// The crank in a caller's hands.
+struct Claim<'a> {
+    worker: &'a Worker,
+    crank: Option<MutexGuard<'a, Crank>>,
+}
+
+impl Claim<'_> {
+    fn crank(&mut self) -> &mut Crank {
+        match &mut self.crank {
+            Some(crank) => crank,
+            None => unreachable!("a claim holds the crank until it is dropped"),
+        }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let left = self
+            .crank
+            .as_ref()
+            .is_some_and(|crank| crank.has_work() || crank.acks_due());
+        let worker = self.worker;
+        worker.driven_by_caller.store(false, Ordering::SeqCst);
+        self.crank = None;
+        let state = worker.state.load(Ordering::SeqCst);
+        if state == IN_POLL && (left || !worker.commands.is_empty()) {
+            worker.waker.wake();
+        }
+        if state == PARKED && worker.left_behind.load(Ordering::SeqCst) > 0 {
+            worker.unpark();
+        }
+    }
+}
+
+struct Wait<'a> {
+    until: Instant,
+    register: &'a mut dyn FnMut(WakeHandle),
+    done: &'a mut dyn FnMut() -> bool,
+}
+
+impl Wait<'_> {
+    fn rest(&self, now: Instant) -> Duration {
+        self.until.saturating_duration_since(now)
+    }
+}
+
+/// Waits until `done`, driving the peer's home worker where possible. False when the time is up.
+pub(crate) fn wait(
+    peer: &Arc<PeerState>,
+    limit: Duration,
+    mut register: impl FnMut(WakeHandle),
+    mut done: impl FnMut() -> bool,
+) -> bool {
+    let engine = peer.engine().clone();
+    if engine.caller_driven() {
+        return wait_driving(&engine, limit, done);
+    }
+    let now = Instant::now();
+    let until = now
+        .checked_add(limit)
+        .unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
+    let mut wait = Wait {
+        until,
+        register: &mut register,
+        done: &mut done,
+    };
+    loop {
+        if (wait.done)() {
+            return true;
+        }
+        let worker = peer.home().clone();
+        if worker.drive(&mut wait, &engine) {
+            return true;
+        }
+        if wait.rest(Instant::now()).is_zero() {
+            return (wait.done)();
+        }
+        (wait.register)(WakeHandle::Thread(thread::current()));
+        worker.left_behind.fetch_add(1, Ordering::SeqCst);
+        if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
+            worker.unpark();
+        }
+        if !(wait.done)() {
+            thread::park_timeout(wait.rest(Instant::now()).min(PARK));
+        }
+        worker.left_behind.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Longest a waiting caller sleeps before it looks again.
+const PARK: Duration = Duration::from_millis(50);
+
+/// Waiting in an endpoint without threads: the caller turns everything.
+fn wait_driving(engine: &Engine, limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let until = engine.transport.now().saturating_add(limit);
+    let mut quiet = 0u32;
+    while !done() {
+        if engine.transport.now() >= until {
+            return done();
+        }
+        quiet = if engine.progress() { 0 } else { quiet + 1 };
+        match quiet {
+            0 => {}
+            1..200 => thread::yield_now(),
+            _ => thread::sleep(SPIN),
+        }
+    }
+    true
+}
+
+/// Something was posted for this peer: sends it at once where that is best, else sees to it that
+/// somebody will.
+pub(crate) fn kick(peer: &Arc<PeerState>, bulk: bool) {
+    let engine = peer.engine();
+    let home = peer.home();
+    let parked = home.state.load(Ordering::SeqCst) == PARKED;
+    let defer = parked && !bulk && peer.in_flight() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
+    if !defer {
+        match home.try_claim() {
+            Some(mut claim) => claim.crank().send_for(home, engine, peer),
+            None => home.rouse(),
+        }
+    }
+    if bulk && peer.queue.has_work() {
+        for worker in engine.workers.iter().filter(|worker| worker.index != home.index) {
+            worker.rouse();
+        }
+    }
+}
+
+/// A caller asks after an operation without waiting: moves things on if the thread stands back.
+pub(crate) fn nudge(peer: &Arc<PeerState>) {
+    let engine = peer.engine();
+    let home = peer.home();
+    if matches!(home.state.load(Ordering::SeqCst), PARKED | NO_THREAD) {
+        home.turn_once(engine);
+    }
+}
+
+impl Crank {
+    /// One turn: commands, what can be received, then, unless `done`, what can be sent.
+    fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
+        let mut worked = self.obey(worker, engine);
+        worked |= self.receive(worker, engine);
+        if done() {
+            return Turn::Done;
+        }
+        worked |= self.send(worker, engine);
+        if done() {
+            return Turn::Done;
+        }
+        let now = engine.transport.now();
+        if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
+            self.last_check = now;
+            self.check_paths(worker, engine);
+        }
+        if worked { Turn::Worked } else { Turn::Idle }
+    }
+
+    fn obey(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        while let Some(command) = worker.commands.pop() {
+            worked = true;
+            match command {
+                Command::Add(channel) => self.add(worker, engine, channel),
+                Command::Abandon(request) => {
+                    for slot in self.slots.iter_mut().flatten() {
+                        slot.channel.abandon(&request.gone);
+                    }
+                    request.missing.fetch_sub(1, Ordering::Release);
+                }
+                Command::Drop {
+                    session,
+                    index,
+                    generation,
+                    why,
+                } => {
+                    let place = self.slots.iter().position(|slot| {
+                        slot.as_ref().is_some_and(|slot| {
+                            let channel = &slot.channel;
+                            channel.peer.session == session
+                                && channel.index == index
+                                && channel.generation == generation
+                        })
+                    });
+                    if let Some(place) = place {
+                        self.lose(worker, engine, place, why);
+                    }
+                }
+            }
+        }
+        worked
+    }
+
+    fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
+        let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        let fd = channel.conn().fd();
+        self.polled += usize::from(fd.is_none());
+        self.slots[place] = Some(Slot {
+            channel,
+            waits_to_write: false,
+            polled: fd.is_none(),
+        });
+        if let Some(fd) = fd {
+            if let Err(error) = worker.poller.add(fd, place as u64, Interest::READ) {
+                self.lose(worker, engine, place, error.to_string());
+            }
+        }
+    }
+
+    fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
+        let Some(slot) = self.slots[place].take() else {
+            return;
+        };
+        match slot.channel.conn().fd() {
+            Some(fd) => drop(worker.poller.remove(fd)),
+            None => self.polled -= 1,
+        }
+        let (peer, index, generation) = (
+            slot.channel.peer.clone(),
+            slot.channel.index,
+            slot.channel.generation,
+        );
+        let remains = slot.channel.end();
+        engine.lost(peer, index, generation, why, remains);
+    }
+
+    fn fail(&mut self, worker: &Worker, engine: &Engine, place: usize, error: &io::Error) {
+        self.lose(worker, engine, place, error.to_string());
+    }
+
+    fn receive(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        let mut ready = std::mem::take(&mut self.ready);
+        if self.slots.len() > self.polled {
+            if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
+                tracing::error!(%error, "looking at sockets failed");
+            }
+            for event in &ready {
+                worked |= self.react(worker, engine, *event);
+            }
+        }
+        self.ready = ready;
+        if self.polled > 0 {
+            for place in 0..self.slots.len() {
+                if self.slots[place].as_ref().is_some_and(|slot| slot.polled) {
+                    worked |= self.receive_at(worker, engine, place);
+                }
+            }
+        }
+        worked
+    }
+
+    fn react(&mut self, worker: &Worker, engine: &Engine, event: Ready) -> bool {
+        if event.token == WAKE_TOKEN {
+            return false;
+        }
+        let place = event.token as usize;
+        let Some(Some(slot)) = self.slots.get_mut(place) else {
+            return false;
+        };
+        if event.writable {
+            slot.channel.unblock();
+        }
+        if event.error {
+            slot.channel.let_go_held();
+        }
+        if event.readable || event.hangup || event.error {
+            return self.receive_at(worker, engine, place);
+        }
+        true
+    }
+
+    fn receive_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        match slot.channel.receive(&mut self.space) {
+            Ok(worked) => worked,
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    fn send(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            worked |= self.send_at(worker, engine, place);
+        }
+        worked
+    }
+
+    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        if slot.polled {
+            slot.channel.unblock();
+        }
+        match slot.channel.send(true, &mut self.space) {
+            Ok(worked) => {
+                slot.watch(worker, place);
+                worked
+            }
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    /// Sends what waits for one peer.
+    fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
+        for place in 0..self.slots.len() {
+            if self.slots[place]
+                .as_ref()
+                .is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer))
+            {
+                self.send_at(worker, engine, place);
+            }
+        }
+    }
+
+    fn check_paths(&mut self, worker: &Worker, engine: &Engine) {
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else {
+                continue;
+            };
+            slot.channel.let_go_held();
+            if !slot.channel.outstanding() && !slot.channel.blocked() {
+                continue;
+            }
+            if let Some(why) = slot.channel.path_trouble() {
+                self.lose(worker, engine, place, why);
+            }
+        }
+    }
+
+    /// Whether something waits that a socket will not tell us of.
+    fn has_work(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| {
+            let channel = &slot.channel;
+            !channel.blocked() && channel.peer.queue.has_work() && channel.may_pull()
+        })
+    }
+
+    fn acks_due(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.ack_due())
+    }
+
+    /// How long the owner may sleep without looking at anything.
+    fn sleep_limit(&self) -> Option<Duration> {
+        if self.polled > 0 {
+            return Some(Duration::from_millis(1));
+        }
+        let outstanding = self.slots.iter().flatten().any(|slot| slot.channel.outstanding());
+        outstanding.then_some(limits::PATH_CHECK_INTERVAL)
+    }
+}
+
+impl Slot {
+    /// Waits for room in the socket only while there is none.
+    fn watch(&mut self, worker: &Worker, place: usize) {
+        let blocked = self.channel.blocked();
+        if blocked == self.waits_to_write {
+            return;
+        }
+        let interest = if blocked { Interest::BOTH } else { Interest::READ };
+        if let Some(fd) = self.channel.conn().fd() {
+            if let Err(error) = worker.poller.modify(fd, place as u64, interest) {
+                tracing::error!(%error, "changing what to wait for failed");
+            }
+        }
+        self.waits_to_write = blocked;
+    }
+}
+
+/// A request to all workers to let go of some memory, and how many have not answered yet.
+pub(crate) struct Abandon {
+    gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
+    missing: AtomicU32,
+}
+
+/// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
+pub(crate) fn abandon(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static) {
+    let missing = AtomicU32::new(engine.workers.len() as u32);
+    let request = Arc::new(Abandon {
+        gone: Box::new(gone),
+        missing,
+    });
+    for worker in &engine.workers {
+        worker.command(Command::Abandon(request.clone()));
+    }
+    // Each worker answers at its next turn; whoever has no owner is turned from here.
+    while request.missing.load(Ordering::Acquire) > 0 {
+        for worker in &engine.workers {
+            worker.turn_once(engine);
+        }
+        thread::yield_now();
+    }
+}
+
+/// Makes every worker let go of a span of memory.
+pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>) {
+    let memory = memory.clone();
+    abandon(engine, move |landing| landing.is_in(&memory));
+}

@@ -1,0 +1,538 @@
+//! What a peer's channels have yet to send. All channels of a peer pull from this one queue.
+//!
+//! Four lanes, emptied in this order: frames of lost channels, the engine's own frames, small
+//! operations, bulk operations. Small operations do not wait behind bulk, nor starve it.
+//!
+//! Invariant: each frame pulled is in exactly one window, or back in this queue, until the peer has
+//! acknowledged it. Read next: `channel.rs`, which pulls.
+
+use crate::limits;
+use crate::operation::{Op, Verb};
+use crate::schedule;
+use crate::transfer::{Chunk, ChunkLimits, Cutter};
+use crate::window::Window;
+use crate::wire::{self, HEADER_BYTES, Header, Kind};
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// An operation of at most this many bytes travels as one frame, ahead of bulk.
+pub(crate) const SMALL_BYTES_MAX: u64 = 64 << 10;
+/// Bytes of small operations after which a bulk chunk has its turn.
+const SMALL_RUN_BYTES: u64 = 512 << 10;
+
+/// A frame in a window: encoded head, and what its payload is taken from.
+pub(crate) struct Entry {
+    pub header: Header,
+    pub head: [u8; HEADER_BYTES],
+    pub placements: Box<[u8]>,
+    pub body: Body,
+    pub op: Option<Arc<Op>>,
+}
+
+/// Where a frame's payload comes from.
+pub(crate) enum Body {
+    None,
+    /// A run of the operation's message.
+    Chunk(Chunk),
+}
+
+impl Entry {
+    fn new(header: Header, placements: Box<[u8]>, body: Body, op: Option<Arc<Op>>) -> Entry {
+        Entry {
+            head: header.encode(),
+            header,
+            placements,
+            body,
+            op,
+        }
+    }
+
+    /// A frame of the engine's own, without payload.
+    pub fn bare(header: Header) -> Entry {
+        Entry::new(header, Box::default(), Body::None, None)
+    }
+
+    /// Bytes on the wire.
+    pub fn bytes(&self) -> usize {
+        HEADER_BYTES + self.header.body_bytes()
+    }
+}
+
+struct Bulk {
+    op: Arc<Op>,
+    cutter: Cutter,
+}
+
+/// Operations posted between two standalone notifications.
+#[derive(Default)]
+struct Epoch {
+    outstanding: u64,
+    then: Option<Arc<Op>>,
+}
+
+#[derive(Default)]
+pub(crate) struct Lanes {
+    resend: VecDeque<Entry>,
+    own: VecDeque<Entry>,
+    small: VecDeque<Arc<Op>>,
+    bulk: VecDeque<Bulk>,
+    small_run: u64,
+    epochs: VecDeque<Epoch>,
+    epoch_first: u64,
+    next_number: u64,
+    credit: usize,
+    /// Sends that are announced and not matched.
+    announced: HashMap<u64, Arc<Op>>,
+    closed: bool,
+}
+
+/// The queue of one peer.
+pub(crate) struct SendQueue {
+    lanes: Mutex<Lanes>,
+    waiting: AtomicUsize,
+    pub chunk_bytes: usize,
+    pub crc: bool,
+}
+
+/// What a channel may take in one pull.
+#[derive(Clone, Copy)]
+pub(crate) struct Pull {
+    pub bytes: u64,
+    pub channels: usize,
+    /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
+    pub bulk: bool,
+}
+
+impl SendQueue {
+    pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
+        let lanes = Lanes {
+            credit: limits::EAGER_CREDIT_BYTES,
+            ..Lanes::default()
+        };
+        SendQueue {
+            lanes: Mutex::new(lanes),
+            waiting: AtomicUsize::new(0),
+            chunk_bytes,
+            crc,
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Lanes> {
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether something waits to be pulled.
+    pub fn has_work(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst) > 0
+    }
+
+    /// Items that wait to be pulled.
+    pub fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::SeqCst)
+    }
+
+    fn publish(&self, lanes: &Lanes) {
+        self.waiting.store(lanes.len(), Ordering::SeqCst);
+    }
+
+    /// Queues an operation; false when the peer is gone.
+    #[must_use]
+    pub fn post(&self, op: Arc<Op>) -> bool {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return false;
+        }
+        if op.verb == Verb::Notify {
+            lanes.fence(op);
+        } else {
+            op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
+            lanes.enqueue(op);
+        }
+        self.publish(&lanes);
+        true
+    }
+
+    /// Numbers and queues a send.
+    #[must_use]
+    pub fn post_send(&self, make: impl FnOnce(u64) -> Arc<Op>) -> Option<Arc<Op>> {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return None;
+        }
+        let op = make(lanes.next_number);
+        lanes.next_number += 1;
+        op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
+        lanes.small.push_back(op.clone());
+        self.publish(&lanes);
+        Some(op)
+    }
+
+    /// Queues a frame of the engine's own.
+    pub fn push_own(&self, header: Header) {
+        let _closed = self.push_entry(Entry::bare(header));
+    }
+
+    /// Queues a prepared frame of the engine's own; gives it back when the peer is gone.
+    pub fn push_entry(&self, entry: Entry) -> Vec<Entry> {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return vec![entry];
+        }
+        lanes.own.push_back(entry);
+        self.publish(&lanes);
+        Vec::new()
+    }
+
+    /// Takes back what a lost channel did not deliver, oldest first, ahead of everything else.
+    /// Returns what cannot be sent any more because the peer is gone.
+    pub fn resend(&self, entries: Vec<Entry>) -> Vec<Entry> {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return entries;
+        }
+        entries
+            .into_iter()
+            .rev()
+            .for_each(|entry| lanes.resend.push_front(entry));
+        self.publish(&lanes);
+        Vec::new()
+    }
+
+    /// The operation has ended: releases the notifications that waited for it alone.
+    pub fn ended(&self, op: &Op) {
+        if matches!(op.verb, Verb::Notify | Verb::Serve | Verb::Read | Verb::Recv) {
+            return;
+        }
+        let mut lanes = self.lock();
+        lanes.leave_epoch(op.epoch.load(Ordering::Relaxed));
+        self.publish(&lanes);
+    }
+
+    /// The peer has consumed eager messages.
+    pub fn credit(&self, bytes: u64) {
+        let mut lanes = self.lock();
+        lanes.credit = limits::EAGER_CREDIT_BYTES.min(lanes.credit.saturating_add(bytes as usize));
+    }
+
+    /// The peer has matched an announced send: its data go to this sink. None if it was withdrawn.
+    #[must_use]
+    pub fn matched(&self, transfer: u64, sink: u64) -> Option<Arc<Op>> {
+        let mut lanes = self.lock();
+        let op = lanes.announced.remove(&transfer)?;
+        op.sink.store(sink, Ordering::Relaxed);
+        lanes.bulk.push_back(Bulk {
+            op: op.clone(),
+            cutter: Cutter::default(),
+        });
+        self.publish(&lanes);
+        Some(op)
+    }
+
+    /// Takes an announced send out, because it is cancelled or refused.
+    #[must_use]
+    pub fn withdraw(&self, transfer: u64) -> Option<Arc<Op>> {
+        self.lock().announced.remove(&transfer)
+    }
+
+    /// Takes an operation out if not a byte of it is cut; true if it was here.
+    pub fn take_out(&self, op: &Arc<Op>) -> bool {
+        let mut lanes = self.lock();
+        let before = lanes.len();
+        lanes.bulk.retain(|bulk| !Arc::ptr_eq(&bulk.op, op));
+        if op.verb == Verb::Write || op.verb == Verb::Serve {
+            lanes.small.retain(|small| !Arc::ptr_eq(small, op));
+        }
+        let taken = lanes.len() < before;
+        self.publish(&lanes);
+        taken
+    }
+
+    /// Closes the queue for good and returns the operations that hold a token here.
+    pub fn close(&self) -> Vec<Arc<Op>> {
+        let mut lanes = self.lock();
+        lanes.closed = true;
+        let mut ops: Vec<Arc<Op>> = lanes.small.drain(..).collect();
+        ops.extend(lanes.bulk.drain(..).map(|bulk| bulk.op));
+        ops.extend(lanes.announced.drain().map(|(_, op)| op));
+        ops.extend(lanes.epochs.drain(..).filter_map(|epoch| epoch.then));
+        ops.extend(lanes.resend.drain(..).filter_map(|entry| entry.op));
+        ops.extend(lanes.own.drain(..).filter_map(|entry| entry.op));
+        self.publish(&lanes);
+        ops
+    }
+
+    /// Fills a window from the lanes, up to a number of bytes. Returns the bytes taken and the
+    /// operations that ended without needing a frame.
+    pub fn pull(&self, window: &mut Window<Entry>, pull: Pull) -> (u64, Vec<Arc<Op>>) {
+        let mut lanes = self.lock();
+        let mut taken = 0;
+        let mut dropped = Vec::new();
+        while taken < pull.bytes && window.has_room() {
+            let Some(mut entry) = lanes.next(self.chunk_bytes, pull, &mut dropped) else {
+                break;
+            };
+            if self.crc && entry.header.kind == Kind::Data {
+                entry.add_crc();
+            }
+            let bytes = entry.bytes();
+            taken += bytes as u64;
+            window.post(entry, bytes);
+        }
+        self.publish(&lanes);
+        (taken, dropped)
+    }
+}
+
+impl Lanes {
+    fn len(&self) -> usize {
+        self.resend.len() + self.own.len() + self.small.len() + self.bulk.len()
+    }
+
+    fn enqueue(&mut self, op: Arc<Op>) {
+        if op.total <= SMALL_BYTES_MAX && op.pieces.as_slice().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
+            self.small.push_back(op);
+        } else {
+            self.bulk.push_back(Bulk {
+                op,
+                cutter: Cutter::default(),
+            });
+        }
+    }
+
+    fn join_epoch(&mut self) -> u64 {
+        if self.epochs.is_empty() {
+            self.epochs.push_back(Epoch::default());
+        }
+        let last = self.epochs.len() - 1;
+        self.epochs[last].outstanding += 1;
+        self.epoch_first + last as u64
+    }
+
+    fn leave_epoch(&mut self, epoch: u64) {
+        let Some(index) = epoch.checked_sub(self.epoch_first) else {
+            return;
+        };
+        if let Some(epoch) = self.epochs.get_mut(index as usize) {
+            epoch.outstanding -= 1;
+        }
+        self.release_fences();
+    }
+
+    /// A standalone notification goes out when everything posted before it has ended.
+    fn fence(&mut self, op: Arc<Op>) {
+        if self.epochs.is_empty() {
+            self.epochs.push_back(Epoch::default());
+        }
+        if let Some(last) = self.epochs.back_mut() {
+            last.then = Some(op);
+        }
+        self.epochs.push_back(Epoch::default());
+        self.release_fences();
+    }
+
+    fn release_fences(&mut self) {
+        while let Some(epoch) = self.epochs.front_mut() {
+            if epoch.outstanding > 0 {
+                return;
+            }
+            let Some(op) = epoch.then.take() else { return };
+            self.small.push_back(op);
+            self.epochs.pop_front();
+            self.epoch_first += 1;
+        }
+    }
+
+    fn next(&mut self, chunk_bytes: usize, pull: Pull, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+        if let Some(entry) = self.resend.pop_front().or_else(|| self.own.pop_front()) {
+            return Some(entry);
+        }
+        let bulk_waits = pull.bulk && !self.bulk.is_empty();
+        if self.small_run < SMALL_RUN_BYTES || !bulk_waits {
+            if let Some(entry) = self.next_small(dropped) {
+                self.small_run += entry.bytes() as u64;
+                return Some(entry);
+            }
+        }
+        self.small_run = 0;
+        if bulk_waits {
+            self.next_bulk(chunk_bytes, pull.channels, dropped)
+        } else {
+            None
+        }
+    }
+
+    fn next_small(&mut self, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+        while let Some(op) = self.small.pop_front() {
+            if op.unsendable() && op.verb != Verb::Send {
+                dropped.push(op);
+                continue;
+            }
+            return Some(match op.verb {
+                Verb::Send => self.send_entry(op, dropped),
+                Verb::Notify => message_entry(op, 0, 0),
+                _ => small_entry(op),
+            });
+        }
+        None
+    }
+
+    /// A send goes out whole if it is small and credit allows; else it is announced and waits.
+    fn send_entry(&mut self, op: Arc<Op>, dropped: &mut Vec<Arc<Op>>) -> Entry {
+        let mut header = Header::new(Kind::Announce);
+        header.transfer = op.id;
+        header.key = op.key;
+        header.offset = op.number;
+        header.total = op.total;
+        if op.unsendable() {
+            header.total = WITHDRAWN;
+            dropped.push(op);
+            return Entry::bare(header);
+        }
+        let cost = op.total as usize + limits::EAGER_OVERHEAD_BYTES;
+        if op.total > limits::EAGER_BYTES_MAX as u64
+            || cost > self.credit
+            || op.pieces.as_slice().len() > limits::SEGMENTS_PER_CHUNK_MAX
+        {
+            self.announced.insert(op.id, op);
+            return Entry::bare(header);
+        }
+        self.credit -= cost;
+        header.kind = Kind::Send;
+        header.len = op.total as u32;
+        Entry::new(header, Box::default(), Body::Chunk(whole(&op)), Some(op))
+    }
+
+    fn next_bulk(
+        &mut self,
+        chunk_bytes: usize,
+        channels: usize,
+        dropped: &mut Vec<Arc<Op>>,
+    ) -> Option<Entry> {
+        loop {
+            let bulk = self.bulk.front_mut()?;
+            let rest = bulk.op.total - bulk.cutter.position();
+            let bytes = schedule::chunk_bytes(rest, channels, chunk_bytes);
+            let limits = ChunkLimits {
+                bytes,
+                segments: limits::SEGMENTS_PER_CHUNK_MAX,
+            };
+            let chunk = match bulk.op.unsendable() {
+                true => None,
+                false => bulk.cutter.next(bulk.op.pieces.as_slice(), limits),
+            };
+            let last = bulk.cutter.position() == bulk.op.total;
+            let op = bulk.op.clone();
+            if chunk.is_none() || (last && op.message.is_empty()) {
+                self.bulk.pop_front();
+            }
+            match chunk {
+                Some(chunk) if last && op.message.is_empty() => return Some(chunk_entry(op, chunk)),
+                Some(chunk) => {
+                    op.hold();
+                    return Some(chunk_entry(op, chunk));
+                }
+                None if op.failing() => dropped.push(op),
+                None => {
+                    let (id, total) = (op.id, op.total);
+                    return Some(message_entry(op, id, total));
+                }
+            }
+        }
+    }
+}
+
+/// The `total` of an announcement whose send was cancelled before it went out.
+pub(crate) const WITHDRAWN: u64 = u64::MAX;
+
+fn whole(op: &Op) -> Chunk {
+    let all = ChunkLimits {
+        bytes: op.total,
+        segments: limits::SEGMENTS_PER_CHUNK_MAX,
+    };
+    Cutter::default()
+        .next(op.pieces.as_slice(), all)
+        .unwrap_or(Chunk::EMPTY)
+}
+
+/// One frame for a whole operation, its notification included.
+fn small_entry(op: Arc<Op>) -> Entry {
+    let chunk = whole(&op);
+    let mut entry = chunk_entry(op, chunk);
+    entry.header.flags &= !wire::FLAG_COUNTED;
+    entry.header.notify = entry.op.as_ref().map_or(0, |op| op.message.len() as u16);
+    entry.head = entry.header.encode();
+    entry
+}
+
+fn chunk_entry(op: Arc<Op>, chunk: Chunk) -> Entry {
+    let mut header = Header::new(Kind::Data);
+    header.transfer = op.id;
+    header.len = chunk.bytes;
+    header.total = op.total;
+    let mut placements = Vec::new();
+    match op.verb {
+        Verb::Send | Verb::Serve => {
+            header.flags |= wire::FLAG_SINK;
+            header.key = if op.verb == Verb::Send {
+                op.sink.load(Ordering::Relaxed)
+            } else {
+                op.key
+            };
+            header.offset = op.number * u64::from(op.verb == Verb::Serve) + chunk.position;
+        }
+        _ => {
+            header.key = op.key;
+            if !op.message.is_empty() {
+                header.flags |= wire::FLAG_COUNTED;
+            }
+            match chunk.single(op.pieces.as_slice()) {
+                Some(offset) => header.offset = offset,
+                None => {
+                    let list = chunk.placements(op.pieces.as_slice());
+                    header.segments = list.len() as u16;
+                    list.iter()
+                        .for_each(|placement| placement.encode_into(&mut placements));
+                }
+            }
+        }
+    }
+    Entry::new(header, placements.into(), Body::Chunk(chunk), Some(op))
+}
+
+/// A notification of its own, delivered once `total` bytes of `transfer` are placed.
+fn message_entry(op: Arc<Op>, transfer: u64, total: u64) -> Entry {
+    let mut header = Header::new(Kind::Notify);
+    header.transfer = transfer;
+    header.total = total;
+    header.len = op.message.len() as u32;
+    Entry::new(header, Box::default(), Body::None, Some(op))
+}
+
+impl Entry {
+    /// The pieces of local memory that make up the frame behind its head and placements.
+    pub fn body_pieces(&self, mut each: impl FnMut(*mut u8, usize)) {
+        let Some(op) = &self.op else { return };
+        if let (Body::Chunk(chunk), Some(memory)) = (&self.body, &op.memory) {
+            for (offset, len) in chunk.locals(op.pieces.as_slice()) {
+                match memory.span(offset, len) {
+                    Some(base) => each(base, len as usize),
+                    None => debug_assert!(false, "pieces are checked when an operation is posted"),
+                }
+            }
+        }
+        if self.header.notify > 0 || self.header.kind == Kind::Notify {
+            each(op.message.as_ptr().cast_mut(), op.message.len());
+        }
+    }
+
+    fn add_crc(&mut self) {
+        let mut crc = crc32fast::Hasher::new();
+        crc.update(&self.placements);
+        // SAFETY: the pieces lie in memory that the operation keeps alive.
+        self.body_pieces(|base, len| crc.update(unsafe { std::slice::from_raw_parts(base, len) }));
+        self.header.flags |= wire::FLAG_CRC;
+        self.header.crc = crc.finalize();
+        self.head = self.header.encode();
+    }
+}

@@ -1,0 +1,71 @@
+//! Which channel carries the next chunk, and how large it is.
+//!
+//! Channels pull: a channel takes the next chunk when it is ready for one, so a fast NIC takes more and
+//! a slow one less, with no plan to go wrong. Two rules keep the end of a transfer short: chunks shrink
+//! as the rest shrinks, and a channel whose backlog is longer than the others' leaves the rest to them.
+//!
+//! Pure: numbers in, numbers out. Read next: `queue.rs`, which applies the rules.
+
+use crate::limits;
+
+/// Bytes of the next chunk: an equal share of the rest, within the bounds, whole pages.
+pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_max: usize) -> u64 {
+    let max = chunk_bytes_max as u64;
+    let min = (limits::CHUNK_BYTES_MIN as u64).min(max);
+    let share = (rest / (2 * channels.max(1) as u64)).next_multiple_of(4096);
+    share.clamp(min, max)
+}
+
+/// Whether a channel with `backlog` bytes accepted and not yet acknowledged may take another chunk,
+/// when the least loaded live channel of the peer has `least`.
+///
+/// A channel ahead of the others by more than it would take to even out waits, unless all is quiet.
+pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
+    backlog <= least.saturating_add(SPREAD_CHUNKS * chunk_bytes_max as u64)
+}
+
+/// Chunks by which one channel's backlog may exceed the least loaded one's.
+const SPREAD_CHUNKS: u64 = 8;
+
+/// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
+pub fn channels_default(cores: usize, pairs: usize) -> usize {
+    let by_cores = cores.clamp(1, 8);
+    by_cores.next_multiple_of(pairs.max(1)).min(limits::CHANNELS_MAX)
+}
+
+/// Progress threads: one per core that can be kept busy.
+pub fn threads_default(cores: usize) -> usize {
+    cores.clamp(1, 8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_chunk_is_within_bounds(rest: u64, channels in 0usize..300, max in 1usize..limits::CHUNK_BYTES_MAX) {
+            let bytes = chunk_bytes(rest / 2, channels, max);
+            prop_assert!(bytes >= 1 && bytes <= max as u64);
+        }
+
+        #[test]
+        fn chunks_do_not_grow_towards_the_end(rest in 0u64..1 << 40, less in 0u64..1 << 40, channels in 1usize..64) {
+            let (small, large) = (rest.min(less), rest.max(less));
+            prop_assert!(chunk_bytes(small, channels, 1 << 20) <= chunk_bytes(large, channels, 1 << 20));
+        }
+
+        #[test]
+        fn the_least_loaded_channel_may_always_take(backlog: u64, chunk in 1usize..1 << 22) {
+            prop_assert!(may_take(backlog, backlog, chunk));
+        }
+    }
+
+    #[test]
+    fn every_pair_of_nics_gets_as_many_channels() {
+        assert_eq!(channels_default(2, 1), 2);
+        assert_eq!(channels_default(2, 4), 4);
+        assert_eq!(channels_default(208, 3), 9);
+    }
+}

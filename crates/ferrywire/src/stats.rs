@@ -1,0 +1,121 @@
+//! Counters that channels keep and reports read: plain atomics, no locks.
+
+use crate::transport::Conn;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// Where a channel's connection runs.
+#[derive(Clone, Debug)]
+struct Path {
+    nic: String,
+    local: SocketAddr,
+    remote: SocketAddr,
+    congestion_control: String,
+}
+
+/// Counters of one channel, over all its connections.
+#[derive(Default)]
+pub(crate) struct ChannelCounters {
+    pub sent_bytes: AtomicU64,
+    pub received_bytes: AtomicU64,
+    pub rtt_us: AtomicU64,
+    /// Bytes in the window; `u64::MAX` while the channel is down.
+    pub backlog: AtomicU64,
+    pub generation: AtomicU32,
+    pub alive: AtomicBool,
+    pub zero_copy: AtomicBool,
+    path: Mutex<Option<Path>>,
+}
+
+impl ChannelCounters {
+    pub fn new() -> ChannelCounters {
+        ChannelCounters {
+            backlog: AtomicU64::new(u64::MAX),
+            ..ChannelCounters::default()
+        }
+    }
+
+    /// A connection takes up the channel.
+    pub fn start(&self, conn: &dyn Conn, generation: u32) {
+        let mut path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
+        let nic = path.take().map(|path| path.nic).unwrap_or_default();
+        let congestion_control = conn.congestion_control();
+        *path = Some(Path {
+            nic,
+            local: conn.local(),
+            remote: conn.remote(),
+            congestion_control,
+        });
+        self.generation.store(generation, Ordering::Relaxed);
+        self.backlog.store(0, Ordering::Relaxed);
+        self.alive.store(true, Ordering::Relaxed);
+        self.zero_copy.store(conn.zero_copy(), Ordering::Relaxed);
+        self.rtt_us
+            .store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    pub fn snapshot(&self, index: u16, nic_of: impl Fn(SocketAddr) -> String) -> Option<ChannelStats> {
+        let path = self.path.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        Some(ChannelStats {
+            index,
+            nic: nic_of(path.local),
+            local: path.local,
+            remote: path.remote,
+            alive: self.alive.load(Ordering::Relaxed),
+            sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
+            received_bytes: self.received_bytes.load(Ordering::Relaxed),
+            rtt: Duration::from_micros(self.rtt_us.load(Ordering::Relaxed)),
+            congestion_control: path.congestion_control,
+            generation: self.generation.load(Ordering::Relaxed),
+            zero_copy: self.zero_copy.load(Ordering::Relaxed),
+        })
+    }
+}
+
+/// One channel of a peer, as it stands.
+#[derive(Clone, Debug)]
+pub struct ChannelStats {
+    /// Its number, the same on both sides.
+    pub index: u16,
+    /// Name of the local NIC it runs over.
+    pub nic: String,
+    /// Local address.
+    pub local: SocketAddr,
+    /// The peer's address.
+    pub remote: SocketAddr,
+    /// Whether it carries data now.
+    pub alive: bool,
+    /// Bytes sent, frames' heads included, over all its connections.
+    pub sent_bytes: u64,
+    /// Bytes received, likewise.
+    pub received_bytes: u64,
+    /// Smoothed round trip as the kernel measures it.
+    pub rtt: Duration,
+    /// Congestion control in force.
+    pub congestion_control: String,
+    /// How often it has been connected anew.
+    pub generation: u32,
+    /// Whether sends spare the copy.
+    pub zero_copy: bool,
+}
+
+/// A peer, as it stands.
+#[derive(Clone, Debug, Default)]
+pub struct PeerStats {
+    /// Its channels.
+    pub channels: Vec<ChannelStats>,
+    /// Chunks sent again because their channel was lost.
+    pub resent_chunks: u64,
+    /// Channels lost, one line each: which, over which NIC, why.
+    pub lost_channels: Vec<String>,
+    /// Time from the first dial until all channels stood.
+    pub setup: Duration,
+    /// Largest chunk in force, in bytes.
+    pub chunk_bytes: usize,
+    /// Frames in flight per channel at most.
+    pub window: usize,
+    /// Whether chunks carry a checksum.
+    pub crc: bool,
+}

@@ -1,0 +1,156 @@
+//! Cores, threads and the CPU time they take, and the identity of this boot.
+
+use std::ffi::CString;
+use std::fs;
+use std::io;
+use std::mem;
+use std::time::Duration;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use super::checked;
+
+/// The kernel's clock of a thread's CPU time, in the low bits of a clock id (`CPUCLOCK_PERTHREAD_MASK |
+/// CPUCLOCK_SCHED` of the kernel, the same in every release).
+const PER_THREAD_CPU_CLOCK: libc::clockid_t = 6;
+
+/// The cores that this thread may run on, in order.
+pub fn allowed_cores() -> io::Result<Vec<usize>> {
+    let set = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect())
+}
+
+/// Keeps the current thread on one core. `InvalidInput` when this host has no such core for us.
+pub fn pin_current_thread(core: usize) -> io::Result<()> {
+    if core >= CpuSet::MAX_CPU {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    }
+    let mut set = CpuSet::new();
+    set.set(core);
+    Ok(sched_setaffinity(None, &set)?)
+}
+
+/// Names the current thread, for `top -H` and debuggers; the kernel keeps the first 15 bytes.
+pub fn name_current_thread(name: &str) -> io::Result<()> {
+    Ok(rustix::thread::set_name(&CString::new(name)?)?)
+}
+
+/// CPU time of a process, by where it was spent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuTime {
+    /// In the program.
+    pub user: Duration,
+    /// In the kernel on its behalf.
+    pub system: Duration,
+}
+
+impl CpuTime {
+    /// Of this process so far, all threads together.
+    pub fn of_process() -> io::Result<CpuTime> {
+        // SAFETY: all zero is a valid `rusage`.
+        let mut usage: libc::rusage = unsafe { mem::zeroed() };
+        // SAFETY: the kernel writes one `rusage`, which outlives the call.
+        checked(unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) } as libc::ssize_t)?;
+        Ok(CpuTime {
+            user: duration_of(usage.ru_utime),
+            system: duration_of(usage.ru_stime),
+        })
+    }
+
+    /// Both together.
+    pub fn total(&self) -> Duration {
+        self.user + self.system
+    }
+}
+
+fn duration_of(time: libc::timeval) -> Duration {
+    Duration::from_secs(time.tv_sec as u64) + Duration::from_micros(time.tv_usec as u64)
+}
+
+/// The CPU time of one thread, readable from every thread of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct ThreadClock(libc::clockid_t);
+
+impl ThreadClock {
+    /// Of the current thread.
+    pub fn current() -> ThreadClock {
+        let id = rustix::thread::gettid().as_raw_nonzero().get();
+        ThreadClock((!id << 3) | PER_THREAD_CPU_CLOCK)
+    }
+
+    /// What the thread has taken so far; an error once it has ended.
+    pub fn read(&self) -> io::Result<Duration> {
+        let mut time = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the kernel writes one `timespec`, which outlives the call.
+        checked(unsafe { libc::clock_gettime(self.0, &mut time) } as libc::ssize_t)?;
+        Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
+    }
+}
+
+/// A number that is the same in all processes of this host until it is booted again.
+pub fn boot_id() -> io::Result<[u8; 16]> {
+    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+    parse_boot_id(text.trim()).ok_or_else(|| io::Error::from(io::ErrorKind::InvalidData))
+}
+
+fn parse_boot_id(text: &str) -> Option<[u8; 16]> {
+    let digits = text.replace('-', "");
+    let number = u128::from_str_radix(&digits, 16).ok()?;
+    (digits.len() == 32).then(|| number.to_be_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn a_pinned_thread_may_use_one_core() {
+        thread::spawn(|| {
+            let core = *allowed_cores().unwrap().last().unwrap();
+            pin_current_thread(core).unwrap();
+            assert_eq!(allowed_cores().unwrap(), [core]);
+            assert!(pin_current_thread(CpuSet::MAX_CPU).is_err());
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn a_long_thread_name_is_cut() {
+        thread::spawn(|| {
+            name_current_thread("a name longer than fifteen").unwrap();
+            assert_eq!(
+                fs::read_to_string("/proc/thread-self/comm").unwrap().trim_end(),
+                "a name longer t"
+            );
+        })
+        .join()
+        .unwrap();
+    }
+
+    #[test]
+    fn work_takes_cpu_time_of_the_thread_and_the_process() {
+        let clock = ThreadClock::current();
+        let (thread_before, process_before) = (clock.read().unwrap(), CpuTime::of_process().unwrap());
+        let goal = thread_before + Duration::from_millis(30);
+        while thread::spawn(move || clock.read().unwrap()).join().unwrap() < goal {
+            std::hint::black_box((0..100_000).sum::<u64>());
+        }
+        let process = CpuTime::of_process().unwrap();
+        assert!(process.total() > process_before.total());
+    }
+
+    #[test]
+    fn the_boot_id_is_sixteen_bytes_and_stays() {
+        assert_eq!(boot_id().unwrap(), boot_id().unwrap());
+        let parsed = parse_boot_id("00010203-0405-0607-0809-0a0b0c0d0eff").unwrap();
+        assert_eq!(parsed[..4], [0, 1, 2, 3]);
+        assert_eq!(parsed[15], 0xff);
+        assert_eq!(parse_boot_id("0001"), None);
+    }
+}

@@ -1,0 +1,177 @@
+//! The network interfaces of this host, and which of them the routing table would take.
+//!
+//! IPv6 link-local addresses are left out: without a scope nobody could dial them.
+//! Read next: `transport/tcp/tuning.rs`, which judges a path by them.
+
+use std::ffi::CStr;
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::ptr;
+
+use super::checked;
+use crate::transport::Nic;
+
+/// The port a route is asked for; nothing is ever sent to it.
+const DISCARD_PORT: u16 = 9;
+
+/// Every address of every interface, loopback included, as one [`Nic`] each.
+pub fn list() -> io::Result<Vec<Nic>> {
+    let mut nics = addresses()?;
+    for nic in &mut nics {
+        nic.speed_mbps = speed_mbps(&nic.name);
+    }
+    Ok(nics)
+}
+
+/// Like [`list`], without the speeds, which drivers can take long to tell.
+pub fn addresses() -> io::Result<Vec<Nic>> {
+    let addresses = InterfaceAddresses::load()?;
+    let mut nics = Vec::new();
+    let mut next = addresses.first;
+    // SAFETY: `next` is null or an entry of the list, which lives until `addresses` is dropped.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        next = entry.ifa_next;
+        // SAFETY: `entry` is an entry of a list made by `getifaddrs`, and the list is still held.
+        nics.extend(unsafe { nic_from(entry) });
+    }
+    Ok(nics)
+}
+
+/// The local address that the routing table gives a connection towards `to`.
+pub fn route(to: IpAddr) -> io::Result<IpAddr> {
+    let to = to.to_canonical();
+    let any: IpAddr = if to.is_ipv4() {
+        Ipv4Addr::UNSPECIFIED.into()
+    } else {
+        Ipv6Addr::UNSPECIFIED.into()
+    };
+    let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
+    socket.connect(SocketAddr::new(to, DISCARD_PORT))?;
+    Ok(socket.local_addr()?.ip())
+}
+
+/// Which of the NICs has this address.
+pub fn with_address(nics: &[Nic], address: IpAddr) -> Option<&Nic> {
+    let address = address.to_canonical();
+    nics.iter().find(|nic| nic.address == address)
+}
+
+/// Whether the address is one of this host's own.
+pub fn is_local(nics: &[Nic], address: IpAddr) -> bool {
+    address.to_canonical().is_loopback() || with_address(nics, address).is_some()
+}
+
+/// A list made by `getifaddrs`.
+struct InterfaceAddresses {
+    first: *mut libc::ifaddrs,
+}
+
+impl InterfaceAddresses {
+    fn load() -> io::Result<InterfaceAddresses> {
+        let mut first = ptr::null_mut();
+        // SAFETY: on success the call stores a list at `first`, which outlives the call.
+        checked(unsafe { libc::getifaddrs(&mut first) } as libc::ssize_t)?;
+        Ok(InterfaceAddresses { first })
+    }
+}
+
+impl Drop for InterfaceAddresses {
+    fn drop(&mut self) {
+        // SAFETY: the list came from `getifaddrs` and is freed here alone.
+        unsafe { libc::freeifaddrs(self.first) }
+    }
+}
+
+/// The NIC of an entry; `None` when it has no usable IP address.
+///
+/// # Safety
+/// The entry must belong to a list made by `getifaddrs` that has not been freed.
+unsafe fn nic_from(entry: &libc::ifaddrs) -> Option<Nic> {
+    // SAFETY: null, or a socket address of the list.
+    let address = unsafe { ip_from(entry.ifa_addr) }?;
+    if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
+        return None;
+    }
+    // SAFETY: null, or a socket address of the list.
+    let prefix_len = unsafe { ip_from(entry.ifa_netmask) }.map_or(0, prefix_len);
+    // SAFETY: the name is a C string of the list.
+    let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy();
+    // A second IPv4 address may be listed under a label, `eth0:1`.
+    let name = name.split(':').next().unwrap_or_default().to_owned();
+    let has = |flag: libc::c_int| entry.ifa_flags & flag as libc::c_uint != 0;
+    Some(Nic {
+        speed_mbps: None,
+        name,
+        address,
+        prefix_len,
+        loopback: has(libc::IFF_LOOPBACK),
+        up: has(libc::IFF_UP) && has(libc::IFF_RUNNING),
+    })
+}
+
+/// The IP address of a socket address; `None` for null and other families.
+///
+/// # Safety
+/// `address` must be null or point at a socket address of the length that its family has.
+unsafe fn ip_from(address: *const libc::sockaddr) -> Option<IpAddr> {
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: not null; every socket address begins with its family. It may be unaligned.
+    match i32::from(unsafe { (&raw const (*address).sa_family).read_unaligned() }) {
+        libc::AF_INET => {
+            // SAFETY: the family says that it is an IPv4 address.
+            let v4 = unsafe { address.cast::<libc::sockaddr_in>().read_unaligned() };
+            Some(Ipv4Addr::from_bits(u32::from_be(v4.sin_addr.s_addr)).into())
+        }
+        libc::AF_INET6 => {
+            // SAFETY: the family says that it is an IPv6 address.
+            let v6 = unsafe { address.cast::<libc::sockaddr_in6>().read_unaligned() };
+            Some(Ipv6Addr::from(v6.sin6_addr.s6_addr).into())
+        }
+        _ => None,
+    }
+}
+
+fn prefix_len(mask: IpAddr) -> u8 {
+    let ones = match mask {
+        IpAddr::V4(v4) => v4.to_bits().leading_ones(),
+        IpAddr::V6(v6) => v6.to_bits().leading_ones(),
+    };
+    ones as u8
+}
+
+fn speed_mbps(name: &str) -> Option<u32> {
+    let text = fs::read_to_string(format!("/sys/class/net/{name}/speed")).ok()?;
+    text.trim().parse().ok().filter(|&speed| speed > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn loopback_is_listed_with_its_prefix() {
+        let nics = list().unwrap();
+        let lo = with_address(&nics, Ipv4Addr::LOCALHOST.into()).expect("a host has a loopback address");
+        assert_eq!((lo.name.as_str(), lo.prefix_len), ("lo", 8));
+        assert!(lo.loopback && lo.up);
+    }
+
+    #[test]
+    fn the_route_to_loopback_is_loopback() {
+        assert_eq!(
+            route(Ipv4Addr::LOCALHOST.into()).unwrap(),
+            IpAddr::from(Ipv4Addr::LOCALHOST)
+        );
+    }
+
+    #[test]
+    fn mapped_addresses_are_known_as_local() {
+        let nics = list().unwrap();
+        let mapped = Ipv4Addr::LOCALHOST.to_ipv6_mapped();
+        assert!(is_local(&nics, mapped.into()));
+        assert!(!is_local(&nics, Ipv4Addr::new(192, 0, 2, 1).into()));
+    }
+}

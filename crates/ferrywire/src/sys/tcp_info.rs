@@ -1,0 +1,118 @@
+//! What the kernel knows about a TCP connection (`TCP_INFO`).
+//!
+//! Invariant: older kernels return a shorter structure; what they do not fill reads as zero.
+//! Read next: `transport/tcp/health.rs`, which turns it into a verdict on the path.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::time::Duration;
+
+use super::socket;
+
+/// `tcpi_state` of a connection attempt that has not been answered.
+pub const SYN_SENT: u8 = 2;
+
+/// Bytes read of the kernel's `struct tcp_info`.
+const TCP_INFO_BYTES: usize = 168;
+
+/// The fields of `struct tcp_info` that the engine uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TcpInfo {
+    /// State of the connection, for example [`SYN_SENT`].
+    pub state: u8,
+    /// Retransmission timeouts in a row without an answer.
+    pub retransmits: u8,
+    /// Window or keepalive probes in a row without an answer.
+    pub probes: u8,
+    /// How often the retransmission or probe timer was doubled. Answered window probes leave it as it is.
+    pub backoff: u8,
+    /// Packets sent and not acknowledged.
+    pub unacked: u32,
+    /// Time since the peer's kernel last acknowledged anything.
+    pub last_ack_recv: Duration,
+    /// Smoothed round trip.
+    pub rtt: Duration,
+    /// Packets retransmitted since the start.
+    pub total_retrans: u32,
+    /// Bytes written and never sent.
+    pub notsent_bytes: u32,
+    /// The latest estimate of the path's rate, in bytes per second.
+    pub delivery_rate: u64,
+}
+
+impl TcpInfo {
+    /// Reads it from a TCP socket.
+    pub fn read(fd: RawFd) -> io::Result<TcpInfo> {
+        let mut bytes = [0; TCP_INFO_BYTES];
+        socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut bytes)?;
+        Ok(TcpInfo::parse(&bytes))
+    }
+
+    /// Picks the fields by their offsets, which the kernel's ABI fixes.
+    fn parse(bytes: &[u8; TCP_INFO_BYTES]) -> TcpInfo {
+        let word = |at: usize| u32::from_ne_bytes(array(bytes, at));
+        let micros = |at: usize| Duration::from_micros(u64::from(word(at)));
+        let millis = |at: usize| Duration::from_millis(u64::from(word(at)));
+        TcpInfo {
+            state: bytes[0],
+            retransmits: bytes[2],
+            probes: bytes[3],
+            backoff: bytes[4],
+            unacked: word(24),
+            last_ack_recv: millis(56),
+            rtt: micros(68),
+            total_retrans: word(100),
+            notsent_bytes: word(144),
+            delivery_rate: u64::from_ne_bytes(array(bytes, 160)),
+        }
+    }
+
+    /// Whether the peer's kernel owes us an answer.
+    pub fn waiting(&self) -> bool {
+        self.unacked > 0 || self.notsent_bytes > 0 || self.probes > 0
+    }
+
+    /// Retransmissions or probes in a row without an answer.
+    ///
+    /// The backoff is left out: a peer that keeps its window shut answers every probe, and its backoff
+    /// grows all the same.
+    pub fn unanswered(&self) -> u32 {
+        u32::from(self.retransmits.max(self.probes))
+    }
+}
+
+/// The `N` bytes at `at`, which lie inside by the constants above.
+fn array<const N: usize>(bytes: &[u8; TCP_INFO_BYTES], at: usize) -> [u8; N] {
+    bytes[at..at + N].try_into().expect("N bytes were cut")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::mem;
+
+    use super::*;
+
+    #[test]
+    fn offsets_are_those_of_the_c_library() {
+        assert_eq!(24, mem::offset_of!(libc::tcp_info, tcpi_unacked));
+        assert_eq!(56, mem::offset_of!(libc::tcp_info, tcpi_last_ack_recv));
+        assert_eq!(68, mem::offset_of!(libc::tcp_info, tcpi_rtt));
+        assert_eq!(100, mem::offset_of!(libc::tcp_info, tcpi_total_retrans));
+    }
+
+    #[test]
+    fn a_short_structure_reads_as_zero() {
+        assert_eq!(TcpInfo::parse(&[0; TCP_INFO_BYTES]), TcpInfo::default());
+    }
+
+    #[test]
+    fn backoff_alone_is_not_an_unanswered_probe() {
+        let shut_window = TcpInfo {
+            backoff: 7,
+            notsent_bytes: 1,
+            ..TcpInfo::default()
+        };
+        assert!(shut_window.waiting());
+        assert_eq!(shut_window.unanswered(), 0);
+    }
+}

@@ -1,0 +1,197 @@
+//! How a channel moves bytes.
+//!
+//! A *framed* transport gives reliable byte streams ([`Conn`]); the engine frames, schedules and
+//! acknowledges on top of them, so any channel can carry any chunk. [`tcp`] is the real one, [`sim`]
+//! is an in-memory network with seeded faults and a clock of its own. Everything, handshakes and the
+//! control session included, goes through these traits, so that every scenario runs on both.
+//!
+//! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
+//! Read next: `tcp.rs`, then `channel.rs`, which drives a [`Conn`].
+
+pub mod sim;
+pub mod tcp;
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One piece of memory for a gathering send or scattering receive: exactly a `struct iovec`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct IoVec {
+    /// First byte.
+    pub base: *mut u8,
+    /// Length in bytes.
+    pub len: usize,
+}
+
+impl IoVec {
+    /// A piece over `len` bytes at `base`.
+    pub fn new(base: *mut u8, len: usize) -> IoVec {
+        IoVec { base, len }
+    }
+}
+
+/// What is known about the path under a connection.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PathHealth {
+    /// Data (or a window probe) is unacknowledged by the peer's kernel.
+    pub waiting: bool,
+    /// Retransmissions or probes in a row without an answer.
+    pub unanswered: u32,
+    /// Time since the peer's kernel last acknowledged anything, while something waited.
+    pub silent_for: Duration,
+    /// Smoothed round trip, zero where unknown.
+    pub rtt: Duration,
+}
+
+/// A reliable, ordered byte stream that never blocks.
+///
+/// Errors: `WouldBlock` when nothing can be done now (also while connecting); anything else is final.
+pub trait Conn: Send {
+    /// Sends from the pieces in order; returns the bytes taken, at least 1.
+    ///
+    /// # Safety
+    /// Each piece must be readable for the length of the call.
+    unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
+
+    /// Whether `send_stable` may spare a copy here; found out per connection, and remembered.
+    fn zero_copy(&self) -> bool {
+        false
+    }
+
+    /// Like `send`, of memory that the caller keeps unchanged until `released` has passed it.
+    ///
+    /// # Safety
+    /// Each piece must stay readable until `released` counts its bytes, or the connection is dropped.
+    unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: readable for longer than the call, as promised by the caller.
+        unsafe { self.send(pieces) }
+    }
+
+    /// Bytes of the stream, counted from its start, whose source memory is free again.
+    /// `u64::MAX` when `send` always copies.
+    fn released(&mut self) -> u64 {
+        u64::MAX
+    }
+
+    /// Receives into the pieces in order; returns the bytes placed, 0 at the end of the stream.
+    ///
+    /// # Safety
+    /// Each piece must be writable for the length of the call.
+    unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
+
+    /// Bytes handed to `send` that have not left this host yet.
+    fn unsent_bytes(&self) -> usize {
+        0
+    }
+
+    /// The state of the path, for dead-path detection.
+    fn health(&self) -> PathHealth;
+
+    /// Tells the kernel to wake us only when this many bytes can be read (a hint).
+    fn want_bytes(&mut self, _bytes: usize) {}
+
+    /// Ends both directions at once. Idempotent. Nothing is received afterwards.
+    fn shutdown(&mut self);
+
+    /// The descriptor to wait on, or `None` when the connection must be polled.
+    fn fd(&self) -> Option<RawFd>;
+
+    /// This end's address.
+    fn local(&self) -> SocketAddr;
+
+    /// The other end's address.
+    fn remote(&self) -> SocketAddr;
+
+    /// Which congestion control carries it, for reports.
+    fn congestion_control(&self) -> String {
+        String::from("none")
+    }
+}
+
+/// Where connections arrive.
+pub trait Listener: Send {
+    /// The next connection, or `None` when there is none now.
+    fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>>;
+    /// The address that is listened on, with its real port.
+    fn local(&self) -> SocketAddr;
+    /// The descriptor to wait on, or `None` when it must be polled.
+    fn fd(&self) -> Option<RawFd>;
+}
+
+/// What a data connection is tuned for; control connections use the default.
+#[derive(Clone, Debug, Default)]
+pub struct ConnOptions {
+    /// Bulk data (large buffers, congestion control for short paths) rather than control.
+    pub bulk: bool,
+    /// Congestion control by name; `None` chooses.
+    pub congestion_control: Option<String>,
+    /// Socket buffer in bytes, each way; `None` chooses.
+    pub socket_buffer_bytes: Option<usize>,
+}
+
+/// A network: makes listeners and connections.
+pub trait Transport: Send + Sync + fmt::Debug {
+    /// A short name for reports: `tcp`, `sim`.
+    fn name(&self) -> &'static str;
+
+    /// Listens on an address; port 0 chooses one.
+    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>>;
+
+    /// Starts a connection; bytes can move once the peer's host has answered.
+    /// `nic` binds the connection to that NIC and its address.
+    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>>;
+
+    /// Applies options to an accepted connection, once it is known to be a data connection.
+    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions);
+
+    /// The NICs of this host that have an address, loopback included.
+    fn nics(&self) -> io::Result<Vec<Nic>>;
+
+    /// The address and NIC the routing table would use towards `to`.
+    fn route(&self, to: IpAddr) -> io::Result<IpAddr>;
+
+    /// Time since some fixed moment; the simulator's own in `sim`.
+    fn now(&self) -> Duration;
+}
+
+/// A network interface with one address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Interface name, for example `eth1`.
+    pub name: String,
+    /// Its address.
+    pub address: IpAddr,
+    /// Length of its subnet's prefix.
+    pub prefix_len: u8,
+    /// Speed in Mbit/s where the driver tells one.
+    pub speed_mbps: Option<u32>,
+    /// Whether it is the loopback interface.
+    pub loopback: bool,
+    /// Whether the link is up.
+    pub up: bool,
+}
+
+impl Nic {
+    /// Whether `other` lies in this NIC's subnet.
+    pub fn reaches(&self, other: IpAddr) -> bool {
+        match (self.address, other) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => {
+                let shift = 32 - u32::from(self.prefix_len.min(32));
+                shift == 32 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
+            }
+            (IpAddr::V6(a), IpAddr::V6(b)) => {
+                let shift = 128 - u32::from(self.prefix_len.min(128));
+                shift == 128 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// A shared network.
+pub type SharedTransport = Arc<dyn Transport>;

@@ -1,0 +1,255 @@
+//! A simulated connection: two ends, two pipes, and what a kernel does when one end goes away.
+//!
+//! A link's life: `Connecting -> Up -> (ended by its ends)`, or `Connecting -> Failing`.
+//! Pure: time and the state of the path come in as values, so that everything due up to a moment
+//! can be worked off late without a difference ([`Link::settle`]).
+//! Invariant: the path does not change between two calls of `settle`; who changes it settles first.
+//! Read next: `state.rs`, which owns all links.
+
+use std::io::ErrorKind;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use super::pipe::{Payload, Pipe, retransmit_timeout};
+use super::trace::Trace;
+
+/// The path under a link, by sending end.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Path {
+    pub(super) open: [bool; 2],
+    /// One-way latency.
+    pub(super) latency: Duration,
+}
+
+impl Path {
+    pub(super) fn rtt(self) -> Duration {
+        self.latency * 2
+    }
+
+    pub(super) fn rto(self) -> Duration {
+        retransmit_timeout(self.rtt())
+    }
+
+    pub(super) fn is_open(self) -> bool {
+        self.open[0] && self.open[1]
+    }
+}
+
+/// How far a link has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// The dialler asks; `tries` went unanswered.
+    Connecting { tries: u32 },
+    /// The dialler will learn of a failure.
+    Failing { at: Duration, kind: ErrorKind },
+    /// The dialler may send from this moment.
+    Up { at: Duration },
+}
+
+/// One end.
+#[derive(Debug)]
+pub(super) struct End {
+    pub(super) host: usize,
+    pub(super) nic: usize,
+    pub(super) address: SocketAddr,
+    /// Its owner has ended it.
+    pub(super) shut: bool,
+    /// A reset has arrived.
+    pub(super) reset: bool,
+    /// The other end's last byte has arrived.
+    pub(super) fin: bool,
+    /// Nobody holds it.
+    pub(super) dropped: bool,
+    /// What it would tell the other end, if its host were not frozen.
+    pub(super) farewell: Option<Payload>,
+    /// It has answered bytes for nobody with a reset.
+    rejected: bool,
+}
+
+impl End {
+    pub(super) fn new(host: usize, nic: usize, address: SocketAddr) -> End {
+        End {
+            host,
+            nic,
+            address,
+            shut: false,
+            reset: false,
+            fin: false,
+            dropped: false,
+            farewell: None,
+            rejected: false,
+        }
+    }
+
+    /// Whether its kernel has no use for further bytes.
+    fn is_gone(&self) -> bool {
+        self.reset || (self.shut && self.farewell.is_none())
+    }
+}
+
+/// What happens next on a link.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// The first segment in flight from this end arrives.
+    Arrive(usize),
+    /// The first acknowledgement for this end arrives.
+    Acknowledge(usize),
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) id: u64,
+    pub(super) ends: [End; 2],
+    /// By sending end.
+    pub(super) pipes: [Pipe; 2],
+    pub(super) phase: Phase,
+    pub(super) dialled_at: Duration,
+    pub(super) stalled_until: Duration,
+    /// Known to carry bulk data.
+    pub(super) bulk: bool,
+}
+
+impl Link {
+    /// A link that nobody has answered yet; its acceptor counts as dropped until somebody does.
+    pub(super) fn new(id: u64, ends: [End; 2], capacity: usize, now: Duration) -> Link {
+        let mut link = Link {
+            id,
+            ends,
+            pipes: [Pipe::new(capacity, now), Pipe::new(capacity, now)],
+            phase: Phase::Connecting { tries: 0 },
+            dialled_at: now,
+            stalled_until: Duration::ZERO,
+            bulk: false,
+        };
+        link.ends[1].dropped = true;
+        link
+    }
+
+    pub(super) fn is_up(&self) -> bool {
+        matches!(self.phase, Phase::Up { .. })
+    }
+
+    /// Whether an end can move bytes: `WouldBlock` while connecting, else the final error.
+    pub(super) fn check_connected(&self, end: usize, now: Duration) -> Result<(), ErrorKind> {
+        match self.phase {
+            Phase::Failing { at, kind } if now >= at => Err(kind),
+            Phase::Up { at } if end == 1 || now >= at => Ok(()),
+            _ => Err(ErrorKind::WouldBlock),
+        }
+    }
+
+    /// Works off everything due up to `now`.
+    pub(super) fn settle(&mut self, path: Path, now: Duration, trace: &mut Trace) {
+        while let Some((at, step)) = self.next_step().filter(|(at, _)| *at <= now) {
+            match step {
+                Step::Arrive(from) => self.arrive(from, at, path, trace),
+                Step::Acknowledge(from) => self.take_ack(from, at),
+            }
+        }
+    }
+
+    /// When something happens next by itself.
+    pub(super) fn next_at(&self) -> Option<Duration> {
+        let phase = match self.phase {
+            Phase::Failing { at, .. } | Phase::Up { at } => Some(at),
+            Phase::Connecting { .. } => None,
+        };
+        self.next_step().map(|(at, _)| at).into_iter().chain(phase).min()
+    }
+
+    fn next_step(&self) -> Option<(Duration, Step)> {
+        let steps = [0, 1].into_iter().flat_map(|from| {
+            let pipe = &self.pipes[from];
+            let segment = pipe.in_flight.front().filter(|segment| !segment.lost);
+            let arrival = segment.map(|segment| (segment.due, Step::Arrive(from)));
+            let ack = pipe.acks.front().map(|(at, _)| (*at, Step::Acknowledge(from)));
+            [arrival, ack].into_iter().flatten()
+        });
+        let next = steps.min_by_key(|(at, _)| *at)?;
+        Some((next.0.max(self.stalled_until), next.1))
+    }
+
+    fn arrive(&mut self, from: usize, at: Duration, path: Path, trace: &mut Trace) {
+        let pipe = &mut self.pipes[from];
+        if !path.open[from] {
+            return pipe.lose_in_flight();
+        }
+        let Some(segment) = pipe.in_flight.pop_front() else {
+            return;
+        };
+        match segment.payload {
+            Payload::Bytes(bytes) => self.arrive_bytes(from, &bytes, at, path, trace),
+            Payload::Fin => {
+                trace.note(at, format_args!("c{} end {} sees the end", self.id, 1 - from));
+                self.ends[1 - from].fin = true;
+            }
+            Payload::Rst => {
+                trace.note(at, format_args!("c{} end {} sees a reset", self.id, 1 - from));
+                self.reset_end(1 - from);
+            }
+        }
+    }
+
+    fn arrive_bytes(&mut self, from: usize, bytes: &[u8], at: Duration, path: Path, trace: &mut Trace) {
+        let gone = self.ends[1 - from].is_gone();
+        let pipe = &mut self.pipes[from];
+        pipe.deliver(bytes, !gone);
+        if gone {
+            trace.note(
+                at,
+                format_args!("c{} end {} rejects {} bytes", self.id, 1 - from, bytes.len()),
+            );
+            self.reject(1 - from, at, path);
+        } else if path.open[1 - from] {
+            pipe.send_ack(at + path.latency);
+        }
+    }
+
+    /// A kernel answers bytes for nobody with a reset, once.
+    fn reject(&mut self, end: usize, at: Duration, path: Path) {
+        if !std::mem::replace(&mut self.ends[end].rejected, true) {
+            self.tell(end, Payload::Rst, at, path);
+        }
+    }
+
+    /// Puts a mark from `end` behind its bytes in flight.
+    pub(super) fn tell(&mut self, end: usize, mark: Payload, at: Duration, path: Path) {
+        self.pipes[end].enqueue(mark, (at, at + path.latency), !path.open[end]);
+    }
+
+    fn take_ack(&mut self, from: usize, at: Duration) {
+        let pipe = &mut self.pipes[from];
+        if let Some((_, upto)) = pipe.acks.pop_front() {
+            pipe.acknowledge(upto, at);
+        }
+    }
+
+    /// This end is reset: what it had in flight is gone, what had arrived can still be read.
+    pub(super) fn reset_end(&mut self, end: usize) {
+        self.ends[end].reset = true;
+        self.pipes[end].clear_flight();
+    }
+
+    /// The path was cut somewhere.
+    pub(super) fn lose(&mut self, path: Path) {
+        for from in [0, 1] {
+            if !path.open[from] {
+                self.pipes[from].lose_in_flight();
+                self.pipes[1 - from].acks.clear();
+            }
+        }
+    }
+
+    /// The path was healed somewhere.
+    pub(super) fn recover(&mut self, path: Path, now: Duration) {
+        for from in [0, 1] {
+            if path.open[from] {
+                self.pipes[from].resend(now, path.latency, path.rto());
+            }
+            if path.is_open() {
+                self.pipes[from].acknowledge_again(now, path.rtt(), path.rto());
+            }
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! The real network: nonblocking TCP sockets.
+//!
+//! Every connection has `TCP_NODELAY` (the engine gathers its frames itself) and keepalive (the kernel ends
+//! a connection whose host is gone while nothing is in flight). `TCP_USER_TIMEOUT` is left alone on purpose:
+//! it also ends connections to peers that are alive and keep their window shut because their user is slow.
+//! A dead path is found by the engine instead, from [`Conn::health`].
+//! Invariant: a descriptor is closed only when its connection or listener is dropped.
+//! Read next: `tcp/conn.rs`.
+
+mod conn;
+mod health;
+mod tuning;
+mod zero_copy;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, Socket, Type};
+
+use self::tuning::Path;
+use super::{Conn, ConnOptions, Listener, Nic, Transport};
+use crate::sys::{nics, socket};
+
+pub use self::conn::TcpConn;
+
+/// Connections that the kernel keeps for us until they are accepted.
+const BACKLOG: i32 = 1024;
+/// An idle connection is probed after this many seconds,
+const KEEPALIVE_IDLE_S: i32 = 2;
+/// then this often,
+const KEEPALIVE_INTERVAL_S: i32 = 1;
+/// and given up after this many probes without an answer.
+const KEEPALIVE_PROBES: i32 = 5;
+
+/// The moment that [`TcpTransport::now`] counts from.
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+
+/// TCP through the kernel's sockets.
+#[derive(Debug, Default)]
+pub struct TcpTransport {
+    /// It has been said that connections cannot be bound to a device.
+    device_refusal_told: AtomicBool,
+}
+
+impl Transport for TcpTransport {
+    fn name(&self) -> &'static str {
+        "tcp"
+    }
+
+    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
+        Ok(Box::new(TcpListener::bind(address)?))
+    }
+
+    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
+        Ok(Box::new(self.connect(nic, to, options)?))
+    }
+
+    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
+        let Some(fd) = conn.fd() else { return };
+        let nics = nics::addresses().unwrap_or_default();
+        let path = Path::towards(&nics, Some(conn.local().ip()), conn.remote().ip()).or_by_round_trip(fd);
+        if let Err(e) = tuning::apply(fd, path, options) {
+            tracing::warn!("cannot tune the connection from {}: {e}", conn.remote());
+        }
+    }
+
+    fn nics(&self) -> io::Result<Vec<Nic>> {
+        nics::list()
+    }
+
+    fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
+        nics::route(to)
+    }
+
+    fn now(&self) -> Duration {
+        START.elapsed()
+    }
+}
+
+impl TcpTransport {
+    fn connect(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<TcpConn> {
+        let to = canonical(to);
+        let nics = nics::addresses()?;
+        let local_peer = nics::is_local(&nics, to.ip());
+        let socket = new_socket(to)?;
+        common_options(&socket)?;
+        let path = Path::towards(&nics, nic.map(|nic| nic.address), to.ip());
+        tuning::apply(socket.as_raw_fd(), path, options)?;
+        if let Some(nic) = nic {
+            self.bind(&socket, nic, to, local_peer)?;
+        }
+        match socket.connect(&to.into()) {
+            Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
+            _ => {}
+        }
+        TcpConn::dialled(socket, to, path, options)
+    }
+
+    /// Binds a connection to the NIC's address, and to the NIC itself unless the peer is on this host:
+    /// such packets travel over loopback, where a socket bound to another device would not see the answer.
+    fn bind(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
+        if nic.address.is_ipv4() != to.is_ipv4() {
+            let why = format!(
+                "{} of {} and {to} are of different families",
+                nic.address, nic.name
+            );
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
+        if !nic.loopback && !local_peer {
+            match socket::bind_to_device(socket.as_raw_fd(), &nic.name) {
+                Err(e) if e.raw_os_error() == Some(libc::EPERM) => self.tell_device_refusal(nic),
+                result => result?,
+            }
+        }
+        // The port is chosen by connect(), which can share one among destinations. Only a hint.
+        let _ = socket::set_int(
+            socket.as_raw_fd(),
+            libc::IPPROTO_IP,
+            libc::IP_BIND_ADDRESS_NO_PORT,
+            1,
+        );
+        socket.bind(&SocketAddr::new(nic.address, 0).into())
+    }
+
+    fn tell_device_refusal(&self, nic: &Nic) {
+        if !self.device_refusal_told.swap(true, Ordering::Relaxed) {
+            tracing::debug!(
+                "not allowed to bind to {}: its address alone chooses the route",
+                nic.name
+            );
+        }
+    }
+}
+
+/// A listening TCP socket.
+#[derive(Debug)]
+pub struct TcpListener {
+    socket: Socket,
+    local: SocketAddr,
+}
+
+impl TcpListener {
+    fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+        let socket = new_socket(address)?;
+        socket.set_reuse_address(true)?;
+        socket.bind(&address.into())?;
+        socket.listen(BACKLOG)?;
+        let local = ip_address(&socket.local_addr()?)?;
+        Ok(TcpListener { socket, local })
+    }
+}
+
+impl Listener for TcpListener {
+    fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>> {
+        loop {
+            match self.socket.accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
+                Ok((socket, remote)) => {
+                    // One that is gone already is the dialler's business; the next may be fine.
+                    if let Ok(conn) = accepted(socket, &remote) {
+                        return Ok(Some(Box::new(conn)));
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) if !is_about_the_connection(&e) => return Err(e),
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.socket.as_raw_fd())
+    }
+}
+
+fn accepted(socket: Socket, remote: &socket2::SockAddr) -> io::Result<TcpConn> {
+    common_options(&socket)?;
+    let remote = canonical(ip_address(remote)?);
+    let foreign = |nics: Vec<Nic>| !nics::is_local(&nics, remote.ip());
+    let local_peer = remote.ip().is_loopback() || !nics::addresses().is_ok_and(foreign);
+    TcpConn::established(socket, remote, local_peer)
+}
+
+/// Errors that accept() passes on from a connection that failed before it was taken.
+fn is_about_the_connection(error: &io::Error) -> bool {
+    const PASSED_ON: [i32; 10] = [
+        libc::EINTR,
+        libc::ECONNABORTED,
+        libc::ENETDOWN,
+        libc::EPROTO,
+        libc::ENOPROTOOPT,
+        libc::EHOSTDOWN,
+        libc::ENONET,
+        libc::EHOSTUNREACH,
+        libc::EOPNOTSUPP,
+        libc::ENETUNREACH,
+    ];
+    error
+        .raw_os_error()
+        .is_some_and(|errno| PASSED_ON.contains(&errno))
+}
+
+fn new_socket(address: SocketAddr) -> io::Result<Socket> {
+    Socket::new(
+        Domain::for_address(address),
+        Type::STREAM.nonblocking().cloexec(),
+        Some(Protocol::TCP),
+    )
+}
+
+fn common_options(socket: &Socket) -> io::Result<()> {
+    let fd = socket.as_raw_fd();
+    socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NODELAY, 1)?;
+    socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE, KEEPALIVE_IDLE_S)?;
+    socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)?;
+    socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_KEEPCNT, KEEPALIVE_PROBES)?;
+    socket::set_int(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 1)
+}
+
+fn ip_address(address: &socket2::SockAddr) -> io::Result<SocketAddr> {
+    address
+        .as_socket()
+        .ok_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable))
+}
+
+/// IPv4 addresses that an IPv6 listener reports as mapped ones, in their own form.
+fn canonical(address: SocketAddr) -> SocketAddr {
+    match address.ip().to_canonical() {
+        IpAddr::V4(v4) => SocketAddr::new(v4.into(), address.port()),
+        IpAddr::V6(_) => address,
+    }
+}

@@ -1,0 +1,281 @@
+//! One TCP connection.
+//!
+//! Its life: connecting -> open -> failed | shut. The kernel keeps the state; what is kept here is what the
+//! kernel forgets: an error is told by one call only, and later ones see an ordinary end of the stream.
+//! Invariant: the end of the stream is reported only when the peer ended it, or we did.
+//! Read next: `health.rs` and `zero_copy.rs`.
+
+use std::cell::Cell;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsRawFd, RawFd};
+
+use socket2::Socket;
+
+use super::health::Watch;
+use super::tuning::{self, Path};
+use super::zero_copy::ZeroCopy;
+use super::{START, canonical, ip_address};
+use crate::limits::IOVECS_PER_CALL_MAX;
+use crate::sys::tcp_info::{self, TcpInfo};
+use crate::sys::{socket, zerocopy};
+use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
+
+/// Shorter sends are copied: pinning their pages would cost more than the copy.
+const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
+/// We ask to be woken for at most this fraction of the receive buffer, so that the peer can go on sending.
+const WAKE_FRACTION: usize = 4;
+
+/// A TCP connection, dialled or accepted.
+#[derive(Debug)]
+pub struct TcpConn {
+    socket: Socket,
+    local: SocketAddr,
+    remote: SocketAddr,
+    /// No byte has moved yet.
+    connecting: bool,
+    /// To be applied if the round trip proves short, where addresses did not tell.
+    tune_late: Option<ConnOptions>,
+    /// The first error, which the kernel tells only once.
+    failure: Option<i32>,
+    shut: bool,
+    sent_bytes: u64,
+    wake_bytes: usize,
+    zero_copy: ZeroCopy,
+    watch: Cell<Watch>,
+}
+
+impl TcpConn {
+    /// A connection that has been started along a path.
+    pub(super) fn dialled(
+        socket: Socket,
+        remote: SocketAddr,
+        path: Path,
+        options: &ConnOptions,
+    ) -> io::Result<TcpConn> {
+        let mut conn = TcpConn::established(socket, remote, path == Path::SameHost)?;
+        conn.connecting = true;
+        conn.tune_late = (path == Path::Far && options.bulk).then(|| options.clone());
+        Ok(conn)
+    }
+
+    /// A connection that both hosts have agreed on.
+    pub(super) fn established(socket: Socket, remote: SocketAddr, local_peer: bool) -> io::Result<TcpConn> {
+        let local = canonical(ip_address(&socket.local_addr()?)?);
+        let zero_copy = ZeroCopy::new(!local_peer && zerocopy::enable(socket.as_raw_fd()).is_ok());
+        Ok(TcpConn {
+            socket,
+            local,
+            remote,
+            connecting: false,
+            tune_late: None,
+            failure: None,
+            shut: false,
+            sent_bytes: 0,
+            wake_bytes: 1,
+            zero_copy,
+            watch: Cell::default(),
+        })
+    }
+
+    /// Turns zero copy on where the path would leave it off.
+    #[cfg(test)]
+    pub(super) fn force_zero_copy(&mut self) {
+        zerocopy::enable(self.descriptor()).expect("Linux has had it since 4.14");
+        self.zero_copy = ZeroCopy::new(true);
+    }
+
+    fn descriptor(&self) -> RawFd {
+        self.socket.as_raw_fd()
+    }
+
+    /// Bytes have moved: the first ones prove the connection.
+    fn moved(&mut self, bytes: usize) -> usize {
+        self.connecting = false;
+        if let Some(options) = self.tune_late.take() {
+            tuning::apply_late(self.descriptor(), &options);
+        }
+        bytes
+    }
+
+    /// The error to tell the caller: `WouldBlock` while connecting, and the first failure for ever after.
+    fn judged(&mut self, error: io::Error) -> io::Error {
+        if error.kind() == io::ErrorKind::WouldBlock {
+            return error;
+        }
+        let mut errno = error.raw_os_error().unwrap_or(libc::EIO);
+        if self.connecting && matches!(errno, libc::ENOTCONN | libc::EINPROGRESS) {
+            match socket::take_error(self.descriptor()) {
+                Some(cause) => errno = cause.raw_os_error().unwrap_or(errno),
+                None if self.is_dialling() => return io::Error::from(io::ErrorKind::WouldBlock),
+                None => {}
+            }
+        }
+        io::Error::from_raw_os_error(*self.failure.get_or_insert(errno))
+    }
+
+    fn is_dialling(&self) -> bool {
+        TcpInfo::read(self.descriptor()).is_ok_and(|info| info.state == tcp_info::SYN_SENT)
+    }
+
+    /// Nothing was placed: the end of the stream, unless there was a failure or no room.
+    fn ended(&self, pieces: &[IoVec]) -> io::Result<usize> {
+        if total_bytes(pieces) == 0 {
+            return Err(io::Error::from(io::ErrorKind::InvalidInput));
+        }
+        match self.failure {
+            // EPIPE: we had written to a peer that had ended its stream before, in order.
+            None | Some(libc::EPIPE) => Ok(0),
+            Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+
+    /// Counts what a send took; nothing taken means that there was nothing to send.
+    fn took(&mut self, result: io::Result<usize>) -> io::Result<usize> {
+        match result {
+            Ok(0) => Err(io::Error::from(io::ErrorKind::InvalidInput)),
+            Ok(bytes) => {
+                self.sent_bytes += bytes as u64;
+                Ok(self.moved(bytes))
+            }
+            Err(e) => Err(self.judged(e)),
+        }
+    }
+
+    /// Reads the kernel's notices about zero-copy sends, which also clears `EPOLLERR`.
+    fn drain_completions(&mut self) {
+        while self.zero_copy.is_unfinished() {
+            match zerocopy::completion(self.descriptor()) {
+                Ok(completion) => completion
+                    .into_iter()
+                    .for_each(|done| self.zero_copy.finish(done)),
+                Err(_) => break,
+            }
+        }
+    }
+}
+
+impl Conn for TcpConn {
+    unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        if self.shut {
+            return Err(io::Error::from(io::ErrorKind::BrokenPipe));
+        }
+        // SAFETY: promised by the caller.
+        let result = unsafe { socket::send(self.descriptor(), pieces, 0) };
+        self.took(result)
+    }
+
+    fn zero_copy(&self) -> bool {
+        self.zero_copy.usable()
+    }
+
+    unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        if self.shut || !self.zero_copy.has_room() || total_bytes(pieces) < ZERO_COPY_BYTES_MIN {
+            // SAFETY: readable for longer than the call, as promised by the caller.
+            return unsafe { self.send(pieces) };
+        }
+        let start = self.sent_bytes;
+        // SAFETY: the caller keeps the memory until `released` passes it, which waits for the completion.
+        match unsafe { zerocopy::send(self.descriptor(), pieces) } {
+            Err(e) if matches!(e.raw_os_error(), Some(libc::ENOBUFS | libc::EFAULT)) => {
+                if e.raw_os_error() == Some(libc::EFAULT) {
+                    self.zero_copy.turn_off();
+                }
+                // SAFETY: as above.
+                unsafe { self.send(pieces) }
+            }
+            result => {
+                if result.is_ok() {
+                    self.zero_copy.sent(start);
+                }
+                self.took(result)
+            }
+        }
+    }
+
+    fn released(&mut self) -> u64 {
+        self.drain_completions();
+        self.zero_copy.released(self.sent_bytes)
+    }
+
+    unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        if self.shut {
+            return Ok(0);
+        }
+        // SAFETY: promised by the caller.
+        match unsafe { socket::recv(self.descriptor(), pieces) } {
+            Ok(0) => self.ended(pieces),
+            Ok(bytes) => Ok(self.moved(bytes)),
+            Err(e) => Err(self.judged(e)),
+        }
+    }
+
+    fn unsent_bytes(&self) -> usize {
+        socket::unsent_bytes(self.descriptor()).unwrap_or(0)
+    }
+
+    fn health(&self) -> PathHealth {
+        let info = TcpInfo::read(self.descriptor()).unwrap_or_default();
+        let mut watch = self.watch.get();
+        let health = watch.look(START.elapsed(), &info);
+        self.watch.set(watch);
+        health
+    }
+
+    fn want_bytes(&mut self, bytes: usize) {
+        if bytes.max(1) == self.wake_bytes {
+            return;
+        }
+        let buffer = socket::get_int(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVBUF);
+        let limit = buffer.map_or(1, |buffer| buffer as usize / WAKE_FRACTION).max(1);
+        let bytes = bytes.clamp(1, limit);
+        if bytes != self.wake_bytes
+            && socket::set_int(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes as _).is_ok()
+        {
+            self.wake_bytes = bytes;
+        }
+    }
+
+    fn shutdown(&mut self) {
+        if !self.shut {
+            self.shut = true;
+            // Fails only when the connection has ended already.
+            let _ = socket::shutdown(self.descriptor());
+        }
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        Some(self.descriptor())
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn remote(&self) -> SocketAddr {
+        self.remote
+    }
+
+    fn congestion_control(&self) -> String {
+        socket::congestion_control(self.descriptor()).unwrap_or_else(|_| String::from("unknown"))
+    }
+}
+
+impl Drop for TcpConn {
+    /// A drop ends the promise that memory stays unchanged. What the kernel has not finished sending must
+    /// then never be sent, or the peer would receive whatever is there later: such a connection is aborted.
+    fn drop(&mut self) {
+        self.drain_completions();
+        if self.zero_copy.is_unfinished() {
+            let _ = socket::abort_on_close(self.descriptor());
+        }
+    }
+}
+
+/// The bytes of the pieces that one call looks at.
+fn total_bytes(pieces: &[IoVec]) -> usize {
+    let looked_at = &pieces[..pieces.len().min(IOVECS_PER_CALL_MAX)];
+    looked_at
+        .iter()
+        .fold(0, |total, piece| total.saturating_add(piece.len))
+}

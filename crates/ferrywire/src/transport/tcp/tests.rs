@@ -1,0 +1,441 @@
+//! The transport's promises, over loopback; `veth.rs` has those that need two hosts.
+
+mod veth;
+mod zero_copy;
+
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::thread;
+
+use super::*;
+use crate::limits::IOVECS_PER_CALL_MAX;
+use crate::sys::poll::{Event, Interest, Poller};
+use crate::transport::{IoVec, PathHealth};
+
+const DEADLINE: Duration = Duration::from_secs(10);
+
+fn localhost(port: u16) -> SocketAddr {
+    SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)
+}
+
+fn bulk() -> ConnOptions {
+    ConnOptions {
+        bulk: true,
+        ..ConnOptions::default()
+    }
+}
+
+/// Repeats what would block.
+fn eventually<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
+    let start = Instant::now();
+    loop {
+        match call() {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock && start.elapsed() < DEADLINE => {
+                thread::yield_now()
+            }
+            result => return result,
+        }
+    }
+}
+
+fn until(what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < DEADLINE, "not within {DEADLINE:?}: {what}");
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn accept(listener: &mut dyn Listener) -> Box<dyn Conn> {
+    eventually(|| listener.accept()?.ok_or_else(|| io::ErrorKind::WouldBlock.into())).unwrap()
+}
+
+/// A dialled connection and its accepted end.
+fn pair_with(options: &ConnOptions) -> (TcpConn, Box<dyn Conn>) {
+    let transport = TcpTransport::default();
+    let mut listener = transport.listen(localhost(0)).unwrap();
+    let dialled = transport.connect(None, listener.local(), options).unwrap();
+    (dialled, accept(listener.as_mut()))
+}
+
+fn pair() -> (TcpConn, Box<dyn Conn>) {
+    pair_with(&ConnOptions::default())
+}
+
+fn pieces_over(bytes: &mut [u8], piece_bytes: usize) -> Vec<IoVec> {
+    bytes
+        .chunks_mut(piece_bytes)
+        .map(|piece| IoVec::new(piece.as_mut_ptr(), piece.len()))
+        .collect()
+}
+
+fn send_from(conn: &mut dyn Conn, bytes: &mut [u8]) -> io::Result<usize> {
+    let pieces = pieces_over(bytes, usize::MAX);
+    // SAFETY: the pieces lie in `bytes`.
+    unsafe { conn.send(&pieces) }
+}
+
+fn recv_into(conn: &mut dyn Conn, bytes: &mut [u8]) -> io::Result<usize> {
+    let pieces = pieces_over(bytes, usize::MAX);
+    // SAFETY: the pieces lie in `bytes`.
+    unsafe { conn.recv(&pieces) }
+}
+
+fn send_all(conn: &mut dyn Conn, bytes: &mut [u8]) {
+    let mut sent = 0;
+    while sent < bytes.len() {
+        sent += eventually(|| send_from(conn, &mut bytes[sent..])).unwrap();
+    }
+}
+
+fn recv_all(conn: &mut dyn Conn, bytes: &mut [u8]) {
+    let mut received = 0;
+    while received < bytes.len() {
+        match eventually(|| recv_into(conn, &mut bytes[received..])).unwrap() {
+            0 => panic!("the stream ended after {received} bytes"),
+            count => received += count,
+        }
+    }
+}
+
+fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i % 251) as u8).collect()
+}
+
+/// Sends until the kernel takes no more; returns what it took.
+fn fill(mut send: impl FnMut() -> io::Result<usize>) -> usize {
+    let mut sent = 0;
+    loop {
+        match send() {
+            Ok(count) => sent += count,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return sent,
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+fn ready(conn: &dyn Conn, interest: Interest, timeout: Duration) -> Option<Event> {
+    let poller = Poller::new().unwrap();
+    poller.add(conn.fd().unwrap(), 1, interest).unwrap();
+    let mut events = Vec::new();
+    poller.wait(&mut events, Some(timeout)).unwrap();
+    events.pop()
+}
+
+#[test]
+fn a_full_connection_takes_a_part_and_then_would_block() {
+    let (mut near, mut far) = pair();
+    let mut bytes = pattern(64 << 20);
+    let first = eventually(|| send_from(&mut near, &mut bytes)).unwrap();
+    assert!(first < bytes.len());
+    let mut sent = first;
+    sent += fill(|| send_from(&mut near, &mut bytes[sent..sent + 251]));
+    assert!(near.unsent_bytes() > 0);
+    let mut received = vec![0; sent];
+    recv_all(far.as_mut(), &mut received);
+    assert!(received[..first] == bytes[..first], "bytes were changed");
+    assert_eq!(near.unsent_bytes(), 0);
+}
+
+#[test]
+fn shutdown_ends_both_directions_once() {
+    let (mut near, mut far) = pair();
+    send_all(far.as_mut(), &mut pattern(100));
+    near.shutdown();
+    near.shutdown();
+    assert_eq!(recv_into(&mut near, &mut [0; 8]).unwrap(), 0);
+    assert_eq!(
+        send_from(&mut near, &mut [0; 8]).unwrap_err().kind(),
+        io::ErrorKind::BrokenPipe
+    );
+    assert_eq!(eventually(|| recv_into(far.as_mut(), &mut [0; 8])).unwrap(), 0);
+}
+
+#[test]
+fn the_stream_ends_after_its_last_byte() {
+    let (near, mut far) = pair();
+    let mut near: Box<dyn Conn> = Box::new(near);
+    send_all(near.as_mut(), &mut pattern(1000));
+    drop(near);
+    recv_all(far.as_mut(), &mut [0; 1000]);
+    assert_eq!(eventually(|| recv_into(far.as_mut(), &mut [0; 8])).unwrap(), 0);
+    assert_eq!(recv_into(far.as_mut(), &mut [0; 8]).unwrap(), 0);
+}
+
+#[test]
+fn a_refused_connection_says_so_every_time() {
+    let free_port = TcpTransport::default().listen(localhost(0)).unwrap().local();
+    let mut conn = match TcpTransport::default().dial(None, free_port, &ConnOptions::default()) {
+        Ok(conn) => conn,
+        Err(e) => return assert_eq!(e.kind(), io::ErrorKind::ConnectionRefused),
+    };
+    for _ in 0..2 {
+        let sent = eventually(|| send_from(conn.as_mut(), &mut [0; 8]));
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+        let received = eventually(|| recv_into(conn.as_mut(), &mut [0; 8]));
+        assert_eq!(received.unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+}
+
+#[test]
+fn a_reset_is_not_mistaken_for_the_end_of_the_stream() {
+    let (mut near, far) = pair();
+    send_all(&mut near, &mut pattern(100));
+    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+    drop(far); // with unread bytes: the kernel resets
+    for _ in 0..2 {
+        let received = eventually(|| recv_into(&mut near, &mut [0; 8]));
+        assert_eq!(received.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+    assert_eq!(
+        send_from(&mut near, &mut [0; 8]).unwrap_err().kind(),
+        io::ErrorKind::ConnectionReset
+    );
+}
+
+#[test]
+fn writing_to_a_peer_that_has_ended_does_not_spoil_what_it_said() {
+    let (mut near, mut far) = pair();
+    send_all(far.as_mut(), &mut pattern(100));
+    far.shutdown();
+    let end = Event {
+        token: 1,
+        readable: true,
+        writable: true,
+        error: false,
+        hangup: false,
+    };
+    until("the end has arrived", || {
+        ready(&near, Interest::BOTH, DEADLINE) == Some(end)
+    });
+    let refused =
+        eventually(|| send_from(&mut near, &mut [0; 8]).and(Err::<(), _>(io::ErrorKind::WouldBlock.into())));
+    assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+    recv_all(&mut near, &mut [0; 100]);
+    assert_eq!(recv_into(&mut near, &mut [0; 8]).unwrap(), 0);
+}
+
+#[test]
+fn a_thousand_pieces_are_gathered_and_scattered() {
+    let (mut near, mut far) = pair();
+    let (mut bytes, mut received) = (pattern(13_000), vec![0; 13_000]);
+    let pieces = pieces_over(&mut bytes, 13);
+    assert_eq!(pieces.len(), 1000);
+    // SAFETY: the pieces lie in `bytes`.
+    assert_eq!(eventually(|| unsafe { near.send(&pieces) }).unwrap(), 13_000);
+    far.want_bytes(13_000);
+    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+    let places = pieces_over(&mut received, 13);
+    // SAFETY: the pieces lie in `received`.
+    assert_eq!(unsafe { far.recv(&places) }.unwrap(), 13_000);
+    assert_eq!(received, bytes);
+}
+
+#[test]
+fn pieces_past_the_kernels_limit_are_left_for_the_next_call() {
+    let (mut near, _far) = pair();
+    let mut bytes = pattern(2000);
+    let pieces = pieces_over(&mut bytes, 1);
+    // SAFETY: the pieces lie in `bytes`.
+    let sent = eventually(|| unsafe { near.send(&pieces) });
+    assert_eq!(sent.unwrap(), IOVECS_PER_CALL_MAX);
+}
+
+#[test]
+fn nothing_to_send_or_no_room_is_an_error_not_an_end() {
+    let (mut near, mut far) = pair();
+    assert_eq!(
+        send_from(&mut near, &mut []).unwrap_err().kind(),
+        io::ErrorKind::InvalidInput
+    );
+    send_all(&mut near, &mut [1]);
+    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+    assert_eq!(
+        recv_into(far.as_mut(), &mut []).unwrap_err().kind(),
+        io::ErrorKind::InvalidInput
+    );
+}
+
+#[test]
+fn few_bytes_do_not_wake_who_wants_many() {
+    let (mut near, mut far) = pair_with(&bulk());
+    TcpTransport::default().tune(far.as_mut(), &bulk());
+    far.want_bytes(64 << 10);
+    send_all(&mut near, &mut pattern(1 << 10));
+    assert_eq!(
+        ready(far.as_ref(), Interest::READ, Duration::from_millis(50)),
+        None
+    );
+    send_all(&mut near, &mut pattern(63 << 10));
+    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+}
+
+#[test]
+fn a_wish_for_more_than_fits_is_clamped_and_can_be_taken_back() {
+    let (mut near, mut far) = pair();
+    far.want_bytes(usize::MAX);
+    let option = |name| socket::get_int(far.fd().unwrap(), libc::SOL_SOCKET, name).unwrap();
+    assert_eq!(option(libc::SO_RCVLOWAT), option(libc::SO_RCVBUF) / 4);
+    far.want_bytes(0);
+    send_all(&mut near, &mut [1]);
+    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+}
+
+#[test]
+fn wanting_many_bytes_never_stalls_a_transfer() {
+    for options in [bulk(), ConnOptions::default()] {
+        let (mut near, mut far) = pair_with(&options);
+        TcpTransport::default().tune(far.as_mut(), &options);
+        let mut left = 32 << 20;
+        let sender = thread::spawn(move || {
+            send_all(&mut near, &mut pattern(left));
+            near
+        });
+        let mut bytes = vec![0; 1 << 20];
+        while left > 0 {
+            far.want_bytes(left.min(bytes.len()));
+            assert!(
+                ready(far.as_ref(), Interest::READ, DEADLINE).is_some(),
+                "stalled with {left} bytes left"
+            );
+            left -= recv_into(far.as_mut(), &mut bytes).unwrap();
+        }
+        sender.join().unwrap();
+    }
+}
+
+#[test]
+fn the_loopback_nic_is_known_and_routed_to() {
+    let transport = TcpTransport::default();
+    let nics = transport.nics().unwrap();
+    assert!(nics.iter().any(|nic| nic.loopback && nic.name == "lo"));
+    assert_eq!(
+        transport.route(Ipv4Addr::LOCALHOST.into()).unwrap(),
+        Ipv4Addr::LOCALHOST
+    );
+}
+
+#[test]
+fn a_bound_connection_comes_from_its_nic() {
+    let transport = TcpTransport::default();
+    let mut listener = transport.listen(localhost(0)).unwrap();
+    let mut nic = transport
+        .nics()
+        .unwrap()
+        .into_iter()
+        .find(|nic| nic.address == Ipv4Addr::LOCALHOST)
+        .unwrap();
+    nic.address = Ipv4Addr::new(127, 0, 0, 77).into();
+    let dialled = transport.dial(Some(&nic), listener.local(), &bulk()).unwrap();
+    assert_eq!(dialled.local().ip(), nic.address);
+    assert_eq!(accept(listener.as_mut()).remote(), dialled.local());
+}
+
+#[test]
+fn every_nic_reaches_this_host_itself() {
+    let transport = TcpTransport::default();
+    let mut listener = transport.listen(localhost(0)).unwrap();
+    for nic in transport
+        .nics()
+        .unwrap()
+        .iter()
+        .filter(|nic| nic.address.is_ipv4() && nic.up)
+    {
+        let mut dialled = transport.dial(Some(nic), listener.local(), &bulk()).unwrap();
+        send_all(dialled.as_mut(), &mut [1, 2, 3]);
+        recv_all(accept(listener.as_mut()).as_mut(), &mut [0; 3]);
+    }
+}
+
+#[test]
+fn a_nic_of_another_family_is_refused() {
+    let transport = TcpTransport::default();
+    let nic = transport
+        .nics()
+        .unwrap()
+        .into_iter()
+        .find(|nic| nic.address.is_ipv4())
+        .unwrap();
+    let to = SocketAddr::new(Ipv6Addr::LOCALHOST.into(), 1);
+    let refused = transport.dial(Some(&nic), to, &bulk()).map(drop);
+    assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::InvalidInput);
+}
+
+#[test]
+fn an_ipv6_listener_reports_ipv4_peers_as_such() {
+    let transport = TcpTransport::default();
+    let mut listener = match transport.listen(SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0)) {
+        Ok(listener) => listener,
+        Err(e) => return println!("SKIPPED: needs IPv6: {e}"),
+    };
+    assert!(listener.accept().unwrap().is_none());
+    let dialled = transport
+        .dial(None, localhost(listener.local().port()), &bulk())
+        .unwrap();
+    let accepted = accept(listener.as_mut());
+    assert_eq!(
+        (accepted.remote(), accepted.local()),
+        (dialled.local(), dialled.remote())
+    );
+}
+
+#[test]
+fn a_healthy_connection_waits_for_nothing() {
+    let (mut near, mut far) = pair();
+    send_all(&mut near, &mut pattern(1000));
+    recv_all(far.as_mut(), &mut [0; 1000]);
+    until("everything is acknowledged", || !near.health().waiting);
+    let PathHealth {
+        unanswered,
+        silent_for,
+        rtt,
+        ..
+    } = near.health();
+    assert_eq!(unanswered, 0);
+    assert!(silent_for < Duration::from_secs(1));
+    assert!(rtt > Duration::ZERO && rtt < Duration::from_secs(1));
+}
+
+#[test]
+fn a_live_peer_that_does_not_read_is_not_a_dead_path() {
+    let (mut near, _far) = pair();
+    let mut bytes = pattern(1 << 20);
+    fill(|| send_from(&mut near, &mut bytes));
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(3500) {
+        let health = near.health();
+        assert!(health.waiting);
+        assert!(
+            health.unanswered <= 1 && health.silent_for < Duration::from_secs(1),
+            "{health:?}"
+        );
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn bulk_within_a_host_gets_buffers_and_a_fast_congestion_control() {
+    let (near, mut far) = pair_with(&bulk());
+    TcpTransport::default().tune(far.as_mut(), &bulk());
+    let (plain, _) = pair();
+    socket::set_congestion_control(plain.fd().unwrap(), "cubic").ok();
+    for conn in [&near as &dyn Conn, far.as_ref()] {
+        assert_eq!(conn.congestion_control(), plain.congestion_control());
+        for name in [libc::SO_SNDBUF, libc::SO_RCVBUF] {
+            assert!(socket::get_int(conn.fd().unwrap(), libc::SOL_SOCKET, name).unwrap() > 1 << 17);
+        }
+    }
+}
+
+#[test]
+fn an_explicit_congestion_control_is_taken_or_refused() {
+    let named = |name: &str| ConnOptions {
+        congestion_control: Some(name.into()),
+        ..bulk()
+    };
+    let (near, _far) = pair_with(&named("reno"));
+    assert_eq!(near.congestion_control(), "reno");
+    let refused = TcpTransport::default()
+        .dial(None, localhost(1), &named("no_such"))
+        .map(drop);
+    assert!(refused.unwrap_err().to_string().contains("no_such"));
+}

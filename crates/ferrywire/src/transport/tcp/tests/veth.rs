@@ -1,0 +1,199 @@
+//! Between two network namespaces: two hosts as far as TCP can tell.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::process::{self, Command, Stdio};
+use std::sync::atomic::AtomicU32;
+
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+
+use super::*;
+use crate::limits::{PATH_CHECK_INTERVAL, PATH_DEAD_AFTER};
+
+const NEAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 1);
+const FAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 2);
+/// In their subnet, and nobody's.
+const NOBODY: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 3);
+
+/// Two network namespaces joined by a veth pair, removed when dropped.
+struct Namespaces {
+    near: String,
+    far: String,
+}
+
+impl Namespaces {
+    fn new() -> Option<Namespaces> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let id = format!("{}-{}", process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let pair = Namespaces {
+            near: format!("fw-near-{id}"),
+            far: format!("fw-far-{id}"),
+        };
+        let made = pair.make();
+        if made.is_none() {
+            println!("SKIPPED: needs root and iproute2");
+        }
+        made.map(|()| pair)
+    }
+
+    fn make(&self) -> Option<()> {
+        let (near, far) = (&self.near, &self.far);
+        ip(&format!("netns add {near}"))?;
+        ip(&format!("netns add {far}"))?;
+        ip(&format!(
+            "-n {near} link add fw0 type veth peer name fw0 netns {far}"
+        ))?;
+        for (name, address) in [(near, NEAR), (far, FAR)] {
+            ip(&format!("-n {name} addr add {address}/24 dev fw0"))?;
+            ip(&format!("-n {name} link set lo up"))?;
+            ip(&format!("-n {name} link set fw0 up"))?;
+        }
+        Some(())
+    }
+
+    fn listen(&self) -> Box<dyn Listener> {
+        within(&self.far, || {
+            TcpTransport::default().listen(SocketAddr::new(FAR.into(), 0))
+        })
+        .unwrap()
+    }
+
+    fn dial(&self, to: SocketAddr) -> Box<dyn Conn> {
+        let dial = || {
+            let transport = TcpTransport::default();
+            let nics = transport.nics()?;
+            let nic = nics.iter().find(|nic| nic.address == NEAR).expect("it was added");
+            transport.dial(Some(nic), to, &bulk())
+        };
+        within(&self.near, dial).unwrap()
+    }
+
+    fn pair(&self) -> (Box<dyn Conn>, Box<dyn Conn>) {
+        let mut listener = self.listen();
+        let near = self.dial(listener.local());
+        (near, within(&self.far, || accept(listener.as_mut())))
+    }
+}
+
+impl Drop for Namespaces {
+    fn drop(&mut self) {
+        ip(&format!("netns del {}", self.near));
+        ip(&format!("netns del {}", self.far));
+    }
+}
+
+fn ip(arguments: &str) -> Option<()> {
+    let mut command = Command::new("ip");
+    command
+        .args(arguments.split(' '))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null());
+    command
+        .status()
+        .is_ok_and(|status| status.success())
+        .then_some(())
+}
+
+/// Runs something on a thread inside a namespace; sockets made there stay there.
+fn within<T: Send>(name: &str, action: impl FnOnce() -> T + Send) -> T {
+    let inside = || {
+        let namespace = File::open(format!("/run/netns/{name}")).expect("`ip netns add` has made it");
+        move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network)).expect("we are root");
+        action()
+    };
+    thread::scope(|scope| scope.spawn(inside).join().unwrap())
+}
+
+fn unsent_limit(conn: &dyn Conn) -> i32 {
+    socket::get_int(conn.fd().unwrap(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT).unwrap()
+}
+
+#[test]
+fn between_hosts_bulk_is_tuned_for_a_short_path() {
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let (near, mut far) = namespaces.pair();
+    within(&namespaces.far, || {
+        TcpTransport::default().tune(far.as_mut(), &bulk())
+    });
+    for conn in [near.as_ref(), far.as_ref()] {
+        assert_eq!(conn.congestion_control(), "cubic");
+        assert_eq!(unsent_limit(conn), 256 << 10);
+    }
+    assert_eq!((near.local().ip(), near.remote().ip()), (NEAR.into(), FAR.into()));
+}
+
+#[test]
+fn veth_copies_so_zero_copy_turns_itself_off() {
+    let mut bytes = pattern(128 << 10);
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let (mut near, mut far) = namespaces.pair();
+    assert!(near.zero_copy() && far.zero_copy());
+    let pieces = pieces_over(&mut bytes, 4096);
+    let (mut sent, mut received) = (0, vec![0; 1 << 20]);
+    while near.zero_copy() {
+        // SAFETY: `bytes` outlives the connection.
+        sent += eventually(|| unsafe { near.send_stable(&pieces) }).unwrap();
+        recv_into(far.as_mut(), &mut received).ok();
+        near.released();
+        assert!(sent < 64 << 20, "zero copy stayed on");
+    }
+    until("everything is released", || {
+        recv_into(far.as_mut(), &mut received).ok();
+        near.released() == sent as u64
+    });
+}
+
+#[test]
+fn connecting_would_block_until_there_is_an_answer() {
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let mut conn = namespaces.dial(SocketAddr::new(NOBODY.into(), 9));
+    for _ in 0..3 {
+        let sent = send_from(conn.as_mut(), &mut [0; 8]);
+        assert_eq!(sent.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        let received = recv_into(conn.as_mut(), &mut [0; 8]);
+        assert_eq!(received.unwrap_err().kind(), io::ErrorKind::WouldBlock);
+    }
+    assert!(conn.health().waiting);
+    let failed = eventually(|| send_from(conn.as_mut(), &mut [0; 8])).unwrap_err();
+    assert_eq!(failed.kind(), io::ErrorKind::HostUnreachable);
+    assert_eq!(
+        recv_into(conn.as_mut(), &mut [0; 8]).unwrap_err().kind(),
+        failed.kind()
+    );
+}
+
+/// Breaks the path in some way under a connection that then sends; it must be found dead in time.
+fn is_found_dead(break_path: impl FnOnce(&Namespaces)) {
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let (mut near, mut far) = namespaces.pair();
+    send_all(near.as_mut(), &mut pattern(1000));
+    recv_all(far.as_mut(), &mut [0; 1000]);
+    break_path(&namespaces);
+    let start = Instant::now();
+    send_all(near.as_mut(), &mut pattern(1000));
+    until("the path is dead", || {
+        thread::sleep(PATH_CHECK_INTERVAL);
+        let health = near.health();
+        health.waiting && health.unanswered > 0 && health.silent_for >= PATH_DEAD_AFTER
+    });
+    assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_path_without_a_carrier_is_dead_within_two_seconds() {
+    is_found_dead(|namespaces| ip(&format!("-n {} link set fw0 down", namespaces.far)).unwrap());
+}
+
+#[test]
+fn a_path_that_swallows_everything_is_dead_within_two_seconds() {
+    let wrong = format!("neigh replace {FAR} lladdr 02:00:00:00:00:99 nud permanent dev fw0");
+    is_found_dead(|namespaces| ip(&format!("-n {} {wrong}", namespaces.near)).unwrap());
+}

@@ -1,0 +1,408 @@
+//! Frames on a data channel: what is written before, and instead of, payload.
+//!
+//! A frame is a [`Header`], then `segments` placement descriptors, then `len` payload bytes, then
+//! `notify` message bytes. Every frame but [`Kind::Ack`] takes a place in the channel's window and is
+//! acknowledged by count; each header also carries the count received the other way.
+//!
+//! Invariant: [`Header::decode`] accepts nothing that breaks a limit of `limits.rs`, so what it returns
+//! can be used to size buffers. Pure: bytes in, values out. Read next: `window.rs`, `channel.rs`.
+
+use crate::limits;
+
+/// Bytes of an encoded [`Header`].
+pub const HEADER_BYTES: usize = 56;
+/// Bytes of an encoded [`Placement`].
+pub const PLACEMENT_BYTES: usize = 12;
+/// Bytes of an encoded refusal in an [`Kind::Ack`] frame.
+pub const REFUSAL_BYTES: usize = 8;
+
+const MAGIC: u16 = 0xfe77;
+
+/// What a frame is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// Payload for the region or sink `key`: at `offset`, or where the descriptors say.
+    Data = 1,
+    /// Acknowledgement alone; its payload lists refused frames.
+    Ack = 2,
+    /// A message delivered once `total` bytes of `transfer` are placed (0: at once).
+    Notify = 3,
+    /// An eager message with tag `key`; `offset` is its number in the sender's order.
+    Send = 4,
+    /// A message with tag `key` of `total` bytes waits at the sender; `offset` as for `Send`.
+    Announce = 5,
+    /// The announced message `transfer` may go to sink `key`.
+    Match = 6,
+    /// `total` bytes of eager credit are given back.
+    Credit = 7,
+    /// Asks for the descriptors' ranges of region `key`, to be written to sink `total` at `offset`.
+    Read = 8,
+    /// `transfer` (a read or an announced send) cannot be served; `key` is the reason's code.
+    Refuse = 9,
+}
+
+impl Kind {
+    fn parse(byte: u8) -> Option<Kind> {
+        use Kind::*;
+        [Data, Ack, Notify, Send, Announce, Match, Credit, Read, Refuse]
+            .into_iter()
+            .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// The header carries a checksum of everything behind it.
+pub const FLAG_CRC: u8 = 1;
+/// The receiver counts the payload towards `total` of `transfer`, for a notification that follows.
+pub const FLAG_COUNTED: u8 = 2;
+/// `key` is a sink: an ephemeral target made by a matching receive or read.
+pub const FLAG_SINK: u8 = 4;
+const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK;
+
+/// The fixed part of a frame. The meaning of `transfer`, `key`, `offset`, `total` is the [`Kind`]'s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What the frame is.
+    pub kind: Kind,
+    /// `FLAG_*` bits.
+    pub flags: u8,
+    /// Placement descriptors that follow (0: one placement, at `offset`).
+    pub segments: u16,
+    /// Payload bytes, descriptors and notification apart.
+    pub len: u32,
+    /// Low 32 bits of the number of frames received and placed, the other way.
+    pub ack: u32,
+    /// CRC-32 of descriptors, payload and notification, under [`FLAG_CRC`].
+    pub crc: u32,
+    /// The sender's number of the transfer.
+    pub transfer: u64,
+    /// Region, sink or tag.
+    pub key: u64,
+    /// Offset in the target, or a message's number.
+    pub offset: u64,
+    /// Total length, or another 64-bit value.
+    pub total: u64,
+    /// Bytes of a notification behind the payload, delivered when the payload is placed.
+    pub notify: u16,
+}
+
+/// Why bytes are not a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// The stream is out of step or was never ours.
+    #[error("not a frame header")]
+    NotAHeader,
+    /// A field breaks its limit or contradicts another.
+    #[error("frame field out of range: {0}")]
+    OutOfRange(&'static str),
+    /// The checksum differs.
+    #[error("checksum mismatch: expected {expected:08x}, computed {computed:08x}")]
+    Checksum {
+        /// What the header says.
+        expected: u32,
+        /// What arrived.
+        computed: u32,
+    },
+}
+
+impl Header {
+    /// A header of this kind with everything else zero.
+    pub fn new(kind: Kind) -> Header {
+        Header {
+            kind,
+            flags: 0,
+            segments: 0,
+            len: 0,
+            ack: 0,
+            crc: 0,
+            transfer: 0,
+            key: 0,
+            offset: 0,
+            total: 0,
+            notify: 0,
+        }
+    }
+
+    /// Bytes that follow the header before the payload.
+    pub fn placement_bytes(&self) -> usize {
+        usize::from(self.segments) * PLACEMENT_BYTES
+    }
+
+    /// Bytes that follow the header in all.
+    pub fn body_bytes(&self) -> usize {
+        self.placement_bytes() + self.len as usize + usize::from(self.notify)
+    }
+
+    /// The header as it travels.
+    pub fn encode(&self) -> [u8; HEADER_BYTES] {
+        let mut out = [0u8; HEADER_BYTES];
+        out[0] = self.kind as u8;
+        out[1] = self.flags;
+        out[2..4].copy_from_slice(&self.segments.to_le_bytes());
+        out[4..8].copy_from_slice(&self.len.to_le_bytes());
+        out[8..12].copy_from_slice(&self.ack.to_le_bytes());
+        out[12..16].copy_from_slice(&self.crc.to_le_bytes());
+        out[16..24].copy_from_slice(&self.transfer.to_le_bytes());
+        out[24..32].copy_from_slice(&self.key.to_le_bytes());
+        out[32..40].copy_from_slice(&self.offset.to_le_bytes());
+        out[40..48].copy_from_slice(&self.total.to_le_bytes());
+        out[48..50].copy_from_slice(&self.notify.to_le_bytes());
+        out[50..52].copy_from_slice(&MAGIC.to_le_bytes());
+        out
+    }
+
+    /// Reads a header and checks every field against its limit.
+    pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
+        let kind = Kind::parse(bytes[0]).ok_or(WireError::NotAHeader)?;
+        if u16_at(bytes, 50) != MAGIC || bytes[52..56] != [0; 4] {
+            return Err(WireError::NotAHeader);
+        }
+        let header = Header {
+            kind,
+            flags: bytes[1],
+            segments: u16_at(bytes, 2),
+            len: u32_at(bytes, 4),
+            ack: u32_at(bytes, 8),
+            crc: u32_at(bytes, 12),
+            transfer: u64_at(bytes, 16),
+            key: u64_at(bytes, 24),
+            offset: u64_at(bytes, 32),
+            total: u64_at(bytes, 40),
+            notify: u16_at(bytes, 48),
+        };
+        header.check()?;
+        Ok(header)
+    }
+
+    /// Overwrites the acknowledgement in an encoded header.
+    pub fn patch_ack(encoded: &mut [u8; HEADER_BYTES], ack: u32) {
+        encoded[8..12].copy_from_slice(&ack.to_le_bytes());
+    }
+
+    fn check(&self) -> Result<(), WireError> {
+        let bad = |what| Err(WireError::OutOfRange(what));
+        if self.flags & !FLAGS_KNOWN != 0 {
+            return bad("flags");
+        }
+        if usize::from(self.segments) > limits::SEGMENTS_PER_CHUNK_MAX {
+            return bad("segments");
+        }
+        if usize::from(self.notify) > limits::NOTIFY_BYTES_MAX || (self.notify > 0 && self.kind != Kind::Data)
+        {
+            return bad("notify");
+        }
+        let len = self.len as usize;
+        let (len_max, segments_ok) = match self.kind {
+            Kind::Data => (limits::CHUNK_BYTES_MAX, true),
+            Kind::Ack => (limits::WINDOW_FRAMES_MAX * REFUSAL_BYTES, self.segments == 0),
+            Kind::Notify => (limits::NOTIFY_BYTES_MAX, self.segments == 0),
+            Kind::Send => (limits::EAGER_BYTES_MAX, self.segments == 0),
+            Kind::Read => (0, self.segments > 0),
+            Kind::Announce | Kind::Match | Kind::Credit | Kind::Refuse => (0, self.segments == 0),
+        };
+        if len > len_max {
+            return bad("len");
+        }
+        if !segments_ok {
+            return bad("segments for this kind");
+        }
+        if self.kind == Kind::Ack && !len.is_multiple_of(REFUSAL_BYTES) {
+            return bad("len of refusals");
+        }
+        if self.kind != Kind::Read && self.offset.checked_add(u64::from(self.len)).is_none() {
+            return bad("offset");
+        }
+        Ok(())
+    }
+}
+
+/// Where a piece of the payload goes: `len` bytes at `offset` of the target.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Placement {
+    /// Offset in the target, in bytes.
+    pub offset: u64,
+    /// Bytes of the payload.
+    pub len: u32,
+}
+
+impl Placement {
+    /// Appends the encoded descriptor.
+    pub fn encode_into(&self, out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.offset.to_le_bytes());
+        out.extend_from_slice(&self.len.to_le_bytes());
+    }
+}
+
+/// Reads descriptors; a partial one at the end is ignored, the caller has counted them.
+pub fn placements(bytes: &[u8]) -> impl Iterator<Item = Placement> + '_ {
+    bytes.chunks_exact(PLACEMENT_BYTES).map(|piece| Placement {
+        offset: u64_at(piece, 0),
+        len: u32_at(piece, 8),
+    })
+}
+
+/// Why the target refused a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Refusal {
+    /// No such region, or not any more.
+    NoRegion = 1,
+    /// Offset and length are not inside the region.
+    OutOfRegion = 2,
+    /// The receive or read it belongs to is over.
+    NoSink = 3,
+    /// A limit of the peer was reached.
+    Limit = 4,
+    /// Anything else.
+    Other = 255,
+}
+
+impl Refusal {
+    /// From its code; unknown codes are [`Refusal::Other`].
+    pub fn parse(code: u8) -> Refusal {
+        match code {
+            1 => Refusal::NoRegion,
+            2 => Refusal::OutOfRegion,
+            3 => Refusal::NoSink,
+            4 => Refusal::Limit,
+            _ => Refusal::Other,
+        }
+    }
+
+    /// What a user reads.
+    pub fn text(self) -> &'static str {
+        match self {
+            Refusal::NoRegion => {
+                "it has no region with that key: deregistered, or from before a restart; exchange descriptors again"
+            }
+            Refusal::OutOfRegion => "offset and length are outside its region",
+            Refusal::NoSink => "its receive or read is over (cancelled or failed)",
+            Refusal::Limit => "one of its limits was reached; have fewer operations outstanding",
+            Refusal::Other => "it gave no known reason",
+        }
+    }
+}
+
+/// Encodes the refused frames of an [`Kind::Ack`]: the low 32 bits of each number, and why.
+pub fn encode_refusals(refused: &[(u64, Refusal)]) -> Vec<u8> {
+    let mut out = Vec::with_capacity(refused.len() * REFUSAL_BYTES);
+    for (number, why) in refused {
+        out.extend_from_slice(&(*number as u32).to_le_bytes());
+        out.extend_from_slice(&u32::from(*why as u8).to_le_bytes());
+    }
+    out
+}
+
+/// Reads what [`encode_refusals`] wrote.
+pub fn refusals(bytes: &[u8]) -> impl Iterator<Item = (u32, Refusal)> + '_ {
+    bytes
+        .chunks_exact(REFUSAL_BYTES)
+        .map(|piece| (u32_at(piece, 0), Refusal::parse(piece[4])))
+}
+
+/// The full count whose low 32 bits are `low`, given that it is at most 2^31 from `near`.
+pub fn widen(low: u32, near: u64) -> u64 {
+    let delta = low.wrapping_sub(near as u32) as i32;
+    near.wrapping_add_signed(i64::from(delta))
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from(u32_at(bytes, at)) | u64::from(u32_at(bytes, at + 4)) << 32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn any_header() -> impl Strategy<Value = Header> {
+        (
+            0u8..2,
+            0u16..=64,
+            0u32..=1 << 20,
+            any::<u32>(),
+            any::<u64>(),
+            0u64..u64::MAX / 2,
+            0u16..1000,
+        )
+            .prop_map(|(flags, segments, len, ack, key, offset, notify)| Header {
+                flags,
+                segments,
+                len,
+                ack,
+                crc: ack ^ 7,
+                transfer: key ^ 1,
+                key,
+                offset,
+                total: key >> 3,
+                notify,
+                ..Header::new(Kind::Data)
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn a_header_survives_the_wire(header in any_header()) {
+            prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn any_bytes_decode_within_the_limits_or_not_at_all(mut bytes: [u8; 32], kind in 0u8..12) {
+            let mut all = [0u8; HEADER_BYTES];
+            bytes[0] = kind;
+            bytes[1] &= 3;
+            all[..32].copy_from_slice(&bytes);
+            all[50..52].copy_from_slice(&MAGIC.to_le_bytes());
+            if let Ok(header) = Header::decode(&all) {
+                prop_assert!(header.len as usize <= limits::CHUNK_BYTES_MAX);
+                prop_assert!(usize::from(header.segments) <= limits::SEGMENTS_PER_CHUNK_MAX);
+                prop_assert!(usize::from(header.notify) <= limits::NOTIFY_BYTES_MAX);
+                prop_assert!(header.kind == Kind::Read || header.offset.checked_add(header.len.into()).is_some());
+            }
+        }
+
+        #[test]
+        fn a_count_is_widened_from_its_low_half(near in 0u64..1 << 48, step in -1000i64..1000) {
+            let full = near.saturating_add_signed(step);
+            prop_assert_eq!(widen(full as u32, near), full);
+        }
+
+        #[test]
+        fn placements_survive_the_wire(list: Vec<(u64, u32)>) {
+            let mut bytes = Vec::new();
+            for (offset, len) in &list {
+                Placement { offset: *offset, len: *len }.encode_into(&mut bytes);
+            }
+            let back: Vec<_> = placements(&bytes).map(|p| (p.offset, p.len)).collect();
+            prop_assert_eq!(back, list);
+        }
+    }
+
+    #[test]
+    fn text_is_not_a_header() {
+        let mut text = [b' '; HEADER_BYTES];
+        text[..18].copy_from_slice(b"GET / HTTP/1.1\r\n\r\n");
+        assert_eq!(Header::decode(&text), Err(WireError::NotAHeader));
+    }
+
+    #[test]
+    fn lengths_past_the_limit_are_refused() {
+        let mut header = Header::new(Kind::Data);
+        header.len = limits::CHUNK_BYTES_MAX as u32 + 1;
+        assert_eq!(
+            Header::decode(&header.encode()),
+            Err(WireError::OutOfRange("len"))
+        );
+        let mut send = Header::new(Kind::Send);
+        send.len = limits::EAGER_BYTES_MAX as u32 + 1;
+        assert_eq!(Header::decode(&send.encode()), Err(WireError::OutOfRange("len")));
+    }
+}
