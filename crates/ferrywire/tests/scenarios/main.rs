@@ -1,0 +1,46 @@
+//! What two or more endpoints do to each other, each scenario written once and run on every world.
+//!
+//! A *world* makes endpoints, connects them and drives them: [`sim`] on one thread over a simulated
+//! network, with a seed that repeats the run and virtual time that bounds it; [`tcp`] over loopback with
+//! threads and blocking waits. Scenarios that break things need a world that can ([`world::Faulty`]).
+//!
+//! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
+
+mod basics;
+mod sim;
+mod tcp;
+mod world;
+
+/// One test per scenario and world; `both` runs on the simulator and over TCP, `sim` only where faults
+/// can be made.
+macro_rules! scenarios {
+    ($(both($seeds:literal): $module:ident::{$($name:ident),* $(,)?};)* $(sim($sim_seeds:literal): $sim_module:ident::{$($sim_name:ident),* $(,)?};)*) => {
+        mod on_sim {
+            $($(#[test]
+            fn $name() {
+                crate::sim::run(stringify!($name), $seeds, crate::$module::$name);
+            })*)*
+            $($(#[test]
+            fn $sim_name() {
+                crate::sim::run(stringify!($sim_name), $sim_seeds, crate::$sim_module::$sim_name);
+            })*)*
+        }
+        mod on_tcp {
+            $($(#[test]
+            fn $name() {
+                crate::tcp::run(crate::$module::$name);
+            })*)*
+        }
+    };
+}
+
+scenarios! {
+    both(100): basics::{
+        writes_of_every_size,
+        reads_of_every_size,
+        blocks_are_written_and_read,
+        notifications_come_after_their_bytes,
+        both_sides_at_once,
+        many_peers,
+    };
+}

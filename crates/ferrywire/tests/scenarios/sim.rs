@@ -1,0 +1,222 @@
+//! The simulated world: one thread turns every endpoint, and time moves when nobody has anything to do.
+//!
+//! Invariant: a scenario that hangs fails, at the latest after [`LIMIT`] of virtual time or [`TURNS_MAX`]
+//! turns, with its seed and the network's last events.
+
+use crate::world::{Faulty, World};
+use ferrywire::transport::sim::{Faults, SimHost, SimNet};
+use ferrywire::{Builder, Endpoint, Error, Peer, Result, Transfer};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use std::cell::Cell;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Virtual time after which whatever is waited for will not come.
+const LIMIT: Duration = Duration::from_secs(90);
+/// Turns after which the same holds.
+const TURNS_MAX: u32 = 3_000_000;
+/// Longest step of the clock: engines look after their timers this often.
+const STEP_MAX: Duration = Duration::from_millis(20);
+/// What a turn costs.
+const TURN: Duration = Duration::from_micros(1);
+const PORT: u16 = 7420;
+const SECRET: &str = "a secret for simulated hosts";
+
+struct Member {
+    endpoint: Option<Endpoint>,
+    host: Arc<SimHost>,
+    nics: Vec<IpAddr>,
+}
+
+pub struct SimWorld {
+    net: Arc<SimNet>,
+    rng: StdRng,
+    members: Vec<Member>,
+    /// Turns taken since something last was waited for in vain.
+    turns: Cell<u32>,
+}
+
+/// Runs a scenario with many seeds.
+pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
+    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
+    let seeds = match (number("FERRYWIRE_SEED"), number("FERRYWIRE_SEEDS")) {
+        (Some(seed), _) => seed..seed + 1,
+        (None, Some(count)) => 0..count,
+        (None, None) => 0..seeds,
+    };
+    for seed in seeds {
+        let mut world = SimWorld::new(seed);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            scenario(&mut world);
+            world.finish();
+        }));
+        if let Err(panic) = result {
+            eprintln!("--- the network's last events ---");
+            world.net.trace().iter().for_each(|line| eprintln!("{line}"));
+            eprintln!("{name} failed; repeat with FERRYWIRE_SEED={seed}");
+            // A broken endpoint's farewell would wait for a clock that stands still.
+            std::mem::forget(world);
+            resume_unwind(panic);
+        }
+    }
+}
+
+impl SimWorld {
+    fn new(seed: u64) -> SimWorld {
+        let net = SimNet::new(seed);
+        if seed > 0 {
+            net.set_faults(Faults::benign(seed));
+        }
+        SimWorld { net, rng: StdRng::seed_from_u64(seed), members: Vec::new(), turns: Cell::new(0) }
+    }
+
+    fn turn(&self) -> bool {
+        let mut worked = false;
+        for endpoint in self.members.iter().filter_map(|member| member.endpoint.as_ref()) {
+            worked |= endpoint.progress();
+        }
+        self.turns.set(self.turns.get() + 1);
+        let now = self.net.now();
+        let step = match worked {
+            true => TURN,
+            false => {
+                self.net.next_event().map_or(STEP_MAX, |next| next.saturating_sub(now).clamp(TURN, STEP_MAX))
+            }
+        };
+        self.net.advance(step);
+        worked
+    }
+
+    fn builder(host: &Arc<SimHost>) -> Builder {
+        Endpoint::builder()
+            .listen(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), PORT))
+            .secret(SECRET)
+            .label(host.host_name())
+            .channels(3)
+            .threads(0)
+            .transport(host.clone())
+    }
+
+    /// Every peer is closed, on both sides, now that the scenario holds none any more.
+    fn finish(&mut self) {
+        let ends: Vec<Endpoint> = self.members.iter().filter_map(|member| member.endpoint.clone()).collect();
+        self.until("all peers to be closed", || ends.iter().all(|end| end.peer_count() == 0).then_some(()));
+    }
+}
+
+impl World for SimWorld {
+    fn add(&mut self, nics: usize, adapt: impl FnOnce(Builder) -> Builder) -> usize {
+        let index = self.members.len();
+        let names: Vec<String> = (0..nics).map(|nic| format!("eth{nic}")).collect();
+        let address = |nic: usize| IpAddr::from([10, 0, nic as u8, index as u8 + 1]);
+        let addresses: Vec<IpAddr> = (0..nics).map(address).collect();
+        let list: Vec<(&str, IpAddr)> = names.iter().map(String::as_str).zip(addresses.clone()).collect();
+        let host = self.net.host(&format!("host{index}"), &list);
+        let endpoint = adapt(SimWorld::builder(&host)).build().unwrap();
+        self.members.push(Member { endpoint: Some(endpoint), host, nics: addresses });
+        index
+    }
+
+    fn end(&self, index: usize) -> Endpoint {
+        self.members[index].endpoint.clone().expect("it was killed")
+    }
+
+    fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer) {
+        let connecting = self.end(from).connecting(address).unwrap();
+        let acceptor = self.end(to);
+        let (mut near, mut far) = (None, None);
+        self.until("a connection", || {
+            near = near.take().or_else(|| connecting.poll());
+            far = far.take().or_else(|| acceptor.try_accept());
+            (near.is_some() && far.is_some()).then_some(())
+        });
+        (near.unwrap().unwrap(), far.unwrap().unwrap())
+    }
+
+    fn address(&self, index: usize) -> SocketAddr {
+        SocketAddr::new(self.members[index].nics[0], PORT)
+    }
+
+    fn until<T>(&mut self, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+        let start = self.net.now();
+        self.turns.set(0);
+        loop {
+            if let Some(value) = poll() {
+                return value;
+            }
+            self.turn();
+            let waited = self.net.now() - start;
+            assert!(
+                waited < LIMIT && self.turns.get() < TURNS_MAX,
+                "waited {waited:?} and {} turns for {what}",
+                self.turns.get()
+            );
+        }
+    }
+
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64> {
+        self.until(&format!("{transfer:?}"), || transfer.poll())
+    }
+
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>> {
+        self.until("a notification", || peer.poll_notification().transpose())
+    }
+
+    fn linger(&mut self) {
+        self.pass(Duration::from_millis(100));
+    }
+
+    fn rng(&mut self) -> &mut StdRng {
+        &mut self.rng
+    }
+
+    fn bytes_max(&self) -> usize {
+        300_000
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        8192
+    }
+}
+
+impl Faulty for SimWorld {
+    fn net(&self) -> Arc<SimNet> {
+        self.net.clone()
+    }
+
+    fn nic(&self, index: usize, nic: usize) -> IpAddr {
+        self.members[index].nics[nic]
+    }
+
+    fn host(&self, index: usize) -> String {
+        self.members[index].host.host_name().into()
+    }
+
+    fn pass(&mut self, time: Duration) {
+        let until = self.net.now() + time;
+        while self.net.now() < until {
+            self.turn();
+        }
+    }
+
+    fn kill(&mut self, index: usize) {
+        self.net.kill(self.members[index].host.host_name());
+        let endpoint = self.members[index].endpoint.take().expect("it was killed before");
+        // A killed process runs no farewell.
+        std::mem::forget(endpoint);
+    }
+
+    fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder) {
+        let member = &mut self.members[index];
+        self.net.revive(member.host.host_name());
+        member.endpoint = Some(adapt(SimWorld::builder(&member.host)).build().unwrap());
+    }
+}
+
+/// Whether an error says that the peer is gone.
+pub fn is_gone(error: &Error) -> bool {
+    matches!(error, Error::PeerLost { .. } | Error::PeerClosed { .. } | Error::Closed)
+}

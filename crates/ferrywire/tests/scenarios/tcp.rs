@@ -1,0 +1,80 @@
+//! The real world: sockets over loopback, threads as by default, and calls that wait.
+
+use crate::world::World;
+use ferrywire::{Builder, Endpoint, Peer, Result, Transfer};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Longest any single wait may be without progress, however busy the machine is.
+const LIMIT: Duration = Duration::from_secs(60);
+
+pub struct TcpWorld {
+    rng: StdRng,
+    endpoints: Vec<Endpoint>,
+}
+
+/// Runs a scenario once.
+pub fn run(scenario: impl Fn(&mut TcpWorld)) {
+    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new() };
+    scenario(&mut world);
+}
+
+impl World for TcpWorld {
+    fn add(&mut self, _nics: usize, adapt: impl FnOnce(Builder) -> Builder) -> usize {
+        let builder = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0)).channels(3);
+        self.endpoints.push(adapt(builder).build().unwrap());
+        self.endpoints.len() - 1
+    }
+
+    fn end(&self, index: usize) -> Endpoint {
+        self.endpoints[index].clone()
+    }
+
+    fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer) {
+        let near = self.endpoints[from].connect(address, LIMIT).unwrap();
+        let far = self.endpoints[to].accept(LIMIT).unwrap();
+        (near, far)
+    }
+
+    fn address(&self, index: usize) -> SocketAddr {
+        self.endpoints[index].listen_addresses()[0]
+    }
+
+    fn until<T>(&mut self, what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+        let start = Instant::now();
+        loop {
+            if let Some(value) = poll() {
+                return value;
+            }
+            assert!(start.elapsed() < LIMIT, "waited {LIMIT:?} for {what}");
+            thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64> {
+        transfer.wait(LIMIT)
+    }
+
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>> {
+        peer.wait_notification(LIMIT)
+    }
+
+    fn linger(&mut self) {
+        thread::sleep(Duration::from_millis(20));
+    }
+
+    fn rng(&mut self) -> &mut StdRng {
+        &mut self.rng
+    }
+
+    fn bytes_max(&self) -> usize {
+        16 << 20
+    }
+
+    fn chunk_bytes(&self) -> usize {
+        1 << 20
+    }
+}

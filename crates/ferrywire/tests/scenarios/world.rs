@@ -1,0 +1,134 @@
+//! What a scenario needs of the world it runs in, and the tools that all scenarios share.
+
+use ferrywire::transport::sim::SimNet;
+use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+/// Makes endpoints, connects them, and drives them until something has happened.
+pub trait World {
+    /// Adds an endpoint that listens, with this many NICs where the world can; `adapt` changes the
+    /// defaults. Returns its number.
+    fn add(&mut self, nics: usize, adapt: impl FnOnce(Builder) -> Builder) -> usize;
+
+    /// An endpoint by number.
+    fn end(&self, index: usize) -> Endpoint;
+
+    /// Connects two endpoints: the peer as the first sees it, and as the second does.
+    fn connect(&mut self, from: usize, to: usize) -> (Peer, Peer) {
+        let address = self.address(to);
+        self.connect_at(from, to, address)
+    }
+
+    /// Connects to one address of the second.
+    fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer);
+
+    /// Where an endpoint is first reached.
+    fn address(&self, index: usize) -> SocketAddr;
+
+    /// Drives everything until `poll` gives something.
+    fn until<T>(&mut self, what: &str, poll: impl FnMut() -> Option<T>) -> T;
+
+    /// Drives a transfer to its end.
+    fn outcome(&mut self, transfer: &Transfer) -> Result<u64>;
+
+    /// Drives until the next notification, or until none can come any more.
+    fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>>;
+
+    /// Turns everything for a moment, long enough for whatever could arrive to arrive.
+    fn linger(&mut self);
+
+    /// Chance, from the scenario's seed.
+    fn rng(&mut self) -> &mut StdRng;
+
+    /// Largest transfer worth its time here.
+    fn bytes_max(&self) -> usize;
+
+    /// Size of chunks where a scenario does not say otherwise.
+    fn chunk_bytes(&self) -> usize;
+
+    /// Drives transfers to their ends, which all have to be good.
+    fn all_done(&mut self, transfers: &[Transfer]) {
+        for transfer in transfers {
+            let outcome = self.outcome(transfer);
+            assert!(outcome.is_ok(), "{transfer:?} ended in {outcome:?}");
+        }
+    }
+
+    /// Two connected endpoints with default settings: the peers as each sees the other.
+    fn pair(&mut self) -> (Peer, Peer) {
+        let chunk = self.chunk_bytes();
+        let a = self.add(1, |builder| builder.chunk_bytes(chunk));
+        let b = self.add(1, |builder| builder.chunk_bytes(chunk));
+        self.connect(a, b)
+    }
+
+    /// A number in a range.
+    fn below(&mut self, end: usize) -> usize {
+        self.rng().random_range(0..end)
+    }
+
+    /// Registers bytes that follow from a salt.
+    fn patterned(&self, index: usize, bytes: usize, salt: u64) -> Region {
+        self.end(index).register(pattern(bytes, salt)).unwrap()
+    }
+
+    /// Registers zeroes.
+    fn zeroed(&self, index: usize, bytes: usize) -> Region {
+        self.end(index).register(vec![0; bytes]).unwrap()
+    }
+}
+
+/// A world whose network and hosts can be broken.
+pub trait Faulty: World {
+    /// The network.
+    fn net(&self) -> Arc<SimNet>;
+
+    /// The address of one NIC of an endpoint.
+    fn nic(&self, index: usize, nic: usize) -> IpAddr;
+
+    /// The host that an endpoint runs on.
+    fn host(&self, index: usize) -> String;
+
+    /// Lets virtual time pass, everything turning.
+    fn pass(&mut self, time: std::time::Duration);
+
+    /// Kills the process of an endpoint: it is turned no more, and its connections break.
+    fn kill(&mut self, index: usize);
+
+    /// Starts a killed endpoint again, as a new one on the same host.
+    fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder);
+}
+
+/// Bytes that differ from position to position and from salt to salt, none of them 0.
+pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+    let mut rng = StdRng::seed_from_u64(salt);
+    let mut out = vec![0; bytes];
+    rng.fill(&mut out[..]);
+    out.iter_mut().for_each(|byte| *byte |= 1);
+    out
+}
+
+/// The contents of a region.
+pub fn contents(region: &Region) -> Vec<u8> {
+    let mut out = vec![0; region.len() as usize];
+    region.read_at(0, &mut out).unwrap();
+    out
+}
+
+/// Compares without printing megabytes.
+#[track_caller]
+pub fn assert_same(found: &[u8], expected: &[u8], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}: length");
+    if let Some(at) = found.iter().zip(expected).position(|(a, b)| a != b) {
+        let wrong = found.iter().zip(expected).filter(|(a, b)| a != b).count();
+        panic!(
+            "{what}: {wrong} of {} bytes differ, the first at {at}: {:02x?} instead of {:02x?}",
+            found.len(),
+            &found[at..found.len().min(at + 8)],
+            &expected[at..expected.len().min(at + 8)]
+        );
+    }
+}
