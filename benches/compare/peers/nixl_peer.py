@@ -9,6 +9,7 @@ from nixl_cu12._api import nixl_agent, nixl_agent_config
 from common import Control, Ring, answer_cpu, buffer, options, timed
 
 HANDLES_MAX = 1 << 16
+BATCHED_BELOW = 1 << 20
 
 
 def main():
@@ -41,7 +42,7 @@ def source(o, agent, address, slots):
     local = agent.prep_xfer_dlist("NIXL_INIT_AGENT", blocks(address), "DRAM")
     remote = agent.prep_xfer_dlist(name, blocks(peer["address"]), "DRAM")
     # Batched: two requests in flight, each with half of the depth's messages, which NIXL may join.
-    batch = o.depth // 2 if o.batched and o.depth > 1 else 1
+    batch = o.depth // 2 if o.batched and o.depth > 1 and o.size < BATCHED_BELOW else 1
     groups = [list(range(i, i + batch)) for i in range(0, slots - batch + 1, batch)]
     handles = [agent.make_prepped_xfer("WRITE", local, g, remote, g) for g in groups]
 

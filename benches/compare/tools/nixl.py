@@ -21,7 +21,7 @@ class Nixl(PeerTool):
 
 class NixlTuned(Nixl):
     name = "nixl-tuned"
-    method = "as nixl, source's progress thread off, 256 KiB segments, 4 MiB socket buffers, two requests of half the depth each"
+    method = "as nixl, source's progress thread off, 256 KiB segments, 4 MiB socket buffers, below 1 MiB two requests of half the depth each"
     options = ("--no-progress-thread", "--batched")
 
     def env(self, network):

@@ -33,23 +33,13 @@ impl Series {
         let mut values: Vec<f64> = self.outcomes.iter().map(value).collect();
         values.sort_by(f64::total_cmp);
         let half = values.len() / 2;
-        if values.len() % 2 == 1 {
-            values[half]
-        } else {
-            (values[half - 1] + values[half]) / 2.0
-        }
+        if values.len() % 2 == 1 { values[half] } else { (values[half - 1] + values[half]) / 2.0 }
     }
 }
 
 /// Runs each plan once per repetition, round after round.
 pub fn interleaved(client: &mut Client, plans: &[Plan], repetitions: usize) -> io::Result<Vec<Series>> {
-    let mut series: Vec<_> = plans
-        .iter()
-        .map(|p| Series {
-            plan: p.clone(),
-            outcomes: vec![],
-        })
-        .collect();
+    let mut series: Vec<_> = plans.iter().map(|p| Series { plan: p.clone(), outcomes: vec![] }).collect();
     for _ in 0..repetitions {
         for one in &mut series {
             one.outcomes.push(client.bulk(&one.plan)?);
@@ -66,16 +56,10 @@ pub fn search(client: &mut Client, flags: &Flags) -> io::Result<Series> {
     let finalists: Vec<_> = scouted
         .iter()
         .take(FINALISTS)
-        .map(|s| Plan {
-            seconds: flags.plan.seconds,
-            iterations: flags.plan.iterations,
-            ..s.plan.clone()
-        })
+        .map(|s| Plan { seconds: flags.plan.seconds, iterations: flags.plan.iterations, ..s.plan.clone() })
         .collect();
     let finals = interleaved(client, &finalists, flags.repetitions)?;
-    let best = finals
-        .into_iter()
-        .max_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s()));
+    let best = finals.into_iter().max_by(|a, b| a.gb_per_s().total_cmp(&b.gb_per_s()));
     best.ok_or_else(|| io::Error::other("nothing to choose from"))
 }
 
@@ -84,18 +68,9 @@ fn candidates(plan: &Plan) -> Vec<Plan> {
     for placement in [Placement::Paired, Placement::Free] {
         for call in [256 << 10, 1 << 20] {
             for sockbuf in [0, 512 << 10, 1 << 20, 2 << 20] {
-                let scout = Plan {
-                    seconds: SCOUT_SECONDS,
-                    iterations: 0,
-                    warmup: SCOUT_WARMUP,
-                    ..plan.clone()
-                };
-                all.push(Plan {
-                    placement,
-                    call,
-                    sockbuf,
-                    ..scout
-                });
+                let scout =
+                    Plan { seconds: SCOUT_SECONDS, iterations: 0, warmup: SCOUT_WARMUP, ..plan.clone() };
+                all.push(Plan { placement, call, sockbuf, ..scout });
             }
         }
     }

@@ -64,17 +64,11 @@ pub fn run(role: Role, plan: &Plan, streams: &[TcpStream]) -> io::Result<Side> {
         }
         warm.wait();
         let (start, cpu) = (Instant::now(), sys::cpu_seconds());
-        let results: Vec<_> = threads
-            .into_iter()
-            .map(|t| t.join().expect("a connection's thread panicked"))
-            .collect();
+        let results: Vec<_> =
+            threads.into_iter().map(|t| t.join().expect("a connection's thread panicked")).collect();
         (results.into_iter().collect::<io::Result<Vec<u64>>>(), start, cpu)
     });
-    Ok(Side {
-        bytes: bytes?,
-        seconds: start.elapsed().as_secs_f64(),
-        cpu_seconds: sys::cpu_seconds() - cpu,
-    })
+    Ok(Side { bytes: bytes?, seconds: start.elapsed().as_secs_f64(), cpu_seconds: sys::cpu_seconds() - cpu })
 }
 
 /// The core for a thread, if the plan wants one.
@@ -111,9 +105,7 @@ fn source(plan: &Plan, index: usize, mut stream: &TcpStream, part: &[u8]) -> io:
     stream.read_exact(&mut count)?;
     match u64::from_le_bytes(count) {
         received if received == sent => Ok(sent),
-        received => Err(io::Error::other(format!(
-            "sent {sent} bytes, the target counted {received}"
-        ))),
+        received => Err(io::Error::other(format!("sent {sent} bytes, the target counted {received}"))),
     }
 }
 
@@ -194,11 +186,8 @@ fn send_messages(plan: &Plan, mut stream: &TcpStream, part: &[u8], goal: Goal) -
         while outstanding >= depth {
             outstanding -= read_acks(stream)?;
         }
-        let room = if plan.batch {
-            (plan.call as usize / unit).clamp(1, (depth - outstanding) as usize)
-        } else {
-            1
-        };
+        let room =
+            if plan.batch { (plan.call as usize / unit).clamp(1, (depth - outstanding) as usize) } else { 1 };
         let length = (room * unit).min(part.len() - at).min(goal.left(sent));
         for piece in part[at..at + length].chunks(plan.call as usize) {
             stream.write_all(piece)?;

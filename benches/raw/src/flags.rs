@@ -87,24 +87,13 @@ pub struct Flags {
 impl Flags {
     /// One plan for each connection count.
     pub fn connection_plans(&self) -> impl Iterator<Item = Plan> {
-        self.connections.iter().map(|&connections| Plan {
-            connections,
-            ..self.plan.clone()
-        })
+        self.connections.iter().map(|&connections| Plan { connections, ..self.plan.clone() })
     }
 
     /// One plan for each size and way of waiting.
     pub fn pingpong_plans(&self) -> Vec<Plan> {
-        let plan = |size, wait| Plan {
-            size,
-            wait,
-            connections: 1,
-            ..self.plan.clone()
-        };
-        self.waits
-            .iter()
-            .flat_map(|&wait| self.sizes.iter().map(move |&size| plan(size, wait)))
-            .collect()
+        let plan = |size, wait| Plan { size, wait, connections: 1, ..self.plan.clone() };
+        self.waits.iter().flat_map(|&wait| self.sizes.iter().map(move |&size| plan(size, wait))).collect()
     }
 }
 
@@ -166,9 +155,7 @@ fn parse_flags(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, 
             "--to" => flags.to = list(&value(&arg, &mut args)?, target)?,
             "--reps" => flags.repetitions = list(&value(&arg, &mut args)?, |n| n.parse().ok())?[0],
             _ => {
-                let key = arg
-                    .strip_prefix("--")
-                    .ok_or_else(|| format!("unexpected '{arg}'"))?;
+                let key = arg.strip_prefix("--").ok_or_else(|| format!("unexpected '{arg}'"))?;
                 let known = Plan::default().set(key, "").unwrap_or(true);
                 if !known {
                     return Err(format!("no option '{arg}'"));
@@ -183,11 +170,7 @@ fn parse_flags(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, 
         }
     }
     if flags.plan.mode == Mode::PingPong {
-        flags.plan.placement = if placed {
-            flags.plan.placement
-        } else {
-            Placement::Apart
-        };
+        flags.plan.placement = if placed { flags.plan.placement } else { Placement::Apart };
         flags.plan.seconds = if timed { flags.plan.seconds } else { 1.0 };
         flags.pingpong_plans().iter().try_for_each(Plan::check)?;
     } else {
@@ -204,9 +187,7 @@ fn value(flag: &str, args: &mut impl Iterator<Item = String>) -> Result<String, 
 }
 
 fn list<T>(text: &str, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, String> {
-    text.split(',')
-        .map(|item| parse(item).ok_or_else(|| format!("'{item}' makes no sense here")))
-        .collect()
+    text.split(',').map(|item| parse(item).ok_or_else(|| format!("'{item}' makes no sense here"))).collect()
 }
 
 fn target(text: &str) -> Option<(IpAddr, Option<u16>)> {
@@ -228,10 +209,7 @@ mod tests {
     #[test]
     fn lists_expand_to_plans() {
         let flags = local("--connections 1,4 --size 8M --sync").unwrap();
-        let plans: Vec<_> = flags
-            .connection_plans()
-            .map(|p| (p.connections, p.size, p.sync))
-            .collect();
+        let plans: Vec<_> = flags.connection_plans().map(|p| (p.connections, p.size, p.sync)).collect();
         assert_eq!(plans, [(1, 8 << 20, true), (4, 8 << 20, true)]);
     }
 

@@ -34,9 +34,7 @@ pub fn connect(from: Option<IpAddr>, to: SocketAddr, plan: &Plan) -> io::Result<
         socket.bind(&SocketAddr::new(ip, 0).into())?;
     }
     let failed = |e: io::Error| io::Error::new(e.kind(), format!("connecting to {to}: {e}"));
-    socket
-        .connect_timeout(&to.into(), CONNECT_TIMEOUT)
-        .map_err(failed)?;
+    socket.connect_timeout(&to.into(), CONNECT_TIMEOUT).map_err(failed)?;
     Ok(socket.into())
 }
 
@@ -60,9 +58,7 @@ fn tune(socket: &SockRef<'_>, plan: &Plan) -> io::Result<()> {
     if plan.congestion != "system" {
         let failed =
             |e: io::Error| io::Error::new(e.kind(), format!("congestion control {}: {e}", plan.congestion));
-        socket
-            .set_tcp_congestion(plan.congestion.as_bytes())
-            .map_err(failed)?;
+        socket.set_tcp_congestion(plan.congestion.as_bytes()).map_err(failed)?;
     }
     Ok(())
 }

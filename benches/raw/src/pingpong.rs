@@ -30,11 +30,8 @@ pub fn source(plan: &Plan, stream: &TcpStream) -> io::Result<RoundTrips> {
     for _ in 0..WARMUP_ROUNDS {
         round(plan.wait, stream, &mut message)?;
     }
-    let rounds = if plan.iterations == 0 {
-        ROUNDS_MAX
-    } else {
-        plan.iterations.min(ROUNDS_MAX as u64) as usize
-    };
+    let rounds =
+        if plan.iterations == 0 { ROUNDS_MAX } else { plan.iterations.min(ROUNDS_MAX as u64) as usize };
     let end = Instant::now() + Duration::from_secs_f64(plan.seconds);
     let mut times_ns = Vec::with_capacity(1 << 20);
     while times_ns.len() < rounds && (plan.iterations != 0 || Instant::now() < end) {
@@ -44,11 +41,7 @@ pub fn source(plan: &Plan, stream: &TcpStream) -> io::Result<RoundTrips> {
     }
     times_ns.sort_unstable();
     let at = |share: f64| times_ns[((times_ns.len() - 1) as f64 * share) as usize] as f64 / 1e3;
-    Ok(RoundTrips {
-        count: times_ns.len(),
-        p50_us: at(0.5),
-        p99_us: at(0.99),
-    })
+    Ok(RoundTrips { count: times_ns.len(), p50_us: at(0.5), p99_us: at(0.99) })
 }
 
 /// Echoes until the source closes.
@@ -68,11 +61,7 @@ fn prepare(role: Role, plan: &Plan, stream: &TcpStream) -> io::Result<()> {
 
 fn round(wait: Wait, stream: &TcpStream, message: &mut [u8]) -> io::Result<()> {
     send(wait, stream, message)?;
-    if receive(wait, stream, message)? {
-        Ok(())
-    } else {
-        Err(io::ErrorKind::UnexpectedEof.into())
-    }
+    if receive(wait, stream, message)? { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 fn send(wait: Wait, mut stream: &TcpStream, mut message: &[u8]) -> io::Result<()> {

@@ -114,11 +114,8 @@ impl Plan {
             "sockbuf" => self.sockbuf = bytes(value)? as usize,
             "cc" => self.congestion = value.into(),
             "placement" => {
-                let all = [
-                    ("paired", Placement::Paired),
-                    ("apart", Placement::Apart),
-                    ("free", Placement::Free),
-                ];
+                let all =
+                    [("paired", Placement::Paired), ("apart", Placement::Apart), ("free", Placement::Free)];
                 self.placement = choice(key, value, &all)?;
             }
             "sync" => self.sync = choice(key, value, &[("on", true), ("off", false)])?,
@@ -134,9 +131,7 @@ impl Plan {
     pub fn from_line(line: &str) -> Result<Plan, String> {
         let mut plan = Plan::default();
         for word in line.split_whitespace() {
-            let (key, value) = word
-                .split_once('=')
-                .ok_or_else(|| format!("'{word}' is not key=value"))?;
+            let (key, value) = word.split_once('=').ok_or_else(|| format!("'{word}' is not key=value"))?;
             if !plan.set(key, value)? {
                 return Err(format!(
                     "the peer sent an unknown field '{key}': are both ends the same version?"
@@ -164,11 +159,7 @@ impl Plan {
         if !self.sync && self.size < self.connections as u64 {
             return Err("--size is smaller than one byte per connection".into());
         }
-        if !self
-            .congestion
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-')
-        {
+        if !self.congestion.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
             return Err("--cc is not the name of a congestion control".into());
         }
         Ok(())
@@ -182,11 +173,7 @@ impl Plan {
     /// Bytes of one message that travel on one connection; when streaming, the connection's part of the region.
     pub fn unit_bytes(&self) -> u64 {
         let cut = self.size / self.connections as u64;
-        if self.sync && !self.is_striped() {
-            self.size
-        } else {
-            cut
-        }
+        if self.sync && !self.is_striped() { self.size } else { cut }
     }
 
     /// Bytes of buffer that one connection cycles through: a whole number of units.
@@ -202,11 +189,7 @@ impl Plan {
 
     /// Messages that one connection may have outstanding in `sync` mode.
     pub fn depth_per_connection(&self) -> u64 {
-        if self.is_striped() {
-            self.depth
-        } else {
-            (self.depth / self.connections as u64).max(1)
-        }
+        if self.is_striped() { self.depth } else { (self.depth / self.connections as u64).max(1) }
     }
 
     /// Units that connection `index` sends when the run goes by iterations.
@@ -288,18 +271,13 @@ pub fn bytes(text: &str) -> Result<u64, String> {
         Some('G') => (&text[..text.len() - 1], 30),
         _ => (text, 0),
     };
-    let value: u64 = digits
-        .parse()
-        .map_err(|_| format!("'{text}' is not a size such as 4096, 256K or 64M"))?;
-    value
-        .checked_mul(1 << shift)
-        .ok_or_else(|| format!("'{text}' is too large"))
+    let value: u64 =
+        digits.parse().map_err(|_| format!("'{text}' is not a size such as 4096, 256K or 64M"))?;
+    value.checked_mul(1 << shift).ok_or_else(|| format!("'{text}' is too large"))
 }
 
 fn number<T: std::str::FromStr>(key: &str, value: &str) -> Result<T, String> {
-    value
-        .parse()
-        .map_err(|_| format!("--{key}: '{value}' is not a number"))
+    value.parse().map_err(|_| format!("--{key}: '{value}' is not a number"))
 }
 
 fn choice<T: Copy>(key: &str, value: &str, all: &[(&str, T)]) -> Result<T, String> {
@@ -328,44 +306,21 @@ mod tests {
 
     #[test]
     fn small_messages_alternate_and_large_ones_are_cut() {
-        let small = Plan {
-            sync: true,
-            size: 4096,
-            footprint: 1 << 20,
-            connections: 4,
-            ..Plan::default()
-        };
+        let small = Plan { sync: true, size: 4096, footprint: 1 << 20, connections: 4, ..Plan::default() };
         assert_eq!(
-            (
-                small.unit_bytes(),
-                small.part_bytes(),
-                small.depth_per_connection()
-            ),
+            (small.unit_bytes(), small.part_bytes(), small.depth_per_connection()),
             (4096, 1 << 18, 16)
         );
-        let large = Plan {
-            size: 1 << 20,
-            ..small
-        };
+        let large = Plan { size: 1 << 20, ..small };
         assert_eq!(
-            (
-                large.unit_bytes(),
-                large.part_bytes(),
-                large.depth_per_connection()
-            ),
+            (large.unit_bytes(), large.part_bytes(), large.depth_per_connection()),
             (1 << 18, 1 << 18, 64)
         );
     }
 
     #[test]
     fn iterations_add_up_over_alternating_connections() {
-        let plan = Plan {
-            sync: true,
-            size: 8,
-            iterations: 10,
-            connections: 4,
-            ..Plan::default()
-        };
+        let plan = Plan { sync: true, size: 8, iterations: 10, connections: 4, ..Plan::default() };
         assert_eq!((0..4).map(|i| plan.units_of(i).unwrap()).sum::<u64>(), 10);
     }
 

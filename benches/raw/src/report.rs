@@ -41,11 +41,7 @@ pub fn bulk(series: &Series, json: bool) {
              {target:.4}}},\"congestion_control\":\"{}\",\"retransmits\":{retransmits},\"pairs\":[{}],{}}}",
             series.outcomes.len(),
             first.congestion,
-            join(
-                pairs
-                    .iter()
-                    .map(|(p, b)| format!("{{\"pair\":\"{p}\",\"bytes\":{b}}}"))
-            ),
+            join(pairs.iter().map(|(p, b)| format!("{{\"pair\":\"{p}\",\"bytes\":{b}}}"))),
             plan_json(&series.plan),
         ),
     );
@@ -53,11 +49,7 @@ pub fn bulk(series: &Series, json: bool) {
 
 /// Prints a ping-pong result.
 pub fn pingpong(plan: &Plan, times: &RoundTrips, json: bool) {
-    let RoundTrips {
-        count,
-        p50_us,
-        p99_us,
-    } = times;
+    let RoundTrips { count, p50_us, p99_us } = times;
     emit(
         json,
         &format!(
@@ -98,11 +90,7 @@ fn bytes_per_pair(series: &Series) -> BTreeMap<&str, u64> {
 }
 
 fn describe(plan: &Plan, congestion: &str) -> String {
-    let buffers = if plan.sockbuf == 0 {
-        "autotuned".into()
-    } else {
-        size(plan.sockbuf as u64)
-    };
+    let buffers = if plan.sockbuf == 0 { "autotuned".into() } else { size(plan.sockbuf as u64) };
     let pace = match (plan.sync, plan.batch) {
         (false, _) => "streaming".to_string(),
         (true, false) => format!("depth {}", plan.depth),
@@ -121,10 +109,7 @@ fn describe(plan: &Plan, congestion: &str) -> String {
 /// The plan's own `key=value` line as JSON members; everything but numbers is quoted.
 fn plan_json(plan: &Plan) -> String {
     let line = plan.to_string();
-    let members = line
-        .split(' ')
-        .filter_map(|word| word.split_once('='))
-        .filter(|(key, _)| *key != "mode");
+    let members = line.split(' ').filter_map(|word| word.split_once('=')).filter(|(key, _)| *key != "mode");
     join(members.map(|(key, value)| match value.parse::<f64>() {
         Ok(_) => format!("\"{key}\":{value}"),
         Err(_) => format!("\"{key}\":\"{value}\""),

@@ -52,12 +52,7 @@ impl Client {
         let failed = |e: io::Error| io::Error::new(e.kind(), format!("connecting to {peer}: {e}"));
         let mut control = TcpStream::connect(peer).map_err(failed)?;
         control.write_all(&CONTROL)?;
-        Ok(Client {
-            control: BufReader::new(control),
-            peer,
-            bind: flags.bind.clone(),
-            to: flags.to.clone(),
-        })
+        Ok(Client { control: BufReader::new(control), peer, bind: flags.bind.clone(), to: flags.to.clone() })
     }
 
     /// Runs a bulk plan.
@@ -96,11 +91,8 @@ impl Client {
         (0..plan.connections)
             .map(|index| {
                 let from = self.bind.get(index % self.bind.len().max(1)).copied();
-                let (ip, port) = self
-                    .to
-                    .get(index % self.to.len().max(1))
-                    .copied()
-                    .unwrap_or((self.peer.ip(), None));
+                let (ip, port) =
+                    self.to.get(index % self.to.len().max(1)).copied().unwrap_or((self.peer.ip(), None));
                 let mut stream =
                     net::connect(from, SocketAddr::new(ip, port.unwrap_or(self.peer.port())), plan)?;
                 stream.write_all(&(index as u32).to_le_bytes())?;
@@ -132,10 +124,7 @@ impl LocalServer {
     /// Starts this program again as a server on a free port.
     pub fn spawn() -> io::Result<LocalServer> {
         let args = ["serve", "--listen", "127.0.0.1:0", "--child"];
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(args)
-            .stdout(Stdio::piped())
-            .spawn()?;
+        let mut child = Command::new(std::env::current_exe()?).args(args).stdout(Stdio::piped()).spawn()?;
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout is piped")).read_line(&mut line)?;
         let address = line.trim().rsplit(' ').next().and_then(|a| a.parse().ok());
@@ -202,9 +191,8 @@ fn accept_data(plan: &Plan, listeners: &[TcpListener]) -> io::Result<Vec<TcpStre
         }
         let index = u32::from_le_bytes(first) as usize;
         net::tune_accepted(&stream, plan)?;
-        *streams
-            .get_mut(index)
-            .ok_or_else(|| io::Error::other("a data connection has a wrong index"))? = Some(stream);
+        *streams.get_mut(index).ok_or_else(|| io::Error::other("a data connection has a wrong index"))? =
+            Some(stream);
     }
     Ok(streams.into_iter().flatten().collect())
 }
@@ -226,16 +214,8 @@ fn parse_side(text: &str) -> io::Result<Side> {
     let parse = || {
         let mut words = text.split(' ');
         let (seconds, cpu_seconds) = (words.next()?.parse().ok()?, words.next()?.parse().ok()?);
-        let bytes = words
-            .next()?
-            .split(',')
-            .map(|n| n.parse().ok())
-            .collect::<Option<_>>()?;
-        Some(Side {
-            bytes,
-            seconds,
-            cpu_seconds,
-        })
+        let bytes = words.next()?.split(',').map(|n| n.parse().ok()).collect::<Option<_>>()?;
+        Some(Side { bytes, seconds, cpu_seconds })
     };
     parse().ok_or_else(|| io::Error::other(format!("the target's report makes no sense: {text}")))
 }

@@ -14,9 +14,7 @@ pub fn cores() -> Vec<usize> {
         set.assume_init()
     };
     // SAFETY: the index stays below CPU_SETSIZE, so the read is inside the set.
-    (0..libc::CPU_SETSIZE as usize)
-        .filter(|&core| unsafe { libc::CPU_ISSET(core, &set) })
-        .collect()
+    (0..libc::CPU_SETSIZE as usize).filter(|&core| unsafe { libc::CPU_ISSET(core, &set) }).collect()
 }
 
 /// Pins the calling thread to one core.
@@ -62,11 +60,7 @@ pub fn retransmits(stream: &TcpStream) -> u64 {
 
 /// Waits until one of the listeners has a connection, and says which.
 pub fn wait_readable(listeners: &[TcpListener]) -> io::Result<usize> {
-    let poll = |l: &TcpListener| libc::pollfd {
-        fd: l.as_raw_fd(),
-        events: libc::POLLIN,
-        revents: 0,
-    };
+    let poll = |l: &TcpListener| libc::pollfd { fd: l.as_raw_fd(), events: libc::POLLIN, revents: 0 };
     let mut fds: Vec<_> = listeners.iter().map(poll).collect();
     loop {
         // SAFETY: pointer and count describe the vector.
@@ -87,9 +81,5 @@ pub fn die_with_parent() -> io::Result<()> {
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {
-    if result == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

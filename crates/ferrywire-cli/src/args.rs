@@ -284,13 +284,8 @@ fn with_environment(command: clap::Command) -> clap::Command {
         }
         _ => arg,
     });
-    let subcommands: Vec<String> = named
-        .get_subcommands()
-        .map(|sub| sub.get_name().to_owned())
-        .collect();
-    subcommands.into_iter().fold(named, |command, name| {
-        command.mut_subcommand(name, with_environment)
-    })
+    let subcommands: Vec<String> = named.get_subcommands().map(|sub| sub.get_name().to_owned()).collect();
+    subcommands.into_iter().fold(named, |command, name| command.mut_subcommand(name, with_environment))
 }
 
 #[cfg(test)]

@@ -61,8 +61,6 @@ pub fn start_log(verbose: u8) {
         2 => tracing::Level::DEBUG,
         _ => tracing::Level::TRACE,
     };
-    let log = tracing_subscriber::fmt()
-        .with_max_level(level)
-        .with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr);
     log.without_time().with_target(false).compact().init();
 }

@@ -20,25 +20,18 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
     }
     let given = Table::try_from(flags).map_err(|error| usage(error.to_string()))?;
     table.extend(given);
-    table
-        .try_into()
-        .map_err(|error: toml::de::Error| usage(one_line(error.message())))
+    table.try_into().map_err(|error: toml::de::Error| usage(one_line(error.message())))
 }
 
 fn is_option(key: &str) -> bool {
     let command = crate::args::command();
     let bench = command.find_subcommand("bench").expect("bench is a subcommand");
     let ends = bench.get_subcommands().flat_map(|end| end.get_arguments());
-    ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config")
-        .any(|arg| arg.get_long() == Some(key))
+    ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config").any(|arg| arg.get_long() == Some(key))
 }
 
 fn one_line(text: &str) -> String {
-    text.lines()
-        .map(str::trim)
-        .filter(|line| !line.is_empty())
-        .collect::<Vec<_>>()
-        .join(" ")
+    text.lines().map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 
 #[cfg(test)]
@@ -54,15 +47,9 @@ mod tests {
 
     #[test]
     fn flags_go_before_the_file() {
-        let flags = ConnectFlags {
-            iters: Some(3),
-            ..Default::default()
-        };
-        let flags = filled(
-            "iters = 9\nsizes = [\"4K\", 1]\nchunk = \"64K\"\nlisten = \"[::1]:1\"",
-            flags,
-        )
-        .expect("good");
+        let flags = ConnectFlags { iters: Some(3), ..Default::default() };
+        let flags = filled("iters = 9\nsizes = [\"4K\", 1]\nchunk = \"64K\"\nlisten = \"[::1]:1\"", flags)
+            .expect("good");
         assert_eq!(flags.iters, Some(3));
         assert_eq!(flags.sizes.map(|sizes| sizes.0), Some(vec![4096, 1]));
         assert_eq!(flags.chunk.map(|chunk| chunk.0), Some(65536));
@@ -71,10 +58,7 @@ mod tests {
     #[test]
     fn unknown_options_are_refused() {
         for text in ["sices = 4", "inject = \"wrong-byte\"", "= 3", "iters = \"many\""] {
-            assert!(
-                matches!(filled(text, ConnectFlags::default()), Err(Failure::Usage(_))),
-                "{text}"
-            );
+            assert!(matches!(filled(text, ConnectFlags::default()), Err(Failure::Usage(_))), "{text}");
         }
     }
 }

@@ -99,17 +99,11 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
     let verbose = typed.verbose > 0;
     let Command::Bench(bench) = typed.command;
     match bench.end {
-        None => Ok(Plan::Demo(Box::new(plan_connect(
-            bench.options,
-            Vec::new(),
-            verbose,
-        )?))),
+        None => Ok(Plan::Demo(Box::new(plan_connect(bench.options, Vec::new(), verbose)?))),
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(flags, verbose)?))),
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;
-            Ok(Plan::Connect(Box::new(plan_connect(
-                *options, addresses, verbose,
-            )?)))
+            Ok(Plan::Connect(Box::new(plan_connect(*options, addresses, verbose)?)))
         }
     }
 }
@@ -125,11 +119,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     };
     let given = secret(flags.secret_file.as_deref())?;
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
-    let secret = if one_time_secret {
-        Some(bench::host::random_hex(16)?.into_bytes())
-    } else {
-        given
-    };
+    let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let engine = EnginePlan {
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads)?,
@@ -139,15 +129,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     };
     let once = flags.once.unwrap_or(false);
     let child = flags.child.unwrap_or(false);
-    Ok(ServePlan {
-        listen,
-        engine,
-        one_time_secret,
-        once,
-        verbose,
-        inject: flags.inject,
-        child,
-    })
+    Ok(ServePlan { listen, engine, one_time_secret, once, verbose, inject: flags.inject, child })
 }
 
 fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) -> Outcome<ConnectPlan> {
@@ -188,10 +170,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
 
 fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
     for (flag, memory) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
-        match memory
-            .as_deref()
-            .map(|memory| memory.split_once(':').map_or(memory, |(kind, _)| kind))
-        {
+        match memory.as_deref().map(|memory| memory.split_once(':').map_or(memory, |(kind, _)| kind)) {
             None | Some("host") => {}
             Some("cuda" | "sim") => return usage(format!("{flag}: this build moves host memory only")),
             Some(other) => {
@@ -218,10 +197,7 @@ fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
 fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
     let pattern = flags.pattern.unwrap_or(Pattern::Pair);
     let latency = pattern == Pattern::Latency;
-    let sizes = flags
-        .sizes
-        .clone()
-        .unwrap_or_else(|| default_sizes(latency, flags.blocks));
+    let sizes = flags.sizes.clone().unwrap_or_else(|| default_sizes(latency, flags.blocks));
     let depth = at_least_one("--depth", flags.depth)?;
     if latency && depth.is_some_and(|depth| depth > 1) {
         return usage("--pattern latency has one message in flight: --depth must be 1");
@@ -241,11 +217,7 @@ fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
         depth,
         peers: peers(flags, pattern)?,
         iters,
-        seconds: run_seconds.or(if iters.is_none() {
-            Some(SECONDS_DEFAULT)
-        } else {
-            None
-        }),
+        seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,
         verify: flags.verify.unwrap_or(Verify::All),
         deadline_s,
@@ -271,9 +243,9 @@ fn blocks(blocks: Option<usize>, sizes: &Sizes) -> Outcome<Option<u64>> {
         return usage(format!("--blocks: at most {BLOCKS_MAX}"));
     }
     match sizes.0.iter().find(|size| **size < count) {
-        Some(size) => usage(format!(
-            "--blocks {count}: a message of {size} bytes cannot be cut into {count} blocks"
-        )),
+        Some(size) => {
+            usage(format!("--blocks {count}: a message of {size} bytes cannot be cut into {count} blocks"))
+        }
         None => Ok(Some(count)),
     }
 }
@@ -290,17 +262,9 @@ fn peers(flags: &ConnectFlags, pattern: Pattern) -> Outcome<usize> {
 
 /// The flags as variables, without those that only the first process of a run may have.
 fn environment(flags: &ConnectFlags) -> Outcome<Vec<(String, OsString)>> {
-    let own = ConnectFlags {
-        json: None,
-        csv: None,
-        config: None,
-        ..flags.clone()
-    };
+    let own = ConnectFlags { json: None, csv: None, config: None, ..flags.clone() };
     let table = toml::Table::try_from(own).map_err(|error| Failure::failed(error.to_string()))?;
-    Ok(table
-        .into_iter()
-        .map(|(key, value)| (args::variable(&key), plain(&value).into()))
-        .collect())
+    Ok(table.into_iter().map(|(key, value)| (args::variable(&key), plain(&value).into())).collect())
 }
 
 fn plain(value: &toml::Value) -> String {
@@ -328,36 +292,20 @@ fn resolve(flag: &str, text: &str) -> Outcome<Vec<SocketAddr>> {
     if let Ok(ip) = bare {
         return Ok(vec![SocketAddr::new(ip, PORT_DEFAULT)]);
     }
-    let with_port = if text.contains(':') {
-        text.to_owned()
-    } else {
-        format!("{text}:{PORT_DEFAULT}")
-    };
-    let port_is_number = with_port
-        .rsplit_once(':')
-        .is_some_and(|(_, port)| port.parse::<u16>().is_ok());
+    let with_port = if text.contains(':') { text.to_owned() } else { format!("{text}:{PORT_DEFAULT}") };
+    let port_is_number = with_port.rsplit_once(':').is_some_and(|(_, port)| port.parse::<u16>().is_ok());
     if !port_is_number {
-        return usage(format!(
-            "{flag} {text}: write it as ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"
-        ));
+        return usage(format!("{flag} {text}: write it as ADDR:PORT, for example 10.0.0.2:{PORT_DEFAULT}"));
     }
     let found: Vec<SocketAddr> = match with_port.to_socket_addrs() {
         Ok(found) => found.collect(),
         Err(error) => return Err(Failure::failed(format!("{flag} {text}: {error}"))),
     };
-    if found.is_empty() {
-        Err(Failure::failed(format!("{flag} {text}: no address")))
-    } else {
-        Ok(found)
-    }
+    if found.is_empty() { Err(Failure::failed(format!("{flag} {text}: no address"))) } else { Ok(found) }
 }
 
 fn at_least_one(flag: &str, value: Option<usize>) -> Outcome<Option<usize>> {
-    if value == Some(0) {
-        usage(format!("{flag} 0: must be at least 1"))
-    } else {
-        Ok(value)
-    }
+    if value == Some(0) { usage(format!("{flag} 0: must be at least 1")) } else { Ok(value) }
 }
 
 fn seconds(flag: &str, value: Option<f64>) -> Outcome<Option<f64>> {
@@ -383,53 +331,21 @@ mod tests {
 
     #[test]
     fn seconds_apply_only_without_iterations() {
-        assert_eq!(
-            run(ConnectFlags::default()).map(|run| run.seconds),
-            Ok(Some(SECONDS_DEFAULT))
-        );
-        let counted = ConnectFlags {
-            iters: Some(7),
-            ..Default::default()
-        };
-        assert_eq!(
-            run(counted).map(|run| (run.iters, run.seconds)),
-            Ok((Some(7), None))
-        );
+        assert_eq!(run(ConnectFlags::default()).map(|run| run.seconds), Ok(Some(SECONDS_DEFAULT)));
+        let counted = ConnectFlags { iters: Some(7), ..Default::default() };
+        assert_eq!(run(counted).map(|run| (run.iters, run.seconds)), Ok((Some(7), None)));
     }
 
     #[test]
     fn contradictions_are_bad_usage() {
         let bad = [
-            ConnectFlags {
-                depth: Some(0),
-                ..Default::default()
-            },
-            ConnectFlags {
-                peers: Some(3),
-                ..Default::default()
-            },
-            ConnectFlags {
-                memory: Some("cuda:0".into()),
-                ..Default::default()
-            },
-            ConnectFlags {
-                pattern: Some(Pattern::Mesh),
-                ..Default::default()
-            },
-            ConnectFlags {
-                pattern: Some(Pattern::Latency),
-                depth: Some(2),
-                ..Default::default()
-            },
-            ConnectFlags {
-                blocks: Some(5),
-                sizes: Some(Sizes(vec![4])),
-                ..Default::default()
-            },
-            ConnectFlags {
-                seconds: Some(f64::NAN),
-                ..Default::default()
-            },
+            ConnectFlags { depth: Some(0), ..Default::default() },
+            ConnectFlags { peers: Some(3), ..Default::default() },
+            ConnectFlags { memory: Some("cuda:0".into()), ..Default::default() },
+            ConnectFlags { pattern: Some(Pattern::Mesh), ..Default::default() },
+            ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2), ..Default::default() },
+            ConnectFlags { blocks: Some(5), sizes: Some(Sizes(vec![4])), ..Default::default() },
+            ConnectFlags { seconds: Some(f64::NAN), ..Default::default() },
         ];
         for flags in bad {
             assert!(matches!(run(flags.clone()), Err(Failure::Usage(_))), "{flags:?}");
@@ -438,14 +354,8 @@ mod tests {
 
     #[test]
     fn addresses_may_lack_the_port() {
-        assert_eq!(
-            resolve("x", "10.0.0.2"),
-            Ok(vec![SocketAddr::from(([10, 0, 0, 2], PORT_DEFAULT))])
-        );
-        assert_eq!(
-            resolve("x", "10.0.0.2:9"),
-            Ok(vec![SocketAddr::from(([10, 0, 0, 2], 9))])
-        );
+        assert_eq!(resolve("x", "10.0.0.2"), Ok(vec![SocketAddr::from(([10, 0, 0, 2], PORT_DEFAULT))]));
+        assert_eq!(resolve("x", "10.0.0.2:9"), Ok(vec![SocketAddr::from(([10, 0, 0, 2], 9))]));
         assert_eq!(resolve("x", "[::1]:9").map(|found| found[0].port()), Ok(9));
         assert!(matches!(resolve("x", "host:port"), Err(Failure::Usage(_))));
     }

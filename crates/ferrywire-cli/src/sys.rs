@@ -53,9 +53,7 @@ pub fn nic_addresses() -> Vec<(String, IpAddr)> {
     // SAFETY: each entry is valid until freeifaddrs below, and the last one's next is null.
     while let Some(entry) = unsafe { next.as_ref() } {
         // SAFETY: ifa_name of an entry is a string that ends with 0 and lives as long as the entry.
-        let name = unsafe { CStr::from_ptr(entry.ifa_name) }
-            .to_string_lossy()
-            .into_owned();
+        let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy().into_owned();
         // SAFETY: ifa_addr of an entry is null or valid, as address_of asks.
         found.extend(unsafe { address_of(entry.ifa_addr) }.map(|address| (name, address)));
         next = entry.ifa_next;

@@ -29,15 +29,10 @@ impl FromStr for Bytes {
             "G" | "GB" | "GIB" => 30,
             other => return Err(format!("unknown unit '{other}' (use K, M or G, powers of 1024)")),
         };
-        let count: u64 = digits
-            .parse()
-            .map_err(|_| format!("'{text}' is not a size such as 4096, 4K or 64M"))?;
-        let bytes = count
-            .checked_mul(1 << shift)
-            .filter(|bytes| *bytes <= SIZE_BYTES_MAX);
-        bytes
-            .map(Bytes)
-            .ok_or_else(|| format!("'{text}' is more than {}", Bytes(SIZE_BYTES_MAX)))
+        let count: u64 =
+            digits.parse().map_err(|_| format!("'{text}' is not a size such as 4096, 4K or 64M"))?;
+        let bytes = count.checked_mul(1 << shift).filter(|bytes| *bytes <= SIZE_BYTES_MAX);
+        bytes.map(Bytes).ok_or_else(|| format!("'{text}' is more than {}", Bytes(SIZE_BYTES_MAX)))
     }
 }
 
@@ -122,10 +117,7 @@ impl Serialize for Bytes {
 
 impl<'de> Deserialize<'de> for Bytes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Bytes, D::Error> {
-        Written::deserialize(deserializer)?
-            .text()
-            .parse()
-            .map_err(serde::de::Error::custom)
+        Written::deserialize(deserializer)?.text().parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -137,10 +129,7 @@ impl Serialize for Sizes {
 
 impl<'de> Deserialize<'de> for Sizes {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Sizes, D::Error> {
-        Written::deserialize(deserializer)?
-            .text()
-            .parse()
-            .map_err(serde::de::Error::custom)
+        Written::deserialize(deserializer)?.text().parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -168,10 +157,7 @@ impl Serialize for Names {
 
 impl<'de> Deserialize<'de> for Names {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Names, D::Error> {
-        Written::deserialize(deserializer)?
-            .text()
-            .parse()
-            .map_err(serde::de::Error::custom)
+        Written::deserialize(deserializer)?.text().parse().map_err(serde::de::Error::custom)
     }
 }
 
@@ -199,9 +185,6 @@ mod tests {
 
     #[test]
     fn sizes_print_as_typed() {
-        assert_eq!(
-            sizes("4095,4096,1M,3G").map(|s| Sizes(s).to_string()),
-            Ok("4095,4K,1M,3G".to_owned())
-        );
+        assert_eq!(sizes("4095,4096,1M,3G").map(|s| Sizes(s).to_string()), Ok("4095,4K,1M,3G".to_owned()));
     }
 }

@@ -27,8 +27,8 @@ const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 const TURN_BYTES: usize = 4 << 20;
 /// Received frames after which an acknowledgement goes out at once.
 const ACK_FRAMES: u64 = 64;
-/// Smallest wait for more bytes that is worth a system call.
-const WANT_BYTES_MIN: usize = 128 << 10;
+/// Payload bytes that are worth waking up for, while at least as many are missing.
+const WANT_BYTES: usize = 256 << 10;
 
 /// What is left of a channel that ended, for the fence.
 pub(crate) struct Remains {
@@ -49,10 +49,7 @@ pub(crate) struct Workspace {
 impl Workspace {
     pub fn new() -> Workspace {
         let pieces = Vec::with_capacity(limits::IOVECS_PER_CALL_MAX);
-        Workspace {
-            scratch: vec![0; limits::SCRATCH_BYTES].into(),
-            pieces,
-        }
+        Workspace { scratch: vec![0; limits::SCRATCH_BYTES].into(), pieces }
     }
 }
 
@@ -174,10 +171,10 @@ impl Channel {
     // ---- sending ----
 
     /// Sends what there is to send; with `flush`, also an acknowledgement that is due.
-    /// Returns whether anything moved.
-    pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<bool> {
+    /// Returns the bytes taken by the kernel.
+    pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
         if self.blocked {
-            return Ok(false);
+            return Ok(0);
         }
         let mut moved = 0;
         while !self.blocked && moved < TURN_BYTES {
@@ -193,7 +190,7 @@ impl Channel {
             }
             moved += bytes;
         }
-        Ok(moved > 0)
+        Ok(moved)
     }
 
     fn pull(&mut self) {
@@ -210,9 +207,7 @@ impl Channel {
         };
         let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);
         dropped.into_iter().for_each(|op| self.peer.let_go(&op));
-        self.counters
-            .backlog
-            .store(self.window.bytes() as u64, Ordering::Relaxed);
+        self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
     }
 
     fn unsent(&mut self) -> u64 {
@@ -223,11 +218,8 @@ impl Channel {
     fn make_ack_frame(&mut self) {
         let mut header = Header::new(Kind::Ack);
         header.ack = self.rx.received as u32;
-        let refused: Vec<_> = self
-            .rx
-            .refused
-            .drain(..self.rx.refused.len().min(limits::WINDOW_FRAMES_MAX))
-            .collect();
+        let refused: Vec<_> =
+            self.rx.refused.drain(..self.rx.refused.len().min(limits::WINDOW_FRAMES_MAX)).collect();
         let body = wire::encode_refusals(&refused);
         header.len = body.len() as u32;
         self.ack_frame.extend_from_slice(&header.encode());
@@ -238,14 +230,8 @@ impl Channel {
     /// One socket call. Returns the bytes it took, 0 when there is nothing to send or no room.
     fn send_some(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
         pieces.clear();
-        let mut batch = Batch {
-            pieces,
-            bytes: 0,
-            skip: 0,
-            stable: None,
-            split: self.conn.zero_copy(),
-            closed: false,
-        };
+        let mut batch =
+            Batch { pieces, bytes: 0, skip: 0, stable: None, split: self.conn.zero_copy(), closed: false };
         batch.add(self.ack_frame.as_mut_ptr(), self.ack_frame.len(), false);
         // An acknowledgement covers refused frames only once their refusals are in the stream.
         let ack = self.rx.received_without_refusals() as u32;
@@ -296,9 +282,7 @@ impl Channel {
 
     /// The kernel took so many bytes: moves the mark between sent and unsent.
     fn account(&mut self, mut taken: usize) {
-        self.counters
-            .sent_bytes
-            .fetch_add(taken as u64, Ordering::Relaxed);
+        self.counters.sent_bytes.fetch_add(taken as u64, Ordering::Relaxed);
         self.stream_sent += taken as u64;
         let of_ack = taken.min(self.ack_frame.len());
         self.ack_frame.drain(..of_ack);
@@ -339,9 +323,7 @@ impl Channel {
             }
         }
         self.let_go_held();
-        self.counters
-            .backlog
-            .store(self.window.bytes() as u64, Ordering::Relaxed);
+        self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
         Ok(())
     }
 
@@ -360,8 +342,8 @@ impl Channel {
 
     // ---- receiving ----
 
-    /// Receives what is there, within a turn's bounds. Returns whether anything moved.
-    pub fn receive(&mut self, space: &mut Workspace) -> io::Result<bool> {
+    /// Receives what is there, within a turn's bounds. Returns the bytes.
+    pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
         let mut moved = 0;
         while moved < TURN_BYTES {
             let (bytes, room) = match self.receive_some(space) {
@@ -374,17 +356,15 @@ impl Channel {
                 break;
             }
         }
-        self.counters
-            .received_bytes
-            .fetch_add(moved as u64, Ordering::Relaxed);
+        self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
         self.want();
-        Ok(moved > 0)
+        Ok(moved)
     }
 
     /// Asks the kernel to wake us when a good part of the payload is there, not for each packet.
     fn want(&mut self) {
         let left = match self.rx.stage {
-            Stage::Body if self.rx.left >= WANT_BYTES_MIN => self.rx.left,
+            Stage::Body if self.rx.left >= WANT_BYTES => WANT_BYTES,
             _ => 1,
         };
         if left != self.rx.wanted {
@@ -404,10 +384,7 @@ impl Channel {
         // `rx.message`; the tail is the worker's own scratch buffer.
         let bytes = unsafe { self.conn.recv(pieces)? };
         if bytes == 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the peer closed the connection",
-            ));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
         }
         let placed = bytes.min(direct_bytes);
         if placed > 0 {
@@ -471,15 +448,9 @@ impl Channel {
         rx.stage = Stage::Body;
         rx.crc = crc32fast::Hasher::new();
         let bulk = rx.left >= limits::DIRECT_RECEIVE_BYTES_MIN;
-        rx.bulk_head = if bulk {
-            HEADER_BYTES + rx.header.placement_bytes()
-        } else {
-            0
-        };
+        rx.bulk_head = if bulk { HEADER_BYTES + rx.header.placement_bytes() } else { 0 };
         match rx.header.kind {
-            Kind::Data => match self
-                .peer
-                .land(&rx.header, &rx.placements, &mut rx.pieces, rx.landing.take())
+            Kind::Data => match self.peer.land(&rx.header, &rx.placements, &mut rx.pieces, rx.landing.take())
             {
                 Ok(landing) => {
                     rx.landing = Some(landing);
@@ -510,9 +481,7 @@ impl Channel {
         };
         let result = match self.rx.refusal {
             Some(refusal) => Err(refusal),
-            None => self
-                .peer
-                .arrived(&header, &self.rx.placements, self.rx.landing.as_ref(), message),
+            None => self.peer.arrived(&header, &self.rx.placements, self.rx.landing.as_ref(), message),
         };
         if self.rx.landing.as_ref().is_some_and(Landing::once) {
             self.rx.landing = None;
@@ -554,22 +523,14 @@ impl Channel {
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(u64::MAX, Ordering::Relaxed);
         drop(self.conn);
-        self.held
-            .drain(..)
-            .for_each(|(_, entry)| self.peer.delivered(entry, None));
-        Remains {
-            placed: self.rx.received,
-            refused: self.rx.refused,
-            entries: self.window.drain(),
-        }
+        self.held.drain(..).for_each(|(_, entry)| self.peer.delivered(entry, None));
+        Remains { placed: self.rx.received, refused: self.rx.refused, entries: self.window.drain() }
     }
 
     /// A dead path, in words, or `None` while there is no reason to think so.
     pub fn path_trouble(&self) -> Option<String> {
         let health = self.conn.health();
-        self.counters
-            .rtt_us
-            .store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         let dead = health.waiting
             && health.unanswered >= UNANSWERED_MIN
             && health.silent_for >= limits::PATH_DEAD_AFTER;
@@ -619,8 +580,7 @@ impl Batch<'_> {
             || (self.split && *self.stable.get_or_insert(stable) != stable);
         if !self.closed {
             // SAFETY: `skip` is less than the length of the piece.
-            self.pieces
-                .push(IoVec::new(unsafe { base.add(skip) }, len - skip));
+            self.pieces.push(IoVec::new(unsafe { base.add(skip) }, len - skip));
             self.bytes += len - skip;
         }
     }
@@ -661,11 +621,7 @@ impl Receiver {
     /// The places that the rest of the payload goes to, and their bytes.
     fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
         if self.stage == Stage::Body {
-            out.extend(
-                self.pieces[self.next..]
-                    .iter()
-                    .take(limits::IOVECS_PER_CALL_MAX - 1),
-            );
+            out.extend(self.pieces[self.next..].iter().take(limits::IOVECS_PER_CALL_MAX - 1));
         }
         out.iter().map(|piece| piece.len).sum()
     }
@@ -689,8 +645,7 @@ impl Receiver {
             let used = bytes.min(piece.len);
             if self.header.flags & wire::FLAG_CRC != 0 {
                 // SAFETY: these bytes of the piece were just received.
-                self.crc
-                    .update(unsafe { std::slice::from_raw_parts(piece.base, used) });
+                self.crc.update(unsafe { std::slice::from_raw_parts(piece.base, used) });
             }
             // SAFETY: `used` is at most the length of the piece.
             *piece = IoVec::new(unsafe { piece.base.add(used) }, piece.len - used);
@@ -728,9 +683,7 @@ impl Receiver {
         let (expected, computed) = (self.header.crc, all.finalize());
         match expected == computed {
             true => Ok(()),
-            false => Err(broken(
-                &wire::WireError::Checksum { expected, computed }.to_string(),
-            )),
+            false => Err(broken(&wire::WireError::Checksum { expected, computed }.to_string())),
         }
     }
 
@@ -753,8 +706,5 @@ impl Receiver {
 }
 
 fn broken(what: &str) -> io::Error {
-    io::Error::new(
-        io::ErrorKind::InvalidData,
-        format!("the stream is broken: {what}"),
-    )
+    io::Error::new(io::ErrorKind::InvalidData, format!("the stream is broken: {what}"))
 }

@@ -69,10 +69,7 @@ impl Config {
     pub(crate) fn check(&self) -> Result<()> {
         let within = |what: &str, value: usize, min: usize, max: usize| match (min..=max).contains(&value) {
             true => Ok(()),
-            false => Err(Error::invalid(
-                what,
-                format!("{value} is not between {min} and {max}"),
-            )),
+            false => Err(Error::invalid(what, format!("{value} is not between {min} and {max}"))),
         };
         within("channels", self.channels.unwrap_or(1), 1, limits::CHANNELS_MAX)?;
         within("threads", self.threads, 0, limits::WORKERS_MAX)?;
@@ -80,19 +77,13 @@ impl Config {
         within("window", self.window, 1, limits::WINDOW_FRAMES_MAX)?;
         if self.heartbeat_limit < 2 * limits::CONTROL_SUSPECT_AFTER {
             let least = 2 * limits::CONTROL_SUSPECT_AFTER;
-            return Err(Error::invalid(
-                "heartbeat limit",
-                format!("must be at least {least:?}"),
-            ));
+            return Err(Error::invalid("heartbeat limit", format!("must be at least {least:?}")));
         }
         let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
         match &self.secret {
             Some(secret) if secret.0.len() < limits::SECRET_BYTES_MIN => {
                 let least = limits::SECRET_BYTES_MIN;
-                Err(Error::invalid(
-                    "secret",
-                    format!("must be at least {least} bytes long"),
-                ))
+                Err(Error::invalid("secret", format!("must be at least {least} bytes long")))
             }
             None if needs_secret => Err(Error::invalid(
                 "secret",

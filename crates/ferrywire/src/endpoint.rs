@@ -117,9 +117,7 @@ impl Builder {
             self.config.threads = schedule::threads_default(cores);
         }
         self.config.check()?;
-        let transport = self
-            .transport
-            .unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        let transport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
         Endpoint::start(self.config, transport)
     }
 }
@@ -141,22 +139,14 @@ struct Inner {
 
 impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Endpoint({}, listening on {:?})",
-            self.identity(),
-            self.inner.listen_addresses
-        )
+        write!(f, "Endpoint({}, listening on {:?})", self.identity(), self.inner.listen_addresses)
     }
 }
 
 impl Endpoint {
     /// Starts to describe an endpoint.
     pub fn builder() -> Builder {
-        Builder {
-            config: Config::default(),
-            transport: None,
-        }
+        Builder { config: Config::default(), transport: None }
     }
 
     fn start(config: Config, transport: SharedTransport) -> Result<Endpoint> {
@@ -165,9 +155,8 @@ impl Endpoint {
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
-            .map(|index| Worker::new(index, threaded).map(Arc::new))
-            .collect();
+        let workers: std::io::Result<Vec<_>> =
+            (0..config.threads.max(1)).map(|index| Worker::new(index, threaded).map(Arc::new)).collect();
         let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
         let engine = Engine::new(identity, config, transport, workers, threaded);
         let lobby = Arc::new(Lobby::default());
@@ -177,22 +166,10 @@ impl Endpoint {
         let waker = control.waker();
         let control = Arc::new(Mutex::new(control));
         engine.attach_control(control.clone(), waker);
-        let threads = if threaded {
-            spawn(&engine, &control)?
-        } else {
-            Vec::new()
-        };
+        let threads = if threaded { spawn(&engine, &control)? } else { Vec::new() };
         let home: Arc<dyn RegionHome> = engine.clone();
         let threads = Mutex::new(threads);
-        Ok(Endpoint {
-            inner: Arc::new(Inner {
-                engine,
-                home,
-                listen_addresses,
-                lobby,
-                threads,
-            }),
-        })
+        Ok(Endpoint { inner: Arc::new(Inner { engine, home, listen_addresses, lobby, threads }) })
     }
 
     /// The endpoint's random name, new at each start.
@@ -228,11 +205,7 @@ impl Endpoint {
             return Err(Error::Closed);
         }
         engine.with_control(|control| control.connect(engine, address, lobby.clone()));
-        Ok(Connecting {
-            engine: engine.clone(),
-            lobby,
-            address,
-        })
+        Ok(Connecting { engine: engine.clone(), lobby, address })
     }
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers.
@@ -281,20 +254,14 @@ impl Endpoint {
     pub fn accept(&self, deadline: Duration) -> Result<Peer> {
         let engine = &self.inner.engine;
         if self.inner.listen_addresses.is_empty() {
-            return Err(Error::invalid(
-                "accept",
-                "this endpoint does not listen: build it with an address",
-            ));
+            return Err(Error::invalid("accept", "this endpoint does not listen: build it with an address"));
         }
         if engine.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
         self.inner.lobby.wait(engine, deadline).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
-            Err(Error::Deadline {
-                what,
-                waited: deadline,
-            })
+            Err(Error::Deadline { what, waited: deadline })
         })
     }
 
@@ -334,10 +301,7 @@ impl Endpoint {
 
     /// Number of peers, those that are being set up or closed included.
     pub fn peer_count(&self) -> usize {
-        self.inner
-            .engine
-            .with_control(|control| control.peer_count())
-            .unwrap_or(0)
+        self.inner.engine.with_control(|control| control.peer_count()).unwrap_or(0)
     }
 
     /// Stops listening, finishes with all peers, and ends the threads.
@@ -367,10 +331,7 @@ impl Connecting {
     pub fn wait(&self, deadline: Duration) -> Result<Peer> {
         self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
-            Err(Error::Deadline {
-                what,
-                waited: deadline,
-            })
+            Err(Error::Deadline { what, waited: deadline })
         })
     }
 
@@ -388,9 +349,7 @@ impl Inner {
         }
         let now = engine.transport.now();
         engine.with_control(|control| control.close_all(deadline, now));
-        let until = now
-            .saturating_add(deadline)
-            .saturating_add(limits::HEARTBEAT_INTERVAL);
+        let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
         let mut idle = false;
         while !idle && engine.transport.now() < until {
             match engine.caller_driven() {
@@ -408,10 +367,7 @@ impl Inner {
         }
         match idle {
             true => Ok(()),
-            false => Err(Error::Deadline {
-                what: "closing all peers".into(),
-                waited: deadline,
-            }),
+            false => Err(Error::Deadline { what: "closing all peers".into(), waited: deadline }),
         }
     }
 }
@@ -430,19 +386,13 @@ fn spawn(engine: &Arc<Engine>, control: &Arc<Mutex<Control>>) -> Result<Vec<Join
     for worker in &engine.workers {
         let (worker, engine) = (worker.clone(), engine.clone());
         let name = format!("ferrywire-{}", worker.index);
-        let thread = thread::Builder::new()
-            .name(name)
-            .spawn(move || worker.run(&engine))
-            .map_err(failed)?;
+        let thread = thread::Builder::new().name(name).spawn(move || worker.run(&engine)).map_err(failed)?;
         threads.push(thread);
     }
     let (engine, control) = (engine.clone(), control.clone());
     let name = "ferrywire-ctl".into();
     threads.push(
-        thread::Builder::new()
-            .name(name)
-            .spawn(move || control::run(&engine, &control))
-            .map_err(failed)?,
+        thread::Builder::new().name(name).spawn(move || control::run(&engine, &control)).map_err(failed)?,
     );
     Ok(threads)
 }
@@ -452,9 +402,8 @@ fn listen(config: &Config, transport: &dyn Transport) -> Result<Vec<Box<dyn List
     let Some(address) = config.listen else {
         return Ok(Vec::new());
     };
-    let listener = transport
-        .listen(address)
-        .map_err(|error| Error::io(format!("listen on {address}"), &error))?;
+    let listener =
+        transport.listen(address).map_err(|error| Error::io(format!("listen on {address}"), &error))?;
     Ok(vec![listener])
 }
 
@@ -473,10 +422,7 @@ fn advertised(
             let wanted = config.nics.is_empty() || config.nics.contains(&nic.name);
             if covered && wanted && nic.up && out.len() < limits::ADDRESSES_MAX {
                 let name = nic.name.chars().take(15).collect();
-                out.push(ListenAddress {
-                    address: SocketAddr::new(nic.address, address.port()),
-                    nic: name,
-                });
+                out.push(ListenAddress { address: SocketAddr::new(nic.address, address.port()), nic: name });
             }
         }
     }

@@ -20,13 +20,7 @@ use std::time::Duration;
 /// Something the control side has to deal with.
 pub(crate) enum Event {
     /// A channel ended.
-    Lost {
-        peer: Arc<PeerState>,
-        index: u16,
-        generation: u32,
-        why: String,
-        remains: Box<Remains>,
-    },
+    Lost { peer: Arc<PeerState>, index: u16, generation: u32, why: String, remains: Box<Remains> },
 }
 
 /// The shared parts of one endpoint.
@@ -94,13 +88,7 @@ impl Engine {
 
     /// A channel ended: tells the control side, which fences it.
     pub fn lost(&self, peer: Arc<PeerState>, index: u16, generation: u32, why: String, remains: Remains) {
-        self.events.push(Event::Lost {
-            peer,
-            index,
-            generation,
-            why,
-            remains: Box::new(remains),
-        });
+        self.events.push(Event::Lost { peer, index, generation, why, remains: Box::new(remains) });
         self.wake_control();
     }
 

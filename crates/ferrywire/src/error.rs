@@ -149,17 +149,11 @@ impl Error {
 
     /// An [`Error::Invalid`].
     pub fn invalid(what: impl Into<String>, why: impl Into<String>) -> Error {
-        Error::Invalid {
-            what: what.into(),
-            why: why.into(),
-        }
+        Error::Invalid { what: what.into(), why: why.into() }
     }
 
     /// An [`Error::Io`] for a failed call.
     pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
-        Error::Io {
-            what: what.into(),
-            message: cause.to_string(),
-        }
+        Error::Io { what: what.into(), message: cause.to_string() }
     }
 }

@@ -34,12 +34,7 @@ pub(crate) struct Sink {
 impl Sink {
     fn new(op: Arc<Op>, bytes: u64) -> Sink {
         let scatter = Scatter::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)));
-        Sink {
-            op,
-            scatter,
-            remaining: AtomicU64::new(bytes),
-            gone: AtomicBool::new(false),
-        }
+        Sink { op, scatter, remaining: AtomicU64::new(bytes), gone: AtomicBool::new(false) }
     }
 
     /// Local memory for `len` bytes at `position` of the message.
@@ -63,10 +58,7 @@ impl Sink {
     /// Counts placed bytes; true when that was all.
     fn fill(&self, bytes: u64) -> bool {
         self.op.count(bytes);
-        self.remaining.fetch_sub(
-            bytes.min(self.remaining.load(Ordering::Acquire)),
-            Ordering::AcqRel,
-        ) == bytes
+        self.remaining.fetch_sub(bytes.min(self.remaining.load(Ordering::Acquire)), Ordering::AcqRel) == bytes
     }
 }
 
@@ -128,11 +120,7 @@ impl Inbound {
 
     /// Takes a sink away; nothing new is placed into it.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
-        let sink = self
-            .sinks
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&key)?;
+        let sink = self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)?;
         sink.gone.store(true, Ordering::Release);
         Some(sink)
     }
@@ -152,11 +140,7 @@ impl Inbound {
         let counted = state.counted.entry(header.transfer).or_default();
         *counted += u64::from(header.len);
         let done = *counted;
-        if state
-            .following
-            .get(&header.transfer)
-            .is_some_and(|(total, _)| *total <= done)
-        {
+        if state.following.get(&header.transfer).is_some_and(|(total, _)| *total <= done) {
             state.counted.remove(&header.transfer);
             if let Some((_, message)) = state.following.remove(&header.transfer) {
                 state.deliver(message);
@@ -215,16 +199,9 @@ impl Inbound {
     /// A whole eager message, or the announcement of a large one, arrived.
     pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
         let arrived = match header.kind {
-            Kind::Send => Arrived::Eager {
-                tag: header.key,
-                bytes,
-            },
+            Kind::Send => Arrived::Eager { tag: header.key, bytes },
             _ if header.total == WITHDRAWN => Arrived::Withdrawn,
-            _ => Arrived::Announced {
-                tag: header.key,
-                transfer: header.transfer,
-                total: header.total,
-            },
+            _ => Arrived::Announced { tag: header.key, transfer: header.transfer, total: header.total },
         };
         let mut state = self.lock();
         if state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX
@@ -365,11 +342,7 @@ fn take_front<T>(map: &mut HashMap<u64, VecDeque<T>>, tag: u64) -> Option<T> {
 }
 
 fn truncated(tag: u64, message_bytes: u64, buffer_bytes: u64) -> Error {
-    Error::Truncated {
-        tag,
-        message_bytes,
-        buffer_bytes,
-    }
+    Error::Truncated { tag, message_bytes, buffer_bytes }
 }
 
 fn copy_out(op: &Op, bytes: &[u8]) {

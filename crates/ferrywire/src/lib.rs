@@ -52,6 +52,8 @@ mod control;
 pub mod endpoint;
 mod engine;
 mod error;
+#[doc(hidden)]
+pub mod fuzzing;
 mod inbound;
 pub mod limits;
 mod memory;

@@ -130,15 +130,8 @@ impl Op {
 
     /// Whether it must not be sent: it has failed, or the user has taken its memory back.
     pub fn unsendable(&self) -> bool {
-        if self
-            .memory
-            .as_ref()
-            .is_some_and(|memory| memory.user_owned() && memory.revoked())
-        {
-            self.fail(Error::invalid(
-                "region",
-                "it was deregistered before the operation had ended",
-            ));
+        if self.memory.as_ref().is_some_and(|memory| memory.user_owned() && memory.revoked()) {
+            self.fail(Error::invalid("region", "it was deregistered before the operation had ended"));
         }
         self.failing()
     }
@@ -179,13 +172,7 @@ pub struct Transfer {
 
 impl fmt::Debug for Transfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Transfer({} {} of {} bytes)",
-            self.op.verb,
-            self.op.moved(),
-            self.op.total
-        )
+        write!(f, "Transfer({} {} of {} bytes)", self.op.verb, self.op.moved(), self.op.total)
     }
 }
 

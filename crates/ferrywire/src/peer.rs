@@ -39,11 +39,9 @@ impl Landing {
     pub fn is_in(&self, memory: &Arc<Memory>) -> bool {
         match self {
             Landing::Region { memory: mine, .. } => Arc::ptr_eq(mine, memory),
-            Landing::Sink { sink, .. } => sink
-                .op
-                .memory
-                .as_ref()
-                .is_some_and(|mine| Arc::ptr_eq(mine, memory)),
+            Landing::Sink { sink, .. } => {
+                sink.op.memory.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, memory))
+            }
         }
     }
 
@@ -91,6 +89,7 @@ pub(crate) struct PeerState {
     counters: Vec<Arc<ChannelCounters>>,
     home: AtomicUsize,
     in_flight: AtomicU64,
+    in_flight_bytes: AtomicU64,
     failure: OnceLock<Error>,
     pub resent: AtomicU64,
     pub lost: Mutex<Vec<String>>,
@@ -110,11 +109,10 @@ impl PeerState {
             inbound: Inbound::default(),
             window_frames: info.window,
             same_host: info.same_host,
-            counters: (0..info.channels)
-                .map(|_| Arc::new(ChannelCounters::new()))
-                .collect(),
+            counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
             home: AtomicUsize::new(0),
             in_flight: AtomicU64::new(0),
+            in_flight_bytes: AtomicU64::new(0),
             failure: OnceLock::new(),
             resent: AtomicU64::new(0),
             lost: Mutex::new(Vec::new()),
@@ -142,12 +140,8 @@ impl PeerState {
 
     /// Finds the home again after channels came or went: the worker of the first live channel.
     pub fn choose_home(&self) {
-        let first = self
-            .counters
-            .iter()
-            .position(|channel| channel.alive.load(Ordering::Relaxed));
-        self.home
-            .store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
+        let first = self.counters.iter().position(|channel| channel.alive.load(Ordering::Relaxed));
+        self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
     }
 
     /// The worker that a channel belongs to, the same on both sides where they have as many.
@@ -160,34 +154,41 @@ impl PeerState {
         self.in_flight.load(Ordering::Relaxed) > 0
     }
 
+    /// Whether so much is under way that the threads should do it, and waiting callers sleep.
+    pub fn in_bulk(&self) -> bool {
+        self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
+    }
+
+    /// An operation of ours begins.
+    fn begin(&self, op: &Op) {
+        self.in_flight_bytes.fetch_add(op.total, Ordering::Relaxed);
+        if !matches!(op.verb, Verb::Read | Verb::Recv) {
+            self.in_flight.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// It has ended, or could not begin.
+    fn end(&self, op: &Op) {
+        self.in_flight_bytes.fetch_sub(op.total, Ordering::Relaxed);
+        if !matches!(op.verb, Verb::Read | Verb::Recv) {
+            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
     pub fn live_channels(&self) -> usize {
-        self.counters
-            .iter()
-            .filter(|channel| channel.alive.load(Ordering::Relaxed))
-            .count()
+        self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }
 
     /// The smallest backlog of a live channel.
     pub fn least_backlog(&self) -> u64 {
-        self.counters
-            .iter()
-            .map(|channel| channel.backlog.load(Ordering::Relaxed))
-            .min()
-            .unwrap_or(0)
+        self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
     }
 
     /// State in a line, for error messages.
     pub fn describe(&self) -> String {
         let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = lost
-            .last()
-            .map(|line| format!("; last lost: {line}"))
-            .unwrap_or_default();
-        format!(
-            "{} of {} channels up{last}",
-            self.live_channels(),
-            self.counters.len()
-        )
+        let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
+        format!("{} of {} channels up{last}", self.live_channels(), self.counters.len())
     }
 
     pub fn failure(&self) -> Option<Error> {
@@ -204,24 +205,19 @@ impl PeerState {
     }
 
     fn ended(&self, op: &Arc<Op>) {
-        if !matches!(op.verb, Verb::Read | Verb::Recv) {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.end(op);
         self.queue.ended(op);
     }
 
     fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
         let bulk = op.total > crate::queue::SMALL_BYTES_MAX;
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        self.begin(&op);
         if !self.queue.post(op.clone()) {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+            self.end(&op);
             return Err(self.gone());
         }
         progress::kick(self, bulk);
-        Ok(Transfer {
-            op,
-            peer: self.clone(),
-        })
+        Ok(Transfer { op, peer: self.clone() })
     }
 
     fn gone(&self) -> Error {
@@ -245,10 +241,7 @@ impl PeerState {
     }
 
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
-        op.fail(Error::AccessRefused {
-            peer: self.name.clone(),
-            why: refusal.text().into(),
-        });
+        op.fail(Error::AccessRefused { peer: self.name.clone(), why: refusal.text().into() });
     }
 
     fn end_sink(&self, op: &Arc<Op>) {
@@ -327,10 +320,7 @@ impl PeerState {
         }
         let landing = match last {
             Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
-            _ => Landing::Region {
-                key: header.key,
-                memory: self.engine.regions().find(header.key)?,
-            },
+            _ => Landing::Region { key: header.key, memory: self.engine.regions().find(header.key)? },
         };
         if let Landing::Region { memory, .. } = &landing {
             if memory.revoked() {
@@ -416,10 +406,7 @@ impl PeerState {
             self.let_go(&op);
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
             let why = "it withdrew the message".into();
-            sink.op.fail(Error::AccessRefused {
-                peer: self.name.clone(),
-                why,
-            });
+            sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
             self.let_go(&sink.op);
         }
     }
@@ -432,27 +419,19 @@ impl PeerState {
         for placement in wire::placements(placements) {
             let len = u64::from(placement.len);
             memory.span(placement.offset, len).ok_or(Refusal::OutOfRegion)?;
-            pieces.push(Piece {
-                local: placement.offset,
-                remote: position,
-                len,
-            });
+            pieces.push(Piece { local: placement.offset, remote: position, len });
             position += len;
         }
         if self.in_flight.load(Ordering::Relaxed) > limits::READS_SERVED_MAX as u64 {
             return Err(Refusal::Limit);
         }
-        let mut op = Op::new(
-            self.engine.next_id(),
-            Verb::Serve,
-            pieces_of(merge(pieces)),
-            Some(memory),
-            header.total,
-        );
+        let mut op =
+            Op::new(self.engine.next_id(), Verb::Serve, pieces_of(merge(pieces)), Some(memory), header.total);
         op.number = header.offset;
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
-        if !self.queue.post(Arc::new(op)) {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        let op = Arc::new(op);
+        self.begin(&op);
+        if !self.queue.post(op.clone()) {
+            self.end(&op);
         }
         Ok(())
     }
@@ -465,25 +444,17 @@ fn place(
     pieces: &mut Vec<IoVec>,
 ) -> Result<(), Refusal> {
     if header.segments == 0 {
-        let base = memory
-            .span(header.offset, u64::from(header.len))
-            .ok_or(Refusal::OutOfRegion)?;
+        let base = memory.span(header.offset, u64::from(header.len)).ok_or(Refusal::OutOfRegion)?;
         push_piece(pieces, base, header.len);
         return Ok(());
     }
     let mut sum = 0u64;
     for placement in wire::placements(placements) {
-        let base = memory
-            .span(placement.offset, u64::from(placement.len))
-            .ok_or(Refusal::OutOfRegion)?;
+        let base = memory.span(placement.offset, u64::from(placement.len)).ok_or(Refusal::OutOfRegion)?;
         push_piece(pieces, base, placement.len);
         sum += u64::from(placement.len);
     }
-    if sum == u64::from(header.len) {
-        Ok(())
-    } else {
-        Err(Refusal::OutOfRegion)
-    }
+    if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
 }
 
 /// Pieces are never empty: whoever fills them would not get past one.
@@ -495,11 +466,7 @@ fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
 
 fn pieces_of(mut merged: Vec<Piece>) -> Pieces {
     match merged.len() {
-        0 => Pieces::One(Piece {
-            local: 0,
-            remote: 0,
-            len: 0,
-        }),
+        0 => Pieces::One(Piece { local: 0, remote: 0, len: 0 }),
         1 => Pieces::One(merged.remove(0)),
         _ => Pieces::Many(merged.into()),
     }
@@ -527,12 +494,7 @@ pub struct BlockList {
 
 impl fmt::Debug for BlockList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "BlockList({} blocks, {} runs)",
-            self.blocks.len(),
-            self.merged.as_slice().len()
-        )
+        write!(f, "BlockList({} blocks, {} runs)", self.blocks.len(), self.merged.as_slice().len())
     }
 }
 
@@ -545,19 +507,10 @@ impl BlockList {
         }
         let blocks: Arc<[Piece]> = blocks
             .iter()
-            .map(|block| Piece {
-                local: block.local_offset,
-                remote: block.remote_offset,
-                len: block.bytes,
-            })
+            .map(|block| Piece { local: block.local_offset, remote: block.remote_offset, len: block.bytes })
             .collect();
         let merged = pieces_of(merge(blocks.iter().copied()));
-        Ok(BlockList {
-            local: local.clone(),
-            remote: *remote,
-            blocks,
-            merged,
-        })
+        Ok(BlockList { local: local.clone(), remote: *remote, blocks, merged })
     }
 
     /// Blocks in the list.
@@ -613,10 +566,7 @@ impl fmt::Debug for Peer {
 
 impl Peer {
     pub(crate) fn new(state: Arc<PeerState>) -> Peer {
-        Peer {
-            _handle: Arc::new(Handle(state.clone())),
-            state,
-        }
+        Peer { _handle: Arc::new(Handle(state.clone())), state }
     }
 
     /// Its address and label.
@@ -663,11 +613,7 @@ impl Peer {
     ) -> Result<Transfer> {
         source.check("source", source_offset, bytes)?;
         check_range("target", target_offset, bytes, target.len())?;
-        let pieces = Pieces::One(Piece {
-            local: source_offset,
-            remote: target_offset,
-            len: bytes,
-        });
+        let pieces = Pieces::One(Piece { local: source_offset, remote: target_offset, len: bytes });
         self.write_pieces(source, target, pieces, message)
     }
 
@@ -678,12 +624,7 @@ impl Peer {
         indices: Option<&[u32]>,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.write_pieces(
-            &list.local,
-            &list.remote,
-            list.select(indices)?,
-            message.unwrap_or_default(),
-        )
+        self.write_pieces(&list.local, &list.remote, list.select(indices)?, message.unwrap_or_default())
     }
 
     fn write_pieces(
@@ -710,11 +651,7 @@ impl Peer {
     ) -> Result<Transfer> {
         target.check("target", target_offset, bytes)?;
         check_range("source", source_offset, bytes, source.len())?;
-        let pieces = Pieces::One(Piece {
-            local: target_offset,
-            remote: source_offset,
-            len: bytes,
-        });
+        let pieces = Pieces::One(Piece { local: target_offset, remote: source_offset, len: bytes });
         self.read_pieces(target, source, pieces)
     }
 
@@ -727,15 +664,14 @@ impl Peer {
         self.check(target, source)?;
         let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
         let op = Arc::new(op);
-        let transfer = Transfer {
-            op: op.clone(),
-            peer: self.state.clone(),
-        };
+        self.state.begin(&op);
+        let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
         if op.total == 0 {
             self.state.let_go(&op);
             return Ok(transfer);
         }
         if let Some(error) = self.error() {
+            self.state.end(&op);
             return Err(error);
         }
         self.state.inbound.open_sink(op.clone(), op.total);
@@ -756,10 +692,7 @@ impl Peer {
             let mut done = 0;
             while done < piece.len {
                 let len = (piece.len - done).min(READ_RANGE_BYTES_MAX);
-                ranges.push(wire::Placement {
-                    offset: piece.remote + done,
-                    len: len as u32,
-                });
+                ranges.push(wire::Placement { offset: piece.remote + done, len: len as u32 });
                 done += len;
                 position += len;
                 if ranges.len() == limits::SEGMENTS_PER_CHUNK_MAX || position - start >= READ_REQUEST_BYTES {
@@ -801,21 +734,15 @@ impl Peer {
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = &self.state;
-        state.in_flight.fetch_add(1, Ordering::Relaxed);
         let posted = state.queue.post_send(|number| {
             let mut op = self.op(Verb::Send, pieces, memory, tag);
             op.number = number;
+            state.begin(&op);
             Arc::new(op)
         });
-        let Some(op) = posted else {
-            state.in_flight.fetch_sub(1, Ordering::Relaxed);
-            return Err(state.gone());
-        };
-        progress::kick(state, false);
-        Ok(Transfer {
-            op,
-            peer: state.clone(),
-        })
+        let op = posted.ok_or_else(|| state.gone())?;
+        progress::kick(state, op.total > limits::EAGER_BYTES_MAX as u64);
+        Ok(Transfer { op, peer: state.clone() })
     }
 
     /// Receives the next message with this tag. The outcome is the message's length.
@@ -828,6 +755,7 @@ impl Peer {
         target.belongs_to(self.state.engine.identity)?;
         let pieces = lined_up("target", target, blocks)?;
         let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
+        self.state.begin(&op);
         let replies = self.state.inbound.post(op.clone());
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
         self.state.reply(replies);
@@ -841,19 +769,12 @@ impl Peer {
         if answer {
             progress::kick(&self.state, false);
         }
-        Ok(Transfer {
-            op,
-            peer: self.state.clone(),
-        })
+        Ok(Transfer { op, peer: self.state.clone() })
     }
 
     /// Delivers a small message after everything posted to this peer before it.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
-        let pieces = Pieces::One(Piece {
-            local: 0,
-            remote: 0,
-            len: 0,
-        });
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Verb::Notify, pieces, None, 0);
         op.message = checked_message(message)?;
         self.state.post(Arc::new(op))
@@ -884,11 +805,7 @@ impl Peer {
             }
             let waited = self.state.engine.transport.now().saturating_sub(start);
             let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
-                let what = format!(
-                    "a notification from {}: {}",
-                    self.state.name,
-                    self.state.describe()
-                );
+                let what = format!("a notification from {}: {}", self.state.name, self.state.describe());
                 return Err(Error::Deadline { what, waited });
             };
             progress::wait(
@@ -909,16 +826,9 @@ impl Peer {
         };
         let channels = self.state.counters.iter().enumerate();
         PeerStats {
-            channels: channels
-                .filter_map(|(index, each)| each.snapshot(index as u16, nic_of))
-                .collect(),
+            channels: channels.filter_map(|(index, each)| each.snapshot(index as u16, nic_of)).collect(),
             resent_chunks: self.state.resent.load(Ordering::Relaxed),
-            lost_channels: self
-                .state
-                .lost
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone(),
+            lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             setup: *self.state.setup.lock().unwrap_or_else(PoisonError::into_inner),
             chunk_bytes: self.state.queue.chunk_bytes,
             window: self.state.window_frames,
@@ -953,6 +863,8 @@ impl Peer {
     }
 }
 
+/// Bytes under way from which on threads, and not waiting callers, move them.
+const BULK_BYTES: u64 = 2 << 20;
 /// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
 const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
 const READ_REQUEST_BYTES: u64 = 64 << 20;
@@ -962,11 +874,7 @@ fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Resul
     let mut pieces = Vec::with_capacity(blocks.len());
     for (offset, bytes) in blocks {
         region.check(side, *offset, *bytes)?;
-        pieces.push(Piece {
-            local: *offset,
-            remote: position,
-            len: *bytes,
-        });
+        pieces.push(Piece { local: *offset, remote: position, len: *bytes });
         position += bytes;
     }
     Ok(pieces_of(merge(pieces)))
@@ -974,11 +882,7 @@ fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Resul
 
 fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {
     if message.len() > limits::NOTIFY_BYTES_MAX {
-        let why = format!(
-            "{} bytes, at most {} are allowed",
-            message.len(),
-            limits::NOTIFY_BYTES_MAX
-        );
+        let why = format!("{} bytes, at most {} are allowed", message.len(), limits::NOTIFY_BYTES_MAX);
         return Err(Error::invalid("notification", why));
     }
     Ok(message.into())

@@ -16,6 +16,7 @@ use crate::engine::Engine;
 use crate::limits;
 use crate::memory::Memory;
 use crate::peer::{Landing, PeerState};
+use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Interest, Poller, WAKE_TOKEN, Waker};
 use crossbeam_queue::SegQueue;
 use std::io;
@@ -32,6 +33,8 @@ const TICK: Duration = Duration::from_micros(200);
 const TICKS_WITHOUT_CALLER: u32 = 5;
 /// Longest a caller spins for a crank that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
+/// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
+const DRIVE_BYTES: u64 = 4 << 20;
 /// Frames that may wait for the driving caller before they are sent at once.
 const DEFERRED_FRAMES_MAX: usize = 32;
 
@@ -62,10 +65,7 @@ pub(crate) struct WaitList {
 impl WaitList {
     /// Adds somebody; check the condition again afterwards.
     pub fn add(&self, handle: WakeHandle) {
-        self.list
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(handle);
+        self.list.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
         self.any.store(true, Ordering::SeqCst);
     }
 
@@ -123,6 +123,8 @@ pub(crate) struct Crank {
     space: Workspace,
     ready: Vec<Ready>,
     last_check: Duration,
+    /// Bytes moved so far, both ways.
+    moved: u64,
     /// Channels without a descriptor, which have to be asked.
     polled: usize,
 }
@@ -148,7 +150,7 @@ impl Worker {
             slots: Vec::new(),
             space: Workspace::new(),
             ready: Vec::new(),
-            last_check: Duration::ZERO,
+            last_check: Duration::ZERO, moved: 0,
             polled: 0,
         };
         Ok(Worker {
@@ -215,6 +217,7 @@ impl Worker {
     /// The worker thread's whole life.
     pub fn run(self: &Arc<Worker>, engine: &Engine) {
         let _ = self.thread.set(thread::current());
+        self.keep_to_core(engine);
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
             let Some(mut crank) = self.try_crank() else {
@@ -239,6 +242,17 @@ impl Worker {
                 thread::sleep(TICK);
             }
             self.state.store(RUNNING, Ordering::SeqCst);
+        }
+    }
+
+    /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
+    /// threads then share a core, and its payload stays in that core's cache.
+    fn keep_to_core(&self, engine: &Engine) {
+        let cores = affinity::allowed_cores().unwrap_or_default();
+        if cores.len() == engine.workers.len() {
+            if let Err(error) = affinity::pin_current_thread(cores[self.index]) {
+                tracing::debug!(%error, "a progress thread cannot be pinned");
+            }
         }
     }
 
@@ -307,10 +321,7 @@ impl Worker {
     fn claimed<'a>(&'a self, crank: MutexGuard<'a, Crank>) -> Claim<'a> {
         self.driven_by_caller.store(true, Ordering::SeqCst);
         self.drives.fetch_add(1, Ordering::SeqCst);
-        Claim {
-            worker: self,
-            crank: Some(crank),
-        }
+        Claim { worker: self, crank: Some(crank) }
     }
 
     fn try_claim(&self) -> Option<Claim<'_>> {
@@ -332,9 +343,11 @@ impl Worker {
         };
         let mut idle_since: Option<Instant> = None;
         let mut registered = false;
+        let bulk = claim.crank().moved.saturating_add(DRIVE_BYTES);
         loop {
             match claim.crank().turn(self, engine, wait.done) {
                 Turn::Done => return true,
+                Turn::Worked if claim.crank().moved > bulk => return false,
                 Turn::Worked => {
                     idle_since = None;
                     continue;
@@ -389,10 +402,7 @@ impl Claim<'_> {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let left = self
-            .crank
-            .as_ref()
-            .is_some_and(|crank| crank.has_work() || crank.acks_due());
+        let left = self.crank.as_ref().is_some_and(|crank| crank.has_work() || crank.acks_due());
         let worker = self.worker;
         worker.driven_by_caller.store(false, Ordering::SeqCst);
         self.crank = None;
@@ -430,22 +440,18 @@ pub(crate) fn wait(
         return wait_driving(&engine, limit, done);
     }
     let now = Instant::now();
-    let until = now
-        .checked_add(limit)
-        .unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
-    let mut wait = Wait {
-        until,
-        register: &mut register,
-        done: &mut done,
-    };
+    let until = now.checked_add(limit).unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
+    let mut wait = Wait { until, register: &mut register, done: &mut done };
+    let mut stand_back = false;
     loop {
         if (wait.done)() {
             return true;
         }
         let worker = peer.home().clone();
-        if worker.drive(&mut wait, &engine) {
+        if !peer.in_bulk() && !stand_back && worker.drive(&mut wait, &engine) {
             return true;
         }
+        stand_back = true;
         if wait.rest(Instant::now()).is_zero() {
             return (wait.done)();
         }
@@ -455,7 +461,9 @@ pub(crate) fn wait(
             worker.unpark();
         }
         if !(wait.done)() {
-            thread::park_timeout(wait.rest(Instant::now()).min(PARK));
+            let slept = Instant::now();
+            thread::park_timeout(wait.rest(slept).min(PARK));
+            stand_back = slept.elapsed() < PARK;
         }
         worker.left_behind.fetch_sub(1, Ordering::SeqCst);
     }
@@ -543,12 +551,7 @@ impl Crank {
                     }
                     request.missing.fetch_sub(1, Ordering::Release);
                 }
-                Command::Drop {
-                    session,
-                    index,
-                    generation,
-                    why,
-                } => {
+                Command::Drop { session, index, generation, why } => {
                     let place = self.slots.iter().position(|slot| {
                         slot.as_ref().is_some_and(|slot| {
                             let channel = &slot.channel;
@@ -573,11 +576,7 @@ impl Crank {
         });
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
-        self.slots[place] = Some(Slot {
-            channel,
-            waits_to_write: false,
-            polled: fd.is_none(),
-        });
+        self.slots[place] = Some(Slot { channel, waits_to_write: false, polled: fd.is_none() });
         if let Some(fd) = fd {
             if let Err(error) = worker.poller.add(fd, place as u64, Interest::READ) {
                 self.lose(worker, engine, place, error.to_string());
@@ -593,11 +592,8 @@ impl Crank {
             Some(fd) => drop(worker.poller.remove(fd)),
             None => self.polled -= 1,
         }
-        let (peer, index, generation) = (
-            slot.channel.peer.clone(),
-            slot.channel.index,
-            slot.channel.generation,
-        );
+        let (peer, index, generation) =
+            (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
         let remains = slot.channel.end();
         engine.lost(peer, index, generation, why, remains);
     }
@@ -653,7 +649,10 @@ impl Crank {
             return false;
         };
         match slot.channel.receive(&mut self.space) {
-            Ok(worked) => worked,
+            Ok(bytes) => {
+                self.moved += bytes as u64;
+                bytes > 0
+            }
             Err(error) => {
                 self.fail(worker, engine, place, &error);
                 true
@@ -677,9 +676,10 @@ impl Crank {
             slot.channel.unblock();
         }
         match slot.channel.send(true, &mut self.space) {
-            Ok(worked) => {
+            Ok(bytes) => {
                 slot.watch(worker, place);
-                worked
+                self.moved += bytes as u64;
+                bytes > 0
             }
             Err(error) => {
                 self.fail(worker, engine, place, &error);
@@ -691,10 +691,7 @@ impl Crank {
     /// Sends what waits for one peer.
     fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
         for place in 0..self.slots.len() {
-            if self.slots[place]
-                .as_ref()
-                .is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer))
-            {
+            if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
                 self.send_at(worker, engine, place);
             }
         }
@@ -763,10 +760,7 @@ pub(crate) struct Abandon {
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
 pub(crate) fn abandon(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static) {
     let missing = AtomicU32::new(engine.workers.len() as u32);
-    let request = Arc::new(Abandon {
-        gone: Box::new(gone),
-        missing,
-    });
+    let request = Arc::new(Abandon { gone: Box::new(gone), missing });
     for worker in &engine.workers {
         worker.command(Command::Abandon(request.clone()));
     }

@@ -39,13 +39,7 @@ pub(crate) enum Body {
 
 impl Entry {
     fn new(header: Header, placements: Box<[u8]>, body: Body, op: Option<Arc<Op>>) -> Entry {
-        Entry {
-            head: header.encode(),
-            header,
-            placements,
-            body,
-            op,
-        }
+        Entry { head: header.encode(), header, placements, body, op }
     }
 
     /// A frame of the engine's own, without payload.
@@ -106,16 +100,8 @@ pub(crate) struct Pull {
 
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
-        let lanes = Lanes {
-            credit: limits::EAGER_CREDIT_BYTES,
-            ..Lanes::default()
-        };
-        SendQueue {
-            lanes: Mutex::new(lanes),
-            waiting: AtomicUsize::new(0),
-            chunk_bytes,
-            crc,
-        }
+        let lanes = Lanes { credit: limits::EAGER_CREDIT_BYTES, ..Lanes::default() };
+        SendQueue { lanes: Mutex::new(lanes), waiting: AtomicUsize::new(0), chunk_bytes, crc }
     }
 
     fn lock(&self) -> MutexGuard<'_, Lanes> {
@@ -191,10 +177,7 @@ impl SendQueue {
         if lanes.closed {
             return entries;
         }
-        entries
-            .into_iter()
-            .rev()
-            .for_each(|entry| lanes.resend.push_front(entry));
+        entries.into_iter().rev().for_each(|entry| lanes.resend.push_front(entry));
         self.publish(&lanes);
         Vec::new()
     }
@@ -221,10 +204,7 @@ impl SendQueue {
         let mut lanes = self.lock();
         let op = lanes.announced.remove(&transfer)?;
         op.sink.store(sink, Ordering::Relaxed);
-        lanes.bulk.push_back(Bulk {
-            op: op.clone(),
-            cutter: Cutter::default(),
-        });
+        lanes.bulk.push_back(Bulk { op: op.clone(), cutter: Cutter::default() });
         self.publish(&lanes);
         Some(op)
     }
@@ -293,10 +273,7 @@ impl Lanes {
         if op.total <= SMALL_BYTES_MAX && op.pieces.as_slice().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
             self.small.push_back(op);
         } else {
-            self.bulk.push_back(Bulk {
-                op,
-                cutter: Cutter::default(),
-            });
+            self.bulk.push_back(Bulk { op, cutter: Cutter::default() });
         }
     }
 
@@ -355,11 +332,7 @@ impl Lanes {
             }
         }
         self.small_run = 0;
-        if bulk_waits {
-            self.next_bulk(chunk_bytes, pull.channels, dropped)
-        } else {
-            None
-        }
+        if bulk_waits { self.next_bulk(chunk_bytes, pull.channels, dropped) } else { None }
     }
 
     fn next_small(&mut self, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
@@ -413,10 +386,7 @@ impl Lanes {
             let bulk = self.bulk.front_mut()?;
             let rest = bulk.op.total - bulk.cutter.position();
             let bytes = schedule::chunk_bytes(rest, channels, chunk_bytes);
-            let limits = ChunkLimits {
-                bytes,
-                segments: limits::SEGMENTS_PER_CHUNK_MAX,
-            };
+            let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,
                 false => bulk.cutter.next(bulk.op.pieces.as_slice(), limits),
@@ -446,13 +416,8 @@ impl Lanes {
 pub(crate) const WITHDRAWN: u64 = u64::MAX;
 
 fn whole(op: &Op) -> Chunk {
-    let all = ChunkLimits {
-        bytes: op.total,
-        segments: limits::SEGMENTS_PER_CHUNK_MAX,
-    };
-    Cutter::default()
-        .next(op.pieces.as_slice(), all)
-        .unwrap_or(Chunk::EMPTY)
+    let all = ChunkLimits { bytes: op.total, segments: limits::SEGMENTS_PER_CHUNK_MAX };
+    Cutter::default().next(op.pieces.as_slice(), all).unwrap_or(Chunk::EMPTY)
 }
 
 /// One frame for a whole operation, its notification included.
@@ -474,11 +439,7 @@ fn chunk_entry(op: Arc<Op>, chunk: Chunk) -> Entry {
     match op.verb {
         Verb::Send | Verb::Serve => {
             header.flags |= wire::FLAG_SINK;
-            header.key = if op.verb == Verb::Send {
-                op.sink.load(Ordering::Relaxed)
-            } else {
-                op.key
-            };
+            header.key = if op.verb == Verb::Send { op.sink.load(Ordering::Relaxed) } else { op.key };
             header.offset = op.number * u64::from(op.verb == Verb::Serve) + chunk.position;
         }
         _ => {
@@ -491,8 +452,7 @@ fn chunk_entry(op: Arc<Op>, chunk: Chunk) -> Entry {
                 None => {
                     let list = chunk.placements(op.pieces.as_slice());
                     header.segments = list.len() as u16;
-                    list.iter()
-                        .for_each(|placement| placement.encode_into(&mut placements));
+                    list.iter().for_each(|placement| placement.encode_into(&mut placements));
                 }
             }
         }

@@ -31,10 +31,7 @@ pub(crate) struct ChannelCounters {
 
 impl ChannelCounters {
     pub fn new() -> ChannelCounters {
-        ChannelCounters {
-            backlog: AtomicU64::new(u64::MAX),
-            ..ChannelCounters::default()
-        }
+        ChannelCounters { backlog: AtomicU64::new(u64::MAX), ..ChannelCounters::default() }
     }
 
     /// A connection takes up the channel.
@@ -42,18 +39,12 @@ impl ChannelCounters {
         let mut path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
         let nic = path.take().map(|path| path.nic).unwrap_or_default();
         let congestion_control = conn.congestion_control();
-        *path = Some(Path {
-            nic,
-            local: conn.local(),
-            remote: conn.remote(),
-            congestion_control,
-        });
+        *path = Some(Path { nic, local: conn.local(), remote: conn.remote(), congestion_control });
         self.generation.store(generation, Ordering::Relaxed);
         self.backlog.store(0, Ordering::Relaxed);
         self.alive.store(true, Ordering::Relaxed);
         self.zero_copy.store(conn.zero_copy(), Ordering::Relaxed);
-        self.rtt_us
-            .store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
+        self.rtt_us.store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
     }
 
     pub fn snapshot(&self, index: u16, nic_of: impl Fn(SocketAddr) -> String) -> Option<ChannelStats> {

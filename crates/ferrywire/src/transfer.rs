@@ -85,33 +85,22 @@ pub struct Chunk {
 
 impl Chunk {
     /// A chunk without bytes, for messages without bytes.
-    pub const EMPTY: Chunk = Chunk {
-        first: 0,
-        within: 0,
-        bytes: 0,
-        position: 0,
-    };
+    pub const EMPTY: Chunk = Chunk { first: 0, within: 0, bytes: 0, position: 0 };
 
     /// The chunk's runs as `(local, remote, len)`.
     fn runs<'a>(&self, pieces: &'a [Piece]) -> impl Iterator<Item = Piece> + use<'a> {
         let mut left = u64::from(self.bytes);
         let mut within = self.within;
-        pieces[(self.first as usize).min(pieces.len())..]
-            .iter()
-            .map_while(move |piece| {
-                if left == 0 {
-                    return None;
-                }
-                let len = (piece.len - within).min(left);
-                let run = Piece {
-                    local: piece.local + within,
-                    remote: piece.remote + within,
-                    len,
-                };
-                left -= len;
-                within = 0;
-                Some(run)
-            })
+        pieces[(self.first as usize).min(pieces.len())..].iter().map_while(move |piece| {
+            if left == 0 {
+                return None;
+            }
+            let len = (piece.len - within).min(left);
+            let run = Piece { local: piece.local + within, remote: piece.remote + within, len };
+            left -= len;
+            within = 0;
+            Some(run)
+        })
     }
 
     /// Local `(offset, len)` ranges of the chunk, in order.
@@ -125,10 +114,7 @@ impl Chunk {
         for run in self.runs(pieces) {
             match out.last_mut() {
                 Some(last) if last.offset + u64::from(last.len) == run.remote => last.len += run.len as u32,
-                _ => out.push(Placement {
-                    offset: run.remote,
-                    len: run.len as u32,
-                }),
+                _ => out.push(Placement { offset: run.remote, len: run.len as u32 }),
             }
         }
         out
@@ -203,11 +189,7 @@ impl Scatter {
             starts.push(total);
             total += len;
         }
-        Scatter {
-            ranges,
-            starts,
-            total,
-        }
+        Scatter { ranges, starts, total }
     }
 
     /// Local `(offset, len)` ranges of `len` bytes from `position` on, or `None` if they do not fit.
@@ -215,26 +197,19 @@ impl Scatter {
         if position.checked_add(len)? > self.total {
             return None;
         }
-        let first = self
-            .starts
-            .partition_point(|start| *start <= position)
-            .saturating_sub(1);
+        let first = self.starts.partition_point(|start| *start <= position).saturating_sub(1);
         let mut left = len;
         let mut within = position - self.starts.get(first).copied().unwrap_or(0);
-        Some(
-            self.ranges[first.min(self.ranges.len())..]
-                .iter()
-                .map_while(move |(offset, size)| {
-                    if left == 0 {
-                        return None;
-                    }
-                    let take = (size - within).min(left);
-                    let range = (offset + within, take);
-                    left -= take;
-                    within = 0;
-                    Some(range)
-                }),
-        )
+        Some(self.ranges[first.min(self.ranges.len())..].iter().map_while(move |(offset, size)| {
+            if left == 0 {
+                return None;
+            }
+            let take = (size - within).min(left);
+            let range = (offset + within, take);
+            left -= take;
+            within = 0;
+            Some(range)
+        }))
     }
 }
 
@@ -244,17 +219,12 @@ mod tests {
     use proptest::prelude::*;
 
     fn bytes_of(pieces: &[Piece]) -> Vec<(u64, u64)> {
-        pieces
-            .iter()
-            .flat_map(|p| (0..p.len).map(move |i| (p.local + i, p.remote + i)))
-            .collect()
+        pieces.iter().flat_map(|p| (0..p.len).map(move |i| (p.local + i, p.remote + i))).collect()
     }
 
     fn any_pieces() -> impl Strategy<Value = Vec<Piece>> {
         prop::collection::vec((0u64..500, 0u64..500, 0u64..40), 0..12).prop_map(|list| {
-            list.into_iter()
-                .map(|(local, remote, len)| Piece { local, remote, len })
-                .collect()
+            list.into_iter().map(|(local, remote, len)| Piece { local, remote, len }).collect()
         })
     }
 

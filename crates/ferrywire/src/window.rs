@@ -21,13 +21,7 @@ pub struct Window<T> {
 impl<T> Window<T> {
     /// An empty window with room for so many entries and, after the first entry, so many bytes.
     pub fn new(frames_max: usize, bytes_max: usize) -> Window<T> {
-        Window {
-            entries: VecDeque::new(),
-            first: 0,
-            bytes: 0,
-            frames_max: frames_max.max(1),
-            bytes_max,
-        }
+        Window { entries: VecDeque::new(), first: 0, bytes: 0, frames_max: frames_max.max(1), bytes_max }
     }
 
     /// Whether another entry may be posted.
@@ -96,11 +90,7 @@ impl<T> Window<T> {
         let first = self.first;
         self.first = self.next();
         self.bytes = 0;
-        self.entries
-            .drain(..)
-            .enumerate()
-            .map(|(i, (entry, _))| (first + i as u64, entry))
-            .collect()
+        self.entries.drain(..).enumerate().map(|(i, (entry, _))| (first + i as u64, entry)).collect()
     }
 }
 

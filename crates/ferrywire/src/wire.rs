@@ -235,10 +235,9 @@ impl Placement {
 
 /// Reads descriptors; a partial one at the end is ignored, the caller has counted them.
 pub fn placements(bytes: &[u8]) -> impl Iterator<Item = Placement> + '_ {
-    bytes.chunks_exact(PLACEMENT_BYTES).map(|piece| Placement {
-        offset: u64_at(piece, 0),
-        len: u32_at(piece, 8),
-    })
+    bytes
+        .chunks_exact(PLACEMENT_BYTES)
+        .map(|piece| Placement { offset: u64_at(piece, 0), len: u32_at(piece, 8) })
 }
 
 /// Why the target refused a frame.
@@ -295,9 +294,7 @@ pub fn encode_refusals(refused: &[(u64, Refusal)]) -> Vec<u8> {
 
 /// Reads what [`encode_refusals`] wrote.
 pub fn refusals(bytes: &[u8]) -> impl Iterator<Item = (u32, Refusal)> + '_ {
-    bytes
-        .chunks_exact(REFUSAL_BYTES)
-        .map(|piece| (u32_at(piece, 0), Refusal::parse(piece[4])))
+    bytes.chunks_exact(REFUSAL_BYTES).map(|piece| (u32_at(piece, 0), Refusal::parse(piece[4])))
 }
 
 /// The full count whose low 32 bits are `low`, given that it is at most 2^31 from `near`.
@@ -324,15 +321,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn any_header() -> impl Strategy<Value = Header> {
-        (
-            0u8..2,
-            0u16..=64,
-            0u32..=1 << 20,
-            any::<u32>(),
-            any::<u64>(),
-            0u64..u64::MAX / 2,
-            0u16..1000,
-        )
+        (0u8..2, 0u16..=64, 0u32..=1 << 20, any::<u32>(), any::<u64>(), 0u64..u64::MAX / 2, 0u16..1000)
             .prop_map(|(flags, segments, len, ack, key, offset, notify)| Header {
                 flags,
                 segments,
@@ -397,10 +386,7 @@ mod tests {
     fn lengths_past_the_limit_are_refused() {
         let mut header = Header::new(Kind::Data);
         header.len = limits::CHUNK_BYTES_MAX as u32 + 1;
-        assert_eq!(
-            Header::decode(&header.encode()),
-            Err(WireError::OutOfRange("len"))
-        );
+        assert_eq!(Header::decode(&header.encode()), Err(WireError::OutOfRange("len")));
         let mut send = Header::new(Kind::Send);
         send.len = limits::EAGER_BYTES_MAX as u32 + 1;
         assert_eq!(Header::decode(&send.encode()), Err(WireError::OutOfRange("len")));

@@ -58,9 +58,7 @@ fn measure(plan: &ConnectPlan, record: &mut Record) -> Outcome {
     if let Err(failure) = &outcome
         && link.peer.error().is_none()
     {
-        let _ = link.tell(&Message::Failed {
-            why: failure.first_line(),
-        });
+        let _ = link.tell(&Message::Failed { why: failure.first_line() });
     }
     let _ = link.peer.close(CLOSE_DEADLINE);
     let _ = endpoint.close(CLOSE_DEADLINE);
@@ -83,26 +81,13 @@ fn converse(
     };
     link.tell(&Message::Hello(Box::new(hello)))?;
     let (peer_host, remote, peer_threads) = match link.hear()? {
-        Message::Welcome {
-            host,
-            region,
-            threads,
-        } => (*host, region_from(link, &region)?, threads),
+        Message::Welcome { host, region, threads } => (*host, region_from(link, &region)?, threads),
         _ => return Err(link.strange("no welcome")),
     };
     let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
-    link.tell(&Message::Region {
-        region: protocol::to_hex(&local.descriptor().to_bytes()),
-    })?;
-    let session = Session {
-        link,
-        side: Side::Connect,
-        run,
-        local: &local,
-        remote: &remote,
-        gate: None,
-        inject: None,
-    };
+    link.tell(&Message::Region { region: protocol::to_hex(&local.descriptor().to_bytes()) })?;
+    let session =
+        Session { link, side: Side::Connect, run, local: &local, remote: &remote, gate: None, inject: None };
     record.peer = Some(peer_host.clone());
     let setup_s = start.elapsed().as_secs_f64();
     let progress = progress(plan);
@@ -110,9 +95,11 @@ fn converse(
         let stage = |stage: &str| progress.set_message(format!("{}: {stage}", Bytes(*size)));
         let report = session.step(step, &stage)?;
         let now = circumstances(plan, endpoint, link.peer.stats(), setup_s);
-        record
-            .results
-            .extend(result::results(&now, &record.host, &peer_host, step, &report));
+        let results = result::results(&now, &record.host, &peer_host, step, &report);
+        if plan.verbose && plan.member == 0 {
+            results.iter().for_each(|row| eprintln!("finished {}", table::line(row)));
+        }
+        record.results.extend(results);
         record.peer_threads = Some(peer_threads);
         progress.inc(1);
     }
@@ -130,10 +117,7 @@ fn circumstances<'a>(
     stats: PeerStats,
     setup_s: f64,
 ) -> Circumstances<'a> {
-    let congestion_control = stats
-        .channels
-        .first()
-        .map(|channel| channel.congestion_control.clone());
+    let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
     Circumstances {
         run: &plan.run,
         channels: stats.channels.len(),

@@ -28,17 +28,9 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
         command.arg(format!("--nics={}", plan.engine.nics.join(",")));
     }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
-    command.args(
-        plan.engine
-            .congestion_control
-            .as_ref()
-            .map(|name| format!("--congestion-control={name}")),
-    );
+    command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
-    command
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped());
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {
         command.stderr(Stdio::piped());
     }
@@ -57,17 +49,7 @@ fn read_address(child: &mut Child) -> Option<SocketAddr> {
 
 fn explain(mut child: Child) -> Failure {
     let _ = child.kill();
-    let said = child
-        .wait_with_output()
-        .map(|output| String::from_utf8_lossy(&output.stderr).into_owned());
-    let first = said
-        .unwrap_or_default()
-        .lines()
-        .next()
-        .unwrap_or("it said nothing")
-        .to_owned();
-    Failure::failed(format!(
-        "the other end did not start: {}",
-        first.trim_start_matches("error: ")
-    ))
+    let said = child.wait_with_output().map(|output| String::from_utf8_lossy(&output.stderr).into_owned());
+    let first = said.unwrap_or_default().lines().next().unwrap_or("it said nothing").to_owned();
+    Failure::failed(format!("the other end did not start: {}", first.trim_start_matches("error: ")))
 }

@@ -50,29 +50,18 @@ impl<'a> Poster<'a> {
         let layout = Layout::new(run, flow, side, step);
         let remote_layout = Layout::new(run, flow, side.other(), step);
         let tag = ((step as u64) << 8) | flow.area();
-        let mut poster = Poster {
-            link,
-            op: run.op,
-            local,
-            remote,
-            tag,
-            layout,
-            remote_layout,
-            prepared: Vec::new(),
-        };
+        let mut poster =
+            Poster { link, op: run.op, local, remote, tag, layout, remote_layout, prepared: Vec::new() };
         if run.blocks.is_some() {
-            poster.prepared = (0..poster.layout.slots)
-                .map(|slot| poster.prepare(slot))
-                .collect::<Outcome<_>>()?;
+            poster.prepared =
+                (0..poster.layout.slots).map(|slot| poster.prepare(slot)).collect::<Outcome<_>>()?;
         }
         Ok(poster)
     }
 
     fn prepare(&self, slot: u64) -> Outcome<Prepared> {
         if self.op == Op::Send {
-            return Ok(Prepared::TwoSided(
-                self.layout.pieces(slot).map(|p| (p.offset, p.bytes)).collect(),
-            ));
+            return Ok(Prepared::TwoSided(self.layout.pieces(slot).map(|p| (p.offset, p.bytes)).collect()));
         }
         let pairs = self.layout.pieces(slot).zip(self.remote_layout.pieces(slot));
         let block = |(l, r): (super::layout::Piece, super::layout::Piece)| Block {
@@ -81,11 +70,7 @@ impl<'a> Poster<'a> {
             bytes: l.bytes,
         };
         let blocks: Vec<Block> = pairs.map(block).collect();
-        Ok(Prepared::OneSided(BlockList::new(
-            self.local,
-            self.remote,
-            &blocks,
-        )?))
+        Ok(Prepared::OneSided(BlockList::new(self.local, self.remote, &blocks)?))
     }
 
     /// The conversation with the other end.
@@ -121,14 +106,7 @@ impl<'a> Poster<'a> {
         let (peer, mark) = (&self.link.peer, Link::mark(iteration));
         let posted = match self.prepared.get(slot as usize) {
             Some(Prepared::OneSided(list)) => peer.write_blocks(list, None, Some(&mark)),
-            _ => peer.write_notify(
-                self.local,
-                local.offset,
-                self.remote,
-                remote.offset,
-                local.bytes,
-                &mark,
-            ),
+            _ => peer.write_notify(self.local, local.offset, self.remote, remote.offset, local.bytes, &mark),
         };
         posted.map_err(|error| self.link.lost(error))
     }
@@ -138,10 +116,7 @@ impl<'a> Poster<'a> {
         let local = self.layout.whole(slot);
         let posted = match self.prepared.get(slot as usize) {
             Some(Prepared::TwoSided(pieces)) => self.link.peer.recv_blocks(self.tag, self.local, pieces),
-            _ => self
-                .link
-                .peer
-                .recv(self.tag, self.local, local.offset, local.bytes),
+            _ => self.link.peer.recv(self.tag, self.local, local.offset, local.bytes),
         };
         posted.map_err(|error| self.link.lost(error))
     }
@@ -156,9 +131,7 @@ impl<'a> Poster<'a> {
         if bytes == size {
             return Ok(());
         }
-        Err(Failure::failed(format!(
-            "a message of {size} bytes was reported complete with {bytes} bytes"
-        )))
+        Err(Failure::failed(format!("a message of {size} bytes was reported complete with {bytes} bytes")))
     }
 }
 
@@ -187,12 +160,7 @@ pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport>
         poster.link.tell(&Message::Stop { count: posted })?;
     }
     let (intervals, latency) = meter.finish();
-    Ok(FlowReport {
-        iterations: posted,
-        intervals,
-        latency,
-        ..FlowReport::default()
-    })
+    Ok(FlowReport { iterations: posted, intervals, latency, ..FlowReport::default() })
 }
 
 /// Receives what the other end drives, until it has stopped.

@@ -47,12 +47,7 @@ impl Gate {
             spent: (0.0, 0.0),
             reports,
         };
-        Gate {
-            peers,
-            join_deadline,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-        }
+        Gate { peers, join_deadline, state: Mutex::new(state), changed: Condvar::new() }
     }
 
     /// A peer has joined.
@@ -94,14 +89,7 @@ impl Gate {
     ) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
         let mut state = self.lock();
         let (wall_s, cpu_s) = state.spent;
-        state.reports[member] = (
-            theirs,
-            SideReport {
-                wall_s,
-                cpu_s,
-                ..ours
-            },
-        );
+        state.reports[member] = (theirs, SideReport { wall_s, cpu_s, ..ours });
         let state = self.wait(link, state, |_| {})?;
         Ok(state.reports.iter().cloned().unzip())
     }
@@ -141,9 +129,7 @@ impl Gate {
         }
         if state.joined < self.peers && since.elapsed() > self.join_deadline {
             let (joined, peers) = (state.joined, self.peers);
-            return Err(Failure::failed(format!(
-                "only {joined} of {peers} peers of this run have joined"
-            )));
+            return Err(Failure::failed(format!("only {joined} of {peers} peers of this run have joined")));
         }
         Ok(())
     }

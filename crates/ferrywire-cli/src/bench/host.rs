@@ -76,21 +76,13 @@ fn line(path: &str) -> String {
 
 fn field(path: &str, name: &str) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
-    let found = text
-        .lines()
-        .find(|line| line.starts_with(name))
-        .and_then(|line| line.split_once(':'));
+    let found = text.lines().find(|line| line.starts_with(name)).and_then(|line| line.split_once(':'));
     found.map_or_else(String::new, |(_, value)| value.trim().to_owned())
 }
 
 fn kibibytes(name: &str) -> u64 {
     let value = field("/proc/meminfo", name);
-    value
-        .split_whitespace()
-        .next()
-        .and_then(|kib| kib.parse::<u64>().ok())
-        .unwrap_or(0)
-        << 10
+    value.split_whitespace().next().and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10
 }
 
 fn random(into: &mut [u8]) -> Outcome {

@@ -46,12 +46,8 @@ impl Companions {
             }
             let ended_well = child.wait().is_ok_and(|status| status.success());
             if !ended_well {
-                let first = said
-                    .lines()
-                    .next()
-                    .unwrap_or("no message")
-                    .trim_start_matches("error: ")
-                    .to_owned();
+                let first =
+                    said.lines().next().unwrap_or("no message").trim_start_matches("error: ").to_owned();
                 self.kill();
                 return Err(Failure::failed(format!("peer {} of the incast: {first}", i + 1)));
             }
@@ -69,22 +65,13 @@ impl Companions {
 
 fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
-    let address = plan
-        .addresses
-        .first()
-        .map(ToString::to_string)
-        .unwrap_or_default();
+    let address = plan.addresses.first().map(ToString::to_string).unwrap_or_default();
     command.args(["bench", "connect", &address]);
     for output in ["json", "csv", "config"] {
         command.env_remove(variable(output));
     }
     command.envs(plan.environment.iter().cloned());
-    command
-        .env(variable("member"), member.to_string())
-        .env(variable("run"), &plan.run_id);
-    command
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped());
+    command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     Ok(command)
 }

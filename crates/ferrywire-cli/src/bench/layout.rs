@@ -33,14 +33,7 @@ pub struct Flow {
 impl Flow {
     /// The flow that `driver` drives in this run.
     pub fn new(run: &Run, driver: Side) -> Flow {
-        Flow {
-            driver,
-            source: if run.op == Op::Read {
-                driver.other()
-            } else {
-                driver
-            },
-        }
+        Flow { driver, source: if run.op == Op::Read { driver.other() } else { driver } }
     }
 
     /// Which area it uses, on both sides.
@@ -57,11 +50,7 @@ impl Flow {
 /// The flows of a run.
 pub fn flows(run: &Run) -> Vec<Flow> {
     let both = run.pattern == Pattern::Bidir || (run.pattern == Pattern::Latency && run.op != Op::Read);
-    let drivers: &[Side] = if both {
-        &[Side::Connect, Side::Serve]
-    } else {
-        &[Side::Connect]
-    };
+    let drivers: &[Side] = if both { &[Side::Connect, Side::Serve] } else { &[Side::Connect] };
     drivers.iter().map(|driver| Flow::new(run, *driver)).collect()
 }
 
@@ -110,12 +99,7 @@ impl Shape {
             None => size.max(1).next_multiple_of(SLOT_ALIGN),
             Some(_) => (size.div_ceil(blocks) + 1).next_multiple_of(CELL_ALIGN),
         };
-        Shape {
-            size,
-            blocks,
-            cell_stride,
-            slot_stride: (cell_stride * blocks).next_multiple_of(slot_align),
-        }
+        Shape { size, blocks, cell_stride, slot_stride: (cell_stride * blocks).next_multiple_of(slot_align) }
     }
 }
 
@@ -148,17 +132,8 @@ impl Layout {
         let size = run.sizes[step];
         let shape = Shape::new(run, size);
         let order = mix(run.seed ^ mix(step as u64 * 4 + flow.area() * 2 + u64::from(side == flow.source)));
-        let cells = if shape.blocks == 1 {
-            vec![0]
-        } else {
-            shuffled(shape.blocks, order)
-        };
-        Layout {
-            shape,
-            area: area_stride(run) * flow.area(),
-            slots: slots(run, size),
-            cells: cells.into(),
-        }
+        let cells = if shape.blocks == 1 { vec![0] } else { shuffled(shape.blocks, order) };
+        Layout { shape, area: area_stride(run) * flow.area(), slots: slots(run, size), cells: cells.into() }
     }
 
     /// Size of a message.
@@ -168,36 +143,21 @@ impl Layout {
 
     /// The pieces of the message in a slot, in the message's order.
     pub fn pieces(&self, slot: u64) -> impl Iterator<Item = Piece> {
-        let Shape {
-            size,
-            blocks,
-            cell_stride,
-            slot_stride,
-        } = self.shape;
+        let Shape { size, blocks, cell_stride, slot_stride } = self.shape;
         let start = self.area + slot * slot_stride;
         let (whole, longer) = (size / blocks, size % blocks);
         self.cells.iter().enumerate().map(move |(i, cell)| {
             let i = i as u64;
             let offset = start + u64::from(*cell) * cell_stride;
             let logical = i * whole + i.min(longer);
-            Piece {
-                offset,
-                logical,
-                bytes: whole + u64::from(i < longer),
-                cell_end: offset + cell_stride,
-            }
+            Piece { offset, logical, bytes: whole + u64::from(i < longer), cell_end: offset + cell_stride }
         })
     }
 
     /// The one piece of a message that is not cut.
     pub fn whole(&self, slot: u64) -> Piece {
         let offset = self.area + slot * self.shape.slot_stride;
-        Piece {
-            offset,
-            logical: 0,
-            bytes: self.shape.size,
-            cell_end: offset + self.shape.cell_stride,
-        }
+        Piece { offset, logical: 0, bytes: self.shape.size, cell_end: offset + self.shape.cell_stride }
     }
 }
 
@@ -227,14 +187,10 @@ mod tests {
 
     /// Pieces of every slot and flow, sorted by place, with their layout's message size.
     fn all_pieces(run: &Run, side: Side, step: usize) -> Vec<Piece> {
-        let layouts = flows(run)
-            .into_iter()
-            .map(|flow| Layout::new(run, flow, side, step));
+        let layouts = flows(run).into_iter().map(|flow| Layout::new(run, flow, side, step));
         let mut pieces: Vec<Piece> = layouts
             .flat_map(|l| {
-                (0..l.slots)
-                    .flat_map(|slot| l.pieces(slot).collect::<Vec<_>>())
-                    .collect::<Vec<_>>()
+                (0..l.slots).flat_map(|slot| l.pieces(slot).collect::<Vec<_>>()).collect::<Vec<_>>()
             })
             .collect();
         pieces.sort_by_key(|piece| piece.offset);
@@ -248,16 +204,8 @@ mod tests {
             for step in 0..3 {
                 let pieces = all_pieces(&run, Side::Serve, step);
                 assert!(pieces.windows(2).all(|pair| pair[0].cell_end <= pair[1].offset));
-                assert!(
-                    pieces
-                        .iter()
-                        .all(|piece| piece.offset + piece.bytes <= piece.cell_end)
-                );
-                assert!(
-                    pieces
-                        .last()
-                        .is_some_and(|piece| piece.cell_end <= region_bytes(&run))
-                );
+                assert!(pieces.iter().all(|piece| piece.offset + piece.bytes <= piece.cell_end));
+                assert!(pieces.last().is_some_and(|piece| piece.cell_end <= region_bytes(&run)));
             }
         }
     }
@@ -278,12 +226,8 @@ mod tests {
     #[test]
     fn the_two_sides_shuffle_differently() {
         let run = run(&[1000], Some(100), Pattern::Pair);
-        let order = |side| {
-            Layout::new(&run, flows(&run)[0], side, 0)
-                .pieces(0)
-                .map(|p| p.offset)
-                .collect::<Vec<_>>()
-        };
+        let order =
+            |side| Layout::new(&run, flows(&run)[0], side, 0).pieces(0).map(|p| p.offset).collect::<Vec<_>>();
         assert_ne!(order(Side::Connect), order(Side::Serve));
     }
 

@@ -31,41 +31,20 @@ pub fn limited_by(here: &Host, there: &Host, members: &[SideReport], serve: &[Si
     }
     let near = load(here, members.iter().map(|side| side.cpu_s).sum(), members);
     let far = load(there, serve.first().map_or(0.0, |side| side.cpu_s), serve);
-    let loads = if here.is_same_machine(there) {
-        vec![merged(near, far)]
-    } else {
-        vec![near, far]
-    };
+    let loads = if here.is_same_machine(there) { vec![merged(near, far)] } else { vec![near, far] };
     let cpu = loads.iter().find_map(|load| cpu(load, wall_s));
-    let nic = || {
-        [members, serve]
-            .into_iter()
-            .find_map(|reports| nic(reports, wall_s))
-    };
+    let nic = || [members, serve].into_iter().find_map(|reports| nic(reports, wall_s));
     let thread = || loads.iter().find_map(thread);
-    cpu.or_else(nic)
-        .or_else(thread)
-        .unwrap_or_else(|| "network or peer".to_owned())
+    cpu.or_else(nic).or_else(thread).unwrap_or_else(|| "network or peer".to_owned())
 }
 
 fn load<'a>(host: &'a Host, cpu_s: f64, reports: &'a [SideReport]) -> Load<'a> {
-    Load {
-        host,
-        cpu_s,
-        threads: reports
-            .iter()
-            .filter_map(|side| side.busiest_thread.as_ref())
-            .collect(),
-    }
+    Load { host, cpu_s, threads: reports.iter().filter_map(|side| side.busiest_thread.as_ref()).collect() }
 }
 
 fn merged<'a>(near: Load<'a>, far: Load<'a>) -> Load<'a> {
     let threads = near.threads.into_iter().chain(far.threads).collect();
-    Load {
-        host: near.host,
-        cpu_s: near.cpu_s + far.cpu_s,
-        threads,
-    }
+    Load { host: near.host, cpu_s: near.cpu_s + far.cpu_s, threads }
 }
 
 fn cpu(load: &Load, wall_s: f64) -> Option<String> {
@@ -89,9 +68,7 @@ fn nic(reports: &[SideReport], wall_s: f64) -> Option<String> {
         }
     }
     let share = |(tx, rx, rate): (u64, u64, f64)| tx.max(rx) as f64 / wall_s / rate;
-    let (nic, sum) = by_nic
-        .into_iter()
-        .max_by(|a, b| share(a.1).total_cmp(&share(b.1)))?;
+    let (nic, sum) = by_nic.into_iter().max_by(|a, b| share(a.1).total_cmp(&share(b.1)))?;
     let (percent, gbit_per_s) = (share(sum) * 100.0, sum.2 * 8.0 / 1e9);
     (share(sum) >= NIC_BUSY).then(|| format!("NIC {nic}: {percent:.0} % of its {gbit_per_s:.0} Gbit/s"))
 }
@@ -102,46 +79,25 @@ mod tests {
     use super::*;
 
     fn host(boot_id: &str) -> Host {
-        Host {
-            hostname: format!("h{boot_id}"),
-            cores: 2,
-            boot_id: boot_id.into(),
-            ..Host::default()
-        }
+        Host { hostname: format!("h{boot_id}"), cores: 2, boot_id: boot_id.into(), ..Host::default() }
     }
 
     fn side(cpu_s: f64, thread: f64) -> SideReport {
-        SideReport {
-            wall_s: 1.0,
-            cpu_s,
-            busiest_thread: Some(("w".into(), thread)),
-            ..SideReport::default()
-        }
+        SideReport { wall_s: 1.0, cpu_s, busiest_thread: Some(("w".into(), thread)), ..SideReport::default() }
     }
 
     #[test]
     fn ends_on_one_machine_share_its_cores() {
         let (near, far) = (side(0.9, 0.5), side(1.0, 0.5));
-        let one = limited_by(
-            &host("1"),
-            &host("1"),
-            std::slice::from_ref(&near),
-            std::slice::from_ref(&far),
-        );
+        let one = limited_by(&host("1"), &host("1"), std::slice::from_ref(&near), std::slice::from_ref(&far));
         assert_eq!(one, "CPU: 1.9 of 2 cores busy on h1");
-        assert_eq!(
-            limited_by(&host("1"), &host("2"), &[near], &[far]),
-            "network or peer"
-        );
+        assert_eq!(limited_by(&host("1"), &host("2"), &[near], &[far]), "network or peer");
     }
 
     #[test]
     fn the_serving_process_counts_once() {
         let serve = [side(1.0, 0.5), side(1.0, 0.5)];
-        assert_eq!(
-            limited_by(&host("1"), &host("2"), &[side(0.1, 0.1)], &serve),
-            "network or peer"
-        );
+        assert_eq!(limited_by(&host("1"), &host("2"), &[side(0.1, 0.1)], &serve), "network or peer");
     }
 
     #[test]
@@ -154,10 +110,7 @@ mod tests {
             line_bytes_per_s: Some(25.0),
             ..Default::default()
         };
-        let wired = SideReport {
-            channels: vec![channel],
-            ..side(0.1, 0.1)
-        };
+        let wired = SideReport { channels: vec![channel], ..side(0.1, 0.1) };
         assert!(
             limited_by(&host("1"), &host("2"), &[wired], &[side(0.0, 0.0)]).starts_with("NIC eth1: 96 %")
         );

@@ -43,11 +43,7 @@ pub struct Link {
 impl Link {
     /// A conversation whose waits end after `deadline` without progress.
     pub fn new(peer: Peer, deadline: Duration) -> Link {
-        Link {
-            peer,
-            deadline,
-            partial: Mutex::default(),
-        }
+        Link { peer, deadline, partial: Mutex::default() }
     }
 
     /// The same conversation with another deadline.
@@ -104,15 +100,10 @@ impl Link {
     }
 
     fn take_in(&self, bytes: &[u8]) -> Outcome<Option<Heard>> {
-        let mut partial = self
-            .partial
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut partial = self.partial.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         match (bytes.split_first(), partial.len()) {
             (Some((&MARK, rest)), 0) => {
-                let mark = rest
-                    .try_into()
-                    .map_err(|_| self.strange("a mark of a wrong length"))?;
+                let mark = rest.try_into().map_err(|_| self.strange("a mark of a wrong length"))?;
                 return Ok(Some(Heard::Mark(u64::from_le_bytes(mark))));
             }
             (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= MESSAGE_BYTES_MAX => {
@@ -162,28 +153,16 @@ impl Link {
 
     /// What an engine error means here: after Ctrl-C, nothing else matters.
     pub fn lost(&self, error: Error) -> Failure {
-        if sys::interrupted() {
-            Failure::Interrupted
-        } else {
-            error.into()
-        }
+        if sys::interrupted() { Failure::Interrupted } else { error.into() }
     }
 
     /// A failure for a peer that does not keep to the protocol.
     pub fn strange(&self, what: &str) -> Failure {
-        Failure::failed(format!(
-            "{} does not speak this bench's protocol: {what}",
-            self.peer.name()
-        ))
+        Failure::failed(format!("{} does not speak this bench's protocol: {what}", self.peer.name()))
     }
 
     fn moved_bytes(&self) -> u64 {
-        self.peer
-            .stats()
-            .channels
-            .iter()
-            .map(|c| c.sent_bytes + c.received_bytes)
-            .sum()
+        self.peer.stats().channels.iter().map(|c| c.sent_bytes + c.received_bytes).sum()
     }
 }
 
@@ -197,11 +176,7 @@ pub struct Stall<'a> {
 impl<'a> Stall<'a> {
     /// Starts watching.
     pub fn new(link: &'a Link) -> Stall<'a> {
-        Stall {
-            link,
-            moved_bytes: u64::MAX,
-            since: Instant::now(),
-        }
+        Stall { link, moved_bytes: u64::MAX, since: Instant::now() }
     }
 
     /// To be called at least once per [`SLICE`] of a wait for `what`.

@@ -29,10 +29,7 @@ pub struct Limit {
 impl Limit {
     /// This many messages.
     pub fn iterations(iterations: u64) -> Limit {
-        Limit {
-            iterations,
-            time: Duration::MAX,
-        }
+        Limit { iterations, time: Duration::MAX }
     }
 
     /// Whether another message may start.
@@ -64,17 +61,8 @@ pub struct Meter {
 impl Meter {
     /// Starts now.
     pub fn start() -> Meter {
-        let open = Interval {
-            start_s: 0.0,
-            end_s: 0.0,
-            bytes: 0,
-        };
-        Meter {
-            start: Instant::now(),
-            open,
-            intervals: Vec::new(),
-            latency: Latency::default(),
-        }
+        let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
+        Meter { start: Instant::now(), open, intervals: Vec::new(), latency: Latency::default() }
     }
 
     /// Time since the start.
@@ -89,11 +77,7 @@ impl Meter {
         self.open.end_s = now.duration_since(self.start).as_secs_f64();
         if self.open.end_s - self.open.start_s >= INTERVAL.as_secs_f64() {
             self.intervals.push(self.open);
-            self.open = Interval {
-                start_s: self.open.end_s,
-                end_s: self.open.end_s,
-                bytes: 0,
-            };
+            self.open = Interval { start_s: self.open.end_s, end_s: self.open.end_s, bytes: 0 };
         }
     }
 
@@ -125,13 +109,9 @@ impl Latency {
 
     /// What was counted, ready to be sent.
     pub fn counts(&self) -> LatencyCounts {
-        let counts = self
-            .0
-            .iter_recorded()
-            .map(|step| (step.value_iterated_to(), step.count_since_last_iteration()));
-        LatencyCounts {
-            counts: counts.collect(),
-        }
+        let counts =
+            self.0.iter_recorded().map(|step| (step.value_iterated_to(), step.count_since_last_iteration()));
+        LatencyCounts { counts: counts.collect() }
     }
 }
 
@@ -144,10 +124,8 @@ pub struct LatencyCounts {
 impl LatencyCounts {
     /// All of several.
     pub fn merged<'a>(parts: impl IntoIterator<Item = &'a LatencyCounts>) -> LatencyCounts {
-        let mut counts: Vec<(u64, u64)> = parts
-            .into_iter()
-            .flat_map(|part| part.counts.iter().copied())
-            .collect();
+        let mut counts: Vec<(u64, u64)> =
+            parts.into_iter().flat_map(|part| part.counts.iter().copied()).collect();
         counts.sort_unstable();
         LatencyCounts { counts }
     }
@@ -194,11 +172,7 @@ impl Snapshot {
             cpu_s,
             busiest_thread: self.busiest_thread(wall_s),
             driven: None,
-            channels: now
-                .channels
-                .iter()
-                .map(|channel| self.channel_bytes(channel))
-                .collect(),
+            channels: now.channels.iter().map(|channel| self.channel_bytes(channel)).collect(),
             resent_chunks: now.resent_chunks - self.stats.resent_chunks,
             lost_channels: now.lost_channels,
         }
@@ -232,10 +206,7 @@ fn thread_seconds() -> HashMap<u64, (String, f64)> {
     };
     let read = |task: std::fs::DirEntry| {
         let id = task.file_name().to_str()?.parse().ok()?;
-        let name = std::fs::read_to_string(task.path().join("comm"))
-            .ok()?
-            .trim()
-            .to_owned();
+        let name = std::fs::read_to_string(task.path().join("comm")).ok()?.trim().to_owned();
         let ran = std::fs::read_to_string(task.path().join("schedstat")).ok()?;
         let ns: f64 = ran.split_whitespace().next()?.parse().ok()?;
         Some((id, (name, ns / 1e9)))
@@ -251,14 +222,12 @@ mod tests {
     fn quantiles_of_merged_latencies() {
         let counted = |us: &[u64]| {
             let mut latency = Latency::default();
-            us.iter()
-                .for_each(|us| latency.record(Duration::from_micros(*us)));
+            us.iter().for_each(|us| latency.record(Duration::from_micros(*us)));
             latency.counts()
         };
         let both = LatencyCounts::merged([&counted(&[10, 30]), &counted(&[20, 1000])]);
         let near = |share: f64, us: f64| {
-            both.quantile_us(share)
-                .is_some_and(|found| (found / us - 1.0).abs() < 0.02)
+            both.quantile_us(share).is_some_and(|found| (found / us - 1.0).abs() < 0.02)
         };
         assert!(near(0.5, 20.0) && near(0.99, 1000.0) && near(0.0, 10.0));
         assert_eq!(LatencyCounts::default().quantile_us(0.5), None);
@@ -270,13 +239,7 @@ mod tests {
         let now = Instant::now() + Duration::from_millis(10);
         meter.completed(now, 5, Duration::from_micros(1));
         let (intervals, _) = meter.finish();
-        assert_eq!(
-            intervals
-                .iter()
-                .map(|interval| interval.bytes)
-                .collect::<Vec<_>>(),
-            [5]
-        );
+        assert_eq!(intervals.iter().map(|interval| interval.bytes).collect::<Vec<_>>(), [5]);
     }
 
     #[test]
@@ -288,10 +251,6 @@ mod tests {
         }
         let (intervals, _) = meter.finish();
         assert_eq!(intervals.len(), 3);
-        assert!(
-            intervals
-                .iter()
-                .all(|interval| interval.end_s - interval.start_s >= 0.1)
-        );
+        assert!(intervals.iter().all(|interval| interval.end_s - interval.start_s >= 0.1));
     }
 }

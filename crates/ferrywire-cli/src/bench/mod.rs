@@ -2,10 +2,11 @@
 //!
 //! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
 //! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
-//! code on both ends), [`serve`] and [`connect`], [`result`] and [`report`].
+//! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`result`] and [`report`].
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
+pub mod check;
 pub mod connect;
 pub mod demo;
 pub mod flow;

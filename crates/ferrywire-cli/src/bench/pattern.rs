@@ -23,18 +23,12 @@ pub struct Pattern {
 impl Pattern {
     /// The pattern of one iteration of a run.
     pub fn new(seed: u64, iteration: u64) -> Pattern {
-        Pattern {
-            key: mix(seed).wrapping_add(iteration.wrapping_mul(ITERATION_STEP)),
-            flip: 0,
-        }
+        Pattern { key: mix(seed).wrapping_add(iteration.wrapping_mul(ITERATION_STEP)), flip: 0 }
     }
 
     /// The pattern that differs from this one in every byte.
     pub fn complement(self) -> Pattern {
-        Pattern {
-            flip: !self.flip,
-            ..self
-        }
+        Pattern { flip: !self.flip, ..self }
     }
 
     fn word(self, index: u64) -> u64 {
@@ -92,9 +86,8 @@ impl Pattern {
         let words = group.chunks_exact(8);
         let last = words.remainder();
         for word in words {
-            let found = u64::from_le_bytes([
-                word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7],
-            ]);
+            let found =
+                u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
             difference |= found ^ self.word_at(sum);
             sum = sum.wrapping_add(WORD_STEP);
         }
@@ -102,10 +95,7 @@ impl Pattern {
     }
 
     fn scan(self, offset: u64, found: &[u8]) -> Option<usize> {
-        found
-            .iter()
-            .enumerate()
-            .position(|(i, byte)| *byte != self.byte(offset + i as u64))
+        found.iter().enumerate().position(|(i, byte)| *byte != self.byte(offset + i as u64))
     }
 }
 
@@ -145,16 +135,7 @@ mod tests {
     fn any_piece_equals_the_whole_there() {
         let pattern = Pattern::new(7, 3);
         let whole = bytes(pattern, 0, 3000);
-        for (offset, len) in [
-            (0, 0),
-            (1, 1),
-            (3, 4),
-            (5, 700),
-            (8, 8),
-            (9, 1500),
-            (511, 1026),
-            (2999, 1),
-        ] {
+        for (offset, len) in [(0, 0), (1, 1), (3, 4), (5, 700), (8, 8), (9, 1500), (511, 1026), (2999, 1)] {
             let piece = bytes(pattern, offset as u64, len);
             assert_eq!(piece, whole[offset..offset + len], "{offset} {len}");
             assert_eq!(pattern.first_difference(offset as u64, &piece), None);
@@ -178,11 +159,7 @@ mod tests {
         for seed in 0..50 {
             for age in 1..256 {
                 let old = bytes(Pattern::new(seed, 1000 - age), 0, 1);
-                assert_eq!(
-                    Pattern::new(seed, 1000).first_difference(0, &old),
-                    Some(0),
-                    "{seed} {age}"
-                );
+                assert_eq!(Pattern::new(seed, 1000).first_difference(0, &old), Some(0), "{seed} {age}");
             }
         }
     }
@@ -191,19 +168,14 @@ mod tests {
     fn shifted_data_is_found() {
         let pattern = Pattern::new(5, 9);
         for shift in [1u64, 2, 7, 8, 64, 4096, 1 << 20] {
-            assert!(
-                pattern.first_difference(0, &bytes(pattern, shift, 16)).is_some(),
-                "{shift}"
-            );
+            assert!(pattern.first_difference(0, &bytes(pattern, shift, 16)).is_some(), "{shift}");
         }
     }
 
     #[test]
     fn poison_differs_in_every_byte() {
         let pattern = Pattern::new(5, 9);
-        let pairs = bytes(pattern, 0, 999)
-            .into_iter()
-            .zip(bytes(pattern.complement(), 0, 999));
+        let pairs = bytes(pattern, 0, 999).into_iter().zip(bytes(pattern.complement(), 0, 999));
         assert!(pairs.into_iter().all(|(a, b)| a != b));
     }
 

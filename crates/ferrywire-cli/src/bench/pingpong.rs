@@ -49,12 +49,7 @@ impl Table<'_> {
         }
         self.out.link().tell(&Message::Stop { count: iteration })?;
         let (intervals, latency) = meter.finish();
-        Ok(FlowReport {
-            iterations: iteration,
-            intervals,
-            latency,
-            ..FlowReport::default()
-        })
+        Ok(FlowReport { iterations: iteration, intervals, latency, ..FlowReport::default() })
     }
 
     /// Answers balls until the other end stops; gives their number.
@@ -86,19 +81,11 @@ impl Table<'_> {
     }
 
     fn expect(&self, op: Op) -> Outcome<Option<Transfer>> {
-        if op == Op::Send {
-            self.back.receive(0).map(Some)
-        } else {
-            Ok(None)
-        }
+        if op == Op::Send { self.back.receive(0).map(Some) } else { Ok(None) }
     }
 
     fn hit(&self, op: Op, iteration: u64) -> Outcome<Transfer> {
-        if op == Op::Send {
-            self.out.post(0)
-        } else {
-            self.out.post_marked(0, iteration)
-        }
+        if op == Op::Send { self.out.post(0) } else { self.out.post_marked(0, iteration) }
     }
 
     fn catch(&self, iteration: u64, expected: Option<Transfer>) -> Outcome {
@@ -106,10 +93,9 @@ impl Table<'_> {
             Some(receive) => self.back.finish(&receive),
             None => match self.out.link().hear_any()? {
                 Heard::Mark(mark) if mark == iteration => Ok(()),
-                other => Err(self
-                    .out
-                    .link()
-                    .strange(&format!("{other:?} instead of the mark of {iteration}"))),
+                other => {
+                    Err(self.out.link().strange(&format!("{other:?} instead of the mark of {iteration}")))
+                }
             },
         }
     }
@@ -140,9 +126,9 @@ impl Table<'_> {
     fn see(&self, iteration: u64) -> Outcome {
         match self.back_memory.check_stamp(0, iteration)? {
             None => Ok(()),
-            Some(mismatch) => Err(Failure::failed(format!(
-                "the data was not there when it was announced: {mismatch}"
-            ))),
+            Some(mismatch) => {
+                Err(Failure::failed(format!("the data was not there when it was announced: {mismatch}")))
+            }
         }
     }
 }

@@ -64,14 +64,9 @@ impl Run {
     pub fn check(&self) -> Result<(), String> {
         let seconds = [self.seconds, Some(self.deadline_s)];
         let good = (1..=SIZES_MAX).contains(&self.sizes.len())
-            && self
-                .sizes
-                .iter()
-                .all(|size| *size <= SIZE_BYTES_MAX && *size >= self.blocks.unwrap_or(0))
+            && self.sizes.iter().all(|size| *size <= SIZE_BYTES_MAX && *size >= self.blocks.unwrap_or(0))
             && self.depth.is_none_or(|depth| (1..=DEPTH_MAX).contains(&depth))
-            && self
-                .blocks
-                .is_none_or(|blocks| (1..=BLOCKS_MAX).contains(&blocks))
+            && self.blocks.is_none_or(|blocks| (1..=BLOCKS_MAX).contains(&blocks))
             && (1..=PEERS_MAX).contains(&self.peers)
             && seconds.into_iter().flatten().all(|s| s > 0.0 && s <= SECONDS_MAX)
             && (self.seconds.is_some() || self.iters.is_some());
@@ -266,10 +261,7 @@ pub fn from_hex(text: &str) -> Option<Vec<u8>> {
     if !text.len().is_multiple_of(2) || !text.is_ascii() {
         return None;
     }
-    (0..text.len())
-        .step_by(2)
-        .map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok())
-        .collect()
+    (0..text.len()).step_by(2).map(|i| u8::from_str_radix(&text[i..i + 2], 16).ok()).collect()
 }
 
 #[cfg(test)]

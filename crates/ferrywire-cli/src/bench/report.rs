@@ -45,9 +45,7 @@ impl Record {
     /// The effective values, a line each.
     pub fn effective_values(&self) -> String {
         let values = self.config.as_object().into_iter().flatten();
-        values
-            .map(|(name, value)| format!("{name} = {value}\n"))
-            .collect()
+        values.map(|(name, value)| format!("{name} = {value}\n")).collect()
     }
 
     fn json(&self, outcome: &Outcome) -> Value {
@@ -111,10 +109,7 @@ impl Output {
             Some(path) if !none => Sink::open(path).map(Some),
             _ => Ok(None),
         };
-        Ok(Output {
-            json: open(&plan.json)?,
-            csv: open(&plan.csv)?,
-        })
+        Ok(Output { json: open(&plan.json)?, csv: open(&plan.csv)? })
     }
 
     /// Prints the table and writes the files, of a failed run too.
@@ -138,20 +133,11 @@ impl Output {
 impl Sink {
     fn open(path: &Path) -> Outcome<Sink> {
         if path == Path::new("-") {
-            return Ok(Sink {
-                path: path.to_owned(),
-                file: None,
-            });
+            return Ok(Sink { path: path.to_owned(), file: None });
         }
         match File::create(path) {
-            Ok(file) => Ok(Sink {
-                path: path.to_owned(),
-                file: Some(file),
-            }),
-            Err(error) => Err(Failure::failed(format!(
-                "cannot write {}: {error}",
-                path.display()
-            ))),
+            Ok(file) => Ok(Sink { path: path.to_owned(), file: Some(file) }),
+            Err(error) => Err(Failure::failed(format!("cannot write {}: {error}", path.display()))),
         }
     }
 
@@ -205,10 +191,7 @@ fn csv(results: &[ResultRow]) -> String {
     let names: Vec<&str> = CSV.iter().map(|(name, _)| *name).collect();
     let line = |result: &ResultRow| {
         let result = json!(result);
-        let fields: Vec<String> = CSV
-            .iter()
-            .map(|(_, pointer)| csv_field(result.pointer(pointer)))
-            .collect();
+        let fields: Vec<String> = CSV.iter().map(|(_, pointer)| csv_field(result.pointer(pointer))).collect();
         fields.join(",")
     };
     let lines = std::iter::once(names.join(",")).chain(results.iter().map(line));

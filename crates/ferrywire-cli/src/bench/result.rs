@@ -166,40 +166,18 @@ pub fn results(
     report: &StepReport,
 ) -> Vec<ResultRow> {
     let limit = limited_by(here, there, &report.members, &report.serve);
-    let limit = if now.run.pattern == Pattern::Latency {
-        "the round trip (latency)".to_owned()
-    } else {
-        limit
-    };
+    let limit =
+        if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
     let size = now.run.sizes[step];
     let shares = shares(now.run, size, report);
-    shares
-        .iter()
-        .map(|share| row(now, step, report, share, &limit))
-        .collect()
+    shares.iter().map(|share| row(now, step, report, share, &limit)).collect()
 }
 
 fn shares<'a>(run: &Run, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
-    let forward: Vec<&FlowReport> = report
-        .members
-        .iter()
-        .filter_map(|side| side.driven.as_ref())
-        .collect();
-    let backward: Vec<&FlowReport> = report
-        .serve
-        .iter()
-        .filter_map(|side| side.driven.as_ref())
-        .collect();
-    let to_peer = if run.op == Op::Read {
-        "from_peer"
-    } else {
-        "to_peer"
-    };
-    let from_peer = if run.op == Op::Read {
-        "to_peer"
-    } else {
-        "from_peer"
-    };
+    let forward: Vec<&FlowReport> = report.members.iter().filter_map(|side| side.driven.as_ref()).collect();
+    let backward: Vec<&FlowReport> = report.serve.iter().filter_map(|side| side.driven.as_ref()).collect();
+    let to_peer = if run.op == Op::Read { "from_peer" } else { "to_peer" };
+    let from_peer = if run.op == Op::Read { "to_peer" } else { "from_peer" };
     let all: Vec<&FlowReport> = forward.iter().chain(&backward).copied().collect();
     let serve_bytes = all.iter().map(|flow| bytes(run, flow, size)).sum();
     let share = |direction, gpu, member, flows, members| Share {
@@ -228,11 +206,7 @@ fn shares<'a>(run: &Run, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
 
 /// Bytes of a flow; a ping-pong moves each message both ways.
 fn bytes(run: &Run, flow: &FlowReport, size: u64) -> u64 {
-    let ways = if run.pattern == Pattern::Latency && run.op != Op::Read {
-        2
-    } else {
-        1
-    };
+    let ways = if run.pattern == Pattern::Latency && run.op != Op::Read { 2 } else { 1 };
     flow.iterations * size * ways
 }
 
@@ -288,15 +262,9 @@ fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Optio
     let far = report.serve.first().map_or(0.0, |side| side.cpu_s) / (share.serve_bytes as f64 / 1e9);
     let from_near = share.direction != "from_peer";
     Some(if from_near {
-        CpuPerGb {
-            source: near,
-            target: far,
-        }
+        CpuPerGb { source: near, target: far }
     } else {
-        CpuPerGb {
-            source: far,
-            target: near,
-        }
+        CpuPerGb { source: far, target: near }
     })
 }
 
@@ -304,10 +272,7 @@ fn extra(run: &Run, size: u64, report: &StepReport, share: &Share, gb_per_s: Spr
     let mut extra = Map::new();
     if let (Some(blocks), true) = (run.blocks, gb_per_s.p50 > 0.0) {
         // Bytes per nanosecond are GB/s.
-        extra.insert(
-            "ns_per_block".into(),
-            json!(size as f64 / gb_per_s.p50 / blocks as f64),
-        );
+        extra.insert("ns_per_block".into(), json!(size as f64 / gb_per_s.p50 / blocks as f64));
     }
     for (name, latency) in share.flows.iter().flat_map(|flow| &flow.extra) {
         extra.insert(name.clone(), json!(latency_us(latency)));
@@ -332,11 +297,7 @@ fn extra(run: &Run, size: u64, report: &StepReport, share: &Share, gb_per_s: Spr
 
 fn latency_us(latency: &LatencyCounts) -> Option<LatencyUs> {
     let quantile = |share| latency.quantile_us(share);
-    Some(LatencyUs {
-        p50: quantile(0.5)?,
-        p99: quantile(0.99)?,
-        max: quantile(1.0)?,
-    })
+    Some(LatencyUs { p50: quantile(0.5)?, p99: quantile(0.99)?, max: quantile(1.0)? })
 }
 
 fn moved(members: &[SideReport]) -> (Vec<NicBytes>, Vec<ChannelTotal>) {
@@ -349,15 +310,9 @@ fn moved(members: &[SideReport]) -> (Vec<NicBytes>, Vec<ChannelTotal>) {
         *by_channel.entry((channel.channel, &channel.nic)).or_default() +=
             channel.tx_bytes + channel.rx_bytes;
     }
-    let nics = by_nic.into_iter().map(|(nic, bytes)| NicBytes {
-        nic: nic.to_owned(),
-        ..bytes
-    });
-    let total = |((channel, nic), bytes): ((u16, &str), u64)| ChannelTotal {
-        channel,
-        nic: nic.to_owned(),
-        bytes,
-    };
+    let nics = by_nic.into_iter().map(|(nic, bytes)| NicBytes { nic: nic.to_owned(), ..bytes });
+    let total =
+        |((channel, nic), bytes): ((u16, &str), u64)| ChannelTotal { channel, nic: nic.to_owned(), bytes };
     (nics.collect(), by_channel.into_iter().map(total).collect())
 }
 
@@ -367,22 +322,14 @@ fn rates(flows: &[&[Interval]]) -> Vec<f64> {
         return one.iter().map(rate).collect();
     }
     let all = || flows.iter().copied().flatten();
-    let longest = all()
-        .map(|i| i.end_s - i.start_s)
-        .fold(INTERVAL.as_secs_f64(), f64::max);
-    let ends = flows
-        .iter()
-        .map(|flow| flow.last().map_or(0.0, |interval| interval.end_s));
+    let longest = all().map(|i| i.end_s - i.start_s).fold(INTERVAL.as_secs_f64(), f64::max);
+    let ends = flows.iter().map(|flow| flow.last().map_or(0.0, |interval| interval.end_s));
     let common_s = ends.fold(f64::INFINITY, f64::min);
     let cells = (common_s / longest).floor();
     if !(cells >= 1.0 && cells.is_finite()) {
         let end_s = all().map(|interval| interval.end_s).fold(0.0, f64::max);
         let bytes = all().map(|interval| interval.bytes).sum();
-        return vec![rate(&Interval {
-            start_s: 0.0,
-            end_s,
-            bytes,
-        })];
+        return vec![rate(&Interval { start_s: 0.0, end_s, bytes })];
     }
     let cell = |i: u64| {
         let (start, end) = (i as f64 * longest, (i + 1) as f64 * longest);
@@ -393,11 +340,7 @@ fn rates(flows: &[&[Interval]]) -> Vec<f64> {
 
 fn rate(interval: &Interval) -> f64 {
     let length_s = interval.end_s - interval.start_s;
-    if length_s > 0.0 {
-        interval.bytes as f64 / length_s / 1e9
-    } else {
-        0.0
-    }
+    if length_s > 0.0 { interval.bytes as f64 / length_s / 1e9 } else { 0.0 }
 }
 
 /// Bytes of an interval that fall between two times, taken as evenly spread.
@@ -409,11 +352,7 @@ fn overlap(interval: &Interval, start: f64, end: f64) -> f64 {
 fn spread(mut rates: Vec<f64>) -> Spread {
     rates.sort_unstable_by(f64::total_cmp);
     let at = |i: usize| rates.get(i).copied().unwrap_or(0.0);
-    Spread {
-        min: at(0),
-        p50: at(rates.len() / 2),
-        max: at(rates.len().saturating_sub(1)),
-    }
+    Spread { min: at(0), p50: at(rates.len() / 2), max: at(rates.len().saturating_sub(1)) }
 }
 
 #[cfg(test)]
@@ -421,11 +360,7 @@ mod tests {
     use super::*;
 
     fn interval(start_s: f64, end_s: f64, bytes: u64) -> Interval {
-        Interval {
-            start_s,
-            end_s,
-            bytes,
-        }
+        Interval { start_s, end_s, bytes }
     }
 
     #[test]
@@ -446,14 +381,7 @@ mod tests {
 
     #[test]
     fn a_spread_is_ordered() {
-        assert_eq!(
-            spread(vec![3.0, 1.0, 2.0]),
-            Spread {
-                min: 1.0,
-                p50: 2.0,
-                max: 3.0
-            }
-        );
+        assert_eq!(spread(vec![3.0, 1.0, 2.0]), Spread { min: 1.0, p50: 2.0, max: 3.0 });
         assert_eq!(spread(Vec::new()), Spread::default());
     }
 }

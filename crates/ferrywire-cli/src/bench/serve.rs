@@ -57,10 +57,7 @@ impl Hall {
         let mut active = self.lock();
         if let Some((run, inside, _)) = active.as_mut() {
             if run.run_id != hello.run_id {
-                return Err(format!(
-                    "busy with a run of {}; try again when it has ended",
-                    run.name
-                ));
+                return Err(format!("busy with a run of {}; try again when it has ended", run.name));
             }
             run.admit(hello)?;
             *inside += 1;
@@ -81,27 +78,16 @@ impl Hall {
             run.gate.fail(&failure.first_line());
             *so_far = outcome;
         }
-        let everybody_came = run
-            .members
-            .lock()
-            .unwrap_or_else(|p| p.into_inner())
-            .iter()
-            .all(|came| *came);
+        let everybody_came = run.members.lock().unwrap_or_else(|p| p.into_inner()).iter().all(|came| *came);
         if *inside > 0 || (so_far.is_ok() && !everybody_came) {
             return None;
         }
         let (run, _, outcome) = active.take()?;
-        Some(Ended {
-            name: run.name.clone(),
-            what: describe(&run.run),
-            outcome,
-        })
+        Some(Ended { name: run.name.clone(), what: describe(&run.run), outcome })
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<(Arc<ActiveRun>, usize, Outcome)>> {
-        self.active
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.active.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -119,17 +105,10 @@ impl ActiveRun {
     }
 
     fn admit(&self, hello: &Hello) -> Result<(), String> {
-        if (Run {
-            seed: self.run.seed,
-            ..hello.run.clone()
-        }) != self.run
-        {
+        if (Run { seed: self.run.seed, ..hello.run.clone() }) != self.run {
             return Err("the peers of this run do not agree on its options".to_owned());
         }
-        let mut members = self
-            .members
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut members = self.members.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         match members.get_mut(hello.member) {
             Some(came) if !*came => *came = true,
             _ => return Err(format!("peer {} of this run is already here", hello.member)),
@@ -216,9 +195,7 @@ fn attend_in_thread(
             Ok((hello, active)) => attend(link, &endpoint, &hall, (&hello, &active), inject, &over),
         }
     };
-    let spawned = std::thread::Builder::new()
-        .name("bench-peer".to_owned())
-        .spawn(attend);
+    let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
     if let Err(error) = spawned {
         eprintln!("error: cannot start a thread for a peer: {error}");
     }
@@ -264,9 +241,7 @@ fn attend(
     let ended = hall.leave(outcome.clone());
     let last_word = match &outcome {
         Ok(()) => Message::Bye,
-        Err(failure) => Message::Failed {
-            why: failure.first_line(),
-        },
+        Err(failure) => Message::Failed { why: failure.first_line() },
     };
     if link.peer.error().is_none() {
         let _ = link.tell(&last_word);
@@ -288,25 +263,13 @@ fn converse(
     let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
     let region = protocol::to_hex(&local.descriptor().to_bytes());
     let threads = super::threads(endpoint);
-    link.tell(&Message::Welcome {
-        host: Box::new(Host::this()),
-        region,
-        threads,
-    })?;
+    link.tell(&Message::Welcome { host: Box::new(Host::this()), region, threads })?;
     let remote = match link.hear()? {
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("no region")),
     };
     let gate = Some((&active.gate, hello.member));
-    let session = Session {
-        link,
-        side: Side::Serve,
-        run,
-        local: &local,
-        remote: &remote,
-        gate,
-        inject,
-    };
+    let session = Session { link, side: Side::Serve, run, local: &local, remote: &remote, gate, inject };
     for step in 0..run.sizes.len() {
         session.step(step, &|_| {})?;
     }
@@ -324,18 +287,9 @@ pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
 
 fn describe(run: &Run) -> String {
     let sizes = run.sizes.len();
-    let checked = if run.verify == Verify::Off {
-        "not verified"
-    } else {
-        "verified"
-    };
-    format!(
-        "{:?} {:?}, {sizes} size{}, {checked}",
-        run.pattern,
-        run.op,
-        if sizes == 1 { "" } else { "s" }
-    )
-    .to_lowercase()
+    let checked = if run.verify == Verify::Off { "not verified" } else { "verified" };
+    format!("{:?} {:?}, {sizes} size{}, {checked}", run.pattern, run.op, if sizes == 1 { "" } else { "s" })
+        .to_lowercase()
 }
 
 fn announce(plan: &ServePlan, endpoint: &Endpoint) {
@@ -345,44 +299,37 @@ fn announce(plan: &ServePlan, endpoint: &Endpoint) {
     if plan.verbose {
         eprint!("{}", effective_values(plan));
     }
-    if plan.child {
-        return;
+    if !plan.child {
+        how_to_connect(plan, endpoint);
     }
+}
+
+fn how_to_connect(plan: &ServePlan, endpoint: &Endpoint) {
     if plan.listen.ip().is_loopback() {
-        let port = plan.listen.port();
+        let port = endpoint.listen_addresses().first().map_or(plan.listen.port(), SocketAddr::port);
         say(&format!(
             "other hosts cannot reach it; to let them: --listen 0.0.0.0:{port}, or the address of one NIC"
         ));
         return;
     }
-    let secret = plan
-        .engine
-        .secret
-        .as_deref()
-        .map(String::from_utf8_lossy)
-        .unwrap_or_default();
-    match plan.one_time_secret {
-        true => say("a secret was made for this one time; on the other host run:"),
-        false => say("on the other host, with the same secret, run:"),
-    }
-    for address in addresses.iter().filter(|address| !address.ip().is_loopback()) {
-        let prefix = if plan.one_time_secret {
-            format!("FERRYWIRE_SECRET={secret} ")
-        } else {
-            String::new()
-        };
+    let secret = plan.engine.secret.as_deref().map(String::from_utf8_lossy).unwrap_or_default();
+    let prefix = match plan.one_time_secret {
+        true => format!("FERRYWIRE_SECRET={secret} "),
+        false => String::new(),
+    };
+    say(match plan.one_time_secret {
+        true => "a secret was made for this one time; on the other host run:",
+        false => "on the other host, with the same secret, run:",
+    });
+    for address in endpoint.reachable_addresses().iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
         say(&format!("  {prefix}ferrywire bench connect {address}{nic}"));
     }
 }
 
 fn effective_values(plan: &ServePlan) -> String {
-    let ServePlan {
-        listen, engine, once, ..
-    } = plan;
-    let threads = engine
-        .threads
-        .map_or_else(|| "chosen".to_owned(), |n| n.to_string());
+    let ServePlan { listen, engine, once, .. } = plan;
+    let threads = engine.threads.map_or_else(|| "chosen".to_owned(), |n| n.to_string());
     let congestion_control = engine.congestion_control.as_deref().unwrap_or("chosen");
     let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
     format!(

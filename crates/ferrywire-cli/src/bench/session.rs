@@ -2,7 +2,8 @@
 //!
 //! load -> Ready -> warm-up -> Warm -> poison -> Go -> timed part -> reports -> verdict on what it left ->
 //! Verify -> a pass in which every iteration is checked. Each end names the [`Point`] it has reached and waits
-//! for the other; on the serving end of an incast the [`Gate`] also waits for the other peers.
+//! for the other; on the serving end of an incast the [`Gate`] also waits for the other peers. What follows the
+//! timed part is in [`super::check`].
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -16,17 +17,14 @@ use super::link::Link;
 use super::measure::{Limit, Snapshot};
 use super::pingpong::{self, Table};
 use super::protocol::{FlowReport, Message, Point, Run, Side, SideReport};
-use super::verify::{Contents, Mismatch, timed_iteration};
+use super::verify::{Contents, timed_iteration};
 use crate::args::{Inject, Op, Pattern, Verify};
 use crate::exit::{Failure, Outcome};
-use crate::sys;
 
 /// Length of the warm-up when no number of messages is given.
 const WARMUP: Duration = Duration::from_millis(200);
 /// Longest measurement of single writes in a latency run.
 const SINGLE_WRITES: Duration = Duration::from_secs(1);
-/// Fewest iterations of the verified pass that a time limit leaves.
-const VERIFIED_MIN: u64 = 4;
 
 /// One end of a run with one peer.
 pub struct Session<'a> {
@@ -60,11 +58,14 @@ pub struct StepReport {
 }
 
 /// One size on one end.
-struct Step<'a> {
-    session: &'a Session<'a>,
+pub struct Step<'a> {
+    /// The run.
+    pub session: &'a Session<'a>,
+    /// Transfers in flight.
+    pub depth: usize,
+    /// What this end posts for each flow.
+    pub posters: Vec<(Flow, Poster<'a>)>,
     index: usize,
-    depth: usize,
-    posters: Vec<(Flow, Poster<'a>)>,
 }
 
 impl<'a> Session<'a> {
@@ -74,9 +75,7 @@ impl<'a> Session<'a> {
         let mut report = StepReport::default();
         let mut clock = Instant::now();
         let mut lap = |name: &str, report: &mut StepReport| {
-            report
-                .stages_s
-                .insert(name.to_owned(), clock.elapsed().as_secs_f64());
+            report.stages_s.insert(name.to_owned(), clock.elapsed().as_secs_f64());
             clock = Instant::now();
         };
         stage("warm-up");
@@ -101,58 +100,35 @@ impl<'a> Session<'a> {
     }
 
     fn prepare(&'a self, index: usize) -> Outcome<Step<'a>> {
-        let poster = |flow| {
-            Poster::new(
-                self.link,
-                self.run,
-                flow,
-                self.side,
-                index,
-                (self.local, self.remote),
-            )
-        };
-        let posters = layout::flows(self.run)
-            .into_iter()
-            .map(|flow| Ok((flow, poster(flow)?)));
+        let poster =
+            |flow| Poster::new(self.link, self.run, flow, self.side, index, (self.local, self.remote));
+        let posters = layout::flows(self.run).into_iter().map(|flow| Ok((flow, poster(flow)?)));
         let posters = posters.collect::<Outcome<_>>()?;
-        Ok(Step {
-            session: self,
-            index,
-            depth: layout::depth(self.run, self.run.sizes[index]),
-            posters,
-        })
+        Ok(Step { session: self, index, depth: layout::depth(self.run, self.run.sizes[index]), posters })
     }
 
     fn warmup(&self) -> Limit {
         match self.run.warmup {
             Some(n) => Limit::iterations(n),
-            None => Limit {
-                iterations: u64::MAX,
-                time: WARMUP,
-            },
+            None => Limit { iterations: u64::MAX, time: WARMUP },
         }
     }
 
     fn limit(&self) -> Limit {
         let time = self.run.seconds.map_or(Duration::MAX, Duration::from_secs_f64);
-        Limit {
-            iterations: self.run.iters.unwrap_or(u64::MAX),
-            time,
-        }
+        Limit { iterations: self.run.iters.unwrap_or(u64::MAX), time }
     }
 }
 
 impl<'a> Step<'a> {
-    fn side(&self) -> Side {
+    /// Which end this is.
+    pub fn side(&self) -> Side {
         self.session.side
     }
 
-    fn contents(&self, poster: &'a Poster<'a>) -> Contents<'a> {
-        Contents {
-            region: self.session.local,
-            layout: poster.layout(),
-            seed: self.session.run.seed,
-        }
+    /// This end's memory of a flow.
+    pub fn contents(&self, poster: &'a Poster<'a>) -> Contents<'a> {
+        Contents { region: self.session.local, layout: poster.layout(), seed: self.session.run.seed }
     }
 
     /// Fills what is sent and poisons what is written.
@@ -168,11 +144,7 @@ impl<'a> Step<'a> {
     }
 
     fn poison(&'a self) -> Outcome {
-        for (_, poster) in self
-            .posters
-            .iter()
-            .filter(|(flow, _)| flow.target() == self.side())
-        {
+        for (_, poster) in self.posters.iter().filter(|(flow, _)| flow.target() == self.side()) {
             let contents = self.contents(poster);
             (0..poster.layout().slots).try_for_each(|slot| contents.poison(slot, timed_iteration(slot)))?;
         }
@@ -180,7 +152,7 @@ impl<'a> Step<'a> {
     }
 
     /// Spoils one slot where a test asked for it.
-    fn inject(&self, contents: &Contents, slot: u64, iteration: u64, timed: bool) -> Outcome {
+    pub fn inject(&self, contents: &Contents, slot: u64, iteration: u64, timed: bool) -> Outcome {
         match self.session.inject {
             Some(how) if slot == 0 && timed == (how == Inject::WrongByte) => {
                 contents.spoil(slot, iteration, how)
@@ -190,11 +162,8 @@ impl<'a> Step<'a> {
     }
 
     /// Waits until the other end has reached the point too.
-    fn meet(&self, point: Point) -> Outcome {
-        self.session.link.tell(&Message::At {
-            step: self.index,
-            point,
-        })?;
+    pub fn meet(&self, point: Point) -> Outcome {
+        self.session.link.tell(&Message::At { step: self.index, point })?;
         self.await_point(point)
     }
 
@@ -214,10 +183,7 @@ impl<'a> Step<'a> {
         };
         self.await_point(Point::Go)?;
         gate.start(self.session.link)?;
-        self.session.link.tell(&Message::At {
-            step: self.index,
-            point: Point::Go,
-        })
+        self.session.link.tell(&Message::At { step: self.index, point: Point::Go })
     }
 
     fn timed(&'a self) -> Outcome<SideReport> {
@@ -246,10 +212,7 @@ impl<'a> Step<'a> {
         self.await_point(Point::Over)?;
         gate.end(link)?;
         let report = before.report(&link.peer);
-        link.tell(&Message::At {
-            step: self.index,
-            point: Point::Over,
-        })?;
+        link.tell(&Message::At { step: self.index, point: Point::Over })?;
         Ok(report)
     }
 
@@ -263,9 +226,7 @@ impl<'a> Step<'a> {
         let theirs = theirs.filter(|_| self.session.run.op == Op::Send);
         std::thread::scope(|scope| {
             let following = theirs.map(|(_, poster)| scope.spawn(|| flow::follow(poster, self.depth)));
-            let driven = mine
-                .map(|(_, poster)| flow::drive(poster, self.depth, limit))
-                .transpose();
+            let driven = mine.map(|(_, poster)| flow::drive(poster, self.depth, limit)).transpose();
             let followed =
                 following.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(panicked())));
             driven.and_then(|report| followed.map(|()| report))
@@ -278,16 +239,8 @@ impl<'a> Step<'a> {
 
     fn table(&'a self) -> Table<'a> {
         let mine = |(flow, _): &&(Flow, Poster)| flow.driver == self.side();
-        let out = self
-            .posters
-            .iter()
-            .find(mine)
-            .expect("a ping-pong has a flow each way");
-        let back = self
-            .posters
-            .iter()
-            .find(|flow| !mine(flow))
-            .expect("a ping-pong has a flow each way");
+        let out = self.posters.iter().find(mine).expect("a ping-pong has a flow each way");
+        let back = self.posters.iter().find(|flow| !mine(flow)).expect("a ping-pong has a flow each way");
         Table {
             out: &out.1,
             out_memory: self.contents(&out.1),
@@ -322,14 +275,9 @@ impl<'a> Step<'a> {
         let table = self.table();
         self.settle(&table, driven.iterations)?;
         if self.session.run.op == Op::Write {
-            let limit = Limit {
-                iterations: driven.iterations,
-                time: SINGLE_WRITES,
-            };
+            let limit = Limit { iterations: driven.iterations, time: SINGLE_WRITES };
             let latency = pingpong::write_completion(table.out, limit)?;
-            driven
-                .extra
-                .insert("write_completion_us".to_owned(), latency.counts());
+            driven.extra.insert("write_completion_us".to_owned(), latency.counts());
         }
         Ok(())
     }
@@ -338,9 +286,7 @@ impl<'a> Step<'a> {
     fn exchange_reports(&self, mine: SideReport) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
         let link = self.session.link;
         let Some((gate, member)) = self.session.gate else {
-            link.tell(&Message::Done {
-                report: Box::new(mine),
-            })?;
+            link.tell(&Message::Done { report: Box::new(mine) })?;
             return match link.hear()? {
                 Message::Reports { members, serve } if members.len() == serve.len() && !serve.is_empty() => {
                     Ok((members, serve))
@@ -353,221 +299,9 @@ impl<'a> Step<'a> {
             other => return Err(link.strange(&format!("{other:?} instead of a report"))),
         };
         let (members, serve) = gate.exchange(link, member, theirs, mine)?;
-        link.tell(&Message::Reports {
-            members: members.clone(),
-            serve: serve.clone(),
-        })?;
+        link.tell(&Message::Reports { members: members.clone(), serve: serve.clone() })?;
         Ok((members, serve))
     }
-
-    /// Checks what the timed part left, then every iteration of a further pass; gives their number.
-    fn verify(&'a self, report: &StepReport) -> Outcome<u64> {
-        self.agree(self.check_timed(report)?)?;
-        let mut verified = 0;
-        for (flow, poster) in &self.posters {
-            verified += self.verified_pass(*flow, poster, self.iterations(*flow, report))?;
-        }
-        Ok(verified)
-    }
-
-    /// How many messages a flow had in the timed part.
-    fn iterations(&self, flow: Flow, report: &StepReport) -> u64 {
-        let member = self.session.gate.map_or(0, |(_, member)| member);
-        let reports = if flow.driver == Side::Connect {
-            &report.members
-        } else {
-            &report.serve
-        };
-        let driven = reports.get(member).and_then(|side| side.driven.as_ref());
-        // A ping-pong is driven by one end, but has as many messages each way.
-        let driven = driven.or_else(|| report.members.get(member).and_then(|side| side.driven.as_ref()));
-        driven.map_or(0, |driven| driven.iterations)
-    }
-
-    fn check_timed(&'a self, report: &StepReport) -> Outcome<Option<Mismatch>> {
-        for (flow, poster) in self
-            .posters
-            .iter()
-            .filter(|(flow, _)| flow.target() == self.side())
-        {
-            let contents = self.contents(poster);
-            for slot in 0..poster.layout().slots.min(self.iterations(*flow, report)) {
-                self.inject(&contents, slot, timed_iteration(slot), true)?;
-                let found = contents.check(slot, timed_iteration(slot), self.session.run.verify)?;
-                if found.is_some() {
-                    return Ok(found);
-                }
-                self.interruptible()?;
-            }
-        }
-        Ok(None)
-    }
-
-    /// Both ends say what they found; a mismatch on either fails both.
-    fn agree(&self, mine: Option<Mismatch>) -> Outcome {
-        let link = self.session.link;
-        link.tell(&Message::Verdict {
-            mismatch: mine.clone().map(Box::new),
-        })?;
-        let theirs = match link.hear()? {
-            Message::Verdict { mismatch } => mismatch,
-            other => return Err(link.strange(&format!("{other:?} instead of a verdict"))),
-        };
-        fail_on(mine.as_ref())?;
-        fail_on(theirs.as_deref())
-    }
-
-    fn verified_pass(&'a self, flow: Flow, poster: &'a Poster<'a>, iterations: u64) -> Outcome<u64> {
-        let contents = self.contents(poster);
-        if flow.target() == self.side() {
-            (0..poster.layout().slots).try_for_each(|slot| contents.poison(slot, slot))?;
-        }
-        self.meet(Point::Verify)?;
-        if flow.driver == self.side() {
-            self.drive_verified(flow, poster, &contents, self.verified_limit(iterations))
-        } else {
-            self.follow_verified(flow, poster, &contents)
-        }
-    }
-
-    fn verified_limit(&self, iterations: u64) -> Limit {
-        let run = self.session.run;
-        let sampled = if run.verify == Verify::Sample {
-            2 * self.depth as u64
-        } else {
-            u64::MAX
-        };
-        let time = run
-            .seconds
-            .map_or(Duration::MAX, |s| Duration::from_secs_f64(s / 2.0));
-        Limit {
-            iterations: iterations.min(sampled),
-            time,
-        }
-    }
-
-    fn drive_verified(&self, flow: Flow, poster: &Poster, contents: &Contents, limit: Limit) -> Outcome<u64> {
-        let link = self.session.link;
-        let (start, mut iteration) = (Instant::now(), 0);
-        while iteration < limit.iterations && (iteration < VERIFIED_MIN || start.elapsed() < limit.time) {
-            let slot = iteration % poster.layout().slots;
-            if flow.source == self.side() {
-                contents.fill(slot, iteration)?;
-                self.inject(contents, slot, iteration, false)?;
-            }
-            self.move_verified(poster, iteration, slot)?;
-            let found = if flow.target() == self.side() {
-                self.look(contents, slot, iteration)?
-            } else {
-                None
-            };
-            if found.is_some() {
-                link.tell(&Message::Verdict {
-                    mismatch: found.clone().map(Box::new),
-                })?;
-                return fail_on(found.as_ref()).map(|()| 0);
-            }
-            self.interruptible()?;
-            iteration += 1;
-        }
-        link.tell(&Message::PassOver {
-            iterations: iteration,
-        })?;
-        Ok(iteration)
-    }
-
-    /// One message of the verified pass, as its driver.
-    fn move_verified(&self, poster: &Poster, iteration: u64, slot: u64) -> Outcome {
-        let part = Message::Part { iteration, slot };
-        let link = self.session.link;
-        match self.session.run.op {
-            Op::Write => {
-                poster.finish(&poster.post(slot)?)?;
-                link.tell(&part)?;
-                self.await_part()
-            }
-            Op::Read => {
-                link.tell(&part)?;
-                self.await_part()?;
-                poster.finish(&poster.post(slot)?)
-            }
-            Op::Send => {
-                link.tell(&part)?;
-                poster.finish(&poster.post(slot)?)?;
-                self.await_part()
-            }
-        }
-    }
-
-    fn await_part(&self) -> Outcome {
-        match self.session.link.hear()? {
-            Message::PartDone => Ok(()),
-            Message::Verdict {
-                mismatch: Some(mismatch),
-            } => fail_on(Some(&mismatch)),
-            other => Err(self
-                .session
-                .link
-                .strange(&format!("{other:?} instead of its part"))),
-        }
-    }
-
-    fn follow_verified(&self, flow: Flow, poster: &Poster, contents: &Contents) -> Outcome<u64> {
-        let link = self.session.link;
-        loop {
-            let (iteration, slot) = match link.hear()? {
-                Message::Part { iteration, slot } if slot < poster.layout().slots => (iteration, slot),
-                Message::PassOver { iterations } => return Ok(iterations),
-                Message::Verdict {
-                    mismatch: Some(mismatch),
-                } => return fail_on(Some(&mismatch)).map(|()| 0),
-                other => return Err(link.strange(&format!("{other:?} in the verified pass"))),
-            };
-            if flow.source == self.side() {
-                contents.fill(slot, iteration)?;
-                self.inject(contents, slot, iteration, false)?;
-            }
-            if self.session.run.op == Op::Send {
-                poster.finish(&poster.receive(slot)?)?;
-            }
-            let found = if flow.target() == self.side() {
-                self.look(contents, slot, iteration)?
-            } else {
-                None
-            };
-            if found.is_some() {
-                link.tell(&Message::Verdict {
-                    mismatch: found.clone().map(Box::new),
-                })?;
-                return fail_on(found.as_ref()).map(|()| 0);
-            }
-            link.tell(&Message::PartDone)?;
-        }
-    }
-
-    /// Checks one iteration where it landed, and poisons the place for the next one there.
-    fn look(&self, contents: &Contents, slot: u64, iteration: u64) -> Outcome<Option<Mismatch>> {
-        if self.side() == Side::Serve {
-            self.inject(contents, slot, iteration, false)?;
-        }
-        let found = contents.check(slot, iteration, self.session.run.verify)?;
-        if found.is_none() {
-            contents.poison(slot, iteration + contents.layout.slots)?;
-        }
-        Ok(found)
-    }
-
-    fn interruptible(&self) -> Outcome {
-        if sys::interrupted() {
-            Err(Failure::Interrupted)
-        } else {
-            Ok(())
-        }
-    }
-}
-
-fn fail_on(mismatch: Option<&Mismatch>) -> Outcome {
-    mismatch.map_or(Ok(()), |mismatch| Err(Failure::failed(mismatch.to_string())))
 }
 
 fn panicked() -> Failure {

@@ -26,39 +26,25 @@ const LATENCY: Column = ("us p50", |row| latency(row, |us| us.p50));
 const LATENCY_P99: Column = ("us p99", |row| latency(row, |us| us.p99));
 const LATENCY_MAX: Column = ("us max", |row| latency(row, |us| us.max));
 const WRITE_P50: Column = ("write done us p50", |row| {
-    let p50 = row
-        .extra
-        .get("write_completion_us")
-        .and_then(|us| us.get("p50"))
-        .and_then(serde_json::Value::as_f64);
+    let p50 =
+        row.extra.get("write_completion_us").and_then(|us| us.get("p50")).and_then(serde_json::Value::as_f64);
     p50.map_or_else(dash, three_digits)
 });
 const PER_BLOCK: Column = ("ns/block", |row| {
-    row.extra
-        .get("ns_per_block")
-        .and_then(serde_json::Value::as_f64)
-        .map_or_else(dash, three_digits)
+    row.extra.get("ns_per_block").and_then(serde_json::Value::as_f64).map_or_else(dash, three_digits)
 });
 const CPU: Column = ("CPU s/GB source + target", |row| match row.cpu_s_per_gb {
     Some(cpu) => format!("{} + {}", three_digits(cpu.source), three_digits(cpu.target)),
     None => dash(),
 });
-const VERIFIED: Column = ("verified", |row| {
-    if row.verified.is_some() { "yes" } else { "NO" }.to_owned()
-});
+const VERIFIED: Column = ("verified", |row| if row.verified.is_some() { "yes" } else { "NO" }.to_owned());
 
 fn latency(row: &ResultRow, part: fn(&LatencyUs) -> f64) -> String {
-    row.latency_us
-        .as_ref()
-        .map_or_else(dash, |us| three_digits(part(us)))
+    row.latency_us.as_ref().map_or_else(dash, |us| three_digits(part(us)))
 }
 
 fn three_digits(value: f64) -> String {
-    let decimals = if value < 10.0 {
-        2
-    } else {
-        usize::from(value < 100.0)
-    };
+    let decimals = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
     format!("{value:.decimals$}")
 }
 
@@ -89,9 +75,11 @@ pub fn render(record: &Record) -> String {
     };
     let columns = columns(first);
     let mut table = Table::new();
+    table.load_preset(presets::NOTHING);
     table
-        .load_preset(presets::UTF8_HORIZONTAL_ONLY)
-        .set_header(columns.iter().map(|(name, _)| *name));
+        .set_style(TableComponent::HeaderLines, '─')
+        .set_style(TableComponent::MiddleHeaderIntersections, '─');
+    table.set_header(columns.iter().map(|(name, _)| *name));
     for row in &record.results {
         table.add_row(columns.iter().map(|(_, value)| value(row)));
     }
@@ -107,9 +95,7 @@ pub fn render(record: &Record) -> String {
 
 /// One result in a line.
 pub fn line(row: &ResultRow) -> String {
-    let cells = columns(row)
-        .into_iter()
-        .map(|(name, value)| format!("{name} {}", value(row)));
+    let cells = columns(row).into_iter().map(|(name, value)| format!("{name} {}", value(row)));
     cells.collect::<Vec<_>>().join(", ")
 }
 
@@ -120,26 +106,15 @@ fn headline(row: &ResultRow) -> String {
         (pattern, _) => format!("{pattern:?}").to_lowercase(),
     };
     let op = format!("{:?}", row.op).to_lowercase();
-    let blocks = row
-        .blocks
-        .map_or_else(String::new, |n| format!(", {n} blocks per message"));
-    format!(
-        "{op}, {pattern}{blocks}: {} here, {} there",
-        row.memory, row.peer_memory
-    )
+    let blocks = row.blocks.map_or_else(String::new, |n| format!(", {n} blocks per message"));
+    format!("{op}, {pattern}{blocks}: {} here, {} there", row.memory, row.peer_memory)
 }
 
 fn setting(record: &Record, row: &ResultRow) -> String {
-    let mut nics: Vec<&str> = row
-        .per_channel
-        .iter()
-        .map(|channel| channel.nic.as_str())
-        .collect();
+    let mut nics: Vec<&str> = row.per_channel.iter().map(|channel| channel.nic.as_str()).collect();
     nics.dedup();
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
-    let there = record
-        .peer_threads
-        .map_or_else(String::new, |n| format!(" here, {n} there"));
+    let there = record.peer_threads.map_or_else(String::new, |n| format!(" here, {n} there"));
     format!(
         "{} ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
         row.transport,

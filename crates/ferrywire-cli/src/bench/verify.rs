@@ -36,13 +36,7 @@ pub struct Mismatch {
 
 impl std::fmt::Display for Mismatch {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Mismatch {
-            size_bytes,
-            offset,
-            expected,
-            found,
-            likely,
-        } = self;
+        let Mismatch { size_bytes, offset, expected, found, likely } = self;
         let size = Bytes(*size_bytes);
         write!(
             out,
@@ -80,21 +74,13 @@ impl Contents<'_> {
     pub fn poison(&self, slot: u64, iteration: u64) -> Outcome {
         let gaps = self.pattern(GAP_ITERATION);
         for piece in self.layout.pieces(slot) {
-            put(
-                self.region,
-                gaps,
-                piece.offset + piece.bytes,
-                piece.offset + piece.bytes,
-                gap_bytes(piece),
-            )?;
+            put(self.region, gaps, piece.offset + piece.bytes, piece.offset + piece.bytes, gap_bytes(piece))?;
         }
         self.put(slot, self.pattern(iteration).complement())
     }
 
     fn put(&self, slot: u64, pattern: Pattern) -> Outcome {
-        self.layout
-            .pieces(slot)
-            .try_for_each(|p| put(self.region, pattern, p.offset, p.logical, p.bytes))
+        self.layout.pieces(slot).try_for_each(|p| put(self.region, pattern, p.offset, p.logical, p.bytes))
     }
 
     /// Spoils a slot that holds an iteration's bytes.
@@ -204,11 +190,7 @@ impl Contents<'_> {
     }
 
     fn stamp_of(&self, slot: u64, iteration: u64) -> (u64, Vec<u8>) {
-        let first = self
-            .layout
-            .pieces(slot)
-            .next()
-            .expect("a message has at least one piece");
+        let first = self.layout.pieces(slot).next().expect("a message has at least one piece");
         let mut stamp = vec![0; first.bytes.min(8) as usize];
         self.pattern(iteration).fill(0, &mut stamp);
         (first.offset, stamp)
@@ -289,15 +271,10 @@ mod tests {
     fn found_after(size: u64, blocks: Option<u64>, spoil: impl Fn(&Contents)) -> [Option<Mismatch>; 2] {
         let run = run(size, blocks);
         let endpoint = ferrywire::Endpoint::builder().build().expect("an endpoint");
-        let region = endpoint
-            .register_zeroed(super::super::layout::region_bytes(&run) as usize)
-            .expect("memory");
+        let region =
+            endpoint.register_zeroed(super::super::layout::region_bytes(&run) as usize).expect("memory");
         let layout = Layout::new(&run, flows(&run)[0], Side::Serve, 0);
-        let contents = Contents {
-            region: &region,
-            layout: &layout,
-            seed: run.seed,
-        };
+        let contents = Contents { region: &region, layout: &layout, seed: run.seed };
         for slot in 0..2 {
             contents.poison(slot, 6 + slot).expect("poisoned");
             contents.fill(slot, 6 + slot).expect("filled");
@@ -307,9 +284,7 @@ mod tests {
     }
 
     fn likely(size: u64, blocks: Option<u64>, how: Inject) -> String {
-        let [good, bad] = found_after(size, blocks, |contents| {
-            contents.spoil(1, 7, how).expect("spoilt")
-        });
+        let [good, bad] = found_after(size, blocks, |contents| contents.spoil(1, 7, how).expect("spoilt"));
         assert_eq!(good, None);
         let bad = bad.unwrap_or_else(|| panic!("{how:?} was not caught at {size} {blocks:?}"));
         assert!(bad.expected != bad.found && bad.offset < size);
@@ -318,13 +293,7 @@ mod tests {
 
     #[test]
     fn good_data_passes() {
-        for (size, blocks) in [
-            (0, None),
-            (1, None),
-            (4096, None),
-            (100_001, None),
-            (1000, Some(7)),
-        ] {
+        for (size, blocks) in [(0, None), (1, None), (4096, None), (100_001, None), (1000, Some(7))] {
             assert_eq!(found_after(size, blocks, |_| ()), [None, None]);
         }
     }
@@ -344,10 +313,7 @@ mod tests {
         for (size, blocks) in [(100, None), (1000, Some(7))] {
             let outside = |contents: &Contents| {
                 let piece = contents.layout.pieces(1).next().expect("a piece");
-                contents
-                    .region
-                    .write_at(piece.offset + piece.bytes, b"x")
-                    .expect("written");
+                contents.region.write_at(piece.offset + piece.bytes, b"x").expect("written");
             };
             let [_, bad] = found_after(size, blocks, outside);
             assert!(bad.is_some_and(|bad| bad.likely.starts_with("written to")));

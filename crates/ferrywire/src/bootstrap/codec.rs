@@ -66,16 +66,10 @@ impl Hello {
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         let unusable = |what, why: String| Err(HandshakeError::Unusable { what, why });
         if self.label.len() > LABEL_BYTES_MAX || !self.label.chars().all(printable) {
-            return unusable(
-                "label",
-                format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"),
-            );
+            return unusable("label", format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"));
         }
         if self.addresses.len() > ADDRESSES_MAX {
-            return unusable(
-                "addresses",
-                format!("{}, at most {ADDRESSES_MAX}", self.addresses.len()),
-            );
+            return unusable("addresses", format!("{}, at most {ADDRESSES_MAX}", self.addresses.len()));
         }
         let named =
             |entry: &ListenAddress| entry.nic.len() <= NIC_NAME_BYTES_MAX && entry.nic.chars().all(printable);
@@ -109,18 +103,9 @@ impl Hello {
         let mut addresses = Vec::with_capacity(count);
         for _ in 0..count {
             let address = reader.address()?;
-            addresses.push(ListenAddress {
-                address,
-                nic: reader.text(NIC_NAME_BYTES_MAX)?,
-            });
+            addresses.push(ListenAddress { address, nic: reader.text(NIC_NAME_BYTES_MAX)? });
         }
-        Ok(Hello {
-            identity,
-            boot_id,
-            label,
-            addresses,
-            heartbeat_limit_ms,
-        })
+        Ok(Hello { identity, boot_id, label, addresses, heartbeat_limit_ms })
     }
 }
 
@@ -154,12 +139,7 @@ impl Config {
 
     /// Refuses a configuration that could not be sent.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
-        self.fault().map_or(Ok(()), |why| {
-            Err(HandshakeError::Unusable {
-                what: "configuration",
-                why,
-            })
-        })
+        self.fault().map_or(Ok(()), |why| Err(HandshakeError::Unusable { what: "configuration", why }))
     }
 
     fn encode(&self, into: &mut Vec<u8>) {
@@ -177,13 +157,7 @@ impl Config {
         let extra_bytes = usize::from(reader.u16()?);
         reader.within("extra bytes", extra_bytes, 0..=EXTRA_BYTES_MAX)?;
         let extra = reader.take(extra_bytes)?.to_vec();
-        Ok(Config {
-            channels,
-            chunk_bytes,
-            window,
-            crc,
-            extra,
-        })
+        Ok(Config { channels, chunk_bytes, window, crc, extra })
     }
 }
 
@@ -193,11 +167,7 @@ pub(super) enum Request {
     /// A new session, with the initiator's share of its key.
     New { share: [u8; 32], config: Config },
     /// To go on with a session: numbered messages received so far, and proof of its key.
-    Resume {
-        session: u64,
-        received: u64,
-        proof: [u8; 32],
-    },
+    Resume { session: u64, received: u64, proof: [u8; 32] },
 }
 
 /// The initiator's sealed message.
@@ -217,11 +187,7 @@ impl Opening {
                 bytes.extend_from_slice(share);
                 config.encode(&mut bytes);
             }
-            Request::Resume {
-                session,
-                received,
-                proof,
-            } => {
+            Request::Resume { session, received, proof } => {
                 bytes.push(2);
                 bytes.extend_from_slice(&session.to_le_bytes());
                 bytes.extend_from_slice(&received.to_le_bytes());
@@ -235,15 +201,8 @@ impl Opening {
         let mut reader = Reader::new(bytes, "the opening");
         let hello = Hello::decode(&mut reader)?;
         let request = match reader.u8()? {
-            1 => Request::New {
-                share: reader.array()?,
-                config: Config::decode(&mut reader)?,
-            },
-            2 => Request::Resume {
-                session: reader.u64()?,
-                received: reader.u64()?,
-                proof: reader.array()?,
-            },
+            1 => Request::New { share: reader.array()?, config: Config::decode(&mut reader)? },
+            2 => Request::Resume { session: reader.u64()?, received: reader.u64()?, proof: reader.array()? },
             other => return Err(reader.malformed(format!("unknown request {other}"))),
         };
         reader.end()?;
@@ -277,12 +236,7 @@ impl Welcome {
         let config = Config::decode(&mut reader)?;
         reader.end()?;
         config.fault().map_or(Ok(()), |why| Err(reader.malformed(why)))?;
-        Ok(Welcome {
-            session,
-            received,
-            token,
-            config,
-        })
+        Ok(Welcome { session, received, token, config })
     }
 }
 
@@ -406,11 +360,7 @@ impl<'a> Reader<'a> {
         if range.contains(&value) {
             return Ok(());
         }
-        Err(self.malformed(format!(
-            "{value} {name}, must be {} to {}",
-            range.start(),
-            range.end()
-        )))
+        Err(self.malformed(format!("{value} {name}, must be {} to {}", range.start(), range.end())))
     }
 
     /// Refuses what is left over.

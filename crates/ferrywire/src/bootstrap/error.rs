@@ -167,10 +167,7 @@ impl RefusalCode {
     fn to_byte(self) -> u8 {
         match self {
             RefusalCode::Other(byte) => byte,
-            known => RefusalCode::KNOWN
-                .iter()
-                .find(|(_, code)| *code == known)
-                .map_or(0, |(byte, _)| *byte),
+            known => RefusalCode::KNOWN.iter().find(|(_, code)| *code == known).map_or(0, |(byte, _)| *byte),
         }
     }
 
@@ -229,28 +226,17 @@ impl Refusal {
 
 impl HandshakeError {
     pub(super) fn malformed(what: &'static str, why: impl Into<String>) -> HandshakeError {
-        HandshakeError::Malformed {
-            what,
-            why: why.into(),
-        }
+        HandshakeError::Malformed { what, why: why.into() }
     }
 
     /// A connection that does not open with our magic.
     pub(super) fn foreign(opening: &[u8]) -> HandshakeError {
-        HandshakeError::NotFerrywire {
-            verb: "opened with",
-            start: shown(opening),
-            guess: guess(opening),
-        }
+        HandshakeError::NotFerrywire { verb: "opened with", start: shown(opening), guess: guess(opening) }
     }
 
     /// An answer that is no frame of ours.
     pub(super) fn foreign_answer(answer: &[u8]) -> HandshakeError {
-        HandshakeError::NotFerrywire {
-            verb: "answered with",
-            start: shown(answer),
-            guess: guess(answer),
-        }
+        HandshakeError::NotFerrywire { verb: "answered with", start: shown(answer), guess: guess(answer) }
     }
 
     /// What to tell the other end. Nothing to those that would not understand it.
@@ -281,10 +267,9 @@ impl HandshakeError {
         match self {
             HandshakeError::Closed(_) | HandshakeError::Late(_) => Error::Unreachable { address, why },
             HandshakeError::Unusable { what, why } => Error::invalid(*what, why),
-            HandshakeError::Random | HandshakeError::Noise => Error::Io {
-                what: format!("handshake with {address}"),
-                message: why,
-            },
+            HandshakeError::Random | HandshakeError::Noise => {
+                Error::Io { what: format!("handshake with {address}"), message: why }
+            }
             HandshakeError::Misuse => Error::Bug(format!("handshake with {address}: {why}")),
             _ => Error::Refused { address, why },
         }
@@ -298,9 +283,7 @@ pub(super) fn printable(character: char) -> bool {
 
 /// The same text with everything unprintable replaced: a stranger may have written it.
 pub(crate) fn clean(text: &str) -> String {
-    text.chars()
-        .map(|character| if printable(character) { character } else { '?' })
-        .collect()
+    text.chars().map(|character| if printable(character) { character } else { '?' }).collect()
 }
 
 /// Cuts a text to at most `bytes_max` bytes, between characters.
@@ -311,11 +294,7 @@ pub(crate) fn clip(text: &mut String, bytes_max: usize) {
 /// Foreign bytes in print: ASCII as it is, the rest as dots.
 fn shown(bytes: &[u8]) -> String {
     let byte = |byte: &u8| {
-        if byte.is_ascii_graphic() || *byte == b' ' {
-            char::from(*byte)
-        } else {
-            '.'
-        }
+        if byte.is_ascii_graphic() || *byte == b' ' { char::from(*byte) } else { '.' }
     };
     let text: String = bytes.iter().map(byte).collect();
     String::from(text.trim_end_matches('.'))
@@ -339,10 +318,7 @@ fn guess(start: &[u8]) -> Option<&'static str> {
         (&[0x15, 0x03], "TLS"),
         (b"FERRYWR", "another ferrywire"),
     ];
-    KNOWN
-        .iter()
-        .find(|(prefix, _)| start.starts_with(prefix))
-        .map(|(_, name)| *name)
+    KNOWN.iter().find(|(prefix, _)| start.starts_with(prefix)).map(|(_, name)| *name)
 }
 
 const _: () = assert!(REFUSAL_TEXT_BYTES_MAX < REFUSAL_MARK as usize);

@@ -50,25 +50,10 @@ pub(crate) struct Initiator {
 
 #[derive(Debug)]
 enum Stage {
-    Answer {
-        noise: Box<HandshakeState>,
-        hello: Hello,
-        purpose: Purpose,
-    },
-    Welcome {
-        secure: Secure,
-        peer_hello: Hello,
-        handshake: [u8; 32],
-        asked: Asked,
-    },
-    Challenge {
-        opening: DataOpening,
-        key: DataKey,
-    },
-    Accept {
-        opening: DataOpening,
-        proof: blake3::Hash,
-    },
+    Answer { noise: Box<HandshakeState>, hello: Hello, purpose: Purpose },
+    Welcome { secure: Secure, peer_hello: Hello, handshake: [u8; 32], asked: Asked },
+    Challenge { opening: DataOpening, key: DataKey },
+    Accept { opening: DataOpening, proof: blake3::Hash },
     Over,
 }
 
@@ -92,14 +77,7 @@ impl Initiator {
         }
         let mut noise = noise(secret, true)?;
         let first = noise_write(&mut noise, &[])?;
-        let mut initiator = Initiator::new(
-            Kind::Control,
-            Stage::Answer {
-                noise,
-                hello,
-                purpose,
-            },
-        );
+        let mut initiator = Initiator::new(Kind::Control, Stage::Answer { noise, hello, purpose });
         initiator.put_frame(&first);
         Ok(initiator)
     }
@@ -108,11 +86,7 @@ impl Initiator {
     ///
     /// Never the same generation twice in a session: a recorded acceptance would fit again.
     pub(crate) fn data(session: u64, key: DataKey, channel: u16, generation: u32) -> Initiator {
-        let opening = DataOpening {
-            session,
-            channel,
-            generation,
-        };
+        let opening = DataOpening { session, channel, generation };
         let mut initiator = Initiator::new(Kind::Data, Stage::Challenge { opening, key });
         initiator.put_frame(&opening.encode());
         initiator
@@ -120,21 +94,12 @@ impl Initiator {
 
     fn new(kind: Kind, stage: Stage) -> Initiator {
         let output = Preamble::encode(kind).to_vec();
-        Initiator {
-            intake: Intake::of_initiator(),
-            output,
-            stage,
-            outcome: None,
-        }
+        Initiator { intake: Intake::of_initiator(), output, stage, outcome: None }
     }
 
     /// Bytes to read next, exactly; never more than the handshake. 0 when it is over.
     pub(crate) fn want(&self) -> usize {
-        if matches!(self.stage, Stage::Over) {
-            0
-        } else {
-            self.intake.want()
-        }
+        if matches!(self.stage, Stage::Over) { 0 } else { self.intake.want() }
     }
 
     /// Takes what was read, at most [`Initiator::want`] bytes. After an error the connection is useless;
@@ -198,17 +163,10 @@ impl Initiator {
 
     fn message(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
         match std::mem::replace(&mut self.stage, Stage::Over) {
-            Stage::Answer {
-                noise,
-                hello,
-                purpose,
-            } => self.on_answer(noise, hello, purpose, message),
-            Stage::Welcome {
-                secure,
-                peer_hello,
-                handshake,
-                asked,
-            } => self.on_welcome(secure, peer_hello, handshake, asked, message),
+            Stage::Answer { noise, hello, purpose } => self.on_answer(noise, hello, purpose, message),
+            Stage::Welcome { secure, peer_hello, handshake, asked } => {
+                self.on_welcome(secure, peer_hello, handshake, asked, message)
+            }
             Stage::Challenge { opening, key } => self.on_challenge(opening, &key, message),
             Stage::Accept { opening, proof } => self.on_accept(opening, proof, message),
             Stage::Over => Err(HandshakeError::Misuse),
@@ -231,14 +189,8 @@ impl Initiator {
         let mut secure = Secure::new(*noise).map_err(|_| HandshakeError::Noise)?;
         let opening = Opening { hello, request }.encode();
         debug_assert!(opening.len() <= OPENING_BYTES_MAX);
-        self.output
-            .extend(secure.seal(&opening).map_err(|_| HandshakeError::Noise)?);
-        self.stage = Stage::Welcome {
-            secure,
-            peer_hello,
-            handshake,
-            asked,
-        };
+        self.output.extend(secure.seal(&opening).map_err(|_| HandshakeError::Noise)?);
+        self.stage = Stage::Welcome { secure, peer_hello, handshake, asked };
         Ok(())
     }
 
@@ -251,33 +203,18 @@ impl Initiator {
         message: &[u8],
     ) -> Result<(), HandshakeError> {
         let opened = secure.open_message(message);
-        let Welcome {
-            session,
-            received,
-            token,
-            config,
-        } = Welcome::decode(&opened.map_err(|_| HandshakeError::Unproven("the welcome"))?)?;
+        let Welcome { session, received, token, config } =
+            Welcome::decode(&opened.map_err(|_| HandshakeError::Unproven("the welcome"))?)?;
         let (data_key, resumed) = match asked {
             Asked::New { share } => (DataKey::derive(&handshake, &share, &token), false),
-            Asked::Resume {
-                session: asked,
-                data_key,
-            } => {
+            Asked::Resume { session: asked, data_key } => {
                 if session != asked || data_key.prove_resumed(&handshake) != token {
                     return Err(HandshakeError::Unproven("the session's key"));
                 }
                 (data_key, true)
             }
         };
-        let established = Established {
-            secure,
-            peer_hello,
-            session,
-            received,
-            data_key,
-            config,
-            resumed,
-        };
+        let established = Established { secure, peer_hello, session, received, data_key, config, resumed };
         self.outcome = Some(Outcome::Control(Box::new(established)));
         Ok(())
     }
@@ -289,10 +226,7 @@ impl Initiator {
         challenge: &[u8],
     ) -> Result<(), HandshakeError> {
         self.put_frame(key.prove_data(&opening, challenge).as_bytes());
-        self.stage = Stage::Accept {
-            opening,
-            proof: key.prove_accept(&opening, challenge),
-        };
+        self.stage = Stage::Accept { opening, proof: key.prove_accept(&opening, challenge) };
         Ok(())
     }
 
@@ -305,22 +239,13 @@ impl Initiator {
         if proof != *message {
             return Err(HandshakeError::Unproven("the session's key"));
         }
-        let DataOpening {
-            session,
-            channel,
-            generation,
-        } = opening;
-        self.outcome = Some(Outcome::Data {
-            session,
-            channel,
-            generation,
-        });
+        let DataOpening { session, channel, generation } = opening;
+        self.outcome = Some(Outcome::Data { session, channel, generation });
         Ok(())
     }
 
     fn put_frame(&mut self, message: &[u8]) {
-        self.output
-            .extend_from_slice(&(message.len() as u16).to_le_bytes());
+        self.output.extend_from_slice(&(message.len() as u16).to_le_bytes());
         self.output.extend_from_slice(message);
     }
 }
@@ -332,20 +257,9 @@ fn ask(purpose: Purpose, handshake: &[u8; 32]) -> Result<(Request, Asked), Hands
             let share = random_bytes()?;
             Ok((Request::New { share, config }, Asked::New { share }))
         }
-        Purpose::Resume {
-            session,
-            received,
-            data_key,
-        } => {
+        Purpose::Resume { session, received, data_key } => {
             let proof = *data_key.prove_resume(handshake).as_bytes();
-            Ok((
-                Request::Resume {
-                    session,
-                    received,
-                    proof,
-                },
-                Asked::Resume { session, data_key },
-            ))
+            Ok((Request::Resume { session, received, proof }, Asked::Resume { session, data_key }))
         }
     }
 }

@@ -55,22 +55,12 @@ pub(super) struct Intake {
 impl Intake {
     /// For the end that answers: a preamble comes first.
     pub(super) fn of_responder() -> Intake {
-        Intake {
-            part: Part::Preamble,
-            buffer: Vec::new(),
-            total: 0,
-            first: true,
-        }
+        Intake { part: Part::Preamble, buffer: Vec::new(), total: 0, first: true }
     }
 
     /// For the end that dialled: frames only.
     pub(super) fn of_initiator() -> Intake {
-        Intake {
-            part: Part::Length,
-            buffer: Vec::new(),
-            total: 0,
-            first: true,
-        }
+        Intake { part: Part::Length, buffer: Vec::new(), total: 0, first: true }
     }
 
     /// Bytes that complete the present part.
@@ -97,19 +87,10 @@ impl Intake {
         self.total += now.len();
         if self.total > HANDSHAKE_BYTES_MAX {
             let (bytes, max) = (self.total, HANDSHAKE_BYTES_MAX);
-            return Err(HandshakeError::Length {
-                what: "the handshake",
-                bytes,
-                min: 0,
-                max,
-            });
+            return Err(HandshakeError::Length { what: "the handshake", bytes, min: 0, max });
         }
         self.buffer.extend_from_slice(now);
-        if self.want() > 0 {
-            Ok(None)
-        } else {
-            self.complete(expect)
-        }
+        if self.want() > 0 { Ok(None) } else { self.complete(expect) }
     }
 
     /// What an ended connection means here.
@@ -159,12 +140,7 @@ impl Intake {
             self.part = Part::Foreign;
             return Ok(None);
         } else {
-            return Err(HandshakeError::Length {
-                what: expect.what,
-                bytes,
-                min,
-                max,
-            });
+            return Err(HandshakeError::Length { what: expect.what, bytes, min, max });
         }
         self.buffer.clear();
         Ok(None)
@@ -174,12 +150,7 @@ impl Intake {
         let (code, bytes) = (head[0], usize::from(u16::from_le_bytes([head[1], head[2]])));
         if bytes > REFUSAL_TEXT_BYTES_MAX {
             let max = REFUSAL_TEXT_BYTES_MAX;
-            return Err(HandshakeError::Length {
-                what: "a refusal",
-                bytes,
-                min: 0,
-                max,
-            });
+            return Err(HandshakeError::Length { what: "a refusal", bytes, min: 0, max });
         }
         if bytes == 0 {
             return Ok(Some(Incoming::Refusal(Refusal::decode(code, &[]))));

@@ -112,10 +112,7 @@ impl DataKey {
     /// The key of a session opened by a handshake with this hash, with both ends' random shares.
     fn derive(handshake: &[u8; 32], initiator_share: &[u8; 32], responder_share: &[u8; 32]) -> DataKey {
         let material = [&handshake[..], initiator_share, responder_share].concat();
-        DataKey(blake3::Hash::from_bytes(blake3::derive_key(
-            DATA_KEY_CONTEXT,
-            &material,
-        )))
+        DataKey(blake3::Hash::from_bytes(blake3::derive_key(DATA_KEY_CONTEXT, &material)))
     }
 
     /// A key with these bytes.
@@ -183,10 +180,7 @@ impl Preamble {
         }
         let theirs = reader.u16()?;
         if theirs != PROTOCOL_VERSION {
-            return Err(HandshakeError::Version {
-                theirs,
-                ours: PROTOCOL_VERSION,
-            });
+            return Err(HandshakeError::Version { theirs, ours: PROTOCOL_VERSION });
         }
         let kind = match reader.u8()? {
             1 => Kind::Control,
@@ -194,10 +188,7 @@ impl Preamble {
             other => return Err(HandshakeError::UnknownKind(other)),
         };
         if reader.array::<5>()? != [0; 5] {
-            return Err(HandshakeError::malformed(
-                "the preamble",
-                "its reserved bytes are not zero",
-            ));
+            return Err(HandshakeError::malformed("the preamble", "its reserved bytes are not zero"));
         }
         reader.end()?;
         Ok(kind)
@@ -225,11 +216,8 @@ impl DataOpening {
 
     fn decode(bytes: &[u8]) -> Result<DataOpening, HandshakeError> {
         let mut reader = Reader::new(bytes, "the data opening");
-        let opening = DataOpening {
-            session: reader.u64()?,
-            channel: reader.u16()?,
-            generation: reader.u32()?,
-        };
+        let opening =
+            DataOpening { session: reader.u64()?, channel: reader.u16()?, generation: reader.u32()? };
         reader.end()?;
         Ok(opening)
     }
@@ -239,9 +227,7 @@ impl DataOpening {
 pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N], HandshakeError> {
     let mut bytes = [0; N];
     let mut source = DefaultResolver.resolve_rng().ok_or(HandshakeError::Random)?;
-    source
-        .try_fill_bytes(&mut bytes)
-        .map_err(|_| HandshakeError::Random)?;
+    source.try_fill_bytes(&mut bytes).map_err(|_| HandshakeError::Random)?;
     Ok(bytes)
 }
 
@@ -266,9 +252,7 @@ fn noise(secret: Option<&[u8]>, initiator: bool) -> Result<Box<HandshakeState>, 
     let key = pre_shared_key(secret);
     let params = NOISE.parse().map_err(|_| HandshakeError::Noise)?;
     let prologue = Preamble::encode(Kind::Control);
-    let builder = snow::Builder::new(params)
-        .psk(0, &key)
-        .and_then(|builder| builder.prologue(&prologue));
+    let builder = snow::Builder::new(params).psk(0, &key).and_then(|builder| builder.prologue(&prologue));
     let state = builder.and_then(|builder| match initiator {
         true => builder.build_initiator(),
         false => builder.build_responder(),
@@ -279,13 +263,11 @@ fn noise(secret: Option<&[u8]>, initiator: bool) -> Result<Box<HandshakeState>, 
 /// The next Noise message, with this payload.
 fn noise_write(noise: &mut HandshakeState, payload: &[u8]) -> Result<Vec<u8>, HandshakeError> {
     let mut message = vec![0; payload.len() + NOISE_BYTES];
-    let len = noise
-        .write_message(payload, &mut message)
-        .map_err(|error| match error {
-            snow::Error::Rng => HandshakeError::Random,
-            snow::Error::Dh => HandshakeError::Unproven("its handshake key"),
-            _ => HandshakeError::Noise,
-        })?;
+    let len = noise.write_message(payload, &mut message).map_err(|error| match error {
+        snow::Error::Rng => HandshakeError::Random,
+        snow::Error::Dh => HandshakeError::Unproven("its handshake key"),
+        _ => HandshakeError::Noise,
+    })?;
     message.truncate(len);
     Ok(message)
 }
@@ -300,8 +282,5 @@ fn noise_read(noise: &mut HandshakeState, message: &[u8]) -> Option<Vec<u8>> {
 
 /// The finished handshake's hash, which binds resumptions to this very connection.
 fn handshake_hash(noise: &HandshakeState) -> Result<[u8; 32], HandshakeError> {
-    noise
-        .get_handshake_hash()
-        .try_into()
-        .map_err(|_| HandshakeError::Noise)
+    noise.get_handshake_hash().try_into().map_err(|_| HandshakeError::Noise)
 }

@@ -62,16 +62,9 @@ pub(crate) struct Responder<A> {
 enum Stage {
     Preamble,
     Knock,
-    Opening {
-        secure: Secure,
-        handshake: [u8; 32],
-    },
+    Opening { secure: Secure, handshake: [u8; 32] },
     Claim,
-    Proof {
-        opening: DataOpening,
-        key: DataKey,
-        challenge: [u8; CHALLENGE_BYTES],
-    },
+    Proof { opening: DataOpening, key: DataKey, challenge: [u8; CHALLENGE_BYTES] },
     Over,
 }
 
@@ -79,22 +72,12 @@ impl<A: Admission> Responder<A> {
     /// Answers one new connection.
     pub(crate) fn new(admission: A) -> Responder<A> {
         let (intake, stage) = (Intake::of_responder(), Stage::Preamble);
-        Responder {
-            admission,
-            intake,
-            output: Vec::new(),
-            stage,
-            outcome: None,
-        }
+        Responder { admission, intake, output: Vec::new(), stage, outcome: None }
     }
 
     /// Bytes to read next, exactly; never more than the handshake. 0 when it is over.
     pub(crate) fn want(&self) -> usize {
-        if matches!(self.stage, Stage::Over) {
-            0
-        } else {
-            self.intake.want()
-        }
+        if matches!(self.stage, Stage::Over) { 0 } else { self.intake.want() }
     }
 
     /// Takes what was read, at most [`Responder::want`] bytes. After an error the output may hold a
@@ -109,12 +92,7 @@ impl<A: Admission> Responder<A> {
         let result = self.advance(bytes);
         if let Err(error) = &result {
             self.stage = Stage::Over;
-            self.output.extend(
-                error
-                    .refusal()
-                    .map(|refusal| refusal.encode())
-                    .unwrap_or_default(),
-            );
+            self.output.extend(error.refusal().map(|refusal| refusal.encode()).unwrap_or_default());
         }
         result
     }
@@ -178,11 +156,7 @@ impl<A: Admission> Responder<A> {
             Stage::Knock => self.on_knock(message),
             Stage::Opening { secure, handshake } => self.on_opening(secure, handshake, message),
             Stage::Claim => self.on_claim(message),
-            Stage::Proof {
-                opening,
-                key,
-                challenge,
-            } => self.on_proof(opening, &key, &challenge, message),
+            Stage::Proof { opening, key, challenge } => self.on_proof(opening, &key, &challenge, message),
             Stage::Preamble | Stage::Over => Err(HandshakeError::Misuse),
         }
     }
@@ -227,30 +201,17 @@ impl<A: Admission> Responder<A> {
         let resumed = matches!(request, Request::Resume { .. });
         let (welcome, data_key, peer_received) = match request {
             Request::New { share, config } => self.open_session(&hello, &config, &handshake, &share)?,
-            Request::Resume {
-                session,
-                received,
-                proof,
-            } => {
+            Request::Resume { session, received, proof } => {
                 let (welcome, data_key) = self.resume_session(&hello, session, &handshake, proof)?;
                 (welcome, data_key, received)
             }
         };
         let encoded = welcome.encode();
         debug_assert!(encoded.len() <= WELCOME_BYTES_MAX);
-        self.output
-            .extend(secure.seal(&encoded).map_err(|_| HandshakeError::Noise)?);
+        self.output.extend(secure.seal(&encoded).map_err(|_| HandshakeError::Noise)?);
         let Welcome { session, config, .. } = welcome;
         let (peer_hello, received) = (hello, peer_received);
-        let established = Established {
-            secure,
-            peer_hello,
-            session,
-            received,
-            data_key,
-            config,
-            resumed,
-        };
+        let established = Established { secure, peer_hello, session, received, data_key, config, resumed };
         self.outcome = Some(Outcome::Control(Box::new(established)));
         Ok(())
     }
@@ -266,22 +227,10 @@ impl<A: Admission> Responder<A> {
             return Err(HandshakeError::Declined(Refusal::new(RefusalCode::Config, fault)));
         }
         let token = random_bytes()?;
-        let (session, config) = self
-            .admission
-            .decide_new(peer, config)
-            .map_err(HandshakeError::Declined)?;
+        let (session, config) = self.admission.decide_new(peer, config).map_err(HandshakeError::Declined)?;
         config.check()?;
         let data_key = DataKey::derive(handshake, share, &token);
-        Ok((
-            Welcome {
-                session,
-                received: 0,
-                token,
-                config,
-            },
-            data_key,
-            0,
-        ))
+        Ok((Welcome { session, received: 0, token, config }, data_key, 0))
     }
 
     fn resume_session(
@@ -295,25 +244,10 @@ impl<A: Admission> Responder<A> {
         if known.data_key.prove_resume(handshake) != proof || known.identity != peer.identity {
             return Err(HandshakeError::Unproven("the session's key"));
         }
-        self.admission
-            .decide_resume(session, peer)
-            .map_err(HandshakeError::Declined)?;
-        let KnownSession {
-            data_key,
-            received,
-            config,
-            ..
-        } = self.known(session)?;
+        self.admission.decide_resume(session, peer).map_err(HandshakeError::Declined)?;
+        let KnownSession { data_key, received, config, .. } = self.known(session)?;
         let token = *data_key.prove_resumed(handshake).as_bytes();
-        Ok((
-            Welcome {
-                session,
-                received,
-                token,
-                config,
-            },
-            data_key,
-        ))
+        Ok((Welcome { session, received, token, config }, data_key))
     }
 
     fn on_claim(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
@@ -321,11 +255,7 @@ impl<A: Admission> Responder<A> {
         let key = self.known(opening.session)?.data_key;
         let challenge = random_bytes()?;
         self.put_frame(&challenge);
-        self.stage = Stage::Proof {
-            opening,
-            key,
-            challenge,
-        };
+        self.stage = Stage::Proof { opening, key, challenge };
         Ok(())
     }
 
@@ -339,38 +269,21 @@ impl<A: Admission> Responder<A> {
         if key.prove_data(&opening, challenge) != *message {
             return Err(HandshakeError::Unproven("the session's key"));
         }
-        let DataOpening {
-            session,
-            channel,
-            generation,
-        } = opening;
-        self.admission
-            .decide_data(session, channel, generation)
-            .map_err(HandshakeError::Declined)?;
+        let DataOpening { session, channel, generation } = opening;
+        self.admission.decide_data(session, channel, generation).map_err(HandshakeError::Declined)?;
         self.put_frame(key.prove_accept(&opening, challenge).as_bytes());
-        self.outcome = Some(Outcome::Data {
-            session,
-            channel,
-            generation,
-        });
+        self.outcome = Some(Outcome::Data { session, channel, generation });
         Ok(())
     }
 
     fn known(&self, session: u64) -> Result<KnownSession, HandshakeError> {
-        let unknown = || {
-            Refusal::new(
-                RefusalCode::UnknownSession,
-                format!("there is no session {session:#x}"),
-            )
-        };
-        self.admission
-            .lookup(session)
-            .ok_or_else(|| HandshakeError::Declined(unknown()))
+        let unknown =
+            || Refusal::new(RefusalCode::UnknownSession, format!("there is no session {session:#x}"));
+        self.admission.lookup(session).ok_or_else(|| HandshakeError::Declined(unknown()))
     }
 
     fn put_frame(&mut self, message: &[u8]) {
-        self.output
-            .extend_from_slice(&(message.len() as u16).to_le_bytes());
+        self.output.extend_from_slice(&(message.len() as u16).to_le_bytes());
         self.output.extend_from_slice(message);
     }
 }
@@ -386,12 +299,6 @@ fn mismatch(have_secret: bool, message: &[u8]) -> Mismatch {
     if !have_secret {
         return Mismatch::WeHaveNone;
     }
-    let without = noise(None, false)
-        .ok()
-        .and_then(|mut noise| noise_read(&mut noise, message));
-    if without.is_some() {
-        Mismatch::TheyHaveNone
-    } else {
-        Mismatch::Different
-    }
+    let without = noise(None, false).ok().and_then(|mut noise| noise_read(&mut noise, message));
+    if without.is_some() { Mismatch::TheyHaveNone } else { Mismatch::Different }
 }

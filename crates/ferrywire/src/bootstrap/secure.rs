@@ -48,9 +48,7 @@ impl Secure {
         let sealed_bytes = bytes + TAG_BYTES;
         let mut frame = vec![0; 2 + sealed_bytes];
         frame[..2].copy_from_slice(&(sealed_bytes as u16).to_le_bytes());
-        self.0
-            .write_message(plain, &mut frame[2..])
-            .map_err(|_| SecureError::Exhausted)?;
+        self.0.write_message(plain, &mut frame[2..]).map_err(|_| SecureError::Exhausted)?;
         Ok(frame)
     }
 
@@ -61,9 +59,7 @@ impl Secure {
         };
         let sealed_bytes = usize::from(u16::from_le_bytes(*length));
         if !(TAG_BYTES..=CONTROL_MESSAGE_BYTES_MAX + TAG_BYTES).contains(&sealed_bytes) {
-            return Err(SecureError::Length {
-                bytes: sealed_bytes.saturating_sub(TAG_BYTES),
-            });
+            return Err(SecureError::Length { bytes: sealed_bytes.saturating_sub(TAG_BYTES) });
         }
         let Some(sealed) = incoming.get(2..2 + sealed_bytes) else {
             return Ok(None);
@@ -76,10 +72,7 @@ impl Secure {
     /// Opens one message without its length.
     pub(super) fn open_message(&mut self, sealed: &[u8]) -> Result<Vec<u8>, SecureError> {
         let mut plain = vec![0; sealed.len()];
-        let bytes = self
-            .0
-            .read_message(sealed, &mut plain)
-            .map_err(|_| SecureError::Forged)?;
+        let bytes = self.0.read_message(sealed, &mut plain).map_err(|_| SecureError::Forged)?;
         plain.truncate(bytes);
         Ok(plain)
     }

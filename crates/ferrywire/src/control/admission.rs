@@ -27,12 +27,7 @@ struct Known {
 
 impl Book {
     pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool) -> Book {
-        Book {
-            me,
-            secret,
-            secret_needed,
-            sessions: HashMap::new(),
-        }
+        Book { me, secret, secret_needed, sessions: HashMap::new() }
     }
 
     /// A session was opened.
@@ -99,10 +94,7 @@ impl Admission for Admitter {
             return Err(full("PEERS_MAX"));
         }
         if peer.identity == book.me.identity {
-            return Err(Refusal::new(
-                RefusalCode::Config,
-                "an endpoint cannot connect to itself",
-            ));
+            return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
         let mut session = random_u64();
         while book.sessions.contains_key(&session) {
@@ -114,10 +106,9 @@ impl Admission for Admitter {
     fn decide_data(&mut self, session: u64, channel: u16, _generation: u32) -> Result<(), Refusal> {
         match self.book().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
-            Some(known) if channel >= known.config.channels => Err(Refusal::new(
-                RefusalCode::Config,
-                "the session has fewer channels",
-            )),
+            Some(known) if channel >= known.config.channels => {
+                Err(Refusal::new(RefusalCode::Config, "the session has fewer channels"))
+            }
             Some(_) => Ok(()),
         }
     }

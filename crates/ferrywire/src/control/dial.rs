@@ -18,18 +18,9 @@ use std::time::Duration;
 
 /// What a dialled connection is for.
 pub(super) enum DialFor {
-    New {
-        address: SocketAddr,
-        lobby: Arc<Lobby>,
-    },
-    Resume {
-        session: u64,
-    },
-    Channel {
-        session: u64,
-        index: u16,
-        generation: u32,
-    },
+    New { address: SocketAddr, lobby: Arc<Lobby> },
+    Resume { session: u64 },
+    Channel { session: u64, index: u16, generation: u32 },
 }
 
 /// A connection under way.
@@ -66,14 +57,7 @@ impl Dial {
             extra: Vec::new(),
         };
         let purpose = Purpose::New { config: session };
-        Dial::open(
-            engine,
-            me,
-            nic.as_ref(),
-            address,
-            purpose,
-            limits::HANDSHAKE_DEADLINE,
-        )
+        Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)
     }
 
     /// A control connection that resumes a session.
@@ -111,14 +95,7 @@ impl Dial {
         generation: u32,
     ) -> Result<Dial> {
         let initiator = Initiator::data(session, key, channel, generation);
-        Dial::start(
-            engine,
-            nic,
-            address,
-            initiator,
-            limits::DIAL_DEADLINE,
-            &bulk_options(engine),
-        )
+        Dial::start(engine, nic, address, initiator, limits::DIAL_DEADLINE, &bulk_options(engine))
     }
 
     fn start(
@@ -133,20 +110,10 @@ impl Dial {
             Some(nic) => format!("{address} over {}", nic.name),
             None => address.to_string(),
         };
-        let conn = engine
-            .transport
-            .dial(nic, address, options)
-            .map_err(|error| unreachable_at(&to, &error))?;
+        let conn =
+            engine.transport.dial(nic, address, options).map_err(|error| unreachable_at(&to, &error))?;
         let what = DialFor::Resume { session: 0 };
-        Ok(Dial {
-            conn,
-            initiator,
-            output: Vec::new(),
-            since: engine.transport.now(),
-            limit,
-            to,
-            what,
-        })
+        Ok(Dial { conn, initiator, output: Vec::new(), since: engine.transport.now(), limit, to, what })
     }
 
     pub fn conn(&self) -> &dyn Conn {
@@ -212,36 +179,21 @@ pub(super) fn bulk_options(engine: &Engine) -> ConnOptions {
 
 /// The first NIC that the user named and that can be used towards an address.
 fn named_nic(engine: &Engine, address: SocketAddr) -> Result<Nic> {
-    let nics = engine
-        .transport
-        .nics()
-        .map_err(|error| Error::io("list NICs", &error))?;
+    let nics = engine.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
     let names = &engine.config.nics;
-    if let Some(missing) = names
-        .iter()
-        .find(|name| !nics.iter().any(|nic| nic.name == **name))
-    {
+    if let Some(missing) = names.iter().find(|name| !nics.iter().any(|nic| nic.name == **name)) {
         let known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
         return Err(Error::invalid(
             "NIC",
-            format!(
-                "{missing} does not exist or has no address; there are {}",
-                known.join(", ")
-            ),
+            format!("{missing} does not exist or has no address; there are {}", known.join(", ")),
         ));
     }
     let fits = |nic: &&Nic| names.contains(&nic.name) && nic.address.is_ipv4() == address.is_ipv4();
-    let best = nics
-        .iter()
-        .filter(fits)
-        .max_by_key(|nic| (nic.reaches(address.ip()), nic.up));
+    let best = nics.iter().filter(fits).max_by_key(|nic| (nic.reaches(address.ip()), nic.up));
     best.cloned().ok_or_else(|| {
         Error::invalid(
             "NIC",
-            format!(
-                "none of {} has an address that could reach {address}",
-                names.join(", ")
-            ),
+            format!("none of {} has an address that could reach {address}", names.join(", ")),
         )
     })
 }
@@ -257,8 +209,5 @@ fn unreachable_at(address: &str, error: &io::Error) -> Error {
         io::ErrorKind::PermissionDenied => "forbidden by a local firewall rule?",
         _ => "check address, port and firewall",
     };
-    Error::Unreachable {
-        address: address.into(),
-        why: format!("{error}; {hint}"),
-    }
+    Error::Unreachable { address: address.into(), why: format!("{error}; {hint}") }
 }

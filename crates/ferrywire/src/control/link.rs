@@ -127,10 +127,7 @@ impl Link {
         Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now)
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "each is a different fact, and two callers name them"
-    )]
+    #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
     fn new(
         engine: &Engine,
         conn: Box<dyn Conn>,
@@ -141,14 +138,7 @@ impl Link {
         me: &Hello,
         now: Duration,
     ) -> Link {
-        let Established {
-            secure,
-            peer_hello,
-            session: id,
-            data_key,
-            config,
-            ..
-        } = established;
+        let Established { secure, peer_hello, session: id, data_key, config, .. } = established;
         let name = match peer_hello.label.is_empty() {
             true => remote.to_string(),
             false => format!("{remote} ({})", peer_hello.label),
@@ -176,10 +166,7 @@ impl Link {
             output: Vec::new(),
             role,
             data_key,
-            limit: engine
-                .config
-                .heartbeat_limit
-                .max(theirs.min(engine.config.heartbeat_limit)),
+            limit: engine.config.heartbeat_limit.max(theirs.min(engine.config.heartbeat_limit)),
             stage: Stage::Settling,
             fences: BTreeMap::new(),
             started: now,
@@ -244,10 +231,8 @@ impl Link {
                 Ok(None) => break,
                 Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
                 Err(error) => {
-                    let closed = matches!(
-                        error.kind(),
-                        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
-                    );
+                    let closed =
+                        matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
                     self.control_lost(&error.to_string(), closed, now);
                 }
                 Ok(Some(count)) => {
@@ -281,10 +266,8 @@ impl Link {
         match write_out(&mut **conn, &mut self.output) {
             Ok(_) => false,
             Err(error) => {
-                let closed = matches!(
-                    error.kind(),
-                    io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
-                );
+                let closed =
+                    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
                 self.control_lost(&error.to_string(), closed, now);
                 true
             }
@@ -299,21 +282,13 @@ impl Link {
 
     fn obey(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
         match message {
-            ControlMessage::Fence {
-                channel,
-                generation,
-                placed,
-                refused,
-                reason,
-            } => {
+            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
                 self.fenced_by_peer(engine, channel, generation, (placed, refused), &reason, now);
             }
             ControlMessage::Drain => self.peer_drains = true,
             ControlMessage::Drained => self.peer_drained = true,
             ControlMessage::Goodbye { .. } => {
-                self.error = Some(Error::PeerClosed {
-                    peer: self.peer.name().into(),
-                });
+                self.error = Some(Error::PeerClosed { peer: self.peer.name().into() });
             }
             ControlMessage::Dialling { .. } | ControlMessage::ChannelUp { .. } => {}
         }
@@ -377,16 +352,9 @@ impl Link {
     }
 
     fn fail(&mut self, why: String) {
-        let trouble = self
-            .last_trouble
-            .take()
-            .map(|error| format!(" ({error})"))
-            .unwrap_or_default();
+        let trouble = self.last_trouble.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let why = format!("{why}{trouble}; {}", self.peer.describe());
-        self.error.get_or_insert(Error::PeerLost {
-            peer: self.peer.name().into(),
-            why,
-        });
+        self.error.get_or_insert(Error::PeerLost { peer: self.peer.name().into(), why });
     }
 
     // ---- setting up ----
@@ -407,11 +375,7 @@ impl Link {
             paths.push((None, address));
             for (nic, remote) in paths {
                 let (received, data_key) = (self.session.received(), self.data_key.clone());
-                let purpose = Purpose::Resume {
-                    session: id,
-                    received,
-                    data_key,
-                };
+                let purpose = Purpose::Resume { session: id, received, data_key };
                 match Dial::resume(engine, me, nic.as_ref(), remote, purpose) {
                     Ok(dial) => out.push((dial, DialFor::Resume { session: id })),
                     Err(error) => self.last_trouble = Some(error),
@@ -428,14 +392,7 @@ impl Link {
             match Dial::channel(engine, pair.nic.as_ref(), pair.remote, id, key, index, generation) {
                 Ok(dial) => {
                     self.slots[usize::from(index)].0 = Slot::Dialling;
-                    out.push((
-                        dial,
-                        DialFor::Channel {
-                            session: id,
-                            index,
-                            generation,
-                        },
-                    ));
+                    out.push((dial, DialFor::Channel { session: id, index, generation }));
                 }
                 Err(error) => self.channel_failed(index, generation, error, now),
             }
@@ -447,12 +404,7 @@ impl Link {
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 != Slot::Up {
             // The acceptor may have taken it up: a number is used once.
-            *slot = (
-                Slot::Down {
-                    dial_at: now + limits::REDIAL_INTERVAL,
-                },
-                generation + 1,
-            );
+            *slot = (Slot::Down { dial_at: now + limits::REDIAL_INTERVAL }, generation + 1);
         }
         tracing::debug!(peer = self.peer.name(), channel = index, %error, "channel cannot be connected");
         self.last_trouble = Some(error);
@@ -480,11 +432,7 @@ impl Link {
         engine.transport.tune(&mut *conn, &bulk_options(engine));
         let (slot, least) = self.slots[usize::from(index)];
         if !matches!(slot, Slot::Down { .. }) || generation < least {
-            tracing::debug!(
-                peer = self.peer.name(),
-                channel = index,
-                "a stale data connection was dropped"
-            );
+            tracing::debug!(peer = self.peer.name(), channel = index, "a stale data connection was dropped");
             return;
         }
         self.channel_up(engine, conn, index, generation, now);
@@ -507,11 +455,7 @@ impl Link {
         worker.command(Command::Add(Box::new(channel)));
         self.peer.choose_home();
         if generation > 0 {
-            tracing::info!(
-                peer = self.peer.name(),
-                channel = index,
-                "channel carries data again"
-            );
+            tracing::info!(peer = self.peer.name(), channel = index, "channel carries data again");
         }
         self.settle(now);
     }
@@ -527,22 +471,14 @@ impl Link {
             self.stage = Stage::Up;
             *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
             if up < self.slots.len() {
-                let trouble = self
-                    .last_trouble
-                    .as_ref()
-                    .map(Error::to_string)
-                    .unwrap_or_default();
+                let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
                 let line = format!(
                     "{} of {} channels could not be set up: {trouble}",
                     self.slots.len() - up,
                     self.slots.len()
                 );
                 tracing::warn!(peer = self.peer.name(), "{line}");
-                self.peer
-                    .lost
-                    .lock()
-                    .unwrap_or_else(PoisonError::into_inner)
-                    .push(line);
+                self.peer.lost.lock().unwrap_or_else(PoisonError::into_inner).push(line);
             }
             if let Some(lobby) = self.lobby.take() {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
@@ -566,30 +502,16 @@ impl Link {
     ) {
         let entries = remains.entries;
         if matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. }) {
-            self.slots[usize::from(index)] = (
-                Slot::Down {
-                    dial_at: Duration::MAX,
-                },
-                generation + 1,
-            );
-            self.peer
-                .drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+            self.slots[usize::from(index)] = (Slot::Down { dial_at: Duration::MAX }, generation + 1);
+            self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
             return;
         }
         let path = self.path_of(engine, index);
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
-        self.peer
-            .lost
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(line);
+        self.peer.lost.lock().unwrap_or_else(PoisonError::into_inner).push(line);
         self.slots[usize::from(index)] = (Slot::Fencing, generation);
-        let refused = remains
-            .refused
-            .iter()
-            .map(|(number, why)| (*number, *why as u8))
-            .collect();
+        let refused = remains.refused.iter().map(|(number, why)| (*number, *why as u8)).collect();
         let message = ControlMessage::Fence {
             channel: index,
             generation,
@@ -610,9 +532,7 @@ impl Link {
             nic.map_or_else(|| address.ip().to_string(), |nic| nic.name.clone())
         };
         let stats = self.peer.counters(index).snapshot(index, name);
-        stats.map_or_else(String::new, |stats| {
-            format!("{} ({} to {})", stats.nic, stats.local, stats.remote)
-        })
+        stats.map_or_else(String::new, |stats| format!("{} ({} to {})", stats.nic, stats.local, stats.remote))
     }
 
     fn fenced_by_peer(
@@ -631,12 +551,7 @@ impl Link {
         fence.theirs = Some(theirs);
         if slot == Slot::Up && ours == generation {
             let why = format!("the peer lost it: {}", crate::bootstrap::clean(reason));
-            let command = Command::Drop {
-                session: self.session.id(),
-                index,
-                generation,
-                why,
-            };
+            let command = Command::Drop { session: self.session.id(), index, generation, why };
             engine.workers[self.peer.engine_worker(index)].command(command);
             return;
         }
@@ -644,16 +559,7 @@ impl Link {
             // We never had that connection: nothing was placed from it.
             fence.ours = Some(Vec::new());
             let (placed, refused, reason) = (0, Vec::new(), String::from("never came about here"));
-            self.say(
-                ControlMessage::Fence {
-                    channel: index,
-                    generation,
-                    placed,
-                    refused,
-                    reason,
-                },
-                now,
-            );
+            self.say(ControlMessage::Fence { channel: index, generation, placed, refused, reason }, now);
         }
         self.resolve(index, generation, now);
     }
@@ -676,10 +582,8 @@ impl Link {
                 again.push(entry);
                 continue;
             }
-            let refusal = refused
-                .iter()
-                .find(|(each, _)| *each == number)
-                .map(|(_, why)| Refusal::parse(*why));
+            let refusal =
+                refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
             self.peer.delivered(entry, refusal);
         }
         self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
@@ -726,20 +630,9 @@ impl Link {
             Stage::Draining { until } => {
                 let done = self.quiet() && (self.peer_drained || self.peer_drains);
                 if done || now >= until {
-                    let reason = if done {
-                        "closed"
-                    } else {
-                        "closed before all was finished"
-                    };
-                    self.say(
-                        ControlMessage::Goodbye {
-                            reason: reason.into(),
-                        },
-                        now,
-                    );
-                    self.stage = Stage::Leaving {
-                        until: now + limits::HEARTBEAT_INTERVAL,
-                    };
+                    let reason = if done { "closed" } else { "closed before all was finished" };
+                    self.say(ControlMessage::Goodbye { reason: reason.into() }, now);
+                    self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
                 }
             }
             Stage::Leaving { until } => {
@@ -766,12 +659,8 @@ impl Link {
             if *slot == Slot::Up {
                 let index = index as u16;
                 let why = "the session is over".into();
-                let command = Command::Drop {
-                    session: self.session.id(),
-                    index,
-                    generation: *generation,
-                    why,
-                };
+                let command =
+                    Command::Drop { session: self.session.id(), index, generation: *generation, why };
                 engine.workers[self.peer.engine_worker(index)].command(command);
             }
         }
@@ -782,8 +671,7 @@ impl Link {
         self.conn = None;
         for (_, fence) in std::mem::take(&mut self.fences) {
             let entries = fence.ours.unwrap_or_default();
-            self.peer
-                .drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+            self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         self.peer.fail();
         if let Some(lobby) = self.lobby.take() {

@@ -43,18 +43,12 @@ pub(crate) struct Lobby {
 
 impl Lobby {
     pub fn put(&self, result: Result<Peer>) {
-        self.arrived
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push_back(result);
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).push_back(result);
         self.waiters.wake();
     }
 
     pub fn take(&self) -> Option<Result<Peer>> {
-        self.arrived
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .pop_front()
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
     /// Waits for the next result; `None` when the time is up.
@@ -121,16 +115,10 @@ impl Control {
             boot_id,
             label: engine.config.label.clone(),
             addresses,
-            heartbeat_limit_ms: engine
-                .config
-                .heartbeat_limit
-                .as_millis()
-                .min(u128::from(u32::MAX)) as u32,
+            heartbeat_limit_ms: engine.config.heartbeat_limit.as_millis().min(u128::from(u32::MAX)) as u32,
         };
         let secret = engine.config.secret.clone();
-        let needed = listeners
-            .iter()
-            .any(|listener| !listener.local().ip().is_loopback());
+        let needed = listeners.iter().any(|listener| !listener.local().ip().is_loopback());
         let poller = Arc::new(Poller::new()?);
         for listener in &listeners {
             if let Some(fd) = listener.fd() {
@@ -214,13 +202,7 @@ impl Control {
         self.watch(&*conn, Interest::READ);
         let responder = Responder::new(Admitter(self.book.clone()));
         let output = Vec::new();
-        self.incoming.push_back(Incoming {
-            conn,
-            responder,
-            output,
-            since: now,
-            over: false,
-        });
+        self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
 
     fn watch(&mut self, conn: &dyn Conn, interest: Interest) {
@@ -280,11 +262,7 @@ impl Control {
         let Incoming { conn, output, .. } = incoming;
         debug_assert!(output.is_empty());
         match outcome {
-            Outcome::Data {
-                session,
-                channel,
-                generation,
-            } => {
+            Outcome::Data { session, channel, generation } => {
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -331,11 +309,7 @@ impl Control {
     pub fn connect(&mut self, engine: &Engine, address: SocketAddr, lobby: Arc<Lobby>) {
         if self.links.len() >= limits::PEERS_MAX {
             let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
-            lobby.put(Err(Error::Limit {
-                name,
-                limit,
-                why: "close a peer first".into(),
-            }));
+            lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
             return;
         }
         match Dial::control(engine, &self.me, address) {
@@ -391,14 +365,7 @@ impl Control {
                     Err(error) => link.resume_failed(error, now),
                 }
             }
-            (
-                DialFor::Channel {
-                    session,
-                    index,
-                    generation,
-                },
-                result,
-            ) => {
+            (DialFor::Channel { session, index, generation }, result) => {
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -419,13 +386,7 @@ impl Control {
         let mut worked = false;
         while let Some(event) = engine.events.pop() {
             worked = true;
-            let Event::Lost {
-                peer,
-                index,
-                generation,
-                why,
-                remains,
-            } = event;
+            let Event::Lost { peer, index, generation, why, remains } = event;
             match self.links.get_mut(&peer.session) {
                 Some(link) => link.channel_lost(engine, index, generation, why, *remains, now),
                 None => peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect()),
@@ -445,10 +406,7 @@ impl Control {
             let received = link.received();
             let dials = link.take_dials(engine, &self.me, now);
             let over = link.over();
-            self.book
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .update(session, received, over);
+            self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
                 self.start(dial, what);
             }
@@ -470,9 +428,7 @@ impl Control {
     pub fn close_all(&mut self, deadline: Duration, now: Duration) {
         self.listeners.clear();
         self.incoming.clear();
-        self.links
-            .values_mut()
-            .for_each(|link| link.close(now.saturating_add(deadline)));
+        self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 }
 
@@ -581,9 +537,7 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
     let engine = peer.engine();
     let now = engine.transport.now();
     engine.with_control(|control| control.close(peer.session, deadline, now));
-    let until = now
-        .saturating_add(deadline)
-        .saturating_add(limits::HEARTBEAT_INTERVAL);
+    let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
     while peer.failure().is_none() && engine.transport.now() < until {
         if engine.caller_driven() {
             engine.progress();
@@ -594,9 +548,6 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
     match peer.failure() {
         Some(Error::Closed | Error::PeerClosed { .. }) => Ok(()),
         Some(error) => Err(error),
-        None => Err(Error::Deadline {
-            what: format!("closing {}", peer.name()),
-            waited: deadline,
-        }),
+        None => Err(Error::Deadline { what: format!("closing {}", peer.name()), waited: deadline }),
     }
 }

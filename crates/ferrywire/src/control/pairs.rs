@@ -48,21 +48,13 @@ pub(super) fn pairs(
                 remote_nic: address.nic.clone(),
             }),
             None if !chosen.is_empty() || nic.reaches(dialled.ip()) => {
-                out.push(Pair {
-                    nic: Some(nic.clone()),
-                    remote: dialled,
-                    remote_nic: String::new(),
-                });
+                out.push(Pair { nic: Some(nic.clone()), remote: dialled, remote_nic: String::new() });
             }
             None => {}
         }
     }
     if out.is_empty() {
-        out.push(Pair {
-            nic: None,
-            remote: dialled,
-            remote_nic: String::new(),
-        });
+        out.push(Pair { nic: None, remote: dialled, remote_nic: String::new() });
     }
     out
 }
@@ -110,13 +102,7 @@ mod tests {
             nic("eth9", "10.9.9.1"),
         ];
         let found = paths(&nics, &[], "10.0.1.2", &["10.0.2.2", "10.0.1.2", "10.0.3.2"]);
-        assert_eq!(
-            found,
-            [
-                ("eth1".into(), "10.0.1.2".into()),
-                ("eth2".into(), "10.0.2.2".into())
-            ]
-        );
+        assert_eq!(found, [("eth1".into(), "10.0.1.2".into()), ("eth2".into(), "10.0.2.2".into())]);
     }
 
     #[test]
@@ -130,23 +116,13 @@ mod tests {
 
     #[test]
     fn a_named_nic_is_used_even_if_it_needs_the_route() {
-        let nics = [
-            nic("lo", "127.0.0.1"),
-            nic("eth0", "10.0.1.1"),
-            nic("eth5", "10.5.0.1"),
-        ];
-        assert_eq!(
-            paths(&nics, &["eth5"], "10.0.1.2", &["10.0.1.2"]),
-            [("eth5".into(), "10.0.1.2".into())]
-        );
+        let nics = [nic("lo", "127.0.0.1"), nic("eth0", "10.0.1.1"), nic("eth5", "10.5.0.1")];
+        assert_eq!(paths(&nics, &["eth5"], "10.0.1.2", &["10.0.1.2"]), [("eth5".into(), "10.0.1.2".into())]);
     }
 
     #[test]
     fn loopback_talks_to_loopback_only() {
         let nics = [nic("lo", "127.0.0.1"), nic("eth0", "10.0.1.1")];
-        assert_eq!(
-            paths(&nics, &[], "127.0.0.1", &["127.0.0.1"]),
-            [("lo".into(), "127.0.0.1".into())]
-        );
+        assert_eq!(paths(&nics, &[], "127.0.0.1", &["127.0.0.1"]), [("lo".into(), "127.0.0.1".into())]);
     }
 }

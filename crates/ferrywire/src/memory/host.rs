@@ -17,25 +17,15 @@ pub(crate) struct HostBuffer {
 impl HostBuffer {
     /// `len` zeroed bytes.
     pub fn zeroed(len: usize) -> Result<HostBuffer> {
-        let align = if len >= ALIGN_BYTES {
-            ALIGN_BYTES
-        } else {
-            PAGE_BYTES
-        };
+        let align = if len >= ALIGN_BYTES { ALIGN_BYTES } else { PAGE_BYTES };
         let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
-            Error::invalid(
-                "buffer size",
-                format!("{len} bytes are more than can be addressed"),
-            )
+            Error::invalid("buffer size", format!("{len} bytes are more than can be addressed"))
         })?;
         // SAFETY: the layout has a size of at least one byte.
         let base = unsafe { alloc_zeroed(layout) };
         if base.is_null() {
             let why = format!("the system has no {len} bytes to give");
-            return Err(Error::Io {
-                what: "allocate host memory".into(),
-                message: why,
-            });
+            return Err(Error::Io { what: "allocate host memory".into(), message: why });
         }
         Ok(HostBuffer { base, len, layout })
     }

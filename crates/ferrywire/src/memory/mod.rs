@@ -101,23 +101,14 @@ impl RegionTable {
         while key == 0 || table.contains_key(&key) {
             key = crate::bootstrap::random_u64();
         }
-        let memory = Arc::new(Memory {
-            base,
-            len,
-            key,
-            revoked: AtomicBool::new(false),
-            keeper,
-        });
+        let memory = Arc::new(Memory { base, len, key, revoked: AtomicBool::new(false), keeper });
         table.insert(key, memory.clone());
         memory
     }
 
     fn remove(&self, memory: &Memory) {
         memory.revoked.store(true, Ordering::Release);
-        self.by_key
-            .write()
-            .unwrap_or_else(|e| e.into_inner())
-            .remove(&memory.key);
+        self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
     }
 }
 
@@ -192,13 +183,7 @@ impl Region {
     fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, keeper: Keeper) -> Region {
         let memory = home.regions().insert(base, len, keeper);
         let identity = home.identity();
-        Region {
-            inner: Arc::new(Registration {
-                memory,
-                home: Arc::downgrade(home),
-                identity,
-            }),
-        }
+        Region { inner: Arc::new(Registration { memory, home: Arc::downgrade(home), identity }) }
     }
 
     pub(crate) fn memory(&self) -> &Arc<Memory> {
@@ -207,10 +192,7 @@ impl Region {
 
     pub(crate) fn belongs_to(&self, identity: Identity) -> Result<()> {
         if self.inner.identity != identity {
-            return Err(Error::invalid(
-                "region",
-                "it was registered with another endpoint",
-            ));
+            return Err(Error::invalid("region", "it was registered with another endpoint"));
         }
         if self.inner.memory.revoked() {
             return Err(Error::invalid("region", "it is deregistered"));
@@ -235,11 +217,7 @@ impl Region {
 
     /// What a peer needs to reach the region.
     pub fn descriptor(&self) -> RemoteRegion {
-        RemoteRegion {
-            owner: self.inner.identity,
-            key: self.inner.memory.key,
-            len: self.len(),
-        }
+        RemoteRegion { owner: self.inner.identity, key: self.inner.memory.key, len: self.len() }
     }
 
     /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.
@@ -282,12 +260,7 @@ impl Region {
 pub(crate) fn check_range(side: &'static str, offset: u64, len: u64, region_bytes: u64) -> Result<()> {
     match offset.checked_add(len) {
         Some(end) if end <= region_bytes => Ok(()),
-        _ => Err(Error::OutOfRegion {
-            side,
-            offset,
-            len,
-            region_bytes,
-        }),
+        _ => Err(Error::OutOfRegion { side, offset, len, region_bytes }),
     }
 }
 
@@ -332,26 +305,15 @@ impl RemoteRegion {
     pub fn from_bytes(bytes: &[u8]) -> Result<RemoteRegion> {
         let wrong = |why: &str| Error::invalid("region descriptor", why);
         if bytes.len() != DESCRIPTOR_BYTES {
-            return Err(wrong(&format!(
-                "{} bytes long, must be {DESCRIPTOR_BYTES}",
-                bytes.len()
-            )));
+            return Err(wrong(&format!("{} bytes long, must be {DESCRIPTOR_BYTES}", bytes.len())));
         }
         if bytes[0] != DESCRIPTOR_VERSION {
             return Err(wrong("made by another version of ferrywire"));
         }
         let mut owner = [0; 16];
         owner.copy_from_slice(&bytes[1..17]);
-        let word = |at: usize| {
-            bytes[at..at + 8]
-                .iter()
-                .rev()
-                .fold(0u64, |sum, byte| sum << 8 | u64::from(*byte))
-        };
-        Ok(RemoteRegion {
-            owner: Identity(owner),
-            key: word(17),
-            len: word(25),
-        })
+        let word =
+            |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
+        Ok(RemoteRegion { owner: Identity(owner), key: word(17), len: word(25) })
     }
 }

@@ -88,22 +88,16 @@ impl ControlMessage {
     /// Refuses a message that could not be sent.
     pub(super) fn check(&self) -> Result<(), SessionError> {
         match self {
-            ControlMessage::Fence { refused, .. } if refused.len() > FENCE_REFUSED_MAX => Err(
-                SessionError::Unusable(format!("a fence with {} refusals", refused.len())),
-            ),
+            ControlMessage::Fence { refused, .. } if refused.len() > FENCE_REFUSED_MAX => {
+                Err(SessionError::Unusable(format!("a fence with {} refusals", refused.len())))
+            }
             _ => Ok(()),
         }
     }
 
     fn encode(&self, into: &mut Vec<u8>) {
         match self {
-            ControlMessage::Fence {
-                channel,
-                generation,
-                placed,
-                refused,
-                reason,
-            } => {
+            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
                 put_channel(into, *channel, *generation);
                 into.extend_from_slice(&placed.to_le_bytes());
                 into.extend_from_slice(&(refused.len() as u16).to_le_bytes());
@@ -113,11 +107,7 @@ impl ControlMessage {
                 }
                 put_reason(into, reason);
             }
-            ControlMessage::Dialling {
-                channel,
-                generation,
-                source,
-            } => {
+            ControlMessage::Dialling { channel, generation, source } => {
                 put_channel(into, *channel, *generation);
                 put_address(into, *source);
             }
@@ -141,15 +131,10 @@ impl ControlMessage {
                 generation: reader.u32()?,
                 source: reader.address()?,
             },
-            CHANNEL_UP => ControlMessage::ChannelUp {
-                channel: reader.u16()?,
-                generation: reader.u32()?,
-            },
+            CHANNEL_UP => ControlMessage::ChannelUp { channel: reader.u16()?, generation: reader.u32()? },
             DRAIN => ControlMessage::Drain,
             DRAINED => ControlMessage::Drained,
-            GOODBYE => ControlMessage::Goodbye {
-                reason: read_reason(reader)?,
-            },
+            GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },
             unknown => return Err(SessionError::UnknownKind(unknown)),
         })
     }

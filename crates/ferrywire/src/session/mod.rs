@@ -91,10 +91,7 @@ impl SessionError {
             SessionError::Unusable(_) | SessionError::Detached => {
                 Error::Bug(format!("control session with {peer}: {self}"))
             }
-            _ => Error::PeerLost {
-                peer: String::from(peer),
-                why: format!("control session: {self}"),
-            },
+            _ => Error::PeerLost { peer: String::from(peer), why: format!("control session: {self}") },
         }
     }
 }
@@ -127,14 +124,7 @@ struct Link {
 impl Session {
     /// A session that nothing has been said on, without a connection.
     pub(crate) fn new(id: u64, now: Duration) -> Session {
-        Session {
-            id,
-            link: None,
-            kept: VecDeque::new(),
-            sent: 0,
-            received: 0,
-            last_heard: now,
-        }
+        Session { id, link: None, kept: VecDeque::new(), sent: 0, received: 0, last_heard: now }
     }
 
     /// Its id.
@@ -167,10 +157,7 @@ impl Session {
             return Err(SessionError::Full);
         }
         self.sent += 1;
-        let frame = Frame {
-            received: self.received,
-            numbered: Some((self.sent, &message)),
-        };
+        let frame = Frame { received: self.received, numbered: Some((self.sent, &message)) };
         let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&frame, now));
         self.kept.push_back(message);
         self.settle(said)
@@ -189,22 +176,10 @@ impl Session {
         self.last_heard = now;
         self.acknowledge(peer_received)?;
         let (incoming, output) = (Vec::new(), Vec::new());
-        let mut link = Link {
-            secure,
-            incoming,
-            output,
-            last_said: now,
-            acknowledged: self.received,
-        };
+        let mut link = Link { secure, incoming, output, last_said: now, acknowledged: self.received };
         let first = self.sent - self.kept.len() as u64 + 1;
         let said = (first..).zip(&self.kept).try_for_each(|(number, message)| {
-            link.say(
-                &Frame {
-                    received: self.received,
-                    numbered: Some((number, message)),
-                },
-                now,
-            )
+            link.say(&Frame { received: self.received, numbered: Some((number, message)) }, now)
         });
         self.link = Some(link);
         self.settle(said)
@@ -239,10 +214,7 @@ impl Session {
 
     /// Bytes to write on the connection, in order.
     pub(crate) fn take_output(&mut self) -> Vec<u8> {
-        self.link
-            .as_mut()
-            .map(|link| std::mem::take(&mut link.output))
-            .unwrap_or_default()
+        self.link.as_mut().map(|link| std::mem::take(&mut link.output)).unwrap_or_default()
     }
 
     /// How long the peer has said nothing, connections or not.
@@ -264,15 +236,8 @@ impl Session {
                 self.accept(number, message, out)?;
             }
         }
-        let owed = self
-            .link
-            .as_ref()
-            .map_or(0, |link| self.received - link.acknowledged);
-        if owed >= ACK_MESSAGES {
-            self.heartbeat(now)
-        } else {
-            Ok(())
-        }
+        let owed = self.link.as_ref().map_or(0, |link| self.received - link.acknowledged);
+        if owed >= ACK_MESSAGES { self.heartbeat(now) } else { Ok(()) }
     }
 
     fn open(&mut self) -> Result<Option<Vec<u8>>, SessionError> {
@@ -290,10 +255,7 @@ impl Session {
     ) -> Result<(), SessionError> {
         let expected = self.received + 1;
         if number > expected || number == 0 {
-            return Err(SessionError::Gap {
-                expected,
-                got: number,
-            });
+            return Err(SessionError::Gap { expected, got: number });
         }
         if number == expected {
             self.received = number;
@@ -305,10 +267,7 @@ impl Session {
     /// Drops what the peer has. An older count than before is stale, not wrong.
     fn acknowledge(&mut self, received: u64) -> Result<(), SessionError> {
         if received > self.sent {
-            return Err(SessionError::AheadOfUs {
-                received,
-                sent: self.sent,
-            });
+            return Err(SessionError::AheadOfUs { received, sent: self.sent });
         }
         let missing = (self.sent - received).min(self.kept.len() as u64) as usize;
         self.kept.drain(..self.kept.len() - missing);
@@ -316,10 +275,7 @@ impl Session {
     }
 
     fn heartbeat(&mut self, now: Duration) -> Result<(), SessionError> {
-        let frame = Frame {
-            received: self.received,
-            numbered: None,
-        };
+        let frame = Frame { received: self.received, numbered: None };
         let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&frame, now));
         self.settle(said)
     }

@@ -51,10 +51,7 @@ impl CpuTime {
         let mut usage: libc::rusage = unsafe { mem::zeroed() };
         // SAFETY: the kernel writes one `rusage`, which outlives the call.
         checked(unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) } as libc::ssize_t)?;
-        Ok(CpuTime {
-            user: duration_of(usage.ru_utime),
-            system: duration_of(usage.ru_stime),
-        })
+        Ok(CpuTime { user: duration_of(usage.ru_utime), system: duration_of(usage.ru_stime) })
     }
 
     /// Both together.
@@ -80,10 +77,7 @@ impl ThreadClock {
 
     /// What the thread has taken so far; an error once it has ended.
     pub fn read(&self) -> io::Result<Duration> {
-        let mut time = libc::timespec {
-            tv_sec: 0,
-            tv_nsec: 0,
-        };
+        let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         // SAFETY: the kernel writes one `timespec`, which outlives the call.
         checked(unsafe { libc::clock_gettime(self.0, &mut time) } as libc::ssize_t)?;
         Ok(Duration::new(time.tv_sec as u64, time.tv_nsec as u32))
@@ -124,10 +118,7 @@ mod tests {
     fn a_long_thread_name_is_cut() {
         thread::spawn(|| {
             name_current_thread("a name longer than fifteen").unwrap();
-            assert_eq!(
-                fs::read_to_string("/proc/thread-self/comm").unwrap().trim_end(),
-                "a name longer t"
-            );
+            assert_eq!(fs::read_to_string("/proc/thread-self/comm").unwrap().trim_end(), "a name longer t");
         })
         .join()
         .unwrap();

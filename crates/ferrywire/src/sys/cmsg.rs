@@ -45,10 +45,7 @@ impl<'a> Iterator for ControlMessages<'a> {
         let (kind, _) = after.split_first_chunk()?;
         let len = usize::from_ne_bytes(*len);
         let payload = rest.get(HEADER_BYTES..len)?;
-        self.rest = len
-            .checked_next_multiple_of(ALIGNMENT)
-            .and_then(|next| rest.get(next..))
-            .unwrap_or(&[]);
+        self.rest = len.checked_next_multiple_of(ALIGNMENT).and_then(|next| rest.get(next..)).unwrap_or(&[]);
         Some(ControlMessage {
             level: libc::c_int::from_ne_bytes(*level),
             kind: libc::c_int::from_ne_bytes(*kind),
@@ -82,22 +79,8 @@ mod tests {
     fn each_message_is_found() {
         let control = two_messages();
         let found: Vec<_> = ControlMessages::new(&control).collect();
-        assert_eq!(
-            found[0],
-            ControlMessage {
-                level: 1,
-                kind: 2,
-                payload: b"odd"
-            }
-        );
-        assert_eq!(
-            found[1],
-            ControlMessage {
-                level: 3,
-                kind: 4,
-                payload: b"sixteen bytes ok"
-            }
-        );
+        assert_eq!(found[0], ControlMessage { level: 1, kind: 2, payload: b"odd" });
+        assert_eq!(found[1], ControlMessage { level: 3, kind: 4, payload: b"sixteen bytes ok" });
         assert_eq!(found.len(), 2);
     }
 
@@ -112,14 +95,7 @@ mod tests {
 
     #[test]
     fn lengths_that_lie_end_the_iteration() {
-        for lie in [
-            0,
-            1,
-            HEADER_BYTES - 1,
-            HEADER_BYTES + 100,
-            usize::MAX - 6,
-            usize::MAX,
-        ] {
+        for lie in [0, 1, HEADER_BYTES - 1, HEADER_BYTES + 100, usize::MAX - 6, usize::MAX] {
             let mut control = two_messages();
             control[..size_of::<usize>()].copy_from_slice(&lie.to_ne_bytes());
             assert_eq!(ControlMessages::new(&control).count(), 0, "length {lie}");

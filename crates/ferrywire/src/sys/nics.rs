@@ -41,11 +41,7 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
 /// The local address that the routing table gives a connection towards `to`.
 pub fn route(to: IpAddr) -> io::Result<IpAddr> {
     let to = to.to_canonical();
-    let any: IpAddr = if to.is_ipv4() {
-        Ipv4Addr::UNSPECIFIED.into()
-    } else {
-        Ipv6Addr::UNSPECIFIED.into()
-    };
+    let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
     socket.connect(SocketAddr::new(to, DISCARD_PORT))?;
     Ok(socket.local_addr()?.ip())
@@ -161,10 +157,7 @@ mod tests {
 
     #[test]
     fn the_route_to_loopback_is_loopback() {
-        assert_eq!(
-            route(Ipv4Addr::LOCALHOST.into()).unwrap(),
-            IpAddr::from(Ipv4Addr::LOCALHOST)
-        );
+        assert_eq!(route(Ipv4Addr::LOCALHOST.into()).unwrap(), IpAddr::from(Ipv4Addr::LOCALHOST));
     }
 
     #[test]

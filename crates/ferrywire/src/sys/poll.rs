@@ -47,20 +47,11 @@ pub struct Interest {
 
 impl Interest {
     /// Only something to receive.
-    pub const READ: Interest = Interest {
-        read: true,
-        write: false,
-    };
+    pub const READ: Interest = Interest { read: true, write: false };
     /// Both directions.
-    pub const BOTH: Interest = Interest {
-        read: true,
-        write: true,
-    };
+    pub const BOTH: Interest = Interest { read: true, write: true };
     /// Nothing but errors and hang-ups, which always are reported.
-    pub const NONE: Interest = Interest {
-        read: false,
-        write: false,
-    };
+    pub const NONE: Interest = Interest { read: false, write: false };
 
     fn bits(self) -> u32 {
         let mut bits = 0;
@@ -101,21 +92,9 @@ impl Poller {
         // SAFETY: the kernel has just made this descriptor, and nobody else has it.
         let epoll = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
         let eventfd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        let wake = Arc::new(Wake {
-            eventfd,
-            pending: AtomicBool::new(false),
-        });
-        let poller = Poller {
-            epoll,
-            wake,
-            fine: AtomicBool::new(true),
-        };
-        poller.control(
-            libc::EPOLL_CTL_ADD,
-            poller.wake.eventfd.as_raw_fd(),
-            WAKE_TOKEN,
-            Interest::READ,
-        )?;
+        let wake = Arc::new(Wake { eventfd, pending: AtomicBool::new(false) });
+        let poller = Poller { epoll, wake, fine: AtomicBool::new(true) };
+        poller.control(libc::EPOLL_CTL_ADD, poller.wake.eventfd.as_raw_fd(), WAKE_TOKEN, Interest::READ)?;
         Ok(poller)
     }
 
@@ -209,24 +188,13 @@ impl Poller {
         // `timespec`, which is what the 64-bit targets of this crate have; there is no signal mask.
         let count = unsafe {
             let no_mask = std::ptr::null::<libc::sigset_t>();
-            libc::syscall(
-                libc::SYS_epoll_pwait2,
-                fd,
-                ready.as_mut_ptr(),
-                room,
-                &limit,
-                no_mask,
-                0_usize,
-            )
+            libc::syscall(libc::SYS_epoll_pwait2, fd, ready.as_mut_ptr(), room, &limit, no_mask, 0_usize)
         };
         checked(count as libc::ssize_t)
     }
 
     fn control(&self, operation: libc::c_int, fd: RawFd, token: u64, interest: Interest) -> io::Result<()> {
-        let mut event = libc::epoll_event {
-            events: interest.bits(),
-            u64: token,
-        };
+        let mut event = libc::epoll_event { events: interest.bits(), u64: token };
         // SAFETY: the kernel reads one event, which outlives the call.
         let result = unsafe { libc::epoll_ctl(self.epoll.as_raw_fd(), operation, fd, &mut event) };
         checked(result as libc::ssize_t).map(drop)
@@ -237,11 +205,7 @@ impl Poller {
 fn whole_millis(timeout: Option<Duration>) -> libc::c_int {
     match timeout {
         None => -1,
-        Some(limit) => limit
-            .as_nanos()
-            .div_ceil(1_000_000)
-            .try_into()
-            .unwrap_or(libc::c_int::MAX),
+        Some(limit) => limit.as_nanos().div_ceil(1_000_000).try_into().unwrap_or(libc::c_int::MAX),
     }
 }
 
@@ -314,13 +278,7 @@ mod tests {
         let poller = poller_with(&near, Interest::READ);
         assert_eq!(wait(&poller, AT_ONCE), []);
         far.write_all(b"x").unwrap();
-        let readable = Event {
-            token: 7,
-            readable: true,
-            writable: false,
-            error: false,
-            hangup: false,
-        };
+        let readable = Event { token: 7, readable: true, writable: false, error: false, hangup: false };
         assert_eq!(wait(&poller, SOON), [readable]);
         assert_eq!(wait(&poller, AT_ONCE), [readable]);
         near.read_exact(&mut [0]).unwrap();
@@ -335,12 +293,7 @@ mod tests {
         poller.modify(near.as_raw_fd(), 8, Interest::BOTH).unwrap();
         assert!(matches!(
             wait(&poller, AT_ONCE)[..],
-            [Event {
-                token: 8,
-                writable: true,
-                readable: false,
-                ..
-            }]
+            [Event { token: 8, writable: true, readable: false, .. }]
         ));
         poller.remove(near.as_raw_fd()).unwrap();
         assert_eq!(wait(&poller, AT_ONCE), []);
@@ -352,14 +305,7 @@ mod tests {
         let (near, far) = UnixStream::pair().unwrap();
         let poller = poller_with(&near, Interest::READ);
         drop(far);
-        assert!(matches!(
-            wait(&poller, SOON)[..],
-            [Event {
-                readable: true,
-                hangup: true,
-                ..
-            }]
-        ));
+        assert!(matches!(wait(&poller, SOON)[..], [Event { readable: true, hangup: true, .. }]));
     }
 
     #[test]
@@ -370,13 +316,7 @@ mod tests {
             thread::sleep(Duration::from_millis(20));
             waker.wake();
         });
-        assert!(matches!(
-            wait(&poller, SOON)[..],
-            [Event {
-                token: WAKE_TOKEN,
-                ..
-            }]
-        ));
+        assert!(matches!(wait(&poller, SOON)[..], [Event { token: WAKE_TOKEN, .. }]));
         assert_eq!(wait(&poller, AT_ONCE), []);
         sleeper.join().unwrap();
     }
@@ -412,9 +352,7 @@ mod tests {
     #[test]
     fn the_waker_token_is_reserved() {
         let (near, _far) = UnixStream::pair().unwrap();
-        let refused = Poller::new()
-            .unwrap()
-            .add(near.as_raw_fd(), WAKE_TOKEN, Interest::READ);
+        let refused = Poller::new().unwrap().add(near.as_raw_fd(), WAKE_TOKEN, Interest::READ);
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::InvalidInput);
     }
 

@@ -9,11 +9,7 @@ use std::io;
 pub fn ignore_sigpipe() -> io::Result<()> {
     // SAFETY: `SIG_IGN` is a valid disposition, and no handler runs.
     let previous = unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
-    if previous == libc::SIG_ERR {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(())
-    }
+    if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 #[cfg(test)]
@@ -25,9 +21,6 @@ mod tests {
         super::ignore_sigpipe().unwrap();
         let (reader, mut writer) = std::io::pipe().unwrap();
         drop(reader);
-        assert_eq!(
-            writer.write(b"x").unwrap_err().kind(),
-            std::io::ErrorKind::BrokenPipe
-        );
+        assert_eq!(writer.write(b"x").unwrap_err().kind(), std::io::ErrorKind::BrokenPipe);
     }
 }

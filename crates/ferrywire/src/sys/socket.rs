@@ -66,15 +66,8 @@ pub fn set_int(fd: RawFd, level: libc::c_int, name: libc::c_int, value: libc::c_
 /// Sets an option whose value is a string or a structure.
 pub fn set_bytes(fd: RawFd, level: libc::c_int, name: libc::c_int, value: &[u8]) -> io::Result<()> {
     // SAFETY: the kernel reads `value.len()` bytes at `value`, which is borrowed for the call.
-    let result = unsafe {
-        libc::setsockopt(
-            fd,
-            level,
-            name,
-            value.as_ptr().cast(),
-            value.len() as libc::socklen_t,
-        )
-    };
+    let result =
+        unsafe { libc::setsockopt(fd, level, name, value.as_ptr().cast(), value.len() as libc::socklen_t) };
     checked(result as libc::ssize_t).map(drop)
 }
 
@@ -129,10 +122,7 @@ pub fn unsent_bytes(fd: RawFd) -> io::Result<usize> {
 /// Sets both socket buffers, beyond the system's limits where the privilege is there.
 pub fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     let value = libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
-    let pairs = [
-        (libc::SO_SNDBUFFORCE, libc::SO_SNDBUF),
-        (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF),
-    ];
+    let pairs = [(libc::SO_SNDBUFFORCE, libc::SO_SNDBUF), (libc::SO_RCVBUFFORCE, libc::SO_RCVBUF)];
     for (forced, plain) in pairs {
         if set_int(fd, libc::SOL_SOCKET, forced, value).is_err() {
             set_int(fd, libc::SOL_SOCKET, plain, value)?;

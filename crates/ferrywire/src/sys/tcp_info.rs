@@ -107,11 +107,7 @@ mod tests {
 
     #[test]
     fn backoff_alone_is_not_an_unanswered_probe() {
-        let shut_window = TcpInfo {
-            backoff: 7,
-            notsent_bytes: 1,
-            ..TcpInfo::default()
-        };
+        let shut_window = TcpInfo { backoff: 7, notsent_bytes: 1, ..TcpInfo::default() };
         assert!(shut_window.waiting());
         assert_eq!(shut_window.unanswered(), 0);
     }

@@ -72,10 +72,7 @@ fn as_bytes(words: &[u64; CONTROL_BYTES / mem::size_of::<u64>()]) -> &[u8; CONTR
 /// The completion in a control message, if it is one.
 fn parse(message: ControlMessage<'_>) -> Option<Completion> {
     let about = (message.level, message.kind);
-    if !matches!(
-        about,
-        (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)
-    ) {
+    if !matches!(about, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)) {
         return None;
     }
     let error: &[u8; EXTENDED_ERROR_BYTES] = message.payload.first_chunk()?;
@@ -107,38 +104,18 @@ mod tests {
 
     #[test]
     fn both_address_families_report_ranges() {
-        for (level, kind) in [
-            (libc::SOL_IP, libc::IP_RECVERR),
-            (libc::SOL_IPV6, libc::IPV6_RECVERR),
-        ] {
+        for (level, kind) in [(libc::SOL_IP, libc::IP_RECVERR), (libc::SOL_IPV6, libc::IPV6_RECVERR)] {
             let mut control = Vec::new();
             cmsg::append(&mut control, libc::SOL_SOCKET, 99, b"something else");
-            cmsg::append(
-                &mut control,
-                level,
-                kind,
-                &extended_error(ORIGIN_ZEROCOPY, CODE_COPIED, 3, 7),
-            );
-            assert_eq!(
-                parse_all(&control),
-                Some(Completion {
-                    first: 3,
-                    last: 7,
-                    copied: true
-                })
-            );
+            cmsg::append(&mut control, level, kind, &extended_error(ORIGIN_ZEROCOPY, CODE_COPIED, 3, 7));
+            assert_eq!(parse_all(&control), Some(Completion { first: 3, last: 7, copied: true }));
         }
     }
 
     #[test]
     fn other_origins_and_short_errors_are_none() {
         let mut icmp = Vec::new();
-        cmsg::append(
-            &mut icmp,
-            libc::SOL_IP,
-            libc::IP_RECVERR,
-            &extended_error(2, 0, 0, 0),
-        );
+        cmsg::append(&mut icmp, libc::SOL_IP, libc::IP_RECVERR, &extended_error(2, 0, 0, 0));
         assert_eq!(parse_all(&icmp), None);
         for len in 0..EXTENDED_ERROR_BYTES {
             let mut short = Vec::new();

@@ -107,10 +107,7 @@ impl TcpTransport {
     /// such packets travel over loopback, where a socket bound to another device would not see the answer.
     fn bind(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
         if nic.address.is_ipv4() != to.is_ipv4() {
-            let why = format!(
-                "{} of {} and {to} are of different families",
-                nic.address, nic.name
-            );
+            let why = format!("{} of {} and {to} are of different families", nic.address, nic.name);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         if !nic.loopback && !local_peer {
@@ -120,21 +117,13 @@ impl TcpTransport {
             }
         }
         // The port is chosen by connect(), which can share one among destinations. Only a hint.
-        let _ = socket::set_int(
-            socket.as_raw_fd(),
-            libc::IPPROTO_IP,
-            libc::IP_BIND_ADDRESS_NO_PORT,
-            1,
-        );
+        let _ = socket::set_int(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
         socket.bind(&SocketAddr::new(nic.address, 0).into())
     }
 
     fn tell_device_refusal(&self, nic: &Nic) {
         if !self.device_refusal_told.swap(true, Ordering::Relaxed) {
-            tracing::debug!(
-                "not allowed to bind to {}: its address alone chooses the route",
-                nic.name
-            );
+            tracing::debug!("not allowed to bind to {}: its address alone chooses the route", nic.name);
         }
     }
 }
@@ -205,17 +194,11 @@ fn is_about_the_connection(error: &io::Error) -> bool {
         libc::EOPNOTSUPP,
         libc::ENETUNREACH,
     ];
-    error
-        .raw_os_error()
-        .is_some_and(|errno| PASSED_ON.contains(&errno))
+    error.raw_os_error().is_some_and(|errno| PASSED_ON.contains(&errno))
 }
 
 fn new_socket(address: SocketAddr) -> io::Result<Socket> {
-    Socket::new(
-        Domain::for_address(address),
-        Type::STREAM.nonblocking().cloexec(),
-        Some(Protocol::TCP),
-    )
+    Socket::new(Domain::for_address(address), Type::STREAM.nonblocking().cloexec(), Some(Protocol::TCP))
 }
 
 fn common_options(socket: &Socket) -> io::Result<()> {
@@ -228,9 +211,7 @@ fn common_options(socket: &Socket) -> io::Result<()> {
 }
 
 fn ip_address(address: &socket2::SockAddr) -> io::Result<SocketAddr> {
-    address
-        .as_socket()
-        .ok_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable))
+    address.as_socket().ok_or_else(|| io::Error::from(io::ErrorKind::AddrNotAvailable))
 }
 
 /// IPv4 addresses that an IPv6 listener reports as mapped ones, in their own form.

@@ -9,18 +9,12 @@ use crate::bootstrap::error::REFUSAL_TEXT_BYTES_MAX;
 use crate::bootstrap::*;
 
 fn text(bytes_max: usize) -> impl Strategy<Value = String> {
-    prop::collection::vec(
-        prop_oneof![Just('é'), prop::char::range(' ', '~')],
-        0..=bytes_max / 2,
-    )
-    .prop_map(|characters| characters.into_iter().collect())
+    prop::collection::vec(prop_oneof![Just('é'), prop::char::range(' ', '~')], 0..=bytes_max / 2)
+        .prop_map(|characters| characters.into_iter().collect())
 }
 
 fn address() -> impl Strategy<Value = SocketAddr> {
-    let ip = prop_oneof![
-        any::<[u8; 4]>().prop_map(IpAddr::from),
-        any::<[u8; 16]>().prop_map(IpAddr::from)
-    ];
+    let ip = prop_oneof![any::<[u8; 4]>().prop_map(IpAddr::from), any::<[u8; 16]>().prop_map(IpAddr::from)];
     (ip, any::<u16>()).prop_map(SocketAddr::from)
 }
 
@@ -122,13 +116,8 @@ fn a_strangers_text_cannot_steer_a_terminal() {
 
 #[test]
 fn counts_and_flags_outside_their_range_are_refused() {
-    let opening = Opening {
-        hello: super::hello(1),
-        request: Request::New {
-            share: [0; 32],
-            config: super::config(),
-        },
-    };
+    let opening =
+        Opening { hello: super::hello(1), request: Request::New { share: [0; 32], config: super::config() } };
     let bytes = opening.encode();
     let label_bytes = 1 + opening.hello.label.len();
     let end = bytes.len();
@@ -145,12 +134,6 @@ fn counts_and_flags_outside_their_range_are_refused() {
         let mut altered = bytes.clone();
         altered[at] = value;
         let why = String::from(why);
-        assert_eq!(
-            Opening::decode(&altered),
-            Err(HandshakeError::Malformed {
-                what: "the opening",
-                why
-            })
-        );
+        assert_eq!(Opening::decode(&altered), Err(HandshakeError::Malformed { what: "the opening", why }));
     }
 }

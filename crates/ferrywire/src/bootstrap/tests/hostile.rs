@@ -17,10 +17,7 @@ pub(super) struct Kinds {
 impl Kinds {
     pub(super) fn new() -> Kinds {
         let (desk, initiator, _) = session(SECRET);
-        Kinds {
-            desk,
-            data_key: initiator.data_key,
-        }
+        Kinds { desk, data_key: initiator.data_key }
     }
 
     pub(super) fn dials(&self) -> [Initiator; 3] {
@@ -78,13 +75,7 @@ fn frames(kind: usize, backwards: bool, sent: &[u8]) -> Vec<Framed> {
     let placed = named.into_iter().map(|(what, error, range)| {
         let bytes = usize::from(u16::from_le_bytes([sent[at], sent[at + 1]]));
         at += 2 + bytes;
-        Framed {
-            what,
-            error,
-            start: at - 2 - bytes,
-            bytes,
-            range,
-        }
+        Framed { what, error, start: at - 2 - bytes, bytes, range }
     });
     let frames = placed.collect();
     assert_eq!(at, sent.len());
@@ -96,13 +87,7 @@ fn expected(frames: &[Framed], backwards: bool, sent: &[u8], at: usize, mask: u8
     if !backwards && at < PREAMBLE_BYTES {
         return preamble_error(sent, at, mask);
     }
-    let Framed {
-        what,
-        error,
-        start,
-        bytes,
-        range,
-    } = frames.iter().rfind(|frame| frame.start <= at).unwrap();
+    let Framed { what, error, start, bytes, range } = frames.iter().rfind(|frame| frame.start <= at).unwrap();
     let (what, start, bytes) = (*what, *start, *bytes);
     if at >= start + 2 {
         return error.clone();
@@ -116,12 +101,7 @@ fn expected(frames: &[Framed], backwards: bool, sent: &[u8], at: usize, mask: u8
         foreign[at] ^= mask;
         HandshakeError::foreign_answer(&foreign)
     } else if !range.contains(&announced) {
-        HandshakeError::Length {
-            what,
-            bytes: announced,
-            min,
-            max,
-        }
+        HandshakeError::Length { what, bytes: announced, min, max }
     } else if announced > bytes {
         HandshakeError::Closed(what)
     } else {
@@ -140,10 +120,7 @@ fn preamble_error(sent: &[u8], at: usize, mask: u8) -> HandshakeError {
         0..8 => HandshakeError::foreign(&preamble),
         8..10 => {
             let theirs = u16::from_le_bytes([preamble[8], preamble[9]]);
-            HandshakeError::Version {
-                theirs,
-                ours: PROTOCOL_VERSION,
-            }
+            HandshakeError::Version { theirs, ours: PROTOCOL_VERSION }
         }
         10 => HandshakeError::UnknownKind(preamble[10]),
         _ => HandshakeError::malformed("the preamble", "its reserved bytes are not zero"),
@@ -164,24 +141,12 @@ fn every_altered_byte_gives_its_exact_error() {
     let kinds = Kinds::new();
     for (kind, backwards) in (0..3).flat_map(|kind| [(kind, false), (kind, true)]) {
         let whole = kinds.join(kind, &Wire::default());
-        let sent = if backwards {
-            whole.to_initiator
-        } else {
-            whole.to_responder
-        };
+        let sent = if backwards { whole.to_initiator } else { whole.to_responder };
         let frames = frames(kind, backwards, &sent);
         for (at, mask) in (0..sent.len()).flat_map(|at| [(at, 0x80), (at, 0x01)]) {
-            let wire = Wire {
-                alter: Some((at, mask)),
-                backwards,
-                ..Wire::default()
-            };
+            let wire = Wire { alter: Some((at, mask)), backwards, ..Wire::default() };
             let course = kinds.join(kind, &wire);
-            let sent = if backwards {
-                &course.to_initiator
-            } else {
-                &course.to_responder
-            };
+            let sent = if backwards { &course.to_initiator } else { &course.to_responder };
             let mut error = expected(&frames, backwards, sent, at, mask);
             // An altered session id names none; altering anything else that is sent in clear shows in the
             // proof, which the responder is the first to check.
@@ -211,35 +176,14 @@ fn a_connection_cut_anywhere_says_what_was_due() {
     let kinds = Kinds::new();
     for (kind, backwards) in (0..3).flat_map(|kind| [(kind, false), (kind, true)]) {
         let whole = kinds.join(kind, &Wire::default());
-        let sent = if backwards {
-            whole.to_initiator
-        } else {
-            whole.to_responder
-        };
+        let sent = if backwards { whole.to_initiator } else { whole.to_responder };
         let frames = frames(kind, backwards, &sent);
         for cut in 0..sent.len() {
-            let course = kinds.join(
-                kind,
-                &Wire {
-                    cut: Some(cut),
-                    backwards,
-                    ..Wire::default()
-                },
-            );
-            let receiver = if backwards {
-                course.initiator
-            } else {
-                course.responder
-            };
-            let due = frames
-                .iter()
-                .rfind(|frame| frame.start <= cut)
-                .map_or("the preamble", |frame| frame.what);
-            assert_eq!(
-                receiver.unwrap_err(),
-                HandshakeError::Closed(due),
-                "kind {kind} cut at {cut}"
-            );
+            let course = kinds.join(kind, &Wire { cut: Some(cut), backwards, ..Wire::default() });
+            let receiver = if backwards { course.initiator } else { course.responder };
+            let due =
+                frames.iter().rfind(|frame| frame.start <= cut).map_or("the preamble", |frame| frame.what);
+            assert_eq!(receiver.unwrap_err(), HandshakeError::Closed(due), "kind {kind} cut at {cut}");
         }
     }
 }
@@ -249,11 +193,7 @@ fn other_protocols_are_recognised() {
     let openings: [(&[u8], &str, Option<&str>); 4] = [
         (b"GET / HTTP/1.1\r\nHost: x", "GET / HTTP/1.1", Some("HTTP")),
         (b"SSH-2.0-OpenSSH_9.6", "SSH-2.0-OpenSSH_", Some("SSH")),
-        (
-            &[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3, 65, 66, 0, 0, 0],
-            "...........AB",
-            Some("TLS"),
-        ),
+        (&[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3, 65, 66, 0, 0, 0], "...........AB", Some("TLS")),
         (&[0; 16], "", None),
     ];
     for (opening, start, guess) in openings {
@@ -278,10 +218,7 @@ fn an_answer_in_another_protocol_is_recognised() {
     };
     assert_eq!(initiator.closed(), closed);
     assert_eq!(initiator.late(), closed);
-    assert_eq!(
-        initiator.feed(b"400 Bad"),
-        Err(HandshakeError::foreign_answer(b"HTTP/1.1 400 Bad"))
-    );
+    assert_eq!(initiator.feed(b"400 Bad"), Err(HandshakeError::foreign_answer(b"HTTP/1.1 400 Bad")));
     assert_eq!(initiator.want(), 0);
 }
 
@@ -290,40 +227,16 @@ fn lengths_that_cannot_be_are_refused_before_anything_is_held() {
     let (min, max) = (NOISE_BYTES, NOISE_BYTES + HELLO_BYTES_MAX);
     for bytes in [0, 47, max + 1, 0xfffe] {
         let error = dial(SECRET).feed(&(bytes as u16).to_le_bytes());
-        assert_eq!(
-            error,
-            Err(HandshakeError::Length {
-                what: "the answer",
-                bytes,
-                min,
-                max
-            })
-        );
+        assert_eq!(error, Err(HandshakeError::Length { what: "the answer", bytes, min, max }));
     }
     let mut responder = Responder::new(Shared::new(SECRET));
     responder.feed(&Preamble::encode(Kind::Data)).unwrap();
     let error = responder.feed(&15u16.to_le_bytes());
-    assert_eq!(
-        error,
-        Err(HandshakeError::Length {
-            what: "the data opening",
-            bytes: 15,
-            min: 14,
-            max: 14
-        })
-    );
+    assert_eq!(error, Err(HandshakeError::Length { what: "the data opening", bytes: 15, min: 14, max: 14 }));
     let mut initiator = dial(SECRET);
     initiator.feed(&[0xff, 0xff]).unwrap();
     let error = initiator.feed(&[1, 1, 1]);
-    assert_eq!(
-        error,
-        Err(HandshakeError::Length {
-            what: "a refusal",
-            bytes: 257,
-            min: 0,
-            max: 256
-        })
-    );
+    assert_eq!(error, Err(HandshakeError::Length { what: "a refusal", bytes: 257, min: 0, max: 256 }));
 }
 
 #[test]

@@ -32,14 +32,7 @@ impl Shared {
         let (sessions, decided) = (HashMap::new(), Vec::new());
         let (secret_needed, refuse) = (false, None);
         let hello = hello(2);
-        Shared(Arc::new(Mutex::new(Desk {
-            hello,
-            secret,
-            secret_needed,
-            sessions,
-            refuse,
-            decided,
-        })))
+        Shared(Arc::new(Mutex::new(Desk { hello, secret, secret_needed, sessions, refuse, decided })))
     }
 
     pub(crate) fn desk(&self) -> MutexGuard<'_, Desk> {
@@ -48,20 +41,9 @@ impl Shared {
 
     /// Remembers an established session, as an endpoint does.
     pub(crate) fn remember(&self, established: &Established) {
-        let Established {
-            data_key,
-            peer_hello,
-            config,
-            session,
-            ..
-        } = established;
+        let Established { data_key, peer_hello, config, session, .. } = established;
         let (data_key, config) = (data_key.clone(), config.clone());
-        let known = KnownSession {
-            data_key,
-            identity: peer_hello.identity,
-            received: 0,
-            config,
-        };
+        let known = KnownSession { data_key, identity: peer_hello.identity, received: 0, config };
         self.desk().sessions.insert(*session, known);
     }
 
@@ -91,13 +73,7 @@ impl Admission for Shared {
 
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
         self.decide(format!("new {}", peer.label))?;
-        Ok((
-            77,
-            Config {
-                channels: config.channels.min(8),
-                ..config.clone()
-            },
-        ))
+        Ok((77, Config { channels: config.channels.min(8), ..config.clone() }))
     }
 
     fn decide_resume(&mut self, session: u64, peer: &Hello) -> Result<(), Refusal> {
@@ -124,13 +100,7 @@ pub(crate) fn hello(identity: u8) -> Hello {
 }
 
 pub(crate) fn config() -> Config {
-    Config {
-        channels: 16,
-        chunk_bytes: 1 << 20,
-        window: 64,
-        crc: true,
-        extra: vec![1, 2, 3],
-    }
+    Config { channels: 16, chunk_bytes: 1 << 20, window: 64, crc: true, extra: vec![1, 2, 3] }
 }
 
 pub(crate) fn dial(secret: Option<&str>) -> Initiator {
@@ -256,10 +226,6 @@ pub(crate) fn session(secret: Option<&str>) -> (Shared, Established, Established
 
 /// A dialler that resumes a session.
 pub(crate) fn redial(secret: Option<&str>, session: u64, received: u64, data_key: &DataKey) -> Initiator {
-    let purpose = Purpose::Resume {
-        session,
-        received,
-        data_key: data_key.clone(),
-    };
+    let purpose = Purpose::Resume { session, received, data_key: data_key.clone() };
     Initiator::control(secret.map(str::as_bytes), hello(1), purpose).unwrap()
 }

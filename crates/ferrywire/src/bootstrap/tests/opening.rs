@@ -19,13 +19,7 @@ fn a_control_handshake_agrees_on_everything() {
         assert_eq!(initiator.session, 77);
         assert_eq!(responder.session, 77);
         assert_eq!(initiator.data_key, responder.data_key);
-        assert_eq!(
-            initiator.config,
-            Config {
-                channels: 8,
-                ..config()
-            }
-        );
+        assert_eq!(initiator.config, Config { channels: 8, ..config() });
         assert_eq!(responder.config, initiator.config);
         assert_eq!(initiator.peer_hello, hello(2));
         assert_eq!(responder.peer_hello, hello(1));
@@ -87,14 +81,7 @@ fn a_data_connection_proves_its_session() {
     let dialled = Initiator::data(77, initiator.data_key, 3, 9);
     let course = join(dialled, Responder::new(desk.clone()), &Wire::default());
     for end in [course.initiator, course.responder] {
-        let Ok(Outcome::Data {
-            session,
-            channel,
-            generation,
-        }) = end
-        else {
-            panic!("{end:?}")
-        };
+        let Ok(Outcome::Data { session, channel, generation }) = end else { panic!("{end:?}") };
         assert_eq!((session, channel, generation), (77, 3, 9));
     }
     assert_eq!(desk.desk().decided, ["new gpu1", "data 77 3 9"]);
@@ -103,20 +90,10 @@ fn a_data_connection_proves_its_session() {
 #[test]
 fn the_largest_hello_and_configuration_fit() {
     let desk = Shared::new(SECRET);
-    let listen = ListenAddress {
-        address: "[fd00::1]:7471".parse().unwrap(),
-        nic: "n".repeat(15),
-    };
-    let full = Hello {
-        label: "x".repeat(64),
-        addresses: vec![listen; ADDRESSES_MAX],
-        ..hello(1)
-    };
+    let listen = ListenAddress { address: "[fd00::1]:7471".parse().unwrap(), nic: "n".repeat(15) };
+    let full = Hello { label: "x".repeat(64), addresses: vec![listen; ADDRESSES_MAX], ..hello(1) };
     desk.desk().hello = full.clone();
-    let config = Config {
-        extra: vec![7; 256],
-        ..config()
-    };
+    let config = Config { extra: vec![7; 256], ..config() };
     let purpose = Purpose::New { config };
     let dialled = Initiator::control(SECRET.map(str::as_bytes), full, purpose).unwrap();
     join(dialled, Responder::new(desk), &Wire::default()).established();
@@ -167,35 +144,14 @@ proptest! {
 #[test]
 fn secrets_that_differ_are_told_apart() {
     let cases = [
-        (
-            Some("battery staple"),
-            SECRET,
-            Mismatch::Different,
-            "the two ends hold different ones",
-        ),
-        (
-            None,
-            SECRET,
-            Mismatch::TheyHaveNone,
-            "you use none, this end has one: give both the same",
-        ),
-        (
-            SECRET,
-            None,
-            Mismatch::WeHaveNone,
-            "you use one, this end has none: give both the same",
-        ),
+        (Some("battery staple"), SECRET, Mismatch::Different, "the two ends hold different ones"),
+        (None, SECRET, Mismatch::TheyHaveNone, "you use none, this end has one: give both the same"),
+        (SECRET, None, Mismatch::WeHaveNone, "you use one, this end has none: give both the same"),
     ];
     for (theirs, ours, mismatch, told) in cases {
         let desk = Shared::new(ours);
         let errors = join(dial(theirs), Responder::new(desk.clone()), &Wire::default()).errors();
-        assert_eq!(
-            errors,
-            (
-                refused(RefusalCode::Secret, told),
-                HandshakeError::WrongSecret(mismatch)
-            )
-        );
+        assert_eq!(errors, (refused(RefusalCode::Secret, told), HandshakeError::WrongSecret(mismatch)));
         assert!(desk.desk().decided.is_empty());
     }
 }
@@ -206,22 +162,13 @@ fn an_end_that_needs_a_secret_and_has_none_takes_nobody() {
     desk.desk().secret_needed = true;
     let (initiator, responder) = join(dial(None), Responder::new(desk), &Wire::default()).errors();
     assert_eq!(responder, HandshakeError::WrongSecret(Mismatch::NeededHere));
-    assert!(matches!(
-        initiator,
-        HandshakeError::Refused(Refusal {
-            code: RefusalCode::Secret,
-            ..
-        })
-    ));
+    assert!(matches!(initiator, HandshakeError::Refused(Refusal { code: RefusalCode::Secret, .. })));
 }
 
 #[test]
 fn an_admission_that_refuses_is_heard() {
     let refusal = Refusal::new(RefusalCode::Busy, "256 handshakes are pending");
-    let expected = (
-        HandshakeError::Refused(refusal.clone()),
-        HandshakeError::Declined(refusal.clone()),
-    );
+    let expected = (HandshakeError::Refused(refusal.clone()), HandshakeError::Declined(refusal.clone()));
     let (desk, initiator, _) = session(SECRET);
     desk.desk().refuse = Some(refusal);
     let dials = [
@@ -230,10 +177,7 @@ fn an_admission_that_refuses_is_heard() {
         Initiator::data(77, initiator.data_key, 0, 0),
     ];
     for dialled in dials {
-        assert_eq!(
-            join(dialled, Responder::new(desk.clone()), &Wire::default()).errors(),
-            expected
-        );
+        assert_eq!(join(dialled, Responder::new(desk.clone()), &Wire::default()).errors(), expected);
     }
 }
 
@@ -241,10 +185,7 @@ fn an_admission_that_refuses_is_heard() {
 fn a_session_that_is_not_known_is_refused() {
     let key = DataKey::from_bytes([1; 32]);
     let expected = refused(RefusalCode::UnknownSession, "there is no session 0x4d");
-    for dialled in [
-        redial(SECRET, 77, 0, &key),
-        Initiator::data(77, key.clone(), 0, 0),
-    ] {
+    for dialled in [redial(SECRET, 77, 0, &key), Initiator::data(77, key.clone(), 0, 0)] {
         let (initiator, _) = join(dialled, Responder::new(Shared::new(SECRET)), &Wire::default()).errors();
         assert_eq!(initiator, expected);
     }
@@ -252,48 +193,15 @@ fn a_session_that_is_not_known_is_refused() {
 
 #[test]
 fn a_configuration_outside_the_limits_is_refused_by_both_ends() {
-    let outside = Config {
-        channels: 257,
-        ..config()
-    };
+    let outside = Config { channels: 257, ..config() };
     let result = Initiator::control(None, hello(1), Purpose::New { config: outside });
     let why = String::from("channels = 257, must be 1 to 256");
-    assert_eq!(
-        result.unwrap_err(),
-        HandshakeError::Unusable {
-            what: "configuration",
-            why
-        }
-    );
+    assert_eq!(result.unwrap_err(), HandshakeError::Unusable { what: "configuration", why });
     for (outside, name) in [
-        (
-            Config {
-                channels: 0,
-                ..config()
-            },
-            "channels",
-        ),
-        (
-            Config {
-                chunk_bytes: (4 << 20) + 1,
-                ..config()
-            },
-            "chunk_bytes",
-        ),
-        (
-            Config {
-                window: 0,
-                ..config()
-            },
-            "window",
-        ),
-        (
-            Config {
-                extra: vec![0; 257],
-                ..config()
-            },
-            "extra bytes",
-        ),
+        (Config { channels: 0, ..config() }, "channels"),
+        (Config { chunk_bytes: (4 << 20) + 1, ..config() }, "chunk_bytes"),
+        (Config { window: 0, ..config() }, "window"),
+        (Config { extra: vec![0; 257], ..config() }, "extra bytes"),
     ] {
         assert!(outside.fault().unwrap().starts_with(name));
     }
@@ -301,48 +209,16 @@ fn a_configuration_outside_the_limits_is_refused_by_both_ends() {
 
 #[test]
 fn a_hello_outside_the_limits_is_refused_before_it_is_sent() {
-    let listen = ListenAddress {
-        address: "10.0.0.1:1".parse().unwrap(),
-        nic: String::from("eth0"),
-    };
+    let listen = ListenAddress { address: "10.0.0.1:1".parse().unwrap(), nic: String::from("eth0") };
     let cases = [
-        (
-            Hello {
-                label: "x".repeat(65),
-                ..hello(1)
-            },
-            "label",
-        ),
-        (
-            Hello {
-                label: String::from("a\u{1b}[2J"),
-                ..hello(1)
-            },
-            "label",
-        ),
-        (
-            Hello {
-                addresses: vec![listen.clone(); ADDRESSES_MAX + 1],
-                ..hello(1)
-            },
-            "addresses",
-        ),
-        (
-            Hello {
-                addresses: vec![ListenAddress {
-                    nic: "n".repeat(16),
-                    ..listen
-                }],
-                ..hello(1)
-            },
-            "NIC name",
-        ),
+        (Hello { label: "x".repeat(65), ..hello(1) }, "label"),
+        (Hello { label: String::from("a\u{1b}[2J"), ..hello(1) }, "label"),
+        (Hello { addresses: vec![listen.clone(); ADDRESSES_MAX + 1], ..hello(1) }, "addresses"),
+        (Hello { addresses: vec![ListenAddress { nic: "n".repeat(16), ..listen }], ..hello(1) }, "NIC name"),
     ];
     for (hello, expected) in cases {
         let result = Initiator::control(None, hello, Purpose::New { config: config() });
-        let Err(HandshakeError::Unusable { what, .. }) = result else {
-            panic!("{result:?}")
-        };
+        let Err(HandshakeError::Unusable { what, .. }) = result else { panic!("{result:?}") };
         assert_eq!(what, expected);
     }
 }
@@ -374,10 +250,7 @@ fn errors_say_what_to_check() {
 fn a_responder_can_be_told_to_refuse() {
     let mut responder = Responder::new(Shared::new(SECRET));
     let busy = Refusal::new(RefusalCode::Busy, "later");
-    assert_eq!(
-        responder.refuse(busy.clone()),
-        HandshakeError::Declined(busy.clone())
-    );
+    assert_eq!(responder.refuse(busy.clone()), HandshakeError::Declined(busy.clone()));
     assert!(responder.take_output().is_empty());
     let mut responder = Responder::new(Shared::new(SECRET));
     responder.feed(&Preamble::encode(Kind::Control)).unwrap();

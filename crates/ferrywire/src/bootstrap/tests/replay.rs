@@ -21,11 +21,7 @@ fn replay(desk: &Shared, mut recorded: &[u8]) -> (Option<Outcome>, Result<(), Ha
 #[test]
 fn a_recorded_opening_played_again_does_not_complete() {
     let kinds = Kinds::new();
-    let unproven = [
-        "this connection's key",
-        "this connection's key",
-        "the session's key",
-    ];
+    let unproven = ["this connection's key", "this connection's key", "the session's key"];
     for (kind, what) in unproven.into_iter().enumerate() {
         let course = kinds.join(kind, &Wire::default());
         assert!(course.responder.is_ok());
@@ -33,21 +29,14 @@ fn a_recorded_opening_played_again_does_not_complete() {
         let (outcome, result) = replay(&kinds.desk, &course.to_responder);
         assert_eq!(result, Err(HandshakeError::Unproven(what)));
         assert!(outcome.is_none());
-        assert_eq!(
-            kinds.desk.desk().decided.len(),
-            decided,
-            "a replay was decided upon"
-        );
+        assert_eq!(kinds.desk.desk().decided.len(), decided, "a replay was decided upon");
     }
 }
 
 #[test]
 fn a_recorded_answer_played_again_does_not_complete() {
     let kinds = Kinds::new();
-    for (kind, what) in ["our secret", "our secret", "the session's key"]
-        .into_iter()
-        .enumerate()
-    {
+    for (kind, what) in ["our secret", "our secret", "the session's key"].into_iter().enumerate() {
         let recorded = kinds.join(kind, &Wire::default()).to_initiator;
         let mut initiator = kinds.dials().into_iter().nth(kind).unwrap();
         // A data challenge may be repeated; the acceptance then fits, as it did when it was recorded, but
@@ -116,8 +105,5 @@ fn a_welcome_without_the_sessions_key_is_not_believed() {
     let (desk, initiator, _) = session(SECRET);
     let dialled = redial(SECRET, 77, 0, &initiator.data_key);
     let course = join(dialled, Responder::new(Impostor(desk)), &Wire::default());
-    assert_eq!(
-        course.initiator.unwrap_err(),
-        HandshakeError::Unproven("the session's key")
-    );
+    assert_eq!(course.initiator.unwrap_err(), HandshakeError::Unproven("the session's key"));
 }

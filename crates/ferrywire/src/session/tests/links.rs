@@ -95,16 +95,7 @@ impl Model {
         ends[0].attach(initiator.secure, 0, now).unwrap();
         ends[1].attach(responder.secure, 0, now).unwrap();
         let (said, heard, under_way) = Default::default();
-        Model {
-            desk,
-            data_key: initiator.data_key,
-            ends,
-            said,
-            heard,
-            now,
-            resumed: 0,
-            under_way,
-        }
+        Model { desk, data_key: initiator.data_key, ends, said, heard, now, resumed: 0, under_way }
     }
 
     fn push(&mut self, end: usize, count: u32) {
@@ -124,10 +115,7 @@ impl Model {
         ];
         self.arrive_late();
         // `pipes[end]` is what `end` reads.
-        let mut pipes = life.cuts.map(|left| Pipe {
-            waiting: VecDeque::new(),
-            left,
-        });
+        let mut pipes = life.cuts.map(|left| Pipe { waiting: VecDeque::new(), left });
         let mut fragments = life.fragments.iter().copied().cycle();
         let mut pushes = life.pushes.iter();
         let (mut idle, mut rounds) = (0, 0);
@@ -159,9 +147,7 @@ impl Model {
         for end in 0..2 {
             let bytes = std::mem::take(&mut self.under_way[end]);
             if !bytes.is_empty() {
-                self.ends[end]
-                    .on_bytes(&bytes, self.now, &mut self.heard[1 - end])
-                    .unwrap();
+                self.ends[end].on_bytes(&bytes, self.now, &mut self.heard[1 - end]).unwrap();
             }
         }
     }
@@ -192,9 +178,7 @@ impl Model {
                 self.ends[end].tick(self.now).unwrap();
                 let written = self.ends[end].take_output();
                 let read = pipes[end].take(longest);
-                self.ends[end]
-                    .on_bytes(&read, self.now, &mut self.heard[other])
-                    .unwrap();
+                self.ends[end].on_bytes(&read, self.now, &mut self.heard[other]).unwrap();
                 pipes[other].put(&written);
                 (written, read)
             }
@@ -204,13 +188,9 @@ impl Model {
 
     fn finish(&mut self, end: usize, outcome: Option<Outcome>, hands: &mut [Hand; 2]) {
         let Some(outcome) = outcome else { return };
-        let Outcome::Control(established) = outcome else {
-            panic!("{outcome:?}")
-        };
+        let Outcome::Control(established) = outcome else { panic!("{outcome:?}") };
         assert!(established.resumed && established.session == 77);
-        self.ends[end]
-            .attach(established.secure, established.received, self.now)
-            .unwrap();
+        self.ends[end].attach(established.secure, established.received, self.now).unwrap();
         hands[end] = Hand::Over;
         self.resumed += 1;
     }
@@ -219,10 +199,7 @@ impl Model {
     fn check(&self) {
         for end in 0..2 {
             let (said, heard) = (&self.said[end], &self.heard[end]);
-            assert!(
-                said.starts_with(heard),
-                "end {end} said {said:?}, but was heard to say {heard:?}"
-            );
+            assert!(said.starts_with(heard), "end {end} said {said:?}, but was heard to say {heard:?}");
             assert_eq!(self.ends[1 - end].received(), heard.len() as u64);
             assert!(self.ends[end].unacknowledged() >= said.len() - heard.len());
         }
@@ -246,9 +223,7 @@ impl Model {
         }
         for end in 0..2 {
             let bytes = self.ends[end].take_output();
-            self.ends[1 - end]
-                .on_bytes(&bytes, self.now, &mut Vec::new())
-                .unwrap();
+            self.ends[1 - end].on_bytes(&bytes, self.now, &mut Vec::new()).unwrap();
         }
         assert!(self.ends.iter().all(|end| end.unacknowledged() == 0));
     }

@@ -19,25 +19,13 @@ pub(super) fn message(n: u32) -> ControlMessage {
         0 => {
             let refused = (0..n % 97).map(|frame| (u64::from(frame), frame as u8)).collect();
             let reason = format!("reason {n}");
-            ControlMessage::Fence {
-                channel,
-                generation,
-                placed: u64::from(n),
-                refused,
-                reason,
-            }
+            ControlMessage::Fence { channel, generation, placed: u64::from(n), refused, reason }
         }
-        1 => ControlMessage::Dialling {
-            channel,
-            generation,
-            source: ([10, 0, 0, 1], channel).into(),
-        },
+        1 => ControlMessage::Dialling { channel, generation, source: ([10, 0, 0, 1], channel).into() },
         2 => ControlMessage::ChannelUp { channel, generation },
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
-        _ => ControlMessage::Goodbye {
-            reason: format!("bye {n}"),
-        },
+        _ => ControlMessage::Goodbye { reason: format!("bye {n}") },
     }
 }
 
@@ -59,11 +47,7 @@ fn half() -> (Session, Secure) {
 }
 
 fn numbered(number: u64, received: u64, message: &ControlMessage) -> Vec<u8> {
-    Frame {
-        received,
-        numbered: Some((number, message)),
-    }
-    .encode()
+    Frame { received, numbered: Some((number, message)) }.encode()
 }
 
 #[test]
@@ -88,8 +72,7 @@ fn a_heartbeat_is_said_after_silence_only() {
     assert!(one.take_output().is_empty());
     let due = one.next_deadline().unwrap();
     assert_eq!(due, T0 + HEARTBEAT_INTERVAL);
-    one.push(ControlMessage::Drain, T0 + Duration::from_millis(300))
-        .unwrap();
+    one.push(ControlMessage::Drain, T0 + Duration::from_millis(300)).unwrap();
     one.take_output();
     one.tick(due).unwrap();
     assert!(one.take_output().is_empty(), "something was said in the meantime");
@@ -98,16 +81,10 @@ fn a_heartbeat_is_said_after_silence_only() {
     let mut out = Vec::new();
     assert_eq!(two.silent_for(due), due - T0);
     let (_, mut fresh) = pair();
-    assert!(
-        fresh.on_bytes(&one.take_output(), due, &mut out).is_err(),
-        "another connection's"
-    );
+    assert!(fresh.on_bytes(&one.take_output(), due, &mut out).is_err(), "another connection's");
     two.tick(due).unwrap();
     one.on_bytes(&two.take_output(), due, &mut out).unwrap();
-    assert_eq!(
-        one.silent_for(due + Duration::from_secs(1)),
-        Duration::from_secs(1)
-    );
+    assert_eq!(one.silent_for(due + Duration::from_secs(1)), Duration::from_secs(1));
     assert!(out.is_empty(), "heartbeats are not handed out");
 }
 
@@ -132,13 +109,7 @@ fn what_waits_for_the_peer_is_bounded() {
     }
     let error = session.push(ControlMessage::Drain, T0).unwrap_err();
     assert_eq!(error, SessionError::Full);
-    assert!(matches!(
-        error.with("gpu1"),
-        Error::Limit {
-            name: "CONTROL_UNACKED_MAX",
-            ..
-        }
-    ));
+    assert!(matches!(error.with("gpu1"), Error::Limit { name: "CONTROL_UNACKED_MAX", .. }));
     assert_eq!(session.unacknowledged(), CONTROL_UNACKED_MAX);
 }
 
@@ -155,10 +126,7 @@ fn repetitions_are_dropped_and_gaps_refused() {
     let error = session.on_bytes(&frame, T0, &mut out).unwrap_err();
     assert_eq!(error, SessionError::Gap { expected: 4, got: 5 });
     assert!(!error.is_resumable() && !session.is_attached());
-    assert_eq!(
-        session.on_bytes(&frame, T0, &mut out),
-        Err(SessionError::Detached)
-    );
+    assert_eq!(session.on_bytes(&frame, T0, &mut out), Err(SessionError::Detached));
 }
 
 #[test]
@@ -180,41 +148,22 @@ fn what_no_peer_says_is_refused() {
     let [mut unknown, mut trailing] = [long.clone(), long];
     unknown[0] = 7;
     trailing.push(0);
-    let mut steering = numbered(
-        1,
-        0,
-        &ControlMessage::Goodbye {
-            reason: String::from("bye"),
-        },
-    );
+    let mut steering = numbered(1, 0, &ControlMessage::Goodbye { reason: String::from("bye") });
     *steering.last_mut().unwrap() = 0x1b;
     let malformed = |why: &str| SessionError::Malformed(format!("a control message: {why}"));
     let cases = [
         (unknown, SessionError::UnknownKind(7)),
         (trailing, malformed("1 bytes too many")),
         (steering, malformed("a text that is not printable")),
-        (
-            numbered(0, 0, &ControlMessage::Drain),
-            SessionError::Gap { expected: 1, got: 0 },
-        ),
-        (
-            Frame {
-                received: 1,
-                numbered: None,
-            }
-            .encode(),
-            SessionError::AheadOfUs { received: 1, sent: 0 },
-        ),
+        (numbered(0, 0, &ControlMessage::Drain), SessionError::Gap { expected: 1, got: 0 }),
+        (Frame { received: 1, numbered: None }.encode(), SessionError::AheadOfUs { received: 1, sent: 0 }),
         (vec![HEARTBEAT_KIND, 0], malformed("ends 7 bytes early")),
         (Vec::new(), malformed("ends 1 bytes early")),
     ];
     for (plain, expected) in cases {
         let (mut session, mut peer) = half();
         let frame = peer.seal(&plain).unwrap();
-        assert_eq!(
-            session.on_bytes(&frame, T0, &mut Vec::new()),
-            Err(expected.clone())
-        );
+        assert_eq!(session.on_bytes(&frame, T0, &mut Vec::new()), Err(expected.clone()));
         assert!(matches!(expected.with("gpu1"), Error::PeerLost { .. }));
     }
 }
@@ -225,16 +174,11 @@ const HEARTBEAT_KIND: u8 = 0;
 fn lengths_that_cannot_be_are_refused_at_once() {
     for (length, bytes) in [(15u16, 0), (60_017, 60_001), (u16::MAX, 65_519)] {
         let (mut session, _) = half();
-        let error = session
-            .on_bytes(&length.to_le_bytes(), T0, &mut Vec::new())
-            .unwrap_err();
+        let error = session.on_bytes(&length.to_le_bytes(), T0, &mut Vec::new()).unwrap_err();
         assert_eq!(error, SessionError::Connection(SecureError::Length { bytes }));
     }
     let (_, mut peer) = half();
-    assert_eq!(
-        peer.seal(&[0; 60_001]),
-        Err(SecureError::Length { bytes: 60_001 })
-    );
+    assert_eq!(peer.seal(&[0; 60_001]), Err(SecureError::Length { bytes: 60_001 }));
     assert!(peer.seal(&[0; 60_000]).is_ok());
 }
 
@@ -249,19 +193,11 @@ fn the_largest_fence_fits_and_a_larger_one_is_not_taken() {
     };
     let (mut one, mut two) = pair();
     one.push(fence(FENCE_REFUSED_MAX), T0).unwrap();
-    assert!(matches!(
-        one.push(fence(FENCE_REFUSED_MAX + 1), T0),
-        Err(SessionError::Unusable(_))
-    ));
+    assert!(matches!(one.push(fence(FENCE_REFUSED_MAX + 1), T0), Err(SessionError::Unusable(_))));
     let mut out = Vec::new();
     two.on_bytes(&one.take_output(), T0, &mut out).unwrap();
-    let [ControlMessage::Fence { refused, reason, .. }] = &out[..] else {
-        panic!("{out:?}")
-    };
-    assert_eq!(
-        (refused.len(), reason.len()),
-        (FENCE_REFUSED_MAX, REASON_BYTES_MAX)
-    );
+    let [ControlMessage::Fence { refused, reason, .. }] = &out[..] else { panic!("{out:?}") };
+    assert_eq!((refused.len(), reason.len()), (FENCE_REFUSED_MAX, REASON_BYTES_MAX));
 }
 
 #[test]
@@ -280,21 +216,11 @@ fn any_message() -> impl Strategy<Value = ControlMessage> {
     let refused = prop::collection::vec(any::<(u64, u8)>(), 0..40);
     let fence = (any::<(u16, u32, u64)>(), refused, reason.clone()).prop_map(|(ids, refused, reason)| {
         let (channel, generation, placed) = ids;
-        ControlMessage::Fence {
-            channel,
-            generation,
-            placed,
-            refused,
-            reason,
-        }
+        ControlMessage::Fence { channel, generation, placed, refused, reason }
     });
     let dialling =
         any::<(u16, u32, std::net::Ipv6Addr, u16)>().prop_map(|(channel, generation, ip, port)| {
-            ControlMessage::Dialling {
-                channel,
-                generation,
-                source: (ip, port).into(),
-            }
+            ControlMessage::Dialling { channel, generation, source: (ip, port).into() }
         });
     prop_oneof![
         fence,

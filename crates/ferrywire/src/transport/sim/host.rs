@@ -25,11 +25,7 @@ pub struct SimHost {
 
 impl SimHost {
     pub(super) fn new(net: Arc<SimNet>, index: usize, host_name: &str) -> SimHost {
-        SimHost {
-            net,
-            index,
-            host_name: host_name.into(),
-        }
+        SimHost { net, index, host_name: host_name.into() }
     }
 
     /// The network it is part of.
@@ -43,13 +39,7 @@ impl SimHost {
     }
 
     fn conn(&self, link: u64, end: usize, local: SocketAddr, remote: SocketAddr) -> Box<dyn Conn> {
-        Box::new(SimConn {
-            net: Arc::clone(&self.net),
-            link,
-            end,
-            local,
-            remote,
-        })
+        Box::new(SimConn { net: Arc::clone(&self.net), link, end, local, remote })
     }
 }
 
@@ -60,11 +50,7 @@ impl Transport for SimHost {
 
     fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
         let (id, local) = self.net.lock().listen(self.index, address)?;
-        Ok(Box::new(SimListener {
-            net: Arc::clone(&self.net),
-            id,
-            local,
-        }))
+        Ok(Box::new(SimListener { net: Arc::clone(&self.net), id, local }))
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
@@ -90,11 +76,7 @@ impl Transport for SimHost {
 
     fn nics(&self) -> io::Result<Vec<Nic>> {
         let state = self.net.lock();
-        Ok(state.hosts[self.index]
-            .nics
-            .iter()
-            .map(|nic| state.nics[*nic].nic.clone())
-            .collect())
+        Ok(state.hosts[self.index].nics.iter().map(|nic| state.nics[*nic].nic.clone()).collect())
     }
 
     fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
@@ -121,13 +103,7 @@ impl Listener for SimListener {
         };
         let [remote, local] = state.links[&link].ends.each_ref().map(|end| end.address);
         let net = Arc::clone(&self.net);
-        Ok(Some(Box::new(SimConn {
-            net,
-            link,
-            end: 1,
-            local,
-            remote,
-        })))
+        Ok(Some(Box::new(SimConn { net, link, end: 1, local, remote })))
     }
 
     fn local(&self) -> SocketAddr {
@@ -156,11 +132,7 @@ struct SimConn {
 
 impl fmt::Debug for SimConn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "SimConn(c{} end {}, {} -> {})",
-            self.link, self.end, self.local, self.remote
-        )
+        write!(f, "SimConn(c{} end {}, {} -> {})", self.link, self.end, self.local, self.remote)
     }
 }
 
@@ -220,11 +192,7 @@ impl Drop for SimConn {
 /// The bytes of all pieces; none at all is a mistake, as it could not be told from the end.
 fn total(pieces: &[IoVec]) -> io::Result<usize> {
     let total = pieces.iter().map(|piece| piece.len).sum();
-    if total == 0 {
-        Err(ErrorKind::InvalidInput.into())
-    } else {
-        Ok(total)
-    }
+    if total == 0 { Err(ErrorKind::InvalidInput.into()) } else { Ok(total) }
 }
 
 /// Copies the first `count` bytes of the pieces.
@@ -249,10 +217,7 @@ unsafe fn gather(pieces: &[IoVec], count: usize) -> Vec<u8> {
 /// Each piece must be writable and no part of `from`.
 unsafe fn scatter(from: &VecDeque<u8>, pieces: &[IoVec], count: usize) {
     let (first, second) = from.as_slices();
-    let mut left = [
-        &first[..first.len().min(count)],
-        &second[..count.saturating_sub(first.len())],
-    ];
+    let mut left = [&first[..first.len().min(count)], &second[..count.saturating_sub(first.len())]];
     for piece in pieces {
         let mut filled = 0;
         for part in &mut left {

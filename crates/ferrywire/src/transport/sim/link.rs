@@ -196,10 +196,7 @@ impl Link {
         let pipe = &mut self.pipes[from];
         pipe.deliver(bytes, !gone);
         if gone {
-            trace.note(
-                at,
-                format_args!("c{} end {} rejects {} bytes", self.id, 1 - from, bytes.len()),
-            );
+            trace.note(at, format_args!("c{} end {} rejects {} bytes", self.id, 1 - from, bytes.len()));
             self.reject(1 - from, at, path);
         } else if path.open[1 - from] {
             pipe.send_ack(at + path.latency);

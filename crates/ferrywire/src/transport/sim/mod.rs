@@ -71,20 +71,12 @@ pub struct SimNet {
 impl SimNet {
     /// A network whose clock moves only by [`advance`](SimNet::advance) and [`step`](SimNet::step).
     pub fn new(seed: u64) -> Arc<SimNet> {
-        Arc::new(SimNet {
-            seed,
-            epoch: None,
-            state: Mutex::new(State::new(seed)),
-        })
+        Arc::new(SimNet { seed, epoch: None, state: Mutex::new(State::new(seed)) })
     }
 
     /// A network on the process's clock, for use with threads. Not repeatable.
     pub fn real_time(seed: u64) -> Arc<SimNet> {
-        Arc::new(SimNet {
-            seed,
-            epoch: Some(Instant::now()),
-            state: Mutex::new(State::new(seed)),
-        })
+        Arc::new(SimNet { seed, epoch: Some(Instant::now()), state: Mutex::new(State::new(seed)) })
     }
 
     /// The seed it was made with.
@@ -267,9 +259,7 @@ impl SimNet {
     pub fn fail_dials(&self, nic: IpAddr, fault: DialFault, count: usize) {
         let mut state = self.lock();
         let nic = state.nic_of(nic);
-        state.nics[nic]
-            .dial_faults
-            .extend(std::iter::repeat_n(fault, count));
+        state.nics[nic].dial_faults.extend(std::iter::repeat_n(fault, count));
     }
 
     // --- Hosts that break -----------------------------------------------------------------------
@@ -318,9 +308,6 @@ impl SimNet {
 
 impl fmt::Debug for SimNet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SimNet")
-            .field("seed", &self.seed)
-            .field("real_time", &self.epoch.is_some())
-            .finish()
+        f.debug_struct("SimNet").field("seed", &self.seed).field("real_time", &self.epoch.is_some()).finish()
     }
 }

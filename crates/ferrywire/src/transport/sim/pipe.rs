@@ -26,11 +26,7 @@ pub(super) enum Payload {
 
 impl Payload {
     pub(super) fn len(&self) -> usize {
-        if let Payload::Bytes(bytes) = self {
-            bytes.len()
-        } else {
-            0
-        }
+        if let Payload::Bytes(bytes) = self { bytes.len() } else { 0 }
     }
 }
 
@@ -111,16 +107,8 @@ impl Pipe {
 
     /// Puts something behind everything already in flight.
     pub(super) fn enqueue(&mut self, payload: Payload, (leaves, due): (Duration, Duration), lost: bool) {
-        let behind = self
-            .in_flight
-            .back()
-            .map_or(Duration::ZERO, |segment| segment.due);
-        self.in_flight.push_back(Segment {
-            payload,
-            leaves,
-            due: due.max(behind),
-            lost,
-        });
+        let behind = self.in_flight.back().map_or(Duration::ZERO, |segment| segment.due);
+        self.in_flight.push_back(Segment { payload, leaves, due: due.max(behind), lost });
     }
 
     /// Flips a bit of the first byte sent at or after this offset of the stream.
@@ -192,8 +180,7 @@ impl Pipe {
     /// The path is back in both directions: acknowledgements that were lost are repeated.
     pub(super) fn acknowledge_again(&mut self, now: Duration, rtt: Duration, rto: Duration) {
         if self.acked < self.delivered && self.acks.is_empty() {
-            self.acks
-                .push_back((self.next_retry(now, rto) + rtt, self.delivered));
+            self.acks.push_back((self.next_retry(now, rto) + rtt, self.delivered));
         }
     }
 

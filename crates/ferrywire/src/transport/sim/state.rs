@@ -156,10 +156,7 @@ impl State {
     pub(super) fn next_event(&mut self) -> Option<Duration> {
         self.settle_all();
         let scheduled = self.events.keys().next().map(|(at, _)| *at);
-        let links = self
-            .links
-            .values()
-            .filter_map(|link| link.next_at().filter(|at| *at > self.clock));
+        let links = self.links.values().filter_map(|link| link.next_at().filter(|at| *at > self.clock));
         let waiting = self.listeners.values().flat_map(|listener| &listener.backlog);
         let waiting = waiting.map(|(_, at)| *at).filter(|at| *at > self.clock);
         scheduled.into_iter().chain(links).chain(waiting).min()
@@ -179,20 +176,13 @@ impl State {
     }
 
     pub(super) fn link_ids(&self, wanted: impl Fn(&Link) -> bool) -> Vec<u64> {
-        self.links
-            .values()
-            .filter(|link| wanted(link))
-            .map(|link| link.id)
-            .collect()
+        self.links.values().filter(|link| wanted(link)).map(|link| link.id).collect()
     }
 
     // --- Topology -----------------------------------------------------------------------------
 
     pub(super) fn add_host(&mut self, name: &str, nics: &[(&str, IpAddr)]) -> usize {
-        assert!(
-            self.hosts.iter().all(|host| host.name != name),
-            "two hosts named {name}"
-        );
+        assert!(self.hosts.iter().all(|host| host.name != name), "two hosts named {name}");
         let host = self.hosts.len();
         let next_port = 32768;
         self.hosts.push(HostState {
@@ -204,10 +194,7 @@ impl State {
         });
         self.add_nic(host, "lo", IpAddr::V4(Ipv4Addr::LOCALHOST), 8);
         for (name, address) in nics {
-            assert!(
-                self.find_nic(host, *address).is_none(),
-                "address {address} is taken"
-            );
+            assert!(self.find_nic(host, *address).is_none(), "address {address} is taken");
             self.add_nic(host, name, *address, if address.is_ipv4() { 24 } else { 64 });
         }
         host
@@ -215,14 +202,7 @@ impl State {
 
     fn add_nic(&mut self, host: usize, name: &str, address: IpAddr, prefix_len: u8) {
         let loopback = address.is_loopback();
-        let nic = Nic {
-            name: name.into(),
-            address,
-            prefix_len,
-            speed_mbps: None,
-            loopback,
-            up: true,
-        };
+        let nic = Nic { name: name.into(), address, prefix_len, speed_mbps: None, loopback, up: true };
         self.hosts[host].nics.push(self.nics.len());
         self.nics.push(NicState {
             host,
@@ -249,8 +229,7 @@ impl State {
     /// A NIC that the caller names; unknown is the caller's mistake.
     pub(super) fn nic_of(&self, address: IpAddr) -> usize {
         assert!(!address.is_loopback(), "loopback addresses belong to every host");
-        self.find_nic(0, address)
-            .unwrap_or_else(|| panic!("no NIC has the address {address}"))
+        self.find_nic(0, address).unwrap_or_else(|| panic!("no NIC has the address {address}"))
     }
 
     pub(super) fn host_of(&self, name: &str) -> usize {
@@ -263,10 +242,7 @@ impl State {
         let nics = &self.hosts[host].nics;
         let matching = nics.iter().find(|nic| self.nics[**nic].nic.reaches(to));
         let first = nics.iter().find(|nic| !self.nics[**nic].nic.loopback);
-        matching
-            .or(first)
-            .copied()
-            .ok_or_else(|| ErrorKind::NetworkUnreachable.into())
+        matching.or(first).copied().ok_or_else(|| ErrorKind::NetworkUnreachable.into())
     }
 
     // --- Paths --------------------------------------------------------------------------------
@@ -281,10 +257,7 @@ impl State {
         let link = self.links.get(&id)?;
         let [a, b] = [link.ends[0].nic, link.ends[1].nic];
         let latency = self.latency + self.nics[a].extra_latency + self.nics[b].extra_latency;
-        Some(Path {
-            open: [self.flows(a, b), self.flows(b, a)],
-            latency,
-        })
+        Some(Path { open: [self.flows(a, b), self.flows(b, a)], latency })
     }
 
     /// Silently breaks a NIC, one way or both; until healed, or for a time.
@@ -296,11 +269,7 @@ impl State {
         state.cut_since = now;
         state.cut_epoch += 1;
         let epoch = state.cut_epoch;
-        note!(
-            self,
-            "{} cut, out {out}, in {into}, for {lasting:?}",
-            self.nics[nic].nic.address
-        );
+        note!(self, "{} cut, out {out}, in {into}, for {lasting:?}", self.nics[nic].nic.address);
         if let Some(lasting) = lasting {
             self.schedule(now + lasting, Event::Heal { nic, epoch });
         }
@@ -349,15 +318,10 @@ impl State {
         let now = self.clock;
         let phase = match listener {
             _ if !path.is_open() || full => self.request_again(id, tries + 1),
-            None => Phase::Failing {
-                at: now + path.latency,
-                kind: ErrorKind::ConnectionRefused,
-            },
+            None => Phase::Failing { at: now + path.latency, kind: ErrorKind::ConnectionRefused },
             Some(listener) => {
                 self.offer(listener, id, now + path.rtt());
-                Phase::Up {
-                    at: now + path.latency,
-                }
+                Phase::Up { at: now + path.latency }
             }
         };
         note!(self, "c{id} request to {address}: {phase:?}");
@@ -368,15 +332,9 @@ impl State {
 
     fn request_again(&mut self, id: u64, tries: u32) -> Phase {
         if tries == DIAL_TRIES_MAX {
-            return Phase::Failing {
-                at: self.clock,
-                kind: ErrorKind::TimedOut,
-            };
+            return Phase::Failing { at: self.clock, kind: ErrorKind::TimedOut };
         }
-        self.schedule(
-            self.clock + DIAL_RETRY_FIRST * (1 << (tries - 1)),
-            Event::Request(id),
-        );
+        self.schedule(self.clock + DIAL_RETRY_FIRST * (1 << (tries - 1)), Event::Request(id));
         Phase::Connecting { tries }
     }
 
@@ -394,10 +352,7 @@ impl State {
             let here = listener.address.ip() == address.ip() || listener.address.ip().is_unspecified();
             listener.host == host && here && listener.address.port() == address.port()
         };
-        self.listeners
-            .iter()
-            .find(|(_, listener)| hears(listener))
-            .map(|(id, _)| *id)
+        self.listeners.iter().find(|(_, listener)| hears(listener)).map(|(id, _)| *id)
     }
 
     /// Resets a connection; `first` is the end that learns of it at once.
@@ -412,10 +367,7 @@ impl State {
             return;
         };
         if !link.is_up() {
-            link.phase = Phase::Failing {
-                at: now,
-                kind: ErrorKind::ConnectionReset,
-            };
+            link.phase = Phase::Failing { at: now, kind: ErrorKind::ConnectionReset };
             return;
         }
         for end in [0, 1] {
@@ -438,12 +390,8 @@ impl State {
         note!(self, "{} killed", self.hosts[host].name);
         self.hosts[host].killed = true;
         self.hosts[host].frozen = false;
-        let gone: Vec<u64> = self
-            .listeners
-            .iter()
-            .filter(|(_, l)| l.host == host)
-            .map(|(id, _)| *id)
-            .collect();
+        let gone: Vec<u64> =
+            self.listeners.iter().filter(|(_, l)| l.host == host).map(|(id, _)| *id).collect();
         for listener in gone {
             self.close_listener(listener);
         }

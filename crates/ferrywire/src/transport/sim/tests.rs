@@ -63,30 +63,15 @@ impl Pair {
         let a = net.host("a", &[("eth0", ip(A0)), ("eth1", ip(A1))]);
         let b = net.host("b", &[("eth0", ip(B0)), ("eth1", ip(B1))]);
         let mut listener = b.listen("0.0.0.0:7000".parse().unwrap()).unwrap();
-        let bulk = ConnOptions {
-            bulk: true,
-            ..ConnOptions::default()
-        };
+        let bulk = ConnOptions { bulk: true, ..ConnOptions::default() };
         let dialled = a.dial(None, SocketAddr::new(ip(B0), 7000), &bulk).unwrap();
         net.advance(ms(1));
-        let accepted = listener
-            .accept()
-            .unwrap()
-            .expect("connected within a millisecond");
-        Pair {
-            net,
-            a,
-            b,
-            listener: Some(listener),
-            dialled,
-            accepted,
-        }
+        let accepted = listener.accept().unwrap().expect("connected within a millisecond");
+        Pair { net, a, b, listener: Some(listener), dialled, accepted }
     }
 
     fn kind_of_recv(conn: &mut dyn Conn) -> Result<usize, ErrorKind> {
-        recv(conn, 1 << 20)
-            .map(|bytes| bytes.len())
-            .map_err(|error| error.kind())
+        recv(conn, 1 << 20).map(|bytes| bytes.len()).map_err(|error| error.kind())
     }
 
     fn kind_of_send(conn: &mut dyn Conn) -> Result<usize, ErrorKind> {
@@ -108,23 +93,14 @@ fn pump(pair: &mut Pair, total: usize) -> io::Result<Vec<u8>> {
             result => received.extend(result?),
         }
         if received.len() == total {
-            assert!(
-                received == bytes,
-                "seed {}: the stream was changed",
-                pair.net.seed()
-            );
+            assert!(received == bytes, "seed {}: the stream was changed", pair.net.seed());
             return Ok(received);
         }
         if !pair.net.step() {
             pair.net.advance(ms(1));
         }
     }
-    panic!(
-        "no end: {} of {total}, seed {}\n{:#?}",
-        received.len(),
-        pair.net.seed(),
-        pair.net.trace()
-    );
+    panic!("no end: {} of {total}, seed {}\n{:#?}", received.len(), pair.net.seed(), pair.net.trace());
 }
 
 #[test]
@@ -154,10 +130,7 @@ fn bytes_stay_intact_until_a_reset_under_random_faults() {
 fn same_seed_and_calls_give_the_same_events() {
     let run = |seed| {
         let mut pair = Pair::new(seed);
-        pair.net.set_faults(Faults {
-            reset: 0.0,
-            ..Faults::random(seed)
-        });
+        pair.net.set_faults(Faults { reset: 0.0, ..Faults::random(seed) });
         pump(&mut pair, 100_000).unwrap();
         (pair.net.trace(), pair.net.fingerprint(), pair.net.now())
     };
@@ -165,10 +138,7 @@ fn same_seed_and_calls_give_the_same_events() {
         assert_eq!(run(seed), run(seed), "seed {seed}");
     }
     assert_ne!(run(1).1, run(2).1);
-    assert!(
-        format!("{:?}", Pair::new(77).a).contains("77"),
-        "Debug tells the seed"
-    );
+    assert!(format!("{:?}", Pair::new(77).a).contains("77"), "Debug tells the seed");
 }
 
 #[test]
@@ -192,10 +162,7 @@ fn cut_is_silent_and_healing_keeps_the_stream() {
         "the timer has not fired"
     );
     pair.net.advance(ms(1600));
-    assert_eq!(
-        recv(&mut *pair.accepted, 100).unwrap(),
-        b"lost at first, and this"
-    );
+    assert_eq!(recv(&mut *pair.accepted, 100).unwrap(), b"lost at first, and this");
     let health = pair.dialled.health();
     assert!(!health.waiting && health.unanswered == 0 && health.rtt == Duration::from_micros(100));
 }
@@ -244,18 +211,12 @@ fn reset_may_reach_the_other_end_late_or_only_after_a_cut() {
     let mut pair = Pair::new(5);
     pair.net.cut_outgoing(ip(A0));
     assert_eq!(pair.net.reset_nic(ip(A0), ResetSeen::OtherEndAfter(ms(20))), 1);
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.dialled),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.dialled), Err(ErrorKind::ConnectionReset));
     pair.net.advance(ms(100));
     assert_eq!(Pair::kind_of_send(&mut *pair.accepted), Ok(1));
     pair.net.heal(ip(A0));
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_send(&mut *pair.accepted),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_send(&mut *pair.accepted), Err(ErrorKind::ConnectionReset));
 }
 
 #[test]
@@ -267,24 +228,13 @@ fn shutdown_ends_both_directions_after_late_bytes() {
     pair.dialled.shutdown();
     pair.dialled.shutdown();
     assert_eq!(Pair::kind_of_send(&mut *pair.dialled), Err(ErrorKind::BrokenPipe));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.dialled),
-        Ok(0),
-        "never bytes after its own shutdown"
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.dialled), Ok(0), "never bytes after its own shutdown");
     pair.net.advance(ms(1));
     assert_eq!(recv(&mut *pair.accepted, 100).unwrap(), b"late");
     assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Ok(0));
-    assert_eq!(
-        Pair::kind_of_send(&mut *pair.accepted),
-        Ok(1),
-        "the other end cannot know yet"
-    );
+    assert_eq!(Pair::kind_of_send(&mut *pair.accepted), Ok(1), "the other end cannot know yet");
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_send(&mut *pair.accepted),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_send(&mut *pair.accepted), Err(ErrorKind::ConnectionReset));
 }
 
 #[test]
@@ -294,25 +244,16 @@ fn dropping_with_unread_bytes_resets_and_abrupt_closes_lose_bytes() {
     pair.net.advance(ms(1));
     drop(pair.dialled);
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.accepted),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Err(ErrorKind::ConnectionReset));
     drop(pair.accepted);
     assert!(pair.net.connections().is_empty());
 
     let mut pair = Pair::new(7);
-    pair.net.set_faults(Faults {
-        abrupt_close: 1.0,
-        ..Faults::default()
-    });
+    pair.net.set_faults(Faults { abrupt_close: 1.0, ..Faults::default() });
     send(&mut *pair.dialled, b"lost").unwrap();
     drop(pair.dialled);
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.accepted),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Err(ErrorKind::ConnectionReset));
 }
 
 #[test]
@@ -326,10 +267,7 @@ fn stall_delays_and_corruption_changes_one_byte() {
     send(&mut *pair.dialled, &[0; 100]).unwrap();
     send(&mut *pair.dialled, &[0; 100]).unwrap();
     pair.net.advance(ms(299));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.accepted),
-        Err(ErrorKind::WouldBlock)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Err(ErrorKind::WouldBlock));
     assert_eq!(pair.dialled.health().unanswered, 1);
     pair.net.advance(ms(2));
     let received = recv(&mut *pair.accepted, 1000).unwrap();
@@ -366,11 +304,7 @@ fn threads_use_it_in_real_time() {
 #[test]
 fn chance_is_fair_and_repeatable() {
     let mut rng = Rng::new(0);
-    assert_eq!(
-        rng.next(),
-        0xe220_a839_7b1d_cdaf,
-        "SplitMix64's first number for seed 0"
-    );
+    assert_eq!(rng.next(), 0xe220_a839_7b1d_cdaf, "SplitMix64's first number for seed 0");
     let hits = (0..10_000).filter(|_| rng.chance(0.25)).count();
     assert!((2300..2700).contains(&hits), "{hits}");
     assert!((0..1000).all(|_| (1..=3).contains(&rng.prefix(3))));

@@ -18,10 +18,7 @@ pub(super) struct Trace {
 
 impl Trace {
     pub(super) fn new() -> Trace {
-        Trace {
-            ring: VecDeque::with_capacity(TRACE_EVENTS_MAX),
-            fingerprint: 0xcbf2_9ce4_8422_2325,
-        }
+        Trace { ring: VecDeque::with_capacity(TRACE_EVENTS_MAX), fingerprint: 0xcbf2_9ce4_8422_2325 }
     }
 
     pub(super) fn note(&mut self, at: Duration, what: std::fmt::Arguments<'_>) {

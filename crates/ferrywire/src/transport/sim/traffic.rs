@@ -29,56 +29,32 @@ impl State {
     pub(super) fn listen(&mut self, host: usize, mut address: SocketAddr) -> io::Result<(u64, SocketAddr)> {
         self.check_alive(host)?;
         let ip = address.ip();
-        if !ip.is_unspecified()
-            && self
-                .find_nic(host, ip)
-                .is_none_or(|nic| self.nics[nic].host != host)
-        {
+        if !ip.is_unspecified() && self.find_nic(host, ip).is_none_or(|nic| self.nics[nic].host != host) {
             return Err(ErrorKind::AddrNotAvailable.into());
         }
         if address.port() == 0 {
             address.set_port(self.free_port(host));
         }
-        if self
-            .listeners
-            .values()
-            .any(|other| other.host == host && overlap(other.address, address))
-        {
+        if self.listeners.values().any(|other| other.host == host && overlap(other.address, address)) {
             return Err(ErrorKind::AddrInUse.into());
         }
         let id = self.next_id();
-        self.listeners.insert(
-            id,
-            ListenerState {
-                host,
-                address,
-                backlog: Default::default(),
-            },
-        );
+        self.listeners.insert(id, ListenerState { host, address, backlog: Default::default() });
         note!(self, "{} listens on {address}", self.hosts[host].name);
         Ok((id, address))
     }
 
     fn check_alive(&self, host: usize) -> io::Result<()> {
-        if self.hosts[host].killed {
-            Err(ErrorKind::NetworkDown.into())
-        } else {
-            Ok(())
-        }
+        if self.hosts[host].killed { Err(ErrorKind::NetworkDown.into()) } else { Ok(()) }
     }
 
     fn free_port(&mut self, host: usize) -> u16 {
         loop {
             let port = self.hosts[host].next_port;
             self.hosts[host].next_port = if port == u16::MAX { 32768 } else { port + 1 };
-            let listens = self
-                .listeners
-                .values()
-                .any(|l| l.host == host && l.address.port() == port);
-            let dials = self
-                .links
-                .values()
-                .any(|l| l.ends[0].host == host && l.ends[0].address.port() == port);
+            let listens = self.listeners.values().any(|l| l.host == host && l.address.port() == port);
+            let dials =
+                self.links.values().any(|l| l.ends[0].host == host && l.ends[0].address.port() == port);
             if !listens && !dials {
                 return port;
             }
@@ -100,27 +76,18 @@ impl State {
         let target = self.find_nic(host, to.ip());
         let local = SocketAddr::new(self.nics[from].nic.address, self.free_port(host));
         let far = target.unwrap_or(from);
-        let ends = [
-            End::new(host, from, local),
-            End::new(self.nics[far].host, far, to),
-        ];
+        let ends = [End::new(host, from, local), End::new(self.nics[far].host, far, to)];
         let id = self.next_id();
         let mut link = Link::new(id, ends, self.buffer_bytes, self.clock);
         link.bulk = bulk;
         self.links.insert(id, link);
-        note!(
-            self,
-            "c{id} {} dials {to} from {local}, bulk {bulk}",
-            self.hosts[host].name
-        );
+        note!(self, "c{id} {} dials {to} from {local}, bulk {bulk}", self.hosts[host].name);
         self.ask(id, target);
         Ok(id)
     }
 
     fn own_nic(&self, host: usize, address: IpAddr) -> io::Result<usize> {
-        let own = self
-            .find_nic(host, address)
-            .filter(|nic| self.nics[*nic].host == host);
+        let own = self.find_nic(host, address).filter(|nic| self.nics[*nic].host == host);
         own.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
     }
 
@@ -141,10 +108,7 @@ impl State {
             Some((after, kind)) => {
                 note!(self, "c{id} will fail: {kind:?}");
                 if let Some(link) = self.links.get_mut(&id) {
-                    link.phase = Phase::Failing {
-                        at: now + after,
-                        kind,
-                    };
+                    link.phase = Phase::Failing { at: now + after, kind };
                 }
             }
         }
@@ -157,8 +121,7 @@ impl State {
         if self.disrupts(self.faults.refuse_dial) {
             return Some(DialFault::Refuse);
         }
-        self.disrupts(self.faults.time_out_dial)
-            .then_some(DialFault::TimeOut)
+        self.disrupts(self.faults.time_out_dial).then_some(DialFault::TimeOut)
     }
 
     pub(super) fn accept(&mut self, listener: u64) -> io::Result<Option<u64>> {
@@ -207,11 +170,7 @@ impl State {
             return Err(ErrorKind::WouldBlock.into());
         }
         let partial = self.rng.chance(self.faults.partial);
-        Ok(if partial {
-            self.rng.prefix(possible)
-        } else {
-            possible
-        })
+        Ok(if partial { self.rng.prefix(possible) } else { possible })
     }
 
     /// Sends bytes that `send_allowed` let through.
@@ -309,10 +268,7 @@ impl State {
     /// What may befall a connection after a send.
     fn strike(&mut self, id: u64) {
         let Some(link) = self.links.get(&id) else { return };
-        let (nics, spared) = (
-            link.ends.each_ref().map(|end| end.nic),
-            self.faults.bulk_only && !link.bulk,
-        );
+        let (nics, spared) = (link.ends.each_ref().map(|end| end.nic), self.faults.bulk_only && !link.bulk);
         if !spared && self.rng.chance(self.faults.stall) {
             let lasting = self.rng.up_to(self.faults.stall_max);
             self.stall(id, lasting);
@@ -326,11 +282,7 @@ impl State {
         if !spared && self.disrupts(self.faults.reset) {
             let first = self.rng.below(2) as usize;
             let later = ResetSeen::OtherEndAfter(self.rng.up_to(RESET_DELAY_MAX));
-            let seen = if self.rng.chance(0.5) {
-                ResetSeen::AtOnce
-            } else {
-                later
-            };
+            let seen = if self.rng.chance(0.5) { ResetSeen::AtOnce } else { later };
             self.reset(id, first, seen);
         }
     }
@@ -386,8 +338,7 @@ impl State {
             link.pipes[end].clear_flight();
             farewell = Payload::Rst;
         }
-        self.trace
-            .note(now, format_args!("c{id} end {end} says {farewell:?}"));
+        self.trace.note(now, format_args!("c{id} end {end} says {farewell:?}"));
         link.tell(end, farewell, now, path);
     }
 
@@ -410,10 +361,7 @@ impl State {
     pub(super) fn unsent_bytes(&mut self, id: u64, end: usize) -> usize {
         self.settle(id);
         let Some(link) = self.links.get(&id) else { return 0 };
-        let waiting = link.pipes[end]
-            .in_flight
-            .iter()
-            .filter(|segment| segment.leaves > self.clock);
+        let waiting = link.pipes[end].in_flight.iter().filter(|segment| segment.leaves > self.clock);
         waiting.map(|segment| segment.payload.len()).sum()
     }
 
@@ -427,12 +375,7 @@ impl State {
         if !link.is_up() {
             let silent_for = now.saturating_sub(link.dialled_at);
             let unanswered = retries(silent_for, DIAL_RETRY_FIRST);
-            return PathHealth {
-                waiting: true,
-                unanswered,
-                silent_for,
-                rtt,
-            };
+            return PathHealth { waiting: true, unanswered, silent_for, rtt };
         }
         if pipe.is_waiting() {
             return PathHealth {
@@ -442,32 +385,14 @@ impl State {
                 rtt,
             };
         }
-        let broken = link
-            .ends
-            .iter()
-            .map(|end| &self.nics[end.nic])
-            .filter(|nic| nic.cut_out || nic.cut_in);
+        let broken = link.ends.iter().map(|end| &self.nics[end.nic]).filter(|nic| nic.cut_out || nic.cut_in);
         let broken_since = broken.map(|nic| nic.cut_since).max().filter(|_| !path.is_open());
-        let Some(since) = pipe
-            .full_since
-            .zip(broken_since)
-            .map(|(full, broken)| full.max(broken))
-        else {
-            return PathHealth {
-                waiting: false,
-                unanswered: 0,
-                silent_for,
-                rtt,
-            };
+        let Some(since) = pipe.full_since.zip(broken_since).map(|(full, broken)| full.max(broken)) else {
+            return PathHealth { waiting: false, unanswered: 0, silent_for, rtt };
         };
         // The other end reads nothing and its window is shut: the kernel probes, and gets no answer.
         let silence = now.saturating_sub(since);
-        PathHealth {
-            waiting: true,
-            unanswered: retries(silence, path.rto()),
-            silent_for: silence,
-            rtt,
-        }
+        PathHealth { waiting: true, unanswered: retries(silence, path.rto()), silent_for: silence, rtt }
     }
 }
 

@@ -146,9 +146,7 @@ impl TcpConn {
     fn drain_completions(&mut self) {
         while self.zero_copy.is_unfinished() {
             match zerocopy::completion(self.descriptor()) {
-                Ok(completion) => completion
-                    .into_iter()
-                    .for_each(|done| self.zero_copy.finish(done)),
+                Ok(completion) => completion.into_iter().for_each(|done| self.zero_copy.finish(done)),
                 Err(_) => break,
             }
         }
@@ -275,7 +273,5 @@ impl Drop for TcpConn {
 /// The bytes of the pieces that one call looks at.
 fn total_bytes(pieces: &[IoVec]) -> usize {
     let looked_at = &pieces[..pieces.len().min(IOVECS_PER_CALL_MAX)];
-    looked_at
-        .iter()
-        .fold(0, |total, piece| total.saturating_add(piece.len))
+    looked_at.iter().fold(0, |total, piece| total.saturating_add(piece.len))
 }

@@ -28,24 +28,15 @@ impl Watch {
     pub(super) fn look(&mut self, now: Duration, info: &TcpInfo) -> PathHealth {
         let apart = now.saturating_sub(self.looked_at);
         self.looked_at = now;
-        let since = self
-            .waiting_since
-            .filter(|_| apart <= LOOKS_APART_MAX)
-            .unwrap_or(now);
+        let since = self.waiting_since.filter(|_| apart <= LOOKS_APART_MAX).unwrap_or(now);
         self.waiting_since = info.waiting().then_some(since);
-        let waited = self
-            .waiting_since
-            .map_or(Duration::ZERO, |since| now.saturating_sub(since));
+        let waited = self.waiting_since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
         // A single window probe is answered within a round trip, however long ago the one before was.
         let only_asked = info.unacked == 0 && info.probes < 2;
         PathHealth {
             waiting: info.waiting(),
             unanswered: info.unanswered(),
-            silent_for: if only_asked {
-                Duration::ZERO
-            } else {
-                waited.min(info.last_ack_recv)
-            },
+            silent_for: if only_asked { Duration::ZERO } else { waited.min(info.last_ack_recv) },
             rtt: info.rtt,
         }
     }
@@ -56,11 +47,7 @@ mod tests {
     use super::*;
 
     fn lost() -> TcpInfo {
-        TcpInfo {
-            unacked: 1,
-            retransmits: 1,
-            ..TcpInfo::default()
-        }
+        TcpInfo { unacked: 1, retransmits: 1, ..TcpInfo::default() }
     }
 
     fn millis(count: u64) -> Duration {
@@ -71,13 +58,7 @@ mod tests {
     fn silence_after(looks: u64, info: TcpInfo, silent: Duration) -> Duration {
         let mut watch = Watch::default();
         let look = |i| {
-            watch.look(
-                millis(60_000 + 200 * i),
-                &TcpInfo {
-                    last_ack_recv: silent + millis(200 * i),
-                    ..info
-                },
-            )
+            watch.look(millis(60_000 + 200 * i), &TcpInfo { last_ack_recv: silent + millis(200 * i), ..info })
         };
         (0..=looks).map(look).last().unwrap().silent_for
     }
@@ -96,13 +77,7 @@ mod tests {
     fn silence_is_no_longer_than_the_kernel_says() {
         let mut watch = Watch::default();
         watch.look(millis(100), &lost());
-        let health = watch.look(
-            millis(400),
-            &TcpInfo {
-                last_ack_recv: millis(5),
-                ..lost()
-            },
-        );
+        let health = watch.look(millis(400), &TcpInfo { last_ack_recv: millis(5), ..lost() });
         assert_eq!(health.silent_for, millis(5));
     }
 
@@ -110,34 +85,14 @@ mod tests {
     fn looks_far_apart_begin_a_new_wait() {
         let mut watch = Watch::default();
         watch.look(millis(100), &lost());
-        let health = watch.look(
-            millis(5000),
-            &TcpInfo {
-                last_ack_recv: millis(4900),
-                ..lost()
-            },
-        );
+        let health = watch.look(millis(5000), &TcpInfo { last_ack_recv: millis(4900), ..lost() });
         assert_eq!(health.silent_for, millis(0));
     }
 
     #[test]
     fn one_window_probe_proves_nothing_and_two_do() {
-        let shut_window = TcpInfo {
-            notsent_bytes: 1,
-            probes: 1,
-            ..TcpInfo::default()
-        };
+        let shut_window = TcpInfo { notsent_bytes: 1, probes: 1, ..TcpInfo::default() };
         assert_eq!(silence_after(20, shut_window, millis(0)), millis(0));
-        assert_eq!(
-            silence_after(
-                20,
-                TcpInfo {
-                    probes: 2,
-                    ..shut_window
-                },
-                millis(0)
-            ),
-            millis(4000)
-        );
+        assert_eq!(silence_after(20, TcpInfo { probes: 2, ..shut_window }, millis(0)), millis(4000));
     }
 }

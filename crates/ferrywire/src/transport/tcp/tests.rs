@@ -18,10 +18,7 @@ fn localhost(port: u16) -> SocketAddr {
 }
 
 fn bulk() -> ConnOptions {
-    ConnOptions {
-        bulk: true,
-        ..ConnOptions::default()
-    }
+    ConnOptions { bulk: true, ..ConnOptions::default() }
 }
 
 /// Repeats what would block.
@@ -62,10 +59,7 @@ fn pair() -> (TcpConn, Box<dyn Conn>) {
 }
 
 fn pieces_over(bytes: &mut [u8], piece_bytes: usize) -> Vec<IoVec> {
-    bytes
-        .chunks_mut(piece_bytes)
-        .map(|piece| IoVec::new(piece.as_mut_ptr(), piece.len()))
-        .collect()
+    bytes.chunks_mut(piece_bytes).map(|piece| IoVec::new(piece.as_mut_ptr(), piece.len())).collect()
 }
 
 fn send_from(conn: &mut dyn Conn, bytes: &mut [u8]) -> io::Result<usize> {
@@ -143,10 +137,7 @@ fn shutdown_ends_both_directions_once() {
     near.shutdown();
     near.shutdown();
     assert_eq!(recv_into(&mut near, &mut [0; 8]).unwrap(), 0);
-    assert_eq!(
-        send_from(&mut near, &mut [0; 8]).unwrap_err().kind(),
-        io::ErrorKind::BrokenPipe
-    );
+    assert_eq!(send_from(&mut near, &mut [0; 8]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
     assert_eq!(eventually(|| recv_into(far.as_mut(), &mut [0; 8])).unwrap(), 0);
 }
 
@@ -186,10 +177,7 @@ fn a_reset_is_not_mistaken_for_the_end_of_the_stream() {
         let received = eventually(|| recv_into(&mut near, &mut [0; 8]));
         assert_eq!(received.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
-    assert_eq!(
-        send_from(&mut near, &mut [0; 8]).unwrap_err().kind(),
-        io::ErrorKind::ConnectionReset
-    );
+    assert_eq!(send_from(&mut near, &mut [0; 8]).unwrap_err().kind(), io::ErrorKind::ConnectionReset);
 }
 
 #[test]
@@ -197,16 +185,8 @@ fn writing_to_a_peer_that_has_ended_does_not_spoil_what_it_said() {
     let (mut near, mut far) = pair();
     send_all(far.as_mut(), &mut pattern(100));
     far.shutdown();
-    let end = Event {
-        token: 1,
-        readable: true,
-        writable: true,
-        error: false,
-        hangup: false,
-    };
-    until("the end has arrived", || {
-        ready(&near, Interest::BOTH, DEADLINE) == Some(end)
-    });
+    let end = Event { token: 1, readable: true, writable: true, error: false, hangup: false };
+    until("the end has arrived", || ready(&near, Interest::BOTH, DEADLINE) == Some(end));
     let refused =
         eventually(|| send_from(&mut near, &mut [0; 8]).and(Err::<(), _>(io::ErrorKind::WouldBlock.into())));
     assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
@@ -243,16 +223,10 @@ fn pieces_past_the_kernels_limit_are_left_for_the_next_call() {
 #[test]
 fn nothing_to_send_or_no_room_is_an_error_not_an_end() {
     let (mut near, mut far) = pair();
-    assert_eq!(
-        send_from(&mut near, &mut []).unwrap_err().kind(),
-        io::ErrorKind::InvalidInput
-    );
+    assert_eq!(send_from(&mut near, &mut []).unwrap_err().kind(), io::ErrorKind::InvalidInput);
     send_all(&mut near, &mut [1]);
     assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
-    assert_eq!(
-        recv_into(far.as_mut(), &mut []).unwrap_err().kind(),
-        io::ErrorKind::InvalidInput
-    );
+    assert_eq!(recv_into(far.as_mut(), &mut []).unwrap_err().kind(), io::ErrorKind::InvalidInput);
 }
 
 #[test]
@@ -261,10 +235,7 @@ fn few_bytes_do_not_wake_who_wants_many() {
     TcpTransport::default().tune(far.as_mut(), &bulk());
     far.want_bytes(64 << 10);
     send_all(&mut near, &mut pattern(1 << 10));
-    assert_eq!(
-        ready(far.as_ref(), Interest::READ, Duration::from_millis(50)),
-        None
-    );
+    assert_eq!(ready(far.as_ref(), Interest::READ, Duration::from_millis(50)), None);
     send_all(&mut near, &mut pattern(63 << 10));
     assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
 }
@@ -308,22 +279,15 @@ fn the_loopback_nic_is_known_and_routed_to() {
     let transport = TcpTransport::default();
     let nics = transport.nics().unwrap();
     assert!(nics.iter().any(|nic| nic.loopback && nic.name == "lo"));
-    assert_eq!(
-        transport.route(Ipv4Addr::LOCALHOST.into()).unwrap(),
-        Ipv4Addr::LOCALHOST
-    );
+    assert_eq!(transport.route(Ipv4Addr::LOCALHOST.into()).unwrap(), Ipv4Addr::LOCALHOST);
 }
 
 #[test]
 fn a_bound_connection_comes_from_its_nic() {
     let transport = TcpTransport::default();
     let mut listener = transport.listen(localhost(0)).unwrap();
-    let mut nic = transport
-        .nics()
-        .unwrap()
-        .into_iter()
-        .find(|nic| nic.address == Ipv4Addr::LOCALHOST)
-        .unwrap();
+    let mut nic =
+        transport.nics().unwrap().into_iter().find(|nic| nic.address == Ipv4Addr::LOCALHOST).unwrap();
     nic.address = Ipv4Addr::new(127, 0, 0, 77).into();
     let dialled = transport.dial(Some(&nic), listener.local(), &bulk()).unwrap();
     assert_eq!(dialled.local().ip(), nic.address);
@@ -334,12 +298,7 @@ fn a_bound_connection_comes_from_its_nic() {
 fn every_nic_reaches_this_host_itself() {
     let transport = TcpTransport::default();
     let mut listener = transport.listen(localhost(0)).unwrap();
-    for nic in transport
-        .nics()
-        .unwrap()
-        .iter()
-        .filter(|nic| nic.address.is_ipv4() && nic.up)
-    {
+    for nic in transport.nics().unwrap().iter().filter(|nic| nic.address.is_ipv4() && nic.up) {
         let mut dialled = transport.dial(Some(nic), listener.local(), &bulk()).unwrap();
         send_all(dialled.as_mut(), &mut [1, 2, 3]);
         recv_all(accept(listener.as_mut()).as_mut(), &mut [0; 3]);
@@ -349,12 +308,7 @@ fn every_nic_reaches_this_host_itself() {
 #[test]
 fn a_nic_of_another_family_is_refused() {
     let transport = TcpTransport::default();
-    let nic = transport
-        .nics()
-        .unwrap()
-        .into_iter()
-        .find(|nic| nic.address.is_ipv4())
-        .unwrap();
+    let nic = transport.nics().unwrap().into_iter().find(|nic| nic.address.is_ipv4()).unwrap();
     let to = SocketAddr::new(Ipv6Addr::LOCALHOST.into(), 1);
     let refused = transport.dial(Some(&nic), to, &bulk()).map(drop);
     assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::InvalidInput);
@@ -368,14 +322,9 @@ fn an_ipv6_listener_reports_ipv4_peers_as_such() {
         Err(e) => return println!("SKIPPED: needs IPv6: {e}"),
     };
     assert!(listener.accept().unwrap().is_none());
-    let dialled = transport
-        .dial(None, localhost(listener.local().port()), &bulk())
-        .unwrap();
+    let dialled = transport.dial(None, localhost(listener.local().port()), &bulk()).unwrap();
     let accepted = accept(listener.as_mut());
-    assert_eq!(
-        (accepted.remote(), accepted.local()),
-        (dialled.local(), dialled.remote())
-    );
+    assert_eq!((accepted.remote(), accepted.local()), (dialled.local(), dialled.remote()));
 }
 
 #[test]
@@ -384,12 +333,7 @@ fn a_healthy_connection_waits_for_nothing() {
     send_all(&mut near, &mut pattern(1000));
     recv_all(far.as_mut(), &mut [0; 1000]);
     until("everything is acknowledged", || !near.health().waiting);
-    let PathHealth {
-        unanswered,
-        silent_for,
-        rtt,
-        ..
-    } = near.health();
+    let PathHealth { unanswered, silent_for, rtt, .. } = near.health();
     assert_eq!(unanswered, 0);
     assert!(silent_for < Duration::from_secs(1));
     assert!(rtt > Duration::ZERO && rtt < Duration::from_secs(1));
@@ -404,10 +348,7 @@ fn a_live_peer_that_does_not_read_is_not_a_dead_path() {
     while start.elapsed() < Duration::from_millis(3500) {
         let health = near.health();
         assert!(health.waiting);
-        assert!(
-            health.unanswered <= 1 && health.silent_for < Duration::from_secs(1),
-            "{health:?}"
-        );
+        assert!(health.unanswered <= 1 && health.silent_for < Duration::from_secs(1), "{health:?}");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -428,14 +369,9 @@ fn bulk_within_a_host_gets_buffers_and_a_fast_congestion_control() {
 
 #[test]
 fn an_explicit_congestion_control_is_taken_or_refused() {
-    let named = |name: &str| ConnOptions {
-        congestion_control: Some(name.into()),
-        ..bulk()
-    };
+    let named = |name: &str| ConnOptions { congestion_control: Some(name.into()), ..bulk() };
     let (near, _far) = pair_with(&named("reno"));
     assert_eq!(near.congestion_control(), "reno");
-    let refused = TcpTransport::default()
-        .dial(None, localhost(1), &named("no_such"))
-        .map(drop);
+    let refused = TcpTransport::default().dial(None, localhost(1), &named("no_such")).map(drop);
     assert!(refused.unwrap_err().to_string().contains("no_such"));
 }

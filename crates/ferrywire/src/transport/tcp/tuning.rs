@@ -43,21 +43,13 @@ impl Path {
         }
         let connected =
             |nic: &Nic| from.is_none_or(|from| nic.address == from) && nic.prefix_len > 0 && nic.reaches(to);
-        if nics.iter().any(connected) {
-            Path::Near
-        } else {
-            Path::Far
-        }
+        if nics.iter().any(connected) { Path::Near } else { Path::Far }
     }
 
     /// Judges an established connection by its round trip too.
     pub(super) fn or_by_round_trip(self, fd: RawFd) -> Path {
         let short = |info: TcpInfo| info.rtt > Duration::ZERO && info.rtt < SHORT_ROUND_TRIP;
-        if self == Path::Far && TcpInfo::read(fd).is_ok_and(short) {
-            Path::Near
-        } else {
-            self
-        }
+        if self == Path::Far && TcpInfo::read(fd).is_ok_and(short) { Path::Near } else { self }
     }
 }
 

@@ -33,10 +33,7 @@ struct Send {
 
 impl ZeroCopy {
     pub(super) fn new(usable: bool) -> ZeroCopy {
-        ZeroCopy {
-            usable,
-            ..ZeroCopy::default()
-        }
+        ZeroCopy { usable, ..ZeroCopy::default() }
     }
 
     /// Whether zero copy may spare a copy.
@@ -61,10 +58,7 @@ impl ZeroCopy {
 
     /// A zero-copy send was taken, from `start` on in the stream.
     pub(super) fn sent(&mut self, start: u64) {
-        self.unfinished.push_back(Send {
-            start,
-            finished: false,
-        });
+        self.unfinished.push_back(Send { start, finished: false });
     }
 
     /// The kernel is done with some sends, in any order. Numbers of none of ours are ignored.
@@ -94,11 +88,7 @@ mod tests {
     use super::*;
 
     fn done(first: u32, last: u32) -> Completion {
-        Completion {
-            first,
-            last,
-            copied: false,
-        }
+        Completion { first, last, copied: false }
     }
 
     fn with_sends(count: u64) -> ZeroCopy {
@@ -141,18 +131,12 @@ mod tests {
     #[test]
     fn a_copied_probe_turns_it_off_and_a_late_copy_does_not() {
         let mut probing = with_sends(2);
-        probing.finish(Completion {
-            copied: true,
-            ..done(0, 0)
-        });
+        probing.finish(Completion { copied: true, ..done(0, 0) });
         assert!(!probing.usable() && probing.is_unfinished());
 
         let mut kept = with_sends(9);
         kept.finish(done(0, 7));
-        kept.finish(Completion {
-            copied: true,
-            ..done(8, 8)
-        });
+        kept.finish(Completion { copied: true, ..done(8, 8) });
         assert!(kept.usable());
     }
 

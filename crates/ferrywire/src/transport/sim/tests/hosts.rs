@@ -22,29 +22,15 @@ fn frozen_host_moves_nothing_but_its_kernel_acknowledges() {
     assert_eq!(taken, 256 << 10, "the buffer is the limit");
     pair.net.advance(ms(5000));
     assert!(!pair.dialled.health().waiting, "probes are answered");
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.accepted),
-        Err(ErrorKind::WouldBlock)
-    );
-    assert_eq!(
-        Pair::kind_of_send(&mut *pair.accepted),
-        Err(ErrorKind::WouldBlock)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Err(ErrorKind::WouldBlock));
+    assert_eq!(Pair::kind_of_send(&mut *pair.accepted), Err(ErrorKind::WouldBlock));
     pair.net.cut(ip(B0));
     pair.net.advance(ms(1400));
-    assert_eq!(
-        pair.dialled.health().unanswered,
-        3,
-        "probes into a cut path are not"
-    );
+    assert_eq!(pair.dialled.health().unanswered, 3, "probes into a cut path are not");
     pair.net.heal(ip(B0));
     pair.accepted.shutdown();
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.dialled),
-        Err(ErrorKind::WouldBlock),
-        "it cannot even close"
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.dialled), Err(ErrorKind::WouldBlock), "it cannot even close");
     pair.net.thaw("b");
     pair.net.advance(ms(1));
     assert_eq!(Pair::kind_of_recv(&mut *pair.dialled), Ok(0));
@@ -54,13 +40,7 @@ fn frozen_host_moves_nothing_but_its_kernel_acknowledges() {
 fn connections_share_the_bandwidth_of_a_nic() {
     let mut pair = Pair::new(9);
     pair.net.set_bandwidth(ip(B0), Some(10_000_000));
-    assert!(
-        pair.b
-            .nics()
-            .unwrap()
-            .iter()
-            .any(|nic| nic.speed_mbps == Some(80))
-    );
+    assert!(pair.b.nics().unwrap().iter().any(|nic| nic.speed_mbps == Some(80)));
     let start = pair.net.now();
     pump(&mut pair, 1_000_000).unwrap();
     let alone = pair.net.now() - start;
@@ -84,11 +64,7 @@ fn unsent_bytes_wait_for_the_own_nic() {
     assert_eq!(pair.dialled.unsent_bytes(), 160 << 10);
     pair.net.advance(ms(82));
     assert_eq!(pair.dialled.unsent_bytes(), 80 << 10);
-    assert_eq!(
-        pair.dialled.health().unanswered,
-        0,
-        "what queues here is not unanswered"
-    );
+    assert_eq!(pair.dialled.health().unanswered, 0, "what queues here is not unanswered");
     pair.net.advance(ms(100));
     assert!(!pair.dialled.health().waiting);
 }
@@ -97,25 +73,16 @@ fn unsent_bytes_wait_for_the_own_nic() {
 fn killed_host_resets_and_refuses_until_revived() {
     let mut pair = Pair::new(11);
     pair.net.kill("b");
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.accepted),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Err(ErrorKind::ConnectionReset));
     assert!(pair.listener.as_mut().unwrap().accept().is_err());
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_recv(&mut *pair.dialled),
-        Err(ErrorKind::ConnectionReset)
-    );
+    assert_eq!(Pair::kind_of_recv(&mut *pair.dialled), Err(ErrorKind::ConnectionReset));
     let to = SocketAddr::new(ip(B0), 7000);
     assert!(pair.b.listen(to).is_err());
     let mut dialled = pair.a.dial(None, to, &ConnOptions::default()).unwrap();
     assert_eq!(Pair::kind_of_send(&mut *dialled), Err(ErrorKind::WouldBlock));
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_send(&mut *dialled),
-        Err(ErrorKind::ConnectionRefused)
-    );
+    assert_eq!(Pair::kind_of_send(&mut *dialled), Err(ErrorKind::ConnectionRefused));
     pair.net.revive("b");
     let mut listener = pair.b.listen(to).unwrap();
     let mut dialled = pair.a.dial(None, to, &ConnOptions::default()).unwrap();
@@ -134,10 +101,7 @@ fn dials_fail_as_asked() {
     let [mut refused, mut timed_out, mut good] = [dial(to), dial(to), dial(to)];
     let mut nowhere = dial("10.0.0.99:1".parse().unwrap());
     pair.net.advance(ms(1));
-    assert_eq!(
-        Pair::kind_of_send(&mut *refused),
-        Err(ErrorKind::ConnectionRefused)
-    );
+    assert_eq!(Pair::kind_of_send(&mut *refused), Err(ErrorKind::ConnectionRefused));
     assert_eq!(Pair::kind_of_send(&mut *timed_out), Err(ErrorKind::WouldBlock));
     assert_eq!(Pair::kind_of_send(&mut *good), Ok(1));
     pair.net.cut(ip(B0));
@@ -155,34 +119,15 @@ fn dials_fail_as_asked() {
 fn hosts_route_and_listen_like_hosts() {
     let pair = Pair::new(14);
     let nics = pair.a.nics().unwrap();
-    assert_eq!(
-        nics.iter().map(|nic| nic.name.as_str()).collect::<Vec<_>>(),
-        ["lo", "eth0", "eth1"]
-    );
-    for (to, from) in [
-        (B1, A1),
-        (B0, A0),
-        ("192.168.9.9", A0),
-        ("127.0.0.1", "127.0.0.1"),
-    ] {
+    assert_eq!(nics.iter().map(|nic| nic.name.as_str()).collect::<Vec<_>>(), ["lo", "eth0", "eth1"]);
+    for (to, from) in [(B1, A1), (B0, A0), ("192.168.9.9", A0), ("127.0.0.1", "127.0.0.1")] {
         assert_eq!(pair.a.route(ip(to)).unwrap(), ip(from));
     }
-    let taken = pair
-        .b
-        .listen(SocketAddr::new(ip(B1), 7000))
-        .map(|_| ())
-        .unwrap_err();
+    let taken = pair.b.listen(SocketAddr::new(ip(B1), 7000)).map(|_| ()).unwrap_err();
     assert_eq!(taken.kind(), ErrorKind::AddrInUse);
-    let foreign = pair
-        .b
-        .listen(SocketAddr::new(ip(A1), 7001))
-        .map(|_| ())
-        .unwrap_err();
+    let foreign = pair.b.listen(SocketAddr::new(ip(A1), 7001)).map(|_| ()).unwrap_err();
     assert_eq!(foreign.kind(), ErrorKind::AddrNotAvailable);
-    assert_ne!(
-        pair.b.listen(SocketAddr::new(ip(B1), 0)).unwrap().local().port(),
-        0
-    );
+    assert_ne!(pair.b.listen(SocketAddr::new(ip(B1), 0)).unwrap().local().port(), 0);
 
     let to = SocketAddr::new(ip(B1), 7000);
     let mut across = pair.a.dial(Some(&nics[1]), to, &ConnOptions::default()).unwrap();
@@ -199,20 +144,11 @@ fn hosts_route_and_listen_like_hosts() {
 fn tuning_an_accepted_connection_marks_it() {
     let pair = Pair::new(15);
     let mut listener = pair.listener.unwrap();
-    let _control = pair
-        .a
-        .dial(None, SocketAddr::new(ip(B1), 7000), &ConnOptions::default())
-        .unwrap();
+    let _control = pair.a.dial(None, SocketAddr::new(ip(B1), 7000), &ConnOptions::default()).unwrap();
     pair.net.advance(ms(1));
     let mut accepted = listener.accept().unwrap().unwrap();
     assert!(!pair.net.connections()[1].bulk);
-    pair.b.tune(
-        &mut *accepted,
-        &ConnOptions {
-            bulk: true,
-            ..ConnOptions::default()
-        },
-    );
+    pair.b.tune(&mut *accepted, &ConnOptions { bulk: true, ..ConnOptions::default() });
     assert!(pair.net.connections()[1].bulk);
 }
 

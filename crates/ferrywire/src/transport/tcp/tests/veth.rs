@@ -25,10 +25,7 @@ impl Namespaces {
     fn new() -> Option<Namespaces> {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let id = format!("{}-{}", process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
-        let pair = Namespaces {
-            near: format!("fw-near-{id}"),
-            far: format!("fw-far-{id}"),
-        };
+        let pair = Namespaces { near: format!("fw-near-{id}"), far: format!("fw-far-{id}") };
         let made = pair.make();
         if made.is_none() {
             println!("SKIPPED: needs root and iproute2");
@@ -40,9 +37,7 @@ impl Namespaces {
         let (near, far) = (&self.near, &self.far);
         ip(&format!("netns add {near}"))?;
         ip(&format!("netns add {far}"))?;
-        ip(&format!(
-            "-n {near} link add fw0 type veth peer name fw0 netns {far}"
-        ))?;
+        ip(&format!("-n {near} link add fw0 type veth peer name fw0 netns {far}"))?;
         for (name, address) in [(near, NEAR), (far, FAR)] {
             ip(&format!("-n {name} addr add {address}/24 dev fw0"))?;
             ip(&format!("-n {name} link set lo up"))?;
@@ -52,10 +47,7 @@ impl Namespaces {
     }
 
     fn listen(&self) -> Box<dyn Listener> {
-        within(&self.far, || {
-            TcpTransport::default().listen(SocketAddr::new(FAR.into(), 0))
-        })
-        .unwrap()
+        within(&self.far, || TcpTransport::default().listen(SocketAddr::new(FAR.into(), 0))).unwrap()
     }
 
     fn dial(&self, to: SocketAddr) -> Box<dyn Conn> {
@@ -84,14 +76,8 @@ impl Drop for Namespaces {
 
 fn ip(arguments: &str) -> Option<()> {
     let mut command = Command::new("ip");
-    command
-        .args(arguments.split(' '))
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
-    command
-        .status()
-        .is_ok_and(|status| status.success())
-        .then_some(())
+    command.args(arguments.split(' ')).stdout(Stdio::null()).stderr(Stdio::null());
+    command.status().is_ok_and(|status| status.success()).then_some(())
 }
 
 /// Runs something on a thread inside a namespace; sockets made there stay there.
@@ -114,9 +100,7 @@ fn between_hosts_bulk_is_tuned_for_a_short_path() {
         return;
     };
     let (near, mut far) = namespaces.pair();
-    within(&namespaces.far, || {
-        TcpTransport::default().tune(far.as_mut(), &bulk())
-    });
+    within(&namespaces.far, || TcpTransport::default().tune(far.as_mut(), &bulk()));
     for conn in [near.as_ref(), far.as_ref()] {
         assert_eq!(conn.congestion_control(), "cubic");
         assert_eq!(unsent_limit(conn), 256 << 10);
@@ -162,10 +146,7 @@ fn connecting_would_block_until_there_is_an_answer() {
     assert!(conn.health().waiting);
     let failed = eventually(|| send_from(conn.as_mut(), &mut [0; 8])).unwrap_err();
     assert_eq!(failed.kind(), io::ErrorKind::HostUnreachable);
-    assert_eq!(
-        recv_into(conn.as_mut(), &mut [0; 8]).unwrap_err().kind(),
-        failed.kind()
-    );
+    assert_eq!(recv_into(conn.as_mut(), &mut [0; 8]).unwrap_err().kind(), failed.kind());
 }
 
 /// Breaks the path in some way under a connection that then sends; it must be found dead in time.

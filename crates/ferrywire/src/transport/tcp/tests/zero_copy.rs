@@ -30,10 +30,7 @@ fn copied_probes_turn_zero_copy_off_and_release_everything() {
     let mut bytes = pattern(256 << 10);
     let (mut near, mut far, sent) = forced_zero_copy(&mut bytes);
     assert!(near.zero_copy());
-    assert!(
-        near.released() < sent as u64,
-        "what was not sent yet must not be released"
-    );
+    assert!(near.released() < sent as u64, "what was not sent yet must not be released");
     let mut received = vec![0; sent];
     recv_all(far.as_mut(), &mut received);
     assert!(received[1..1 + bytes.len()] == bytes[..], "bytes were changed");
@@ -72,8 +69,5 @@ fn a_connection_dropped_with_unreleased_memory_is_aborted() {
         }
     };
     assert_eq!(end.kind(), io::ErrorKind::ConnectionReset);
-    assert!(
-        !received[..count].contains(&0xff),
-        "memory was sent after it was given back"
-    );
+    assert!(!received[..count].contains(&0xff), "memory was sent after it was given back");
 }

@@ -1,11 +1,9 @@
 //! Wrong data, wrong secrets, busy and lost peers, Ctrl-C.
 
-mod common;
-
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 
-use common::{Serve, ferrywire, first_error, json, results, text};
+use crate::common::{Serve, ferrywire, first_error, json, results, text};
 use serde_json::Value;
 
 /// Never ends by itself within a test.
@@ -14,18 +12,9 @@ const ENDLESS: &str = "--sizes 64K --seconds 600 --verify off";
 fn mismatch(inject: &str, connect: &str) -> String {
     let serve = Serve::start(&format!("--once --inject {inject}"));
     let output = serve.connect(&format!("--iters 8 --warmup 1 --json - {connect}"));
-    assert_eq!(
-        output.status.code(),
-        Some(1),
-        "{inject}: {}",
-        text(&output.stderr)
-    );
+    assert_eq!(output.status.code(), Some(1), "{inject}: {}", text(&output.stderr));
     let json = json(&output);
-    assert_eq!(
-        json["results"],
-        Value::Array(Vec::new()),
-        "no number for a size that did not verify"
-    );
+    assert_eq!(json["results"], Value::Array(Vec::new()), "no number for a size that did not verify");
     let (status, said) = serve.end();
     assert_eq!(status, Some(1));
     assert!(said.contains("data mismatch"), "{said}");
@@ -77,98 +66,68 @@ fn finished_sizes_survive_a_later_failure() {
     assert_eq!(output.status.code(), Some(1));
     let json = json(&output);
     assert_eq!(json["results"].as_array().map(Vec::len), Some(1));
-    assert!(
-        json["error"]
-            .as_str()
-            .is_some_and(|error| error.contains("data mismatch"))
-    );
+    assert!(json["error"].as_str().is_some_and(|error| error.contains("data mismatch")));
 }
 
 #[test]
 fn the_secrets_of_both_ends_must_agree() {
-    let serve = Serve::start_with(
-        "--listen 127.0.0.1:0",
-        &[("FERRYWIRE_SECRET", "the right secret")],
-    );
+    let serve = Serve::start_with("--listen 127.0.0.1:0", &[("FERRYWIRE_SECRET", "the right secret")]);
     let connect = |secret: &str| {
-        let mut command = ferrywire(&format!(
-            "bench connect {} --sizes 4K --iters 5 --json -",
-            serve.address
-        ));
+        let mut command =
+            ferrywire(&format!("bench connect {} --sizes 4K --iters 5 --json -", serve.address));
         command.env("FERRYWIRE_SECRET", secret).output().expect("it runs")
     };
     let wrong = connect("the wrong secret");
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong.stderr).contains("secret"), "{}", text(&wrong.stderr));
-    assert_eq!(
-        serve.connect("--sizes 4K --iters 5").status.code(),
-        Some(1),
-        "no secret at all"
-    );
+    assert_eq!(serve.connect("--sizes 4K --iters 5").status.code(), Some(1), "no secret at all");
     results(&connect("the right secret"));
     let file = tempfile::NamedTempFile::new().expect("a file");
     std::fs::write(file.path(), "the right secret\n").expect("written");
-    results(&serve.connect(&format!(
-        "--sizes 4K --iters 5 --json - --secret-file {}",
-        file.path().display()
-    )));
+    results(
+        &serve.connect(&format!("--sizes 4K --iters 5 --json - --secret-file {}", file.path().display())),
+    );
 }
 
 #[test]
 fn listening_on_loopback_says_so() {
     let mut serve = Serve::start("");
-    let said = common::read_line(&mut serve.stdout);
-    assert!(
-        said.contains("other hosts cannot reach it") && said.contains("--listen"),
-        "{said}"
-    );
+    let said = crate::common::read_line(&mut serve.stdout);
+    assert!(said.contains("other hosts cannot reach it") && said.contains("--listen"), "{said}");
 }
 
 #[test]
 fn a_one_time_secret_comes_with_the_command_to_paste() {
     let mut serve = Serve::start_with("--listen 0.0.0.0:0", &[]);
-    assert!(common::read_line(&mut serve.stdout).contains("on the other host run:"));
+    assert!(crate::common::read_line(&mut serve.stdout).contains("on the other host run:"));
     // Without a NIC beyond loopback there is no such line to read.
     if serve.address.starts_with("127.") {
         println!("SKIPPED: needs a NIC with an address");
         return;
     }
-    let line = common::read_line(&mut serve.stdout);
+    let line = crate::common::read_line(&mut serve.stdout);
     let words: Vec<&str> = line.split_whitespace().collect();
     assert_eq!(words[1..4], ["ferrywire", "bench", "connect"], "{line}");
     let secret = words[0].strip_prefix("FERRYWIRE_SECRET=").expect("a secret");
-    let mut command = ferrywire(&format!(
-        "bench connect {} --sizes 4K --iters 5 --json -",
-        words[4]
-    ));
+    let mut command = ferrywire(&format!("bench connect {} --sizes 4K --iters 5 --json -", words[4]));
     results(&command.env("FERRYWIRE_SECRET", secret).output().expect("it runs"));
 }
 
 /// A connect that has begun; gives it with its standard error, read up to the first finished size.
 fn begun(serve: &Serve, args: &str) -> (Child, BufReader<std::process::ChildStderr>) {
     let mut command = ferrywire(&format!("bench connect {} -v --json - {args}", serve.address));
-    let mut child = command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("connect starts");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("connect starts");
     let mut errors = BufReader::new(child.stderr.take().expect("piped"));
     let mut line = String::new();
     while !line.starts_with("finished") {
         line.clear();
-        assert!(
-            errors.read_line(&mut line).expect("text") > 0,
-            "it ended before it had finished a size"
-        );
+        assert!(errors.read_line(&mut line).expect("text") > 0, "it ended before it had finished a size");
     }
     (child, errors)
 }
 
 fn signal(child: &Child, name: &str) {
-    let status = Command::new("kill")
-        .args([name, &child.id().to_string()])
-        .status()
-        .expect("kill runs");
+    let status = Command::new("kill").args([name, &child.id().to_string()]).status().expect("kill runs");
     assert!(status.success());
 }
 
@@ -178,21 +137,13 @@ fn a_second_connect_is_refused_as_busy_and_ctrl_c_ends_the_first() {
     let (first, _errors) = begun(&serve, "--sizes 8,256M --iters 100000 --verify off");
     let second = serve.connect("--sizes 4K --iters 5");
     assert_eq!(second.status.code(), Some(1));
-    assert!(
-        first_error(&second).contains("busy with a run of"),
-        "{}",
-        first_error(&second)
-    );
+    assert!(first_error(&second).contains("busy with a run of"), "{}", first_error(&second));
     signal(&first, "-INT");
     let output = first.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(130));
     let json = json(&output);
     assert_eq!(json["error"], "interrupted");
-    assert_eq!(
-        json["results"].as_array().map(Vec::len),
-        Some(1),
-        "what was finished is there"
-    );
+    assert_eq!(json["results"].as_array().map(Vec::len), Some(1), "what was finished is there");
     results(&serve.connect("--sizes 4K --iters 5 --json -"));
     assert!(serve.stop().contains("interrupted"));
 }
@@ -223,24 +174,16 @@ fn a_killed_connect_is_one_error_and_serve_goes_on() {
     }
     results(&again);
     let said = serve.stop();
-    assert_eq!(
-        said.lines().filter(|line| line.starts_with("error: ")).count(),
-        1,
-        "{said}"
-    );
+    assert_eq!(said.lines().filter(|line| line.starts_with("error: ")).count(), 1, "{said}");
 }
 
 #[test]
 fn ctrl_c_ends_the_demo() {
     let mut command = ferrywire(&format!("bench {ENDLESS} -v"));
-    let mut child = command
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("it starts");
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
     let mut errors = BufReader::new(child.stderr.take().expect("piped"));
     // Effective values are printed before the run begins and after Ctrl-C is caught.
-    common::read_line(&mut errors);
+    crate::common::read_line(&mut errors);
     signal(&child, "-INT");
     assert_eq!(child.wait().expect("it ends").code(), Some(130));
 }

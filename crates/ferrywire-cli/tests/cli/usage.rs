@@ -1,10 +1,8 @@
 //! What is refused, with which status, and what is said about it.
 
-mod common;
-
 use std::net::TcpListener;
 
-use common::{ferrywire, first_error, run, text};
+use crate::common::{ferrywire, first_error, run, text};
 
 fn refused(args: &str) -> String {
     let output = run(args);
@@ -56,69 +54,46 @@ fn beyond_loopback_a_secret_is_needed() {
 
 #[test]
 fn help_is_complete_and_hides_what_is_for_tests() {
-    for args in [
-        "--help",
-        "bench --help",
-        "bench serve --help",
-        "bench connect --help",
-    ] {
+    for args in ["--help", "bench --help", "bench serve --help", "bench connect --help"] {
         let output = run(args);
         assert!(output.status.success());
         let help = text(&output.stdout);
         assert!(help.contains("Exit status"), "{args}");
-        assert!(
-            !help.contains("inject") && !help.contains("--member") && !help.contains("mesh"),
-            "{help}"
-        );
+        assert!(!help.contains("inject") && !help.contains("--member") && !help.contains("mesh"), "{help}");
     }
     assert!(!text(&run("--help").stdout).contains("doctor"));
 }
 
 #[test]
 fn a_refused_connection_names_the_likely_cause() {
-    let port = TcpListener::bind("127.0.0.1:0")
-        .and_then(|socket| socket.local_addr())
-        .expect("a free port")
-        .port();
+    let port =
+        TcpListener::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).expect("a free port").port();
     let output = run(&format!("bench connect 127.0.0.1:{port} --json -"));
     assert_eq!(output.status.code(), Some(1));
     let said = text(&output.stderr);
     assert!(first_error(&output).contains(&port.to_string()), "{said}");
     assert!(said.contains("likely: nothing listens there"), "{said}");
-    let json = common::json(&output);
+    let json = crate::common::json(&output);
     assert!(json["error"].is_string() && json["results"].as_array().is_some_and(Vec::is_empty));
 }
 
 #[test]
 fn an_address_in_use_is_said() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let output = run(&format!(
-        "bench serve --listen {}",
-        taken.local_addr().expect("bound")
-    ));
+    let output = run(&format!("bench serve --listen {}", taken.local_addr().expect("bound")));
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
 }
 
 #[test]
 fn flags_go_before_the_environment_and_that_before_the_file() {
     let file = tempfile::NamedTempFile::new().expect("a file");
-    std::fs::write(
-        file.path(),
-        "sizes = \"1K\"\nverify = \"sample\"\niters = 5\nonce = true\n",
-    )
-    .expect("written");
+    std::fs::write(file.path(), "sizes = \"1K\"\nverify = \"sample\"\niters = 5\nonce = true\n")
+        .expect("written");
     let mut command = ferrywire("bench --iters 3 --json -");
-    command
-        .arg("--config")
-        .arg(file.path())
-        .env("FERRYWIRE_ITERS", "4")
-        .env("FERRYWIRE_VERIFY", "off");
+    command.arg("--config").arg(file.path()).env("FERRYWIRE_ITERS", "4").env("FERRYWIRE_VERIFY", "off");
     let output = command.output().expect("it runs");
-    let result = &common::results(&output)[0];
-    assert_eq!(
-        (&result["iterations"], &result["size_bytes"]),
-        (&3.into(), &1024.into())
-    );
+    let result = &crate::common::results(&output)[0];
+    assert_eq!((&result["iterations"], &result["size_bytes"]), (&3.into(), &1024.into()));
     assert!(result["verified"].is_null());
-    assert_eq!(common::json(&output)["config"]["verify"], "off");
+    assert_eq!(crate::common::json(&output)["config"]["verify"], "off");
 }

@@ -38,12 +38,7 @@ pub fn json(output: &Output) -> Value {
 
 /// The results of a run that must have gone well.
 pub fn results(output: &Output) -> Vec<Value> {
-    assert!(
-        output.status.success(),
-        "{:?}: {}",
-        output.status,
-        text(&output.stderr)
-    );
+    assert!(output.status.success(), "{:?}: {}", output.status, text(&output.stderr));
     let json = json(output);
     assert_eq!(json["error"], Value::Null);
     json["results"].as_array().expect("results").clone()
@@ -66,24 +61,14 @@ impl Serve {
     /// Starts it with options, the address among them, and variables.
     pub fn start_with(args: &str, variables: &[(&str, &str)]) -> Serve {
         let mut command = ferrywire(&format!("bench serve {args}"));
-        command
-            .envs(variables.iter().copied())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        command.envs(variables.iter().copied()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("serve starts");
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
         let line = read_line(&mut stdout);
         let stderr = child.stderr.take();
-        let address = line
-            .trim()
-            .strip_prefix("listening on ")
-            .unwrap_or_else(|| panic!("serve said {line:?}"));
-        Serve {
-            address: address.split(", ").next().unwrap_or_default().to_owned(),
-            child,
-            stdout,
-            stderr,
-        }
+        let address =
+            line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("serve said {line:?}"));
+        Serve { address: address.split(", ").next().unwrap_or_default().to_owned(), child, stdout, stderr }
     }
 
     /// Runs `bench connect` to it.

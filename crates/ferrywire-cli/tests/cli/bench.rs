@@ -1,17 +1,12 @@
 //! Runs of the real command, both ends, over loopback.
 
-mod common;
-
-use common::{Serve, results, run, text};
+use crate::common::{Serve, results, run, text};
 use serde_json::Value;
 
 const QUICK: &str = "--iters 20 --warmup 3 --json -";
 
 fn sizes(results: &[Value]) -> Vec<u64> {
-    results
-        .iter()
-        .filter_map(|result| result["size_bytes"].as_u64())
-        .collect()
+    results.iter().filter_map(|result| result["size_bytes"].as_u64()).collect()
 }
 
 #[test]
@@ -19,72 +14,39 @@ fn the_demo_is_verified_and_has_the_documented_form() {
     let output = run(&format!("bench --sizes 4K,1M {QUICK}"));
     let results = results(&output);
     assert_eq!(sizes(&results), [4096, 1 << 20]);
-    let json = common::json(&output);
+    let json = crate::common::json(&output);
     assert_eq!(json["schema"], 1);
     for key in ["version", "config", "host", "peer"] {
         assert!(!json[key].is_null(), "{key}");
     }
     for result in &results {
-        assert_eq!(
-            (&result["verified"], &result["iterations"]),
-            (&true.into(), &20.into())
-        );
-        for pointer in [
-            "/gb_per_s/min",
-            "/gb_per_s/p50",
-            "/gb_per_s/max",
-            "/latency_us/p50",
-            "/latency_us/p99",
-        ] {
-            assert!(
-                result
-                    .pointer(pointer)
-                    .and_then(Value::as_f64)
-                    .is_some_and(|x| x > 0.0),
-                "{pointer}"
-            );
+        assert_eq!((&result["verified"], &result["iterations"]), (&true.into(), &20.into()));
+        for pointer in
+            ["/gb_per_s/min", "/gb_per_s/p50", "/gb_per_s/max", "/latency_us/p50", "/latency_us/p99"]
+        {
+            assert!(result.pointer(pointer).and_then(Value::as_f64).is_some_and(|x| x > 0.0), "{pointer}");
         }
-        for pointer in [
-            "/cpu_s_per_gb/source",
-            "/cpu_s_per_gb/target",
-            "/setup_s",
-            "/stages_s/timed",
-        ] {
+        for pointer in ["/cpu_s_per_gb/source", "/cpu_s_per_gb/target", "/setup_s", "/stages_s/timed"] {
             assert!(result.pointer(pointer).is_some_and(Value::is_number), "{pointer}");
         }
         assert_eq!(result["transport"], "tcp");
         assert!(result["limited_by"].is_string());
         let moved = |list: &Value, key: &str| {
-            list.as_array()
-                .map(|l| l.iter().filter_map(|c| c[key].as_u64()).sum::<u64>())
+            list.as_array().map(|l| l.iter().filter_map(|c| c[key].as_u64()).sum::<u64>())
         };
         let least = 20 * result["size_bytes"].as_u64().expect("a size");
-        assert!(
-            moved(&result["per_channel"], "bytes") >= Some(least),
-            "{}",
-            result["per_channel"]
-        );
-        assert!(
-            moved(&result["per_nic"], "tx_bytes") >= Some(least),
-            "{}",
-            result["per_nic"]
-        );
+        assert!(moved(&result["per_channel"], "bytes") >= Some(least), "{}", result["per_channel"]);
+        assert!(moved(&result["per_nic"], "tx_bytes") >= Some(least), "{}", result["per_nic"]);
     }
     let said = text(&output.stderr);
-    assert!(
-        said.contains("limited by"),
-        "the table goes to standard error: {said}"
-    );
+    assert!(said.contains("limited by"), "the table goes to standard error: {said}");
 }
 
 #[test]
 fn without_json_the_table_goes_to_standard_output() {
     let output = run("bench --sizes 64K --iters 10");
     let said = text(&output.stdout);
-    assert!(
-        output.status.success() && said.contains("64K") && said.contains("limited by"),
-        "{said}"
-    );
+    assert!(output.status.success() && said.contains("64K") && said.contains("limited by"), "{said}");
     assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
 }
 
@@ -95,11 +57,7 @@ fn serve_stays_up_for_further_peers() {
         let output = serve.connect(&format!("--op {op} --sizes 0,1,7,4095,65537,3M {QUICK}"));
         let results = results(&output);
         assert_eq!(sizes(&results), [0, 1, 7, 4095, 65537, 3 << 20], "{op}");
-        assert!(
-            results
-                .iter()
-                .all(|result| result["verified"] == true && result["op"] == op)
-        );
+        assert!(results.iter().all(|result| result["verified"] == true && result["op"] == op));
         let direction = if op == "read" { "from_peer" } else { "to_peer" };
         assert!(results.iter().all(|result| result["direction"] == direction));
     }
@@ -116,42 +74,27 @@ fn once_ends_after_one_peer() {
 #[test]
 fn both_directions_at_once() {
     for op in ["write", "read", "send"] {
-        let output = run(&format!(
-            "bench --pattern bidir --op {op} --sizes 4095,1M {QUICK}"
-        ));
+        let output = run(&format!("bench --pattern bidir --op {op} --sizes 4095,1M {QUICK}"));
         let results = results(&output);
-        let directions: Vec<&str> = results
-            .iter()
-            .filter_map(|result| result["direction"].as_str())
-            .collect();
+        let directions: Vec<&str> =
+            results.iter().filter_map(|result| result["direction"].as_str()).collect();
         assert_eq!(directions.len(), 6, "{op}");
         assert_eq!(directions.iter().filter(|d| **d == "both").count(), 2);
-        assert!(
-            results
-                .iter()
-                .filter(|r| r["direction"] == "both")
-                .all(|r| r["iterations"] == 40)
-        );
+        assert!(results.iter().filter(|r| r["direction"] == "both").all(|r| r["iterations"] == 40));
     }
 }
 
 #[test]
 fn two_sided_flows_limited_by_time() {
-    let results = results(&run(
-        "bench --pattern bidir --op send --sizes 100K --seconds 0.3 --json -",
-    ));
+    let results = results(&run("bench --pattern bidir --op send --sizes 100K --seconds 0.3 --json -"));
     assert!(
-        results
-            .iter()
-            .all(|result| result["verified"] == true && result["iterations"].as_u64() > Some(1))
+        results.iter().all(|result| result["verified"] == true && result["iterations"].as_u64() > Some(1))
     );
 }
 
 #[test]
 fn several_peers_write_to_one() {
-    let output = run(&format!(
-        "bench --pattern incast --peers 3 --sizes 64K,1M {QUICK}"
-    ));
+    let output = run(&format!("bench --pattern incast --peers 3 --sizes 64K,1M {QUICK}"));
     let results = results(&output);
     assert_eq!(results.len(), 8);
     let all: Vec<&Value> = results.iter().filter(|result| result["gpu"] == "all").collect();
@@ -161,9 +104,7 @@ fn several_peers_write_to_one() {
 #[test]
 fn latency_of_every_operation() {
     for op in ["write", "read", "send"] {
-        let output = run(&format!(
-            "bench --pattern latency --op {op} --sizes 0,8,4095,256K {QUICK}"
-        ));
+        let output = run(&format!("bench --pattern latency --op {op} --sizes 0,8,4095,256K {QUICK}"));
         let results = results(&output);
         assert_eq!(results.len(), 4, "{op}");
         for result in &results {
@@ -177,27 +118,20 @@ fn latency_of_every_operation() {
 #[test]
 fn scattered_blocks() {
     for op in ["write", "read", "send"] {
-        let output = run(&format!(
-            "bench --op {op} --blocks 300 --sizes 300,100001,3M {QUICK}"
-        ));
+        let output = run(&format!("bench --op {op} --blocks 300 --sizes 300,100001,3M {QUICK}"));
         for result in results(&output) {
             assert!(result["verified"] == true && result["blocks"] == 300, "{op}");
             assert!(result["extra"]["ns_per_block"].as_f64() > Some(0.0));
         }
     }
-    results(&run(&format!(
-        "bench --pattern latency --blocks 10 --sizes 10,64K {QUICK}"
-    )));
-    results(&run(&format!(
-        "bench --pattern bidir --blocks 10 --sizes 1001 {QUICK}"
-    )));
+    results(&run(&format!("bench --pattern latency --blocks 10 --sizes 10,64K {QUICK}")));
+    results(&run(&format!("bench --pattern bidir --blocks 10 --sizes 1001 {QUICK}")));
 }
 
 #[test]
 fn engine_options_reach_the_engine() {
-    let output = run(&format!(
-        "bench --channels 2 --chunk 128K --window 8 --threads 1 --crc --sizes 1M {QUICK}"
-    ));
+    let output =
+        run(&format!("bench --channels 2 --chunk 128K --window 8 --threads 1 --crc --sizes 1M {QUICK}"));
     let result = &results(&output)[0];
     assert_eq!(result["chunk_bytes"], 128 << 10);
     assert_eq!((&result["window"], &result["threads"]), (&8.into(), &1.into()));
@@ -208,10 +142,7 @@ fn engine_options_reach_the_engine() {
 fn csv_has_a_line_per_result() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("out.csv");
-    let output = run(&format!(
-        "bench --sizes 4K,8K --iters 10 --csv {}",
-        path.display()
-    ));
+    let output = run(&format!("bench --sizes 4K,8K --iters 10 --csv {}", path.display()));
     assert!(output.status.success() && output.stdout.is_empty());
     let csv = std::fs::read_to_string(path).expect("written");
     assert_eq!(csv.lines().count(), 3);
@@ -222,11 +153,8 @@ fn csv_has_a_line_per_result() {
 fn verbose_prints_effective_values() {
     let output = run("bench -v --sizes 4K --iters 5 --json -");
     let said = text(&output.stderr);
-    assert!(
-        said.contains("sizes = [4096]") && said.contains("seconds = null"),
-        "{said}"
-    );
-    assert_eq!(common::json(&output)["config"]["iters"], 5);
+    assert!(said.contains("sizes = [4096]") && said.contains("seconds = null"), "{said}");
+    assert_eq!(crate::common::json(&output)["config"]["iters"], 5);
 }
 
 #[test]
