@@ -27,8 +27,6 @@ const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 const TURN_BYTES: usize = 4 << 20;
 /// Received frames after which an acknowledgement goes out at once.
 const ACK_FRAMES: u64 = 64;
-/// Payload bytes that are worth waking up for, while at least as many are missing.
-const WANT_BYTES: usize = 256 << 10;
 
 /// What is left of a channel that ended, for the fence.
 pub(crate) struct Remains {
@@ -101,7 +99,6 @@ struct Receiver {
     refused: Vec<(u64, Refusal)>,
     /// Length of the last frame's head and placements, if its payload was large.
     bulk_head: usize,
-    wanted: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -357,20 +354,7 @@ impl Channel {
             }
         }
         self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
-        self.want();
         Ok(moved)
-    }
-
-    /// Asks the kernel to wake us when a good part of the payload is there, not for each packet.
-    fn want(&mut self) {
-        let left = match self.rx.stage {
-            Stage::Body if self.rx.left >= WANT_BYTES => WANT_BYTES,
-            _ => 1,
-        };
-        if left != self.rx.wanted {
-            self.rx.wanted = left;
-            self.conn.want_bytes(left);
-        }
     }
 
     /// One socket call. Returns the bytes received and the room there was.
@@ -606,7 +590,6 @@ impl Receiver {
             unacknowledged_bytes: 0,
             refused: Vec::new(),
             bulk_head: 0,
-            wanted: 1,
         }
     }
 

@@ -74,7 +74,7 @@ impl Link {
     /// The next message or mark.
     pub fn hear_any(&self) -> Outcome<Heard> {
         let mut stall = Stall::new(self);
-        loop {
+        while !sys::interrupted() {
             match self.peer.wait_notification(SLICE) {
                 Ok(bytes) => {
                     if let Some(heard) = self.take_in(&bytes)? {
@@ -85,6 +85,7 @@ impl Link {
                 Err(error) => return Err(self.lost(error)),
             }
         }
+        Err(Failure::Interrupted)
     }
 
     /// A message, if one is there.
@@ -132,6 +133,9 @@ impl Link {
 
     /// Waits for a transfer; gives the bytes moved.
     pub fn finish(&self, transfer: &Transfer) -> Outcome<u64> {
+        if sys::interrupted() {
+            return Err(Failure::Interrupted);
+        }
         match transfer.wait(SLICE) {
             Ok(bytes) => Ok(bytes),
             Err(Error::Deadline { .. }) => self.finish_slowly(transfer),

@@ -92,9 +92,6 @@ pub trait Conn: Send {
     /// The state of the path, for dead-path detection.
     fn health(&self) -> PathHealth;
 
-    /// Tells the kernel to wake us only when this many bytes can be read (a hint).
-    fn want_bytes(&mut self, _bytes: usize) {}
-
     /// Ends both directions at once. Idempotent. Nothing is received afterwards.
     fn shutdown(&mut self);
 

@@ -7,6 +7,8 @@
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
 mod basics;
+mod messages;
+mod regions;
 mod sim;
 mod tcp;
 mod world;
@@ -42,5 +44,27 @@ scenarios! {
         notifications_come_after_their_bytes,
         both_sides_at_once,
         many_peers,
+    };
+    both(100): messages::{
+        messages_of_every_size,
+        messages_scatter_and_gather,
+        messages_of_a_tag_keep_their_order,
+        messages_too_long_for_their_receive,
+        withdrawn_sends_reach_nobody,
+        send_cancelled_in_mid_transfer_ends_the_receive,
+        cancelled_receives_leave_their_memory_alone,
+        cancelled_reads_leave_their_memory_alone,
+        cancelled_writes_change_nothing_later,
+        notifications_keep_their_place,
+        notification_after_serving_a_read,
+        many_notifications_keep_their_order,
+    };
+    both(10): messages::{more_than_the_eager_credit};
+    both(100): regions::{
+        deregistered_regions_are_refused,
+        refused_writes_do_not_notify,
+        deregistered_during_a_write,
+        deregistered_while_ended_transfers_are_held,
+        wrong_regions_and_offsets_are_refused_at_once,
     };
 }

@@ -23,8 +23,6 @@ use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
 
 /// Shorter sends are copied: pinning their pages would cost more than the copy.
 const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
-/// We ask to be woken for at most this fraction of the receive buffer, so that the peer can go on sending.
-const WAKE_FRACTION: usize = 4;
 
 /// A TCP connection, dialled or accepted.
 #[derive(Debug)]
@@ -40,7 +38,6 @@ pub struct TcpConn {
     failure: Option<i32>,
     shut: bool,
     sent_bytes: u64,
-    wake_bytes: usize,
     zero_copy: ZeroCopy,
     watch: Cell<Watch>,
 }
@@ -72,7 +69,6 @@ impl TcpConn {
             failure: None,
             shut: false,
             sent_bytes: 0,
-            wake_bytes: 1,
             zero_copy,
             watch: Cell::default(),
         })
@@ -218,20 +214,6 @@ impl Conn for TcpConn {
         let health = watch.look(START.elapsed(), &info);
         self.watch.set(watch);
         health
-    }
-
-    fn want_bytes(&mut self, bytes: usize) {
-        if bytes.max(1) == self.wake_bytes {
-            return;
-        }
-        let buffer = socket::get_int(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVBUF);
-        let limit = buffer.map_or(1, |buffer| buffer as usize / WAKE_FRACTION).max(1);
-        let bytes = bytes.clamp(1, limit);
-        if bytes != self.wake_bytes
-            && socket::set_int(self.descriptor(), libc::SOL_SOCKET, libc::SO_RCVLOWAT, bytes as _).is_ok()
-        {
-            self.wake_bytes = bytes;
-        }
     }
 
     fn shutdown(&mut self) {

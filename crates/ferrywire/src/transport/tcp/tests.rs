@@ -195,22 +195,6 @@ fn writing_to_a_peer_that_has_ended_does_not_spoil_what_it_said() {
 }
 
 #[test]
-fn a_thousand_pieces_are_gathered_and_scattered() {
-    let (mut near, mut far) = pair();
-    let (mut bytes, mut received) = (pattern(13_000), vec![0; 13_000]);
-    let pieces = pieces_over(&mut bytes, 13);
-    assert_eq!(pieces.len(), 1000);
-    // SAFETY: the pieces lie in `bytes`.
-    assert_eq!(eventually(|| unsafe { near.send(&pieces) }).unwrap(), 13_000);
-    far.want_bytes(13_000);
-    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
-    let places = pieces_over(&mut received, 13);
-    // SAFETY: the pieces lie in `received`.
-    assert_eq!(unsafe { far.recv(&places) }.unwrap(), 13_000);
-    assert_eq!(received, bytes);
-}
-
-#[test]
 fn pieces_past_the_kernels_limit_are_left_for_the_next_call() {
     let (mut near, _far) = pair();
     let mut bytes = pattern(2000);
@@ -227,51 +211,6 @@ fn nothing_to_send_or_no_room_is_an_error_not_an_end() {
     send_all(&mut near, &mut [1]);
     assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
     assert_eq!(recv_into(far.as_mut(), &mut []).unwrap_err().kind(), io::ErrorKind::InvalidInput);
-}
-
-#[test]
-fn few_bytes_do_not_wake_who_wants_many() {
-    let (mut near, mut far) = pair_with(&bulk());
-    TcpTransport::default().tune(far.as_mut(), &bulk());
-    far.want_bytes(64 << 10);
-    send_all(&mut near, &mut pattern(1 << 10));
-    assert_eq!(ready(far.as_ref(), Interest::READ, Duration::from_millis(50)), None);
-    send_all(&mut near, &mut pattern(63 << 10));
-    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
-}
-
-#[test]
-fn a_wish_for_more_than_fits_is_clamped_and_can_be_taken_back() {
-    let (mut near, mut far) = pair();
-    far.want_bytes(usize::MAX);
-    let option = |name| socket::get_int(far.fd().unwrap(), libc::SOL_SOCKET, name).unwrap();
-    assert_eq!(option(libc::SO_RCVLOWAT), option(libc::SO_RCVBUF) / 4);
-    far.want_bytes(0);
-    send_all(&mut near, &mut [1]);
-    assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
-}
-
-#[test]
-fn wanting_many_bytes_never_stalls_a_transfer() {
-    for options in [bulk(), ConnOptions::default()] {
-        let (mut near, mut far) = pair_with(&options);
-        TcpTransport::default().tune(far.as_mut(), &options);
-        let mut left = 32 << 20;
-        let sender = thread::spawn(move || {
-            send_all(&mut near, &mut pattern(left));
-            near
-        });
-        let mut bytes = vec![0; 1 << 20];
-        while left > 0 {
-            far.want_bytes(left.min(bytes.len()));
-            assert!(
-                ready(far.as_ref(), Interest::READ, DEADLINE).is_some(),
-                "stalled with {left} bytes left"
-            );
-            left -= recv_into(far.as_mut(), &mut bytes).unwrap();
-        }
-        sender.join().unwrap();
-    }
 }
 
 #[test]
