@@ -32,7 +32,7 @@ const ACK_FRAMES: u64 = 64;
 pub(crate) struct Remains {
     /// Frames received and placed.
     pub placed: u64,
-    /// Frames received and refused, not yet told.
+    /// Frames received and refused, those that the peer may have been told of included.
     pub refused: Vec<(u64, Refusal)>,
     /// Frames sent or queued here and not acknowledged, oldest first.
     pub entries: Vec<(u64, Entry)>,
@@ -97,6 +97,8 @@ struct Receiver {
     acknowledged: u64,
     unacknowledged_bytes: usize,
     refused: Vec<(u64, Refusal)>,
+    /// Refusals that are in the stream; the peer may not have them.
+    told: Vec<(u64, Refusal)>,
     /// Length of the last frame's head and placements, if its payload was large.
     bulk_head: usize,
 }
@@ -203,7 +205,7 @@ impl Channel {
             bulk: schedule::may_take(backlog, least, self.peer.queue.chunk_bytes),
         };
         let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);
-        dropped.into_iter().for_each(|op| self.peer.let_go(&op));
+        dropped.into_iter().for_each(|op| self.peer.cut_short(&op));
         self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
     }
 
@@ -218,6 +220,10 @@ impl Channel {
         let refused: Vec<_> =
             self.rx.refused.drain(..self.rx.refused.len().min(limits::WINDOW_FRAMES_MAX)).collect();
         let body = wire::encode_refusals(&refused);
+        // Told is not heard: the connection may die first, and then the fence tells it again.
+        let heard = self.rx.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64);
+        self.rx.told.retain(|(number, _)| *number >= heard);
+        self.rx.told.extend(refused);
         header.len = body.len() as u32;
         self.ack_frame.extend_from_slice(&header.encode());
         self.ack_frame.extend_from_slice(&body);
@@ -400,7 +406,9 @@ impl Channel {
         if self.rx.have == HEADER_BYTES {
             self.rx.have = 0;
             let header = Header::decode(&self.rx.head).map_err(|error| broken(&error.to_string()))?;
-            self.acknowledged(header.ack)?;
+            if header.kind != Kind::Ack {
+                self.acknowledged(header.ack)?;
+            }
             self.rx.header = header;
             self.rx.placements.clear();
             self.rx.stage = Stage::Placements;
@@ -478,7 +486,7 @@ impl Channel {
         Ok(())
     }
 
-    /// The peer refused some frames; they are still in the window, since refusals come before counts.
+    /// The peer refused some frames; they are still in the window, since the count behind them waits.
     fn refusals(&mut self) -> io::Result<()> {
         let message = std::mem::take(&mut self.rx.message);
         for (low, refusal) in wire::refusals(&message) {
@@ -487,7 +495,7 @@ impl Channel {
                 self.peer.refused(&op, refusal);
             }
         }
-        Ok(())
+        self.acknowledged(self.rx.header.ack)
     }
 
     /// Stops placing bytes into this memory: the rest of a payload under way is thrown away.
@@ -508,7 +516,11 @@ impl Channel {
         self.counters.backlog.store(u64::MAX, Ordering::Relaxed);
         drop(self.conn);
         self.held.drain(..).for_each(|(_, entry)| self.peer.delivered(entry, None));
-        Remains { placed: self.rx.received, refused: self.rx.refused, entries: self.window.drain() }
+        let heard = self.rx.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64);
+        let mut refused = self.rx.told;
+        refused.append(&mut self.rx.refused);
+        refused.retain(|(number, _)| *number >= heard);
+        Remains { placed: self.rx.received, refused, entries: self.window.drain() }
     }
 
     /// A dead path, in words, or `None` while there is no reason to think so.
@@ -589,6 +601,7 @@ impl Receiver {
             acknowledged: 0,
             unacknowledged_bytes: 0,
             refused: Vec::new(),
+            told: Vec::new(),
             bulk_head: 0,
         }
     }

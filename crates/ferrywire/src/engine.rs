@@ -139,7 +139,7 @@ impl RegionHome for Engine {
         }
         // Operations that read from the memory hold it too; what is queued will not be sent any more.
         let until = self.transport.now().saturating_add(limits::DRAIN_DEADLINE);
-        while Arc::strong_count(memory) > 1 {
+        while memory.used() {
             if self.transport.now() >= until {
                 return Err(Error::invalid(
                     "region",

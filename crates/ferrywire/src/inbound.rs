@@ -84,6 +84,9 @@ struct State {
     counted: HashMap<u64, u64>,
     /// Notifications that wait for the bytes of their transfer.
     following: HashMap<u64, (u64, Vec<u8>)>,
+    /// Notifications that came before their turn; nothing where one was refused.
+    waiting: BTreeMap<u64, Option<Vec<u8>>>,
+    next_notification: u64,
     posted: HashMap<u64, VecDeque<Arc<Op>>>,
     unexpected: HashMap<u64, VecDeque<Arrived>>,
     announced_held: usize,
@@ -135,43 +138,55 @@ impl Inbound {
     }
 
     /// Bytes of a transfer with a notification were placed.
-    pub fn count(&self, header: &Header) {
+    pub fn count(&self, header: &Header) -> Result<(), Refusal> {
         let mut state = self.lock();
+        if state.counted.len() >= limits::COUNTED_TRANSFERS_MAX
+            && !state.counted.contains_key(&header.transfer)
+        {
+            return Err(Refusal::Limit);
+        }
         let counted = state.counted.entry(header.transfer).or_default();
         *counted += u64::from(header.len);
         let done = *counted;
         if state.following.get(&header.transfer).is_some_and(|(total, _)| *total <= done) {
             state.counted.remove(&header.transfer);
             if let Some((_, message)) = state.following.remove(&header.transfer) {
-                state.deliver(message);
+                state.notifications.push_back(message);
                 drop(state);
                 self.arrivals.wake();
             }
         }
+        Ok(())
     }
 
-    /// A notification arrived: on its own, or to follow a transfer's bytes.
+    /// A notification arrived: with its bytes, on its own, or to follow a transfer's bytes.
     pub fn notified(&self, header: &Header, message: Vec<u8>) -> Result<(), Refusal> {
         let mut state = self.lock();
-        let held = state.notification_bytes + message.len();
-        if state.notifications.len() + state.following.len() >= limits::NOTIFICATIONS_HELD_MAX
-            || held > NOTIFICATION_BYTES_MAX
-        {
-            return Err(Refusal::Limit);
-        }
-        let alone = header.kind == Kind::Data || header.total == 0;
-        let done = state.counted.get(&header.transfer).copied().unwrap_or(0);
-        if !alone && done < header.total {
-            state.following.insert(header.transfer, (header.total, message));
+        let alone = header.kind == Kind::Notify && header.total == 0;
+        if header.kind == Kind::Notify && header.total == WITHDRAWN {
+            state.forget(header.transfer);
             return Ok(());
         }
-        if !alone {
-            state.counted.remove(&header.transfer);
+        let known = header.transfer < state.next_notification || state.waiting.contains_key(&header.transfer);
+        if alone && known {
+            return Err(Refusal::Other);
         }
-        state.deliver(message);
+        let held = state.notifications.len() + state.following.len() + state.waiting.len();
+        let fits = held < limits::NOTIFICATIONS_HELD_MAX
+            && state.notification_bytes + message.len() <= NOTIFICATION_BYTES_MAX;
+        if fits {
+            state.notification_bytes += message.len();
+        }
+        if alone {
+            // One that is refused has had its turn all the same.
+            state.waiting.insert(header.transfer, fits.then_some(message));
+            state.deliver_in_turn();
+        } else if fits {
+            state.deliver_behind_bytes(header, message);
+        }
         drop(state);
         self.arrivals.wake();
-        Ok(())
+        if fits { Ok(()) } else { Err(Refusal::Limit) }
     }
 
     /// The next notification.
@@ -204,14 +219,23 @@ impl Inbound {
             _ => Arrived::Announced { tag: header.key, transfer: header.transfer, total: header.total },
         };
         let mut state = self.lock();
-        if state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX
-            || header.offset < state.next_number
-            || state.early.contains_key(&header.offset)
-        {
-            return Err(Refusal::Limit);
+        if header.offset < state.next_number || state.early.contains_key(&header.offset) {
+            return Err(Refusal::Other);
         }
-        state.early.insert(header.offset, arrived);
         let mut replies = Vec::new();
+        let full = state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX;
+        let arrived = match arrived {
+            Arrived::Announced { transfer, .. } if full => {
+                let mut refuse = Header::new(Kind::Refuse);
+                refuse.transfer = transfer;
+                refuse.key = Refusal::Limit as u64;
+                replies.push(Reply::Frame(refuse));
+                // The number has had its turn, or those behind it would wait for ever.
+                Arrived::Withdrawn
+            }
+            arrived => arrived,
+        };
+        state.early.insert(header.offset, arrived);
         loop {
             let next = state.next_number;
             let Some(arrived) = state.early.remove(&next) else {
@@ -247,6 +271,27 @@ impl Inbound {
                 self.meet(&mut state, op, arrived, &mut replies);
             }
             None => state.posted.entry(op.key).or_default().push_back(op),
+        }
+        replies
+    }
+
+    /// Posts a receive whose message was taken back, ahead of those that were posted after it.
+    pub fn post_again(&self, op: Arc<Op>) -> Vec<Reply> {
+        let mut state = self.lock();
+        let mut replies = Vec::new();
+        if op.failing() || state.closed {
+            op.cut_short();
+            if op.let_go() {
+                replies.push(Reply::Ended(op));
+            }
+            return replies;
+        }
+        match take_front(&mut state.unexpected, op.key) {
+            Some(arrived) => {
+                state.announced_held -= usize::from(matches!(arrived, Arrived::Announced { .. }));
+                self.meet(&mut state, op, arrived, &mut replies);
+            }
+            None => state.posted.entry(op.key).or_default().push_front(op),
         }
         replies
     }
@@ -295,6 +340,10 @@ impl Inbound {
                     if op.let_go() {
                         replies.push(Reply::Ended(op));
                     }
+                } else if total == 0 {
+                    if op.let_go() {
+                        replies.push(Reply::Ended(op));
+                    }
                 } else {
                     answer.key = op.id;
                     self.open_sink(op, total);
@@ -309,7 +358,11 @@ impl Inbound {
         let mut state = self.lock();
         state.closed = true;
         let mut ops: Vec<Arc<Op>> = state.posted.drain().flat_map(|(_, list)| list).collect();
-        state.unexpected.clear();
+        // What has arrived whole can still be received; the rest of an announced message will not come.
+        for list in state.unexpected.values_mut() {
+            list.retain(|arrived| matches!(arrived, Arrived::Eager { .. }));
+        }
+        state.unexpected.retain(|_, list| !list.is_empty());
         state.early.clear();
         state.following.clear();
         state.counted.clear();
@@ -326,9 +379,31 @@ impl Inbound {
 }
 
 impl State {
-    fn deliver(&mut self, message: Vec<u8>) {
-        self.notification_bytes += message.len();
+    fn deliver_in_turn(&mut self) {
+        while let Some(message) = self.waiting.remove(&self.next_notification) {
+            self.next_notification += 1;
+            self.notifications.extend(message);
+        }
+    }
+
+    fn deliver_behind_bytes(&mut self, header: &Header, message: Vec<u8>) {
+        let done = self.counted.get(&header.transfer).copied().unwrap_or(0);
+        if header.kind == Kind::Notify && done < header.total {
+            self.following.insert(header.transfer, (header.total, message));
+            return;
+        }
+        if header.kind == Kind::Notify {
+            self.counted.remove(&header.transfer);
+        }
         self.notifications.push_back(message);
+    }
+
+    /// A transfer with a notification has failed: neither its last bytes nor the message count.
+    fn forget(&mut self, transfer: u64) {
+        self.counted.remove(&transfer);
+        if let Some((_, message)) = self.following.remove(&transfer) {
+            self.notification_bytes -= message.len();
+        }
     }
 }
 

@@ -34,6 +34,9 @@ pub const EAGER_CREDIT_BYTES: usize = 4 << 20;
 pub const EAGER_OVERHEAD_BYTES: usize = 128;
 /// Announced sends (too large for eager) that a peer may have unmatched on our side.
 pub const ANNOUNCED_SENDS_MAX: usize = 64 << 10;
+/// Writes with a notification that a peer may have under way to us.
+pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
+
 /// Reads that one peer may have waiting to be served by us.
 pub const READS_SERVED_MAX: usize = 16 << 10;
 /// Frames in flight (sent, not yet acknowledged) per channel.

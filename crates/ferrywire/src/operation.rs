@@ -13,7 +13,7 @@ use crate::peer::PeerState;
 use crate::progress::{self, WaitList, WakeHandle};
 use crate::transfer::Pieces;
 use std::fmt;
-use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -47,6 +47,9 @@ impl fmt::Display for Verb {
     }
 }
 
+/// No standalone notification waits for the operation.
+pub(crate) const NO_EPOCH: u64 = u64::MAX;
+
 const RUNNING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
@@ -64,19 +67,21 @@ pub(crate) struct Op {
     pub message: Box<[u8]>,
     /// For `send`: its number among the peer's messages. For `Serve`: where the answer starts in the sink.
     pub number: u64,
-    /// Which fence of standalone notifications it belongs to.
+    /// Which fence of standalone notifications it belongs to; [`NO_EPOCH`] if none waits for it.
     pub epoch: AtomicU64,
     /// The peer's sink, once an announced send is matched.
     pub sink: AtomicU64,
     tokens: AtomicU32,
     moved: AtomicU64,
     state: AtomicU8,
+    cancelled: AtomicBool,
     error: OnceLock<Error>,
     waiters: WaitList,
 }
 
 impl Op {
     pub fn new(id: u64, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
+        memory.iter().for_each(|memory| memory.enter());
         Op {
             id,
             verb,
@@ -86,11 +91,12 @@ impl Op {
             key,
             message: Box::default(),
             number: 0,
-            epoch: AtomicU64::new(0),
+            epoch: AtomicU64::new(NO_EPOCH),
             sink: AtomicU64::new(0),
             tokens: AtomicU32::new(1),
             moved: AtomicU64::new(0),
             state: AtomicU8::new(RUNNING),
+            cancelled: AtomicBool::new(false),
             error: OnceLock::new(),
             waiters: WaitList::default(),
         }
@@ -107,7 +113,8 @@ impl Op {
         if self.tokens.fetch_sub(1, Ordering::AcqRel) != 1 {
             return false;
         }
-        let state = if self.error.get().is_some() { FAILED } else { DONE };
+        self.memory.iter().for_each(|memory| memory.leave());
+        let state = if self.failed() { FAILED } else { DONE };
         self.state.store(state, Ordering::SeqCst);
         self.waiters.wake();
         true
@@ -123,9 +130,25 @@ impl Op {
         let _ = self.error.set(error);
     }
 
-    /// Whether a failure is noted, so that no further chunk should be cut.
-    pub fn failing(&self) -> bool {
+    /// Asks for an early end. It becomes a failure where something is held back because of it; when
+    /// everything was on its way already, the operation succeeds.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::SeqCst);
+    }
+
+    /// Something was held back: the operation was cancelled, unless it has failed before.
+    pub fn cut_short(&self) {
+        self.fail(Error::Cancelled);
+    }
+
+    /// Whether a failure is noted.
+    pub fn failed(&self) -> bool {
         self.error.get().is_some()
+    }
+
+    /// Whether it has failed or is to end early, so that no further chunk should be cut.
+    pub fn failing(&self) -> bool {
+        self.failed() || self.cancelled.load(Ordering::SeqCst)
     }
 
     /// Whether it must not be sent: it has failed, or the user has taken its memory back.
@@ -157,6 +180,15 @@ impl Op {
         self.waiters.add(handle);
         if self.ended() {
             self.waiters.wake();
+        }
+    }
+}
+
+impl Drop for Op {
+    fn drop(&mut self) {
+        // One that was never posted has no other end.
+        if !self.ended() {
+            self.memory.iter().for_each(|memory| memory.leave());
         }
     }
 }

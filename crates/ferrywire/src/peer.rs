@@ -14,7 +14,7 @@ use crate::limits;
 use crate::memory::{Identity, Memory, Region, RegionHome, RemoteRegion, check_range};
 use crate::operation::{Op, Transfer, Verb};
 use crate::progress::{self, Worker};
-use crate::queue::{Body, Entry, SendQueue};
+use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
 use crate::stats::{ChannelCounters, PeerStats};
 use crate::transfer::{Piece, Pieces, merge};
 use crate::transport::IoVec;
@@ -89,6 +89,8 @@ pub(crate) struct PeerState {
     counters: Vec<Arc<ChannelCounters>>,
     home: AtomicUsize,
     in_flight: AtomicU64,
+    /// Reads of the peer that are being answered.
+    serving: AtomicU64,
     in_flight_bytes: AtomicU64,
     failure: OnceLock<Error>,
     pub resent: AtomicU64,
@@ -112,6 +114,7 @@ impl PeerState {
             counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
             home: AtomicUsize::new(0),
             in_flight: AtomicU64::new(0),
+            serving: AtomicU64::new(0),
             in_flight_bytes: AtomicU64::new(0),
             failure: OnceLock::new(),
             resent: AtomicU64::new(0),
@@ -149,7 +152,7 @@ impl PeerState {
         usize::from(index) % self.engine.workers.len()
     }
 
-    /// Whether anything posted has not been acknowledged.
+    /// Whether anything posted has not ended, receives apart: those may wait for ever.
     pub fn in_flight(&self) -> bool {
         self.in_flight.load(Ordering::Relaxed) > 0
     }
@@ -162,17 +165,15 @@ impl PeerState {
     /// An operation of ours begins.
     fn begin(&self, op: &Op) {
         self.in_flight_bytes.fetch_add(op.total, Ordering::Relaxed);
-        if !matches!(op.verb, Verb::Read | Verb::Recv) {
-            self.in_flight.fetch_add(1, Ordering::Relaxed);
-        }
+        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
     /// It has ended, or could not begin.
     fn end(&self, op: &Op) {
         self.in_flight_bytes.fetch_sub(op.total, Ordering::Relaxed);
-        if !matches!(op.verb, Verb::Read | Verb::Recv) {
-            self.in_flight.fetch_sub(1, Ordering::Relaxed);
-        }
+        self.in_flight.fetch_sub(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
     pub fn live_channels(&self) -> usize {
@@ -204,9 +205,38 @@ impl PeerState {
         }
     }
 
+    /// A part of an operation will not be moved.
+    pub fn cut_short(&self, op: &Arc<Op>) {
+        op.cut_short();
+        self.let_go(op);
+    }
+
     fn ended(&self, op: &Arc<Op>) {
         self.end(op);
+        if op.failed() {
+            self.tell_failure(op);
+        }
         self.queue.ended(op);
+    }
+
+    /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
+    fn tell_failure(&self, op: &Op) {
+        let mut header = Header::new(Kind::Refuse);
+        header.key = Refusal::Other as u64;
+        match op.verb {
+            Verb::Send => header.transfer = op.sink.load(Ordering::Relaxed),
+            Verb::Serve => header.transfer = op.key,
+            Verb::Write if !op.message.is_empty() => {
+                header = Header::new(Kind::Notify);
+                header.transfer = op.id;
+                header.total = WITHDRAWN;
+            }
+            _ => {}
+        }
+        // Ids start at 1: a send that never met its receive has no sink.
+        if header.transfer != 0 {
+            self.queue.push_own(header);
+        }
     }
 
     fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
@@ -246,7 +276,7 @@ impl PeerState {
 
     fn end_sink(&self, op: &Arc<Op>) {
         if self.inbound.close_sink(op.id).is_some() {
-            self.let_go(op);
+            self.cut_short(op);
         }
     }
 
@@ -254,9 +284,9 @@ impl PeerState {
         if op.ended() {
             return;
         }
-        op.fail(Error::Cancelled);
+        op.cancel();
         match op.verb {
-            Verb::Recv if self.inbound.unpost(op) => self.let_go(op),
+            Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
             Verb::Recv | Verb::Read => {
                 self.end_sink(op);
                 let op = op.clone();
@@ -264,7 +294,7 @@ impl PeerState {
             }
             _ => {
                 if self.queue.withdraw(op.id).is_some() || self.queue.take_out(op) {
-                    self.let_go(op);
+                    self.cut_short(op);
                 }
                 progress::kick(self, false);
             }
@@ -348,11 +378,15 @@ impl PeerState {
                 Ok(())
             }
             Kind::Match => {
-                if self.queue.matched(header.transfer, header.key).is_none() {
-                    let mut refuse = Header::new(Kind::Refuse);
-                    refuse.transfer = header.key;
-                    refuse.key = Refusal::NoSink as u64;
-                    self.queue.push_own(refuse);
+                match self.queue.matched(header.transfer, header.key) {
+                    Some(op) if op.total == 0 => self.let_go(&op),
+                    Some(_) => {}
+                    None => {
+                        let mut refuse = Header::new(Kind::Refuse);
+                        refuse.transfer = header.key;
+                        refuse.key = Refusal::NoSink as u64;
+                        self.queue.push_own(refuse);
+                    }
                 }
                 Ok(())
             }
@@ -381,7 +415,7 @@ impl PeerState {
             }
         }
         if header.flags & wire::FLAG_COUNTED != 0 {
-            self.inbound.count(header);
+            self.inbound.count(header)?;
         }
         match header.notify > 0 {
             true => self.inbound.notified(header, message),
@@ -405,7 +439,12 @@ impl PeerState {
             self.refused(&op, refusal);
             self.let_go(&op);
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
-            let why = "it withdrew the message".into();
+            if refusal == Refusal::NoSink && sink.op.verb == Verb::Recv {
+                // It was taken back before a byte of it was sent: the receive is for the next message.
+                let replies = self.inbound.post_again(sink.op.clone());
+                return self.reply(replies);
+            }
+            let why = "it gave the operation up half-way".into();
             sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
             self.let_go(&sink.op);
         }
@@ -422,7 +461,7 @@ impl PeerState {
             pieces.push(Piece { local: placement.offset, remote: position, len });
             position += len;
         }
-        if self.in_flight.load(Ordering::Relaxed) > limits::READS_SERVED_MAX as u64 {
+        if self.serving.load(Ordering::Relaxed) >= limits::READS_SERVED_MAX as u64 {
             return Err(Refusal::Limit);
         }
         let mut op =
@@ -664,19 +703,20 @@ impl Peer {
         self.check(target, source)?;
         let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
         let op = Arc::new(op);
-        self.state.begin(&op);
         let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        self.state.begin(&op);
+        self.state.queue.join(&op);
         if op.total == 0 {
             self.state.let_go(&op);
             return Ok(transfer);
         }
-        if let Some(error) = self.error() {
-            self.state.end(&op);
-            return Err(error);
-        }
         self.state.inbound.open_sink(op.clone(), op.total);
         self.ask(&op, source.key);
-        if self.error().is_some() {
+        if let Some(error) = self.error() {
+            op.fail(error);
             self.state.end_sink(&op);
         }
         progress::kick(&self.state, op.total > crate::queue::SMALL_BYTES_MAX);

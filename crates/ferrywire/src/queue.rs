@@ -7,7 +7,7 @@
 //! acknowledged it. Read next: `channel.rs`, which pulls.
 
 use crate::limits;
-use crate::operation::{Op, Verb};
+use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::schedule;
 use crate::transfer::{Chunk, ChunkLimits, Cutter};
 use crate::window::Window;
@@ -72,9 +72,12 @@ pub(crate) struct Lanes {
     small: VecDeque<Arc<Op>>,
     bulk: VecDeque<Bulk>,
     small_run: u64,
+    /// Bytes of bulk operations that are not cut yet.
+    bulk_bytes: u64,
     epochs: VecDeque<Epoch>,
     epoch_first: u64,
     next_number: u64,
+    next_notification: u64,
     credit: usize,
     /// Sends that are announced and not matched.
     announced: HashMap<u64, Arc<Op>>,
@@ -129,14 +132,22 @@ impl SendQueue {
         if lanes.closed {
             return false;
         }
-        if op.verb == Verb::Notify {
-            lanes.fence(op);
-        } else {
-            op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
-            lanes.enqueue(op);
+        match op.verb {
+            Verb::Notify => lanes.fence(op),
+            // What the peer reads is no matter of our notifications.
+            Verb::Serve => lanes.enqueue(op),
+            _ => {
+                op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
+                lanes.enqueue(op);
+            }
         }
         self.publish(&lanes);
         true
+    }
+
+    /// Lets later notifications wait for an operation that is not queued itself.
+    pub fn join(&self, op: &Op) {
+        op.epoch.store(self.lock().join_epoch(), Ordering::Relaxed);
     }
 
     /// Numbers and queues a send.
@@ -184,11 +195,12 @@ impl SendQueue {
 
     /// The operation has ended: releases the notifications that waited for it alone.
     pub fn ended(&self, op: &Op) {
-        if matches!(op.verb, Verb::Notify | Verb::Serve | Verb::Read | Verb::Recv) {
+        let epoch = op.epoch.load(Ordering::Relaxed);
+        if epoch == NO_EPOCH {
             return;
         }
         let mut lanes = self.lock();
-        lanes.leave_epoch(op.epoch.load(Ordering::Relaxed));
+        lanes.leave_epoch(epoch);
         self.publish(&lanes);
     }
 
@@ -198,14 +210,17 @@ impl SendQueue {
         lanes.credit = limits::EAGER_CREDIT_BYTES.min(lanes.credit.saturating_add(bytes as usize));
     }
 
-    /// The peer has matched an announced send: its data go to this sink. None if it was withdrawn.
+    /// The peer has matched an announced send: its data go to this sink, if it has any. None if it was
+    /// withdrawn.
     #[must_use]
     pub fn matched(&self, transfer: u64, sink: u64) -> Option<Arc<Op>> {
         let mut lanes = self.lock();
         let op = lanes.announced.remove(&transfer)?;
         op.sink.store(sink, Ordering::Relaxed);
-        lanes.bulk.push_back(Bulk { op: op.clone(), cutter: Cutter::default() });
-        self.publish(&lanes);
+        if op.total > 0 {
+            lanes.push_bulk(op.clone());
+            self.publish(&lanes);
+        }
         Some(op)
     }
 
@@ -223,6 +238,7 @@ impl SendQueue {
         if op.verb == Verb::Write || op.verb == Verb::Serve {
             lanes.small.retain(|small| !Arc::ptr_eq(small, op));
         }
+        lanes.bulk_bytes = lanes.bulk.iter().map(|bulk| bulk.op.total - bulk.cutter.position()).sum();
         let taken = lanes.len() < before;
         self.publish(&lanes);
         taken
@@ -273,8 +289,13 @@ impl Lanes {
         if op.total <= SMALL_BYTES_MAX && op.pieces.as_slice().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
             self.small.push_back(op);
         } else {
-            self.bulk.push_back(Bulk { op, cutter: Cutter::default() });
+            self.push_bulk(op);
         }
+    }
+
+    fn push_bulk(&mut self, op: Arc<Op>) {
+        self.bulk_bytes += op.total;
+        self.bulk.push_back(Bulk { op, cutter: Cutter::default() });
     }
 
     fn join_epoch(&mut self) -> u64 {
@@ -343,7 +364,10 @@ impl Lanes {
             }
             return Some(match op.verb {
                 Verb::Send => self.send_entry(op, dropped),
-                Verb::Notify => message_entry(op, 0, 0),
+                Verb::Notify => {
+                    self.next_notification += 1;
+                    message_entry(op, self.next_notification - 1, 0)
+                }
                 _ => small_entry(op),
             });
         }
@@ -384,14 +408,16 @@ impl Lanes {
     ) -> Option<Entry> {
         loop {
             let bulk = self.bulk.front_mut()?;
-            let rest = bulk.op.total - bulk.cutter.position();
-            let bytes = schedule::chunk_bytes(rest, channels, chunk_bytes);
+            let bytes = schedule::chunk_bytes(self.bulk_bytes, channels, chunk_bytes);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,
                 false => bulk.cutter.next(bulk.op.pieces.as_slice(), limits),
             };
             let last = bulk.cutter.position() == bulk.op.total;
+            let cut = chunk.map_or(0, |chunk| u64::from(chunk.bytes));
+            let rest = bulk.op.total - bulk.cutter.position();
+            self.bulk_bytes -= if chunk.is_none() { rest } else { cut };
             let op = bulk.op.clone();
             if chunk.is_none() || (last && op.message.is_empty()) {
                 self.bulk.pop_front();
@@ -412,7 +438,8 @@ impl Lanes {
     }
 }
 
-/// The `total` of an announcement whose send was cancelled before it went out.
+/// The `total` of an announcement whose send was cancelled before it went out, and of a notification
+/// whose transfer has failed.
 pub(crate) const WITHDRAWN: u64 = u64::MAX;
 
 fn whole(op: &Op) -> Chunk {
@@ -460,7 +487,8 @@ fn chunk_entry(op: Arc<Op>, chunk: Chunk) -> Entry {
     Entry::new(header, placements.into(), Body::Chunk(chunk), Some(op))
 }
 
-/// A notification of its own, delivered once `total` bytes of `transfer` are placed.
+/// A notification of its own: delivered once `total` bytes of `transfer` are placed, or, with no bytes to
+/// wait for, in its turn, for which `transfer` is its number.
 fn message_entry(op: Arc<Op>, transfer: u64, total: u64) -> Entry {
     let mut header = Header::new(Kind::Notify);
     header.transfer = transfer;

@@ -10,7 +10,7 @@
 use crate::limits;
 
 /// Bytes of an encoded [`Header`].
-pub const HEADER_BYTES: usize = 56;
+pub const HEADER_BYTES: usize = 64;
 /// Bytes of an encoded [`Placement`].
 pub const PLACEMENT_BYTES: usize = 12;
 /// Bytes of an encoded refusal in an [`Kind::Ack`] frame.
@@ -26,7 +26,8 @@ pub enum Kind {
     Data = 1,
     /// Acknowledgement alone; its payload lists refused frames.
     Ack = 2,
-    /// A message delivered once `total` bytes of `transfer` are placed (0: at once).
+    /// A message delivered once `total` bytes of `transfer` are placed. Where `total` is 0, `transfer`
+    /// numbers the messages, which are delivered in that order; all ones: the transfer has failed.
     Notify = 3,
     /// An eager message with tag `key`; `offset` is its number in the sender's order.
     Send = 4,
@@ -154,7 +155,7 @@ impl Header {
     /// Reads a header and checks every field against its limit.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         let kind = Kind::parse(bytes[0]).ok_or(WireError::NotAHeader)?;
-        if u16_at(bytes, 50) != MAGIC || bytes[52..56] != [0; 4] {
+        if u16_at(bytes, 50) != MAGIC || bytes[52..] != [0; HEADER_BYTES - 52] {
             return Err(WireError::NotAHeader);
         }
         let header = Header {

@@ -15,7 +15,7 @@ use crate::wire::Refusal;
 use host::HostBuffer;
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock, Weak};
 
 /// The random name of an endpoint: new at each start, so a restarted peer is a new one.
@@ -52,6 +52,8 @@ pub(crate) struct Memory {
     len: u64,
     key: u64,
     revoked: AtomicBool,
+    /// Operations under way that name it.
+    users: AtomicUsize,
     keeper: Keeper,
 }
 
@@ -73,7 +75,23 @@ impl Memory {
 
     /// Whether the region may not be touched by peers any more.
     pub fn revoked(&self) -> bool {
-        self.revoked.load(Ordering::Acquire)
+        self.revoked.load(Ordering::SeqCst)
+    }
+
+    /// An operation on the memory begins. It looks at [`Memory::revoked`] afterwards, so that either it
+    /// sees the end of the region or the end of the region sees it.
+    pub fn enter(&self) {
+        self.users.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// An operation on the memory has ended.
+    pub fn leave(&self) {
+        self.users.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    /// Whether operations on the memory are under way.
+    pub fn used(&self) -> bool {
+        self.users.load(Ordering::SeqCst) > 0
     }
 
     /// Whether the user owns the bytes, so that they may vanish after deregistration.
@@ -101,13 +119,14 @@ impl RegionTable {
         while key == 0 || table.contains_key(&key) {
             key = crate::bootstrap::random_u64();
         }
-        let memory = Arc::new(Memory { base, len, key, revoked: AtomicBool::new(false), keeper });
+        let (revoked, users) = (AtomicBool::new(false), AtomicUsize::new(0));
+        let memory = Arc::new(Memory { base, len, key, revoked, users, keeper });
         table.insert(key, memory.clone());
         memory
     }
 
     fn remove(&self, memory: &Memory) {
-        memory.revoked.store(true, Ordering::Release);
+        memory.revoked.store(true, Ordering::SeqCst);
         self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
     }
 }

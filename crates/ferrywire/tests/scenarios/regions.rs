@@ -1,0 +1,110 @@
+//! Who may touch which memory, and until when.
+
+use crate::world::{World, assert_same, contents, pattern};
+use ferrywire::{Block, BlockList, Error, RemoteRegion};
+
+pub fn deregistered_regions_are_refused(world: &mut impl World) {
+    let (peer, _far) = world.pair();
+    for bytes in [0, 10, world.bytes_max()] {
+        let here = world.patterned(0, bytes, 1);
+        let there = world.zeroed(1, bytes);
+        let remote = RemoteRegion::from_bytes(&there.descriptor().to_bytes()).unwrap();
+        there.deregister().unwrap();
+        let write = peer.write(&here, 0, &remote, 0, bytes as u64).unwrap();
+        let outcome = world.outcome(&write);
+        assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "write of {bytes}: {outcome:?}");
+        if bytes > 0 {
+            let read = peer.read(&here, 0, &remote, 0, bytes as u64).unwrap();
+            let outcome = world.outcome(&read);
+            assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "read of {bytes}: {outcome:?}");
+        }
+        assert_same(&contents(&here), &pattern(bytes, 1), "the local side of a refused access");
+    }
+    // The connection is as good as before.
+    let (here, there) = (world.patterned(0, 5000, 2), world.zeroed(1, 5000));
+    let write = peer.write(&here, 0, &there.descriptor(), 0, 5000).unwrap();
+    world.all_done(&[write]);
+    assert_same(&contents(&there), &pattern(5000, 2), "a write after refused ones");
+}
+
+/// A refused write notifies nobody, and what comes behind it is not held up.
+pub fn refused_writes_do_not_notify(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    for bytes in [10, world.bytes_max()] {
+        let here = world.patterned(0, bytes, 1);
+        let there = world.zeroed(1, bytes);
+        let remote = there.descriptor();
+        there.deregister().unwrap();
+        let write = peer.write_notify(&here, 0, &remote, 0, bytes as u64, b"never").unwrap();
+        let after = peer.notify(b"after").unwrap();
+        let outcome = world.outcome(&write);
+        assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+        assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
+        world.all_done(&[after]);
+    }
+}
+
+/// When deregistration returns nothing more is placed, however much is under way.
+pub fn deregistered_during_a_write(world: &mut impl World) {
+    let (peer, _far) = world.pair();
+    let bytes = world.bytes_max();
+    let source = world.patterned(0, bytes, 1);
+    let mut memory = vec![0u8; bytes];
+    // SAFETY: `memory` outlives the region, which is deregistered below, and is only looked at after.
+    let target = unsafe { world.end(1).register_raw(memory.as_mut_ptr(), bytes) }.unwrap();
+    let write = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let enough = (world.below(4) * bytes / 4) as u64;
+    world
+        .until("some bytes", || (write.bytes_moved() >= enough || write.poll().is_some()).then_some(()));
+    target.deregister().unwrap();
+    memory.fill(0xEE);
+    match world.outcome(&write) {
+        Ok(moved) => assert_eq!(moved, bytes as u64),
+        Err(error) => assert!(matches!(error, Error::AccessRefused { .. }), "{error}"),
+    }
+    world.linger();
+    assert_same(&memory, &vec![0xEE; bytes], "memory that is the caller's again");
+}
+
+/// A handle of an operation that has ended does not keep its memory.
+pub fn deregistered_while_ended_transfers_are_held(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    let mut memory = vec![7u8; 100_000];
+    // SAFETY: `memory` outlives the region, which is deregistered below.
+    let source = unsafe { world.end(0).register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    let target = world.zeroed(1, 100_000);
+    let write = peer.write(&source, 0, &target.descriptor(), 0, 100_000).unwrap();
+    let send = peer.send(1, &source, 0, 100_000).unwrap();
+    let received = far.recv(1, &target, 0, 100_000).unwrap();
+    world.all_done(&[write.clone(), send.clone(), received]);
+    assert_eq!(source.deregister(), Ok(()));
+    memory.fill(0);
+    assert_eq!(world.outcome(&write), Ok(100_000));
+}
+
+pub fn wrong_regions_and_offsets_are_refused_at_once(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    let third = world.add(1, |builder| builder);
+    let (up, _down) = world.connect(third, 0);
+    let (mine, theirs, others) = (world.zeroed(0, 100), world.zeroed(1, 100), world.zeroed(third, 100));
+    let remote = theirs.descriptor();
+    let invalid = |error: Error| assert!(matches!(error, Error::Invalid { .. }), "{error}");
+    invalid(peer.write(&mine, 0, &others.descriptor(), 0, 10).unwrap_err());
+    invalid(peer.read(&mine, 0, &others.descriptor(), 0, 10).unwrap_err());
+    invalid(peer.write(&others, 0, &remote, 0, 10).unwrap_err());
+    invalid(peer.send(1, &others, 0, 10).unwrap_err());
+    invalid(far.recv(1, &mine, 0, 10).unwrap_err());
+    invalid(up.write(&others, 0, &remote, 0, 10).unwrap_err());
+    let outside = |error: Error| assert!(matches!(error, Error::OutOfRegion { .. }), "{error}");
+    for (offset, bytes) in [(0, 101), (100, 1), (u64::MAX, 1), (1, u64::MAX), (101, 0)] {
+        outside(peer.write(&mine, offset, &remote, 0, bytes).unwrap_err());
+        outside(peer.read(&mine, 0, &remote, offset, bytes).unwrap_err());
+        outside(peer.send(1, &mine, offset, bytes).unwrap_err());
+        outside(peer.recv(1, &mine, offset, bytes).unwrap_err());
+        let block = Block { local_offset: 0, remote_offset: offset, bytes };
+        outside(BlockList::new(&mine, &remote, &[block]).unwrap_err());
+    }
+    let gone = world.zeroed(0, 10);
+    gone.clone().deregister().unwrap();
+    invalid(peer.write(&gone, 0, &remote, 0, 10).unwrap_err());
+}
