@@ -7,6 +7,9 @@
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
 mod basics;
+mod closing;
+mod faults;
+mod load;
 mod messages;
 mod regions;
 mod sim;
@@ -66,5 +69,28 @@ scenarios! {
         deregistered_during_a_write,
         deregistered_while_ended_transfers_are_held,
         wrong_regions_and_offsets_are_refused_at_once,
+    };
+    both(50): closing::{
+        close_finishes_what_was_posted,
+        both_sides_close_at_once,
+        close_ends_what_cannot_finish,
+        messages_outlive_their_sender,
+        dropped_peers_finish_first,
+        endpoint_closed_with_work_under_way,
+    };
+    sim(100): faults::{
+        channels_reset_one_by_one,
+        all_channels_reset_at_once,
+        one_of_two_nics_cut_and_healed,
+        one_of_four_nics_cut_and_healed,
+        one_way_cut,
+        late_bytes_do_not_land,
+        a_killed_peer_is_lost,
+        a_peer_that_stops_for_three_seconds_is_not_lost,
+        a_peer_that_stops_for_good_is_lost,
+        a_restarted_peer_is_another_one,
+        corrupt_bytes_are_found_and_sent_again,
+        stalls_and_slow_nics,
+        random_faults,
     };
 }

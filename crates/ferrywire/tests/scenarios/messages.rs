@@ -39,8 +39,11 @@ pub fn messages_scatter_and_gather(world: &mut impl World) {
         let target = world.zeroed(1, bytes);
         // Gathered backwards, scattered every other block first.
         let from: Vec<(u64, u64)> = (0..blocks).rev().map(|block| (block * 200, 150)).collect();
-        let to: Vec<(u64, u64)> =
-            (0..blocks).step_by(2).chain((1..blocks).step_by(2)).map(|block| (block * 200 + 50, 150)).collect();
+        let to: Vec<(u64, u64)> = (0..blocks)
+            .step_by(2)
+            .chain((1..blocks).step_by(2))
+            .map(|block| (block * 200 + 50, 150))
+            .collect();
         let received = far.recv_blocks(9, &target, &to).unwrap();
         let sent = peer.send_blocks(9, &source, &from).unwrap();
         world.all_done(&[received, sent]);

@@ -54,8 +54,7 @@ pub fn deregistered_during_a_write(world: &mut impl World) {
     let target = unsafe { world.end(1).register_raw(memory.as_mut_ptr(), bytes) }.unwrap();
     let write = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let enough = (world.below(4) * bytes / 4) as u64;
-    world
-        .until("some bytes", || (write.bytes_moved() >= enough || write.poll().is_some()).then_some(()));
+    world.until("some bytes", || (write.bytes_moved() >= enough || write.poll().is_some()).then_some(()));
     target.deregister().unwrap();
     memory.fill(0xEE);
     match world.outcome(&write) {

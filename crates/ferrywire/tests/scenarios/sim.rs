@@ -29,6 +29,7 @@ struct Member {
     endpoint: Option<Endpoint>,
     host: Arc<SimHost>,
     nics: Vec<IpAddr>,
+    frozen: bool,
 }
 
 pub struct SimWorld {
@@ -75,7 +76,8 @@ impl SimWorld {
 
     fn turn(&self) -> bool {
         let mut worked = false;
-        for endpoint in self.members.iter().filter_map(|member| member.endpoint.as_ref()) {
+        let running = self.members.iter().filter(|member| !member.frozen);
+        for endpoint in running.filter_map(|member| member.endpoint.as_ref()) {
             worked |= endpoint.progress();
         }
         self.turns.set(self.turns.get() + 1);
@@ -116,7 +118,7 @@ impl World for SimWorld {
         let list: Vec<(&str, IpAddr)> = names.iter().map(String::as_str).zip(addresses.clone()).collect();
         let host = self.net.host(&format!("host{index}"), &list);
         let endpoint = adapt(SimWorld::builder(&host)).build().unwrap();
-        self.members.push(Member { endpoint: Some(endpoint), host, nics: addresses });
+        self.members.push(Member { endpoint: Some(endpoint), host, nics: addresses, frozen: false });
         index
     }
 
@@ -165,6 +167,20 @@ impl World for SimWorld {
         self.until("a notification", || peer.poll_notification().transpose())
     }
 
+    /// On a thread of its own, so that this one can turn the clock: the one place where a seed does not
+    /// repeat everything.
+    fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(call);
+            self.until("a call that waits", || {
+                // Its thread has to get its turns too, or the clock runs away from it.
+                std::thread::sleep(Duration::from_micros(20));
+                waiting.is_finished().then_some(())
+            });
+            waiting.join().unwrap()
+        })
+    }
+
     fn linger(&mut self) {
         self.pass(Duration::from_millis(100));
     }
@@ -207,6 +223,16 @@ impl Faulty for SimWorld {
         let endpoint = self.members[index].endpoint.take().expect("it was killed before");
         // A killed process runs no farewell.
         std::mem::forget(endpoint);
+    }
+
+    fn freeze(&mut self, index: usize) {
+        self.members[index].frozen = true;
+        self.net.freeze(self.members[index].host.host_name());
+    }
+
+    fn thaw(&mut self, index: usize) {
+        self.members[index].frozen = false;
+        self.net.thaw(self.members[index].host.host_name());
     }
 
     fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder) {

@@ -62,6 +62,10 @@ impl World for TcpWorld {
         peer.wait_notification(LIMIT)
     }
 
+    fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
+        call()
+    }
+
     fn linger(&mut self) {
         thread::sleep(Duration::from_millis(20));
     }

@@ -37,6 +37,9 @@ pub trait World {
     /// Drives until the next notification, or until none can come any more.
     fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>>;
 
+    /// Runs a call that waits, everything turning meanwhile.
+    fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T;
+
     /// Turns everything for a moment, long enough for whatever could arrive to arrive.
     fn linger(&mut self);
 
@@ -97,6 +100,12 @@ pub trait Faulty: World {
 
     /// Kills the process of an endpoint: it is turned no more, and its connections break.
     fn kill(&mut self, index: usize);
+
+    /// Stops the process of an endpoint.
+    fn freeze(&mut self, index: usize);
+
+    /// Lets it go on.
+    fn thaw(&mut self, index: usize);
 
     /// Starts a killed endpoint again, as a new one on the same host.
     fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder);

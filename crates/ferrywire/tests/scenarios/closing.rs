@@ -1,0 +1,94 @@
+//! Ends: of peers, of endpoints, with and without work under way.
+
+use crate::load::Load;
+use crate::sim::is_gone;
+use crate::world::{World, assert_same, contents, pattern};
+use ferrywire::Error;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// Closing waits for what was posted on both sides, and nothing of it is lost.
+pub fn close_finishes_what_was_posted(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let mut load = Load::default();
+    load.post(world, [(0, &near), (1, &far)], 2, world.bytes_max() / 4);
+    assert_eq!(world.blocking(|| near.close(LIMIT)), Ok(()));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert_eq!(near.close(LIMIT), Ok(()), "closed already");
+    assert!(is_gone(&near.notify(b"x").unwrap_err()));
+}
+
+pub fn both_sides_close_at_once(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let mut load = Load::default();
+    load.post(world, [(0, &near), (1, &far)], 2, world.bytes_max() / 4);
+    let both = || {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| far.close(LIMIT));
+            (near.close(LIMIT), other.join().unwrap())
+        })
+    };
+    assert_eq!(world.blocking(both), (Ok(()), Ok(())));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// A receive that nobody sends to, and a send that nobody receives, end with their peer.
+pub fn close_ends_what_cannot_finish(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let region = [world.patterned(0, 100_000, 1), world.patterned(1, 100_000, 1)];
+    let sent = near.send(1, &region[0], 0, 100_000).unwrap();
+    let received = [near.recv(7, &region[0], 0, 10).unwrap(), far.recv(7, &region[1], 0, 10).unwrap()];
+    let closed = world.blocking(|| near.close(Duration::from_millis(300)));
+    assert!(matches!(closed, Ok(()) | Err(Error::Deadline { .. })), "{closed:?}");
+    for transfer in received.iter().chain([&sent]) {
+        let error = world.outcome(transfer).unwrap_err();
+        assert!(is_gone(&error), "{error}");
+    }
+}
+
+/// What was sent before the end can be received after it.
+pub fn messages_outlive_their_sender(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let source = world.patterned(0, 5000, 1);
+    let sent = near.send(3, &source, 0, 5000).unwrap();
+    let told = near.notify(b"bye").unwrap();
+    world.all_done(&[sent, told]);
+    drop(near);
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert_eq!(world.notification(&far), Ok(b"bye".to_vec()));
+    let target = world.zeroed(1, 5000);
+    let received = far.recv(3, &target, 0, 5000).unwrap();
+    assert_eq!(world.outcome(&received), Ok(5000));
+    assert_same(&contents(&target), &pattern(5000, 1), "a message received late");
+    assert!(is_gone(&far.recv(3, &target, 0, 5000).unwrap_err()));
+}
+
+/// Dropping the last handle finishes what was posted.
+pub fn dropped_peers_finish_first(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let bytes = world.bytes_max();
+    let (source, target) = (world.patterned(0, bytes, 1), world.zeroed(1, bytes));
+    let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"all").unwrap();
+    drop(near);
+    assert_eq!(world.notification(&far), Ok(b"all".to_vec()));
+    assert_same(&contents(&target), &pattern(bytes, 1), "a write of a dropped peer");
+    assert_eq!(world.outcome(&write), Ok(bytes as u64));
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
+/// An endpoint that closes takes nothing with it that was posted.
+pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
+    let (near, far) = world.pair();
+    let mut load = Load::default();
+    load.post(world, [(0, &near), (1, &far)], 2, world.bytes_max() / 4);
+    let end = world.end(0);
+    assert_eq!(world.blocking(|| end.close(LIMIT)), Ok(()));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    assert!(matches!(end.connecting(world.address(1)), Err(Error::Closed)));
+    assert_eq!(end.close(LIMIT), Ok(()));
+}

@@ -1,0 +1,306 @@
+//! Connections, NICs, hosts and bytes that break while something is under way.
+
+use crate::load::Load;
+use crate::sim::is_gone;
+use crate::world::{Faulty, assert_same, contents, pattern};
+use ferrywire::transport::sim::{Faults, ResetSeen, Side};
+use ferrywire::{Error, Peer, Transfer};
+use std::time::Duration;
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// Default silence after which a peer is lost, and what it may take to notice.
+const LOST_WITHIN: Duration = Duration::from_millis(11_000);
+const BYTES: usize = 200_000;
+
+/// Two endpoints with so many NICs each, slow enough that a load takes a while.
+fn slow_pair<W: Faulty>(world: &mut W, nics: usize) -> (Peer, Peer) {
+    let ends = [0, 1].map(|_| world.add(nics, |builder| builder.channels(4).chunk_bytes(8192)));
+    let pair = world.connect(ends[0], ends[1]);
+    for end in ends {
+        for nic in 0..nics {
+            let address = world.nic(end, nic);
+            world.net().set_bandwidth(address, Some(20_000_000));
+        }
+    }
+    pair
+}
+
+fn started<W: Faulty>(world: &mut W, ends: [(usize, &Peer); 2]) -> Load {
+    let mut load = Load::default();
+    load.post(world, ends, 3, BYTES);
+    let enough = world.below(BYTES) as u64;
+    world.until("some bytes", || (load.moved() >= enough).then_some(()));
+    load
+}
+
+/// A write that is under way for a while, and what it leaves behind.
+fn long_write<W: Faulty>(world: &mut W, peer: &Peer) -> (Transfer, ferrywire::Region) {
+    let (source, target) = (world.patterned(0, 1 << 20, 77), world.zeroed(1, 1 << 20));
+    let write = peer.write_notify(&source, 0, &target.descriptor(), 0, 1 << 20, b"done").unwrap();
+    (write, target)
+}
+
+fn finish_long_write<W: Faulty>(world: &mut W, (write, target): (Transfer, ferrywire::Region), far: &Peer) {
+    assert_eq!(world.notification(far), Ok(b"done".to_vec()));
+    assert_same(&contents(&target), &pattern(1 << 20, 77), "a write whose channels were lost");
+    assert_eq!(world.outcome(&write), Ok(1 << 20));
+    world.pass(ms(200));
+    assert_eq!(far.poll_notification(), Ok(None), "notified twice");
+}
+
+pub fn channels_reset_one_by_one<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let (load, net) = (started(world, [(0, &near), (1, &far)]), world.net());
+    for _ in 0..6 {
+        let open: Vec<_> = net.connections().into_iter().filter(|conn| conn.bulk).collect();
+        if !open.is_empty() {
+            let victim = &open[world.below(open.len())];
+            let first = [Side::Dialler, Side::Acceptor][world.below(2)];
+            let later = ResetSeen::OtherEndAfter(ms(world.below(30) as u64));
+            let seen = [ResetSeen::AtOnce, later][world.below(2)];
+            net.reset(victim.id, first, seen);
+        }
+        let pause = ms(world.below(10) as u64);
+        world.pass(pause);
+    }
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    assert!(near.stats().lost_channels.len() + far.stats().lost_channels.len() > 0);
+}
+
+pub fn all_channels_reset_at_once<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let write = long_write(world, &near);
+    let load = started(world, [(0, &near), (1, &far)]);
+    let with_control = world.below(2) == 0;
+    for conn in world.net().connections() {
+        if conn.bulk || with_control {
+            world.net().reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
+        }
+    }
+    finish_long_write_with(world, write, &near, &far, load);
+    assert!(near.stats().resent_chunks > 0);
+}
+
+/// Ends a load that shares its notifications with a long write.
+fn finish_long_write_with<W: Faulty>(
+    world: &mut W,
+    (write, target): (Transfer, ferrywire::Region),
+    near: &Peer,
+    far: &Peer,
+    load: Load,
+) {
+    assert_eq!(world.outcome(&write), Ok(1 << 20));
+    assert_same(&contents(&target), &pattern(1 << 20, 77), "a write whose channels were lost");
+    load.expecting(far, b"done").finish_well(world, [(0, near), (1, far)]);
+}
+
+fn cut_and_heal<W: Faulty>(world: &mut W, nics: usize) {
+    let (near, far) = slow_pair(world, nics);
+    let (load, net) = (started(world, [(0, &near), (1, &far)]), world.net());
+    // The first NIC carries the control session too.
+    let (end, nic) = (world.below(2), world.below(nics));
+    net.cut(world.nic(end, nic));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    let name = format!("eth{nic} ");
+    let peer = [&near, &far][end];
+    let (mut more, lost) = (Load::default(), |peer: &Peer| peer.stats().lost_channels);
+    more.post(world, [(0, &near), (1, &far)], 3, BYTES);
+    more.finish_well(world, [(0, &near), (1, &far)]);
+    world.until("the NIC to be named", || lost(peer).iter().any(|line| line.contains(&name)).then_some(()));
+
+    net.heal(world.nic(end, nic));
+    world.until("all channels to be back", || {
+        let up = |peer: &Peer| peer.stats().channels.iter().all(|channel| channel.alive);
+        (up(&near) && up(&far)).then_some(())
+    });
+    let sent = |peer: &Peer| {
+        let channels = peer.stats().channels.into_iter().filter(|channel| name.trim() == channel.nic);
+        channels.map(|channel| channel.sent_bytes).sum::<u64>()
+    };
+    let before = sent(peer);
+    let mut after = Load::default();
+    after.post(world, [(0, &near), (1, &far)], 3, BYTES);
+    after.finish_well(world, [(0, &near), (1, &far)]);
+    assert!(sent(peer) > before, "{name} carries nothing although it is healed");
+}
+
+pub fn one_of_two_nics_cut_and_healed<W: Faulty>(world: &mut W) {
+    cut_and_heal(world, 2);
+}
+
+pub fn one_of_four_nics_cut_and_healed<W: Faulty>(world: &mut W) {
+    cut_and_heal(world, 4);
+}
+
+/// Only one direction of a NIC dies, in mid transfer or before it.
+pub fn one_way_cut<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let load = started(world, [(0, &near), (1, &far)]);
+    let (end, nic) = (world.below(2), world.below(2));
+    let address = world.nic(end, nic);
+    match world.below(2) {
+        0 => world.net().cut_outgoing(address),
+        _ => world.net().cut_incoming(address),
+    }
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    // Longer than the heartbeat limit: the control session has to find the other NIC.
+    world.pass(Duration::from_secs(15));
+    let mut after = Load::default();
+    after.post(world, [(0, &near), (1, &far)], 2, BYTES);
+    after.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// Bytes that a lost connection delivers after their operation has been finished over another channel,
+/// and its memory is in other use.
+pub fn late_bytes_do_not_land<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let write = long_write(world, &near);
+    let moved = world.below(1 << 19) as u64;
+    world.until("some bytes", || (write.0.bytes_moved() >= moved).then_some(()));
+    let side = world.below(2);
+    let address = world.nic(side, 1);
+    world.net().cut(address);
+    let target = write.1.clone();
+    finish_long_write(world, write, &far);
+    let poison = vec![0xEE; 1 << 20];
+    target.write_at(0, &poison).unwrap();
+    world.net().heal(address);
+    world.pass(Duration::from_secs(5));
+    assert_same(&contents(&target), &poison, "memory in other use");
+}
+
+pub fn a_killed_peer_is_lost<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let mut load = started(world, [(0, &near), (1, &far)]);
+    let victim = world.below(2);
+    let (survivor, peer) = [(1, &far), (0, &near)][victim];
+    let waiting = {
+        let target = world.zeroed(survivor, 10);
+        peer.recv(12345, &target, 0, 10).unwrap()
+    };
+    let start = world.net().now();
+    world.kill(victim);
+    load.keep_of(survivor);
+    let failed = load.finish(world, [(survivor, peer), (survivor, peer)]);
+    let error = world.outcome(&waiting).unwrap_err();
+    assert!(world.net().now() - start < LOST_WITHIN);
+    for error in failed.iter().chain([&error]) {
+        assert!(is_gone(error) && error.to_string().contains(&peer.name()), "{error}");
+    }
+    let region = world.zeroed(survivor, 10);
+    assert!(is_gone(&peer.send(1, &region, 0, 1).unwrap_err()));
+    assert!(is_gone(&peer.recv(1, &region, 0, 1).unwrap_err()));
+    assert!(is_gone(&peer.notify(b"x").unwrap_err()));
+    assert!(is_gone(&peer.error().unwrap()));
+}
+
+pub fn a_peer_that_stops_for_three_seconds_is_not_lost<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let load = started(world, [(0, &near), (1, &far)]);
+    let victim = world.below(2);
+    world.freeze(victim);
+    world.pass(Duration::from_secs(3));
+    world.thaw(victim);
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+pub fn a_peer_that_stops_for_good_is_lost<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let mut load = started(world, [(0, &near), (1, &far)]);
+    let victim = world.below(2);
+    let (survivor, peer) = [(1, &far), (0, &near)][victim];
+    let start = world.net().now();
+    world.freeze(victim);
+    load.keep_of(survivor);
+    for error in load.finish(world, [(survivor, peer), (survivor, peer)]) {
+        assert!(is_gone(&error) && error.to_string().contains(&peer.name()), "{error}");
+    }
+    world.until("the peer to be lost", || peer.error());
+    assert!(world.net().now() - start < LOST_WITHIN);
+    world.thaw(victim);
+}
+
+pub fn a_restarted_peer_is_another_one<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 1);
+    let (source, target) = (world.patterned(0, 1000, 1), world.zeroed(1, 1000));
+    let old = target.descriptor();
+    let write = near.write(&source, 0, &old, 0, 1000).unwrap();
+    world.all_done(&[write]);
+    let identity = near.identity();
+    world.kill(1);
+    drop(far);
+    world.until("the peer to be lost", || near.error());
+    world.restart(1, |builder| builder);
+    let (again, _far) = world.connect(0, 1);
+    assert_ne!(again.identity(), identity);
+    let refused = again.write(&source, 0, &old, 0, 1000).unwrap_err();
+    assert!(matches!(refused, Error::Invalid { .. }), "{refused}");
+    let target = world.zeroed(1, 1000);
+    let write = again.write(&source, 0, &target.descriptor(), 0, 1000).unwrap();
+    world.all_done(&[write]);
+    assert_same(&contents(&target), &pattern(1000, 1), "a write to a restarted peer");
+}
+
+pub fn corrupt_bytes_are_found_and_sent_again<W: Faulty>(world: &mut W) {
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(4).chunk_bytes(8192).crc(true)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    let load = {
+        let mut load = Load::default();
+        load.post(world, [(0, &near), (1, &far)], 3, BYTES);
+        load
+    };
+    // Behind the handshakes of data connections, which have their own proofs.
+    let times = 1 + world.below(5) as u32;
+    world.net().corrupt_bulk(400, times);
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+pub fn stalls_and_slow_nics<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let load = started(world, [(0, &near), (1, &far)]);
+    let slow = world.nic(1, 1);
+    world.net().set_nic_latency(slow, ms(30));
+    for _ in 0..5 {
+        let open = world.net().connections();
+        let victim = open[world.below(open.len())].id;
+        let lasting = ms(world.below(900) as u64);
+        world.net().stall(victim, lasting);
+        world.pass(ms(3));
+    }
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// Everything that chance can do, and a load that has to come to an end all the same.
+pub fn random_faults<W: Faulty>(world: &mut W) {
+    let seed = world.net().seed();
+    let nics = 1 + world.below(3);
+    let ends =
+        [0, 1].map(|_| world.add(nics, |builder| builder.channels(3).chunk_bytes(8192).crc(seed % 3 == 0)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    world.net().set_faults(Faults::random(seed));
+    let mut load = Load::default();
+    for _ in 0..60 {
+        let way = [(0, 1), (1, 0)][world.below(2)];
+        if let Err(error) = load.one(world, [(0, &near), (1, &far)], way, BYTES / 2) {
+            assert!(is_gone(&error), "{error}");
+        }
+        if world.below(3) == 0 {
+            let pause = ms(world.below(20) as u64);
+            world.pass(pause);
+        }
+        if world.below(8) == 0 {
+            load.cancel_one(world);
+        }
+    }
+    let lost = |peer: &Peer| peer.error().is_some();
+    for error in load.finish(world, [(0, &near), (1, &far)]) {
+        let known = is_gone(&error) && (lost(&near) || lost(&far));
+        assert!(
+            known || load.cancelled() && matches!(error, Error::Cancelled | Error::AccessRefused { .. }),
+            "{error}"
+        );
+    }
+}

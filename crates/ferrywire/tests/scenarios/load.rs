@@ -1,0 +1,198 @@
+//! A mixed load between two endpoints, and what has to be true of it in the end.
+//!
+//! Every operation of it either succeeds, and then its bytes are where they belong, or ends in a named
+//! error; each notification comes at most once, and exactly once if its operation succeeded.
+
+use crate::world::{World, contents, pattern};
+use ferrywire::{Error, Peer, Region, Transfer};
+use std::collections::BTreeMap;
+
+struct Move {
+    /// The endpoint that posted it.
+    end: usize,
+    transfer: Transfer,
+    /// What the target holds afterwards, from its start on.
+    check: Option<(Region, usize, u64)>,
+    /// Where its bytes come from: registered until the end.
+    _source: Option<Region>,
+    /// The number of the notification that goes with it, and the side that gets it.
+    notified: Option<(usize, u64)>,
+}
+
+/// Operations under way between two peers.
+#[derive(Default)]
+pub struct Load {
+    moves: Vec<Move>,
+    told: BTreeMap<(usize, u64), u32>,
+    next: u64,
+    cancelled: bool,
+}
+
+impl Load {
+    /// Posts `rounds` of everything from both sides; `ends` are the numbers of the endpoints and the
+    /// peers as each sees the other.
+    pub fn post(
+        &mut self,
+        world: &mut impl World,
+        ends: [(usize, &Peer); 2],
+        rounds: usize,
+        bytes_max: usize,
+    ) {
+        for _ in 0..rounds {
+            for (from, to) in [(0, 1), (1, 0)] {
+                for _ in 0..4 {
+                    // What the other side has lost already takes no more.
+                    let _ = self.one(world, ends, (from, to), bytes_max);
+                }
+            }
+        }
+    }
+
+    /// Posts one operation of any kind.
+    pub fn one(
+        &mut self,
+        world: &mut impl World,
+        ends: [(usize, &Peer); 2],
+        (from, to): (usize, usize),
+        bytes_max: usize,
+    ) -> Result<(), Error> {
+        let ((here, peer), (there, other)) = (ends[from], ends[to]);
+        let small = world.below(2) == 0;
+        let bytes = world.below(if small { bytes_max.min(4000) } else { bytes_max } + 1);
+        self.next += 1;
+        let salt = self.next;
+        match world.below(5) {
+            0 => {
+                let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
+                let message = salt.to_le_bytes();
+                let transfer =
+                    peer.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, &message)?;
+                self.add(here, transfer, Some(source), Some((target, bytes, salt)), Some((to, salt)));
+            }
+            1 => {
+                let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
+                let transfer = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64)?;
+                self.add(here, transfer, Some(source), Some((target, bytes, salt)), None);
+            }
+            2 => {
+                let (source, target) = (world.patterned(there, bytes, salt), world.zeroed(here, bytes));
+                let transfer = peer.read(&target, 0, &source.descriptor(), 0, bytes as u64)?;
+                self.add(here, transfer, Some(source), Some((target, bytes, salt)), None);
+            }
+            3 => {
+                let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
+                // Its own tag, so that a send that fails takes no other's receive.
+                let received = other.recv(salt, &target, 0, bytes as u64)?;
+                self.add(there, received, None, Some((target, bytes, salt)), None);
+                let sent = peer.send(salt, &source, 0, bytes as u64);
+                match sent {
+                    Ok(sent) => self.add(here, sent, Some(source), None, None),
+                    Err(error) => {
+                        self.moves.last().expect("just added").transfer.cancel();
+                        return Err(error);
+                    }
+                }
+            }
+            _ => {
+                let transfer = peer.notify(&salt.to_le_bytes())?;
+                self.add(here, transfer, None, None, Some((to, salt)));
+            }
+        }
+        Ok(())
+    }
+
+    fn add(
+        &mut self,
+        end: usize,
+        transfer: Transfer,
+        source: Option<Region>,
+        check: Option<(Region, usize, u64)>,
+        notified: Option<(usize, u64)>,
+    ) {
+        self.moves.push(Move { end, transfer, check, _source: source, notified });
+    }
+
+    /// Everything ends well.
+    pub fn finish_well(mut self, world: &mut impl World, ends: [(usize, &Peer); 2]) {
+        let failed = self.finish(world, ends);
+        assert!(failed.is_empty(), "failed: {failed:?}");
+    }
+
+    /// Everything ends; returns the errors.
+    pub fn finish(&mut self, world: &mut impl World, ends: [(usize, &Peer); 2]) -> Vec<Error> {
+        let moves = std::mem::take(&mut self.moves);
+        let mut failed = Vec::new();
+        for each in &moves {
+            match world.outcome(&each.transfer) {
+                Err(error) => failed.push(error),
+                Ok(moved) => {
+                    if let Some((target, bytes, salt)) = &each.check {
+                        assert_eq!(moved, *bytes as u64, "{:?}", each.transfer);
+                        crate::world::assert_same(
+                            &contents(target),
+                            &pattern(*bytes, *salt),
+                            &format!("{:?}", each.transfer),
+                        );
+                    }
+                }
+            }
+        }
+        // What a finished operation notifies is there already; what is late is not there twice.
+        world.linger();
+        for (index, (_, peer)) in ends.iter().enumerate() {
+            while let Ok(Some(message)) = peer.poll_notification() {
+                self.tell(index, message);
+            }
+        }
+        for each in &moves {
+            let Some(key) = each.notified else { continue };
+            let times = self.told.get(&key).copied().unwrap_or(0);
+            let well = matches!(each.transfer.poll(), Some(Ok(_)));
+            assert!(times == 1 || (times == 0 && !well), "{key:?} came {times} times, success: {well}");
+        }
+        failed
+    }
+
+    /// Another notification that one side gets.
+    pub fn expecting(mut self, far: &Peer, message: &[u8]) -> Load {
+        let found = std::iter::from_fn(|| far.poll_notification().ok().flatten());
+        let mut times = 0;
+        for each in found {
+            match each == message {
+                true => times += 1,
+                false => self.tell(1, each),
+            }
+        }
+        assert_eq!(times, 1, "{message:?}");
+        self
+    }
+
+    fn tell(&mut self, side: usize, message: Vec<u8>) {
+        let number = u64::from_le_bytes(message.try_into().expect("ours have 8 bytes"));
+        *self.told.entry((side, number)).or_default() += 1;
+    }
+
+    /// Forgets what the other side posted: its process is gone.
+    pub fn keep_of(&mut self, end: usize) {
+        self.moves.retain(|each| each.end == end);
+        self.moves.iter_mut().for_each(|each| each.notified = None);
+    }
+
+    /// Cancels one of the operations.
+    pub fn cancel_one(&mut self, world: &mut impl World) {
+        if !self.moves.is_empty() {
+            self.moves[world.below(self.moves.len())].transfer.cancel();
+            self.cancelled = true;
+        }
+    }
+
+    /// Whether any was cancelled.
+    pub fn cancelled(&self) -> bool {
+        self.cancelled
+    }
+
+    /// Bytes that have moved so far.
+    pub fn moved(&self) -> u64 {
+        self.moves.iter().map(|each| each.transfer.bytes_moved()).sum()
+    }
+}
