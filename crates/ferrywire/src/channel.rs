@@ -483,7 +483,10 @@ impl Channel {
         }
         self.rx.received += 1;
         self.rx.unacknowledged_bytes += HEADER_BYTES + header.body_bytes();
-        Ok(())
+        match self.rx.received - self.rx.acknowledged > limits::WINDOW_FRAMES_MAX as u64 {
+            true => Err(broken("it sent more frames than its window holds")),
+            false => Ok(()),
+        }
     }
 
     /// The peer refused some frames; they are still in the window, since the count behind them waits.
@@ -527,10 +530,7 @@ impl Channel {
     pub fn path_trouble(&self) -> Option<String> {
         let health = self.conn.health();
         self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
-        let dead = health.waiting
-            && health.unanswered >= UNANSWERED_MIN
-            && health.silent_for >= limits::PATH_DEAD_AFTER;
-        dead.then(|| {
+        health.is_dead().then(|| {
             format!(
                 "no answer from the peer's host for {:.1} s after {} retransmissions",
                 health.silent_for.as_secs_f64(),
@@ -540,8 +540,6 @@ impl Channel {
     }
 }
 
-/// Retransmissions without an answer before a path counts as dead.
-const UNANSWERED_MIN: u32 = 2;
 /// Pieces at least this long may go out without a copy.
 const STABLE_BYTES_MIN: usize = 64 << 10;
 

@@ -150,7 +150,8 @@ impl Worker {
             slots: Vec::new(),
             space: Workspace::new(),
             ready: Vec::new(),
-            last_check: Duration::ZERO, moved: 0,
+            last_check: Duration::ZERO,
+            moved: 0,
             polled: 0,
         };
         Ok(Worker {
@@ -497,7 +498,11 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bulk: bool) {
     let home = peer.home();
     let parked = home.state.load(Ordering::SeqCst) == PARKED;
     let defer = parked && !bulk && peer.in_flight() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
-    if !defer {
+    // Bulk is left to threads that keep to their cores.
+    let leave = peer.in_bulk() && !engine.caller_driven();
+    if leave {
+        home.rouse();
+    } else if !defer {
         match home.try_claim() {
             Some(mut claim) => claim.crank().send_for(home, engine, peer),
             None => home.rouse(),
@@ -527,7 +532,9 @@ impl Crank {
         if done() {
             return Turn::Done;
         }
-        worked |= self.send(worker, engine);
+        // While more comes in, acknowledgements that are not urgent wait for company.
+        let quiet = !worked;
+        worked |= self.send(worker, engine, quiet);
         if done() {
             return Turn::Done;
         }
@@ -660,22 +667,22 @@ impl Crank {
         }
     }
 
-    fn send(&mut self, worker: &Worker, engine: &Engine) -> bool {
+    fn send(&mut self, worker: &Worker, engine: &Engine, flush: bool) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
-            worked |= self.send_at(worker, engine, place);
+            worked |= self.send_at(worker, engine, place, flush);
         }
         worked
     }
 
-    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize, flush: bool) -> bool {
         let Some(slot) = &mut self.slots[place] else {
             return false;
         };
         if slot.polled {
             slot.channel.unblock();
         }
-        match slot.channel.send(true, &mut self.space) {
+        match slot.channel.send(flush, &mut self.space) {
             Ok(bytes) => {
                 slot.watch(worker, place);
                 self.moved += bytes as u64;
@@ -692,7 +699,7 @@ impl Crank {
     fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
         for place in 0..self.slots.len() {
             if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
-                self.send_at(worker, engine, place);
+                self.send_at(worker, engine, place, false);
             }
         }
     }
