@@ -342,6 +342,23 @@ impl Connecting {
 }
 
 impl Inner {
+    /// Turns, or lets turn, until no peer is left or the time has come.
+    fn wait_idle(&self, until: Duration) -> bool {
+        let engine = &self.engine;
+        loop {
+            if engine.with_control(|control| control.idle()).unwrap_or(true) {
+                return true;
+            }
+            if engine.transport.now() >= until {
+                return false;
+            }
+            match engine.caller_driven() {
+                true => drop(engine.progress()),
+                false => thread::sleep(Duration::from_micros(500)),
+            }
+        }
+    }
+
     fn close(&self, deadline: Duration) -> Result<()> {
         let engine = &self.engine;
         if engine.closing.swap(true, Ordering::SeqCst) {
@@ -350,14 +367,13 @@ impl Inner {
         let now = engine.transport.now();
         engine.with_control(|control| control.close_all(deadline, now));
         let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
-        let mut idle = false;
-        while !idle && engine.transport.now() < until {
-            match engine.caller_driven() {
-                true => drop(engine.progress()),
-                false => thread::sleep(Duration::from_micros(500)),
-            }
-            idle = engine.with_control(|control| control.idle()).unwrap_or(true);
+        let mut idle = self.wait_idle(until);
+        if !idle {
+            // Nothing may wait for this endpoint for ever, however its peers are.
+            engine.with_control(|control| control.abort_all(engine));
+            idle = self.wait_idle(engine.transport.now().saturating_add(limits::HEARTBEAT_INTERVAL));
         }
+        let finished = !engine.with_control(|control| control.unfinished()).unwrap_or(false);
         engine.workers.iter().for_each(|worker| worker.stop());
         engine.wake_control();
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
@@ -365,7 +381,7 @@ impl Inner {
                 let _ = thread.join();
             }
         }
-        match idle {
+        match idle && finished {
             true => Ok(()),
             false => Err(Error::Deadline { what: "closing all peers".into(), waited: deadline }),
         }

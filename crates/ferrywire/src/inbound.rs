@@ -92,6 +92,8 @@ struct State {
     announced_held: usize,
     early: BTreeMap<u64, Arrived>,
     next_number: u64,
+    /// Credit that eager messages hold until they are received.
+    eager_held: usize,
     consumed: usize,
     closed: bool,
 }
@@ -171,6 +173,9 @@ impl Inbound {
         if alone && known {
             return Err(Refusal::Other);
         }
+        if alone && state.waiting.len() >= limits::EARLY_FRAMES_MAX {
+            return Err(Refusal::Limit);
+        }
         let held = state.notifications.len() + state.following.len() + state.waiting.len();
         let fits = held < limits::NOTIFICATIONS_HELD_MAX
             && state.notification_bytes + message.len() <= NOTIFICATION_BYTES_MAX;
@@ -213,6 +218,10 @@ impl Inbound {
 
     /// A whole eager message, or the announcement of a large one, arrived.
     pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
+        let cost = match header.kind {
+            Kind::Send => bytes.len() + limits::EAGER_OVERHEAD_BYTES,
+            _ => 0,
+        };
         let arrived = match header.kind {
             Kind::Send => Arrived::Eager { tag: header.key, bytes },
             _ if header.total == WITHDRAWN => Arrived::Withdrawn,
@@ -222,6 +231,13 @@ impl Inbound {
         if header.offset < state.next_number || state.early.contains_key(&header.offset) {
             return Err(Refusal::Other);
         }
+        // Only a peer that disregards its credit and its windows gets here.
+        if state.eager_held + cost > limits::EAGER_CREDIT_BYTES
+            || state.early.len() >= limits::EARLY_FRAMES_MAX
+        {
+            return Err(Refusal::Limit);
+        }
+        state.eager_held += cost;
         let mut replies = Vec::new();
         let full = state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX;
         let arrived = match arrived {
@@ -323,7 +339,9 @@ impl Inbound {
                 if op.let_go() {
                     replies.push(Reply::Ended(op));
                 }
-                state.consumed += bytes.len() + limits::EAGER_OVERHEAD_BYTES;
+                let cost = bytes.len() + limits::EAGER_OVERHEAD_BYTES;
+                state.eager_held -= cost;
+                state.consumed += cost;
                 if state.consumed >= limits::EAGER_CREDIT_BYTES / 4 {
                     let mut credit = Header::new(Kind::Credit);
                     credit.total = std::mem::take(&mut state.consumed) as u64;

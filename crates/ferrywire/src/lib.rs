@@ -54,6 +54,8 @@ mod engine;
 mod error;
 #[doc(hidden)]
 pub mod fuzzing;
+#[cfg(test)]
+mod hostile_tests;
 mod inbound;
 pub mod limits;
 mod memory;

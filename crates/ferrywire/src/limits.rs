@@ -37,6 +37,10 @@ pub const ANNOUNCED_SENDS_MAX: usize = 64 << 10;
 /// Writes with a notification that a peer may have under way to us.
 pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 
+/// Numbered frames of a peer kept, or noted as refused, while one before them is still on its way.
+pub const EARLY_FRAMES_MAX: usize = 256 << 10;
+/// Refusals are answered only while fewer frames than this wait for the peer.
+pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
 /// Reads that one peer may have waiting to be served by us.
 pub const READS_SERVED_MAX: usize = 16 << 10;
 /// Frames in flight (sent, not yet acknowledged) per channel.
@@ -47,6 +51,8 @@ pub const WINDOW_BYTES_MAX: usize = 64 << 20;
 pub const ACK_BYTES: usize = 1 << 20;
 /// Channels per peer.
 pub const CHANNELS_MAX: usize = 256;
+/// Losses of channels that a peer's statistics remember.
+pub const LOST_LINES_MAX: usize = 256;
 /// NIC addresses one side may name.
 pub const ADDRESSES_MAX: usize = 64;
 /// Progress threads per endpoint.
@@ -92,6 +98,9 @@ const _: () = assert!(SEGMENTS_PER_CHUNK_MAX + 2 <= IOVECS_PER_CALL_MAX);
 const _: () = assert!(NOTIFY_BYTES_MAX <= u16::MAX as usize);
 const _: () = assert!(EAGER_BYTES_MAX + EAGER_OVERHEAD_BYTES <= EAGER_CREDIT_BYTES);
 const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
+const _: () = assert!(ANNOUNCED_SENDS_MAX < ANSWERS_WAITING_MAX);
+const _: () = assert!(NOTIFICATIONS_HELD_MAX <= EARLY_FRAMES_MAX);
+const _: () = assert!(ANNOUNCED_SENDS_MAX <= EARLY_FRAMES_MAX);
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());

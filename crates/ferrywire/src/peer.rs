@@ -98,6 +98,8 @@ pub(crate) struct PeerState {
     pub setup: Mutex<Duration>,
     /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
     pub abandoned: AtomicBool,
+    /// It was closed here before all was finished.
+    pub unfinished: AtomicBool,
 }
 
 impl PeerState {
@@ -121,6 +123,7 @@ impl PeerState {
             lost: Mutex::new(Vec::new()),
             setup: Mutex::new(Duration::ZERO),
             abandoned: AtomicBool::new(false),
+            unfinished: AtomicBool::new(false),
         }
     }
 
@@ -183,6 +186,15 @@ impl PeerState {
     /// The smallest backlog of a live channel.
     pub fn least_backlog(&self) -> u64 {
         self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
+    }
+
+    /// A channel was lost, in words; the oldest are forgotten.
+    pub fn note_lost(&self, line: String) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if lost.len() >= limits::LOST_LINES_MAX {
+            lost.remove(0);
+        }
+        lost.push(line);
     }
 
     /// State in a line, for error messages.
@@ -385,7 +397,7 @@ impl PeerState {
                         let mut refuse = Header::new(Kind::Refuse);
                         refuse.transfer = header.key;
                         refuse.key = Refusal::NoSink as u64;
-                        self.queue.push_own(refuse);
+                        self.reply(vec![Reply::Frame(refuse)]);
                     }
                 }
                 Ok(())
@@ -426,6 +438,10 @@ impl PeerState {
     fn reply(&self, replies: Vec<Reply>) {
         for reply in replies {
             match reply {
+                // A peer that lets so many wait is flooding us with what can only be refused.
+                Reply::Frame(header)
+                    if header.kind == Kind::Refuse && self.queue.waiting() >= limits::ANSWERS_WAITING_MAX => {
+                }
                 Reply::Frame(header) => self.queue.push_own(header),
                 Reply::Ended(op) => self.ended(&op),
             }
@@ -461,6 +477,8 @@ impl PeerState {
             pieces.push(Piece { local: placement.offset, remote: position, len });
             position += len;
         }
+        // The answer's chunks lie at their position in the sink, from there on.
+        header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
         if self.serving.load(Ordering::Relaxed) >= limits::READS_SERVED_MAX as u64 {
             return Err(Refusal::Limit);
         }

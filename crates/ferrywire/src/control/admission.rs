@@ -103,11 +103,14 @@ impl Admission for Admitter {
         Ok((session, config.clone()))
     }
 
-    fn decide_data(&mut self, session: u64, channel: u16, _generation: u32) -> Result<(), Refusal> {
+    fn decide_data(&mut self, session: u64, channel: u16, generation: u32) -> Result<(), Refusal> {
         match self.book().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
             Some(known) if channel >= known.config.channels => {
                 Err(Refusal::new(RefusalCode::Config, "the session has fewer channels"))
+            }
+            Some(_) if generation == u32::MAX => {
+                Err(Refusal::new(RefusalCode::Limit, "the channel was dialled too often"))
             }
             Some(_) => Ok(()),
         }

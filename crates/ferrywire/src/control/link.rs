@@ -30,6 +30,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+/// Socket calls that one turn makes to hear one peer.
+const READS_PER_TURN: usize = 8;
+
 /// Which end opened the session; that end dials.
 enum Role {
     Connector { address: SocketAddr, pairs: Vec<Pair> },
@@ -62,6 +65,9 @@ enum Slot {
     Fencing,
 }
 
+/// Resumptions that may wait for the other end's choice: one for each path it may have dialled.
+const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
+
 /// The two halves of a lost connection's fence.
 #[derive(Default)]
 struct Fence {
@@ -73,18 +79,27 @@ pub(super) struct Link {
     peer: Arc<PeerState>,
     session: Session,
     conn: Option<Box<dyn Conn>>,
+    /// Resumptions of the other end, which dials several paths at once and speaks on the one it keeps.
+    candidates: Vec<(Box<dyn Conn>, Box<Established>)>,
     output: Vec<u8>,
     role: Role,
     data_key: DataKey,
     limit: Duration,
     stage: Stage,
     slots: Vec<(Slot, u32)>,
+    /// For each channel the first generation that may still come up: those below are fenced, and what
+    /// their connections have yet to deliver must not land.
+    least: Vec<u32>,
+    /// When each channel last came up.
+    up_since: Vec<Duration>,
     fences: BTreeMap<(u16, u32), Fence>,
     started: Duration,
     /// When the peer's kernel closed the control connection, if it has not come back.
     closed_at: Option<Duration>,
     resume_at: Duration,
     resuming: bool,
+    path_checked: Duration,
+    path_dead: bool,
     last_trouble: Option<Error>,
     /// Who waits for the peer to be up; `None` once told.
     lobby: Option<Arc<Lobby>>,
@@ -149,7 +164,7 @@ impl Link {
             name,
             channels: usize::from(config.channels),
             chunk_bytes: config.chunk_bytes as usize,
-            window: config.window as usize,
+            window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host: peer_hello.boot_id == me.boot_id,
         };
@@ -160,9 +175,12 @@ impl Link {
         let theirs = Duration::from_millis(u64::from(peer_hello.heartbeat_limit_ms));
         Link {
             slots: vec![(Slot::Down { dial_at: now }, 0); usize::from(config.channels)],
+            least: vec![0; usize::from(config.channels)],
+            up_since: vec![now; usize::from(config.channels)],
             peer,
             session,
             conn: Some(conn),
+            candidates: Vec::new(),
             output: Vec::new(),
             role,
             data_key,
@@ -173,6 +191,8 @@ impl Link {
             closed_at: None,
             resume_at: now,
             resuming: false,
+            path_checked: now,
+            path_dead: false,
             last_trouble: None,
             lobby: Some(lobby),
             error: attached.err().map(|error| Error::Bug(error.to_string())),
@@ -186,6 +206,11 @@ impl Link {
 
     pub fn received(&self) -> u64 {
         self.session.received()
+    }
+
+    /// Whether it was closed before all was finished.
+    pub fn unfinished(&self) -> bool {
+        self.peer.unfinished.load(Ordering::SeqCst)
     }
 
     pub fn over(&self) -> bool {
@@ -225,8 +250,10 @@ impl Link {
     fn read(&mut self, engine: &Engine, now: Duration) -> bool {
         let mut buffer = [0u8; 16 << 10];
         let mut messages = Vec::new();
-        let mut worked = false;
-        while let Some(conn) = &mut self.conn {
+        let mut worked = self.hear_candidates(&mut buffer, now, &mut messages);
+        // As much as others can wait for, so that a flood holds up nobody else.
+        for _ in 0..READS_PER_TURN {
+            let Some(conn) = &mut self.conn else { break };
             match read_in(&mut **conn, &mut buffer) {
                 Ok(None) => break,
                 Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
@@ -252,6 +279,31 @@ impl Link {
             self.obey(engine, message, now);
         }
         worked
+    }
+
+    /// Goes on over the first candidate that says something.
+    fn hear_candidates(
+        &mut self,
+        buffer: &mut [u8],
+        now: Duration,
+        messages: &mut Vec<ControlMessage>,
+    ) -> bool {
+        let mut candidates = std::mem::take(&mut self.candidates).into_iter();
+        while let Some((mut conn, established)) = candidates.next() {
+            match read_in(&mut *conn, buffer) {
+                Ok(None) => self.candidates.push((conn, established)),
+                Ok(Some(0)) | Err(_) => {}
+                Ok(Some(count)) => {
+                    self.candidates.clear();
+                    self.adopt(conn, *established, now);
+                    if let Err(error) = self.session.on_bytes(&buffer[..count], now, messages) {
+                        self.error = Some(error.with(self.peer.name()));
+                    }
+                    return true;
+                }
+            }
+        }
+        false
     }
 
     fn write(&mut self, now: Duration) -> bool {
@@ -304,11 +356,25 @@ impl Link {
         if closed_by_peer {
             self.closed_at.get_or_insert(now);
         }
-        self.resuming = matches!(self.role, Role::Connector { .. });
     }
 
-    /// A resumption has succeeded.
+    /// A resumption has succeeded, as far as its handshake goes.
     pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+        if matches!(self.role, Role::Connector { .. }) {
+            self.adopt(conn, established, now);
+            // The other end takes the connection on which it hears something.
+            if let Err(error) = self.session.greet(now) {
+                self.error = Some(error.with(self.peer.name()));
+            }
+            return;
+        }
+        if self.candidates.len() >= CANDIDATES_MAX {
+            self.candidates.remove(0);
+        }
+        self.candidates.push((conn, Box::new(established)));
+    }
+
+    fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         let attached = self.session.attach(established.secure, established.received, now);
         if let Err(error) = attached {
             self.error = Some(error.with(self.peer.name()));
@@ -319,6 +385,7 @@ impl Link {
         self.output.clear();
         self.closed_at = None;
         self.resuming = false;
+        self.path_dead = false;
     }
 
     pub fn resume_failed(&mut self, error: Error, now: Duration) {
@@ -346,8 +413,19 @@ impl Link {
                 "no sign of life for {:.1} s: stopped, or out of reach over every NIC",
                 silent.as_secs_f64()
             ));
-        } else if silent > limits::CONTROL_SUSPECT_AFTER && matches!(self.role, Role::Connector { .. }) {
-            self.resuming = true;
+        } else if matches!(self.role, Role::Connector { .. }) {
+            self.check_path(now);
+            let suspect = silent > limits::CONTROL_SUSPECT_AFTER || self.path_dead;
+            self.resuming = self.conn.is_none() || suspect;
+        }
+    }
+
+    /// A path can die in one direction only: then we hear the peer, and it does not hear us.
+    fn check_path(&mut self, now: Duration) {
+        let Some(conn) = self.conn.as_ref() else { return };
+        if now.saturating_sub(self.path_checked) >= limits::PATH_CHECK_INTERVAL {
+            self.path_checked = now;
+            self.path_dead = conn.health().is_dead();
         }
     }
 
@@ -418,7 +496,10 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        self.channel_up(engine, conn, index, generation, now);
+        // The peer may have lost, and fenced, the connection before its handshake ended here.
+        if self.slots[usize::from(index)] == (Slot::Dialling, generation) {
+            self.channel_up(engine, conn, index, generation, now);
+        }
     }
 
     pub fn channel_accepted(
@@ -430,8 +511,12 @@ impl Link {
         now: Duration,
     ) {
         engine.transport.tune(&mut *conn, &bulk_options(engine));
-        let (slot, least) = self.slots[usize::from(index)];
-        if !matches!(slot, Slot::Down { .. }) || generation < least {
+        let (slot, current) = self.slots[usize::from(index)];
+        if slot == Slot::Up && generation > current {
+            // The peer has given up the connection that we still hold; it will dial once more.
+            self.drop_channel(engine, index, current, "the peer dialled it again".into());
+        }
+        if !matches!(slot, Slot::Down { .. }) || generation < self.least[usize::from(index)] {
             tracing::debug!(peer = self.peer.name(), channel = index, "a stale data connection was dropped");
             return;
         }
@@ -450,6 +535,7 @@ impl Link {
             return;
         }
         self.slots[usize::from(index)] = (Slot::Up, generation);
+        self.up_since[usize::from(index)] = now;
         let worker = &engine.workers[self.peer.engine_worker(index)];
         let channel = Channel::new(conn, self.peer.clone(), index, generation);
         worker.command(Command::Add(Box::new(channel)));
@@ -478,7 +564,7 @@ impl Link {
                     self.slots.len()
                 );
                 tracing::warn!(peer = self.peer.name(), "{line}");
-                self.peer.lost.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+                self.peer.note_lost(line);
             }
             if let Some(lobby) = self.lobby.take() {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
@@ -501,6 +587,7 @@ impl Link {
         now: Duration,
     ) {
         let entries = remains.entries;
+        self.close_generation(index, generation);
         if matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. }) {
             self.slots[usize::from(index)] = (Slot::Down { dial_at: Duration::MAX }, generation + 1);
             self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
@@ -509,7 +596,7 @@ impl Link {
         let path = self.path_of(engine, index);
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
-        self.peer.lost.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+        self.peer.note_lost(line);
         self.slots[usize::from(index)] = (Slot::Fencing, generation);
         let refused = remains.refused.iter().map(|(number, why)| (*number, *why as u8)).collect();
         let message = ControlMessage::Fence {
@@ -523,6 +610,18 @@ impl Link {
         self.fences.entry((index, generation)).or_default().ours = Some(entries);
         self.peer.choose_home();
         self.resolve(index, generation, now);
+    }
+
+    /// Ends one of our channels; [`Link::channel_lost`] follows.
+    fn drop_channel(&self, engine: &Engine, index: u16, generation: u32, why: String) {
+        let command = Command::Drop { session: self.session.id(), index, generation, why };
+        engine.workers[self.peer.engine_worker(index)].command(command);
+    }
+
+    /// No connection of this generation may come up any more.
+    fn close_generation(&mut self, index: u16, generation: u32) {
+        let least = &mut self.least[usize::from(index)];
+        *least = (*least).max(generation + 1);
     }
 
     fn path_of(&self, engine: &Engine, index: u16) -> String {
@@ -549,15 +648,21 @@ impl Link {
         };
         let fence = self.fences.entry((index, generation)).or_default();
         fence.theirs = Some(theirs);
+        let never_came = fence.ours.is_none();
         if slot == Slot::Up && ours == generation {
             let why = format!("the peer lost it: {}", crate::bootstrap::clean(reason));
-            let command = Command::Drop { session: self.session.id(), index, generation, why };
-            engine.workers[self.peer.engine_worker(index)].command(command);
+            self.drop_channel(engine, index, generation, why);
             return;
         }
-        if fence.ours.is_none() {
+        self.close_generation(index, generation);
+        if slot == Slot::Dialling && ours == generation {
+            // The handshake under way comes too late: what it leads to is fenced.
+            let dial_at = now + limits::REDIAL_INTERVAL;
+            self.slots[usize::from(index)] = (Slot::Down { dial_at }, generation + 1);
+        }
+        if never_came {
             // We never had that connection: nothing was placed from it.
-            fence.ours = Some(Vec::new());
+            self.fences.entry((index, generation)).or_default().ours = Some(Vec::new());
             let (placed, refused, reason) = (0, Vec::new(), String::from("never came about here"));
             self.say(ControlMessage::Fence { channel: index, generation, placed, refused, reason }, now);
         }
@@ -592,7 +697,9 @@ impl Link {
         progress::kick(&self.peer, true);
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 == Slot::Fencing {
-            *slot = (Slot::Down { dial_at: now }, generation + 1);
+            // One that did not last is not dialled in a hot loop.
+            let dial_at = now.max(self.up_since[usize::from(index)] + limits::REDIAL_INTERVAL);
+            *slot = (Slot::Down { dial_at }, generation + 1);
         }
     }
 
@@ -628,8 +735,10 @@ impl Link {
                 self.stage = Stage::Draining { until: by };
             }
             Stage::Draining { until } => {
-                let done = self.quiet() && (self.peer_drained || self.peer_drains);
+                // A peer that drains too says so all the same when it has finished.
+                let done = self.quiet() && self.peer_drained;
                 if done || now >= until {
+                    self.peer.unfinished.store(!done, Ordering::SeqCst);
                     let reason = if done { "closed" } else { "closed before all was finished" };
                     self.say(ControlMessage::Goodbye { reason: reason.into() }, now);
                     self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
@@ -645,7 +754,7 @@ impl Link {
     }
 
     /// The session is over: first the channels close, then what waits for the peer fails.
-    fn die(&mut self, engine: &Engine, error: Error) {
+    pub fn die(&mut self, engine: &Engine, error: Error) {
         if matches!(self.stage, Stage::Dying | Stage::Over) {
             return;
         }
@@ -657,11 +766,7 @@ impl Link {
         self.stage = Stage::Dying;
         for (index, (slot, generation)) in self.slots.iter().enumerate() {
             if *slot == Slot::Up {
-                let index = index as u16;
-                let why = "the session is over".into();
-                let command =
-                    Command::Drop { session: self.session.id(), index, generation: *generation, why };
-                engine.workers[self.peer.engine_worker(index)].command(command);
+                self.drop_channel(engine, index as u16, *generation, "the session is over".into());
             }
         }
     }

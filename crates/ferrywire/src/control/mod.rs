@@ -26,6 +26,7 @@ use link::Link;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -100,6 +101,7 @@ pub(crate) struct Control {
     me: Hello,
     refusals_told: u64,
     refusals_since: Duration,
+    unfinished: bool,
 }
 
 impl Control {
@@ -137,6 +139,7 @@ impl Control {
             me,
             refusals_told: 0,
             refusals_since: Duration::ZERO,
+            unfinished: false,
         })
     }
 
@@ -349,6 +352,10 @@ impl Control {
         match (what, result) {
             (DialFor::New { address, lobby }, Ok(Outcome::Control(established))) => {
                 let session = established.session;
+                if self.links.contains_key(&session) {
+                    let why = "it gave the session a number that another peer's session has".into();
+                    return lobby.put(Err(Error::Refused { address: address.to_string(), why }));
+                }
                 self.enter(&established);
                 let link = Link::connected(engine, conn, address, *established, lobby, &self.me, now);
                 self.links.insert(session, link);
@@ -411,7 +418,7 @@ impl Control {
                 self.start(dial, what);
             }
             if over {
-                self.links.remove(&session);
+                self.unfinished |= self.links.remove(&session).is_some_and(|link| link.unfinished());
                 worked = true;
             }
         }
@@ -428,7 +435,26 @@ impl Control {
     pub fn close_all(&mut self, deadline: Duration, now: Duration) {
         self.listeners.clear();
         self.incoming.clear();
+        // Peers that are not there yet do not come any more.
+        self.dials.retain(|dial| match &dial.what {
+            DialFor::New { lobby, .. } => {
+                lobby.put(Err(Error::Closed));
+                false
+            }
+            _ => true,
+        });
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
+    }
+
+    /// Ends what has not finished in time, without a farewell.
+    pub fn abort_all(&mut self, engine: &Engine) {
+        self.unfinished |= !self.links.is_empty();
+        self.links.values_mut().for_each(|link| link.die(engine, Error::Closed));
+    }
+
+    /// Whether a peer was closed before all was finished.
+    pub fn unfinished(&self) -> bool {
+        self.unfinished
     }
 }
 
@@ -546,8 +572,8 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
         }
     }
     match peer.failure() {
-        Some(Error::Closed | Error::PeerClosed { .. }) => Ok(()),
-        Some(error) => Err(error),
-        None => Err(Error::Deadline { what: format!("closing {}", peer.name()), waited: deadline }),
+        Some(Error::Closed | Error::PeerClosed { .. }) if !peer.unfinished.load(Ordering::SeqCst) => Ok(()),
+        Some(error) if !matches!(error, Error::Closed | Error::PeerClosed { .. }) => Err(error),
+        _ => Err(Error::Deadline { what: format!("closing {}", peer.name()), waited: deadline }),
     }
 }

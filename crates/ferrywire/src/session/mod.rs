@@ -227,6 +227,11 @@ impl Session {
         self.link.as_ref().map(|link| link.last_said + HEARTBEAT_INTERVAL)
     }
 
+    /// Says something at once: on a connection just made, for the other end to know which one it is.
+    pub(crate) fn greet(&mut self, now: Duration) -> Result<(), SessionError> {
+        self.heartbeat(now)
+    }
+
     fn take_frames(&mut self, now: Duration, out: &mut Vec<ControlMessage>) -> Result<(), SessionError> {
         while let Some(plain) = self.open()? {
             self.last_heard = now;

@@ -11,6 +11,7 @@
 pub mod sim;
 pub mod tcp;
 
+use crate::limits;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -47,6 +48,16 @@ pub struct PathHealth {
     /// Smoothed round trip, zero where unknown.
     pub rtt: Duration,
 }
+
+impl PathHealth {
+    /// Whether there is every reason to give the path up.
+    pub fn is_dead(&self) -> bool {
+        self.waiting && self.unanswered >= UNANSWERED_MIN && self.silent_for >= limits::PATH_DEAD_AFTER
+    }
+}
+
+/// Retransmissions without an answer before a path counts as dead.
+const UNANSWERED_MIN: u32 = 2;
 
 /// A reliable, ordered byte stream that never blocks.
 ///
