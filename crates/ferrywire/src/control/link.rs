@@ -621,7 +621,7 @@ impl Link {
     /// No connection of this generation may come up any more.
     fn close_generation(&mut self, index: u16, generation: u32) {
         let least = &mut self.least[usize::from(index)];
-        *least = (*least).max(generation + 1);
+        *least = (*least).max(generation.saturating_add(1));
     }
 
     fn path_of(&self, engine: &Engine, index: u16) -> String {
