@@ -26,7 +26,7 @@ const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 /// Bytes one turn may move in each direction before other channels have theirs.
 const TURN_BYTES: usize = 4 << 20;
 /// Received frames after which an acknowledgement goes out at once.
-const ACK_FRAMES: u64 = 64;
+const ACK_FRAMES: u64 = 16;
 
 /// What is left of a channel that ended, for the fence.
 pub(crate) struct Remains {
@@ -68,6 +68,8 @@ pub(crate) struct Channel {
     /// An acknowledgement on its own that is partly sent.
     ack_frame: Vec<u8>,
     blocked: bool,
+    /// Something was sent since the path was last seen to have taken everything.
+    unproven: bool,
     stream_sent: u64,
     /// Acknowledged frames whose memory the kernel still reads, with their end in the stream.
     held: VecDeque<(u64, Entry)>,
@@ -125,6 +127,7 @@ impl Channel {
             sent_within: 0,
             ack_frame: Vec::new(),
             blocked: false,
+            unproven: false,
             stream_sent: 0,
             held: VecDeque::new(),
             ends: VecDeque::new(),
@@ -151,9 +154,10 @@ impl Channel {
         self.window.has_room() && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes)
     }
 
-    /// Whether frames are in flight, or acknowledged frames' memory is still in use.
+    /// Whether frames are in flight, acknowledged frames' memory is still in use, or the peer's kernel may
+    /// not have what we sent last: on a dead path a mere acknowledgement keeps the peer waiting.
     pub fn outstanding(&self) -> bool {
-        !self.window.is_empty() || !self.held.is_empty()
+        !self.window.is_empty() || !self.held.is_empty() || self.unproven
     }
 
     /// Whether an acknowledgement waits to be sent.
@@ -287,6 +291,7 @@ impl Channel {
     fn account(&mut self, mut taken: usize) {
         self.counters.sent_bytes.fetch_add(taken as u64, Ordering::Relaxed);
         self.stream_sent += taken as u64;
+        self.unproven = true;
         let of_ack = taken.min(self.ack_frame.len());
         self.ack_frame.drain(..of_ack);
         taken -= of_ack;
@@ -527,8 +532,9 @@ impl Channel {
     }
 
     /// A dead path, in words, or `None` while there is no reason to think so.
-    pub fn path_trouble(&self) -> Option<String> {
+    pub fn path_trouble(&mut self) -> Option<String> {
         let health = self.conn.health();
+        self.unproven = health.waiting;
         self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         health.is_dead().then(|| {
             format!(

@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Largest payload of one data frame. Also the largest chunk.
 pub const CHUNK_BYTES_MAX: usize = 4 << 20;
 /// Default upper size of a chunk.
-pub const CHUNK_BYTES_DEFAULT: usize = 1 << 20;
+pub const CHUNK_BYTES_DEFAULT: usize = 2 << 20;
 /// Chunks are not cut smaller than this towards the end of a transfer.
 pub const CHUNK_BYTES_MIN: usize = 64 << 10;
 /// Blocks (segments) one data frame may place; bounded by the kernel's iovec limit.
@@ -48,7 +48,7 @@ pub const WINDOW_FRAMES_MAX: usize = 1024;
 /// Bytes in flight per channel before it takes no further chunk.
 pub const WINDOW_BYTES_MAX: usize = 64 << 20;
 /// Unacknowledged received bytes after which an acknowledgement goes out at once.
-pub const ACK_BYTES: usize = 1 << 20;
+pub const ACK_BYTES: usize = 256 << 10;
 /// Channels per peer.
 pub const CHANNELS_MAX: usize = 256;
 /// Losses of channels that a peer's statistics remember.

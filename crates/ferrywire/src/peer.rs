@@ -160,6 +160,11 @@ impl PeerState {
         self.in_flight.load(Ordering::Relaxed) > 0
     }
 
+    /// Likewise, beside the operation just posted.
+    pub fn in_flight_beside_one(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) > 1
+    }
+
     /// Whether so much is under way that the threads should do it, and waiting callers sleep.
     pub fn in_bulk(&self) -> bool {
         self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
@@ -252,13 +257,12 @@ impl PeerState {
     }
 
     fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
-        let bulk = op.total > crate::queue::SMALL_BYTES_MAX;
         self.begin(&op);
         if !self.queue.post(op.clone()) {
             self.end(&op);
             return Err(self.gone());
         }
-        progress::kick(self, bulk);
+        progress::kick(self, op.total);
         Ok(Transfer { op, peer: self.clone() })
     }
 
@@ -308,7 +312,7 @@ impl PeerState {
                 if self.queue.withdraw(op.id).is_some() || self.queue.take_out(op) {
                     self.cut_short(op);
                 }
-                progress::kick(self, false);
+                progress::kick(self, 0);
             }
         }
     }
@@ -737,7 +741,7 @@ impl Peer {
             op.fail(error);
             self.state.end_sink(&op);
         }
-        progress::kick(&self.state, op.total > crate::queue::SMALL_BYTES_MAX);
+        progress::kick(&self.state, op.total);
         Ok(transfer)
     }
 
@@ -799,7 +803,7 @@ impl Peer {
             Arc::new(op)
         });
         let op = posted.ok_or_else(|| state.gone())?;
-        progress::kick(state, op.total > limits::EAGER_BYTES_MAX as u64);
+        progress::kick(state, op.total);
         Ok(Transfer { op, peer: state.clone() })
     }
 
@@ -825,7 +829,7 @@ impl Peer {
             }
         }
         if answer {
-            progress::kick(&self.state, false);
+            progress::kick(&self.state, 0);
         }
         Ok(Transfer { op, peer: self.state.clone() })
     }
@@ -922,7 +926,7 @@ impl Peer {
 }
 
 /// Bytes under way from which on threads, and not waiting callers, move them.
-const BULK_BYTES: u64 = 2 << 20;
+const BULK_BYTES: u64 = 512 << 10;
 /// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
 const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
 const READ_REQUEST_BYTES: u64 = 64 << 20;

@@ -16,6 +16,7 @@ use crate::engine::Engine;
 use crate::limits;
 use crate::memory::Memory;
 use crate::peer::{Landing, PeerState};
+use crate::queue::SMALL_BYTES_MAX;
 use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Interest, Poller, WAKE_TOKEN, Waker};
 use crossbeam_queue::SegQueue;
@@ -36,7 +37,9 @@ const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
 const DRIVE_BYTES: u64 = 4 << 20;
 /// Frames that may wait for the driving caller before they are sent at once.
-const DEFERRED_FRAMES_MAX: usize = 32;
+const DEFERRED_FRAMES_MAX: usize = 16;
+/// Operations that may wait so are at most this long.
+const DEFERRED_BYTES_MAX: u64 = 4 << 10;
 
 /// Who is to be woken when something has happened.
 pub(crate) enum WakeHandle {
@@ -493,16 +496,20 @@ fn wait_driving(engine: &Engine, limit: Duration, mut done: impl FnMut() -> bool
 
 /// Something was posted for this peer: sends it at once where that is best, else sees to it that
 /// somebody will.
-pub(crate) fn kick(peer: &Arc<PeerState>, bulk: bool) {
+pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
     let engine = peer.engine();
     let home = peer.home();
+    // A caller that drives sends several small operations in one call, when it waits.
+    let company = peer.in_flight_beside_one() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
     let parked = home.state.load(Ordering::SeqCst) == PARKED;
-    let defer = parked && !bulk && peer.in_flight() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
+    if parked && company && bytes <= DEFERRED_BYTES_MAX {
+        return;
+    }
     // Bulk is left to threads that keep to their cores.
-    let leave = peer.in_bulk() && !engine.caller_driven();
-    if leave {
+    let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
+    if peer.in_bulk() && !engine.caller_driven() {
         home.rouse();
-    } else if !defer {
+    } else {
         match home.try_claim() {
             Some(mut claim) => claim.crank().send_for(home, engine, peer),
             None => home.rouse(),

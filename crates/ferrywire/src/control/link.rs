@@ -694,7 +694,7 @@ impl Link {
         self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
-        progress::kick(&self.peer, true);
+        progress::kick(&self.peer, u64::MAX);
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 == Slot::Fencing {
             // One that did not last is not dialled in a hot loop.
