@@ -17,6 +17,9 @@ struct Move {
     _source: Option<Region>,
     /// The number of the notification that goes with it, and the side that gets it.
     notified: Option<(usize, u64)>,
+    /// Of a send and its receive the other one.
+    pair: Option<Transfer>,
+    cancelled: bool,
 }
 
 /// Operations under way between two peers.
@@ -84,11 +87,15 @@ impl Load {
                 // Its own tag, so that a send that fails takes no other's receive.
                 let received = other.recv(salt, &target, 0, bytes as u64)?;
                 self.add(there, received, None, Some((target, bytes, salt)), None);
-                let sent = peer.send(salt, &source, 0, bytes as u64);
-                match sent {
-                    Ok(sent) => self.add(here, sent, Some(source), None, None),
+                let at = self.moves.len();
+                match peer.send(salt, &source, 0, bytes as u64) {
+                    Ok(sent) => {
+                        self.add(here, sent.clone(), Some(source), None, None);
+                        self.moves[at].pair = Some(self.moves[at - 1].transfer.clone());
+                        self.moves[at - 1].pair = Some(sent);
+                    }
                     Err(error) => {
-                        self.moves.last().expect("just added").transfer.cancel();
+                        self.moves[at - 1].transfer.cancel();
                         return Err(error);
                     }
                 }
@@ -109,7 +116,7 @@ impl Load {
         check: Option<(Region, usize, u64)>,
         notified: Option<(usize, u64)>,
     ) {
-        self.moves.push(Move { end, transfer, check, _source: source, notified });
+        self.moves.push(Move { end, transfer, check, _source: source, notified, pair: None, cancelled: false });
     }
 
     /// Everything ends well.
@@ -121,6 +128,10 @@ impl Load {
     /// Everything ends; returns the errors.
     pub fn finish(&mut self, world: &mut impl World, ends: [(usize, &Peer); 2]) -> Vec<Error> {
         let moves = std::mem::take(&mut self.moves);
+        // A receive whose message was taken back waits for another one, and a send for another receive.
+        for pair in moves.iter().filter(|each| each.cancelled).filter_map(|each| each.pair.as_ref()) {
+            pair.cancel();
+        }
         let mut failed = Vec::new();
         for each in &moves {
             match world.outcome(&each.transfer) {
@@ -181,7 +192,9 @@ impl Load {
     /// Cancels one of the operations.
     pub fn cancel_one(&mut self, world: &mut impl World) {
         if !self.moves.is_empty() {
-            self.moves[world.below(self.moves.len())].transfer.cancel();
+            let index = world.below(self.moves.len());
+            self.moves[index].transfer.cancel();
+            self.moves[index].cancelled = true;
             self.cancelled = true;
         }
     }

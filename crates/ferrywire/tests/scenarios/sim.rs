@@ -36,6 +36,7 @@ pub struct SimWorld {
     net: Arc<SimNet>,
     rng: StdRng,
     members: Vec<Member>,
+    step_max: Duration,
     /// Turns taken since something last was waited for in vain.
     turns: Cell<u32>,
 }
@@ -48,6 +49,9 @@ pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
         (None, Some(count)) => 0..count,
         (None, None) => 0..seeds,
     };
+    if std::env::var_os("FERRYWIRE_LOG").is_some() {
+        let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_test_writer().try_init();
+    }
     for seed in seeds {
         let mut world = SimWorld::new(seed);
         let result = catch_unwind(AssertUnwindSafe(|| {
@@ -71,7 +75,7 @@ impl SimWorld {
         if seed > 0 {
             net.set_faults(Faults::benign(seed));
         }
-        SimWorld { net, rng: StdRng::seed_from_u64(seed), members: Vec::new(), turns: Cell::new(0) }
+        SimWorld { net, rng: StdRng::seed_from_u64(seed), members: Vec::new(), step_max: STEP_MAX, turns: Cell::new(0) }
     }
 
     fn turn(&self) -> bool {
@@ -85,7 +89,9 @@ impl SimWorld {
         let step = match worked {
             true => TURN,
             false => {
-                self.net.next_event().map_or(STEP_MAX, |next| next.saturating_sub(now).clamp(TURN, STEP_MAX))
+                self.net
+                    .next_event()
+                    .map_or(self.step_max, |next| next.saturating_sub(now).clamp(TURN, self.step_max))
             }
         };
         self.net.advance(step);
@@ -172,11 +178,13 @@ impl World for SimWorld {
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(call);
+            // Its thread has to get its turns too, or the clock runs away from it.
+            self.step_max = STEP_MAX / 20;
             self.until("a call that waits", || {
-                // Its thread has to get its turns too, or the clock runs away from it.
                 std::thread::sleep(Duration::from_micros(20));
                 waiting.is_finished().then_some(())
             });
+            self.step_max = STEP_MAX;
             waiting.join().unwrap()
         })
     }

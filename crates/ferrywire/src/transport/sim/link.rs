@@ -149,13 +149,13 @@ impl Link {
         }
     }
 
-    /// When something happens next by itself.
-    pub(super) fn next_at(&self) -> Option<Duration> {
+    /// When something happens next by itself, after now.
+    pub(super) fn next_at(&self, now: Duration) -> Option<Duration> {
         let phase = match self.phase {
             Phase::Failing { at, .. } | Phase::Up { at } => Some(at),
             Phase::Connecting { .. } => None,
         };
-        self.next_step().map(|(at, _)| at).into_iter().chain(phase).min()
+        self.next_step().map(|(at, _)| at).into_iter().chain(phase).filter(|at| *at > now).min()
     }
 
     fn next_step(&self) -> Option<(Duration, Step)> {

@@ -156,7 +156,7 @@ impl State {
     pub(super) fn next_event(&mut self) -> Option<Duration> {
         self.settle_all();
         let scheduled = self.events.keys().next().map(|(at, _)| *at);
-        let links = self.links.values().filter_map(|link| link.next_at().filter(|at| *at > self.clock));
+        let links = self.links.values().filter_map(|link| link.next_at(self.clock));
         let waiting = self.listeners.values().flat_map(|listener| &listener.backlog);
         let waiting = waiting.map(|(_, at)| *at).filter(|at| *at > self.clock);
         scheduled.into_iter().chain(links).chain(waiting).min()
