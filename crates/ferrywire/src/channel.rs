@@ -113,9 +113,11 @@ enum Stage {
 }
 
 impl Channel {
-    pub fn new(conn: Box<dyn Conn>, peer: Arc<PeerState>, index: u16, generation: u32) -> Channel {
+    pub fn new(mut conn: Box<dyn Conn>, peer: Arc<PeerState>, index: u16, generation: u32) -> Channel {
         let counters = peer.counters(index);
         counters.start(&*conn, generation);
+        // The handshake's bytes are part of the stream that `released` counts.
+        let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
             conn,
@@ -128,7 +130,7 @@ impl Channel {
             ack_frame: Vec::new(),
             blocked: false,
             unproven: false,
-            stream_sent: 0,
+            stream_sent,
             held: VecDeque::new(),
             ends: VecDeque::new(),
             rx: Receiver::new(),
@@ -229,6 +231,10 @@ impl Channel {
         self.rx.told.retain(|(number, _)| *number >= heard);
         self.rx.told.extend(refused);
         header.len = body.len() as u32;
+        if self.peer.queue.crc {
+            header.flags |= wire::FLAG_CRC;
+            header.crc = crc32fast::hash(&body);
+        }
         self.ack_frame.extend_from_slice(&header.encode());
         self.ack_frame.extend_from_slice(&body);
         self.rx.mark_acknowledged();
@@ -395,7 +401,7 @@ impl Channel {
         while !bytes.is_empty() {
             let used = match self.rx.stage {
                 Stage::Head => self.take_head(bytes)?,
-                Stage::Placements => self.take_placements(bytes),
+                Stage::Placements => self.take_placements(bytes)?,
                 Stage::Body => self.rx.copy_in(bytes),
             };
             bytes = &bytes[used..];
@@ -411,6 +417,9 @@ impl Channel {
         if self.rx.have == HEADER_BYTES {
             self.rx.have = 0;
             let header = Header::decode(&self.rx.head).map_err(|error| broken(&error.to_string()))?;
+            if self.peer.queue.crc && header.flags & wire::FLAG_CRC == 0 {
+                return Err(broken("a frame without the checksum that was agreed on"));
+            }
             if header.kind != Kind::Ack {
                 self.acknowledged(header.ack)?;
             }
@@ -424,14 +433,16 @@ impl Channel {
         Ok(used)
     }
 
-    fn take_placements(&mut self, bytes: &[u8]) -> usize {
+    fn take_placements(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let need = self.rx.header.placement_bytes() - self.rx.placements.len();
         let used = need.min(bytes.len());
         self.rx.placements.extend_from_slice(&bytes[..used]);
         if used == need {
+            let (expected, computed) = (self.rx.header.placements_crc, self.rx.placements_crc());
+            check_crc(expected, computed)?;
             self.land();
         }
-        used
+        Ok(used)
     }
 
     /// The head is whole: finds out where the payload goes.
@@ -468,10 +479,10 @@ impl Channel {
         }
         self.rx.stage = Stage::Head;
         let header = self.rx.header;
+        self.rx.check_body()?;
         if header.kind == Kind::Ack {
             return self.refusals();
         }
-        self.rx.check_crc()?;
         let message = match header.notify > 0 || header.kind != Kind::Data {
             true => std::mem::take(&mut self.rx.message),
             false => Vec::new(),
@@ -673,18 +684,19 @@ impl Receiver {
         used
     }
 
-    fn check_crc(&mut self) -> io::Result<()> {
+    /// What the descriptors' checksum has to be.
+    fn placements_crc(&self) -> u32 {
+        match self.header.flags & wire::FLAG_CRC {
+            0 => 0,
+            _ => crc32fast::hash(&self.placements),
+        }
+    }
+
+    fn check_body(&mut self) -> io::Result<()> {
         if self.header.flags & wire::FLAG_CRC == 0 || self.refusal.is_some() {
             return Ok(());
         }
-        let mut all = crc32fast::Hasher::new();
-        all.update(&self.placements);
-        all.combine(&self.crc);
-        let (expected, computed) = (self.header.crc, all.finalize());
-        match expected == computed {
-            true => Ok(()),
-            false => Err(broken(&wire::WireError::Checksum { expected, computed }.to_string())),
-        }
+        check_crc(self.header.crc, std::mem::take(&mut self.crc).finalize())
     }
 
     fn mark_acknowledged(&mut self) {
@@ -702,6 +714,13 @@ impl Receiver {
     /// The count that may be told: frames whose refusal is not in the stream yet are not covered.
     fn received_without_refusals(&self) -> u64 {
         self.refused.first().map_or(self.received, |(number, _)| *number)
+    }
+}
+
+fn check_crc(expected: u32, computed: u32) -> io::Result<()> {
+    match expected == computed {
+        true => Ok(()),
+        false => Err(broken(&wire::WireError::Checksum { expected, computed }.to_string())),
     }
 }
 
