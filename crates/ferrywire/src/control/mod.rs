@@ -222,6 +222,7 @@ impl Control {
         let mut worked = false;
         let mut rest = VecDeque::with_capacity(self.incoming.len());
         for mut incoming in std::mem::take(&mut self.incoming) {
+            let told = incoming.over;
             match incoming.advance(now) {
                 Ok(None) => rest.push_back(incoming),
                 Ok(Some(outcome)) => {
@@ -230,7 +231,9 @@ impl Control {
                 }
                 Err(error) => {
                     worked = true;
-                    self.tell_refusal(incoming.conn.remote(), &error, now);
+                    if !told {
+                        self.tell_refusal(incoming.conn.remote(), &error, now);
+                    }
                     if !incoming.output.is_empty() && !incoming.over {
                         incoming.over = true;
                         rest.push_back(incoming);
@@ -545,7 +548,12 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
     loop {
         let (poller, limit) = {
             let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
-            while control.turn(engine) {}
+            if control.turn(engine) {
+                // Callers get in between turns, however many strangers keep us busy.
+                drop(control);
+                thread::yield_now();
+                continue;
+            }
             if engine.closing.load(std::sync::atomic::Ordering::SeqCst) && control.idle() {
                 return;
             }
