@@ -268,7 +268,7 @@ impl SendQueue {
             let Some(mut entry) = lanes.next(self.chunk_bytes, pull, &mut dropped) else {
                 break;
             };
-            if self.crc && entry.header.kind == Kind::Data {
+            if self.crc {
                 entry.add_crc();
             }
             let bytes = entry.bytes();
@@ -516,11 +516,11 @@ impl Entry {
 
     fn add_crc(&mut self) {
         let mut crc = crc32fast::Hasher::new();
-        crc.update(&self.placements);
         // SAFETY: the pieces lie in memory that the operation keeps alive.
         self.body_pieces(|base, len| crc.update(unsafe { std::slice::from_raw_parts(base, len) }));
         self.header.flags |= wire::FLAG_CRC;
         self.header.crc = crc.finalize();
+        self.header.placements_crc = crc32fast::hash(&self.placements);
         self.head = self.header.encode();
     }
 }

@@ -17,6 +17,10 @@ pub const PLACEMENT_BYTES: usize = 12;
 pub const REFUSAL_BYTES: usize = 8;
 
 const MAGIC: u16 = 0xfe77;
+const PLACEMENTS_CRC_AT: usize = 52;
+/// Under [`FLAG_CRC`] the header's own checksum, which covers all before it: a wrong offset or count must
+/// not be acted on.
+const HEAD_CRC_AT: usize = 56;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,7 +56,7 @@ impl Kind {
     }
 }
 
-/// The header carries a checksum of everything behind it.
+/// Header, descriptors and what is behind them each carry a checksum.
 pub const FLAG_CRC: u8 = 1;
 /// The receiver counts the payload towards `total` of `transfer`, for a notification that follows.
 pub const FLAG_COUNTED: u8 = 2;
@@ -73,7 +77,7 @@ pub struct Header {
     pub len: u32,
     /// Low 32 bits of the number of frames received and placed, the other way.
     pub ack: u32,
-    /// CRC-32 of descriptors, payload and notification, under [`FLAG_CRC`].
+    /// CRC-32 of payload and notification, under [`FLAG_CRC`].
     pub crc: u32,
     /// The sender's number of the transfer.
     pub transfer: u64,
@@ -85,6 +89,8 @@ pub struct Header {
     pub total: u64,
     /// Bytes of a notification behind the payload, delivered when the payload is placed.
     pub notify: u16,
+    /// CRC-32 of the descriptors, under [`FLAG_CRC`]: checked before anything is placed by them.
+    pub placements_crc: u32,
 }
 
 /// Why bytes are not a frame.
@@ -121,6 +127,7 @@ impl Header {
             offset: 0,
             total: 0,
             notify: 0,
+            placements_crc: 0,
         }
     }
 
@@ -149,14 +156,22 @@ impl Header {
         out[40..48].copy_from_slice(&self.total.to_le_bytes());
         out[48..50].copy_from_slice(&self.notify.to_le_bytes());
         out[50..52].copy_from_slice(&MAGIC.to_le_bytes());
+        out[PLACEMENTS_CRC_AT..][..4].copy_from_slice(&self.placements_crc.to_le_bytes());
+        seal(&mut out);
         out
     }
 
     /// Reads a header and checks every field against its limit.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         let kind = Kind::parse(bytes[0]).ok_or(WireError::NotAHeader)?;
-        if u16_at(bytes, 50) != MAGIC || bytes[52..] != [0; HEADER_BYTES - 52] {
+        let sealed = bytes[1] & FLAG_CRC != 0;
+        let zero_from = if sealed { HEAD_CRC_AT + 4 } else { PLACEMENTS_CRC_AT };
+        if u16_at(bytes, 50) != MAGIC || bytes[zero_from..].iter().any(|byte| *byte != 0) {
             return Err(WireError::NotAHeader);
+        }
+        let (expected, computed) = (u32_at(bytes, HEAD_CRC_AT), crc32fast::hash(&bytes[..HEAD_CRC_AT]));
+        if sealed && expected != computed {
+            return Err(WireError::Checksum { expected, computed });
         }
         let header = Header {
             kind,
@@ -170,6 +185,7 @@ impl Header {
             offset: u64_at(bytes, 32),
             total: u64_at(bytes, 40),
             notify: u16_at(bytes, 48),
+            placements_crc: u32_at(bytes, PLACEMENTS_CRC_AT),
         };
         header.check()?;
         Ok(header)
@@ -178,6 +194,7 @@ impl Header {
     /// Overwrites the acknowledgement in an encoded header.
     pub fn patch_ack(encoded: &mut [u8; HEADER_BYTES], ack: u32) {
         encoded[8..12].copy_from_slice(&ack.to_le_bytes());
+        seal(encoded);
     }
 
     fn check(&self) -> Result<(), WireError> {
@@ -214,6 +231,14 @@ impl Header {
             return bad("offset");
         }
         Ok(())
+    }
+}
+
+/// Writes the checksum of an encoded header that carries one.
+fn seal(encoded: &mut [u8; HEADER_BYTES]) {
+    if encoded[1] & FLAG_CRC != 0 {
+        let crc = crc32fast::hash(&encoded[..HEAD_CRC_AT]);
+        encoded[HEAD_CRC_AT..][..4].copy_from_slice(&crc.to_le_bytes());
     }
 }
 
@@ -342,6 +367,16 @@ mod tests {
         #[test]
         fn a_header_survives_the_wire(header in any_header()) {
             prop_assert_eq!(Header::decode(&header.encode()), Ok(header));
+        }
+
+        #[test]
+        fn a_flipped_bit_of_a_checked_header_is_found(header in any_header(), ack: u32, bit in 0..HEADER_BYTES * 8) {
+            let header = Header { flags: header.flags | FLAG_CRC, placements_crc: ack ^ 3, ..header };
+            let mut bytes = header.encode();
+            Header::patch_ack(&mut bytes, ack);
+            prop_assert_eq!(Header::decode(&bytes), Ok(Header { ack, ..header }));
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            prop_assert!(Header::decode(&bytes).is_err());
         }
 
         #[test]

@@ -197,10 +197,12 @@ impl State {
         let (from, to) = (ends[end].nic, ends[1 - end].nic);
         let delay = path.latency + self.rng.up_to(self.faults.jitter);
         let sender = &mut self.nics[from];
-        let leaves = self.clock.max(sender.sends_free_at) + wire_time(len, sender.bytes_per_second);
+        let begins = self.clock.max(sender.sends_free_at);
+        let leaves = begins + wire_time(len, sender.bytes_per_second);
         sender.sends_free_at = leaves;
         let receiver = &mut self.nics[to];
-        let due = (leaves + delay).max(receiver.receives_free_at + wire_time(len, receiver.bytes_per_second));
+        let received_from = (begins + delay).max(receiver.receives_free_at);
+        let due = (leaves + delay).max(received_from + wire_time(len, receiver.bytes_per_second));
         if receiver.bytes_per_second.is_some() {
             receiver.receives_free_at = due;
         }

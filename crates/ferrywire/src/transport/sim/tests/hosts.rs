@@ -57,6 +57,17 @@ fn connections_share_the_bandwidth_of_a_nic() {
 }
 
 #[test]
+fn next_event_of_a_connection_that_is_up() {
+    let mut pair = Pair::new(9);
+    assert_eq!(pair.net.next_event(), None);
+    send(&mut *pair.dialled, b"x").unwrap();
+    let arrival = pair.net.now() + Duration::from_micros(50);
+    assert_eq!(pair.net.next_event(), Some(arrival), "not hidden by the moment it came up");
+    assert!(pair.net.step());
+    assert_eq!(Pair::kind_of_recv(&mut *pair.accepted), Ok(1));
+}
+
+#[test]
 fn unsent_bytes_wait_for_the_own_nic() {
     let mut pair = Pair::new(10);
     pair.net.set_bandwidth(ip(A0), Some(1_000_000));
