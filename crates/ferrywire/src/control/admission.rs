@@ -2,7 +2,7 @@
 
 use super::full;
 use crate::bootstrap::{
-    Admission, Config, DataKey, Established, Hello, KnownSession, Refusal, RefusalCode, random_u64,
+    Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode, random_u64,
 };
 use crate::config::Secret;
 use crate::limits;
@@ -28,6 +28,11 @@ struct Known {
 impl Book {
     pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool) -> Book {
         Book { me, secret, secret_needed, sessions: HashMap::new() }
+    }
+
+    /// Where we listen may change while we run: NICs come and go.
+    pub fn listens_on(&mut self, addresses: Vec<ListenAddress>) {
+        self.me.addresses = addresses;
     }
 
     /// A session was opened.

@@ -13,6 +13,7 @@ mod link;
 mod pairs;
 
 use crate::bootstrap::{HandshakeError, Hello, ListenAddress, Outcome, Refusal, RefusalCode, Responder};
+use crate::endpoint::advertised;
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
 use crate::limits;
@@ -99,6 +100,7 @@ pub(crate) struct Control {
     poller: Arc<Poller>,
     next_token: u64,
     me: Hello,
+    nics_seen: Duration,
     refusals_told: u64,
     refusals_since: Duration,
     unfinished: bool,
@@ -137,6 +139,7 @@ impl Control {
             poller,
             next_token: 1,
             me,
+            nics_seen: Duration::ZERO,
             refusals_told: 0,
             refusals_since: Duration::ZERO,
             unfinished: false,
@@ -151,7 +154,7 @@ impl Control {
     pub fn turn(&mut self, engine: &Engine) -> bool {
         let now = engine.transport.now();
         let mut worked = self.take_events(engine, now);
-        worked |= self.accept(now);
+        worked |= self.accept(engine, now);
         worked |= self.advance_incoming(engine, now);
         worked |= self.advance_dials(engine, now);
         worked |= self.advance_links(engine, now);
@@ -179,13 +182,16 @@ impl Control {
 
     // ---- listening ----
 
-    fn accept(&mut self, now: Duration) -> bool {
+    fn accept(&mut self, engine: &Engine, now: Duration) -> bool {
         let mut worked = false;
         for index in 0..self.listeners.len() {
             // As many as fit, so that a flood cannot keep us here.
             for _ in 0..limits::HANDSHAKES_PENDING_MAX {
                 match self.listeners[index].accept() {
-                    Ok(Some(conn)) => self.greet(conn, now),
+                    Ok(Some(conn)) => {
+                        self.look_at_nics(engine, now);
+                        self.greet(conn, now);
+                    }
                     Ok(None) => break,
                     Err(error) => {
                         tracing::warn!(%error, "accepting a connection failed");
@@ -196,6 +202,19 @@ impl Control {
             }
         }
         worked
+    }
+
+    /// Finds out again under which addresses peers can reach us, but not for each stranger.
+    fn look_at_nics(&mut self, engine: &Engine, now: Duration) {
+        if now.saturating_sub(self.nics_seen) < limits::REDIAL_INTERVAL {
+            return;
+        }
+        self.nics_seen = now;
+        let listening: Vec<SocketAddr> = self.listeners.iter().map(|listener| listener.local()).collect();
+        if let Ok(addresses) = advertised(&engine.config, &*engine.transport, &listening) {
+            self.me.addresses = addresses.clone();
+            self.book.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
+        }
     }
 
     fn greet(&mut self, conn: Box<dyn Conn>, now: Duration) {
