@@ -759,6 +759,8 @@ fn headers(input: &mut Input<'_>) {
     if matches!(header.kind, Kind::Data | Kind::Send | Kind::Notify) {
         assert!(header.offset.checked_add(header.len.into()).is_some());
     }
+    let checked = Header { flags: header.flags | wire::FLAG_CRC, ..header };
+    assert_eq!(Header::decode(&checked.encode()), Ok(checked));
     let ack = input.u32();
     let mut patched = bytes;
     Header::patch_ack(&mut patched, ack);

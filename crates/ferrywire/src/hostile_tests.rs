@@ -431,18 +431,20 @@ fn refusing_frames_that_were_never_sent_does_nothing() {
     scene.unharmed();
 }
 
+type Spoil = fn(&mut [u8; HEADER_BYTES]);
+
 #[test]
 fn a_head_that_breaks_a_limit_ends_the_channel() {
     let scene = Scene::new();
-    let spoilt: [(&str, &dyn Fn(&mut [u8; HEADER_BYTES])); 8] = [
-        ("len", &|head| head[4..8].copy_from_slice(&(limits::CHUNK_BYTES_MAX as u32 + 1).to_le_bytes())),
-        ("len", &|head| head[4..8].copy_from_slice(&[0xff; 4])),
-        ("segments", &|head| head[2..4].copy_from_slice(&513u16.to_le_bytes())),
-        ("notify", &|head| head[48..50].copy_from_slice(&[0xff; 2])),
-        ("flags", &|head| head[1] = 0x80),
-        ("offset", &|head| head[32..40].copy_from_slice(&[0xff; 8])),
-        ("not a frame header", &|head| head[0] = 99),
-        ("not a frame header", &|head| head[55] = 1),
+    let spoilt: [(&str, Spoil); 8] = [
+        ("len", |head| head[4..8].copy_from_slice(&(limits::CHUNK_BYTES_MAX as u32 + 1).to_le_bytes())),
+        ("len", |head| head[4..8].copy_from_slice(&[0xff; 4])),
+        ("segments", |head| head[2..4].copy_from_slice(&513u16.to_le_bytes())),
+        ("notify", |head| head[48..50].copy_from_slice(&[0xff; 2])),
+        ("flags", |head| head[1] = 0x80),
+        ("offset", |head| head[32..40].copy_from_slice(&[0xff; 8])),
+        ("not a frame header", |head| head[0] = 99),
+        ("not a frame header", |head| head[55] = 1),
     ];
     for (cause, spoil) in spoilt {
         let mut evil = Evil::new(&scene);

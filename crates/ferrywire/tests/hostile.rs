@@ -167,18 +167,21 @@ struct Recordings {
     data: Vec<u8>,
 }
 
+/// What one connection says, as it is heard.
+type Recording = Arc<Mutex<Vec<u8>>>;
+
 /// Connects a good peer through a proxy that keeps what it says.
 fn record(victim: &Endpoint) -> (Recordings, Good) {
     const KEPT_BYTES: usize = 1024;
     let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
     let (address, target) = (proxy.local_addr().unwrap(), victim.listen_addresses()[0]);
-    let heard: Arc<Mutex<Vec<Arc<Mutex<Vec<u8>>>>>> = Arc::default();
+    let heard = Arc::<Mutex<Vec<Recording>>>::default();
     let kept = heard.clone();
     thread::spawn(move || {
         // A control connection and two channels are all that comes.
         for stream in proxy.incoming().take(3) {
             let (from, to) = (stream.unwrap(), TcpStream::connect(target).unwrap());
-            let recording = Arc::<Mutex<Vec<u8>>>::default();
+            let recording = Recording::default();
             kept.lock().unwrap().push(recording.clone());
             let (back_from, back_to) = (to.try_clone().unwrap(), from.try_clone().unwrap());
             thread::spawn(move || {
