@@ -523,6 +523,7 @@ impl Channel {
             self.rx.landing = None;
             if self.rx.stage == Stage::Body && self.rx.header.kind == Kind::Data {
                 self.rx.pieces.clear();
+                self.rx.next = 0;
                 self.rx.refusal = Some(Refusal::NoRegion);
             }
         }

@@ -425,10 +425,10 @@ impl PeerState {
         landing: Option<&Landing>,
         message: Vec<u8>,
     ) -> Result<(), Refusal> {
-        if let Some(Landing::Sink { sink, .. }) = landing {
-            if let Some(op) = self.inbound.filled(sink, u64::from(header.len)) {
-                self.ended(&op);
-            }
+        if let Some(Landing::Sink { sink, .. }) = landing
+            && let Some(op) = self.inbound.filled(sink, u64::from(header.len))
+        {
+            self.ended(&op);
         }
         if header.flags & wire::FLAG_COUNTED != 0 {
             self.inbound.count(header)?;
@@ -821,12 +821,12 @@ impl Peer {
         let replies = self.state.inbound.post(op.clone());
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
         self.state.reply(replies);
-        if let Some(error) = self.error() {
-            if self.state.inbound.unpost(&op) {
-                op.fail(error.clone());
-                self.state.let_go(&op);
-                return Err(error);
-            }
+        if let Some(error) = self.error()
+            && self.state.inbound.unpost(&op)
+        {
+            op.fail(error.clone());
+            self.state.let_go(&op);
+            return Err(error);
         }
         if answer {
             progress::kick(&self.state, 0);

@@ -288,8 +288,7 @@ impl Link {
         now: Duration,
         messages: &mut Vec<ControlMessage>,
     ) -> bool {
-        let mut candidates = std::mem::take(&mut self.candidates).into_iter();
-        while let Some((mut conn, established)) = candidates.next() {
+        for (mut conn, established) in std::mem::take(&mut self.candidates) {
             match read_in(&mut *conn, buffer) {
                 Ok(None) => self.candidates.push((conn, established)),
                 Ok(Some(0)) | Err(_) => {}
@@ -389,10 +388,10 @@ impl Link {
     }
 
     pub fn resume_failed(&mut self, error: Error, now: Duration) {
-        if let Error::Refused { why, .. } = &error {
-            if why.contains("unknown session") || why.contains("session is over") {
-                self.fail(format!("it restarted, or gave us up: {why}"));
-            }
+        if let Error::Refused { why, .. } = &error
+            && (why.contains("unknown session") || why.contains("session is over"))
+        {
+            self.fail(format!("it restarted, or gave us up: {why}"));
         }
         self.last_trouble = Some(error);
         self.resume_at = self.resume_at.max(now + limits::REDIAL_INTERVAL / 2);
@@ -404,7 +403,9 @@ impl Link {
         }
         let silent = self.session.silent_for(now);
         let closed_for = self.closed_at.map(|at| now.saturating_sub(at));
-        if closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
+        // A process that ended has lost its channels too.
+        let all_closed = !self.slots.iter().any(|(slot, _)| *slot == Slot::Up);
+        if all_closed && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
             self.fail(
                 "its host closed the control connection, and it did not come back: the process ended".into(),
             );

@@ -219,7 +219,7 @@ impl Control {
 
     fn greet(&mut self, conn: Box<dyn Conn>, now: Duration) {
         if self.incoming.len() >= limits::HANDSHAKES_PENDING_MAX {
-            self.incoming.pop_front();
+            self.displace(now);
         }
         self.watch(&*conn, Interest::READ);
         let responder = Responder::new(Admitter(self.book.clone()));
@@ -227,13 +227,23 @@ impl Control {
         self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
 
+    /// The connection that has waited longest gives its place to a new one.
+    fn displace(&mut self, now: Duration) {
+        let Some(mut oldest) = self.incoming.pop_front() else { return };
+        let error = oldest.responder.refuse(full("HANDSHAKES_PENDING_MAX"));
+        oldest.output.append(&mut oldest.responder.take_output());
+        // Whoever does not read it has nothing to learn from it.
+        let _ = write_out(&mut *oldest.conn, &mut oldest.output);
+        self.tell_refusal(oldest.conn.remote(), &error, now);
+    }
+
     fn watch(&mut self, conn: &dyn Conn, interest: Interest) {
         let token = self.next_token;
         self.next_token += 1;
-        if let Some(fd) = conn.fd() {
-            if let Err(error) = self.poller.add(fd, token, interest) {
-                tracing::warn!(%error, "a connection cannot be waited for");
-            }
+        if let Some(fd) = conn.fd()
+            && let Err(error) = self.poller.add(fd, token, interest)
+        {
+            tracing::warn!(%error, "a connection cannot be waited for");
         }
     }
 
@@ -497,10 +507,8 @@ impl Incoming {
                     false => Ok(None),
                 };
             }
-            if flushed {
-                if let Some(outcome) = self.responder.finished() {
-                    return Ok(Some(outcome));
-                }
+            if flushed && let Some(outcome) = self.responder.finished() {
+                return Ok(Some(outcome));
             }
             let mut buffer = [0u8; limits::HANDSHAKE_BYTES_MAX];
             let want = self.responder.want().min(buffer.len());

@@ -4,7 +4,7 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::transport::sim::{Faults, ResetSeen, Side};
-use ferrywire::{Error, Peer, Transfer};
+use ferrywire::{Block, BlockList, Error, Peer, Transfer};
 use std::time::Duration;
 
 fn ms(ms: u64) -> Duration {
@@ -115,12 +115,12 @@ fn cut_and_heal<W: Faulty>(world: &mut W, nics: usize) {
         let up = |peer: &Peer| peer.stats().channels.iter().all(|channel| channel.alive);
         (up(&near) && up(&far)).then_some(())
     });
-    let sent = |peer: &Peer| {
+    let carried = |peer: &Peer| {
         let channels = peer.stats().channels.into_iter().filter(|channel| name.trim() == channel.nic);
-        channels.map(|channel| channel.sent_bytes).sum::<u64>()
+        channels.map(|channel| channel.sent_bytes + channel.received_bytes).sum::<u64>()
     };
-    let before = sent(peer);
-    goes_on_until(world, [&near, &far], || sent(peer) > before + 10_000);
+    let before = carried(peer);
+    goes_on_until(world, [&near, &far], || carried(peer) > before + 10_000);
 }
 
 /// Loads both ways, all of which end well, until something has come about.
@@ -160,6 +160,25 @@ pub fn one_way_cut<W: Faulty>(world: &mut W) {
     let mut after = Load::default();
     after.post(world, [(0, &near), (1, &far)], 2, BYTES);
     after.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// A frame whose target goes away while its second piece was being received ended the receiver.
+pub fn cancelled_in_the_middle_of_a_scattered_frame<W: Faulty>(world: &mut W) {
+    let (near, _far) = slow_pair(world, 1);
+    let source = world.patterned(1, 50_000, 1);
+    let target = world.zeroed(0, 100_000);
+    let block = |n: u64| Block { local_offset: n * 10_000, remote_offset: n * 5000, bytes: 5000 };
+    let list =
+        BlockList::new(&target, &source.descriptor(), &(0..10).map(block).collect::<Vec<_>>()).unwrap();
+    for _ in 0..3 {
+        let read = near.read_blocks(&list, None).unwrap();
+        let moment = Duration::from_micros(world.below(4000) as u64);
+        world.pass(moment);
+        read.cancel();
+        assert!(matches!(world.outcome(&read), Ok(50_000) | Err(Error::Cancelled)));
+    }
+    let read = near.read_blocks(&list, None).unwrap();
+    world.all_done(&[read]);
 }
 
 /// Bytes that a lost connection delivers after their operation has been finished over another channel,
@@ -286,8 +305,9 @@ pub fn stalls_and_slow_nics<W: Faulty>(world: &mut W) {
 pub fn random_faults<W: Faulty>(world: &mut W) {
     let seed = world.net().seed();
     let nics = 1 + world.below(3);
-    let ends =
-        [0, 1].map(|_| world.add(nics, |builder| builder.channels(3).chunk_bytes(8192).crc(seed % 3 == 0)));
+    let ends = [0, 1].map(|_| {
+        world.add(nics, |builder| builder.channels(3).chunk_bytes(8192).crc(seed.is_multiple_of(3)))
+    });
     let (near, far) = world.connect(ends[0], ends[1]);
     world.net().set_faults(Faults::random(seed));
     let mut load = Load::default();

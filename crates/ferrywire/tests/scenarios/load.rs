@@ -116,7 +116,15 @@ impl Load {
         check: Option<(Region, usize, u64)>,
         notified: Option<(usize, u64)>,
     ) {
-        self.moves.push(Move { end, transfer, check, _source: source, notified, pair: None, cancelled: false });
+        self.moves.push(Move {
+            end,
+            transfer,
+            check,
+            _source: source,
+            notified,
+            pair: None,
+            cancelled: false,
+        });
     }
 
     /// Everything ends well.

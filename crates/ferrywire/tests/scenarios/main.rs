@@ -80,17 +80,20 @@ scenarios! {
     };
     sim(100): faults::{
         channels_reset_one_by_one,
+        a_killed_peer_is_lost,
+        a_restarted_peer_is_another_one,
+        cancelled_in_the_middle_of_a_scattered_frame,
+        corrupt_bytes_are_found_and_sent_again,
+        stalls_and_slow_nics,
+    };
+    sim(40): faults::{
         all_channels_reset_at_once,
         one_of_two_nics_cut_and_healed,
         one_of_four_nics_cut_and_healed,
         one_way_cut,
         late_bytes_do_not_land,
-        a_killed_peer_is_lost,
         a_peer_that_stops_for_three_seconds_is_not_lost,
         a_peer_that_stops_for_good_is_lost,
-        a_restarted_peer_is_another_one,
-        corrupt_bytes_are_found_and_sent_again,
-        stalls_and_slow_nics,
-        random_faults,
     };
+    sim(300): faults::{random_faults};
 }

@@ -75,7 +75,13 @@ impl SimWorld {
         if seed > 0 {
             net.set_faults(Faults::benign(seed));
         }
-        SimWorld { net, rng: StdRng::seed_from_u64(seed), members: Vec::new(), step_max: STEP_MAX, turns: Cell::new(0) }
+        SimWorld {
+            net,
+            rng: StdRng::seed_from_u64(seed),
+            members: Vec::new(),
+            step_max: STEP_MAX,
+            turns: Cell::new(0),
+        }
     }
 
     fn turn(&self) -> bool {
@@ -88,11 +94,10 @@ impl SimWorld {
         let now = self.net.now();
         let step = match worked {
             true => TURN,
-            false => {
-                self.net
-                    .next_event()
-                    .map_or(self.step_max, |next| next.saturating_sub(now).clamp(TURN, self.step_max))
-            }
+            false => self
+                .net
+                .next_event()
+                .map_or(self.step_max, |next| next.saturating_sub(now).clamp(TURN, self.step_max)),
         };
         self.net.advance(step);
         worked
@@ -213,10 +218,6 @@ impl Faulty for SimWorld {
 
     fn nic(&self, index: usize, nic: usize) -> IpAddr {
         self.members[index].nics[nic]
-    }
-
-    fn host(&self, index: usize) -> String {
-        self.members[index].host.host_name().into()
     }
 
     fn pass(&mut self, time: Duration) {
