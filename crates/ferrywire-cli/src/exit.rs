@@ -1,5 +1,6 @@
 //! How the command ends: the one place that decides exit statuses, and where errors are printed.
 
+use std::io::IsTerminal;
 use std::process::ExitCode;
 
 /// Why the command did not succeed.
@@ -54,13 +55,19 @@ pub fn report(outcome: Outcome) -> ExitCode {
     ExitCode::from(status)
 }
 
-/// The engine's log goes to standard error: warnings always, more with `-vv`.
-pub fn start_log(verbose: u8) {
-    let level = match verbose {
-        0 | 1 => tracing::Level::WARN,
-        2 => tracing::Level::DEBUG,
+/// The engine's log goes to standard error: more with `-v`, everything with `-vv`.
+///
+/// A serving end also prints warnings, such as peers that were turned away. On other ends the first line is
+/// what went wrong, and lost channels are told under the table.
+pub fn start_log(verbose: u8, serving: bool) {
+    let level = match (verbose, serving) {
+        (0, false) => tracing::Level::ERROR,
+        (0, true) => tracing::Level::WARN,
+        (1, _) => tracing::Level::INFO,
+        (2, _) => tracing::Level::DEBUG,
         _ => tracing::Level::TRACE,
     };
     let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr);
-    log.without_time().with_target(false).compact().init();
+    let colours = std::io::stderr().is_terminal();
+    log.with_ansi(colours).without_time().with_target(false).compact().init();
 }

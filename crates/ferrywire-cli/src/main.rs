@@ -20,9 +20,11 @@ fn main() -> ExitCode {
 
 fn run() -> exit::Outcome {
     let typed = args::parse();
-    exit::start_log(typed.verbose);
+    let verbose = typed.verbose;
+    let plan = plan::plan(typed)?;
+    exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     sys::catch_interrupt();
-    match plan::plan(typed)? {
+    match plan {
         plan::Plan::Demo(plan) => bench::demo::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),
         plan::Plan::Connect(plan) => bench::connect::run(*plan),

@@ -1,6 +1,10 @@
 //! What the kernel tells about NICs.
 
+use std::net::IpAddr;
 use std::path::Path;
+
+use crate::exit::{Failure, Outcome};
+use crate::sys;
 
 /// Line rate in bytes per second, where the driver tells one.
 pub fn line_rate_bytes_per_s(nic: &str) -> Option<f64> {
@@ -10,9 +14,20 @@ pub fn line_rate_bytes_per_s(nic: &str) -> Option<f64> {
 }
 
 /// The NIC that has this address.
-pub fn name_of(address: std::net::IpAddr) -> Option<String> {
-    crate::sys::nic_addresses()
-        .into_iter()
-        .find(|(_, nic_address)| *nic_address == address)
-        .map(|(name, _)| name)
+pub fn name_of(address: IpAddr) -> Option<String> {
+    sys::nic_addresses().into_iter().find(|(_, of_nic)| *of_nic == address).map(|(name, _)| name)
+}
+
+/// Refuses names that no NIC with an address has.
+pub fn check(names: &[String]) -> Outcome {
+    let mut present: Vec<String> = sys::nic_addresses().into_iter().map(|(name, _)| name).collect();
+    present.sort_unstable();
+    present.dedup();
+    match names.iter().find(|name| !present.contains(name)) {
+        None => Ok(()),
+        Some(name) => {
+            let present = present.join(", ");
+            Err(Failure::Usage(format!("--nics {name}: no such NIC with an address; there are {present}")))
+        }
+    }
 }

@@ -260,10 +260,10 @@ impl Worker {
     /// threads then share a core, and its payload stays in that core's cache.
     fn keep_to_core(&self, engine: &Engine) {
         let cores = affinity::allowed_cores().unwrap_or_default();
-        if cores.len() == engine.workers.len() {
-            if let Err(error) = affinity::pin_current_thread(cores[self.index]) {
-                tracing::debug!(%error, "a progress thread cannot be pinned");
-            }
+        if cores.len() == engine.workers.len()
+            && let Err(error) = affinity::pin_current_thread(cores[self.index])
+        {
+            tracing::debug!(%error, "a progress thread cannot be pinned");
         }
     }
 
@@ -598,10 +598,10 @@ impl Crank {
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
         self.slots[place] = Some(Slot { channel, waits_to_write: false, polled: fd.is_none() });
-        if let Some(fd) = fd {
-            if let Err(error) = worker.poller.add(fd, place as u64, Interest::READ) {
-                self.lose(worker, engine, place, error.to_string());
-            }
+        if let Some(fd) = fd
+            && let Err(error) = worker.poller.add(fd, place as u64, Interest::READ)
+        {
+            self.lose(worker, engine, place, error.to_string());
         }
     }
 
@@ -784,10 +784,10 @@ impl Slot {
             return;
         }
         let interest = if blocked { Interest::BOTH } else { Interest::READ };
-        if let Some(fd) = self.channel.conn().fd() {
-            if let Err(error) = worker.poller.modify(fd, place as u64, interest) {
-                tracing::error!(%error, "changing what to wait for failed");
-            }
+        if let Some(fd) = self.channel.conn().fd()
+            && let Err(error) = worker.poller.modify(fd, place as u64, interest)
+        {
+            tracing::error!(%error, "changing what to wait for failed");
         }
         self.waits_to_write = blocked;
     }

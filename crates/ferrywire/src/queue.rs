@@ -346,11 +346,11 @@ impl Lanes {
             return Some(entry);
         }
         let bulk_waits = pull.bulk && !self.bulk.is_empty();
-        if self.small_run < SMALL_RUN_BYTES || !bulk_waits {
-            if let Some(entry) = self.next_small(dropped) {
-                self.small_run += entry.bytes() as u64;
-                return Some(entry);
-            }
+        if (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
+            && let Some(entry) = self.next_small(dropped)
+        {
+            self.small_run += entry.bytes() as u64;
+            return Some(entry);
         }
         self.small_run = 0;
         if bulk_waits { self.next_bulk(chunk_bytes, pull.channels, dropped) } else { None }

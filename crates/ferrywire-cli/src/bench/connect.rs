@@ -9,7 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use super::host;
 use super::incast::Companions;
 use super::layout;
-use super::link::Link;
+use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{self, Hello, Message, Side};
 use super::report::{Output, Record};
 use super::result::{self, Circumstances};
@@ -23,8 +23,6 @@ use crate::units::Bytes;
 
 /// How often a wait for the connection looks for Ctrl-C.
 const DIAL_SLICE: Duration = Duration::from_millis(50);
-/// Time for a last message to leave.
-const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 
 /// Connects and measures; what is finished is printed and stored also when the rest fails.
 pub fn run(plan: ConnectPlan) -> Outcome {
@@ -55,12 +53,10 @@ fn measure(plan: &ConnectPlan, record: &mut Record) -> Outcome {
     let endpoint = super::endpoint(&plan.engine, None)?;
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
     let outcome = converse(plan, &endpoint, &link, start, record);
-    if let Err(failure) = &outcome
-        && link.peer.error().is_none()
-    {
-        let _ = link.tell(&Message::Failed { why: failure.first_line() });
+    match &outcome {
+        Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
+        Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
     }
-    let _ = link.peer.close(CLOSE_DEADLINE);
     let _ = endpoint.close(CLOSE_DEADLINE);
     outcome
 }
@@ -166,20 +162,22 @@ fn wait_for(result: &mpsc::Receiver<ferrywire::Result<Peer>>) -> Outcome<ferrywi
     }
 }
 
-/// Adds the likely cause to a failed connection.
+/// Adds what to try to a failed connection.
 fn explain(error: Error) -> Failure {
     let text = error.to_string();
-    let likely = match &error {
-        Error::Refused { .. } => {
-            "the secrets of the two ends differ, or their versions (FERRYWIRE_SECRET, --secret-file)"
+    let words = text.to_lowercase();
+    let advice = match &error {
+        Error::Invalid { .. } => return Failure::Usage(text),
+        Error::Refused { .. } if words.contains("secret") => {
+            "try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file"
         }
-        _ if text.to_lowercase().contains("refused") => {
-            "nothing listens there: is 'ferrywire bench serve' running, and does its --listen address take in this one?"
+        Error::Unreachable { .. } if words.contains("refused") => {
+            "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one"
         }
         Error::Unreachable { .. } | Error::Deadline { .. } => {
-            "a firewall drops the port, the address is another host's, or no route leads there"
+            "likely: a firewall drops the port, the address is another host's, or no route leads there"
         }
         _ => return Failure::Failed(text),
     };
-    Failure::Failed(format!("{text}\nlikely: {likely}"))
+    Failure::Failed(format!("{text}\n{advice}"))
 }

@@ -49,7 +49,13 @@ fn read_address(child: &mut Child) -> Option<SocketAddr> {
 
 fn explain(mut child: Child) -> Failure {
     let _ = child.kill();
-    let said = child.wait_with_output().map(|output| String::from_utf8_lossy(&output.stderr).into_owned());
-    let first = said.unwrap_or_default().lines().next().unwrap_or("it said nothing").to_owned();
-    Failure::failed(format!("the other end did not start: {}", first.trim_start_matches("error: ")))
+    let Ok(output) = child.wait_with_output() else {
+        return Failure::failed("the other end did not start");
+    };
+    let said = String::from_utf8_lossy(&output.stderr);
+    let first = said.lines().next().unwrap_or("it said nothing").trim_start_matches("error: ");
+    match output.status.code() {
+        Some(2) => Failure::Usage(first.to_owned()),
+        _ => Failure::failed(format!("the other end did not start: {first}")),
+    }
 }

@@ -137,8 +137,22 @@ impl<'a> Poster<'a> {
 
 /// Drives a flow until the limit, `depth` transfers in flight.
 pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
+    let mut in_flight = VecDeque::with_capacity(depth);
+    let driven = drive_with(&mut in_flight, poster, depth, limit);
+    if driven.is_err() {
+        // What is told next need not wait for them.
+        in_flight.iter().for_each(|(transfer, _)| transfer.cancel());
+    }
+    driven
+}
+
+fn drive_with(
+    in_flight: &mut VecDeque<(Transfer, Instant)>,
+    poster: &Poster,
+    depth: usize,
+    limit: Limit,
+) -> Outcome<FlowReport> {
     let (slots, size) = (poster.layout.slots, poster.layout.size());
-    let mut in_flight: VecDeque<(Transfer, Instant)> = VecDeque::with_capacity(depth);
     let mut meter = Meter::start();
     let (mut posted, mut now) = (0, Instant::now());
     loop {
@@ -149,12 +163,11 @@ pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport>
                 now = Instant::now();
             }
         }
-        let Some((transfer, since)) = in_flight.pop_front() else {
-            break;
-        };
-        poster.finish(&transfer)?;
+        let Some((transfer, since)) = in_flight.front() else { break };
+        poster.finish(transfer)?;
         now = Instant::now();
-        meter.completed(now, size, now.duration_since(since));
+        meter.completed(now, size, now.duration_since(*since));
+        in_flight.pop_front();
     }
     if poster.op == Op::Send {
         poster.link.tell(&Message::Stop { count: posted })?;

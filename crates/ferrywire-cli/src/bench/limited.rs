@@ -18,6 +18,7 @@ const WALL_S_MIN: f64 = 0.05;
 struct Load<'a> {
     host: &'a Host,
     cpu_s: f64,
+    host_busy: f64,
     threads: Vec<&'a (String, f64)>,
 }
 
@@ -39,18 +40,33 @@ pub fn limited_by(here: &Host, there: &Host, members: &[SideReport], serve: &[Si
 }
 
 fn load<'a>(host: &'a Host, cpu_s: f64, reports: &'a [SideReport]) -> Load<'a> {
-    Load { host, cpu_s, threads: reports.iter().filter_map(|side| side.busiest_thread.as_ref()).collect() }
+    let host_busy = reports.iter().filter_map(|side| side.host_busy).fold(0.0, f64::max);
+    Load {
+        host,
+        cpu_s,
+        host_busy,
+        threads: reports.iter().filter_map(|side| side.busiest_thread.as_ref()).collect(),
+    }
 }
 
 fn merged<'a>(near: Load<'a>, far: Load<'a>) -> Load<'a> {
     let threads = near.threads.into_iter().chain(far.threads).collect();
-    Load { host: near.host, cpu_s: near.cpu_s + far.cpu_s, threads }
+    Load {
+        host: near.host,
+        cpu_s: near.cpu_s + far.cpu_s,
+        host_busy: near.host_busy.max(far.host_busy),
+        threads,
+    }
 }
 
 fn cpu(load: &Load, wall_s: f64) -> Option<String> {
     let (busy, cores) = (load.cpu_s / wall_s, load.host.cores);
     let name = &load.host.hostname;
-    (busy >= CPU_BUSY * cores as f64).then(|| format!("CPU: {busy:.1} of {cores} cores busy on {name}"))
+    if busy >= CPU_BUSY * cores as f64 {
+        return Some(format!("CPU: {busy:.1} of {cores} cores busy on {name}"));
+    }
+    (load.host_busy >= CPU_BUSY)
+        .then(|| format!("CPU: all cores of {name} busy, {busy:.1} of them with this run"))
 }
 
 fn thread(load: &Load) -> Option<String> {
@@ -92,6 +108,13 @@ mod tests {
         let one = limited_by(&host("1"), &host("1"), std::slice::from_ref(&near), std::slice::from_ref(&far));
         assert_eq!(one, "CPU: 1.9 of 2 cores busy on h1");
         assert_eq!(limited_by(&host("1"), &host("2"), &[near], &[far]), "network or peer");
+    }
+
+    #[test]
+    fn cores_busy_with_something_else_are_told() {
+        let near = SideReport { host_busy: Some(0.97), ..side(0.9, 0.5) };
+        let limit = limited_by(&host("1"), &host("2"), &[near], &[side(0.0, 0.0)]);
+        assert_eq!(limit, "CPU: all cores of h1 busy, 0.9 of them with this run");
     }
 
     #[test]

@@ -14,6 +14,8 @@ use crate::sys;
 
 /// Longest stretch of a wait in which Ctrl-C is not noticed.
 pub const SLICE: Duration = Duration::from_millis(100);
+/// Time for a last message to leave.
+pub const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
 /// Longest message that is accepted.
@@ -53,14 +55,25 @@ impl Link {
 
     /// Sends a message and waits until it is delivered.
     pub fn tell(&self, message: &Message) -> Outcome {
+        self.post(message)?.iter().try_for_each(|part| self.finish(part).map(|_| ()))
+    }
+
+    /// Sends a message that closing the connection delivers, if it still can be.
+    pub fn tell_last(&self, message: &Message) {
+        if self.peer.error().is_none() {
+            let _ = self.post(message);
+        }
+        let _ = self.peer.close(CLOSE_DEADLINE);
+    }
+
+    fn post(&self, message: &Message) -> Outcome<Vec<Transfer>> {
         let text = serde_json::to_vec(message).map_err(|error| Failure::failed(error.to_string()))?;
         let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
-        for (i, part) in parts.iter().enumerate() {
+        let post = |(i, part): (usize, &&[u8])| {
             let first = if i + 1 == parts.len() { LAST_PART } else { PART };
-            let notification = [&[first], *part].concat();
-            self.finish(&self.peer.notify(&notification)?)?;
-        }
-        Ok(())
+            self.peer.notify(&[&[first], *part].concat()).map_err(|error| self.lost(error))
+        };
+        parts.iter().enumerate().map(post).collect()
     }
 
     /// The next message; a mark here is against the protocol.

@@ -147,6 +147,7 @@ impl LatencyCounts {
 pub struct Snapshot {
     at: Instant,
     cpu_s: f64,
+    host_ticks: Option<(u64, u64)>,
     threads: HashMap<u64, (String, f64)>,
     stats: PeerStats,
 }
@@ -154,12 +155,8 @@ pub struct Snapshot {
 impl Snapshot {
     /// Reads everything now.
     pub fn take(peer: &Peer) -> Snapshot {
-        Snapshot {
-            threads: thread_seconds(),
-            stats: peer.stats(),
-            cpu_s: sys::cpu_seconds(),
-            at: Instant::now(),
-        }
+        let (threads, stats, host_ticks) = (thread_seconds(), peer.stats(), host_ticks());
+        Snapshot { threads, stats, host_ticks, cpu_s: sys::cpu_seconds(), at: Instant::now() }
     }
 
     /// What happened from `self` until now.
@@ -170,6 +167,7 @@ impl Snapshot {
         SideReport {
             wall_s,
             cpu_s,
+            host_busy: self.host_busy(),
             busiest_thread: self.busiest_thread(wall_s),
             driven: None,
             channels: now.channels.iter().map(|channel| self.channel_bytes(channel)).collect(),
@@ -190,6 +188,12 @@ impl Snapshot {
         }
     }
 
+    fn host_busy(&self) -> Option<f64> {
+        let ((busy_before, all_before), (busy, all)) = (self.host_ticks?, host_ticks()?);
+        let passed = all.saturating_sub(all_before);
+        (passed > 0).then(|| busy.saturating_sub(busy_before) as f64 / passed as f64)
+    }
+
     fn busiest_thread(&self, wall_s: f64) -> Option<(String, f64)> {
         let ran = thread_seconds().into_iter().map(|(id, (name, seconds))| {
             let before = self.threads.get(&id).map_or(0.0, |(_, seconds)| *seconds);
@@ -197,6 +201,16 @@ impl Snapshot {
         });
         ran.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|_| wall_s > 0.0)
     }
+}
+
+/// Ticks in which the host's cores were busy, and all ticks, as far as the kernel tells.
+fn host_ticks() -> Option<(u64, u64)> {
+    let text = std::fs::read_to_string("/proc/stat").ok()?;
+    let ticks: Vec<u64> =
+        text.lines().next()?.split_whitespace().skip(1).take(8).flat_map(str::parse).collect();
+    let all: u64 = ticks.iter().sum();
+    // The fourth and fifth are idle and waiting for disks.
+    Some((all - ticks.get(3)? - ticks.get(4)?, all))
 }
 
 /// Name and CPU seconds of each thread of this process, as far as the kernel tells.

@@ -30,10 +30,12 @@ pub mod verify;
 use ferrywire::Endpoint;
 
 use crate::exit::{Failure, Outcome};
+use crate::nics;
 use crate::plan::EnginePlan;
 
 /// Builds this end's endpoint.
 pub fn endpoint(plan: &EnginePlan, listen: Option<std::net::SocketAddr>) -> Outcome<Endpoint> {
+    nics::check(&plan.nics)?;
     let mut builder = Endpoint::builder().label(host::hostname());
     if let Some(address) = listen {
         builder = builder.listen(address);

@@ -19,7 +19,7 @@ use crate::exit::{Failure, Outcome};
 const SLICE: Duration = Duration::from_millis(20);
 
 /// One end of a ping-pong: what it sends and what it receives, both in slot 0.
-pub struct Table<'a> {
+pub struct PingPong<'a> {
     /// Towards the other end.
     pub out: &'a Poster<'a>,
     /// Our memory that is sent.
@@ -30,19 +30,19 @@ pub struct Table<'a> {
     pub back_memory: Contents<'a>,
 }
 
-impl Table<'_> {
-    /// Serves balls until the limit, then tells the other end to stop.
-    pub fn serve_balls(&self, op: Op, limit: Limit) -> Outcome<FlowReport> {
+impl PingPong<'_> {
+    /// Sends messages and awaits their answers until the limit, then tells the other end to stop.
+    pub fn lead(&self, op: Op, limit: Limit) -> Outcome<FlowReport> {
         let mut meter = Meter::start();
         let (mut iteration, mut now) = (0, Instant::now());
         while limit.allows(iteration, meter.elapsed(now)) {
             let expected = self.expect(op)?;
             self.out_memory.stamp(0, iteration)?;
             let start = Instant::now();
-            let transfer = self.hit(op, iteration)?;
-            self.catch(iteration, expected)?;
+            let transfer = self.post(op, iteration)?;
+            self.await_answer(iteration, expected)?;
             now = Instant::now();
-            self.see(iteration)?;
+            self.look(iteration)?;
             self.out.finish(&transfer)?;
             meter.completed(now, 2 * self.out.layout().size(), now.duration_since(start) / 2);
             iteration += 1;
@@ -52,23 +52,25 @@ impl Table<'_> {
         Ok(FlowReport { iterations: iteration, intervals, latency, ..FlowReport::default() })
     }
 
-    /// Answers balls until the other end stops; gives their number.
-    pub fn return_balls(&self, op: Op) -> Outcome<u64> {
-        let mut last = None;
+    /// Answers messages until the other end stops; gives their number.
+    pub fn answer(&self, op: Op) -> Outcome<u64> {
+        let mut last: Option<Transfer> = None;
         let mut iteration = 0;
         let mut expected = self.expect(op)?;
         loop {
-            match self.next_ball(iteration, expected.as_ref())? {
+            match self.next_message(iteration, expected.as_ref())? {
                 Some(count) if count == iteration => break,
                 Some(_) => return Err(self.out.link().strange("a wrong number of messages")),
                 None => {}
             }
-            self.see(iteration)?;
+            self.look(iteration)?;
             expected = self.expect(op)?;
-            self.out_memory.stamp(0, iteration)?;
-            if let Some(transfer) = last.replace(self.hit(op, iteration)?) {
+            // The other end has the answer before, but only now is its source surely free.
+            if let Some(transfer) = last.take() {
                 self.out.finish(&transfer)?;
             }
+            self.out_memory.stamp(0, iteration)?;
+            last = Some(self.post(op, iteration)?);
             iteration += 1;
         }
         if let Some(transfer) = &last {
@@ -84,11 +86,11 @@ impl Table<'_> {
         if op == Op::Send { self.back.receive(0).map(Some) } else { Ok(None) }
     }
 
-    fn hit(&self, op: Op, iteration: u64) -> Outcome<Transfer> {
+    fn post(&self, op: Op, iteration: u64) -> Outcome<Transfer> {
         if op == Op::Send { self.out.post(0) } else { self.out.post_marked(0, iteration) }
     }
 
-    fn catch(&self, iteration: u64, expected: Option<Transfer>) -> Outcome {
+    fn await_answer(&self, iteration: u64, expected: Option<Transfer>) -> Outcome {
         match expected {
             Some(receive) => self.back.finish(&receive),
             None => match self.out.link().hear_any()? {
@@ -100,8 +102,8 @@ impl Table<'_> {
         }
     }
 
-    /// Waits for the next ball, or the number of balls when there are no more.
-    fn next_ball(&self, iteration: u64, expected: Option<&Transfer>) -> Outcome<Option<u64>> {
+    /// Waits for the next message, or gives the number of messages when there are no more.
+    fn next_message(&self, iteration: u64, expected: Option<&Transfer>) -> Outcome<Option<u64>> {
         let link = self.out.link();
         let Some(receive) = expected else {
             return match link.hear_any()? {
@@ -123,7 +125,7 @@ impl Table<'_> {
         }
     }
 
-    fn see(&self, iteration: u64) -> Outcome {
+    fn look(&self, iteration: u64) -> Outcome {
         match self.back_memory.check_stamp(0, iteration)? {
             None => Ok(()),
             Some(mismatch) => {

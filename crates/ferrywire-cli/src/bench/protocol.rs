@@ -162,6 +162,8 @@ pub struct SideReport {
     pub wall_s: f64,
     /// CPU seconds of the process in it.
     pub cpu_s: f64,
+    /// Share of the time that the host's cores ran anything at all.
+    pub host_busy: Option<f64>,
     /// The busiest thread and the share of the time it ran.
     pub busiest_thread: Option<(String, f64)>,
     /// The flow this end drove.

@@ -14,7 +14,7 @@ use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 use super::gate::Gate;
 use super::host::{self, Host};
 use super::layout;
-use super::link::{Link, SLICE};
+use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
 use crate::args::{Inject, Verify};
@@ -26,8 +26,6 @@ use crate::sys;
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
 /// A run that is about to end is waited for before the next is refused.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
-/// Time for a last message to leave.
-const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 
 /// A run that takes place.
 struct ActiveRun {
@@ -189,8 +187,7 @@ fn attend_in_thread(
                 if verbose {
                     eprintln!("{}: turned away: {why}", link.peer.name());
                 }
-                let _ = link.tell(&Message::Refused { why });
-                let _ = link.peer.close(CLOSE_DEADLINE);
+                link.tell_last(&Message::Refused { why });
             }
             Ok((hello, active)) => attend(link, &endpoint, &hall, (&hello, &active), inject, &over),
         }
@@ -239,17 +236,13 @@ fn attend(
     let outcome = converse(&link, endpoint, hello, active, inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
-    let last_word = match &outcome {
-        Ok(()) => Message::Bye,
-        Err(failure) => Message::Failed { why: failure.first_line() },
-    };
-    if link.peer.error().is_none() {
-        let _ = link.tell(&last_word);
-    }
-    let _ = link.peer.close(CLOSE_DEADLINE);
     if let Some(ended) = ended {
         let _ = over.send(ended);
     }
+    link.tell_last(&match outcome {
+        Ok(()) => Message::Bye,
+        Err(failure) => Message::Failed { why: failure.first_line() },
+    });
 }
 
 fn converse(

@@ -15,7 +15,7 @@ use super::gate::Gate;
 use super::layout::{self, Flow};
 use super::link::Link;
 use super::measure::{Limit, Snapshot};
-use super::pingpong::{self, Table};
+use super::pingpong::{self, PingPong};
 use super::protocol::{FlowReport, Message, Point, Run, Side, SideReport};
 use super::verify::{Contents, timed_iteration};
 use crate::args::{Inject, Op, Pattern, Verify};
@@ -237,11 +237,11 @@ impl<'a> Step<'a> {
         self.session.run.pattern == Pattern::Latency && self.session.run.op != Op::Read
     }
 
-    fn table(&'a self) -> Table<'a> {
+    fn pingpong(&'a self) -> PingPong<'a> {
         let mine = |(flow, _): &&(Flow, Poster)| flow.driver == self.side();
         let out = self.posters.iter().find(mine).expect("a ping-pong has a flow each way");
         let back = self.posters.iter().find(|flow| !mine(flow)).expect("a ping-pong has a flow each way");
-        Table {
+        PingPong {
             out: &out.1,
             out_memory: self.contents(&out.1),
             back: &back.1,
@@ -250,20 +250,20 @@ impl<'a> Step<'a> {
     }
 
     fn play(&'a self, limit: Limit) -> Outcome<Option<FlowReport>> {
-        let (table, op) = (self.table(), self.session.run.op);
+        let (game, op) = (self.pingpong(), self.session.run.op);
         if self.side() == Side::Connect {
-            return table.serve_balls(op, limit).map(Some);
+            return game.lead(op, limit).map(Some);
         }
-        let iterations = table.return_balls(op)?;
-        self.settle(&table, iterations)?;
+        let iterations = game.answer(op)?;
+        self.settle(&game, iterations)?;
         Ok(None)
     }
 
     /// Puts the timed part's own bytes where the last stamps are, so that the verdict can look for them.
-    fn settle(&self, table: &Table, iterations: u64) -> Outcome {
-        table.out_memory.stamp(0, timed_iteration(0))?;
-        if iterations > 0 && table.back_memory.check_stamp(0, iterations - 1)?.is_none() {
-            table.back_memory.stamp(0, timed_iteration(0))?;
+    fn settle(&self, game: &PingPong, iterations: u64) -> Outcome {
+        game.out_memory.stamp(0, timed_iteration(0))?;
+        if iterations > 0 && game.back_memory.check_stamp(0, iterations - 1)?.is_none() {
+            game.back_memory.stamp(0, timed_iteration(0))?;
         }
         Ok(())
     }
@@ -272,11 +272,11 @@ impl<'a> Step<'a> {
         if !self.is_pingpong() {
             return Ok(());
         }
-        let table = self.table();
-        self.settle(&table, driven.iterations)?;
+        let game = self.pingpong();
+        self.settle(&game, driven.iterations)?;
         if self.session.run.op == Op::Write {
             let limit = Limit { iterations: driven.iterations, time: SINGLE_WRITES };
-            let latency = pingpong::write_completion(table.out, limit)?;
+            let latency = pingpong::write_completion(game.out, limit)?;
             driven.extra.insert("write_completion_us".to_owned(), latency.counts());
         }
         Ok(())

@@ -162,5 +162,6 @@ fn verification_can_be_sampled_or_left_out() {
     let sampled = &results(&run(&format!("bench --verify sample --sizes 4M {QUICK}")))[0];
     assert_eq!(sampled["verified"], true);
     let output = run("bench --verify off --sizes 4K --iters 10");
-    assert!(text(&output.stdout).contains("data was not verified"));
+    let said = text(&output.stdout);
+    assert!(said.contains("data was not verified"), "{said}{}", text(&output.stderr));
 }

@@ -49,7 +49,7 @@ pub struct Serve {
     pub address: String,
     pub child: Child,
     pub stdout: BufReader<ChildStdout>,
-    stderr: Option<ChildStderr>,
+    stderr: BufReader<ChildStderr>,
 }
 
 impl Serve {
@@ -65,7 +65,7 @@ impl Serve {
         let mut child = command.spawn().expect("serve starts");
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
         let line = read_line(&mut stdout);
-        let stderr = child.stderr.take();
+        let stderr = BufReader::new(child.stderr.take().expect("piped"));
         let address =
             line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("serve said {line:?}"));
         Serve { address: address.split(", ").next().unwrap_or_default().to_owned(), child, stdout, stderr }
@@ -89,11 +89,19 @@ impl Serve {
         self.errors()
     }
 
+    /// Waits for the next error on standard error, past warnings.
+    pub fn next_error(&mut self) -> String {
+        loop {
+            let line = read_line(&mut self.stderr);
+            if line.is_empty() || line.starts_with("error: ") {
+                return line;
+            }
+        }
+    }
+
     fn errors(&mut self) -> String {
         let mut said = String::new();
-        if let Some(mut pipe) = self.stderr.take() {
-            pipe.read_to_string(&mut said).expect("text");
-        }
+        self.stderr.read_to_string(&mut said).expect("text");
         said
     }
 }

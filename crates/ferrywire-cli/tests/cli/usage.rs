@@ -28,6 +28,9 @@ fn bad_usage_is_status_2() {
         "bench --pattern latency --depth 4",
         "bench --config /nonexistent.toml",
         "bench connect",
+        "bench --nics nosuch",
+        "bench serve --nics nosuch",
+        "bench --chunk 1",
         "bench connect nowhere:port",
         "bench serve --listen 1.2.3.4:port",
         "bench serve --sizes 4K",
@@ -72,7 +75,7 @@ fn a_refused_connection_names_the_likely_cause() {
     assert_eq!(output.status.code(), Some(1));
     let said = text(&output.stderr);
     assert!(first_error(&output).contains(&port.to_string()), "{said}");
-    assert!(said.contains("likely: nothing listens there"), "{said}");
+    assert!(said.contains("likely: 'ferrywire bench serve' does not run there"), "{said}");
     let json = crate::common::json(&output);
     assert!(json["error"].is_string() && json["results"].as_array().is_some_and(Vec::is_empty));
 }

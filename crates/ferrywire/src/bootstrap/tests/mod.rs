@@ -108,13 +108,6 @@ pub(crate) fn dial(secret: Option<&str>) -> Initiator {
     Initiator::control(secret.map(str::as_bytes), hello(1), purpose).unwrap()
 }
 
-/// Which way bytes go.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
-    ToResponder,
-    ToInitiator,
-}
-
 /// What happens to bytes between the two ends.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Wire {

@@ -1,0 +1,117 @@
+//! Either end is killed at random moments, and the other survives it as it should.
+
+use std::thread;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::process::{CONNECT, Process, SERVE};
+use crate::world::{Host, LINKS, World};
+use crate::{HEARTBEAT_LIMIT, RUN_DEADLINE, SLACK, long, turn};
+
+/// A survivor that can ask for the other end's port knows after this long.
+const NOTICED_IN: Duration = Duration::from_secs(5);
+/// Kills happen up to this long after the start of `connect`.
+const MOMENT_MAX_MS: u64 = 2500;
+/// So short that set-up, timed part, verified pass and what lies between are all met.
+const MANY_SIZES: &str = "--sizes 1M,64K,2M,4K,4M,1K,1M,64K,2M,4K,4M,1K --seconds 0.4";
+
+/// A number of a sequence that a seed determines.
+fn random(seed: u64, i: u64) -> u64 {
+    let mut x = seed.wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+fn seed() -> u64 {
+    let given = std::env::var("FERRYWIRE_SEED").ok().and_then(|seed| seed.parse().ok());
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).expect("a clock");
+    given.unwrap_or(now.as_nanos() as u64)
+}
+
+#[test]
+fn sigkill_of_either_side() {
+    let Some(_turn) = turn() else { return };
+    let kills = if long() { 200 } else { 6 };
+    let seed = seed();
+    println!("FERRYWIRE_SEED={seed}");
+    let moment = |i: u64| Duration::from_millis(random(seed, i) % MOMENT_MAX_MS);
+    let kinds = [connect_is_killed, serve_is_killed, connect_is_killed_and_serve_ends];
+    thread::scope(|scope| {
+        for (kind, kill) in (0..).zip(kinds) {
+            scope.spawn(move || {
+                let world = World::new("200mbit");
+                for i in (kind..kills).step_by(kinds.len()) {
+                    println!("kill {i} (kind {kind}) after {:?}", moment(i));
+                    kill(&world, moment(i));
+                    nothing_is_left(&world);
+                }
+            });
+        }
+    });
+}
+
+fn nothing_is_left(world: &World) {
+    for host in [Host::A, Host::B] {
+        assert_eq!(world.processes(host), "", "processes of {host:?}");
+        assert_eq!(world.listeners(host), "", "ports of {host:?}");
+    }
+}
+
+fn sent_bytes(world: &World) -> u64 {
+    (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).sum()
+}
+
+/// Kills a `connect` in the middle; says whether its run had certainly begun.
+fn kill_connect(world: &World, moment: Duration) -> bool {
+    let before = sent_bytes(world);
+    let connect = Process::connect(world, MANY_SIZES);
+    thread::sleep(moment);
+    let begun = sent_bytes(world) > before + 1_000_000;
+    assert_eq!(connect.kill().status, None, "killed, not ended");
+    begun
+}
+
+fn connect_is_killed(world: &World, moment: Duration) {
+    let mut serve = Process::serve(world, "");
+    let begun = kill_connect(world, moment);
+    let since = Instant::now();
+    // Until serve is sure that the peer is gone, it is busy.
+    loop {
+        let again = Process::connect(world, "--sizes 64K --iters 8").end(RUN_DEADLINE);
+        if again.errors.contains("busy with a run of") && since.elapsed() < HEARTBEAT_LIMIT + SLACK {
+            continue;
+        }
+        again.verified();
+        break;
+    }
+    if begun {
+        serve.await_error(SLACK);
+    }
+    assert!(serve.runs(), "serve ended: {}", serve.errors());
+    let errors = serve.error_lines();
+    assert!(errors.len() == 1 || (errors.is_empty() && !begun), "{errors:?}: {}", serve.errors());
+    assert!(errors.iter().all(|error| error.contains(CONNECT)), "{errors:?}");
+    serve.kill();
+}
+
+fn connect_is_killed_and_serve_ends(world: &World, moment: Duration) {
+    let serve = Process::serve(world, "--once");
+    if !kill_connect(world, moment) {
+        // Perhaps serve has not seen a peer yet, and goes on waiting for its first.
+        serve.kill();
+        return;
+    }
+    let error = serve.end(HEARTBEAT_LIMIT + SLACK).failure();
+    assert!(error.contains(CONNECT), "{error}");
+}
+
+fn serve_is_killed(world: &World, moment: Duration) {
+    let serve = Process::serve(world, "");
+    let connect = Process::connect(world, MANY_SIZES);
+    thread::sleep(moment);
+    serve.kill();
+    let ended = connect.end(NOTICED_IN);
+    let error = ended.failure();
+    assert!(error.contains(SERVE), "{error}");
+    assert!(ended.json()["error"].as_str().is_some_and(|error| error.contains(SERVE)));
+}

@@ -1,0 +1,83 @@
+//! Four links share the load, whatever one of them does.
+
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use crate::process::{Process, wait_until};
+use crate::world::{Host, LINKS, World};
+use crate::{RUN_DEADLINE, long, turn};
+
+/// Bytes sent over each link, by the result of a run.
+fn sent(row: &Value) -> Vec<u64> {
+    let per_nic = row["per_nic"].as_array().expect("per_nic");
+    let of = |link| {
+        let nic = Host::A.nic(link);
+        let found = per_nic.iter().find(|entry| entry["nic"] == nic.as_str());
+        found.and_then(|entry| entry["tx_bytes"].as_u64()).unwrap_or_else(|| panic!("no {nic} in {row}"))
+    };
+    (1..=LINKS).map(of).collect()
+}
+
+#[test]
+fn four_nics_share_the_load() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let _serve = Process::serve(&world, "");
+    let row = Process::connect(&world, "--sizes 64M --depth 4 --seconds 3").end(RUN_DEADLINE).verified();
+    let sent = sent(&row);
+    let (least, most) = (sent.iter().min().expect("four"), sent.iter().max().expect("four"));
+    assert!(most - least <= most / 20, "{sent:?}");
+}
+
+#[test]
+fn a_slow_nic_gets_less() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    world.shape(3, "200mbit");
+    let _serve = Process::serve(&world, "");
+    let row = Process::connect(&world, "--sizes 64M --depth 4 --seconds 3").end(RUN_DEADLINE).verified();
+    let sent = sent(&row);
+    let slow = sent[2];
+    assert!(slow > 0, "{sent:?}");
+    assert!([0, 1, 3].iter().all(|link| slow < sent[*link] / 4), "{sent:?}");
+}
+
+#[test]
+fn each_nic_lost_in_turn_carries_again() {
+    let Some(_turn) = turn() else { return };
+    // The first link carries the control connection too.
+    let links: &[&[usize]] = if long() { &[&[1, 2], &[3, 4]] } else { &[&[1, 3]] };
+    for together in links {
+        thread::scope(|scope| {
+            for link in *together {
+                scope.spawn(|| lose(*link));
+            }
+        });
+    }
+}
+
+/// A run in the course of which one link is down for a while.
+fn lose(link: usize) {
+    /// More than heartbeats can come to.
+    const DATA_BYTES: u64 = 10_000_000;
+    let world = World::new("300mbit");
+    let _serve = Process::serve(&world, "");
+    let run = Process::connect(&world, "--sizes 4M --depth 8 --seconds 9");
+    thread::sleep(Duration::from_millis(1500));
+    world.set_link(Host::A, link, "down");
+    thread::sleep(Duration::from_secs(3));
+    let before = world.sent_bytes(Host::A, link);
+    world.set_link(Host::A, link, "up");
+    let carries = || world.sent_bytes(Host::A, link) > before + DATA_BYTES;
+    assert!(wait_until(Duration::from_secs(8), carries), "link {link} does not carry again");
+    let ended = run.end(RUN_DEADLINE);
+    let row = ended.verified();
+    let nic = Host::A.nic(link);
+    let named = |line: &str| line.starts_with("lost: ") && line.contains(&nic);
+    assert!(ended.errors.lines().any(named), "no word of {nic}: {}", ended.errors);
+    let lost = row["extra"]["lost_channels"].to_string();
+    assert!(lost.contains(&nic), "{row}");
+    assert!(sent(&row).iter().all(|bytes| *bytes > DATA_BYTES), "{row}");
+}

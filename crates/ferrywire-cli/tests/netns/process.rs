@@ -1,0 +1,190 @@
+//! The real command on a host of a [`World`].
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+use crate::world::{Host, LINKS, World};
+
+/// Where `serve` is found.
+pub const SERVE: &str = "10.77.1.2:7420";
+/// How `serve` names whoever connects to [`SERVE`].
+pub const CONNECT: &str = "10.77.1.1:";
+/// Longest wait for `serve` to listen.
+const LISTEN_DEADLINE: Duration = Duration::from_secs(10);
+/// How often a wait looks.
+const TICK: Duration = Duration::from_millis(10);
+
+/// A process that has ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Exit status; `None` after a signal.
+    pub status: Option<i32>,
+    /// Standard output.
+    pub output: String,
+    /// Standard error.
+    pub errors: String,
+}
+
+impl Ended {
+    /// The JSON on standard output.
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.output).unwrap_or_else(|error| panic!("{error}: {self:?}"))
+    }
+
+    /// The one result of a run that must have finished and verified.
+    pub fn verified(&self) -> Value {
+        assert_eq!(self.status, Some(0), "{}", self.errors);
+        let mut json = self.json();
+        assert_eq!(json["error"], Value::Null);
+        let results = json["results"].as_array().expect("results");
+        assert!(!results.is_empty() && results.iter().all(|row| row["verified"] == true), "{json}");
+        json["results"][0].take()
+    }
+
+    /// The error of a run that must have failed.
+    pub fn failure(&self) -> String {
+        assert_eq!(self.status, Some(1), "{self:?}");
+        let lines = error_lines(&self.errors);
+        assert_eq!(lines.len(), 1, "one line says what is wrong: {}", self.errors);
+        lines[0].clone()
+    }
+}
+
+/// Lines that say what failed.
+fn error_lines(text: &str) -> Vec<String> {
+    text.lines().filter(|line| line.starts_with("error: ")).map(str::to_owned).collect()
+}
+
+type Text = Arc<Mutex<String>>;
+
+/// A `ferrywire` that runs on a host; it is killed when this is dropped.
+pub struct Process {
+    child: Child,
+    output: Text,
+    errors: Text,
+    readers: Vec<JoinHandle<()>>,
+    place: TempDir,
+}
+
+impl Process {
+    /// Starts it. Its directory, also for temporary files, is empty and its own.
+    pub fn start(world: &World, host: Host, args: &str) -> Process {
+        let place = tempfile::tempdir().expect("a directory");
+        let mut command = Command::new("ip");
+        for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("FERRYWIRE_")) {
+            command.env_remove(name);
+        }
+        command.env("FERRYWIRE_SECRET", "a secret of these tests").env("TMPDIR", place.path());
+        command.args(["netns", "exec", &world.namespace(host), env!("CARGO_BIN_EXE_ferrywire")]);
+        command.args(args.split_whitespace()).current_dir(place.path()).stdin(Stdio::null());
+        let mut child =
+            command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the command starts");
+        let (output, errors) = (Text::default(), Text::default());
+        let readers = vec![
+            collect(child.stdout.take().expect("piped"), &output),
+            collect(child.stderr.take().expect("piped"), &errors),
+        ];
+        Process { child, output, errors, readers, place }
+    }
+
+    /// Starts `bench serve` and waits until it listens.
+    pub fn serve(world: &World, args: &str) -> Process {
+        let serve = Process::start(world, Host::B, &format!("bench serve --listen 0.0.0.0:7420 {args}"));
+        let listening = || lock(&serve.output).contains("listening on ");
+        assert!(wait_until(LISTEN_DEADLINE, listening), "serve said {:?}", lock(&serve.errors));
+        serve
+    }
+
+    /// Starts `bench connect` over all four links, its JSON on standard output.
+    pub fn connect(world: &World, args: &str) -> Process {
+        let nics: Vec<String> = (1..=LINKS).map(|link| Host::A.nic(link)).collect();
+        let nics = nics.join(",");
+        Process::start(world, Host::A, &format!("bench connect {SERVE} --nics {nics} --json - {args}"))
+    }
+
+    /// Sends it a signal.
+    pub fn signal(&self, name: &str) {
+        let status = Command::new("kill").args([name, &self.child.id().to_string()]).status();
+        assert!(status.expect("kill runs").success());
+    }
+
+    /// Whether it has not ended.
+    pub fn runs(&mut self) -> bool {
+        self.child.try_wait().expect("it can be waited for").is_none()
+    }
+
+    /// What it said failed, so far.
+    pub fn error_lines(&self) -> Vec<String> {
+        error_lines(&lock(&self.errors))
+    }
+
+    /// Its standard error so far.
+    pub fn errors(&self) -> String {
+        lock(&self.errors).clone()
+    }
+
+    /// Waits until it has said that something failed.
+    pub fn await_error(&self, deadline: Duration) -> String {
+        let said = wait_until(deadline, || !self.error_lines().is_empty());
+        assert!(said, "no error line within {deadline:?}: {}", self.errors());
+        self.error_lines().remove(0)
+    }
+
+    /// Waits until it has ended by itself. No file of it is left.
+    pub fn end(mut self, deadline: Duration) -> Ended {
+        let ended = wait_until(deadline, || matches!(self.child.try_wait(), Ok(Some(_))));
+        assert!(ended, "it still runs after {deadline:?}: {}", self.errors());
+        let status = self.child.wait().expect("it has ended").code();
+        self.readers.drain(..).for_each(|reader| reader.join().expect("read"));
+        let left: Vec<_> = std::fs::read_dir(self.place.path()).expect("listed").flatten().collect();
+        assert!(left.is_empty(), "it left {left:?}");
+        Ended { status, output: lock(&self.output).clone(), errors: lock(&self.errors).clone() }
+    }
+
+    /// Kills it. No file of it is left.
+    pub fn kill(self) -> Ended {
+        self.signal("-KILL");
+        self.end(LISTEN_DEADLINE)
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Waits until something holds; says whether it came to hold in time.
+pub fn wait_until(deadline: Duration, mut holds: impl FnMut() -> bool) -> bool {
+    let start = Instant::now();
+    while !holds() {
+        if start.elapsed() > deadline {
+            return false;
+        }
+        thread::sleep(TICK);
+    }
+    true
+}
+
+fn lock(text: &Text) -> std::sync::MutexGuard<'_, String> {
+    text.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn collect(pipe: impl Read + Send + 'static, text: &Text) -> JoinHandle<()> {
+    let text = text.clone();
+    thread::spawn(move || {
+        let mut lines = BufReader::new(pipe);
+        let mut line = Vec::new();
+        while lines.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            lock(&text).push_str(&String::from_utf8_lossy(&line));
+            line.clear();
+        }
+    })
+}
