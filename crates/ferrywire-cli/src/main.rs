@@ -1,6 +1,6 @@
 //! The `ferrywire` command.
 //!
-//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`bench`]
+//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`]
 //! does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
 mod args;

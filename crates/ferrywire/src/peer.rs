@@ -659,10 +659,11 @@ impl Peer {
         target_offset: u64,
         bytes: u64,
     ) -> Result<Transfer> {
-        self.write_notify(source, source_offset, target, target_offset, bytes, &[])
+        self.write_run(source, source_offset, target, target_offset, bytes, None)
     }
 
-    /// Like [`Peer::write`], and delivers `message` to the peer once the bytes are in its memory.
+    /// Like [`Peer::write`], and delivers `message` to the peer once the bytes are in its memory. A message
+    /// has at least one byte.
     pub fn write_notify(
         &self,
         source: &Region,
@@ -671,6 +672,18 @@ impl Peer {
         target_offset: u64,
         bytes: u64,
         message: &[u8],
+    ) -> Result<Transfer> {
+        self.write_run(source, source_offset, target, target_offset, bytes, Some(message))
+    }
+
+    fn write_run(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+        message: Option<&[u8]>,
     ) -> Result<Transfer> {
         source.check("source", source_offset, bytes)?;
         check_range("target", target_offset, bytes, target.len())?;
@@ -685,7 +698,7 @@ impl Peer {
         indices: Option<&[u32]>,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.write_pieces(&list.local, &list.remote, list.select(indices)?, message.unwrap_or_default())
+        self.write_pieces(&list.local, &list.remote, list.select(indices)?, message)
     }
 
     fn write_pieces(
@@ -693,11 +706,17 @@ impl Peer {
         source: &Region,
         target: &RemoteRegion,
         pieces: Pieces,
-        message: &[u8],
+        message: Option<&[u8]>,
     ) -> Result<Transfer> {
         self.check(source, target)?;
         let mut op = self.op(Verb::Write, pieces, Some(source.memory().clone()), target.key);
-        op.message = checked_message(message)?;
+        if message.is_some_and(<[u8]>::is_empty) {
+            return Err(Error::invalid(
+                "notification",
+                "an empty one cannot go with a write: give it a byte",
+            ));
+        }
+        op.message = checked_message(message.unwrap_or_default())?;
         self.state.post(Arc::new(op))
     }
 

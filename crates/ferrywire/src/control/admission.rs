@@ -2,7 +2,8 @@
 
 use super::full;
 use crate::bootstrap::{
-    Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode, random_u64,
+    Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
+    random_u64,
 };
 use crate::config::Secret;
 use crate::limits;

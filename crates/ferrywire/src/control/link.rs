@@ -172,7 +172,6 @@ impl Link {
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
         let attached = session.attach(secure, 0, now);
-        let theirs = Duration::from_millis(u64::from(peer_hello.heartbeat_limit_ms));
         Link {
             slots: vec![(Slot::Down { dial_at: now }, 0); usize::from(config.channels)],
             least: vec![0; usize::from(config.channels)],
@@ -184,7 +183,7 @@ impl Link {
             output: Vec::new(),
             role,
             data_key,
-            limit: engine.config.heartbeat_limit.max(theirs.min(engine.config.heartbeat_limit)),
+            limit: engine.config.heartbeat_limit,
             stage: Stage::Settling,
             fences: BTreeMap::new(),
             started: now,
