@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 const SPIN: Duration = Duration::from_micros(50);
 /// How often a parked thread looks whether callers still drive.
 const TICK: Duration = Duration::from_micros(200);
+/// Likewise while a caller sleeps in the kernel as the owner.
+const LONG_TICK: Duration = Duration::from_millis(100);
 /// Ticks without a caller after which the thread takes over again.
 const TICKS_WITHOUT_CALLER: u32 = 5;
 /// Every so many turns, the channel that received last is not asked first.
@@ -114,6 +116,8 @@ pub(crate) struct Worker {
     commands: SegQueue<Command>,
     state: AtomicU8,
     owner_asleep: AtomicBool,
+    /// The parked thread looks in rarely, because a caller sleeps as the owner.
+    long_park: AtomicBool,
     driven_by_caller: AtomicBool,
     wanted: AtomicU32,
     drives: AtomicU64,
@@ -172,6 +176,7 @@ impl Worker {
             commands: SegQueue::new(),
             state: AtomicU8::new(if threaded { RUNNING } else { NO_THREAD }),
             owner_asleep: AtomicBool::new(false),
+            long_park: AtomicBool::new(false),
             driven_by_caller: AtomicBool::new(false),
             wanted: AtomicU32::new(0),
             drives: AtomicU64::new(0),
@@ -291,7 +296,10 @@ impl Worker {
         let mut quiet = 0;
         let mut drives = self.drives.load(Ordering::SeqCst);
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
-            thread::park_timeout(TICK);
+            let long = self.owner_asleep.load(Ordering::SeqCst);
+            self.long_park.store(long, Ordering::SeqCst);
+            thread::park_timeout(if long { LONG_TICK } else { TICK });
+            self.long_park.store(false, Ordering::SeqCst);
             if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
                 break;
             }
@@ -421,7 +429,8 @@ impl Drop for Claim<'_> {
         if state == IN_POLL && (left || !worker.commands.is_empty()) {
             worker.waker.wake();
         }
-        if state == PARKED && worker.left_behind.load(Ordering::SeqCst) > 0 {
+        let long_park = worker.long_park.load(Ordering::SeqCst);
+        if state == PARKED && (worker.left_behind.load(Ordering::SeqCst) > 0 || (left && long_park)) {
             worker.unpark();
         }
     }
