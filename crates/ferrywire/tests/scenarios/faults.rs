@@ -74,6 +74,8 @@ pub fn all_channels_reset_at_once<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 2);
     let write = long_write(world, &near);
     let load = started(world, [(0, &near), (1, &far)]);
+    // Half of it does not fit into the network.
+    let under_way = write.0.bytes_moved() < 1 << 19;
     let with_control = world.below(2) == 0;
     for conn in world.net().connections() {
         if conn.bulk || with_control {
@@ -81,7 +83,7 @@ pub fn all_channels_reset_at_once<W: Faulty>(world: &mut W) {
         }
     }
     finish_long_write_with(world, write, &near, &far, load);
-    assert!(near.stats().resent_chunks > 0);
+    assert!(near.stats().resent_chunks > 0 || !under_way);
 }
 
 /// Ends a load that shares its notifications with a long write.
