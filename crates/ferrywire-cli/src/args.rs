@@ -146,7 +146,7 @@ pub struct ConnectFlags {
     /// Length of the timed part per size [default: 2]
     #[arg(long, value_name = "S")]
     pub seconds: Option<f64>,
-    /// Messages per size before the timed part [default: twice the depth]
+    /// Messages per size before the timed part [default: 0.2 seconds' worth]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
     /// How channels move bytes: auto (default) or tcp
@@ -240,9 +240,9 @@ pub enum Transport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verify {
-    /// Every byte of every iteration of an untimed pass, and what the timed part left
+    /// Every byte: what the timed part left, then each iteration of an untimed pass with contents of its own, as many as were timed but at most half of --seconds long
     All,
-    /// Some pages of some iterations
+    /// Some pages of what was left and of some iterations
     Sample,
     /// Nothing: the result is marked as not verified
     Off,

@@ -283,6 +283,7 @@ fn extra(run: &Run, size: u64, report: &StepReport, share: &Share, gb_per_s: Spr
     if run.verify != Verify::Off {
         extra.insert("verified_iterations".into(), json!(report.verified_iterations));
     }
+    extra.insert("peer_per_nic".into(), json!(moved(&report.serve).0));
     let sides = || report.members.iter().chain(&report.serve);
     let resent: u64 = sides().map(|side| side.resent_chunks).sum();
     if resent > 0 {

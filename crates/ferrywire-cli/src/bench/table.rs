@@ -112,11 +112,12 @@ fn headline(row: &ResultRow) -> String {
 
 fn setting(record: &Record, row: &ResultRow) -> String {
     let mut nics: Vec<&str> = row.per_channel.iter().map(|channel| channel.nic.as_str()).collect();
+    nics.sort_unstable();
     nics.dedup();
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let there = record.peer_threads.map_or_else(String::new, |n| format!(" here, {n} there"));
     format!(
-        "{} ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
+        "{} because both ends are host memory ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
         row.transport,
         row.congestion_control,
         plural(row.channels, "channel"),
