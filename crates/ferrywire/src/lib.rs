@@ -59,6 +59,7 @@ mod hostile_tests;
 mod inbound;
 pub mod limits;
 mod memory;
+pub mod nccl;
 mod operation;
 mod peer;
 mod progress;

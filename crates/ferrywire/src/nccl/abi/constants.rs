@@ -1,0 +1,175 @@
+//! The numbers of the interface.
+
+use std::ffi::c_int;
+use std::fmt;
+
+/// What every function of a table returns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct ResultCode(pub c_int);
+
+impl ResultCode {
+    /// It worked.
+    pub const SUCCESS: ResultCode = ResultCode(0);
+    /// A CUDA call failed.
+    pub const UNHANDLED_CUDA_ERROR: ResultCode = ResultCode(1);
+    /// A system call failed.
+    pub const SYSTEM_ERROR: ResultCode = ResultCode(2);
+    /// Internal error; some plugins say so when a window is full.
+    pub const INTERNAL_ERROR: ResultCode = ResultCode(3);
+    /// A wrong argument.
+    pub const INVALID_ARGUMENT: ResultCode = ResultCode(4);
+    /// A call at the wrong time.
+    pub const INVALID_USAGE: ResultCode = ResultCode(5);
+    /// The peer failed.
+    pub const REMOTE_ERROR: ResultCode = ResultCode(6);
+    /// Not finished.
+    pub const IN_PROGRESS: ResultCode = ResultCode(7);
+    /// Too late (newest versions only).
+    pub const TIMEOUT: ResultCode = ResultCode(8);
+
+    /// Whether it is [`ResultCode::SUCCESS`].
+    pub const fn is_success(self) -> bool {
+        self.0 == 0
+    }
+}
+
+impl fmt::Display for ResultCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let words = match self.0 {
+            0 => "success",
+            1 => "unhandled CUDA error",
+            2 => "system error",
+            3 => "internal error",
+            4 => "invalid argument",
+            5 => "invalid usage",
+            6 => "remote error",
+            7 => "in progress",
+            8 => "timeout",
+            _ => "not a known result",
+        };
+        write!(f, "result {} ({words})", self.0)
+    }
+}
+
+/// Kind of memory that `regMr` is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub enum PointerType {
+    /// Host memory.
+    Host = PTR_HOST,
+    /// CUDA device memory.
+    Cuda = PTR_CUDA,
+}
+
+/// Pointer type, and bit of `ptr_support`: host memory.
+pub const PTR_HOST: c_int = 0x1;
+/// Pointer type, and bit of `ptr_support`: CUDA memory.
+pub const PTR_CUDA: c_int = 0x2;
+/// Bit of `ptr_support`: `regMrDmaBuf` works.
+pub const PTR_DMABUF: c_int = 0x4;
+
+/// `net_device_type`: an ordinary NIC.
+pub const DEVICE_HOST: c_int = 0;
+/// `net_device_type`: received bytes are scattered and the GPU gathers them.
+pub const DEVICE_UNPACK: c_int = 1;
+/// `net_device_type`: GPU-initiated, through a proxy.
+pub const DEVICE_GIN_PROXY: c_int = 2;
+/// `net_device_type`: GPU-initiated, GDAKI.
+pub const DEVICE_GIN_GDAKI: c_int = 3;
+/// `net_device_type`: GPU-initiated, GPI.
+pub const DEVICE_GIN_GPI: c_int = 4;
+/// `net_device_version` of an ordinary NIC.
+pub const DEVICE_VERSION_NONE: c_int = 0x0;
+/// `net_device_version` of the only unpack layout there is.
+pub const DEVICE_VERSION_UNPACK: c_int = 0x7;
+
+/// Bytes of a connection handle.
+pub const HANDLE_BYTES: usize = 128;
+/// Bytes of a connection handle that the oldest hosts of the v4 table give.
+pub const HANDLE_BYTES_V4: usize = 64;
+/// Requests per communicator that NCCL may have posted (8 before NCCL 2.19).
+pub const REQUESTS_MAX: usize = 32;
+/// What `*request` may hold when `irecv` is called (v9 and later): the plugin may complete early.
+pub const OPTIONAL_RECV_COMPLETION: usize = 0x1;
+/// Upper bound of `max_p2p_bytes` and `max_coll_bytes`.
+pub const NET_SIZE_BYTES_MAX: usize = 1 << 40;
+/// Largest send or receive of v6 to v8 plugins.
+pub const MESSAGE_BYTES_MAX_V6: usize = 1 << 30;
+/// Devices that one virtual device may merge, v9 to v11.
+pub const VIRTUAL_DEVICES_MAX_V9: usize = 4;
+/// Devices that one virtual device may merge, v12.
+pub const VIRTUAL_DEVICES_MAX_V12: usize = 8;
+/// `CommConfig::traffic_class` that nobody has set.
+pub const TRAFFIC_CLASS_UNDEFINED: c_int = -1;
+/// A field of `NetAttr` that nobody has set; all bits of the unsigned ones.
+pub const ATTRIBUTE_UNDEFINED: i32 = -1;
+/// `rail_id` and `plane_id` that are not known.
+pub const RAIL_UNKNOWN: i16 = -1;
+
+/// Log level: never printed.
+pub const LOG_NONE: c_int = 0;
+/// Log level: version lines.
+pub const LOG_VERSION: c_int = 1;
+/// Log level: warnings and errors.
+pub const LOG_WARN: c_int = 2;
+/// Log level: what is going on.
+pub const LOG_INFO: c_int = 3;
+/// Log level: the plugin is about to give up.
+pub const LOG_ABORT: c_int = 4;
+/// Log level: everything.
+pub const LOG_TRACE: c_int = 5;
+
+/// Log subsystem bits, as the second argument of the logger.
+pub mod subsystem {
+    use std::ffi::c_ulong;
+
+    /// Start.
+    pub const INIT: c_ulong = 0x1;
+    /// Collectives.
+    pub const COLL: c_ulong = 0x2;
+    /// Peer to peer.
+    pub const P2P: c_ulong = 0x4;
+    /// Shared memory.
+    pub const SHM: c_ulong = 0x8;
+    /// Network.
+    pub const NET: c_ulong = 0x10;
+    /// Topology.
+    pub const GRAPH: c_ulong = 0x20;
+    /// Tuning.
+    pub const TUNING: c_ulong = 0x40;
+    /// Environment.
+    pub const ENV: c_ulong = 0x80;
+    /// Allocation.
+    pub const ALLOC: c_ulong = 0x100;
+    /// Calls.
+    pub const CALL: c_ulong = 0x200;
+    /// The proxy thread.
+    pub const PROXY: c_ulong = 0x400;
+    /// NVLink SHARP.
+    pub const NVLS: c_ulong = 0x800;
+    /// Bootstrap.
+    pub const BOOTSTRAP: c_ulong = 0x1000;
+    /// Registration.
+    pub const REG: c_ulong = 0x2000;
+    /// Profiling.
+    pub const PROFILE: c_ulong = 0x4000;
+    /// Reliability.
+    pub const RAS: c_ulong = 0x8000;
+    /// Everything.
+    pub const ALL: c_ulong = c_ulong::MAX;
+}
+
+/// Profiler event: begins.
+pub const PROFILE_START: c_int = 0;
+/// Profiler event: ends.
+pub const PROFILE_STOP: c_int = 1;
+/// Profiler event: has news.
+pub const PROFILE_UPDATE: c_int = 2;
+/// Profiler event: has news and ends.
+pub const PROFILE_UPDATE_AND_STOP: c_int = 3;
+
+const _: () = assert!(PTR_HOST & PTR_CUDA == 0 && (PTR_HOST | PTR_CUDA) & PTR_DMABUF == 0);
+const _: () = assert!(PointerType::Host as c_int == 1 && PointerType::Cuda as c_int == 2);
+const _: () = assert!(HANDLE_BYTES_V4 < HANDLE_BYTES && VIRTUAL_DEVICES_MAX_V9 < VIRTUAL_DEVICES_MAX_V12);
+const _: () = assert!(MESSAGE_BYTES_MAX_V6 <= i32::MAX as usize && MESSAGE_BYTES_MAX_V6 < NET_SIZE_BYTES_MAX);

@@ -1,0 +1,195 @@
+//! The type of each function of a table.
+//!
+//! A name ends in the first version that has the function in this form; a later form has its own. Without
+//! a number a function is the same in every version that has it. `PP` stands for "pointer to an opaque
+//! pointer": an output, or an array of them.
+
+use std::ffi::{c_char, c_int, c_ulong, c_void};
+
+use super::constants::ResultCode;
+use super::properties::*;
+use super::structs::{CommConfig, DeviceHandle, NetAttr, VDevicePropsV9, VDevicePropsV12};
+
+/// An opaque pointer: context, communicator, data, memory handle or request.
+pub type P = *mut c_void;
+/// Where an opaque pointer is written to, or an array of them.
+pub type PP = *mut *mut c_void;
+/// The device-handle argument: the host's pointer, which the plugin may read or set. May be null itself.
+pub type Dh = *mut *mut DeviceHandle;
+
+/// The logger that a host gives: level, subsystem bits, file, line, format, and what the format asks for.
+///
+/// Hosts may give none. Text that is finished goes as the argument of `"%s"`, never as the format.
+pub type Log = Option<
+    unsafe extern "C" fn(
+        level: c_int,
+        flags: c_ulong,
+        file: *const c_char,
+        line: c_int,
+        format: *const c_char,
+        ...
+    ),
+>;
+/// The profiler callback that a host of v10 and later gives.
+pub type Prof = Option<
+    unsafe extern "C" fn(e_handle: PP, kind: c_int, p_handle: P, plugin_id: i64, ext_data: P) -> ResultCode,
+>;
+
+/// `init`, v4 to v9.
+pub type InitV4 = unsafe extern "C" fn(log: Log) -> ResultCode;
+/// `init`, v10.
+pub type InitV10 = unsafe extern "C" fn(log: Log, prof: Prof) -> ResultCode;
+/// `init`, v11 and v12: once per communicator, with a context to be given back.
+pub type InitV11 = unsafe extern "C" fn(
+    context: PP,
+    comm_id: u64,
+    config: *mut CommConfig,
+    log: Log,
+    prof: Prof,
+) -> ResultCode;
+
+/// `devices`: how many there are.
+pub type Devices = unsafe extern "C" fn(ndev: *mut c_int) -> ResultCode;
+
+/// `getProperties`, v4.
+pub type GetPropertiesV4 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV4) -> ResultCode;
+/// `getProperties`, v5 and v6.
+pub type GetPropertiesV5 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV5) -> ResultCode;
+/// `getProperties`, v7.
+pub type GetPropertiesV7 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV7) -> ResultCode;
+/// `getProperties`, v8.
+pub type GetPropertiesV8 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV8) -> ResultCode;
+/// `getProperties`, v9 and v10.
+pub type GetPropertiesV9 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV9) -> ResultCode;
+/// `getProperties`, v11.
+pub type GetPropertiesV11 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV11) -> ResultCode;
+/// `getProperties`, v12.
+pub type GetPropertiesV12 = unsafe extern "C" fn(dev: c_int, props: *mut PropertiesV12) -> ResultCode;
+
+/// `listen`, v4 to v10.
+pub type ListenV4 = unsafe extern "C" fn(dev: c_int, handle: P, listen_comm: PP) -> ResultCode;
+/// `listen`, v11 and v12.
+pub type ListenV11 = unsafe extern "C" fn(context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode;
+
+/// `connect`, v4 to v6.
+pub type ConnectV4 = unsafe extern "C" fn(dev: c_int, handle: P, send_comm: PP) -> ResultCode;
+/// `connect`, v7 to v9.
+pub type ConnectV7 = unsafe extern "C" fn(dev: c_int, handle: P, send_comm: PP, device: Dh) -> ResultCode;
+/// `connect`, v10.
+pub type ConnectV10 = unsafe extern "C" fn(
+    dev: c_int,
+    config: *mut CommConfig,
+    handle: P,
+    send_comm: PP,
+    device: Dh,
+) -> ResultCode;
+/// `connect`, v11 and v12.
+pub type ConnectV11 =
+    unsafe extern "C" fn(context: P, dev: c_int, handle: P, send_comm: PP, device: Dh) -> ResultCode;
+
+/// `accept`, v4 to v6.
+pub type AcceptV4 = unsafe extern "C" fn(listen_comm: P, recv_comm: PP) -> ResultCode;
+/// `accept`, v7 to v12.
+pub type AcceptV7 = unsafe extern "C" fn(listen_comm: P, recv_comm: PP, device: Dh) -> ResultCode;
+
+/// `regMr`, v4 to v7.
+pub type RegMrV4 =
+    unsafe extern "C" fn(comm: P, data: P, size: c_int, kind: c_int, mhandle: PP) -> ResultCode;
+/// `regMr`, v8 to v12.
+pub type RegMrV8 =
+    unsafe extern "C" fn(comm: P, data: P, size: usize, kind: c_int, mhandle: PP) -> ResultCode;
+/// `regMrDmaBuf`.
+pub type RegMrDmaBuf = unsafe extern "C" fn(
+    comm: P,
+    data: P,
+    size: usize,
+    kind: c_int,
+    offset: u64,
+    fd: c_int,
+    mhandle: PP,
+) -> ResultCode;
+/// `deregMr`.
+pub type DeregMr = unsafe extern "C" fn(comm: P, mhandle: P) -> ResultCode;
+
+/// `isend`, v4.
+pub type IsendV4 = unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
+/// `isend`, v5 to v8.
+pub type IsendV5 =
+    unsafe extern "C" fn(comm: P, data: P, size: c_int, tag: c_int, mhandle: P, request: PP) -> ResultCode;
+/// `isend`, v9.
+pub type IsendV9 =
+    unsafe extern "C" fn(comm: P, data: P, size: usize, tag: c_int, mhandle: P, request: PP) -> ResultCode;
+/// `isend`, v10 to v12.
+pub type IsendV10 = unsafe extern "C" fn(
+    comm: P,
+    data: P,
+    size: usize,
+    tag: c_int,
+    mhandle: P,
+    phandle: P,
+    request: PP,
+) -> ResultCode;
+
+/// `irecv`, v4: a single buffer.
+pub type IrecvV4 = unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
+/// `irecv`, v5 to v8.
+pub type IrecvV5 = unsafe extern "C" fn(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut c_int,
+    tags: *mut c_int,
+    mhandles: PP,
+    request: PP,
+) -> ResultCode;
+/// `irecv`, v9.
+pub type IrecvV9 = unsafe extern "C" fn(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut usize,
+    tags: *mut c_int,
+    mhandles: PP,
+    request: PP,
+) -> ResultCode;
+/// `irecv`, v10 to v12.
+pub type IrecvV10 = unsafe extern "C" fn(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut usize,
+    tags: *mut c_int,
+    mhandles: PP,
+    phandles: PP,
+    request: PP,
+) -> ResultCode;
+
+/// `iflush`, v4: a single buffer.
+pub type IflushV4 =
+    unsafe extern "C" fn(comm: P, data: P, size: c_int, mhandle: P, request: PP) -> ResultCode;
+/// `iflush`, v5 to v12; sizes stay `int`.
+pub type IflushV5 = unsafe extern "C" fn(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut c_int,
+    mhandles: PP,
+    request: PP,
+) -> ResultCode;
+
+/// `test`; sizes stay `int`, and may be null.
+pub type Test = unsafe extern "C" fn(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode;
+/// `closeSend`, `closeRecv` and `closeListen`.
+pub type Close = unsafe extern "C" fn(comm: P) -> ResultCode;
+/// `getDeviceMr`.
+pub type GetDeviceMr = unsafe extern "C" fn(comm: P, mhandle: P, device_mhandle: PP) -> ResultCode;
+/// `irecvConsumed`.
+pub type IrecvConsumed = unsafe extern "C" fn(recv_comm: P, n: c_int, request: P) -> ResultCode;
+/// `makeVDevice`, v9 to v11.
+pub type MakeVDeviceV9 = unsafe extern "C" fn(dev: *mut c_int, props: *mut VDevicePropsV9) -> ResultCode;
+/// `makeVDevice`, v12.
+pub type MakeVDeviceV12 = unsafe extern "C" fn(dev: *mut c_int, props: *mut VDevicePropsV12) -> ResultCode;
+/// `finalize`.
+pub type Finalize = unsafe extern "C" fn(context: P) -> ResultCode;
+/// `setNetAttr`.
+pub type SetNetAttr = unsafe extern "C" fn(context: P, attr: *mut NetAttr) -> ResultCode;
