@@ -8,6 +8,7 @@
 
 pub mod affinity;
 pub mod cmsg;
+pub mod mapping;
 pub mod nics;
 pub mod poll;
 pub mod signal;

@@ -1,0 +1,155 @@
+//! Ranges of addresses: without access, or as a view of memory that several ranges may show.
+//!
+//! Invariant: an [`AddressRange`] owns its addresses until it is dropped, so nothing else is ever mapped
+//! there meanwhile. All calls are safe, since nothing here makes a reference or touches a byte.
+//! Read next: `memory/sim/allocation.rs`, which makes two ranges of one memory.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+
+use super::checked;
+
+/// The granule of mappings, and the smallest alignment of an [`AddressRange`].
+pub const PAGE_BYTES: usize = 4096;
+
+/// What a program may do with the bytes of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Nothing: touching them is `SIGSEGV`, naming them in a system call is `EFAULT`.
+    None,
+    /// Read and write.
+    ReadWrite,
+}
+
+impl Access {
+    fn bits(self) -> libc::c_int {
+        match self {
+            Access::None => libc::PROT_NONE,
+            Access::ReadWrite => libc::PROT_READ | libc::PROT_WRITE,
+        }
+    }
+}
+
+/// Memory with no name and no address yet: `len` zeroed bytes, gone with the last view and descriptor.
+pub fn anonymous_file(len: usize) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a string with its end.
+    let fd = checked(unsafe { libc::memfd_create(c"ferrywire".as_ptr(), libc::MFD_CLOEXEC) } as isize)?;
+    // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+    let file = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
+    let len = libc::off_t::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    // SAFETY: no memory is passed.
+    checked(unsafe { libc::ftruncate(file.as_raw_fd(), len) } as isize)?;
+    Ok(file)
+}
+
+/// A range of addresses of this process, without access at first; freed when dropped.
+#[derive(Debug)]
+pub struct AddressRange {
+    base: usize,
+    len: usize,
+}
+
+impl AddressRange {
+    /// Takes `len` bytes of address space (rounded up to whole pages) aligned to `align`, a power of two.
+    pub fn reserve(len: usize, align: usize) -> io::Result<AddressRange> {
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
+        let align = align.max(PAGE_BYTES);
+        if !align.is_power_of_two() {
+            return Err(invalid());
+        }
+        let len = len.max(1).checked_next_multiple_of(PAGE_BYTES).ok_or_else(invalid)?;
+        let with_room = len.checked_add(align - PAGE_BYTES).ok_or_else(invalid)?;
+        let base = map(0, with_room, Access::None, libc::MAP_ANONYMOUS | libc::MAP_PRIVATE, -1)?;
+        let whole = AddressRange { base, len: with_room };
+        Ok(whole.keep_only(base.next_multiple_of(align), len))
+    }
+
+    /// The first address.
+    pub fn base(&self) -> usize {
+        self.base
+    }
+
+    /// Shows `file` from its start at these addresses.
+    pub fn show(&mut self, file: &OwnedFd, access: Access) -> io::Result<()> {
+        map(self.base, self.len, access, libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd()).map(drop)
+    }
+
+    /// Shows nothing any more, and keeps the addresses: whoever touches them late faults.
+    pub fn withdraw(&mut self) -> io::Result<()> {
+        let flags = libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_FIXED;
+        map(self.base, self.len, Access::None, flags, -1).map(drop)
+    }
+
+    /// Gives back what is before `base` and behind `len` bytes from it.
+    fn keep_only(self, base: usize, len: usize) -> AddressRange {
+        let (before, end) = (base - self.base, self.base + self.len);
+        let behind = end - (base + len);
+        drop(AddressRange { base: self.base, len: before });
+        drop(AddressRange { base: base + len, len: behind });
+        std::mem::forget(self);
+        AddressRange { base, len }
+    }
+}
+
+impl Drop for AddressRange {
+    fn drop(&mut self) {
+        if self.len > 0 {
+            // SAFETY: these addresses belong to this range alone; whoever dereferences a pointer into it
+            // has promised that the range outlives that.
+            unsafe { libc::munmap(self.base as *mut libc::c_void, self.len) };
+        }
+    }
+}
+
+/// `base` is 0, or the start of `len` bytes that an [`AddressRange`] owns (with `MAP_FIXED`).
+fn map(base: usize, len: usize, access: Access, flags: libc::c_int, fd: RawFd) -> io::Result<usize> {
+    let flags = flags | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping goes where the kernel finds room, a fixed one only over addresses that the
+    // calling range owns, so no mapping of others is replaced.
+    let address = unsafe { libc::mmap(base as *mut libc::c_void, len, access.bits(), flags, fd, 0) };
+    match address == libc::MAP_FAILED {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(address as usize),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn readable(address: usize) -> bool {
+        let (_near, far) = std::os::unix::net::UnixStream::pair().unwrap();
+        // SAFETY: a system call checks the address itself.
+        let written = unsafe { libc::write(far.as_raw_fd(), address as *const libc::c_void, 1) };
+        written == 1
+    }
+
+    #[test]
+    fn two_ranges_show_one_memory() {
+        let file = anonymous_file(2 * PAGE_BYTES).unwrap();
+        let mut ranges = [0, 1].map(|_| AddressRange::reserve(2 * PAGE_BYTES, PAGE_BYTES).unwrap());
+        ranges.iter_mut().for_each(|range| range.show(&file, Access::ReadWrite).unwrap());
+        let [first, second] = ranges.each_ref().map(|range| range.base() as *mut u8);
+        // SAFETY: both ranges show two writable pages.
+        unsafe {
+            first.add(PAGE_BYTES).write(7);
+            assert_eq!(second.add(PAGE_BYTES).read(), 7);
+            assert_eq!(second.read(), 0);
+        }
+    }
+
+    #[test]
+    fn a_range_is_aligned_and_may_not_be_touched() {
+        for align in [PAGE_BYTES, 64 << 10, 2 << 20] {
+            let mut range = AddressRange::reserve(1, align).unwrap();
+            assert_eq!(range.base() % align, 0);
+            assert!(!readable(range.base()));
+            range.show(&anonymous_file(1).unwrap(), Access::ReadWrite).unwrap();
+            assert!(readable(range.base()));
+            range.withdraw().unwrap();
+            assert!(!readable(range.base()));
+        }
+        assert!(AddressRange::reserve(1, 12345).is_err());
+        assert!(AddressRange::reserve(usize::MAX, PAGE_BYTES).is_err());
+    }
+}
