@@ -58,7 +58,7 @@ pub mod fuzzing;
 mod hostile_tests;
 mod inbound;
 pub mod limits;
-mod memory;
+pub mod memory;
 pub mod nccl;
 mod operation;
 mod peer;

@@ -67,6 +67,10 @@ pub const HANDSHAKE_BYTES_MAX: usize = 4096;
 pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
 /// Control messages kept for a resumption.
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
+/// Simulated GPUs of one process.
+pub const SIM_GPUS_MAX: usize = 16;
+/// Address ranges of freed simulated GPU memory that stay reserved, so that a late touch faults.
+pub const SIM_FREED_RANGES_KEPT: usize = 128;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 
@@ -88,6 +92,8 @@ pub const PATH_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait for one connection attempt.
 pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
+/// Blocking helpers of a simulated GPU give up after this; long, since a stall may be part of a test.
+pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
 /// A closing peer has this long to drain.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 

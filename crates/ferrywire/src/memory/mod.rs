@@ -4,11 +4,12 @@
 //! anywhere as bytes and lets a peer write to it and read from it. The key is 64 random bits and is the
 //! right to the region; it dies with the region.
 //!
-//! Invariant: an address is only ever computed by [`Memory::span`], after its bounds check, and the
-//! [`Memory`] it points into is kept alive by whoever holds the pointer.
-//! Read next: `host.rs` (the allocation), `channel.rs` (who fills it).
+//! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
+//! `Memory` it points into is kept alive by whoever holds the pointer.
+//! Read next: `host.rs` (the allocation), `channel.rs` (who fills it), [`sim`] (a GPU to try things with).
 
-pub mod host;
+pub(crate) mod host;
+pub mod sim;
 
 use crate::error::{Error, Result};
 use crate::wire::Refusal;

@@ -20,7 +20,7 @@ mod faults;
 mod host;
 mod link;
 mod pipe;
-mod rng;
+pub(crate) mod rng;
 mod state;
 #[cfg(test)]
 mod tests;

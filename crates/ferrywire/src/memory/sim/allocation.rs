@@ -1,0 +1,246 @@
+//! Memory of simulated GPUs: who owns which address, and the one way to bytes behind it.
+//!
+//! Each allocation is one piece of memory shown twice: at its *address*, where nobody may touch it, and
+//! at its *view*, which only the copy engine and simulated NICs know. Mapped host memory has one address
+//! for both. Freed ranges stay reserved for a while, so that whoever comes late faults instead of
+//! hitting somebody else's memory.
+//!
+//! Invariant: a pointer into a view is only made by [`resolve`], after its bounds check, and the
+//! [`Span`] it is in keeps the memory mapped.
+//! Read next: `work.rs`, which copies between spans.
+
+use super::{Result, SimGpu, SimGpuError};
+use crate::limits;
+use crate::sys::mapping::{Access, AddressRange, anonymous_file};
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+static ALLOCATIONS: RwLock<BTreeMap<u64, Arc<Allocation>>> = RwLock::new(BTreeMap::new());
+static FREED: Mutex<VecDeque<AddressRange>> = Mutex::new(VecDeque::new());
+
+/// What an allocation is.
+pub(super) enum Kind {
+    /// Memory of this GPU, which the CPU may not touch.
+    Device(Arc<SimGpu>),
+    /// Memory of the host, which GPUs reach at the same address.
+    Mapped,
+}
+
+pub(super) struct Allocation {
+    pub kind: Kind,
+    pub len: usize,
+    /// Made through the C table, which alone may free it.
+    pub foreign: bool,
+    address: u64,
+    view: usize,
+    ranges: Vec<AddressRange>,
+}
+
+impl Allocation {
+    fn new(kind: Kind, len: usize, align: usize, foreign: bool) -> io::Result<Allocation> {
+        let file = anonymous_file(len.max(1))?;
+        let mut address = AddressRange::reserve(len, align)?;
+        let (at, mut view, mut ranges) = (address.base() as u64, address.base(), Vec::new());
+        match kind {
+            Kind::Mapped => address.show(&file, Access::ReadWrite)?,
+            Kind::Device(_) => {
+                address.show(&file, Access::None)?;
+                let mut second = AddressRange::reserve(len, align)?;
+                second.show(&file, Access::ReadWrite)?;
+                view = second.base();
+                ranges.push(second);
+            }
+        }
+        ranges.push(address);
+        Ok(Allocation { kind, len, foreign, address: at, view, ranges })
+    }
+
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The GPU whose memory it is.
+    pub fn gpu(&self) -> Option<&Arc<SimGpu>> {
+        match &self.kind {
+            Kind::Device(gpu) => Some(gpu),
+            Kind::Mapped => None,
+        }
+    }
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        let mut freed = FREED.lock().unwrap_or_else(PoisonError::into_inner);
+        for mut range in self.ranges.drain(..) {
+            // Where the kernel has no room to keep it apart, it is simply unmapped.
+            if range.withdraw().is_ok() {
+                freed.push_back(range);
+            }
+        }
+        while freed.len() > limits::SIM_FREED_RANGES_KEPT {
+            freed.pop_front();
+        }
+    }
+}
+
+/// Makes an allocation that is found by its address until [`forget`].
+pub(super) fn allocate(kind: Kind, len: usize, align: usize, foreign: bool) -> Result<Arc<Allocation>> {
+    if !align.is_power_of_two() {
+        return Err(SimGpuError::Alignment { align });
+    }
+    let failed = |error: io::Error| SimGpuError::System {
+        what: format!("allocate {len} bytes"),
+        message: error.to_string(),
+    };
+    let allocation = Arc::new(Allocation::new(kind, len, align, foreign).map_err(failed)?);
+    let mut all = ALLOCATIONS.write().unwrap_or_else(PoisonError::into_inner);
+    all.insert(allocation.address, allocation.clone());
+    Ok(allocation)
+}
+
+/// Its address is not found any more. Copies under way keep the memory; nobody else does.
+pub(super) fn forget(allocation: &Allocation) {
+    let mut all = ALLOCATIONS.write().unwrap_or_else(PoisonError::into_inner);
+    let last = all.remove(&allocation.address);
+    // It may be the last holder of its GPU, whose end must not find the table locked.
+    drop(all);
+    drop(last);
+}
+
+/// The allocation that an address lies in.
+pub(super) fn find(address: u64) -> Option<Arc<Allocation>> {
+    let all = ALLOCATIONS.read().unwrap_or_else(PoisonError::into_inner);
+    let (base, allocation) = all.range(..=address).next_back()?;
+    (address - base < allocation.len.max(1) as u64).then(|| allocation.clone())
+}
+
+/// Bytes of an allocation, by their view; the memory stays mapped as long as this is held.
+pub(super) struct Span {
+    pub pointer: *mut u8,
+    _keeper: Arc<Allocation>,
+}
+
+/// The view of `bytes` bytes at a device (or mapped) address.
+pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
+    let allocation = find(address).ok_or(SimGpuError::NotAllocated { address })?;
+    let offset = (address - allocation.address) as usize;
+    if offset.checked_add(bytes).is_none_or(|end| end > allocation.len) {
+        let (base, len) = (allocation.address, allocation.len as u64);
+        return Err(SimGpuError::OutOfRange { address, bytes: bytes as u64, base, len });
+    }
+    // SAFETY: the view shows `len` bytes, and `offset` is not beyond them.
+    let pointer = unsafe { (allocation.view as *mut u8).add(offset) };
+    Ok(Span { pointer, _keeper: allocation })
+}
+
+/// Refuses memory of a GPU where host memory belongs.
+pub(super) fn check_host(address: *const u8, bytes: usize) -> Result<()> {
+    let (first, last) = (address as u64, (address as u64).saturating_add(bytes.saturating_sub(1) as u64));
+    for address in [first, last] {
+        if let Some(gpu) = find(address).as_ref().and_then(|found| found.gpu()) {
+            return Err(SimGpuError::NotHostMemory { address, gpu: gpu.index() });
+        }
+    }
+    Ok(())
+}
+
+/// Memory of a simulated GPU; freed when dropped.
+///
+/// The CPU may not touch it: a load or store is `SIGSEGV`, a system call that names it gives `EFAULT`.
+pub struct SimBuffer {
+    allocation: Arc<Allocation>,
+    gpu: Arc<SimGpu>,
+}
+
+impl SimBuffer {
+    pub(super) fn new(gpu: &Arc<SimGpu>, bytes: usize, align: usize) -> Result<SimBuffer> {
+        let allocation = allocate(Kind::Device(gpu.clone()), bytes, align, false)?;
+        Ok(SimBuffer { allocation, gpu: gpu.clone() })
+    }
+
+    /// The device address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.allocation.address
+    }
+
+    /// The same as a pointer, which must not be dereferenced.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.allocation.address as *mut u8
+    }
+
+    /// Size in bytes, as asked for.
+    pub fn len(&self) -> usize {
+        self.allocation.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.allocation.len == 0
+    }
+
+    /// The GPU it belongs to.
+    pub fn gpu(&self) -> &Arc<SimGpu> {
+        &self.gpu
+    }
+}
+
+impl Drop for SimBuffer {
+    fn drop(&mut self) {
+        forget(&self.allocation);
+    }
+}
+
+impl std::fmt::Debug for SimBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SimBuffer({} bytes at {:#x} of GPU {})", self.len(), self.address(), self.gpu.index())
+    }
+}
+
+/// Host memory that every simulated GPU reaches at the same address; freed when dropped.
+#[derive(Debug)]
+pub struct MappedBuffer {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: plain memory; the pointer is only handed out raw.
+unsafe impl Send for MappedBuffer {}
+// SAFETY: as above, and nothing in it changes.
+unsafe impl Sync for MappedBuffer {}
+
+impl MappedBuffer {
+    /// `bytes` zeroed bytes, aligned to a page at least.
+    pub fn new(bytes: usize, align: usize) -> Result<MappedBuffer> {
+        let allocation = allocate(Kind::Mapped, bytes, align, false)?;
+        Ok(MappedBuffer { base: allocation.view as *mut u8, len: bytes })
+    }
+
+    /// The first byte: the CPU may use it, and its number is the device address.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// The device address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.base as u64
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+}
+
+impl Drop for MappedBuffer {
+    fn drop(&mut self) {
+        if let Some(allocation) = find(self.address()) {
+            forget(&allocation);
+        }
+    }
+}
