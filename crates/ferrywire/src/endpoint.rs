@@ -9,7 +9,8 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::host::HostBuffer;
-use crate::memory::{Identity, Region, RegionHome};
+use crate::memory::sim::SimGpu;
+use crate::memory::{Identity, Place, Region, RegionHome};
 use crate::peer::Peer;
 use crate::progress::Worker;
 use crate::schedule;
@@ -280,17 +281,32 @@ impl Endpoint {
         Ok(Region::owned(&self.inner.home, HostBuffer::zeroed(bytes)?))
     }
 
-    /// Registers memory that the caller keeps.
+    /// Allocates and registers `bytes` zeroed bytes on a simulated GPU, which is opened if it is not.
+    ///
+    /// # Errors
+    /// [`Error::SimGpu`].
+    pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
+        let buffer = SimGpu::open(index)?.alloc(bytes, SIM_ALIGN_BYTES)?;
+        Ok(Region::sim(&self.inner.home, buffer))
+    }
+
+    /// Registers memory that the caller keeps: of the host, or of a simulated GPU, whose addresses are
+    /// recognised.
+    ///
+    /// # Errors
+    /// [`Error::SimGpu`] when the range begins in memory of a simulated GPU and leaves its allocation.
     ///
     /// # Safety
-    /// `bytes` bytes at `base` must stay readable and writable until the region is deregistered or its
-    /// last clone dropped, and nothing may rely on their values while peers can write to them.
+    /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the
+    /// region is deregistered or its last clone dropped, and nothing may rely on their values while peers
+    /// can write to them.
     pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region> {
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "a null pointer with a size"));
         }
-        // SAFETY: the caller's promise.
-        Ok(unsafe { Region::user(&self.inner.home, base, bytes as u64) })
+        let place = Place::of(base, bytes as u64)?;
+        // SAFETY: the caller's promise; the place is what the address says.
+        Ok(unsafe { Region::user(&self.inner.home, base, bytes as u64, place) })
     }
 
     /// Turns everything once that no thread turns; true if anything happened. Only needed in an
@@ -446,6 +462,9 @@ pub(crate) fn advertised(
     }
     Ok(out)
 }
+
+/// Alignment of memory that we allocate on a GPU: the page in which drivers hand it to NICs.
+const SIM_ALIGN_BYTES: usize = 64 << 10;
 
 const METADATA_VERSION: u8 = 1;
 

@@ -4,6 +4,8 @@
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
+use crate::memory::Place;
+use crate::memory::sim::SimGpuError;
 use std::time::Duration;
 
 /// Result of an engine operation.
@@ -16,6 +18,8 @@ pub enum Fault {
     Usage,
     /// This host: its sockets, memory or limits.
     Local,
+    /// A GPU of this host, or its use.
+    Gpu,
     /// The peer or the network to it.
     Peer,
     /// Somebody who is not allowed in.
@@ -48,6 +52,21 @@ pub enum Error {
         /// Size of the region.
         region_bytes: u64,
     },
+    /// The transport cannot move the bytes from or to where they live. Nothing was moved.
+    #[error(
+        "the {side} region is {place}, which needs --transport plugin; staging over {transport} is not built yet"
+    )]
+    OutOfReach {
+        /// "local" or "remote".
+        side: &'static str,
+        /// Where its bytes live.
+        place: Place,
+        /// The transport in use.
+        transport: &'static str,
+    },
+    /// A simulated GPU of this process.
+    #[error("{0}")]
+    SimGpu(#[from] SimGpuError),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
@@ -138,7 +157,8 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
-            Error::Cancelled | Error::Closed => Fault::Usage,
+            Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
+            Error::SimGpu(_) => Fault::Gpu,
             Error::Io { .. } | Error::Limit { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::AccessRefused { .. } | Error::Deadline { .. } => Fault::Peer,

@@ -7,7 +7,7 @@
 use crate::bootstrap::tests::{Shared, config, hello};
 use crate::bootstrap::{Config, Established, HandshakeError, Initiator, Outcome, Purpose, Responder, Secure};
 use crate::limits;
-use crate::memory::Identity;
+use crate::memory::{Identity, Place};
 use crate::session::{ControlMessage, Frame};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
 use crate::{Endpoint, Error, Peer, Region, RemoteRegion};
@@ -380,7 +380,7 @@ fn a_sink_of_another_peer_is_no_target() {
     let scene = Scene::new();
     let (mut evil, mut asked) = (Evil::new(&scene), Evil::new(&scene));
     let target = scene.victim.register(vec![BEFORE; 3000]).unwrap();
-    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000 };
+    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000, place: Place::Host };
     let read = asked.here.read(&target, 1000, &remote, 0, 1000).unwrap();
     eventually("the read is asked for", || !asked.data[0].heard().frames.is_empty());
     let sink = asked.data[0].heard().frames[0].total;
@@ -753,7 +753,7 @@ fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let source = scene.victim.register_zeroed(1000).unwrap();
-    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000 };
+    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000, place: Place::Host };
     let write = evil.here.write(&source, 0, &remote, 0, 1000).unwrap();
     eventually("the write is sent", || !evil.data[0].heard().frames.is_empty());
     evil.say(&ControlMessage::Fence {
@@ -816,7 +816,8 @@ fn a_configuration_beyond_our_limits_is_brought_within_them() {
     assert!(stats.window <= limits::WINDOW_FRAMES_MAX, "a window of {} frames", stats.window);
     // A silent peer is sent a window of frames and no more.
     let source = scene.victim.register_zeroed(1 << 20).unwrap();
-    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1 << 20 };
+    let remote =
+        RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1 << 20, place: Place::Host };
     let write = evil.here.write(&source, 0, &remote, 0, 1 << 20).unwrap();
     eventually("a window is full", || {
         evil.data[0].heard().frames.len() >= limits::WINDOW_FRAMES_MAX.min(stats.window)

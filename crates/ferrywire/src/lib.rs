@@ -76,7 +76,7 @@ mod wire;
 pub use config::Config;
 pub use endpoint::{Builder, Endpoint};
 pub use error::{Error, Fault, Result};
-pub use memory::{Identity, Region, RemoteRegion};
+pub use memory::{Identity, Place, Region, RemoteRegion};
 pub use operation::Transfer;
 pub use peer::{Block, BlockList, Peer};
 pub use stats::{ChannelStats, PeerStats};

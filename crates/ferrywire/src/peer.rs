@@ -366,7 +366,7 @@ impl PeerState {
         }
         let landing = match last {
             Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
-            _ => Landing::Region { key: header.key, memory: self.engine.regions().find(header.key)? },
+            _ => Landing::Region { key: header.key, memory: self.named(header.key)? },
         };
         if let Landing::Region { memory, .. } = &landing {
             if memory.revoked() {
@@ -375,6 +375,13 @@ impl PeerState {
             place(memory, header, placements, pieces)?;
         }
         Ok(landing)
+    }
+
+    /// The region that the peer names by its key, if the transport gets there.
+    fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
+        let memory = self.engine.regions().find(key)?;
+        memory.place().reached_by(&*self.engine.transport, "local").map_err(|_| Refusal::OutOfReach)?;
+        Ok(memory)
     }
 
     /// A whole frame is here, its payload placed.
@@ -472,7 +479,7 @@ impl PeerState {
 
     /// The peer reads from a region of ours: answers like a write to its sink.
     fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
-        let memory = self.engine.regions().find(header.key)?;
+        let memory = self.named(header.key)?;
         let mut position = 0;
         let mut pieces = Vec::new();
         for placement in wire::placements(placements) {
@@ -811,7 +818,7 @@ impl Peer {
 
     /// Sends one message gathered from `(offset, bytes)` pieces.
     pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
-        source.belongs_to(self.state.engine.identity)?;
+        self.check_local(source)?;
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = &self.state;
@@ -833,7 +840,7 @@ impl Peer {
 
     /// Receives one message, scattered over `(offset, bytes)` pieces.
     pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
-        target.belongs_to(self.state.engine.identity)?;
+        self.check_local(target)?;
         let pieces = lined_up("target", target, blocks)?;
         let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
         self.state.begin(&op);
@@ -929,8 +936,14 @@ impl Peer {
         Op::new(self.state.engine.next_id(), verb, pieces, memory, key)
     }
 
-    fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
+    /// Whether the region is ours, and the transport gets there.
+    fn check_local(&self, local: &Region) -> Result<()> {
         local.belongs_to(self.state.engine.identity)?;
+        local.place().reached_by(&*self.state.engine.transport, "local")
+    }
+
+    fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
+        self.check_local(local)?;
         if remote.owner() != self.state.identity {
             let why = format!(
                 "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
@@ -940,7 +953,7 @@ impl Peer {
             );
             return Err(Error::invalid("remote region", why));
         }
-        Ok(())
+        remote.place().reached_by(&*self.state.engine.transport, "remote")
     }
 }
 

@@ -278,6 +278,8 @@ pub enum Refusal {
     NoSink = 3,
     /// A limit of the peer was reached.
     Limit = 4,
+    /// Its bytes live where the transport does not reach.
+    OutOfReach = 5,
     /// Anything else.
     Other = 255,
 }
@@ -290,6 +292,7 @@ impl Refusal {
             2 => Refusal::OutOfRegion,
             3 => Refusal::NoSink,
             4 => Refusal::Limit,
+            5 => Refusal::OutOfReach,
             _ => Refusal::Other,
         }
     }
@@ -303,6 +306,9 @@ impl Refusal {
             Refusal::OutOfRegion => "offset and length are outside its region",
             Refusal::NoSink => "its receive or read is over (cancelled or failed)",
             Refusal::Limit => "one of its limits was reached; have fewer operations outstanding",
+            Refusal::OutOfReach => {
+                "its region is memory of a GPU, which needs --transport plugin; staging over this transport is not built yet"
+            }
             Refusal::Other => "it gave no known reason",
         }
     }

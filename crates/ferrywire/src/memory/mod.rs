@@ -9,11 +9,17 @@
 //! Read next: `host.rs` (the allocation), `channel.rs` (who fills it), [`sim`] (a GPU to try things with).
 
 pub(crate) mod host;
+mod place;
 pub mod sim;
+#[cfg(test)]
+mod tests;
+
+pub use place::Place;
 
 use crate::error::{Error, Result};
 use crate::wire::Refusal;
 use host::HostBuffer;
+use sim::{SimBuffer, SimGpu, SimGpuError};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -43,6 +49,9 @@ enum Keeper {
     Vector {
         _bytes: Vec<u8>,
     },
+    Sim {
+        _buffer: SimBuffer,
+    },
     /// The user, who promised so when registering.
     User,
 }
@@ -51,6 +60,7 @@ enum Keeper {
 pub(crate) struct Memory {
     base: *mut u8,
     len: u64,
+    place: Place,
     key: u64,
     revoked: AtomicBool,
     /// Operations under way that name it.
@@ -58,13 +68,18 @@ pub(crate) struct Memory {
     keeper: Keeper,
 }
 
-// SAFETY: the pointer is only dereferenced through bounds-checked spans; the bytes behind it are plain
-// memory that the network may change at any time, which every reader has to expect.
+// SAFETY: the pointer is only dereferenced through bounds-checked spans of host memory; the bytes behind
+// it are plain memory that the network may change at any time, which every reader has to expect.
 unsafe impl Send for Memory {}
 // SAFETY: as above; all fields but the bytes themselves are immutable or atomic.
 unsafe impl Sync for Memory {}
 
 impl Memory {
+    /// Where the bytes live. Only host memory may be touched through its address.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
     /// The address of `len` bytes at `offset`, or `None` if they are not all inside.
     pub fn span(&self, offset: u64, len: u64) -> Option<*mut u8> {
         if offset.checked_add(len)? > self.len {
@@ -114,14 +129,14 @@ impl RegionTable {
         table.get(&key).cloned().ok_or(Refusal::NoRegion)
     }
 
-    fn insert(&self, base: *mut u8, len: u64, keeper: Keeper) -> Arc<Memory> {
+    fn insert(&self, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Arc<Memory> {
         let mut table = self.by_key.write().unwrap_or_else(|e| e.into_inner());
         let mut key = crate::bootstrap::random_u64();
         while key == 0 || table.contains_key(&key) {
             key = crate::bootstrap::random_u64();
         }
         let (revoked, users) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let memory = Arc::new(Memory { base, len, key, revoked, users, keeper });
+        let memory = Arc::new(Memory { base, len, place, key, revoked, users, keeper });
         table.insert(key, memory.clone());
         memory
     }
@@ -179,29 +194,35 @@ pub struct Region {
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Region({} bytes)", self.len())
+        write!(f, "Region({} bytes of {})", self.len(), self.place())
     }
 }
 
 impl Region {
     pub(crate) fn owned(home: &Arc<dyn RegionHome>, buffer: HostBuffer) -> Region {
         let (base, len) = (buffer.base(), buffer.len() as u64);
-        Region::new(home, base, len, Keeper::Owned { _buffer: buffer })
+        Region::new(home, base, len, Place::Host, Keeper::Owned { _buffer: buffer })
     }
 
     pub(crate) fn vector(home: &Arc<dyn RegionHome>, mut bytes: Vec<u8>) -> Region {
         let (base, len) = (bytes.as_mut_ptr(), bytes.len() as u64);
-        Region::new(home, base, len, Keeper::Vector { _bytes: bytes })
+        Region::new(home, base, len, Place::Host, Keeper::Vector { _bytes: bytes })
+    }
+
+    pub(crate) fn sim(home: &Arc<dyn RegionHome>, buffer: SimBuffer) -> Region {
+        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::SimGpu(buffer.gpu().index()));
+        Region::new(home, base, len, place, Keeper::Sim { _buffer: buffer })
     }
 
     /// # Safety
-    /// `len` bytes at `base` must stay readable and writable until the region is deregistered.
-    pub(crate) unsafe fn user(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64) -> Region {
-        Region::new(home, base, len, Keeper::User)
+    /// `len` bytes at `base` must live in `place` and stay readable and writable there until the region is
+    /// deregistered.
+    pub(crate) unsafe fn user(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place) -> Region {
+        Region::new(home, base, len, place, Keeper::User)
     }
 
-    fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, keeper: Keeper) -> Region {
-        let memory = home.regions().insert(base, len, keeper);
+    fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Region {
+        let memory = home.regions().insert(base, len, place, keeper);
         let identity = home.identity();
         Region { inner: Arc::new(Registration { memory, home: Arc::downgrade(home), identity }) }
     }
@@ -235,34 +256,52 @@ impl Region {
         self.len() == 0
     }
 
+    /// Where its bytes live.
+    pub fn place(&self) -> Place {
+        self.inner.memory.place
+    }
+
     /// What a peer needs to reach the region.
     pub fn descriptor(&self) -> RemoteRegion {
-        RemoteRegion { owner: self.inner.identity, key: self.inner.memory.key, len: self.len() }
+        let Memory { key, len, place, .. } = *self.inner.memory;
+        RemoteRegion { owner: self.inner.identity, key, len, place }
     }
 
     /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.
+    /// Memory of a GPU is read through its copy engine, and waited for.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check("source", offset, into.len() as u64)?;
         let Some(from) = self.memory().span(offset, into.len() as u64) else {
             return Ok(());
         };
-        // SAFETY: the span is inside live memory, `into` is a distinct buffer of this caller.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        match self.place() {
+            // SAFETY: the span is inside live host memory, `into` is a distinct buffer of this caller.
+            Place::Host => unsafe {
+                std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
+            },
+            Place::SimGpu(index) => sim_gpu(index)?.read_into_slice(from as u64, into)?,
+        }
         Ok(())
     }
 
-    /// Copies `from` to `offset`.
+    /// Copies `from` to `offset`. Memory of a GPU is written through its copy engine, and waited for.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check("target", offset, from.len() as u64)?;
         let Some(to) = self.memory().span(offset, from.len() as u64) else {
             return Ok(());
         };
-        // SAFETY: the span is inside live memory, `from` is a distinct buffer of this caller.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len()) };
+        match self.place() {
+            // SAFETY: the span is inside live host memory, `from` is a distinct buffer of this caller.
+            Place::Host => unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+            },
+            Place::SimGpu(index) => sim_gpu(index)?.write_from_slice(to as u64, from)?,
+        }
         Ok(())
     }
 
-    /// The first byte. Peers may write behind it at any time.
+    /// The first byte: of host memory, where peers may write at any time; else a device address, which
+    /// must not be dereferenced.
     pub fn as_ptr(&self) -> *mut u8 {
         self.inner.memory.base
     }
@@ -276,6 +315,10 @@ impl Region {
     }
 }
 
+fn sim_gpu(index: u32) -> Result<Arc<SimGpu>> {
+    Ok(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?)
+}
+
 /// Checks that a range lies inside a region of `region_bytes`.
 pub(crate) fn check_range(side: &'static str, offset: u64, len: u64, region_bytes: u64) -> Result<()> {
     match offset.checked_add(len) {
@@ -284,8 +327,9 @@ pub(crate) fn check_range(side: &'static str, offset: u64, len: u64, region_byte
     }
 }
 
-const DESCRIPTOR_VERSION: u8 = 1;
-const DESCRIPTOR_BYTES: usize = 1 + 16 + 8 + 8;
+const DESCRIPTOR_VERSION: u8 = 2;
+/// Version, owner, key, length, kind of place, number of the GPU.
+const DESCRIPTOR_BYTES: usize = 1 + 16 + 8 + 8 + 1 + 2;
 
 /// A region of another endpoint, as its descriptor tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -293,6 +337,7 @@ pub struct RemoteRegion {
     pub(crate) owner: Identity,
     pub(crate) key: u64,
     pub(crate) len: u64,
+    pub(crate) place: Place,
 }
 
 impl RemoteRegion {
@@ -304,6 +349,11 @@ impl RemoteRegion {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Where its bytes live, on the endpoint that holds it.
+    pub fn place(&self) -> Place {
+        self.place
     }
 
     /// The endpoint that holds it.
@@ -318,22 +368,28 @@ impl RemoteRegion {
         out.extend_from_slice(&self.owner.0);
         out.extend_from_slice(&self.key.to_le_bytes());
         out.extend_from_slice(&self.len.to_le_bytes());
+        let (kind, index) = self.place.encode();
+        out.push(kind);
+        out.extend_from_slice(&index.to_le_bytes());
         out
     }
 
     /// Reads what [`RemoteRegion::to_bytes`] wrote.
     pub fn from_bytes(bytes: &[u8]) -> Result<RemoteRegion> {
         let wrong = |why: &str| Error::invalid("region descriptor", why);
+        // The version first: another one's descriptors may have another length.
+        if bytes.first().is_some_and(|version| *version != DESCRIPTOR_VERSION) {
+            return Err(wrong("made by another version of ferrywire"));
+        }
         if bytes.len() != DESCRIPTOR_BYTES {
             return Err(wrong(&format!("{} bytes long, must be {DESCRIPTOR_BYTES}", bytes.len())));
-        }
-        if bytes[0] != DESCRIPTOR_VERSION {
-            return Err(wrong("made by another version of ferrywire"));
         }
         let mut owner = [0; 16];
         owner.copy_from_slice(&bytes[1..17]);
         let word =
             |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
-        Ok(RemoteRegion { owner: Identity(owner), key: word(17), len: word(25) })
+        let place = Place::parse(bytes[33], u16::from_le_bytes([bytes[34], bytes[35]]))
+            .ok_or_else(|| wrong("names a kind of memory that this version does not know"))?;
+        Ok(RemoteRegion { owner: Identity(owner), key: word(17), len: word(25), place })
     }
 }

@@ -12,6 +12,7 @@ pub mod sim;
 pub mod tcp;
 
 use crate::limits;
+use crate::memory::Place;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -146,6 +147,11 @@ pub struct ConnOptions {
 pub trait Transport: Send + Sync + fmt::Debug {
     /// A short name for reports: `tcp`, `sim`.
     fn name(&self) -> &'static str;
+
+    /// Whether it can move bytes that live there. Host memory always, by every transport.
+    fn reaches(&self, place: Place) -> bool {
+        place == Place::Host
+    }
 
     /// Listens on an address; port 0 chooses one.
     fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>>;

@@ -9,6 +9,7 @@
 mod basics;
 mod closing;
 mod faults;
+mod gpu;
 mod load;
 mod messages;
 mod regions;
@@ -69,6 +70,10 @@ scenarios! {
         deregistered_during_a_write,
         deregistered_while_ended_transfers_are_held,
         wrong_regions_and_offsets_are_refused_at_once,
+    };
+    both(20): gpu::{
+        gpu_memory_is_refused_before_anything_moves,
+        gpu_memory_is_refused_by_its_owner_too,
     };
     both(50): closing::{
         close_finishes_what_was_posted,

@@ -123,7 +123,9 @@ pub(super) struct Span {
 
 /// The view of `bytes` bytes at a device (or mapped) address.
 pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
-    let allocation = find(address).ok_or(SimGpuError::NotAllocated { address })?;
+    // No bytes may also lie at the end of an allocation.
+    let before = || find(address.checked_sub(1).filter(|_| bytes == 0)?);
+    let allocation = find(address).or_else(before).ok_or(SimGpuError::NotAllocated { address })?;
     let offset = (address - allocation.address) as usize;
     if offset.checked_add(bytes).is_none_or(|end| end > allocation.len) {
         let (base, len) = (allocation.address, allocation.len as u64);

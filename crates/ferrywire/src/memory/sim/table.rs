@@ -60,6 +60,12 @@ pub struct SimGpuTable {
     pub copy_from_host: unsafe extern "C" fn(address: u64, source: *const u8, len: usize) -> i32,
 }
 
+// Code in other languages counts on this.
+const _: () = assert!(std::mem::offset_of!(SimGpuTable, magic) == 12);
+const _: () = assert!(std::mem::offset_of!(SimGpuTable, current_device) == 16);
+const _: () = assert!(std::mem::offset_of!(SimGpuTable, mapped_alloc) == 64);
+const _: () = assert!(size_of::<SimGpuTable>() == 96);
+
 static TABLE: SimGpuTable = SimGpuTable {
     size: size_of::<SimGpuTable>(),
     version: TABLE_VERSION,

@@ -114,6 +114,9 @@ fn ranges_that_leave_their_allocation_are_refused_and_move_nothing() {
     let before = SimGpuError::NotAllocated { address: base - 1 };
     assert_eq!(gpu.write_from_slice(base - 1, &[1; 2]), Err(before));
     assert_eq!(gpu.read_to_vec(base, 1000).unwrap(), [0; 1000]);
+    // No bytes fit everywhere in it, its end included, and nowhere else.
+    assert_eq!(gpu.write_from_slice(base + 1000, &[]), Ok(()));
+    assert_eq!(gpu.fill(base + 1001, 1, 0), Err(SimGpuError::NotAllocated { address: base + 1001 }));
 }
 
 #[test]

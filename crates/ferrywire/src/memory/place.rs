@@ -1,0 +1,73 @@
+//! Where the bytes of a region live, and which transports get there.
+//!
+//! Invariant: [`Place::reached_by`] is the one rule. Operations ask it for both of their regions before
+//! anything moves, and what arrives from peers is asked for again: their word is not trusted.
+//! Read next: `mod.rs`, for regions; `peer.rs`, which asks.
+
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::memory::sim::{SimGpu, SimGpuError};
+use crate::transport::Transport;
+use std::fmt;
+
+/// Where the bytes of a region live.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Place {
+    /// Host memory.
+    Host,
+    /// Memory of the simulated GPU with this number.
+    SimGpu(u32),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host => f.write_str("host memory"),
+            Place::SimGpu(index) => write!(f, "memory of simulated GPU {index}"),
+        }
+    }
+}
+
+const HOST: u8 = 0;
+const SIM_GPU: u8 = 1;
+const _: () = assert!(limits::SIM_GPUS_MAX <= u16::MAX as usize);
+
+impl Place {
+    /// Where `bytes` bytes at an address of this process live.
+    pub(crate) fn of(base: *mut u8, bytes: u64) -> Result<Place> {
+        let address = base as u64;
+        let Some((index, first, len)) = SimGpu::of(address) else {
+            return Ok(Place::Host);
+        };
+        if address - first > len || bytes > len - (address - first) {
+            return Err(SimGpuError::OutOfRange { address, bytes, base: first, len }.into());
+        }
+        Ok(Place::SimGpu(index))
+    }
+
+    /// Refuses memory that a transport does not reach, before anything moves; `side` says whose it is.
+    pub(crate) fn reached_by(self, transport: &dyn Transport, side: &'static str) -> Result<()> {
+        match self == Place::Host || transport.reaches(self) {
+            true => Ok(()),
+            false => Err(Error::OutOfReach { side, place: self, transport: transport.name() }),
+        }
+    }
+
+    /// As descriptors tell it: a kind and a number.
+    pub(crate) fn encode(self) -> (u8, u16) {
+        match self {
+            Place::Host => (HOST, 0),
+            Place::SimGpu(index) => (SIM_GPU, index as u16),
+        }
+    }
+
+    /// Reads what [`Place::encode`] gave.
+    pub(crate) fn parse(kind: u8, index: u16) -> Option<Place> {
+        match (kind, index) {
+            (HOST, 0) => Some(Place::Host),
+            (SIM_GPU, _) if usize::from(index) < limits::SIM_GPUS_MAX => Some(Place::SimGpu(index.into())),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Regions of GPU memory, and descriptors.
+
+use super::*;
+use crate::Endpoint;
+
+fn endpoint() -> Endpoint {
+    Endpoint::builder().build().unwrap()
+}
+
+fn bytes_of(region: &Region, offset: u64, len: usize) -> Vec<u8> {
+    let mut out = vec![0xEE; len];
+    region.read_at(offset, &mut out).unwrap();
+    out
+}
+
+#[test]
+fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
+    let end = endpoint();
+    let region = end.register_sim(1, 100_000).unwrap();
+    assert_eq!((region.place(), region.len()), (Place::SimGpu(1), 100_000));
+    assert_eq!(SimGpu::of(region.as_ptr() as u64), Some((1, region.as_ptr() as u64, 100_000)));
+    region.write_at(99_990, &[7; 10]).unwrap();
+    assert_eq!(bytes_of(&region, 99_988, 12), [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+    assert_eq!(bytes_of(&region, 100_000, 0), []);
+    let outside = |side, offset| Err(Error::OutOfRegion { side, offset, len: 10, region_bytes: 100_000 });
+    assert_eq!(region.write_at(99_991, &[7; 10]), outside("target", 99_991));
+    assert_eq!(region.read_at(u64::MAX, &mut [0; 10]), outside("source", u64::MAX));
+}
+
+#[test]
+fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
+    let end = endpoint();
+    let region = end.register_sim(0, 4096).unwrap();
+    let (address, again) = (region.as_ptr() as u64, region.clone());
+    drop(region);
+    assert!(SimGpu::of(address).is_some());
+    again.deregister().unwrap();
+    assert_eq!(SimGpu::of(address), None);
+    assert!(end.register_sim(0, 0).unwrap().is_empty());
+    let no_such = Error::SimGpu(SimGpuError::NoSuchGpu { index: 99 });
+    assert_eq!(end.register_sim(99, 1).unwrap_err(), no_such);
+    assert_eq!(no_such.fault(), crate::Fault::Gpu);
+}
+
+#[test]
+fn a_users_gpu_memory_is_recognised_by_its_address() {
+    let end = endpoint();
+    let gpu = SimGpu::open(1).unwrap();
+    let buffer = gpu.alloc(10_000, 4096).unwrap();
+    // SAFETY: freed while it is registered, on purpose: nothing but `read_at` names it then.
+    let region = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9900) }.unwrap();
+    assert_eq!(region.place(), Place::SimGpu(1));
+    region.write_at(0, &[3; 9900]).unwrap();
+    assert_eq!(gpu.read_to_vec(buffer.address() + 99, 2).unwrap(), [0, 3]);
+    let address = buffer.address() + 100;
+    let outside = SimGpuError::OutOfRange { address, bytes: 9901, base: buffer.address(), len: 10_000 };
+    // SAFETY: refused.
+    let refused = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9901) };
+    assert_eq!(refused.unwrap_err(), Error::SimGpu(outside));
+    drop(buffer);
+    let freed = SimGpuError::NotAllocated { address };
+    assert_eq!(region.read_at(0, &mut [0; 10]), Err(Error::SimGpu(freed)));
+    let host = end.register(vec![0; 10]).unwrap();
+    assert_eq!(host.place(), Place::Host);
+}
+
+#[test]
+fn a_failure_of_the_gpu_is_the_callers_to_see() {
+    let end = endpoint();
+    let region = end.register_sim(13, 4096).unwrap();
+    let gpu = SimGpu::open(13).unwrap();
+    gpu.set_faults(sim::SimFaults { fail_after: Some(0), ..Default::default() });
+    let failed = |operation| Err(Error::SimGpu(SimGpuError::Injected { gpu: 13, operation }));
+    assert_eq!(region.write_at(0, &[1]), failed(0));
+    assert_eq!(region.read_at(0, &mut [1]), failed(1));
+}
+
+#[test]
+fn a_descriptor_tells_where_the_bytes_live() {
+    let end = endpoint();
+    for (region, place) in [
+        (end.register(vec![0; 77]).unwrap(), Place::Host),
+        (end.register_sim(1, 78).unwrap(), Place::SimGpu(1)),
+    ] {
+        let told = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
+        assert_eq!(told, region.descriptor());
+        assert_eq!((told.place(), told.len(), told.owner()), (place, region.len(), end.identity()));
+    }
+}
+
+#[test]
+fn descriptors_of_other_versions_and_places_are_refused() {
+    let good = endpoint().register(vec![0; 7]).unwrap().descriptor().to_bytes();
+    let told = |bytes: &[u8]| RemoteRegion::from_bytes(bytes).unwrap_err().to_string();
+    let first_version = [&[1], &good[1..33]].concat();
+    assert!(told(&first_version).contains("another version"), "{}", told(&first_version));
+    assert!(told(&good[..35]).contains("35 bytes long"));
+    assert!(told(&[]).contains("0 bytes long"));
+    for (kind, index) in [(0, 1), (1, 16), (1, u16::MAX), (2, 0), (255, 0)] {
+        let mut bytes = good.clone();
+        bytes[33] = kind;
+        bytes[34..].copy_from_slice(&index.to_le_bytes());
+        assert!(told(&bytes).contains("kind of memory"), "{kind} {index}");
+    }
+}
