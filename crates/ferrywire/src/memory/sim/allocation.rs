@@ -147,6 +147,12 @@ pub(super) fn check_host(address: *const u8, bytes: usize) -> Result<()> {
     Ok(())
 }
 
+/// Ranges that are reserved for latecomers.
+#[cfg(test)]
+pub(super) fn freed_ranges() -> usize {
+    FREED.lock().unwrap_or_else(PoisonError::into_inner).len()
+}
+
 /// Memory of a simulated GPU; freed when dropped.
 ///
 /// The CPU may not touch it: a load or store is `SIGSEGV`, a system call that names it gives `EFAULT`.

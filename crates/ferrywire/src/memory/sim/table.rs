@@ -108,7 +108,7 @@ fn head_of(table: &SimGpuTable) -> [u8; 16] {
 }
 
 /// The address in `pid:address:version`, if process and version are ours.
-fn parse(text: &str, process: u32) -> Option<u64> {
+pub(super) fn parse(text: &str, process: u32) -> Option<u64> {
     let mut parts = text.split(':');
     let mut next = || parts.next();
     let (pid, address, version) = (next()?, next()?, next()?);

@@ -96,6 +96,15 @@ fn a_table_of_another_process_is_not_followed() {
 }
 
 #[test]
+fn the_variable_names_process_address_and_version() {
+    let read = |text: &str| crate::memory::sim::table::parse(text, 12);
+    assert_eq!((read("12:0x10:1"), read("12:ff0:1")), (Some(0x10), Some(0xff0)));
+    for wrong in ["13:0x10:1", "12:0x10:2", "12:0x10:1:", "12:0xg:1", "12:0x10", "::", ""] {
+        assert_eq!(read(wrong), None, "{wrong}");
+    }
+}
+
+#[test]
 fn an_address_from_before_exec_is_not_followed() {
     if let Some(task) = child_task() {
         let pid = std::process::id();
