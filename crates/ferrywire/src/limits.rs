@@ -74,6 +74,35 @@ pub const SIM_FREED_RANGES_KEPT: usize = 128;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 
+/// Plugins that one `NCCL_NET_PLUGIN` may name.
+pub const PLUGIN_NAMES_MAX: usize = 14;
+/// Bytes of one such name, and of every name that a plugin gives for itself or a NIC.
+pub const PLUGIN_NAME_BYTES_MAX: usize = 254;
+/// Bytes of a path that a plugin gives.
+pub const PLUGIN_PATH_BYTES_MAX: usize = 4095;
+/// Tables that one process may load.
+pub const PLUGINS_MAX: usize = 255;
+/// Devices of one plugin.
+pub const PLUGIN_DEVICES_MAX: usize = 256;
+/// Room given to a plugin for a device's properties; some write more than their version has.
+pub const PLUGIN_PROPERTIES_BYTES: usize = 1024;
+/// Buffers of one grouped receive.
+pub const GROUPED_RECEIVES_MAX: usize = 8;
+/// Sizes that a plugin may write when a request is tested, whatever it was asked for.
+pub const TESTED_SIZES_MAX: usize = 64;
+/// Lines of plugins' logs that are kept, for reports of how a plugin died.
+pub const PLUGIN_LOG_LINES_KEPT: usize = 32;
+/// Bytes of one such line; `log.c` cuts the rest off.
+pub const PLUGIN_LOG_LINE_BYTES_MAX: usize = 1024;
+/// Bytes of a line that is written to a pipe at once (`PIPE_BUF`), so that lines never mix.
+pub const PIPE_LINE_BYTES_MAX: usize = 4096;
+/// Lines from one place of a plugin's source that pass in each `PLUGIN_LOG_INTERVAL`.
+pub const PLUGIN_LOG_BURST_LINES: u64 = 16;
+/// Kept lines of one such place.
+pub const PLUGIN_LOG_LINES_PER_PLACE: usize = 4;
+/// Places of plugins' sources that are told apart.
+pub const PLUGIN_LOG_PLACES_MAX: usize = 256;
+
 /// A connection has this long to prove who it is.
 pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 /// Control sessions say something at least this often.
@@ -96,6 +125,8 @@ pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
 pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
 /// A closing peer has this long to drain.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
+/// A place of a plugin's source that logs too much is heard again after this time.
+pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
 
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
@@ -112,3 +143,5 @@ const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAULT.as_millis());
 const _: () = assert!(PATH_DEAD_AFTER.as_millis() + 2 * PATH_CHECK_INTERVAL.as_millis() <= 2000);
+const _: () = assert!(GROUPED_RECEIVES_MAX <= TESTED_SIZES_MAX);
+const _: () = assert!(PLUGIN_LOG_LINE_BYTES_MAX + 3 * PLUGIN_NAME_BYTES_MAX < PIPE_LINE_BYTES_MAX);

@@ -1,8 +1,41 @@
-//! NCCL net plugins: the binary interface that NCCL and its network plugins share.
+//! NCCL net plugins: the binary interface that NCCL and its network plugins share, and a host for plugins.
 //!
-//! ferrywire stands on both sides of it: it hosts foreign plugins as a transport, and it is such a plugin
-//! itself. Both sides, and the simulated plugin of the tests, take their types from [`abi`], so that an
-//! offset is written down once. Invariant: nothing here knows about endpoints or channels.
-//! Read next: [`abi`].
+//! ```text
+//!   Library ── open, find ──> load ──> Plugin ── listen ──> ListenComm ── accept ──> RecvComm ── irecv ─┐
+//!                                        │                     │ Handle, to the peer                   ├─ test
+//!                                        └───── connect <──────┘ Connecting ── poll ──> SendComm ─ isend ┘
+//! ```
+//!
+//! ferrywire stands on both sides of the interface: it hosts foreign plugins as a transport, and it is such
+//! a plugin itself. Both sides, and the simulated plugin of the tests, take their types from [`abi`], so
+//! that an offset is written down once.
+//!
+//! A plugin is foreign code in this process: it may block, write where it should not, or end the process.
+//! What can be checked is checked here; against the rest only a process of its own helps.
+//! [`calls_under_way`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last.
+//!
+//! Invariant: nothing here knows about endpoints or channels, and nothing here decides what an answer means.
+//! Read next: [`abi`], then `load.rs`, `net.rs`, `comm.rs`, `request.rs`.
 
 pub mod abi;
+mod clock;
+mod comm;
+mod elf;
+mod error;
+mod find;
+mod functions;
+mod load;
+pub mod log;
+mod net;
+mod properties;
+mod request;
+mod text;
+
+pub use clock::{Call, CallUnderWay, calls_under_way};
+pub use comm::{Comm, CommId, CommKind, Connecting, Handle, ListenComm, RecvComm, SendComm};
+pub use error::{CallError, Cause, LoadError};
+pub use find::{Candidate, candidates};
+pub use load::Library;
+pub use net::Plugin;
+pub use properties::Properties;
+pub use request::{MemoryHandle, Posted, RecvBuffer, Request, Tested};

@@ -1,0 +1,104 @@
+//! Which library a plugin's name means: the rule by which NCCL 2.27 to 2.30 looks for it.
+//!
+//! What users put into `NCCL_NET_PLUGIN` finds the same file here as it does there. Invariant: pure; no
+//! file is looked at.
+//! Read next: `load.rs`, which tries the candidates.
+
+use crate::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_NAMES_MAX};
+
+/// Something to open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Candidate {
+    /// A file: a path, or a name without `/` that the loader searches for.
+    File(String),
+    /// The running program itself.
+    Program,
+}
+
+/// What is opened when nobody names a plugin.
+const UNNAMED: &str = "libnccl-net.so";
+
+/// The candidates for the value of `NCCL_NET_PLUGIN`, first choice first; none for `none`.
+///
+/// Each item of a list with commas is taken as given, and then as `libnccl-net-ITEM.so`, unless it holds a
+/// `/` or is a `lib....so` already.
+pub fn candidates(named: Option<&str>) -> Result<Vec<Candidate>, String> {
+    let Some(list) = named else {
+        return Ok(vec![Candidate::File(UNNAMED.to_owned())]);
+    };
+    let items: Vec<&str> = list.split(',').filter(|item| !item.is_empty()).collect();
+    if items.len() > PLUGIN_NAMES_MAX {
+        return Err(format!("{} plugins are named; NCCL takes at most {PLUGIN_NAMES_MAX}", items.len()));
+    }
+    if let Some(long) = items.iter().find(|item| item.len() > PLUGIN_NAME_BYTES_MAX) {
+        let bytes = long.len();
+        return Err(format!(
+            "a plugin's name has {bytes} bytes; at most {PLUGIN_NAME_BYTES_MAX} are possible"
+        ));
+    }
+    match items[..] {
+        [] => Ok(vec![Candidate::File(UNNAMED.to_owned())]),
+        ["none"] => Ok(Vec::new()),
+        _ => Ok(items.into_iter().flat_map(of_item).collect()),
+    }
+}
+
+fn of_item(item: &str) -> Vec<Candidate> {
+    if item == "STATIC_PLUGIN" {
+        return vec![Candidate::Program];
+    }
+    let given = Candidate::File(item.to_owned());
+    let whole = item.contains('/') || (item.starts_with("lib") && item.ends_with(".so"));
+    if whole { vec![given] } else { vec![given, Candidate::File(format!("libnccl-net-{item}.so"))] }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(named: Option<&str>) -> Vec<String> {
+        let name = |candidate| match candidate {
+            Candidate::File(name) => name,
+            Candidate::Program => "(program)".to_owned(),
+        };
+        candidates(named).unwrap().into_iter().map(name).collect()
+    }
+
+    #[test]
+    fn without_a_name_the_default_library_is_meant() {
+        assert_eq!(names(None), ["libnccl-net.so"]);
+        assert_eq!(names(Some("")), ["libnccl-net.so"]);
+    }
+
+    #[test]
+    fn a_short_name_is_tried_as_given_and_then_spelled_out() {
+        assert_eq!(names(Some("gpudirecttcpx")), ["gpudirecttcpx", "libnccl-net-gpudirecttcpx.so"]);
+        // Only both ends together make a name whole.
+        assert_eq!(names(Some("libx")), ["libx", "libnccl-net-libx.so"]);
+        assert_eq!(names(Some("x.so")), ["x.so", "libnccl-net-x.so.so"]);
+        assert_eq!(names(Some("libx.so.1")), ["libx.so.1", "libnccl-net-libx.so.1.so"]);
+    }
+
+    #[test]
+    fn paths_and_whole_names_are_tried_only_as_given() {
+        assert_eq!(names(Some("/opt/x/libnccl-net.so")), ["/opt/x/libnccl-net.so"]);
+        assert_eq!(names(Some("./x")), ["./x"]);
+        assert_eq!(names(Some("libnccl-net-x.so")), ["libnccl-net-x.so"]);
+    }
+
+    #[test]
+    fn lists_keep_their_order_and_have_a_limit() {
+        assert_eq!(names(Some("a,,./b,libc.so")), ["a", "libnccl-net-a.so", "./b", "libc.so"]);
+        assert_eq!(names(Some("STATIC_PLUGIN,a")), ["(program)", "a", "libnccl-net-a.so"]);
+        assert_eq!(names(Some(&["a"; 14].join(","))).len(), 28);
+        assert!(candidates(Some(&["a"; 15].join(","))).is_err());
+        assert!(candidates(Some(&"a".repeat(254))).is_ok());
+        assert!(candidates(Some(&"a".repeat(255))).is_err());
+    }
+
+    #[test]
+    fn none_means_none_but_only_alone() {
+        assert!(names(Some("none")).is_empty());
+        assert_eq!(names(Some("none,./a")), ["none", "libnccl-net-none.so", "./a"]);
+    }
+}

@@ -1,0 +1,287 @@
+//! Opening a plugin's library: by path, or by NCCL's own rule for names.
+//!
+//! Files that cannot be plugins are told apart before the loader sees them. Invariants: `SIGPIPE` is ignored
+//! before a plugin's code runs, since plugins write to sockets of dead peers; a table is read with the
+//! struct of exactly its version; a library whose `init` was called is never unloaded, since its threads
+//! may run in it.
+//! Read next: `net.rs`.
+
+use std::ffi::{CStr, c_char, c_void};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
+
+use super::abi::*;
+use super::error::LoadError;
+use super::find::{Candidate, candidates};
+use super::functions::{Callable, Functions};
+use super::net::Plugin;
+use super::{elf, text};
+use crate::limits::PLUGIN_NAME_BYTES_MAX;
+use crate::sys::signal;
+
+/// The version that NCCL 2.30 does without: it takes v6 and newer.
+const NCCL_OLDEST: Version = Version::V6;
+/// Versions from before this crate's time, named where nothing better is found.
+const TOO_OLD: [(u32, &CStr); 3] =
+    [(1, c"ncclNetPlugin_v1"), (2, c"ncclNetPlugin_v2"), (3, c"ncclNetPlugin_v3")];
+
+/// A plugin's file, opened but not started.
+#[derive(Debug)]
+pub struct Library {
+    handle: Handle,
+    path: String,
+}
+
+impl Library {
+    /// Opens the file at `path`.
+    ///
+    /// From now on this process ignores `SIGPIPE`.
+    ///
+    /// # Safety
+    /// The file's code runs in this process, with all it may do: the caller trusts it. The environment is
+    /// not changed while it runs.
+    pub unsafe fn open(path: impl AsRef<Path>) -> Result<Library, LoadError> {
+        let path = path.as_ref();
+        check(path)?;
+        // Without a slash the loader would search its own directories.
+        let name = if path.components().count() > 1 { path.to_owned() } else { Path::new(".").join(path) };
+        // SAFETY: by the caller's promise.
+        unsafe { open(Some(name), path.display().to_string()) }
+    }
+
+    /// Opens the plugin that NCCL would take for this value of `NCCL_NET_PLUGIN`; `None`: not set.
+    ///
+    /// # Safety
+    /// As [`Library::open`].
+    pub unsafe fn find(name: Option<&str>) -> Result<Library, LoadError> {
+        let candidates = candidates(name).map_err(LoadError::BadName)?;
+        let mut failed = Vec::new();
+        for candidate in &candidates {
+            // SAFETY: by the caller's promise.
+            match unsafe { open_candidate(candidate) } {
+                Ok(library) if library.versions().is_empty() => failed.push(library.no_table()),
+                Ok(library) => return Ok(library.found()),
+                Err(error) => failed.push(error),
+            }
+        }
+        Err(none_of(name.unwrap_or("(not named)"), failed))
+    }
+
+    /// Where it was found.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The versions it exports, newest first.
+    pub fn versions(&self) -> Vec<Version> {
+        Version::NEWEST_FIRST.into_iter().filter(|version| self.address(version.symbol()).is_some()).collect()
+    }
+
+    /// Versions it exports that are older than any this crate can use.
+    pub fn older_versions(&self) -> Vec<u32> {
+        TOO_OLD
+            .iter()
+            .filter(|(_, symbol)| self.address(symbol).is_some())
+            .map(|(number, _)| *number)
+            .collect()
+    }
+
+    /// The version that NCCL 2.30 would use.
+    pub fn nccl_choice(&self) -> Option<Version> {
+        self.versions().first().copied().filter(|newest| *newest >= NCCL_OLDEST)
+    }
+
+    /// Starts it with its newest version, or with the one that is wanted.
+    ///
+    /// Each table of a library is started once per process: a second load gives the same plugin again, or
+    /// the same error.
+    ///
+    /// # Safety
+    /// As [`Library::open`]: this runs the plugin's `init` and `devices`.
+    pub unsafe fn load(self, wanted: Option<Version>) -> Result<Plugin, LoadError> {
+        let version = self.choose(wanted)?;
+        let address = self.address(version.symbol()).ok_or_else(|| self.no_table())?;
+        // SAFETY: the symbol of this version is a table of this version, by the caller's trust in the file.
+        let found = unsafe { FoundTable::read(version, address, &self.path) }?;
+        // SAFETY: as above; the library stays open, see the function.
+        unsafe { Plugin::start(self.handle, found) }
+    }
+
+    fn choose(&self, wanted: Option<Version>) -> Result<Version, LoadError> {
+        let exported = self.versions();
+        match (exported.first(), wanted) {
+            (None, _) => Err(self.no_table()),
+            (Some(newest), None) => Ok(*newest),
+            (Some(_), Some(wanted)) if exported.contains(&wanted) => Ok(wanted),
+            (Some(_), Some(wanted)) => {
+                Err(LoadError::NoSuchVersion { path: self.path.clone(), wanted, exported })
+            }
+        }
+    }
+
+    fn address(&self, symbol: &CStr) -> Option<*const c_void> {
+        // SAFETY: only the address is taken; nothing is read or called through it here.
+        let found = unsafe { self.handle.get::<*const c_void>(symbol.to_bytes_with_nul()) };
+        found.ok().map(|symbol| symbol.as_raw_ptr().cast_const()).filter(|address| !address.is_null())
+    }
+
+    fn no_table(&self) -> LoadError {
+        LoadError::NoTable { path: self.path.clone(), older: self.older_versions() }
+    }
+
+    /// With the path of the file in which the loader found it.
+    fn found(mut self) -> Library {
+        let table = Version::NEWEST_FIRST.into_iter().find_map(|version| self.address(version.symbol()));
+        if let Some(file) = table.and_then(file_of) {
+            self.path = file;
+        }
+        self
+    }
+}
+
+/// The file that an address was mapped from.
+fn file_of(address: *const c_void) -> Option<String> {
+    let mut info = libc::Dl_info {
+        dli_fname: std::ptr::null(),
+        dli_fbase: std::ptr::null_mut(),
+        dli_sname: std::ptr::null(),
+        dli_saddr: std::ptr::null_mut(),
+    };
+    // SAFETY: any address may be asked for; the pointer is to a whole Dl_info.
+    let found = unsafe { libc::dladdr(address, &mut info) } != 0 && !info.dli_fname.is_null();
+    // SAFETY: dladdr gave a string that lives as long as the library, which is open.
+    found.then(|| unsafe { CStr::from_ptr(info.dli_fname) }.to_string_lossy().into_owned())
+}
+
+/// A table as it was found, before `init`.
+pub(super) struct FoundTable {
+    pub version: Version,
+    pub path: String,
+    pub name: String,
+    pub functions: Functions,
+    /// Also what tells one loaded table from another.
+    pub address: *const c_void,
+}
+
+impl FoundTable {
+    /// # Safety
+    /// A table of this version is at `address`.
+    pub unsafe fn read(
+        version: Version,
+        address: *const c_void,
+        path: &str,
+    ) -> Result<FoundTable, LoadError> {
+        // SAFETY: by the caller's promise.
+        let functions = unsafe { functions_at(version, address) }.map_err(|slot| LoadError::MissingSlot {
+            path: path.to_owned(),
+            version,
+            slot,
+        });
+        // SAFETY: the name is in slot 0 of every version.
+        let name = unsafe { name_at(address) };
+        let name = name.ok_or_else(|| LoadError::NullName { path: path.to_owned(), version })?;
+        Ok(FoundTable { version, path: path.to_owned(), name, functions: functions?, address })
+    }
+}
+
+/// # Safety
+/// A table of any version is at `address`.
+pub(super) unsafe fn name_at(address: *const c_void) -> Option<String> {
+    // SAFETY: by the caller's promise; the name, if there is one, ends with 0.
+    unsafe { text::read(*address.cast::<*const c_char>(), PLUGIN_NAME_BYTES_MAX) }
+}
+
+/// # Safety
+/// A table of this version is at `address`.
+pub(super) unsafe fn functions_at(
+    version: Version,
+    address: *const c_void,
+) -> Result<Functions, &'static str> {
+    // SAFETY: by the caller's promise.
+    unsafe {
+        match version {
+            Version::V4 => address.cast::<NetV4>().read().functions(),
+            Version::V5 => address.cast::<NetV5>().read().functions(),
+            Version::V6 => address.cast::<NetV6>().read().functions(),
+            Version::V7 => address.cast::<NetV7>().read().functions(),
+            Version::V8 => address.cast::<NetV8>().read().functions(),
+            Version::V9 => address.cast::<NetV9>().read().functions(),
+            Version::V10 => address.cast::<NetV10>().read().functions(),
+            Version::V11 => address.cast::<NetV11>().read().functions(),
+            Version::V12 => address.cast::<NetV12>().read().functions(),
+        }
+    }
+}
+
+/// Refuses what cannot be a shared library, which the loader might crash on.
+fn check(path: &Path) -> Result<(), LoadError> {
+    let shown = path.display().to_string();
+    let unreadable = |why: String| LoadError::Unreadable { path: shown.clone(), why };
+    let metadata = std::fs::metadata(path).map_err(|error| match error.kind() {
+        std::io::ErrorKind::NotFound => LoadError::Missing { path: shown.clone() },
+        _ => unreadable(error.to_string()),
+    })?;
+    if !metadata.is_file() {
+        return Err(unreadable("not a file".to_owned()));
+    }
+    let checked = File::open(path).and_then(|file| elf::check(&file));
+    match checked.map_err(|error| unreadable(error.to_string()))? {
+        Ok(()) => Ok(()),
+        Err(elf::Defect::NotElf) => Err(LoadError::NotElf { path: shown }),
+        Err(elf::Defect::Other(why)) => Err(LoadError::WrongElf { path: shown, why }),
+        Err(elf::Defect::Truncated { file_bytes, needed_bytes }) => {
+            Err(LoadError::Truncated { path: shown, file_bytes, needed_bytes })
+        }
+    }
+}
+
+/// # Safety
+/// As [`Library::open`].
+unsafe fn open_candidate(candidate: &Candidate) -> Result<Library, LoadError> {
+    // SAFETY: by the caller's promise, in every arm.
+    unsafe {
+        match candidate {
+            Candidate::File(name) if name.contains('/') => Library::open(name),
+            Candidate::File(name) => open(Some(PathBuf::from(name)), name.clone()),
+            Candidate::Program => open(None, "(this program)".to_owned()),
+        }
+    }
+}
+
+/// # Safety
+/// As [`Library::open`].
+unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadError> {
+    let refused = |why: String| LoadError::Refused { path: shown.clone(), why };
+    signal::ignore_sigpipe().map_err(|error| refused(format!("SIGPIPE cannot be ignored: {error}")))?;
+    // SAFETY: by the caller's promise.
+    let opened = unsafe { Handle::open(name.as_deref(), RTLD_NOW | RTLD_LOCAL) };
+    let handle = opened.map_err(|error| refused(loaders_words(&error.to_string(), name.as_deref())))?;
+    Ok(Library { handle, path: shown })
+}
+
+/// What the loader said, in one line, without the path that precedes it.
+fn loaders_words(said: &str, name: Option<&Path>) -> String {
+    let prefix = name.map(|name| format!("{}: ", name.display())).unwrap_or_default();
+    text::plain(said.strip_prefix(&prefix).unwrap_or(said).as_bytes())
+}
+
+/// One error of several: the only one that found a file at all, or all of them together.
+fn none_of(name: &str, mut failed: Vec<LoadError>) -> LoadError {
+    let absent = |error: &LoadError| match error {
+        LoadError::Missing { .. } => true,
+        LoadError::Refused { why, .. } => why.contains("No such file"),
+        _ => false,
+    };
+    let present: Vec<usize> = (0..failed.len()).filter(|&at| !absent(&failed[at])).collect();
+    match (failed.len(), &present[..]) {
+        (0, _) => LoadError::NoneWanted,
+        (1, _) => failed.remove(0),
+        (_, [only]) => failed.remove(*only),
+        _ => {
+            let tried: Vec<String> = failed.iter().map(LoadError::to_string).collect();
+            LoadError::NotFound { name: name.to_owned(), tried: tried.join("; ") }
+        }
+    }
+}

@@ -1,0 +1,216 @@
+//! What plugins log: to `tracing`, to a short memory for reports of how one died, and to a supervisor.
+//!
+//! A plugin gets one C function to log with, and no pointer of ours comes back through it. Who speaks is
+//! the plugin whose call the thread is in; on a plugin's own threads, the only plugin loaded, if it is.
+//!
+//! | plugin's level | `tracing` |
+//! |---|---|
+//! | abort | error |
+//! | warn | warn |
+//! | version, info, unknown ones | info |
+//! | trace, none | trace |
+//!
+//! Some plugins warn once per received piece. A *place* is a source line at a level: of each place
+//! [`PLUGIN_LOG_BURST_LINES`] lines pass per [`PLUGIN_LOG_INTERVAL`], whatever their text; the rest is
+//! counted, and the next line that passes says in `held_back` how many there were. `abort` always passes.
+//!
+//! Invariant: nothing unwinds into the plugin, and no lock is held while `tracing` runs.
+//! Read next: `log.c`, which formats; `throttle.rs`; `line.rs`.
+
+mod line;
+mod throttle;
+
+use std::collections::VecDeque;
+use std::ffi::{CStr, c_char, c_int, c_ulong};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::fd::RawFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+pub use line::{LogLevel, LogLine};
+use throttle::Throttle;
+
+use super::{abi, clock};
+#[allow(unused_imports, reason = "named in the documentation")]
+use crate::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL};
+use crate::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE};
+
+unsafe extern "C" {
+    fn ferrywire_nccl_log(
+        level: c_int,
+        subsystems: c_ulong,
+        file: *const c_char,
+        line: c_int,
+        format: *const c_char,
+        ...
+    );
+    fn ferrywire_nccl_log_into(sink: Option<Sink>);
+}
+
+/// Where `log.c` hands a finished text on.
+type Sink = unsafe extern "C" fn(c_int, *const c_char, c_int, *const c_char, usize);
+
+/// The function that a plugin is given in `init`. Any thread may call it at any time.
+pub fn logger() -> abi::Log {
+    // SAFETY: the sink takes what log.c gives, and lives for ever.
+    unsafe { ferrywire_nccl_log_into(Some(sink)) };
+    Some(ferrywire_nccl_log)
+}
+
+/// The last lines of all plugins, oldest first, at most [`PLUGIN_LOG_LINES_KEPT`].
+pub fn last_lines() -> Vec<LogLine> {
+    state().kept.iter().map(|kept| kept.line.clone()).collect()
+}
+
+/// From now on every line that passes is written to this descriptor too, for a process that supervises
+/// this one and outlives it. `None` ends that.
+///
+/// Each line is one `write`, in the form that [`LogLine::parse`] reads, and short enough not to mix with
+/// others in a pipe. What cannot be written is lost; make the descriptor non-blocking if its reader may
+/// stop reading.
+pub fn tee_to_fd(fd: Option<RawFd>) {
+    TEE.store(fd.unwrap_or(-1), Ordering::Relaxed);
+}
+
+/// Lines logged since `sequence`, newest first.
+pub(super) fn lines_since(sequence: u64) -> Vec<String> {
+    let since = last_lines().into_iter().rev().take_while(|line| line.sequence >= sequence);
+    since.map(|line| line.text).collect()
+}
+
+/// The number that the next line will have.
+pub(super) fn next_sequence() -> u64 {
+    state().next_sequence
+}
+
+static TEE: AtomicI32 = AtomicI32::new(-1);
+static STATE: Mutex<State> =
+    Mutex::new(State { kept: VecDeque::new(), next_sequence: 0, throttle: None, began: None });
+
+struct State {
+    kept: VecDeque<Kept>,
+    next_sequence: u64,
+    throttle: Option<Throttle>,
+    began: Option<Instant>,
+}
+
+struct Kept {
+    place: u64,
+    line: LogLine,
+}
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// # Safety
+/// `file` is null or a C string, and `text_bytes` bytes at `text` can be read.
+unsafe extern "C" fn sink(
+    level: c_int,
+    file: *const c_char,
+    line: c_int,
+    text: *const c_char,
+    text_bytes: usize,
+) {
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        // SAFETY: by the caller's promise.
+        let file = if file.is_null() { c"?" } else { unsafe { CStr::from_ptr(file) } };
+        // SAFETY: by the caller's promise.
+        let text = unsafe { std::slice::from_raw_parts(text.cast::<u8>(), text_bytes) };
+        take(LogLevel::of(level), file.to_bytes(), line, text);
+    }));
+}
+
+fn take(level: LogLevel, file: &[u8], line: c_int, text: &[u8]) {
+    let mut hasher = DefaultHasher::new();
+    (level, file, line).hash(&mut hasher);
+    let place = hasher.finish();
+    let (plugin, device) = clock::speaker();
+    let line = LogLine::new(level, plugin, device, file, line, text);
+    let admitted = state().admit_now(place, line);
+    if let Some(line) = admitted {
+        tell(&line);
+    }
+}
+
+impl State {
+    fn admit_now(&mut self, place: u64, line: LogLine) -> Option<LogLine> {
+        let now = self.began.get_or_insert_with(Instant::now).elapsed();
+        self.admit(place, line, now)
+    }
+
+    /// Keeps the line; gives it back, numbered, if it is to be told now.
+    fn admit(&mut self, place: u64, mut line: LogLine, now: Duration) -> Option<LogLine> {
+        line.sequence = self.next_sequence;
+        self.next_sequence += 1;
+        let held_back = match line.level {
+            LogLevel::Abort => Some(0),
+            _ => self.throttle.get_or_insert_default().admit(place, now),
+        };
+        line.held_back = held_back.unwrap_or(0);
+        self.keep(place, line.clone());
+        held_back.map(|_| line)
+    }
+
+    /// One place that floods must not wash everything else out.
+    fn keep(&mut self, place: u64, line: LogLine) {
+        let of_place = self.kept.iter().filter(|kept| kept.place == place).count();
+        if of_place >= PLUGIN_LOG_LINES_PER_PLACE {
+            let oldest = self.kept.iter().position(|kept| kept.place == place);
+            oldest.map(|at| self.kept.remove(at));
+        } else if self.kept.len() >= PLUGIN_LOG_LINES_KEPT {
+            self.kept.pop_front();
+        }
+        self.kept.push_back(Kept { place, line });
+    }
+}
+
+fn tell(line: &LogLine) {
+    let fd = TEE.load(Ordering::Relaxed);
+    if fd >= 0 {
+        let written = line.to_line();
+        // SAFETY: the bytes are a whole string of ours; a wrong descriptor gives EBADF.
+        unsafe { libc::write(fd, written.as_ptr().cast(), written.len()) };
+    }
+    line.trace();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn empty() -> State {
+        State { kept: VecDeque::new(), next_sequence: 0, throttle: None, began: None }
+    }
+
+    fn line(level: LogLevel, text: &str) -> LogLine {
+        LogLine::new(level, None, None, b"x.c", 1, text.as_bytes())
+    }
+
+    #[test]
+    fn one_place_cannot_wash_out_the_others() {
+        let mut state = empty();
+        state.admit(1, line(LogLevel::Warn, "the cause"), Duration::ZERO);
+        for n in 0..1000 {
+            state.admit(2, line(LogLevel::Warn, &format!("flood {n}")), Duration::ZERO);
+        }
+        let texts: Vec<_> = state.kept.iter().map(|kept| kept.line.text.as_str()).collect();
+        assert_eq!(texts, ["the cause", "flood 996", "flood 997", "flood 998", "flood 999"]);
+        for place in 10..100 {
+            state.admit(place, line(LogLevel::Info, "other"), Duration::ZERO);
+        }
+        assert_eq!(state.kept.len(), PLUGIN_LOG_LINES_KEPT);
+    }
+
+    #[test]
+    fn a_flood_is_held_back_but_an_abort_never_is() {
+        let mut state = empty();
+        let told = |state: &mut State, level| {
+            (0..100).filter(|_| state.admit(level as u64, line(level, "x"), Duration::ZERO).is_some()).count()
+        };
+        assert_eq!(told(&mut state, LogLevel::Warn) as u64, PLUGIN_LOG_BURST_LINES);
+        assert_eq!(told(&mut state, LogLevel::Abort), 100);
+    }
+}

@@ -1,0 +1,383 @@
+//! A plugin that was started, with one face for all versions.
+//!
+//! Invariants: `init` runs once per table and process; every call is noted in `clock.rs` while it runs and
+//! ends in one [`CallError`] if it fails; nothing is taken from a plugin that it did not write.
+//! Read next: `comm.rs`, the connections.
+
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use libloading::os::unix::Library as Handle;
+
+use super::abi::*;
+use super::clock::{self, Call, CallUnderWay, PluginId};
+use super::comm::CommId;
+use super::error::{CallError, Cause, LoadError};
+use super::functions::Functions;
+use super::load::{FoundTable, functions_at, name_at};
+use super::properties::{self, Properties};
+use super::{comm, log};
+use crate::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
+
+/// A started plugin. Clones are the same plugin; it stays loaded until the process ends.
+///
+/// Its functions may be called from any thread, and several at once. Connections may be used by one thread
+/// at a time.
+#[derive(Clone, Debug)]
+pub struct Plugin(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    id: PluginId,
+    path: String,
+    version: Version,
+    functions: Functions,
+    name: Arc<str>,
+    name_before_init: String,
+    /// Given by `init` from v11 on, else null.
+    context: *mut c_void,
+    /// Lent to the plugin for as long as it runs.
+    config: *mut CommConfig,
+    devices: c_int,
+    nics: Mutex<Vec<Option<Arc<str>>>>,
+    open_comms: AtomicUsize,
+    finalized: AtomicBool,
+    table: *const c_void,
+}
+
+// SAFETY: the pointers are to the plugin's own context and to statics of its library, which it must accept
+// from any thread, and to a configuration that is never changed after `init`.
+unsafe impl Send for Inner {}
+// SAFETY: as above; everything that changes is atomic or behind a lock.
+unsafe impl Sync for Inner {}
+
+/// Every table whose `init` was called, by its address, with what came of it.
+static STARTED: Mutex<Vec<(usize, Result<Plugin, LoadError>)>> = Mutex::new(Vec::new());
+
+fn started() -> MutexGuard<'static, Vec<(usize, Result<Plugin, LoadError>)>> {
+    STARTED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Plugin {
+    /// Its name, as it was after `init`; some plugins change it there.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Its name before `init`, by which `NCCL_NET` would select it.
+    pub fn name_before_init(&self) -> &str {
+        &self.0.name_before_init
+    }
+
+    /// The version of the interface in use.
+    pub fn version(&self) -> Version {
+        self.0.version
+    }
+
+    /// The file it was loaded from.
+    pub fn path(&self) -> &str {
+        &self.0.path
+    }
+
+    /// Devices when it was started; their indices are below. At least one.
+    pub fn devices(&self) -> i32 {
+        self.0.devices
+    }
+
+    /// Asks again how many devices there are; virtual ones may have been added.
+    pub fn count_devices(&self) -> Result<i32, CallError> {
+        let mut count = 0;
+        let devices = self.0.functions.devices;
+        // SAFETY: the pointer is to an integer on this stack.
+        self.call(Call::Devices, None, || unsafe { devices(&mut count) })?;
+        Ok(count)
+    }
+
+    /// What the plugin says about a device.
+    pub fn properties(&self, device: i32) -> Result<Properties, CallError> {
+        let call = self.0.functions.get_properties;
+        let mut properties = None;
+        self.call(Call::GetProperties, Some(device), || {
+            // SAFETY: the plugin is started.
+            match unsafe { properties::read(call, device) } {
+                Ok(read) => {
+                    properties = read;
+                    ResultCode::SUCCESS
+                }
+                Err(code) => code,
+            }
+        })?;
+        let nameless = || {
+            self.error(Call::GetProperties, Some(device), None, Cause::BadAnswer("the device has no name"))
+        };
+        let properties = properties.ok_or_else(nameless)?;
+        self.remember_nic(device, &properties.name);
+        Ok(properties)
+    }
+
+    /// Merges devices into a virtual one; gives its index. v9 and later, where the plugin can.
+    pub fn make_v_device(&self, devices: &[i32]) -> Result<i32, CallError> {
+        let error = |cause| self.error(Call::MakeVDevice, devices.first().copied(), None, cause);
+        let call = self.0.functions.make_v_device.ok_or_else(|| error(Cause::Missing))?;
+        if devices.len() > call.limit() {
+            return Err(error(Cause::Misuse("more devices than this version can merge")));
+        }
+        let mut made = -1;
+        // SAFETY: the index can be written, and the devices fit.
+        self.call(Call::MakeVDevice, devices.first().copied(), || unsafe { call.call(&mut made, devices) })?;
+        if made < 0 { Err(error(Cause::BadAnswer("gave no device"))) } else { Ok(made) }
+    }
+
+    /// A hint about the traffic to come. v11 and later, where the plugin takes it.
+    pub fn set_net_attr(&self, attributes: &NetAttr) -> Result<(), CallError> {
+        let missing = || self.error(Call::SetNetAttr, None, None, Cause::Missing);
+        let call = self.0.functions.set_net_attr.ok_or_else(missing)?;
+        let mut attributes = *attributes;
+        // SAFETY: the context is the one of `init`, and the attributes are a copy.
+        self.call(Call::SetNetAttr, None, || unsafe { call(self.0.context, &mut attributes) })
+    }
+
+    /// Ends the plugin's context; v11 and later. The library stays loaded, and a later load starts it again.
+    ///
+    /// Refused while connections are open.
+    pub fn finalize(self) -> Result<(), CallError> {
+        let error = |cause| self.error(Call::Finalize, None, None, cause);
+        let finalize = self.0.functions.finalize.ok_or_else(|| error(Cause::Missing))?;
+        let mut started = started();
+        if self.open_comms() > 0 {
+            return Err(error(Cause::Misuse("connections are open")));
+        }
+        self.0.finalized.store(true, Ordering::Release);
+        started.retain(|(table, _)| *table != self.0.table as usize);
+        // SAFETY: the context is the one of `init`, given back once.
+        self.note(Call::Finalize, None, None, || unsafe { finalize(self.0.context) })
+    }
+
+    /// Connections, listening ones too, that were opened and not closed.
+    pub fn open_comms(&self) -> usize {
+        self.0.open_comms.load(Ordering::Acquire)
+    }
+
+    /// Calls of this plugin that have not returned yet, on any thread, longest first.
+    pub fn calls_under_way(&self) -> Vec<CallUnderWay> {
+        clock::under_way(Some(self.0.id))
+    }
+
+    /// Largest memory that one registration can cover.
+    pub fn registration_bytes_max(&self) -> usize {
+        if self.0.version < Version::V8 { c_int::MAX as usize } else { usize::MAX }
+    }
+
+    /// Largest message that one send or receive can carry, as far as the interface goes.
+    pub fn message_bytes_max(&self) -> usize {
+        if self.0.version < Version::V9 { c_int::MAX as usize } else { usize::MAX }
+    }
+
+    /// Whether finished receives must be given back with `irecv_consumed`.
+    pub fn has_irecv_consumed(&self) -> bool {
+        self.0.functions.irecv_consumed.is_some()
+    }
+
+    /// Whether memory can be registered by a dma-buf.
+    pub fn has_reg_mr_dma_buf(&self) -> bool {
+        self.0.functions.reg_mr_dma_buf.is_some()
+    }
+}
+
+/// For the connections, in `comm.rs`.
+impl Plugin {
+    pub(super) fn functions(&self) -> &Functions {
+        &self.0.functions
+    }
+
+    pub(super) fn context(&self) -> *mut c_void {
+        self.0.context
+    }
+
+    pub(super) fn config(&self) -> *mut CommConfig {
+        self.0.config
+    }
+
+    pub(super) fn id(&self) -> PluginId {
+        self.0.id
+    }
+
+    pub(super) fn count_comm(&self, opened: bool) {
+        match opened {
+            true => self.0.open_comms.fetch_add(1, Ordering::AcqRel),
+            false => self.0.open_comms.fetch_sub(1, Ordering::AcqRel),
+        };
+    }
+
+    /// A call that is about the plugin or a device.
+    pub(super) fn call(
+        &self,
+        call: Call,
+        device: Option<i32>,
+        run: impl FnOnce() -> ResultCode,
+    ) -> Result<(), CallError> {
+        if self.0.finalized.load(Ordering::Acquire) {
+            return Err(self.error(call, device, None, Cause::Misuse("the plugin was finalized")));
+        }
+        self.note(call, device, None, run)
+    }
+
+    /// A call that is noted while it runs, and whose result is looked at.
+    pub(super) fn note(
+        &self,
+        call: Call,
+        device: Option<i32>,
+        comm: Option<CommId>,
+        run: impl FnOnce() -> ResultCode,
+    ) -> Result<(), CallError> {
+        let noted = clock::enter(self.0.id, call, device);
+        let code = run();
+        drop(noted);
+        match code.is_success() {
+            true => Ok(()),
+            false => Err(self.error(call, device, comm, Cause::Result(code))),
+        }
+    }
+
+    pub(super) fn error(
+        &self,
+        call: Call,
+        device: Option<i32>,
+        comm: Option<CommId>,
+        cause: Cause,
+    ) -> CallError {
+        let (plugin, version) = (self.0.name.clone(), self.0.version);
+        CallError {
+            plugin,
+            version,
+            call,
+            device,
+            nic: device.and_then(|device| self.nic(device)),
+            comm,
+            cause,
+        }
+    }
+
+    fn nics(&self) -> MutexGuard<'_, Vec<Option<Arc<str>>>> {
+        self.0.nics.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn nic(&self, device: i32) -> Option<Arc<str>> {
+        self.nics().get(usize::try_from(device).ok()?).cloned().flatten()
+    }
+
+    fn remember_nic(&self, device: i32, name: &str) {
+        let Some(at) = usize::try_from(device).ok().filter(|&at| at < PLUGIN_DEVICES_MAX) else { return };
+        let mut nics = self.nics();
+        let room = nics.len().max(at + 1);
+        nics.resize(room, None);
+        nics[at] = Some(name.into());
+    }
+}
+
+/// Starting one.
+impl Plugin {
+    /// # Safety
+    /// The table is one of the library's, and the library is trusted to run here.
+    pub(super) unsafe fn start(library: Handle, found: FoundTable) -> Result<Plugin, LoadError> {
+        // One at a time, as NCCL does it; so the second of two sees what came of the first.
+        let mut started = started();
+        let key = found.address as usize;
+        if let Some((_, outcome)) = started.iter().find(|(table, _)| *table == key) {
+            return outcome.clone();
+        }
+        let Some(id) = clock::register(&found.name) else {
+            let why =
+                format!("limit PLUGINS_MAX = {PLUGINS_MAX} reached: end this process and start another");
+            return Err(LoadError::Limit { path: found.path, why });
+        };
+        // From here on its threads may run in it: it is never closed.
+        std::mem::forget(library);
+        // SAFETY: by the caller's promise.
+        let outcome = unsafe { Plugin::init(id, found) };
+        started.push((key, outcome.clone()));
+        outcome
+    }
+
+    /// # Safety
+    /// As [`Plugin::start`]; once per table.
+    unsafe fn init(id: PluginId, found: FoundTable) -> Result<Plugin, LoadError> {
+        let mut inner = Inner {
+            id,
+            version: found.version,
+            functions: found.functions,
+            name: found.name.as_str().into(),
+            name_before_init: found.name,
+            context: ptr::null_mut(),
+            config: Box::into_raw(Box::new(CommConfig { traffic_class: TRAFFIC_CLASS_UNDEFINED })),
+            devices: 0,
+            nics: Mutex::new(Vec::new()),
+            open_comms: AtomicUsize::new(0),
+            finalized: AtomicBool::new(false),
+            table: found.address,
+            path: found.path,
+        };
+        let began = log::next_sequence();
+        // SAFETY: the context can be written; configuration and logger live until the process ends.
+        let code = unsafe { inner.call_init() };
+        // SAFETY: the table is still there, and its name is in its place.
+        if let Some(name) = unsafe { name_at(inner.table) } {
+            clock::rename(id, &name);
+            inner.name = name.into();
+        }
+        // SAFETY: the table is still there. NCCL reads its slots at each call: `init` may have changed them.
+        let functions = unsafe { functions_at(inner.version, inner.table) };
+        let mut plugin = Plugin(Arc::new(inner));
+        if !code.is_success() {
+            return Err(plugin.failed(plugin.error(Call::Init, None, None, Cause::Result(code)), began));
+        }
+        let inner = Arc::get_mut(&mut plugin.0).expect("nobody else has it yet");
+        let (path, version) = (inner.path.clone(), inner.version);
+        inner.functions = functions.map_err(|slot| LoadError::MissingSlot { path, version, slot })?;
+        plugin.with_devices(began)
+    }
+
+    fn with_devices(mut self, began: u64) -> Result<Plugin, LoadError> {
+        let count = self.count_devices().map_err(|error| self.failed(error, began))?;
+        let (path, plugin, version) = (self.0.path.clone(), self.name().to_owned(), self.version());
+        if count <= 0 {
+            let last_lines = log::lines_since(began);
+            return Err(LoadError::NoDevices { path, plugin, version, count, last_lines });
+        }
+        if count as usize > PLUGIN_DEVICES_MAX {
+            let why = format!(
+                "limit PLUGIN_DEVICES_MAX = {PLUGIN_DEVICES_MAX}: plugin {plugin} says it has {count} devices"
+            );
+            return Err(LoadError::Limit { path, why });
+        }
+        Arc::get_mut(&mut self.0).expect("nobody else has it yet").devices = count;
+        Ok(self)
+    }
+
+    fn failed(&self, error: CallError, began: u64) -> LoadError {
+        let last_lines = log::lines_since(began);
+        LoadError::Failed { path: self.0.path.clone(), error: Box::new(error), last_lines }
+    }
+}
+
+impl Inner {
+    /// # Safety
+    /// As [`Plugin::start`].
+    unsafe fn call_init(&mut self) -> ResultCode {
+        let _noted = clock::enter(self.id, Call::Init, None);
+        // Any number does; v11 plugins only tell communicators apart by it.
+        let comm_id = u64::from(std::process::id()) << 8 | 1;
+        // SAFETY: by the caller's promise; the configuration is never freed.
+        unsafe {
+            self.functions.init.call(
+                &mut self.context,
+                comm_id,
+                self.config,
+                log::logger(),
+                Some(comm::no_profiler),
+            )
+        }
+    }
+}

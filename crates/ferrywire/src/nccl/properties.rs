@@ -1,0 +1,232 @@
+//! What a plugin says about a device, in one form for all versions.
+//!
+//! Invariant: the room given to the plugin is larger than any version's struct and zeroed, and what it wrote
+//! is read with the struct of exactly its version; strings are copied at once.
+//! Read next: `functions.rs`.
+
+use std::ffi::{c_char, c_int};
+
+use super::abi::*;
+use super::functions::GetProperties;
+use super::text;
+use crate::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_PATH_BYTES_MAX, PLUGIN_PROPERTIES_BYTES};
+
+/// A device of a plugin. What the plugin's version cannot say has the value that NCCL then assumes.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct Properties {
+    /// The NIC's name. Devices need not come in the order in which they were configured: map by name.
+    pub name: String,
+    /// Its directory in sysfs; `None` for a virtual one.
+    pub pci_path: Option<String>,
+    /// Equal for devices that share a port.
+    pub guid: u64,
+    /// `PTR_*` bits: the kinds of memory it takes.
+    pub ptr_support: c_int,
+    /// A registration inside another costs next to nothing.
+    pub reg_is_global: bool,
+    /// Every receive into GPU memory needs a flush.
+    pub force_flush: bool,
+    /// Mbit/s.
+    pub speed_mbps: c_int,
+    /// Port number.
+    pub port: c_int,
+    /// Microseconds.
+    pub latency_us: f32,
+    /// Connections it can carry; advisory.
+    pub max_comms: c_int,
+    /// Buffers of one grouped receive.
+    pub max_recvs: c_int,
+    /// One of the `DEVICE_*` types.
+    pub device_type: c_int,
+    /// One of the `DEVICE_VERSION_*`.
+    pub device_version: c_int,
+    /// The devices behind it; itself for a plain one.
+    pub devices: Vec<c_int>,
+    /// Largest message between two ranks.
+    pub max_p2p_bytes: usize,
+    /// Largest message of a collective.
+    pub max_coll_bytes: usize,
+    /// 1 in every plugin known.
+    pub max_multi_request: c_int,
+    /// Rail, where known.
+    pub rail: Option<i16>,
+    /// Plane, where known.
+    pub plane: Option<i16>,
+}
+
+impl Properties {
+    /// Whether it takes memory of this kind.
+    pub fn takes(&self, kind: PointerType) -> bool {
+        self.ptr_support & kind as c_int != 0
+    }
+
+    /// Whether received bytes are scattered and have to be gathered.
+    pub fn unpacks(&self) -> bool {
+        self.device_type == DEVICE_UNPACK
+    }
+
+    /// Why NCCL would drop the plugin for this device, if it would.
+    pub fn refused_by_nccl(&self) -> Option<String> {
+        match (self.device_type, self.device_version) {
+            (DEVICE_HOST, _) | (DEVICE_UNPACK, DEVICE_VERSION_UNPACK) => None,
+            (DEVICE_UNPACK, version) => Some(format!(
+                "device {} unpacks in a form of version {version}; only {DEVICE_VERSION_UNPACK} is known",
+                self.name
+            )),
+            (other, _) => Some(format!("device {} is of type {other}; only 0 and 1 are known", self.name)),
+        }
+    }
+}
+
+/// Zeroed room for properties of any version.
+#[repr(C, align(8))]
+struct Room([u8; PLUGIN_PROPERTIES_BYTES]);
+
+const _: () = assert!(size_of::<PropertiesV12>() * 2 <= PLUGIN_PROPERTIES_BYTES);
+const _: () = assert!(align_of::<PropertiesV12>() <= align_of::<Room>());
+
+/// Asks a plugin.
+///
+/// # Safety
+/// The plugin is loaded and started; what it writes is what its version says.
+pub unsafe fn read(call: GetProperties, device: c_int) -> Result<Option<Properties>, ResultCode> {
+    let mut room = Box::new(Room([0; PLUGIN_PROPERTIES_BYTES]));
+    let at = (&raw mut *room).cast();
+    // SAFETY: the room is aligned and larger than any version's properties.
+    let code = unsafe { call.call(device, at) };
+    if !code.is_success() {
+        return Err(code);
+    }
+    // SAFETY: the room holds what the plugin wrote, in the form of its version, and is initialised
+    // throughout; every bit pattern is a value of these structs. Strings live as long as the plugin.
+    Ok(unsafe {
+        match call {
+            GetProperties::V4(_) => of_v4(&room, device),
+            GetProperties::V5(_) => (*at.cast::<PropertiesV6>()).normal(device),
+            GetProperties::V7(_) => (*at.cast::<PropertiesV7>()).normal(device),
+            GetProperties::V8(_) => (*at.cast::<PropertiesV8>()).normal(device),
+            GetProperties::V9(_) => (*at.cast::<PropertiesV9>()).normal(device),
+            GetProperties::V11(_) => (*at.cast::<PropertiesV11>()).normal(device),
+            GetProperties::V12(_) => (*at.cast::<PropertiesV12>()).normal(device),
+        }
+    })
+}
+
+/// Some plugins write the properties of v6 through their v4 table; what lies behind v4's end tells.
+///
+/// # Safety
+/// As [`Normal::normal`].
+unsafe fn of_v4(room: &Room, device: c_int) -> Option<Properties> {
+    let at = room.0.as_ptr();
+    let longer = room.0[size_of::<PropertiesV4>()..size_of::<PropertiesV6>()].iter().any(|&byte| byte != 0);
+    // SAFETY: the room is aligned, initialised and large enough for both.
+    let normal = unsafe {
+        match longer {
+            true => (*at.cast::<PropertiesV6>()).normal(device),
+            false => (*at.cast::<PropertiesV4>()).normal(device),
+        }
+    };
+    // The v4 receive takes one buffer, whatever the properties say.
+    normal.map(|properties| Properties { max_recvs: 1, ..properties })
+}
+
+trait Normal {
+    /// One form of all; `None` if the device has no name.
+    ///
+    /// # Safety
+    /// The strings are null or end with 0.
+    unsafe fn normal(&self, device: c_int) -> Option<Properties>;
+}
+
+/// What no version before v5 can say, and v5's defaults.
+///
+/// # Safety
+/// As [`Normal::normal`].
+unsafe fn base(name: *const c_char, pci_path: *const c_char, device: c_int) -> Option<Properties> {
+    Some(Properties {
+        // SAFETY: by the caller's promise.
+        name: unsafe { text::read(name, PLUGIN_NAME_BYTES_MAX) }?,
+        // SAFETY: by the caller's promise.
+        pci_path: unsafe { text::read(pci_path, PLUGIN_PATH_BYTES_MAX) },
+        guid: 0,
+        ptr_support: 0,
+        reg_is_global: false,
+        force_flush: false,
+        speed_mbps: 0,
+        port: 0,
+        latency_us: 0.0,
+        max_comms: 0,
+        max_recvs: 1,
+        device_type: DEVICE_HOST,
+        device_version: DEVICE_VERSION_NONE,
+        devices: vec![device],
+        max_p2p_bytes: MESSAGE_BYTES_MAX_V6,
+        max_coll_bytes: MESSAGE_BYTES_MAX_V6,
+        max_multi_request: 1,
+        rail: None,
+        plane: None,
+    })
+}
+
+fn known(id: i16) -> Option<i16> {
+    (id != RAIL_UNKNOWN).then_some(id)
+}
+
+/// The members of a virtual device, as many as there can be.
+fn members(ndevs: c_int, devs: &[c_int]) -> Vec<c_int> {
+    devs[..usize::try_from(ndevs).unwrap_or(0).min(devs.len())].to_vec()
+}
+
+/// `Normal` for a struct: plain fields under their own names, and others by what makes them.
+macro_rules! normal {
+    ($( $name:ident { $($field:ident),* } { $($other:ident = |$this:ident| $value:expr),* } )+) => {$(
+        impl Normal for $name {
+            unsafe fn normal(&self, device: c_int) -> Option<Properties> {
+                // SAFETY: by the caller's promise.
+                let base = unsafe { base(self.name, self.pci_path, device) }?;
+                Some(Properties {
+                    guid: self.guid,
+                    ptr_support: self.ptr_support,
+                    speed_mbps: self.speed,
+                    port: self.port,
+                    max_comms: self.max_comms,
+                    $( $field: self.$field, )*
+                    $( $other: { let $this = self; $value }, )*
+                    ..base
+                })
+            }
+        }
+    )+};
+}
+
+normal! {
+    PropertiesV4 {} {}
+    PropertiesV6 { max_recvs } { latency_us = |of| of.latency }
+    PropertiesV7 { max_recvs } {
+        latency_us = |of| of.latency, device_type = |of| of.net_device_type,
+        device_version = |of| of.net_device_version
+    }
+    PropertiesV8 { max_recvs } {
+        latency_us = |of| of.latency, device_type = |of| of.net_device_type,
+        device_version = |of| of.net_device_version, reg_is_global = |of| of.reg_is_global != 0
+    }
+    PropertiesV9 { max_recvs, max_p2p_bytes, max_coll_bytes } {
+        latency_us = |of| of.latency, device_type = |of| of.net_device_type,
+        device_version = |of| of.net_device_version, reg_is_global = |of| of.reg_is_global != 0,
+        force_flush = |of| of.force_flush != 0, devices = |of| members(of.v_props.ndevs, &of.v_props.devs)
+    }
+    PropertiesV11 { max_recvs, max_p2p_bytes, max_coll_bytes } {
+        latency_us = |of| of.latency, device_type = |of| of.net_device_type,
+        device_version = |of| of.net_device_version, reg_is_global = |of| of.reg_is_global != 0,
+        force_flush = |of| of.force_flush != 0, devices = |of| members(of.v_props.ndevs, &of.v_props.devs),
+        max_multi_request = |of| of.max_multi_request_size
+    }
+    PropertiesV12 { max_recvs, max_p2p_bytes, max_coll_bytes } {
+        latency_us = |of| of.latency, device_type = |of| of.net_device_type,
+        device_version = |of| of.net_device_version, reg_is_global = |of| of.reg_is_global != 0,
+        force_flush = |of| of.force_flush != 0, devices = |of| members(of.v_props.ndevs, &of.v_props.devs),
+        max_multi_request = |of| of.max_multi_request_size, rail = |of| known(of.rail_id),
+        plane = |of| known(of.plane_id)
+    }
+}
