@@ -6,6 +6,7 @@
 
 use crate::memory::Place;
 use crate::memory::sim::SimGpuError;
+use crate::nccl::{CallError, LoadError};
 use std::time::Duration;
 
 /// Result of an engine operation.
@@ -20,6 +21,8 @@ pub enum Fault {
     Local,
     /// A GPU of this host, or its use.
     Gpu,
+    /// An NCCL net plugin, or its file.
+    Plugin,
     /// The peer or the network to it.
     Peer,
     /// Somebody who is not allowed in.
@@ -67,6 +70,12 @@ pub enum Error {
     /// A simulated GPU of this process.
     #[error("{0}")]
     SimGpu(#[from] SimGpuError),
+    /// A plugin could not be loaded.
+    #[error("{0}")]
+    PluginLoad(Box<LoadError>),
+    /// A call of a plugin failed.
+    #[error("{0}")]
+    PluginCall(Box<CallError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
@@ -159,6 +168,7 @@ impl Error {
             Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
             Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
             Error::SimGpu(_) => Fault::Gpu,
+            Error::PluginLoad(_) | Error::PluginCall(_) => Fault::Plugin,
             Error::Io { .. } | Error::Limit { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::AccessRefused { .. } | Error::Deadline { .. } => Fault::Peer,
@@ -175,5 +185,17 @@ impl Error {
     /// An [`Error::Io`] for a failed call.
     pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
         Error::Io { what: what.into(), message: cause.to_string() }
+    }
+}
+
+impl From<LoadError> for Error {
+    fn from(error: LoadError) -> Error {
+        Error::PluginLoad(Box::new(error))
+    }
+}
+
+impl From<CallError> for Error {
+    fn from(error: CallError) -> Error {
+        Error::PluginCall(Box::new(error))
     }
 }
