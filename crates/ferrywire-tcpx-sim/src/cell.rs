@@ -1,0 +1,123 @@
+//! The way into a comm: what the host's opaque pointers point at.
+//!
+//! A comm's cell, with the tokens that stand for its requests, is never freed, so that a call on a closed
+//! comm ends with a plain message and not with whatever the memory has become. A comm is not made for two
+//! threads at once; whoever tries is told so.
+//! Invariant: at most one thread is inside a comm.
+//! Read next: `comm.rs`.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::comm::Comm;
+use crate::log::misuse;
+use crate::metadata::SLOTS;
+
+const CELL_MAGIC: u64 = 0x7463_7078_636f_6d6d;
+const TOKEN_MAGIC: u64 = 0x7463_7078_7265_7175;
+
+/// What a comm pointer of the host points at.
+pub struct Cell {
+    magic: u64,
+    /// Index of its NIC, readable beside a running call.
+    pub device: usize,
+    one_thread: bool,
+    busy: AtomicBool,
+    tokens: [Token; SLOTS],
+    comm: UnsafeCell<Option<Box<Comm>>>,
+}
+
+/// What a request pointer of the host points at. The same addresses come back: a pointer does not name a
+/// request over time.
+struct Token {
+    magic: u64,
+    slot: usize,
+    cell: *const Cell,
+}
+
+impl Cell {
+    /// Makes a cell for a comm, for ever; returns the host's pointer.
+    pub fn leak(comm: Box<Comm>) -> *mut c_void {
+        let cell = Box::into_raw(Box::new(Cell {
+            magic: CELL_MAGIC,
+            device: comm.device(),
+            one_thread: comm.rules.switches.one_thread,
+            busy: AtomicBool::new(false),
+            tokens: std::array::from_fn(|slot| Token { magic: TOKEN_MAGIC, slot, cell: std::ptr::null() }),
+            comm: UnsafeCell::new(Some(comm)),
+        }));
+        // SAFETY: just made, and nobody else has the pointer.
+        unsafe { (*cell).tokens.iter_mut().for_each(|token| token.cell = cell) };
+        cell.cast()
+    }
+
+    /// The cell that a pointer of the host names; a wrong pointer ends the process.
+    ///
+    /// # Safety
+    /// The pointer must be readable, as for the real plugin.
+    pub unsafe fn at<'a>(pointer: *mut c_void, call: &str) -> &'a Cell {
+        // SAFETY: readable, says the caller; a cell is never freed, so a right one stays valid.
+        match unsafe { pointer.cast::<Cell>().as_ref() } {
+            Some(cell) if pointer.cast::<Cell>().is_aligned() && cell.magic == CELL_MAGIC => cell,
+            _ => misuse(format_args!("{call} of something that is no comm: {pointer:?}")),
+        }
+    }
+
+    /// The cell and slot that a request pointer of the host names; a wrong pointer ends the process.
+    ///
+    /// # Safety
+    /// The pointer must be readable, as for the real plugin.
+    pub unsafe fn of_request<'a>(request: *mut c_void, call: &str) -> (&'a Cell, usize) {
+        // SAFETY: readable, says the caller; tokens live in cells, which are never freed.
+        match unsafe { request.cast::<Token>().as_ref() } {
+            // SAFETY: a token with the right mark points at its cell.
+            Some(token) if token.magic == TOKEN_MAGIC => (unsafe { &*token.cell }, token.slot),
+            _ => misuse(format_args!("{call} of something that is no request: {request:?}")),
+        }
+    }
+
+    /// The pointer that the host gets for a slot.
+    pub fn request(&self, slot: usize) -> *mut c_void {
+        (&raw const self.tokens[slot]).cast_mut().cast()
+    }
+
+    /// Runs a call inside the comm; a closed one ends the process.
+    pub fn enter<T>(&self, call: &str, body: impl FnOnce(&mut Comm) -> T) -> T {
+        let _inside = self.claim(call);
+        // SAFETY: whoever has claimed the cell is alone in it.
+        match unsafe { &mut *self.comm.get() } {
+            Some(comm) => body(comm),
+            None => misuse(format_args!("{call} on a comm that was closed")),
+        }
+    }
+
+    /// Takes the comm out: the cell is closed.
+    pub fn take(&self, call: &str) -> Box<Comm> {
+        let _inside = self.claim(call);
+        // SAFETY: whoever has claimed the cell is alone in it.
+        match unsafe { (*self.comm.get()).take() } {
+            Some(comm) => comm,
+            None => misuse(format_args!("{call} on a comm that was closed")),
+        }
+    }
+
+    fn claim(&self, call: &str) -> Inside<'_> {
+        while self.busy.swap(true, Ordering::Acquire) {
+            if self.one_thread {
+                misuse(format_args!("{call} while another thread is inside the same comm"));
+            }
+            std::thread::yield_now();
+        }
+        Inside(&self.busy)
+    }
+}
+
+/// Somebody is inside.
+struct Inside<'a>(&'a AtomicBool);
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}

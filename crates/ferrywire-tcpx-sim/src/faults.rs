@@ -1,0 +1,90 @@
+//! Which injected faults are for a comm.
+//!
+//! Counts are per comm, so that a fault hits the same request in every run.
+//! Read next: `comm.rs`, where posting and testing ask.
+
+use std::ops::Range;
+
+use crate::switches::{Lie, Side, Switches};
+
+/// Which end of a connection a comm is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// A send comm.
+    Send,
+    /// A receive comm.
+    Recv,
+}
+
+/// The faults of one comm; none where the switches mean others.
+#[derive(Clone, Debug)]
+pub struct Faults {
+    /// Requests after which posting ends the process.
+    pub die_after: Option<u64>,
+    /// Requests after which posting is a memory fault.
+    pub crash_after: Option<u64>,
+    /// Finished requests after which `test` does not return.
+    pub test_hang_after: Option<u64>,
+    /// Finished requests after which `test` fails once.
+    pub test_error_after: Option<u64>,
+    /// Finished requests after which none finishes any more.
+    pub stall_head_after: Option<u64>,
+    /// Requests after which data socket 0 is shut down.
+    pub drop_data_socket_after: Option<u64>,
+    /// Requests after which only half a control message is written.
+    pub half_control_after: Option<u64>,
+    /// GPU receives after which control data is missing.
+    pub no_cmsg_after: Option<u64>,
+    /// How fragments lie, from [`Faults::lie_after`] on.
+    pub lie: Lie,
+    /// First request whose fragments lie.
+    pub lie_after: u64,
+    /// Socket calls move a random part.
+    pub partial_io: bool,
+    /// Time before each socket call.
+    pub delay_us: Range<u64>,
+    /// Bytes per second of the NIC, 0 for no limit.
+    pub rate: u64,
+}
+
+impl Faults {
+    /// The faults for a comm of this direction on this NIC.
+    pub fn of(switches: &Switches, direction: Direction, nic: &str) -> Faults {
+        let side = match switches.fault_side {
+            Side::Both => true,
+            Side::Send => direction == Direction::Send,
+            Side::Recv => direction == Direction::Recv,
+        };
+        let meant = side && switches.fault_nic.as_deref().is_none_or(|name| name == nic);
+        let switches = if meant { switches } else { &Switches::default() };
+        Faults {
+            die_after: switches.die_after,
+            crash_after: switches.crash_after,
+            test_hang_after: switches.test_hang_after,
+            test_error_after: switches.test_error_after,
+            stall_head_after: switches.stall_head_after,
+            drop_data_socket_after: switches.drop_data_socket_after,
+            half_control_after: switches.half_control_after,
+            no_cmsg_after: switches.no_cmsg_after,
+            lie: switches.lie_fragment,
+            lie_after: switches.lie_after,
+            partial_io: switches.partial_io,
+            delay_us: switches.delay_us.clone(),
+            rate: switches.rate,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_are_for_the_side_and_nic_they_name() {
+        let switches = Switches::parse("die_after=3,rate=9,fault_side=recv,fault_nic=eth1").unwrap();
+        let of = |direction, nic| Faults::of(&switches, direction, nic).die_after;
+        assert_eq!(of(Direction::Recv, "eth1"), Some(3));
+        assert_eq!(of(Direction::Send, "eth1"), None);
+        assert_eq!(of(Direction::Recv, "eth2"), None);
+    }
+}

@@ -1,0 +1,198 @@
+//! How two ends make the sockets of a comm.
+//!
+//! One control and N data connections, all from the connecting end: control first, then data N-1 down to 0,
+//! one after the other. For each, the acceptor says how it is (good, pending, failed), then the connector;
+//! if both are good the connector says which socket this is. A socket that is pending is closed by both and
+//! tried again. All words travel on the control socket.
+//! Invariant: both ends have the same number of data sockets, the listener's.
+//! Read next: `listener.rs`.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
+use std::os::fd::OwnedFd;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::nccl::abi::ResultCode;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::comm::Outcome;
+use crate::handle::Handle;
+use crate::log::warning;
+
+/// How long a refused connection is tried again.
+const REFUSED_FOR: Duration = Duration::from_secs(20);
+/// Between two tries.
+const REFUSED_PAUSE: Duration = Duration::from_millis(20);
+const GOOD: i32 = 0;
+const PENDING: i32 = 1;
+
+/// The sockets of a comm.
+#[derive(Debug)]
+pub struct Sockets {
+    /// The control socket.
+    pub control: OwnedFd,
+    /// The data sockets, by index.
+    pub data: Vec<OwnedFd>,
+    /// The other end of the data sockets, if there is one.
+    pub peer: Option<Ipv4Addr>,
+}
+
+/// What the handshake needs to know about this end.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Time spent per socket.
+    pub setup: Duration,
+    /// How often a socket is tried.
+    pub tries: u32,
+    /// The acceptor's rules can be installed.
+    pub rules_work: bool,
+    /// Sleep of the acceptor at the end.
+    pub steering_wait: Duration,
+}
+
+/// The connecting end: its data sockets leave from `own`, its control socket from `own_control`.
+pub fn connect(handle: &Handle, own: Ipv4Addr, own_control: Ipv4Addr, plan: &Plan) -> Outcome<Sockets> {
+    dial_all(handle, own, own_control, plan).map_err(|e| failed("connect", &e))
+}
+
+fn dial_all(handle: &Handle, own: Ipv4Addr, own_control: Ipv4Addr, plan: &Plan) -> io::Result<Sockets> {
+    let mut control = dial(own_control, handle.control)?;
+    thread::sleep(plan.setup);
+    let good = agree_as_connector(&mut control, handle.data_sockets)?;
+    if !good {
+        return Err(io::Error::other("the listener has a failed control socket"));
+    }
+    let mut data: Vec<OwnedFd> = Vec::new();
+    for index in (0..handle.data_sockets).rev() {
+        data.push(dial_data(&mut control, handle, own, index, plan)?.into());
+    }
+    data.reverse();
+    Ok(Sockets { control: control.into(), data, peer: Some(*handle.data.ip()) })
+}
+
+fn dial_data(
+    control: &mut TcpStream,
+    handle: &Handle,
+    own: Ipv4Addr,
+    index: usize,
+    plan: &Plan,
+) -> io::Result<TcpStream> {
+    for _ in 0..plan.tries {
+        let socket = dial(own, handle.data)?;
+        thread::sleep(plan.setup);
+        if agree_as_connector(control, index)? {
+            return Ok(socket);
+        }
+    }
+    Err(io::Error::other(format!("data socket {index} stayed pending")))
+}
+
+/// The connector's half of the words; false when the socket is to be tried again.
+fn agree_as_connector(control: &mut TcpStream, index: usize) -> io::Result<bool> {
+    let state = read_word(control)?;
+    write_word(control, GOOD)?;
+    match state {
+        GOOD => write_word(control, index as i32).map(|()| true),
+        PENDING => Ok(false),
+        state => Err(io::Error::other(format!("the listener says state {state}"))),
+    }
+}
+
+fn dial(from: Ipv4Addr, to: SocketAddrV4) -> io::Result<TcpStream> {
+    let end = Instant::now() + REFUSED_FOR;
+    loop {
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+        socket.bind(&SocketAddrV4::new(from, 0).into())?;
+        match socket.connect(&to.into()) {
+            Ok(()) => {
+                let stream = TcpStream::from(socket);
+                stream.set_nodelay(true)?;
+                return Ok(stream);
+            }
+            Err(e) if e.kind() == io::ErrorKind::ConnectionRefused && Instant::now() < end => {
+                thread::sleep(REFUSED_PAUSE);
+            }
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// The accepting end. It waits for connections without a deadline.
+pub fn accept(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan) -> Outcome<Sockets> {
+    accept_all(control, data, data_sockets, plan).map_err(|e| failed("accept", &e))
+}
+
+fn accept_all(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan) -> io::Result<Sockets> {
+    let mut control = accept_one(control)?;
+    thread::sleep(plan.setup);
+    agree_as_acceptor(&mut control, data_sockets, true)?;
+    let (mut sockets, mut peer): (Vec<OwnedFd>, _) = (Vec::new(), None);
+    for index in (0..data_sockets).rev() {
+        let socket = accept_data(&mut control, data, index, plan)?;
+        peer = peer_of(&socket);
+        sockets.push(socket.into());
+    }
+    sockets.reverse();
+    thread::sleep(plan.steering_wait);
+    Ok(Sockets { control: control.into(), data: sockets, peer })
+}
+
+fn accept_data(control: &mut TcpStream, data: &Socket, index: usize, plan: &Plan) -> io::Result<TcpStream> {
+    for _ in 0..plan.tries {
+        let socket = accept_one(data)?;
+        thread::sleep(plan.setup);
+        if !plan.rules_work {
+            warning!("no dp-manager installs a rule for data socket {index}");
+        }
+        if agree_as_acceptor(control, index, plan.rules_work)? {
+            return Ok(socket);
+        }
+    }
+    Err(io::Error::other(format!("no rule for data socket {index} after {} tries", plan.tries)))
+}
+
+/// The acceptor's half of the words; false when the socket is to be tried again.
+fn agree_as_acceptor(control: &mut TcpStream, index: usize, good: bool) -> io::Result<bool> {
+    write_word(control, if good { GOOD } else { PENDING })?;
+    let state = read_word(control)?;
+    if !good || state == PENDING {
+        return Ok(false);
+    }
+    if state != GOOD {
+        return Err(io::Error::other(format!("the connecting end says state {state}")));
+    }
+    match read_word(control)? {
+        named if named == index as i32 => Ok(true),
+        named => Err(io::Error::other(format!("socket {named} where {index} was expected"))),
+    }
+}
+
+fn accept_one(listener: &Socket) -> io::Result<TcpStream> {
+    let (socket, _) = listener.accept()?;
+    let stream = TcpStream::from(socket);
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+fn peer_of(socket: &TcpStream) -> Option<Ipv4Addr> {
+    match socket.peer_addr() {
+        Ok(std::net::SocketAddr::V4(address)) => Some(*address.ip()),
+        _ => None,
+    }
+}
+
+fn read_word(stream: &mut TcpStream) -> io::Result<i32> {
+    let mut word = [0; size_of::<i32>()];
+    stream.read_exact(&mut word)?;
+    Ok(i32::from_ne_bytes(word))
+}
+
+fn write_word(stream: &mut TcpStream, word: i32) -> io::Result<()> {
+    stream.write_all(&word.to_ne_bytes())
+}
+
+fn failed(what: &str, e: &io::Error) -> ResultCode {
+    warning!("{what}: {e}");
+    ResultCode::INTERNAL_ERROR
+}

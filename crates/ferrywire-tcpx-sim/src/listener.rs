@@ -1,0 +1,211 @@
+//! Listening, connecting and accepting, as far as the table's calls go.
+//!
+//! One accept per listener. The accept thread sits in accept(2) without a deadline; a listener that is
+//! closed meanwhile would be freed under it, which ends the process here.
+//! Invariant: a listener's pointer stays known until `closeListen`.
+//! Read next: `attempt.rs`.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddrV4};
+use std::sync::{Arc, LazyLock, Mutex};
+
+use ferrywire::nccl::abi::{DeviceHandle, ResultCode};
+use socket2::{Domain, Protocol, Socket, Type};
+
+use crate::attempt::Attempt;
+use crate::cell::Cell;
+use crate::comm::{Comm, Outcome};
+use crate::devices;
+use crate::faults::Direction;
+use crate::gpu::{self, GpuPool};
+use crate::handle::{self, HANDLE_BYTES_USED, Handle};
+use crate::handshake;
+use crate::log::{misuse, warning};
+use crate::plugin::{Plugin, plugin};
+use crate::sync::locked;
+use crate::unpack::Unpack;
+
+static LISTENERS: LazyLock<Mutex<HashMap<usize, Arc<Listener>>>> = LazyLock::new(Mutex::default);
+/// Connections that wait to be accepted.
+const BACKLOG: i32 = 64;
+
+/// What a listen comm is.
+#[derive(Debug)]
+struct Listener {
+    device: usize,
+    data: Socket,
+    control: Socket,
+    /// The GPU that packets are steered to: current when `listen` was called.
+    steered_to: Option<i32>,
+    accepting: Mutex<Option<Accepting>>,
+}
+
+/// The one accept of a listener.
+#[derive(Debug)]
+struct Accepting {
+    attempt: &'static Attempt,
+    /// The GPU whose pool the comm gets: current at the first call.
+    device: Option<i32>,
+}
+
+/// `listen`: opens two sockets and fills the handle.
+pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut c_void> {
+    let plugin = plugin()?;
+    let (index, nic) = plugin.device(device)?;
+    let control_address = control_address(plugin, nic.address)?;
+    let open = || Ok((listen_on(nic.address)?, listen_on(control_address)?));
+    let ((data, data_at), (control, control_at)) = open().map_err(system_error)?;
+    let handle = Handle {
+        data: data_at,
+        control: control_at,
+        data_sockets: plugin.settings.data_sockets,
+        threads: plugin.settings.threads,
+        redirected: plugin.settings.control_interface.is_some(),
+    };
+    handle.write(bytes);
+    let steered_to = gpu::current_device();
+    let listener = Listener { device: index, data, control, steered_to, accepting: Mutex::default() };
+    let listener = Arc::new(listener);
+    // The host's pointer is the listener's address: a name that nobody follows.
+    let address = Arc::as_ptr(&listener) as usize;
+    locked(&LISTENERS).insert(address, listener);
+    Ok(address as *mut c_void)
+}
+
+/// `connect`: starts an attempt, or asks how it is; the comm's pointer when it is ready.
+pub fn connect(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut c_void> {
+    let plugin = plugin()?;
+    let attempt = match handle::attempt(bytes) {
+        0 => {
+            let attempt = start_connect(plugin, device, bytes)?;
+            handle::set_attempt(bytes, attempt.address());
+            attempt
+        }
+        address => Attempt::at(address, "connect"),
+    };
+    let comm = poll(plugin, attempt, "connect")?;
+    Ok(comm.map_or(std::ptr::null_mut(), Cell::leak))
+}
+
+fn start_connect(
+    plugin: &'static Plugin,
+    device: i32,
+    bytes: &[u8; HANDLE_BYTES_USED],
+) -> Outcome<&'static Attempt> {
+    let (index, nic) = plugin.device(device)?;
+    let Some(handle) = Handle::read(bytes) else {
+        warning!("connect with bytes that are no handle");
+        return Err(ResultCode::INTERNAL_ERROR);
+    };
+    let control_address = control_address(plugin, nic.address)?;
+    let own = nic.address;
+    let work = move || {
+        let sockets = handshake::connect(&handle, own, control_address, &plugin.plan())?;
+        Ok(plugin.comm(Direction::Send, index, sockets, handle.threads))
+    };
+    Attempt::start(format!("tcpx-connect-{index}"), work).map_err(system_error)
+}
+
+/// `accept`: starts the attempt, or asks how it is; the comm's pointer when it is ready. `device_handle` is
+/// null where the host gave none.
+///
+/// # Safety
+/// `device_handle` must be null or writable.
+pub unsafe fn accept(listener: *mut c_void, device_handle: *mut DeviceHandle) -> Outcome<*mut c_void> {
+    let plugin = plugin()?;
+    let listener = find(listener, "accept");
+    let mut accepting = locked(&listener.accepting);
+    if accepting.is_none() {
+        *accepting = Some(start_accept(plugin, &listener)?);
+    }
+    let Some(Accepting { attempt, device }) = &*accepting else { return Err(ResultCode::INTERNAL_ERROR) };
+    let Some(mut comm) = poll(plugin, attempt, "accept")? else { return Ok(std::ptr::null_mut()) };
+    // SAFETY: null or writable, says the caller.
+    if let Some(device_handle) = unsafe { device_handle.as_mut() } {
+        equip(plugin, &mut comm, listener.steered_to, *device, device_handle)?;
+    }
+    Ok(Cell::leak(comm))
+}
+
+fn start_accept(plugin: &'static Plugin, listener: &Arc<Listener>) -> Outcome<Accepting> {
+    let (of_thread, device) = (listener.clone(), listener.device);
+    let (sockets, threads) = (plugin.settings.data_sockets, plugin.settings.threads);
+    let work = move || {
+        let sockets = handshake::accept(&of_thread.control, &of_thread.data, sockets, &plugin.plan())?;
+        Ok(plugin.comm(Direction::Recv, device, sockets, threads))
+    };
+    let attempt = Attempt::start(format!("tcpx-accept-{device}"), work).map_err(system_error)?;
+    Ok(Accepting { attempt, device: gpu::current_device() })
+}
+
+/// Gives a receive comm its pool and metadata, and the host the way to them. If the GPU that packets are
+/// steered to is another one, they land in its pool, and the host reads elsewhere.
+fn equip(
+    plugin: &Plugin,
+    comm: &mut Comm,
+    steered_to: Option<i32>,
+    device: Option<i32>,
+    device_handle: &mut DeviceHandle,
+) -> Outcome<()> {
+    let no_memory = || {
+        warning!("no memory for the pool or the metadata of GPU {device:?}");
+        ResultCode::UNHANDLED_CUDA_ERROR
+    };
+    let pool_of = |device: Option<i32>| match device {
+        Some(device) => GpuPool::of(device, &plugin.switches).map(Some).ok_or_else(no_memory),
+        None => Ok(None),
+    };
+    let pool = pool_of(device)?;
+    if let Some(landing) = pool_of(steered_to)? {
+        comm.set_landing(landing);
+    }
+    let unpack = Unpack::new(device, pool.as_ref(), &comm.shared.faults).ok_or_else(no_memory)?;
+    unpack.describe(device_handle);
+    comm.set_unpack(unpack);
+    Ok(())
+}
+
+/// `closeListen`.
+pub fn close_listen(pointer: *mut c_void) {
+    let listener = find(pointer, "closeListen");
+    if locked(&listener.accepting).as_ref().is_some_and(|accepting| accepting.attempt.is_running()) {
+        misuse(format_args!("closeListen while its accept thread runs"));
+    }
+    locked(&LISTENERS).remove(&(pointer as usize));
+}
+
+fn find(pointer: *mut c_void, call: &str) -> Arc<Listener> {
+    let known = locked(&LISTENERS).get(&(pointer as usize)).cloned();
+    known.unwrap_or_else(|| misuse(format_args!("{call} of something that is no listen comm: {pointer:?}")))
+}
+
+fn poll(plugin: &Plugin, attempt: &Attempt, call: &str) -> Outcome<Option<Box<Comm>>> {
+    if !plugin.switches.null_first {
+        attempt.wait();
+    }
+    attempt.poll(call, plugin.switches.attempt_once)
+}
+
+/// Where control sockets live: on the NIC, unless another interface was named.
+fn control_address(plugin: &Plugin, own: Ipv4Addr) -> Outcome<Ipv4Addr> {
+    let Some(name) = &plugin.settings.control_interface else { return Ok(own) };
+    devices::address_of(name).ok_or_else(|| {
+        warning!("NCCL_GPUDIRECTTCPX_CTRL_DEV={name} has no address");
+        ResultCode::INTERNAL_ERROR
+    })
+}
+
+fn listen_on(address: Ipv4Addr) -> io::Result<(Socket, SocketAddrV4)> {
+    let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP))?;
+    socket.bind(&SocketAddrV4::new(address, 0).into())?;
+    socket.listen(BACKLOG)?;
+    let bound = socket.local_addr()?.as_socket_ipv4();
+    Ok((socket, bound.ok_or_else(|| io::Error::other("not an IPv4 address"))?))
+}
+
+fn system_error(e: io::Error) -> ResultCode {
+    warning!("{e}");
+    ResultCode::SYSTEM_ERROR
+}

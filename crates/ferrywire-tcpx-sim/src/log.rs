@@ -1,0 +1,70 @@
+//! The host's logger, and the ways in which the plugin ends a process.
+//!
+//! The logger is C-variadic: finished text goes as the argument of `"%s"`. Ends of the process say why, to
+//! the logger and to stderr, because nobody can ask afterwards.
+//! Invariant: a NULL logger, or none yet, loses lines and nothing else.
+
+use std::ffi::{CString, c_int};
+use std::fmt::Arguments;
+use std::sync::OnceLock;
+
+use ferrywire::nccl::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
+
+static LOGGER: OnceLock<Log> = OnceLock::new();
+
+/// Keeps the host's logger; the first one stays.
+pub fn set_logger(logger: Log) {
+    let _ = LOGGER.set(logger);
+}
+
+/// A line of the given level.
+pub fn line(level: c_int, line: u32, text: Arguments<'_>) {
+    let Some(Some(log)) = LOGGER.get() else { return };
+    let text = CString::new(text.to_string().replace('\0', " ")).unwrap_or_default();
+    // SAFETY: `init` was given a logger of this signature; the strings end in NUL and outlive the call.
+    unsafe {
+        log(level, subsystem::NET, c"tcpx_sim".as_ptr(), line as c_int, c"%s".as_ptr(), text.as_ptr());
+    }
+}
+
+/// A warning; the arguments are those of `format!`.
+macro_rules! warning {
+    ($($arg:tt)*) => { $crate::log::line($crate::log::WARN, line!(), format_args!($($arg)*)) };
+}
+
+/// A line about what goes on.
+macro_rules! info {
+    ($($arg:tt)*) => { $crate::log::line($crate::log::INFO, line!(), format_args!($($arg)*)) };
+}
+
+pub(crate) use {info, warning};
+
+/// Level of [`warning!`].
+pub const WARN: c_int = LOG_WARN;
+/// Level of [`info!`].
+pub const INFO: c_int = LOG_INFO;
+
+/// The real plugin calls `exit(1)` here: exit handlers of the process run.
+pub fn exit_1(why: Arguments<'_>) -> ! {
+    warning!("{why}: exit(1)");
+    eprintln!("tcpx-sim: {why}: exit(1)");
+    // SAFETY: ends the process; the C library runs the exit handlers.
+    unsafe { libc::exit(1) }
+}
+
+/// The host broke a rule where the real plugin would use freed or foreign memory: the process ends by
+/// SIGABRT, and says which rule.
+pub fn misuse(why: Arguments<'_>) -> ! {
+    warning!("misuse: {why}");
+    eprintln!("tcpx-sim: misuse: {why}");
+    std::process::abort()
+}
+
+/// The real plugin follows a null pointer here.
+pub fn segfault(why: Arguments<'_>) -> ! {
+    warning!("{why}: SIGSEGV");
+    eprintln!("tcpx-sim: {why}: SIGSEGV");
+    // SAFETY: nothing is mapped there, and the fault is wanted.
+    unsafe { std::ptr::without_provenance_mut::<u64>(8).write_volatile(0) };
+    std::process::abort()
+}

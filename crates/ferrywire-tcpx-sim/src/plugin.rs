@@ -1,0 +1,132 @@
+//! The plugin of this process: what `init` read, and how comms are made from it.
+//!
+//! Everything is read once and cached, as in the real plugin: a variable set later has no effect.
+//! Invariant: after a successful `init` the plugin never changes.
+//! Read next: `listener.rs`.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use ferrywire::nccl::abi::ResultCode;
+
+use crate::comm::{Comm, Outcome, Parts, Rules};
+use crate::devices::{self, Device};
+use crate::faults::{Direction, Faults};
+use crate::gpu;
+use crate::handshake::{Plan, Sockets};
+use crate::log::{info, warning};
+use crate::metadata::ENTRIES_PER_SLOT;
+use crate::rate::Rate;
+use crate::settings::Settings;
+use crate::switches::{SameHost, SecondInit, Switches};
+use crate::worker::Shared;
+
+static PLUGIN: OnceLock<Plugin> = OnceLock::new();
+/// Chunk size where the broken default is switched off.
+const CHUNK_BYTES_GOOD: usize = 512 << 10;
+
+/// What `init` found.
+#[derive(Debug)]
+pub struct Plugin {
+    /// The quirks.
+    pub switches: Arc<Switches>,
+    /// The environment.
+    pub settings: Settings,
+    /// The NICs.
+    pub devices: Vec<Device>,
+}
+
+/// `init`.
+pub fn init() -> Outcome<()> {
+    if let Some(plugin) = PLUGIN.get() {
+        let again = plugin.switches.second_init == SecondInit::Ok;
+        return if again { Ok(()) } else { Err(refused("init was called before")) };
+    }
+    let plugin = Plugin::read().map_err(|why| refused(&why))?;
+    info!(
+        "simulated TCPX plugin: {} device(s), chunks of {} bytes, {} data socket(s) per comm",
+        plugin.devices.len(),
+        plugin.settings.chunk_bytes,
+        plugin.settings.data_sockets
+    );
+    PLUGIN.set(plugin).map_err(|_| refused("init runs twice at once"))
+}
+
+/// The plugin; a call before a successful `init` gives an internal error.
+pub fn plugin() -> Outcome<&'static Plugin> {
+    PLUGIN.get().ok_or_else(|| refused("a call before init"))
+}
+
+fn refused(why: &str) -> ResultCode {
+    warning!("{why}");
+    ResultCode::INTERNAL_ERROR
+}
+
+impl Plugin {
+    fn read() -> Result<Plugin, String> {
+        let switches = Switches::from_env()?;
+        let mut settings = Settings::from_env()?;
+        if !switches.chunk_env && settings.chunk_bytes == 0 {
+            settings.chunk_bytes = CHUNK_BYTES_GOOD;
+        }
+        if switches.need_gpu && !gpu::is_there() {
+            return Err("no GPU".into());
+        }
+        let devices = devices::find(&settings, switches.pci_path)?;
+        Ok(Plugin { switches: Arc::new(switches), settings, devices })
+    }
+
+    /// A device; none beyond the last.
+    pub fn device(&self, index: i32) -> Outcome<(usize, &Device)> {
+        let found = usize::try_from(index).ok().and_then(|k| self.devices.get(k).map(|device| (k, device)));
+        found.ok_or_else(|| refused(&format!("there is no device {index}")))
+    }
+
+    /// How this end makes sockets.
+    pub fn plan(&self) -> Plan {
+        Plan {
+            setup: Duration::from_millis(self.switches.setup_ms),
+            tries: self.settings.connection_tries,
+            rules_work: self.switches.dp_manager,
+            steering_wait: self.settings.steering_wait,
+        }
+    }
+
+    /// A comm over these sockets.
+    pub fn comm(&self, direction: Direction, device: usize, sockets: Sockets, threads: usize) -> Comm {
+        static COMMS: AtomicU64 = AtomicU64::new(1);
+        let id = COMMS.fetch_add(1, Ordering::Relaxed);
+        let own = sockets.peer.is_some_and(devices::is_own);
+        let (switches, settings) = (&self.switches, &self.settings);
+        let nic = self.devices[device].name.to_string_lossy();
+        let faults = Faults::of(switches, direction, &nic);
+        let shared = Shared {
+            id,
+            direction,
+            spin: settings.spin,
+            rate: Rate::of(device, direction, faults.rate),
+            faults,
+            landing: None,
+            linear: own && switches.same_host == SameHost::Die,
+            host_warning: switches.host_warning,
+            sigpipe: switches.sigpipe,
+            fragments_fatal: switches.fragment_limits.then_some(ENTRIES_PER_SLOT),
+            seed: switches.seed,
+            scatter: switches.scatter,
+            fragment_bytes: switches.fragment_bytes as u32,
+            dead: false.into(),
+            bytes: AtomicU64::new(0),
+            pages_taken: AtomicU64::new(0),
+        };
+        let rules = Rules {
+            switches: switches.clone(),
+            chunk_bytes: settings.chunk_bytes,
+            inline_bytes: settings.inline_bytes,
+            recv_sync: settings.recv_sync,
+            chunks_per_call_max: settings.chunks_per_call_max,
+        };
+        let (control, data) = (sockets.control, sockets.data);
+        Comm::new(Parts { control, data, threads, device, rules, shared })
+    }
+}

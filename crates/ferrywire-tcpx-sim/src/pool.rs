@@ -1,0 +1,170 @@
+//! The pages of a receive pool, and how received bytes are scattered over them.
+//!
+//! Pure: page numbers and lengths, no memory. A page belongs to the comm that took it until the comm gives
+//! it back or is closed. A page that nobody remembers stays taken: the pool can leak, as the real one does.
+//! Invariant: a page has one owner or is free, and is handed out only when free.
+//! Read next: `gpu.rs`, which gives the pages memory.
+
+use std::collections::VecDeque;
+
+use crate::random::Random;
+
+/// Bytes of a page.
+pub const PAGE_BYTES: usize = 4096;
+/// No comm has this number.
+const NOBODY: u64 = 0;
+
+/// A piece of a page that holds received bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fragment {
+    /// Page in the pool.
+    pub page: u32,
+    /// Where the bytes begin in the page.
+    pub offset: u32,
+    /// How many there are.
+    pub len: u32,
+}
+
+impl Fragment {
+    /// Where the bytes begin in the pool.
+    pub fn pool_offset(&self) -> u32 {
+        self.page * PAGE_BYTES as u32 + self.offset
+    }
+}
+
+/// Free and taken pages.
+#[derive(Debug)]
+pub struct PagePool {
+    free: VecDeque<u32>,
+    owners: Vec<u64>,
+}
+
+impl PagePool {
+    /// A pool of free pages, in an order that the seed fixes, or in their natural one.
+    pub fn new(pages: u32, shuffled: Option<Random>) -> PagePool {
+        let mut free: Vec<u32> = (0..pages).collect();
+        if let Some(mut random) = shuffled {
+            for k in (1..free.len()).rev() {
+                free.swap(k, random.below(k as u64 + 1) as usize);
+            }
+        }
+        PagePool { free: free.into(), owners: vec![NOBODY; pages as usize] }
+    }
+
+    /// A free page, now the comm's.
+    pub fn take(&mut self, owner: u64) -> Option<u32> {
+        let page = self.free.pop_front()?;
+        self.owners[page as usize] = owner;
+        Some(page)
+    }
+
+    /// A page just taken that was not needed is the next one to be taken.
+    pub fn put_back(&mut self, page: u32) {
+        self.owners[page as usize] = NOBODY;
+        self.free.push_front(page);
+    }
+
+    /// Gives a page back; false when the comm does not have it.
+    pub fn give_back(&mut self, owner: u64, page: u32) -> bool {
+        let Some(holder) = self.owners.get_mut(page as usize).filter(|holder| **holder == owner) else {
+            return false;
+        };
+        *holder = NOBODY;
+        self.free.push_back(page);
+        true
+    }
+
+    /// Every page that the comm still has: closing its sockets gives them back.
+    pub fn owned_by(&self, owner: u64) -> Vec<u32> {
+        let pages = 0..self.owners.len() as u32;
+        pages.filter(|page| self.owners[*page as usize] == owner).collect()
+    }
+
+    /// How many pages are free.
+    #[cfg(test)]
+    pub fn free_count(&self) -> usize {
+        self.free.len()
+    }
+}
+
+/// Decides where in a page the next bytes go.
+#[derive(Debug)]
+pub struct Carver {
+    random: Random,
+    scatter: bool,
+    fragment_bytes: u32,
+}
+
+/// One fragment in so many is an odd one.
+const ODD_ONE_IN: u64 = 8;
+
+impl Carver {
+    /// Fragments of at most `fragment_bytes`; now and then, with `scatter`, odd ones.
+    pub fn new(random: Random, scatter: bool, fragment_bytes: u32) -> Carver {
+        Carver { random, scatter, fragment_bytes: fragment_bytes.clamp(1, PAGE_BYTES as u32) }
+    }
+
+    /// The room in a page for at most `wanted` bytes.
+    pub fn carve(&mut self, page: u32, wanted: usize) -> Fragment {
+        let most = self.fragment_bytes.min(u32::try_from(wanted).unwrap_or(u32::MAX));
+        if !self.scatter || !self.random.one_in(ODD_ONE_IN) {
+            return Fragment { page, offset: 0, len: most };
+        }
+        let offset = self.random.below(PAGE_BYTES as u64) as u32;
+        let room = most.min(PAGE_BYTES as u32 - offset);
+        let len = 1 + self.random.below(u64::from(room.max(1))) as u32;
+        Fragment { page, offset, len: len.min(room.max(1)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_has_one_owner_at_a_time() {
+        let mut pool = PagePool::new(2, None);
+        assert_eq!((pool.take(7), pool.take(8), pool.take(7)), (Some(0), Some(1), None));
+        assert!(!pool.give_back(8, 0), "another's page");
+        assert!(pool.give_back(7, 0));
+        assert!(!pool.give_back(7, 0), "twice");
+        assert!(!pool.give_back(7, 99), "no such page");
+        assert_eq!(pool.take(9), Some(0));
+    }
+
+    #[test]
+    fn pages_not_needed_come_first_and_returned_ones_last() {
+        let mut pool = PagePool::new(3, None);
+        let page = pool.take(1).unwrap();
+        pool.put_back(page);
+        assert_eq!(pool.take(1), Some(page));
+        pool.give_back(1, page);
+        assert_eq!(pool.take(1), Some(1));
+    }
+
+    #[test]
+    fn a_closed_comm_has_no_pages() {
+        let mut pool = PagePool::new(8, Some(Random::new(5, 0)));
+        let taken: Vec<u32> = (0..3).filter_map(|_| pool.take(4)).collect();
+        pool.take(5);
+        let mut owned = pool.owned_by(4);
+        owned.iter().for_each(|page| assert!(pool.give_back(4, *page)));
+        owned.sort_unstable();
+        let mut expected = taken;
+        expected.sort_unstable();
+        assert_eq!(owned, expected);
+        assert_eq!(pool.free_count(), 7);
+    }
+
+    #[test]
+    fn fragments_stay_in_their_page_and_some_are_odd() {
+        let mut carver = Carver::new(Random::new(3, 0), true, 4096);
+        let fragments: Vec<Fragment> = (0..2000).map(|page| carver.carve(page, 9000)).collect();
+        assert!(fragments.iter().all(|f| f.len >= 1 && f.offset + f.len <= 4096));
+        let odd = fragments.iter().filter(|f| f.offset % 2 == 1).count();
+        assert!((20..500).contains(&odd), "{odd} odd ones");
+        let mut plain = Carver::new(Random::new(3, 0), false, 1448);
+        assert!((0..100).all(|page| plain.carve(page, 5000) == Fragment { page, offset: 0, len: 1448 }));
+        assert_eq!(plain.carve(0, 10).len, 10);
+    }
+}

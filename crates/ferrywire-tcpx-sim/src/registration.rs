@@ -1,0 +1,112 @@
+//! Memory handles: what `regMr` gives and `isend` and `irecv` look at.
+//!
+//! Host memory is only noted. GPU memory must be whole, aligned pages of the GPU that is current on the
+//! calling thread, on a NIC that has a PCI path.
+//! Invariant: a handle is known from `regMr` to `deregMr`; any other pointer ends the process.
+//! Read next: `table.rs`.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{LazyLock, Mutex};
+
+use ferrywire::nccl::abi::{PTR_CUDA, PTR_HOST, ResultCode};
+
+use crate::comm::Outcome;
+use crate::gpu;
+use crate::log::{misuse, segfault, warning};
+use crate::plugin::plugin;
+use crate::pool::PAGE_BYTES;
+use crate::sync::locked;
+
+static HANDLES: LazyLock<Mutex<HashMap<usize, Registration>>> = LazyLock::new(Mutex::default);
+/// Handles are numbers that look like pointers and that nobody can follow.
+static NEXT: AtomicUsize = AtomicUsize::new(0x7463_7000);
+const STEP: usize = 0x40;
+
+/// What was registered.
+#[derive(Clone, Copy, Debug)]
+pub struct Registration {
+    address: usize,
+    bytes: usize,
+    /// It is GPU memory.
+    pub gpu: bool,
+}
+
+/// `regMr`.
+pub fn register(device: usize, data: *mut c_void, size: i32, kind: i32) -> Outcome<*mut c_void> {
+    let Ok(bytes) = usize::try_from(size) else {
+        warning!("regMr of {size} bytes");
+        return Err(ResultCode::INTERNAL_ERROR);
+    };
+    let address = data as usize;
+    match kind {
+        PTR_HOST => Ok(note(Registration { address, bytes, gpu: false })),
+        PTR_CUDA => {
+            check_gpu(device, address, bytes)?;
+            Ok(note(Registration { address, bytes, gpu: true }))
+        }
+        kind => {
+            warning!("regMr of memory of kind {kind}");
+            Err(ResultCode::INTERNAL_ERROR)
+        }
+    }
+}
+
+/// `deregMr`; NULL is fine.
+pub fn deregister(handle: *mut c_void) {
+    let known = locked(&HANDLES).remove(&(handle as usize));
+    if known.is_none() && !handle.is_null() {
+        misuse(format_args!("deregMr of something that is no memory handle: {handle:?}"));
+    }
+}
+
+/// The registration behind a handle; NULL is an internal error.
+pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
+    if handle.is_null() {
+        warning!("{call} without a memory handle");
+        return Err(ResultCode::INTERNAL_ERROR);
+    }
+    let known = locked(&HANDLES).get(&(handle as usize)).copied();
+    Ok(known.unwrap_or_else(|| misuse(format_args!("{call} with a memory handle that is not registered"))))
+}
+
+impl Registration {
+    /// Whether the bytes lie within it. Nobody asks for host memory, as in the real plugin.
+    pub fn covers(&self, data: *mut c_void, bytes: usize) -> bool {
+        let start = data as usize;
+        !self.gpu || (start >= self.address && start.saturating_add(bytes) <= self.address + self.bytes)
+    }
+}
+
+fn note(registration: Registration) -> *mut c_void {
+    let handle = NEXT.fetch_add(STEP, Ordering::Relaxed);
+    locked(&HANDLES).insert(handle, registration);
+    handle as *mut c_void
+}
+
+fn check_gpu(device: usize, address: usize, bytes: usize) -> Outcome<()> {
+    let plugin = plugin()?;
+    let nic = &plugin.devices[device];
+    if nic.pci_path.is_none() {
+        segfault(format_args!("regMr of GPU memory on {:?}, which has no PCI path", nic.name));
+    }
+    let refuse = |why: &str| {
+        warning!("regMr of {bytes} bytes of GPU memory at {address:#x}: {why}");
+        Err(ResultCode::UNHANDLED_CUDA_ERROR)
+    };
+    if !plugin.settings.dma_buf {
+        return refuse("NCCL_USE_DMA_BUF=0");
+    }
+    if plugin.switches.alignment && !address.is_multiple_of(PAGE_BYTES) {
+        return refuse("not aligned to 4096");
+    }
+    if plugin.switches.alignment && !bytes.is_multiple_of(PAGE_BYTES) {
+        return refuse("not whole pages");
+    }
+    match gpu::device_of(address as u64, bytes) {
+        None => refuse("no GPU has it"),
+        owner if owner == gpu::current_device() => Ok(()),
+        Some(owner) => refuse(&format!("it is GPU {owner}'s, which is not current on this thread")),
+    }
+}

@@ -1,0 +1,166 @@
+//! The request ring of a comm: rising indices over a fixed number of slots.
+//!
+//! A request's life: FREE -> POSTED -> ACTIVE -> TRANSMITTING -> INACTIVE -> FREE, oldest first at each step.
+//! Pure: no socket, no memory.
+//! Invariant: `released <= finished <= transmitted <= admitted <= posted <= released + slots`.
+//! Read next: `progress.rs`, which moves requests from state to state.
+
+/// Number of a request, from 0, over the life of its comm.
+pub type Number = u64;
+
+/// Where each state begins.
+#[derive(Debug)]
+pub struct Ring {
+    slots: u64,
+    released: Number,
+    finished: Number,
+    transmitted: Number,
+    admitted: Number,
+    posted: Number,
+}
+
+impl Ring {
+    /// A ring of free slots.
+    pub fn new(slots: u64) -> Ring {
+        Ring { slots, released: 0, finished: 0, transmitted: 0, admitted: 0, posted: 0 }
+    }
+
+    /// FREE -> POSTED; `None` when no slot is free.
+    pub fn post(&mut self) -> Option<Number> {
+        let number = self.posted;
+        (number - self.released < self.slots).then(|| {
+            self.posted += 1;
+            number
+        })
+    }
+
+    /// How many were ever posted.
+    pub fn posted_count(&self) -> u64 {
+        self.posted
+    }
+
+    /// How many ever finished.
+    pub fn finished_count(&self) -> u64 {
+        self.finished
+    }
+
+    /// The oldest POSTED one.
+    pub fn oldest_posted(&self) -> Option<Number> {
+        (self.admitted < self.posted).then_some(self.admitted)
+    }
+
+    /// POSTED -> ACTIVE for the oldest.
+    pub fn admit(&mut self) {
+        debug_assert!(self.admitted < self.posted);
+        self.admitted += 1;
+    }
+
+    /// The oldest ACTIVE one.
+    pub fn oldest_active(&self) -> Option<Number> {
+        (self.transmitted < self.admitted).then_some(self.transmitted)
+    }
+
+    /// ACTIVE -> TRANSMITTING for the oldest.
+    pub fn transmit(&mut self) {
+        debug_assert!(self.transmitted < self.admitted);
+        self.transmitted += 1;
+    }
+
+    /// The oldest TRANSMITTING one: the only one that `test` may name.
+    pub fn head(&self) -> Option<Number> {
+        (self.finished < self.transmitted).then_some(self.finished)
+    }
+
+    /// Whether a request is TRANSMITTING.
+    pub fn is_transmitting(&self, number: Number) -> bool {
+        (self.finished..self.transmitted).contains(&number)
+    }
+
+    /// TRANSMITTING -> INACTIVE for the oldest.
+    pub fn finish(&mut self) {
+        debug_assert!(self.finished < self.transmitted);
+        self.finished += 1;
+    }
+
+    /// The oldest INACTIVE one.
+    pub fn oldest_finished(&self) -> Option<Number> {
+        (self.released < self.finished).then_some(self.released)
+    }
+
+    /// INACTIVE -> FREE for the oldest.
+    pub fn release(&mut self) {
+        debug_assert!(self.released < self.finished);
+        self.released += 1;
+    }
+
+    /// The number of the request that now has, or last had, the slot.
+    pub fn number_at(&self, slot: u64) -> Option<Number> {
+        let turn = self.posted.checked_sub(slot + 1)? / self.slots;
+        Some(turn * self.slots + slot)
+    }
+
+    /// The slot of a request.
+    pub fn slot_of(&self, number: Number) -> usize {
+        (number % self.slots) as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn advance(ring: &mut Ring) {
+        ring.admit();
+        ring.transmit();
+        ring.finish();
+    }
+
+    #[test]
+    fn a_finished_request_keeps_its_slot_until_it_is_released() {
+        let mut ring = Ring::new(16);
+        (0..16).for_each(|k| assert_eq!(ring.post(), Some(k)));
+        assert_eq!(ring.post(), None);
+        advance(&mut ring);
+        assert_eq!(ring.post(), None);
+        ring.release();
+        assert_eq!(ring.post(), Some(16));
+        assert_eq!(ring.slot_of(16), 0);
+        assert_eq!(ring.post(), None);
+    }
+
+    #[test]
+    fn each_state_has_its_oldest() {
+        let mut ring = Ring::new(16);
+        (0..4).for_each(|k| assert_eq!(ring.post(), Some(k)));
+        assert_eq!((ring.oldest_posted(), ring.oldest_active(), ring.head()), (Some(0), None, None));
+        ring.admit();
+        ring.admit();
+        ring.admit();
+        ring.transmit();
+        ring.transmit();
+        ring.finish();
+        assert_eq!(ring.oldest_posted(), Some(3));
+        assert_eq!(ring.oldest_active(), Some(2));
+        assert_eq!(ring.head(), Some(1));
+        assert_eq!(ring.oldest_finished(), Some(0));
+        assert!(ring.is_transmitting(1) && !ring.is_transmitting(0) && !ring.is_transmitting(2));
+    }
+
+    #[test]
+    fn slots_know_the_latest_request_that_had_them() {
+        let mut ring = Ring::new(4);
+        assert_eq!(ring.number_at(0), None);
+        for round in 0..3 {
+            for slot in 0..4 {
+                let number = ring.post().unwrap();
+                advance(&mut ring);
+                ring.release();
+                assert_eq!(ring.number_at(slot), Some(number));
+                assert_eq!(number, round * 4 + slot);
+            }
+        }
+        assert_eq!(ring.number_at(3), Some(11));
+        ring.post();
+        assert_eq!((ring.number_at(0), ring.number_at(1)), (Some(12), Some(9)));
+    }
+}

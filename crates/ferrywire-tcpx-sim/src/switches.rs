@@ -1,0 +1,365 @@
+//! What `FERRYWIRE_TCPX_SIM` switches: every quirk, limit and injected fault of the plugin.
+//!
+//! One list makes the structure, its defaults, its parser and the names that the crate's table must show.
+//! Defaults are what the real plugin does. A name or value that is not known is an error, so that a test
+//! with a misspelt switch cannot pass by accident.
+//! Read next: `faults.rs`, which acts on the second half of the list.
+
+use std::ops::Range;
+
+/// The variable that holds the switches: `name=value,name=value`.
+pub const VARIABLE: &str = "FERRYWIRE_TCPX_SIM";
+
+/// A value that can stand behind a switch.
+trait Value: Sized {
+    /// What is expected, for the error message.
+    const EXPECTED: &str;
+    fn parse(text: &str) -> Option<Self>;
+}
+
+impl Value for bool {
+    const EXPECTED: &str = "on or off";
+
+    fn parse(text: &str) -> Option<bool> {
+        match text {
+            "on" => Some(true),
+            "off" => Some(false),
+            _ => None,
+        }
+    }
+}
+
+impl Value for u64 {
+    const EXPECTED: &str = "a number";
+
+    fn parse(text: &str) -> Option<u64> {
+        text.parse().ok()
+    }
+}
+
+impl Value for Option<u64> {
+    const EXPECTED: &str = "a number";
+
+    fn parse(text: &str) -> Option<Option<u64>> {
+        text.parse().ok().map(Some)
+    }
+}
+
+impl Value for Option<String> {
+    const EXPECTED: &str = "a name";
+
+    fn parse(text: &str) -> Option<Option<String>> {
+        (!text.is_empty()).then(|| Some(text.to_owned()))
+    }
+}
+
+impl Value for Range<u64> {
+    const EXPECTED: &str = "LOW-HIGH";
+
+    fn parse(text: &str) -> Option<Range<u64>> {
+        let (low, high) = text.split_once('-')?;
+        let (low, high) = (low.parse().ok()?, high.parse::<u64>().ok()?);
+        (low <= high && high < u64::MAX).then_some(low..high + 1)
+    }
+}
+
+/// An enumeration whose values have names.
+macro_rules! choice {
+    ($(#[$doc:meta])* $name:ident { $($(#[$value_doc:meta])* $value:ident = $text:literal,)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name { $($(#[$value_doc])* $value,)* }
+
+        impl Value for $name {
+            const EXPECTED: &str = concat!("one of", $(" ", $text,)*);
+
+            fn parse(text: &str) -> Option<$name> {
+                match text {
+                    $($text => Some($name::$value),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+choice! {
+    /// What a full comm answers.
+    Full {
+        /// A warning and result 3.
+        Error = "error",
+        /// Success and a NULL request.
+        Null = "null",
+    }
+}
+
+choice! {
+    /// What `test` does with its `sizes`.
+    Sizes {
+        /// Leaves them alone.
+        Keep = "keep",
+        /// Writes the size when the request is done.
+        Write = "write",
+    }
+}
+
+choice! {
+    /// The error that a receive comm gives when control bytes and the end of the stream come together.
+    CloseError {
+        /// When they happen to be read together.
+        Natural = "on",
+        /// Never.
+        Off = "off",
+        /// Exactly once per receive comm whose peer closes while a request is not done.
+        Always = "always",
+    }
+}
+
+choice! {
+    /// What happens to GPU payload from this host.
+    SameHost {
+        /// It arrives in linear memory: a warning and `exit(1)`.
+        Die = "die",
+        /// It arrives in the pool.
+        Allow = "allow",
+    }
+}
+
+choice! {
+    /// What a second `init` answers.
+    SecondInit {
+        /// Result 3.
+        Refuse = "3",
+        /// Success.
+        Ok = "ok",
+    }
+}
+
+choice! {
+    /// How fragments lie.
+    Lie {
+        /// They do not.
+        No = "no",
+        /// The source lies outside the pool.
+        Range = "range",
+        /// The destination lies outside the message.
+        Dst = "dst",
+        /// The lengths do not add up to the message.
+        Len = "len",
+    }
+}
+
+choice! {
+    /// Which comms faults and rates are for.
+    Side {
+        /// Both.
+        Both = "both",
+        /// Send comms.
+        Send = "send",
+        /// Receive comms.
+        Recv = "recv",
+    }
+}
+
+macro_rules! switches {
+    ($($(#[$doc:meta])* $name:ident: $kind:ty = $default:expr;)*) => {
+        /// The value of each switch.
+        #[derive(Clone, Debug, PartialEq)]
+        pub struct Switches { $($(#[$doc])* pub $name: $kind,)* }
+
+        impl Default for Switches {
+            fn default() -> Switches {
+                Switches { $($name: $default,)* }
+            }
+        }
+
+        impl Switches {
+            fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
+                match name {
+                    $(stringify!($name) => self.$name = value(name, text)?,)*
+                    _ => return Err(format!("{VARIABLE} has no switch {name:?}")),
+                }
+                Ok(())
+            }
+        }
+
+        #[cfg(test)]
+        const NAMES: &[&str] = &[$(stringify!($name),)*];
+    };
+}
+
+switches! {
+    /// Only the oldest request in transmission may be tested.
+    head_only: bool = true;
+    /// One `test` admits at most one request and schedules at most one.
+    one_step: bool = true;
+    /// Requests per comm, at most 16.
+    slots: u64 = 16;
+    /// What a full comm answers.
+    full: Full = Full::Error;
+    /// What `test` does with its `sizes`.
+    sizes: Sizes = Sizes::Keep;
+    /// A message larger than its receive is written beyond it.
+    overrun: bool = true;
+    /// Finished receives are given back in order only.
+    consume_order: bool = true;
+    /// A second thread inside a comm ends the process.
+    one_thread: bool = true;
+    /// Connecting and accepting give a NULL comm until they are ready.
+    null_first: bool = true;
+    /// A call after the end of an attempt ends the process.
+    attempt_once: bool = true;
+    /// Time per socket while connecting.
+    setup_ms: u64 = 1;
+    /// There is a dp-manager that installs rules.
+    dp_manager: bool = true;
+    /// A receive comm without a device handle dies at its first receive.
+    need_device_handle: bool = true;
+    /// What a second `init` answers.
+    second_init: SecondInit = SecondInit::Refuse;
+    /// `init` fails on a host without a GPU.
+    need_gpu: bool = false;
+    /// A NIC without a PCI path gets a made-up one.
+    pci_path: bool = true;
+    /// Without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes.
+    chunk_env: bool = true;
+    /// GPU memory is registered in whole, aligned pages only.
+    alignment: bool = true;
+    /// Fragments lie in pages out of order, at odd offsets, with odd lengths.
+    scatter: bool = true;
+    /// Longest fragment.
+    fragment_bytes: u64 = 4096;
+    /// Too many fragments end the process.
+    fragment_limits: bool = true;
+    /// Pages of the receive pool of one GPU.
+    pool_pages: u64 = 16384;
+    /// Pages are filled with 0xDE when they are given back.
+    poison: bool = true;
+    /// The pages of all but the last chunk of a request on one socket are lost.
+    leak: bool = true;
+    /// What happens to GPU payload from this host.
+    same_host: SameHost = SameHost::Die;
+    /// One warning per receive call into host memory.
+    host_warning: bool = true;
+    /// The error that a closing peer can cause.
+    close_error: CloseError = CloseError::Natural;
+    /// A worker ends without a word when its socket fails.
+    silent_death: bool = true;
+    /// Writing to a dead peer raises SIGPIPE.
+    sigpipe: bool = true;
+    /// Half a control message makes `test` wait for ever.
+    half_control_spin: bool = true;
+    /// Bytes per second and direction of each NIC, 0 for no limit.
+    rate: u64 = 0;
+    /// Seed of everything that is drawn by lot.
+    seed: u64 = 1;
+    /// A line with counts when a comm is closed.
+    stats: bool = false;
+
+    /// Faults are for these comms.
+    fault_side: Side = Side::Both;
+    /// Faults are for comms on this NIC.
+    fault_nic: Option<String> = None;
+    /// `exit(1)` when this many requests were posted.
+    die_after: Option<u64> = None;
+    /// SIGSEGV when this many requests were posted.
+    crash_after: Option<u64> = None;
+    /// `test` never returns once this many requests are done.
+    test_hang_after: Option<u64> = None;
+    /// `test` gives 2 once, when this many requests are done.
+    test_error_after: Option<u64> = None;
+    /// The oldest request never completes once this many are done.
+    stall_head_after: Option<u64> = None;
+    /// Data socket 0 is shut down when this many requests were posted.
+    drop_data_socket_after: Option<u64> = None;
+    /// A send comm writes half a control message, and nothing more, after this many requests.
+    half_control_after: Option<u64> = None;
+    /// A receive into GPU memory finds no control data after this many requests.
+    no_cmsg_after: Option<u64> = None;
+    /// How fragments lie.
+    lie_fragment: Lie = Lie::No;
+    /// Fragments lie from this request on.
+    lie_after: u64 = 0;
+    /// Socket calls move a random part of what they could.
+    partial_io: bool = false;
+    /// Each socket call waits so long before.
+    delay_us: Range<u64> = 0..1;
+}
+
+impl Switches {
+    /// Reads `name=value,name=value`; blanks and empty items are skipped.
+    pub fn parse(text: &str) -> Result<Switches, String> {
+        let mut switches = Switches::default();
+        for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
+            let (name, text) = item.split_once('=').unwrap_or((item, ""));
+            switches.set(name.trim(), text.trim())?;
+        }
+        switches.check()?;
+        Ok(switches)
+    }
+
+    /// The switches of this process.
+    pub fn from_env() -> Result<Switches, String> {
+        match std::env::var(VARIABLE) {
+            Ok(text) => Switches::parse(&text),
+            Err(std::env::VarError::NotPresent) => Ok(Switches::default()),
+            Err(e) => Err(format!("{VARIABLE}: {e}")),
+        }
+    }
+
+    fn check(&self) -> Result<(), String> {
+        let bounded = [
+            ("slots", self.slots, 1..=16),
+            ("fragment_bytes", self.fragment_bytes, 1..=4096),
+            ("pool_pages", self.pool_pages, 1..=1 << 19),
+        ];
+        for (name, value, bounds) in bounded {
+            if !bounds.contains(&value) {
+                return Err(format!("{VARIABLE}: {name}={value} is not within {bounds:?}"));
+            }
+        }
+        Ok(())
+    }
+}
+
+fn value<T: Value>(name: &str, text: &str) -> Result<T, String> {
+    T::parse(text).ok_or_else(|| format!("{VARIABLE}: {name}={text:?} is not {}", T::EXPECTED))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_switched_is_the_real_plugin() {
+        assert_eq!(Switches::parse("").unwrap(), Switches::default());
+    }
+
+    #[test]
+    fn values_are_read_by_name() {
+        let switches = Switches::parse("head_only=off, sizes=write,,delay_us=0-50,die_after=7").unwrap();
+        let expected = Switches {
+            head_only: false,
+            sizes: Sizes::Write,
+            delay_us: 0..51,
+            die_after: Some(7),
+            ..Switches::default()
+        };
+        assert_eq!(switches, expected);
+    }
+
+    #[test]
+    fn what_is_not_known_is_refused() {
+        for text in ["hed_only=off", "head_only", "head_only=no", "slots=17", "sizes=on", "delay_us=5-1"] {
+            assert!(Switches::parse(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn the_table_of_the_crate_has_every_switch() {
+        let manual = include_str!("lib.rs");
+        for name in NAMES {
+            assert!(manual.contains(&format!("//! | `{name}` |")), "lib.rs does not describe {name}");
+        }
+    }
+}

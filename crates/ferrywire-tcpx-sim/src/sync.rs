@@ -1,0 +1,62 @@
+//! Small tools that threads share: a lock that outlives a panic, and a wake-up.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The lock, even if a thread panicked while holding it: no panic may cross into the host.
+pub fn locked<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Wakes a worker that sleeps in `poll`.
+///
+/// Invariant: work made visible before [`Wake::wake`] is seen by a worker that calls [`Wake::prepare`] and
+/// then looks for work before it sleeps.
+#[derive(Debug)]
+pub struct Wake {
+    eventfd: OwnedFd,
+    asleep: AtomicBool,
+}
+
+impl Wake {
+    /// A new one.
+    pub fn new() -> io::Result<Wake> {
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the kernel has just made this descriptor, and nobody else has it.
+        Ok(Wake { eventfd: unsafe { OwnedFd::from_raw_fd(fd) }, asleep: AtomicBool::new(false) })
+    }
+
+    /// The descriptor to sleep on.
+    pub fn fd(&self) -> RawFd {
+        self.eventfd.as_raw_fd()
+    }
+
+    /// Says that the worker is about to sleep.
+    pub fn prepare(&self) {
+        self.asleep.store(true, Ordering::SeqCst);
+    }
+
+    /// Says that it is awake, and forgets wake-ups.
+    pub fn awake(&self) {
+        if !self.asleep.swap(false, Ordering::SeqCst) {
+            let mut count = 0_u64;
+            // SAFETY: the kernel writes the eight bytes of `count`.
+            unsafe { libc::read(self.fd(), (&raw mut count).cast(), size_of::<u64>()) };
+        }
+    }
+
+    /// Ends the sleep, if it sleeps.
+    pub fn wake(&self) {
+        if self.asleep.swap(false, Ordering::SeqCst) {
+            let one = 1_u64;
+            // SAFETY: the kernel reads the eight bytes of `one`.
+            unsafe { libc::write(self.fd(), (&raw const one).cast(), size_of::<u64>()) };
+        }
+    }
+}

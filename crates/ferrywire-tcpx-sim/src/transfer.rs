@@ -1,0 +1,126 @@
+//! The socket calls of the workers: send, receive into host memory, receive into pages.
+//!
+//! No call blocks. Sends carry no `MSG_NOSIGNAL`: a dead peer raises SIGPIPE, as with the real plugin.
+//! Invariant: a failed call moves nothing; pages it did not need are free again.
+
+use std::io;
+use std::os::fd::RawFd;
+
+use crate::gpu::GpuPool;
+use crate::lane::{Chunk, PageRecord};
+use crate::log::warning;
+use crate::pool::{Carver, Fragment};
+use crate::sync::locked;
+use crate::worker::{Shared, record_pages};
+
+/// Pages that one call receives into.
+const PAGES_PER_CALL_MAX: usize = 256;
+
+/// What a call came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Moved {
+    /// So many bytes, at least one.
+    Bytes(usize),
+    /// Nothing can be moved now.
+    NotReady,
+    /// No page is free.
+    Starved,
+    /// The connection is of no use any more.
+    Failed,
+}
+
+impl Moved {
+    fn from(result: isize) -> Moved {
+        match result {
+            0 => Moved::Failed,
+            count if count > 0 => Moved::Bytes(count as usize),
+            _ => match io::Error::last_os_error().kind() {
+                io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Moved::NotReady,
+                _ => Moved::Failed,
+            },
+        }
+    }
+}
+
+/// Sends from memory that the host keeps readable. Memory that is gone fails the call, no more.
+pub fn send(fd: RawFd, source: *const u8, len: usize, shared: &Shared) -> Moved {
+    let quiet = if shared.sigpipe { 0 } else { libc::MSG_NOSIGNAL };
+    // SAFETY: the kernel checks the range itself, and the host promised in `isend` to keep it.
+    Moved::from(unsafe { libc::send(fd, source.cast(), len, libc::MSG_DONTWAIT | quiet) })
+}
+
+/// Receives into memory that the host keeps writable. Memory that is gone fails the call, no more.
+pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
+    // SAFETY: the kernel checks the range itself, and the host promised in `irecv` to keep it.
+    let moved = Moved::from(unsafe { libc::recv(fd, target.cast(), len, libc::MSG_DONTWAIT) });
+    if shared.host_warning
+        && let Moved::Bytes(bytes) = moved
+    {
+        warning!("{bytes} bytes received through linear host memory");
+    }
+    moved
+}
+
+/// Receives into free pages; notes them, and the fragments in the chunk.
+pub fn recv_pages(
+    fd: RawFd,
+    pool: &GpuPool,
+    carver: &mut Carver,
+    most: usize,
+    chunk: &mut Chunk,
+    record: &PageRecord,
+    shared: &Shared,
+) -> Moved {
+    let mut fragments = take_fragments(pool, carver, most, shared.id);
+    if fragments.is_empty() {
+        return Moved::Starved;
+    }
+    let moved = receive_into(fd, pool, &fragments);
+    let bytes = if let Moved::Bytes(bytes) = moved { bytes } else { 0 };
+    trim(&mut fragments, bytes, pool);
+    let pages: Vec<u32> = fragments.iter().map(|fragment| fragment.page).collect();
+    record_pages(shared, record, &pages);
+    chunk.fragments.append(&mut fragments);
+    moved
+}
+
+/// Room for `most` bytes, or as much as one call takes and the pool has.
+fn take_fragments(pool: &GpuPool, carver: &mut Carver, most: usize, owner: u64) -> Vec<Fragment> {
+    let (mut fragments, mut room) = (Vec::new(), 0);
+    let mut pages = locked(&pool.pages);
+    while room < most && fragments.len() < PAGES_PER_CALL_MAX {
+        let Some(page) = pages.take(owner) else { break };
+        let fragment = carver.carve(page, most - room);
+        room += fragment.len as usize;
+        fragments.push(fragment);
+    }
+    fragments
+}
+
+fn receive_into(fd: RawFd, pool: &GpuPool, fragments: &[Fragment]) -> Moved {
+    let mut pieces: Vec<libc::iovec> = fragments
+        .iter()
+        .map(|fragment| libc::iovec { iov_base: pool.view(fragment).cast(), iov_len: fragment.len as usize })
+        .collect();
+    // SAFETY: all zero is a valid `msghdr`: null pointers with zero lengths.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_mut_ptr();
+    message.msg_iovlen = pieces.len() as _;
+    // SAFETY: the pieces lie in pages that this comm owns, in the pool's mapping, which is never unmapped.
+    Moved::from(unsafe { libc::recvmsg(fd, &mut message, libc::MSG_DONTWAIT) })
+}
+
+/// Keeps the fragments that hold the first `bytes` bytes; the other pages are free again.
+fn trim(fragments: &mut Vec<Fragment>, bytes: usize, pool: &GpuPool) {
+    let (mut left, mut used) = (bytes, 0);
+    for fragment in fragments.iter_mut() {
+        if left == 0 {
+            break;
+        }
+        fragment.len = fragment.len.min(left as u32);
+        left -= fragment.len as usize;
+        used += 1;
+    }
+    let mut pages = locked(&pool.pages);
+    fragments.drain(used..).rev().for_each(|fragment| pages.put_back(fragment.page));
+}

@@ -1,0 +1,96 @@
+//! What a receive comm needs for scattered receives: the metadata block and the device's words.
+//!
+//! The device handle that `accept` fills points at 24 bytes of device memory: where the metadata is, where
+//! the pool is, and a head that only NCCL's own kernels use.
+//! Invariant: entries of a receive are published only in its own slot of the metadata.
+//! Read next: `metadata.rs`.
+
+use std::sync::Arc;
+
+use ferrywire::nccl::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
+
+use crate::faults::Faults;
+use crate::gpu::{DeviceWords, GpuPool, Mapped};
+use crate::log::{exit_1, warning};
+use crate::metadata::{Entry, METADATA_BYTES, Metadata, SLOTS};
+use crate::pool::Fragment;
+use crate::ring::Number;
+use crate::switches::Lie;
+
+/// Bytes of the device's words.
+pub const DEVICE_WORDS_BYTES: usize = 24;
+/// The head that other hosts ignore starts here.
+const HEAD_START: u64 = !0;
+/// How far beyond its message a lying fragment points.
+const LIE_BYTES: u64 = 1 << 40;
+
+/// A receive comm's scatter metadata.
+#[derive(Debug)]
+pub struct Unpack {
+    metadata: Metadata,
+    words: DeviceWords,
+    pool_bytes: u64,
+    lie: Lie,
+    lie_after: Number,
+}
+
+impl Unpack {
+    /// Metadata for a comm whose pool, as the host is told, is `pool`; `None` when memory is short.
+    pub fn new(device: Option<i32>, pool: Option<&Arc<GpuPool>>, faults: &Faults) -> Option<Unpack> {
+        let metadata = Metadata::new(Mapped::new(device, METADATA_BYTES)?);
+        let base = pool.map_or(0, |pool| pool.base);
+        let mut words = [0; DEVICE_WORDS_BYTES];
+        for (word, value) in words.chunks_exact_mut(8).zip([metadata.address(), base, HEAD_START]) {
+            word.copy_from_slice(&value.to_ne_bytes());
+        }
+        Some(Unpack {
+            words: DeviceWords::new(device, &words)?,
+            metadata,
+            pool_bytes: pool.map_or(0, |pool| pool.bytes()),
+            lie: faults.lie,
+            lie_after: faults.lie_after,
+        })
+    }
+
+    /// Completes the host's device handle.
+    pub fn describe(&self, handle: &mut DeviceHandle) {
+        handle.net_device_type = DEVICE_UNPACK;
+        handle.net_device_version = DEVICE_VERSION_UNPACK;
+        handle.handle = self.words.address() as *mut _;
+        handle.size = DEVICE_WORDS_BYTES;
+        handle.needs_proxy_progress = 1;
+    }
+
+    /// A receive was posted: its slot of the metadata is empty.
+    pub fn begin(&mut self, number: Number) {
+        self.metadata.clear(number as usize % SLOTS);
+    }
+
+    /// A chunk at `offset` of the receive has arrived in these fragments.
+    pub fn append(&mut self, number: Number, offset: usize, fragments: &[Fragment]) {
+        let mut target = offset as u64;
+        let mut entries = Vec::with_capacity(fragments.len());
+        for fragment in fragments {
+            entries.push(Entry { source: fragment.pool_offset(), len: fragment.len, target });
+            target += u64::from(fragment.len);
+        }
+        if number >= self.lie_after {
+            self.lie_about(&mut entries);
+        }
+        if !self.metadata.append(number as usize % SLOTS, &entries) {
+            exit_1(format_args!("more fragments in one request than its metadata holds"));
+        }
+    }
+
+    /// Makes the first entry a lie, if fragments shall lie.
+    fn lie_about(&self, entries: &mut [Entry]) {
+        let Some(entry) = entries.first_mut() else { return };
+        match self.lie {
+            Lie::No => return,
+            Lie::Range => entry.source = u32::try_from(self.pool_bytes).unwrap_or(u32::MAX),
+            Lie::Dst => entry.target += LIE_BYTES,
+            Lie::Len => entry.len = entry.len / 2 + 1 + entry.len,
+        }
+        warning!("a fragment lies, injected by lie_fragment: {entry:?}");
+    }
+}

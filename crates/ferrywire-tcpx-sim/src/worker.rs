@@ -1,0 +1,255 @@
+//! The threads that move the chunks of a comm.
+//!
+//! Each serves its share of the data sockets and sleeps in `poll` when there is nothing to do. A fatal
+//! socket error ends the thread without a word: its chunks never finish, and only the host's own deadline
+//! can notice.
+//! Invariant: a chunk's bytes are moved in order, and nothing is touched after the thread was joined.
+//! Read next: `transfer.rs`, the socket calls.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::faults::{Direction, Faults};
+use crate::gpu::GpuPool;
+use crate::lane::{Chunk, Lane, Work};
+use crate::log::exit_1;
+use crate::pool::Carver;
+use crate::random::Random;
+use crate::rate::Rate;
+use crate::sync::{Wake, locked};
+use crate::transfer::{self, Moved};
+
+/// How often a worker without pages looks again.
+const STARVED_PAUSE_MS: i32 = 1;
+/// A worker that waits for its NIC's rate looks this often whether it shall stop.
+const STOP_CHECK: Duration = Duration::from_millis(10);
+
+/// What the workers of a comm share with it.
+#[derive(Debug)]
+pub struct Shared {
+    /// Number of the comm in this process, from 1.
+    pub id: u64,
+    /// Which end it is.
+    pub direction: Direction,
+    /// Idle workers spin.
+    pub spin: bool,
+    /// Faults for this comm.
+    pub faults: Faults,
+    /// The NIC's allowance.
+    pub rate: Option<Arc<Rate>>,
+    /// Where GPU payload lands.
+    pub landing: Option<Arc<GpuPool>>,
+    /// GPU payload arrives in linear memory, which is fatal.
+    pub linear: bool,
+    /// One warning per receive call into host memory.
+    pub host_warning: bool,
+    /// Writing to a dead peer raises SIGPIPE.
+    pub sigpipe: bool,
+    /// Fragments of a chunk that end the process; none with the limits off.
+    pub fragments_fatal: Option<usize>,
+    /// Seed of the workers' chances.
+    pub seed: u64,
+    /// Fragments are scattered.
+    pub scatter: bool,
+    /// Longest fragment.
+    pub fragment_bytes: u32,
+    /// A worker died.
+    pub dead: AtomicBool,
+    /// Bytes of chunks moved.
+    pub bytes: AtomicU64,
+    /// Pages taken for this comm.
+    pub pages_taken: AtomicU64,
+}
+
+/// The running workers of a comm.
+#[derive(Debug)]
+pub struct Crew {
+    stop: Arc<AtomicBool>,
+    workers: Vec<(Arc<Wake>, JoinHandle<()>)>,
+}
+
+impl Crew {
+    /// Starts `threads` workers over the sockets; each has every `threads`-th.
+    pub fn start(shared: &Arc<Shared>, lanes: &[Arc<Lane>], threads: usize) -> std::io::Result<Crew> {
+        let stop = Arc::new(AtomicBool::new(false));
+        let mut workers = Vec::new();
+        for k in 0..threads {
+            let lanes: Vec<Arc<Lane>> = lanes.iter().skip(k).step_by(threads).cloned().collect();
+            let wake = Arc::new(Wake::new()?);
+            let worker = Worker::new(shared.clone(), stop.clone(), wake.clone(), lanes, k);
+            let name = format!("tcpx-{}-{k}", shared.id);
+            workers.push((wake, thread::Builder::new().name(name).spawn(move || worker.run())?));
+        }
+        Ok(Crew { stop, workers })
+    }
+
+    /// Tells the worker of a socket that there is a chunk.
+    pub fn wake(&self, lane: usize) {
+        let (wake, _) = &self.workers[lane % self.workers.len()];
+        wake.wake();
+    }
+
+    /// Stops the workers wherever they are and waits until they are gone.
+    pub fn stop(self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.workers.iter().for_each(|(wake, _)| wake.wake());
+        for (_, worker) in self.workers {
+            let _ = worker.join();
+        }
+    }
+}
+
+/// One thread's work.
+struct Worker {
+    shared: Arc<Shared>,
+    stop: Arc<AtomicBool>,
+    wake: Arc<Wake>,
+    lanes: Vec<Arc<Lane>>,
+    current: Vec<Option<Chunk>>,
+    random: Random,
+    carver: Carver,
+}
+
+/// What a turn over one socket came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// Bytes moved or a chunk ended.
+    Progress,
+    /// No chunk, or the socket is not ready.
+    Nothing,
+    /// No free page.
+    Starved,
+}
+
+impl Worker {
+    fn new(
+        shared: Arc<Shared>,
+        stop: Arc<AtomicBool>,
+        wake: Arc<Wake>,
+        lanes: Vec<Arc<Lane>>,
+        index: usize,
+    ) -> Worker {
+        let stream = shared.id * 64 + index as u64;
+        let carver = Carver::new(Random::new(shared.seed, stream), shared.scatter, shared.fragment_bytes);
+        let current = lanes.iter().map(|_| None).collect();
+        let random = Random::new(shared.seed, !stream);
+        Worker { shared, stop, wake, lanes, current, random, carver }
+    }
+
+    fn run(mut self) {
+        while !self.stopped() {
+            let turns: Result<Vec<Turn>, ()> = (0..self.lanes.len()).map(|k| self.turn(k)).collect();
+            match turns {
+                Err(()) => return self.shared.dead.store(true, Ordering::SeqCst),
+                Ok(turns) if turns.contains(&Turn::Progress) => {}
+                Ok(_) if self.shared.spin => thread::yield_now(),
+                Ok(turns) => self.sleep(turns.contains(&Turn::Starved)),
+            }
+        }
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::SeqCst)
+    }
+
+    /// Moves what one call moves on a socket.
+    fn turn(&mut self, k: usize) -> Result<Turn, ()> {
+        let Some(mut chunk) = self.current[k].take().or_else(|| self.lanes[k].next()) else {
+            return Ok(Turn::Nothing);
+        };
+        let turn = if chunk.moved < chunk.len { self.advance(k, &mut chunk)? } else { Turn::Progress };
+        if chunk.moved == chunk.len {
+            self.check_fragments(&chunk);
+            self.lanes[k].finish(chunk);
+        } else {
+            self.current[k] = Some(chunk);
+        }
+        Ok(turn)
+    }
+
+    fn advance(&mut self, k: usize, chunk: &mut Chunk) -> Result<Turn, ()> {
+        let most = self.allowance(chunk.len - chunk.moved);
+        let fd = self.lanes[k].fd();
+        let moved = match &chunk.work {
+            Work::Send { source } => transfer::send(fd, source.wrapping_add(chunk.moved), most, &self.shared),
+            Work::Host { target } => transfer::recv(fd, target.wrapping_add(chunk.moved), most, &self.shared),
+            Work::Pages { record } => {
+                let (Some(pool), record) = (self.shared.landing.clone(), record.clone()) else {
+                    return Err(());
+                };
+                let moved =
+                    transfer::recv_pages(fd, &pool, &mut self.carver, most, chunk, &record, &self.shared);
+                if self.shared.linear && matches!(moved, Moved::Bytes(_)) {
+                    exit_1(format_args!("payload of the same host in linear memory (rx no cmsg)"));
+                }
+                moved
+            }
+        };
+        match moved {
+            Moved::Bytes(bytes) => {
+                chunk.moved += bytes;
+                self.account(bytes);
+                Ok(Turn::Progress)
+            }
+            Moved::NotReady => Ok(Turn::Nothing),
+            Moved::Starved => Ok(Turn::Starved),
+            Moved::Failed => Err(()),
+        }
+    }
+
+    /// How many bytes the next call may move, after the delay that is injected before it.
+    fn allowance(&mut self, wanted: usize) -> usize {
+        let delay_us = self.random.within(&self.shared.faults.delay_us);
+        if delay_us > 0 {
+            thread::sleep(Duration::from_micros(delay_us));
+        }
+        let most = self.shared.rate.as_ref().map_or(wanted, |rate| wanted.min(rate.quantum()));
+        if self.shared.faults.partial_io { 1 + self.random.below(most as u64) as usize } else { most }
+    }
+
+    fn account(&self, bytes: usize) {
+        self.shared.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        let Some(rate) = &self.shared.rate else { return };
+        let until = rate.charge(bytes);
+        while !self.stopped() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            thread::sleep(left.min(STOP_CHECK));
+        }
+    }
+
+    fn check_fragments(&self, chunk: &Chunk) {
+        if self.shared.fragments_fatal.is_some_and(|limit| chunk.fragments.len() >= limit) {
+            exit_1(format_args!("{} fragments in one chunk", chunk.fragments.len()));
+        }
+    }
+
+    /// Waits for a socket with a chunk, for a new chunk, or shortly for pages.
+    fn sleep(&self, starved: bool) {
+        self.wake.prepare();
+        let has_work = |k: usize| self.current[k].is_none() && self.lanes[k].is_waiting();
+        if !self.stopped() && !(0..self.lanes.len()).any(has_work) {
+            let events = match self.shared.direction {
+                Direction::Send => libc::POLLOUT,
+                Direction::Recv => libc::POLLIN,
+            };
+            let mut fds = vec![libc::pollfd { fd: self.wake.fd(), events: libc::POLLIN, revents: 0 }];
+            let busy = (0..self.lanes.len()).filter(|k| !starved && self.current[*k].is_some());
+            fds.extend(busy.map(|k| libc::pollfd { fd: self.lanes[k].fd(), events, revents: 0 }));
+            let timeout_ms = if starved { STARVED_PAUSE_MS } else { -1 };
+            // SAFETY: the kernel writes only into `fds`, whose length is given.
+            unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, timeout_ms) };
+        }
+        self.wake.awake();
+    }
+}
+
+/// Notes pages that a chunk took.
+pub fn record_pages(shared: &Shared, record: &crate::lane::PageRecord, pages: &[u32]) {
+    shared.pages_taken.fetch_add(pages.len() as u64, Ordering::Relaxed);
+    locked(record).extend_from_slice(pages);
+}

@@ -1,0 +1,12 @@
+//! One named test per rule of the plugin: what a host can observe, and that each quirk can be switched off.
+//!
+//! Every case runs in a process of its own (`case.rs`), through the raw table (`driver.rs`).
+
+mod case;
+mod driver;
+
+mod data;
+mod gpu;
+mod ring;
+mod setup;
+mod wire_peer;
