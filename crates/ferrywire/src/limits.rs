@@ -117,6 +117,8 @@ pub const RESUME_GRACE: Duration = Duration::from_secs(2);
 pub const PATH_DEAD_AFTER: Duration = Duration::from_millis(1400);
 /// How often paths are looked at while something is in flight.
 pub const PATH_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// When accepting fails for want of descriptors or memory, it is tried again this often.
+pub const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// How often a lost channel is dialled again.
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait for one connection attempt.

@@ -36,6 +36,9 @@ use std::time::Duration;
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 const QUIET_SLEEP: Duration = Duration::from_millis(200);
 
+/// What the poller calls every listener; connections count from there.
+const LISTENER_TOKEN: u64 = 0;
+
 /// Somebody waits for a peer: the result of a connect, or the next accepted one.
 #[derive(Default)]
 pub(crate) struct Lobby {
@@ -103,6 +106,10 @@ pub(crate) struct Control {
     nics_seen: Duration,
     refusals_told: u64,
     refusals_since: Duration,
+    /// Nothing is accepted before then, because the last attempt failed.
+    accept_at: Option<Duration>,
+    /// When it was last told that nothing can be accepted.
+    accept_told: Option<Duration>,
     unfinished: bool,
 }
 
@@ -126,7 +133,7 @@ impl Control {
         let poller = Arc::new(Poller::new()?);
         for listener in &listeners {
             if let Some(fd) = listener.fd() {
-                poller.add(fd, 0, Interest::READ)?;
+                poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
         Ok(Control {
@@ -137,11 +144,13 @@ impl Control {
             book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed))),
             lobby,
             poller,
-            next_token: 1,
+            next_token: LISTENER_TOKEN + 1,
             me,
             nics_seen: Duration::ZERO,
             refusals_told: 0,
             refusals_since: Duration::ZERO,
+            accept_at: None,
+            accept_told: None,
             unfinished: false,
         })
     }
@@ -165,7 +174,7 @@ impl Control {
     fn sleep_limit(&self) -> Duration {
         let busy = !self.incoming.is_empty() || !self.dials.is_empty() || self.links.values().any(Link::busy);
         let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
-        match (polled, busy) {
+        match (polled, busy || self.accept_at.is_some()) {
             (true, _) => Duration::from_millis(1),
             (_, true) => BUSY_SLEEP,
             _ => QUIET_SLEEP,
@@ -183,6 +192,12 @@ impl Control {
     // ---- listening ----
 
     fn accept(&mut self, engine: &Engine, now: Duration) -> bool {
+        if self.accept_at.is_some_and(|at| now < at) {
+            return false;
+        }
+        if self.accept_at.take().is_some() {
+            self.listen_for(Interest::READ);
+        }
         let mut worked = false;
         for index in 0..self.listeners.len() {
             // As many as fit, so that a flood cannot keep us here.
@@ -194,14 +209,36 @@ impl Control {
                     }
                     Ok(None) => break,
                     Err(error) => {
-                        tracing::warn!(%error, "accepting a connection failed");
-                        break;
+                        self.stop_accepting(&error, now);
+                        return worked;
                     }
                 }
                 worked = true;
             }
         }
         worked
+    }
+
+    /// Whoever knocks is still there, and would wake us without end: nothing is accepted for a while.
+    fn stop_accepting(&mut self, error: &io::Error, now: Duration) {
+        const SECONDS_BETWEEN_LINES: u64 = 60;
+        self.accept_at = Some(now + limits::ACCEPT_RETRY_INTERVAL);
+        self.listen_for(Interest::NONE);
+        if self.accept_told.is_none_or(|at| (now - at).as_secs() >= SECONDS_BETWEEN_LINES) {
+            self.accept_told = Some(now);
+            let every = limits::ACCEPT_RETRY_INTERVAL;
+            tracing::warn!(
+                "nobody can be accepted: {error}; tried again every {every:?} (open files: see ulimit -n)"
+            );
+        }
+    }
+
+    fn listen_for(&self, interest: Interest) {
+        for fd in self.listeners.iter().filter_map(|listener| listener.fd()) {
+            if let Err(error) = self.poller.modify(fd, LISTENER_TOKEN, interest) {
+                tracing::warn!(%error, "changing what a listener waits for failed");
+            }
+        }
     }
 
     /// Finds out again under which addresses peers can reach us, but not for each stranger.
