@@ -567,6 +567,22 @@ fn eager_messages_past_the_credit_are_refused() {
 }
 
 #[test]
+fn a_notification_said_again_is_charged_once() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let body = vec![7; limits::NOTIFY_BYTES_MAX];
+    // Together they are past every limit, while the bytes that they follow never come.
+    let follow = Header { transfer: 5, total: 1, len: body.len() as u32, ..Header::new(Kind::Notify) };
+    evil.data[0].flood(follow, &body, 6000, |_, _| {});
+    let refused = evil.data[0].answers();
+    assert_eq!(refused.len(), 5999);
+    assert!(refused.iter().all(|(_, why)| *why == Refusal::Other), "{:?}", refused.first());
+    evil.send(Header { transfer: 0, len: body.len() as u32, ..Header::new(Kind::Notify) }, &body);
+    assert_eq!(evil.here.wait_notification(LIMIT), Ok(body));
+    scene.unharmed();
+}
+
+#[test]
 fn empty_messages_are_charged_too() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);

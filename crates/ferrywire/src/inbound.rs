@@ -169,8 +169,14 @@ impl Inbound {
             state.forget(header.transfer);
             return Ok(());
         }
-        let known = header.transfer < state.next_notification || state.waiting.contains_key(&header.transfer);
-        if alone && known {
+        // One that is here already holds its place: another would be charged, and never taken.
+        let known = match alone {
+            true => {
+                header.transfer < state.next_notification || state.waiting.contains_key(&header.transfer)
+            }
+            false => header.kind == Kind::Notify && state.following.contains_key(&header.transfer),
+        };
+        if known {
             return Err(Refusal::Other);
         }
         if alone && state.waiting.len() >= limits::EARLY_FRAMES_MAX {
