@@ -5,12 +5,15 @@
 //! the region, and the work of a good peer.
 
 use crate::bootstrap::tests::{Shared, config, hello};
-use crate::bootstrap::{Config, Established, HandshakeError, Initiator, Outcome, Purpose, Responder, Secure};
+use crate::bootstrap::{
+    self, Config, Established, HandshakeError, Initiator, Outcome, Purpose, RefusalCode, Responder, Secure,
+};
 use crate::limits;
 use crate::memory::{Identity, Place};
 use crate::session::{ControlMessage, Frame};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
 use crate::{Endpoint, Error, Peer, Region, RemoteRegion};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -882,39 +885,158 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
 
 // ---- evil ends that answer ----
 
+/// Answers the next connection; no outcome when it was refused.
+fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>) {
+    eventually("a connection", || knocks(listener));
+    let (mut stream, _) = listener.accept().unwrap();
+    let mut responder = Responder::new(desk.clone());
+    loop {
+        stream.write_all(&responder.take_output()).unwrap();
+        if let Some(outcome) = responder.finished() {
+            return (stream, Some(outcome));
+        }
+        let mut bytes = vec![0; responder.want()];
+        let Ok(count @ 1..) = stream.read(&mut bytes) else { return (stream, None) };
+        if responder.feed(&bytes[..count]).is_err() {
+            stream.write_all(&responder.take_output()).unwrap();
+            return (stream, None);
+        }
+    }
+}
+
 /// Answers one control connection and its channels as somebody who gives every session the same number.
 fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
     let mut streams = Vec::new();
     loop {
-        let (mut stream, _) = listener.accept().unwrap();
-        let mut responder = Responder::new(desk.clone());
-        let outcome = loop {
-            stream.write_all(&responder.take_output()).unwrap();
-            if let Some(outcome) = responder.finished() {
-                break outcome;
-            }
-            let mut bytes = vec![0; responder.want()];
-            let Ok(count @ 1..) = stream.read(&mut bytes) else { return streams };
-            responder.feed(&bytes[..count]).unwrap();
-        };
-        stream.write_all(&responder.take_output()).unwrap();
+        let (stream, outcome) = answer(listener, desk);
         streams.push(stream);
         match outcome {
-            Outcome::Control(established) => desk.remember(&established),
-            Outcome::Data { channel: 1, .. } => return streams,
-            Outcome::Data { .. } => {}
+            Some(Outcome::Control(established)) => desk.remember(&established),
+            Some(Outcome::Data { channel: 1, .. }) | None => return streams,
+            Some(Outcome::Data { .. }) => {}
         }
     }
+}
+
+/// A listener for evil ends that answer, and what they know.
+fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let desk = Shared::new(Some(SECRET));
+    desk.desk().hello.addresses.clear();
+    (address, listener, desk)
+}
+
+fn refuse(desk: &Shared, code: RefusalCode, text: &str) {
+    desk.desk().refuse = Some(bootstrap::Refusal::new(code, text));
+}
+
+#[test]
+fn only_the_code_of_a_refusal_ends_a_session() {
+    let dialler = endpoint();
+    let (address, listener, desk) = evil_desk();
+    let acceptor = thread::spawn({
+        let desk = desk.clone();
+        move || (evil_acceptor(&listener, &desk), listener)
+    });
+    let peer = dialler.connect(address, LIMIT).unwrap();
+    let (streams, listener) = acceptor.join().unwrap();
+    // All paths are dialled at once, again and again, until one is answered.
+    refuse(&desk, RefusalCode::Limit, "unknown session: the session is over");
+    streams[0].shutdown(Shutdown::Both).unwrap();
+    for _ in 0..4 {
+        assert!(answer(&listener, &desk).1.is_none());
+    }
+    desk.desk().refuse = None;
+    let resumed = answer(&listener, &desk);
+    assert!(matches!(resumed.1, Some(Outcome::Control(_))), "{resumed:?}");
+    assert_eq!(peer.error(), None);
+    // It goes by the code, whatever the text.
+    refuse(&desk, RefusalCode::UnknownSession, "never heard of it");
+    resumed.0.shutdown(Shutdown::Both).unwrap();
+    eventually("the peer is lost", || {
+        if knocks(&listener) {
+            answer(&listener, &desk);
+        }
+        peer.error().is_some()
+    });
+    let error = peer.error().unwrap().to_string();
+    assert!(error.contains("it restarted, or gave us up") && error.contains("never heard of it"), "{error}");
+    drop(streams);
+}
+
+/// Whether a connection waits to be accepted.
+fn knocks(listener: &TcpListener) -> bool {
+    let mut polled = [PollFd::new(listener, PollFlags::IN)];
+    poll(&mut polled, Some(&Timespec::default())).unwrap() > 0
+}
+
+#[test]
+fn one_path_to_somebody_else_does_not_end_a_session() {
+    let dialler = endpoint();
+    let (address, listener, desk) = evil_desk();
+    let acceptor = thread::spawn({
+        let desk = desk.clone();
+        move || (evil_acceptor(&listener, &desk), listener)
+    });
+    let peer = dialler.connect(address, LIMIT).unwrap();
+    let (mut streams, listener) = acceptor.join().unwrap();
+    refuse(&desk, RefusalCode::UnknownSession, "that is somebody else");
+    streams[0].shutdown(Shutdown::Both).unwrap();
+    assert!(answer(&listener, &desk).1.is_none());
+    // The other path is slower to answer than the refusal is to be heard.
+    thread::sleep(Duration::from_millis(300));
+    desk.desk().refuse = None;
+    let (stream, outcome) = answer(&listener, &desk);
+    assert!(matches!(outcome, Some(Outcome::Control(_))), "{outcome:?}: {:?}", peer.error());
+    assert_eq!(peer.error(), None);
+    streams.push(stream);
+}
+
+#[test]
+fn a_busy_end_is_dialled_again() {
+    let (address, listener, desk) = evil_desk();
+    let acceptor = thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.read_exact(&mut [0; 64]).unwrap();
+        stream.write_all(b"\xff\xff\x03\x04\x00full").unwrap();
+        drop(stream);
+        (evil_acceptor(&listener, &desk), listener)
+    });
+    let peer = endpoint().connect(address, LIMIT).unwrap();
+    drop(acceptor.join().unwrap());
+    drop(peer);
+}
+
+#[test]
+fn a_forged_resumption_does_not_end_a_session() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let resume = |received| {
+        let Established { session, data_key, .. } = &*evil.established;
+        let purpose = Purpose::Resume { session: *session, received, data_key: data_key.clone() };
+        let initiator = Initiator::control(Some(SECRET.as_bytes()), hello(1), purpose).unwrap();
+        let (stream, outcome) = dial(scene.address(), initiator).unwrap();
+        let Outcome::Control(established) = outcome else { panic!("{outcome:?}") };
+        (stream, established)
+    };
+    let (mut stream, mut established) = resume(0);
+    let mut forged = established.secure.seal(&[0; 9]).unwrap();
+    forged[5] ^= 1;
+    stream.write_all(&forged).unwrap();
+    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "the victim hangs up");
+    (evil.control, evil.established) = resume(0);
+    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    eventually("it said goodbye", || evil.here.error().is_some());
+    assert!(matches!(evil.here.error(), Some(Error::PeerClosed { .. })), "{:?}", evil.here.error());
+    scene.unharmed();
 }
 
 #[test]
 fn a_session_number_that_is_taken_does_not_replace_its_session() {
     let dialler = endpoint();
     let acceptor = || {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let desk = Shared::new(Some(SECRET));
-        desk.desk().hello.addresses.clear();
+        let (address, listener, desk) = evil_desk();
         (address, thread::spawn(move || (evil_acceptor(&listener, &desk), listener)))
     };
     let (first_address, first_thread) = acceptor();

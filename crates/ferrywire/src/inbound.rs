@@ -171,9 +171,7 @@ impl Inbound {
         }
         // One that is here already holds its place: another would be charged, and never taken.
         let known = match alone {
-            true => {
-                header.transfer < state.next_notification || state.waiting.contains_key(&header.transfer)
-            }
+            true => header.transfer < state.next_notification || state.waiting.contains_key(&header.transfer),
             false => header.kind == Kind::Notify && state.following.contains_key(&header.transfer),
         };
         if known {

@@ -261,6 +261,14 @@ impl HandshakeError {
         }
     }
 
+    /// The other end's reason, if it refused us.
+    pub(crate) fn refused_with(&self) -> Option<RefusalCode> {
+        match self {
+            HandshakeError::Refused(refusal) => Some(refusal.code),
+            _ => None,
+        }
+    }
+
     /// The engine's error for a handshake with `address`.
     pub(crate) fn at(&self, address: impl fmt::Display) -> Error {
         let (address, why) = (address.to_string(), self.to_string());

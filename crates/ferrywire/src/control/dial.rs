@@ -3,7 +3,7 @@
 use super::link::Link;
 use super::{Lobby, read_in, write_out};
 use crate::bootstrap::{
-    Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose,
+    Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose, RefusalCode,
 };
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -18,9 +18,27 @@ use std::time::Duration;
 
 /// What a dialled connection is for.
 pub(super) enum DialFor {
-    New { address: SocketAddr, lobby: Arc<Lobby> },
-    Resume { session: u64 },
-    Channel { session: u64, index: u16, generation: u32 },
+    /// A new session; an end that is busy is asked again until then.
+    New {
+        address: SocketAddr,
+        lobby: Arc<Lobby>,
+        until: Duration,
+    },
+    Resume {
+        session: u64,
+    },
+    Channel {
+        session: u64,
+        index: u16,
+        generation: u32,
+    },
+}
+
+/// Why a dial led nowhere.
+pub(super) struct DialFailure {
+    pub error: Error,
+    /// What the other end gave as its reason, if it refused us.
+    pub refused: Option<RefusalCode>,
 }
 
 /// A connection under way.
@@ -120,6 +138,11 @@ impl Dial {
         &*self.conn
     }
 
+    /// Whether it is to resume this session.
+    pub fn resumes(&self, session: u64) -> bool {
+        matches!(self.what, DialFor::Resume { session: mine } if mine == session)
+    }
+
     /// Whether nobody needs the result any more.
     pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
         match &self.what {
@@ -130,7 +153,7 @@ impl Dial {
     }
 
     /// Moves the handshake on; `None` while it is under way.
-    pub fn advance(&mut self, now: Duration) -> Option<Result<Outcome>> {
+    pub fn advance(&mut self, now: Duration) -> Option<Result<Outcome, DialFailure>> {
         loop {
             self.output.append(&mut self.initiator.take_output());
             match write_out(&mut *self.conn, &mut self.output) {
@@ -140,7 +163,7 @@ impl Dial {
                         return Some(Ok(outcome));
                     }
                 }
-                Err(error) => return Some(Err(unreachable_at(&self.to, &error))),
+                Err(error) => return Some(Err(self.broken(&error))),
             }
             let mut buffer = [0u8; limits::HANDSHAKE_BYTES_MAX];
             let want = self.initiator.want().min(buffer.len()).max(1);
@@ -158,13 +181,17 @@ impl Dial {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
                     return Some(Err(self.failed(&self.initiator.closed())));
                 }
-                Err(error) => return Some(Err(unreachable_at(&self.to, &error))),
+                Err(error) => return Some(Err(self.broken(&error))),
             }
         }
     }
 
-    fn failed(&self, error: &HandshakeError) -> Error {
-        error.at(&self.to)
+    fn failed(&self, error: &HandshakeError) -> DialFailure {
+        DialFailure { error: error.at(&self.to), refused: error.refused_with() }
+    }
+
+    fn broken(&self, error: &io::Error) -> DialFailure {
+        DialFailure { error: unreachable_at(&self.to, error), refused: None }
     }
 }
 

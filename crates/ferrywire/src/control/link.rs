@@ -8,10 +8,10 @@
 //! nothing is placed into their memory afterwards.
 //! Read next: `dial.rs` and `pairs.rs`.
 
-use super::dial::{Dial, DialFor, bulk_options};
+use super::dial::{Dial, DialFailure, DialFor, bulk_options};
 use super::pairs::{Pair, pairs};
 use super::{Lobby, read_in, write_out};
-use crate::bootstrap::{DataKey, Established, Hello, ListenAddress, Purpose};
+use crate::bootstrap::{DataKey, Established, Hello, ListenAddress, Purpose, RefusalCode};
 use crate::channel::{Channel, Remains};
 use crate::engine::Engine;
 use crate::error::Error;
@@ -20,7 +20,7 @@ use crate::memory::Identity;
 use crate::peer::{Peer, PeerInfo, PeerState};
 use crate::progress::{self, Command};
 use crate::queue::Entry;
-use crate::session::{ControlMessage, Session};
+use crate::session::{ControlMessage, Session, SessionError};
 use crate::transport::Conn;
 use crate::wire::Refusal;
 use std::collections::BTreeMap;
@@ -101,6 +101,8 @@ pub(super) struct Link {
     path_checked: Duration,
     path_dead: bool,
     last_trouble: Option<Error>,
+    /// A resumption was refused because nobody there knows the session.
+    disowned: Option<String>,
     /// Who waits for the peer to be up; `None` once told.
     lobby: Option<Arc<Lobby>>,
     error: Option<Error>,
@@ -193,6 +195,7 @@ impl Link {
             path_checked: now,
             path_dead: false,
             last_trouble: None,
+            disowned: None,
             lobby: Some(lobby),
             error: attached.err().map(|error| Error::Bug(error.to_string())),
             peer_drains: false,
@@ -264,12 +267,8 @@ impl Link {
                 Ok(Some(count)) => {
                     worked = true;
                     if let Err(error) = self.session.on_bytes(&buffer[..count], now, &mut messages) {
-                        if error.is_resumable() {
-                            self.control_lost(&error.to_string(), false, now);
-                        } else {
-                            self.error = Some(error.with(self.peer.name()));
-                            break;
-                        }
+                        self.session_trouble(&error, now);
+                        break;
                     }
                 }
             }
@@ -295,7 +294,7 @@ impl Link {
                     self.candidates.clear();
                     self.adopt(conn, *established, now);
                     if let Err(error) = self.session.on_bytes(&buffer[..count], now, messages) {
-                        self.error = Some(error.with(self.peer.name()));
+                        self.session_trouble(&error, now);
                     }
                     return true;
                 }
@@ -306,7 +305,7 @@ impl Link {
 
     fn write(&mut self, now: Duration) -> bool {
         if let Err(error) = self.session.tick(now) {
-            self.error = Some(error.with(self.peer.name()));
+            self.session_trouble(&error, now);
         }
         self.output.append(&mut self.session.take_output());
         let Some(conn) = &mut self.conn else { return false };
@@ -326,7 +325,7 @@ impl Link {
 
     fn say(&mut self, message: ControlMessage, now: Duration) {
         if let Err(error) = self.session.push(message, now) {
-            self.error = Some(error.with(self.peer.name()));
+            self.session_trouble(&error, now);
         }
     }
 
@@ -356,13 +355,21 @@ impl Link {
         }
     }
 
+    /// A connection that fails is replaced by another; what else the peer does wrong ends the session.
+    fn session_trouble(&mut self, error: &SessionError, now: Duration) {
+        match error.is_resumable() {
+            true => self.control_lost(&error.to_string(), false, now),
+            false => self.error = Some(error.with(self.peer.name())),
+        }
+    }
+
     /// A resumption has succeeded, as far as its handshake goes.
     pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         if matches!(self.role, Role::Connector { .. }) {
             self.adopt(conn, established, now);
             // The other end takes the connection on which it hears something.
             if let Err(error) = self.session.greet(now) {
-                self.error = Some(error.with(self.peer.name()));
+                self.session_trouble(&error, now);
             }
             return;
         }
@@ -375,7 +382,7 @@ impl Link {
     fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         let attached = self.session.attach(established.secure, established.received, now);
         if let Err(error) = attached {
-            self.error = Some(error.with(self.peer.name()));
+            self.session_trouble(&error, now);
             return;
         }
         tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
@@ -384,16 +391,29 @@ impl Link {
         self.closed_at = None;
         self.resuming = false;
         self.path_dead = false;
+        self.disowned = None;
     }
 
-    pub fn resume_failed(&mut self, error: Error, now: Duration) {
-        if let Error::Refused { why, .. } = &error
-            && (why.contains("unknown session") || why.contains("session is over"))
-        {
+    pub fn resume_failed(&mut self, failure: DialFailure, now: Duration) {
+        if failure.refused == Some(RefusalCode::UnknownSession) {
+            self.disowned.get_or_insert(failure.error.to_string());
+        }
+        self.last_trouble = Some(failure.error);
+        self.resume_at = self.resume_at.max(now + limits::REDIAL_INTERVAL / 2);
+    }
+
+    /// Whether somebody at an address of the peer does not know the session. Another path may still lead
+    /// to somebody who does: an address can have moved to another host.
+    pub fn disowned(&self) -> bool {
+        self.disowned.is_some() && self.needs_resume()
+    }
+
+    /// No path is left that might lead to somebody who knows the session.
+    pub fn give_up(&mut self) {
+        if let Some(why) = self.disowned.take() {
+            self.last_trouble = None;
             self.fail(format!("it restarted, or gave us up: {why}"));
         }
-        self.last_trouble = Some(error);
-        self.resume_at = self.resume_at.max(now + limits::REDIAL_INTERVAL / 2);
     }
 
     fn look_after_session(&mut self, now: Duration) {
@@ -447,7 +467,7 @@ impl Link {
             return out;
         }
         let (id, address, pairs) = (self.session.id(), *address, pairs.clone());
-        if self.resuming && now >= self.resume_at {
+        if self.resuming && self.disowned.is_none() && now >= self.resume_at {
             self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
             let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
             paths.push((None, address));

@@ -22,7 +22,7 @@ use crate::progress::{WaitList, WakeHandle};
 use crate::sys::poll::{Interest, Poller};
 use crate::transport::{Conn, IoVec, Listener};
 use admission::{Admitter, Book};
-use dial::{Dial, DialFor};
+use dial::{Dial, DialFailure, DialFor};
 use link::Link;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
@@ -97,6 +97,8 @@ pub(crate) struct Control {
     listeners: Vec<Box<dyn Listener>>,
     incoming: VecDeque<Incoming>,
     dials: Vec<Dial>,
+    /// Connects whose other end was busy, and when to dial again.
+    redials: Vec<(Duration, DialFor)>,
     links: BTreeMap<u64, Link>,
     book: Arc<Mutex<Book>>,
     lobby: Arc<Lobby>,
@@ -140,6 +142,7 @@ impl Control {
             listeners,
             incoming: VecDeque::new(),
             dials: Vec::new(),
+            redials: Vec::new(),
             links: BTreeMap::new(),
             book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed))),
             lobby,
@@ -165,6 +168,7 @@ impl Control {
         let mut worked = self.take_events(engine, now);
         worked |= self.accept(engine, now);
         worked |= self.advance_incoming(engine, now);
+        self.redial(engine, now);
         worked |= self.advance_dials(engine, now);
         worked |= self.advance_links(engine, now);
         worked
@@ -172,7 +176,8 @@ impl Control {
 
     /// How long nothing has to be done, unless a connection says so.
     fn sleep_limit(&self) -> Duration {
-        let busy = !self.incoming.is_empty() || !self.dials.is_empty() || self.links.values().any(Link::busy);
+        let busy = !self.incoming.is_empty() || !self.dials.is_empty() || !self.redials.is_empty();
+        let busy = busy || self.links.values().any(Link::busy);
         let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
         match (polled, busy || self.accept_at.is_some()) {
             (true, _) => Duration::from_millis(1),
@@ -182,7 +187,7 @@ impl Control {
     }
 
     pub fn idle(&self) -> bool {
-        self.links.is_empty() && self.dials.is_empty()
+        self.links.is_empty() && self.dials.is_empty() && self.redials.is_empty()
     }
 
     pub fn peer_count(&self) -> usize {
@@ -267,7 +272,9 @@ impl Control {
     /// The connection that has waited longest gives its place to a new one.
     fn displace(&mut self, now: Duration) {
         let Some(mut oldest) = self.incoming.pop_front() else { return };
-        let error = oldest.responder.refuse(full("HANDSHAKES_PENDING_MAX"));
+        // Another try may find room: the limit is full for a moment.
+        let busy = Refusal::new(RefusalCode::Busy, "HANDSHAKES_PENDING_MAX reached");
+        let error = oldest.responder.refuse(busy);
         oldest.output.append(&mut oldest.responder.take_output());
         // Whoever does not read it has nothing to learn from it.
         let _ = write_out(&mut *oldest.conn, &mut oldest.output);
@@ -384,9 +391,22 @@ impl Control {
             lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
             return;
         }
-        match Dial::control(engine, &self.me, address) {
-            Ok(dial) => self.start(dial, DialFor::New { address, lobby }),
+        let until = engine.transport.now().saturating_add(limits::HANDSHAKE_DEADLINE);
+        self.dial_new(engine, DialFor::New { address, lobby, until });
+    }
+
+    fn dial_new(&mut self, engine: &Engine, what: DialFor) {
+        let DialFor::New { address, lobby, .. } = &what else { return };
+        match Dial::control(engine, &self.me, *address) {
+            Ok(dial) => self.start(dial, what),
             Err(error) => lobby.put(Err(error)),
+        }
+    }
+
+    fn redial(&mut self, engine: &Engine, now: Duration) {
+        let due = self.redials.extract_if(.., |(at, _)| *at <= now);
+        for (_, what) in due.collect::<Vec<_>>() {
+            self.dial_new(engine, what);
         }
     }
 
@@ -416,10 +436,10 @@ impl Control {
         worked
     }
 
-    fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome>, now: Duration) {
+    fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome, DialFailure>, now: Duration) {
         let Dial { conn, what, .. } = dial;
         match (what, result) {
-            (DialFor::New { address, lobby }, Ok(Outcome::Control(established))) => {
+            (DialFor::New { address, lobby, .. }, Ok(Outcome::Control(established))) => {
                 let session = established.session;
                 if self.links.contains_key(&session) {
                     let why = "it gave the session a number that another peer's session has".into();
@@ -429,7 +449,12 @@ impl Control {
                 let link = Link::connected(engine, conn, address, *established, lobby, &self.me, now);
                 self.links.insert(session, link);
             }
-            (DialFor::New { lobby, .. }, Err(error)) => lobby.put(Err(error)),
+            (what @ DialFor::New { until, .. }, Err(failure))
+                if failure.refused == Some(RefusalCode::Busy) && now < until =>
+            {
+                self.redials.push((now + limits::REDIAL_INTERVAL, what));
+            }
+            (DialFor::New { lobby, .. }, Err(failure)) => lobby.put(Err(failure.error)),
             (DialFor::New { .. }, Ok(Outcome::Data { .. })) => {}
             (DialFor::Resume { session }, result) => {
                 let Some(link) = self.links.get_mut(&session) else {
@@ -438,7 +463,7 @@ impl Control {
                 match result {
                     Ok(Outcome::Control(established)) => link.attach(conn, *established, now),
                     Ok(Outcome::Data { .. }) => {}
-                    Err(error) => link.resume_failed(error, now),
+                    Err(failure) => link.resume_failed(failure, now),
                 }
             }
             (DialFor::Channel { session, index, generation }, result) => {
@@ -450,7 +475,7 @@ impl Control {
                         drop(conn.fd().map(|fd| self.poller.remove(fd)));
                         link.channel_dialled(engine, conn, index, generation, now);
                     }
-                    Err(error) => link.channel_failed(index, generation, error, now),
+                    Err(failure) => link.channel_failed(index, generation, failure.error, now),
                 }
             }
         }
@@ -478,6 +503,9 @@ impl Control {
             let Some(link) = self.links.get_mut(&session) else {
                 continue;
             };
+            if link.disowned() && !self.dials.iter().any(|dial| dial.resumes(session)) {
+                link.give_up();
+            }
             worked |= link.turn(engine, now);
             let received = link.received();
             let dials = link.take_dials(engine, &self.me, now);
@@ -505,13 +533,15 @@ impl Control {
         self.listeners.clear();
         self.incoming.clear();
         // Peers that are not there yet do not come any more.
-        self.dials.retain(|dial| match &dial.what {
+        let comes = |what: &DialFor| match what {
             DialFor::New { lobby, .. } => {
                 lobby.put(Err(Error::Closed));
                 false
             }
             _ => true,
-        });
+        };
+        self.dials.retain(|dial| comes(&dial.what));
+        self.redials.retain(|(_, what)| comes(what));
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 
