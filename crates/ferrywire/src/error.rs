@@ -114,6 +114,14 @@ pub enum Error {
         /// The peer's name.
         peer: String,
     },
+    /// The peer holds the secret and does what no ferrywire of this version does.
+    #[error("peer {peer} misbehaves: {why}; is it the same version?")]
+    PeerMisbehaved {
+        /// The peer's address.
+        peer: String,
+        /// What it did.
+        why: String,
+    },
     /// The peer refused an access: its region is gone, foreign, or too small.
     #[error("peer {peer} refused the access: {why}")]
     AccessRefused {
@@ -171,7 +179,9 @@ impl Error {
             Error::PluginLoad(_) | Error::PluginCall(_) => Fault::Plugin,
             Error::Io { .. } | Error::Limit { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
-            Error::AccessRefused { .. } | Error::Deadline { .. } => Fault::Peer,
+            Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } | Error::Deadline { .. } => {
+                Fault::Peer
+            }
             Error::Refused { .. } => Fault::Stranger,
             Error::Bug(_) => Fault::Bug,
         }

@@ -507,6 +507,14 @@ fn plain_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
     bytes.extend(std::iter::repeat_n(5, usize::from(extra)));
 }
 
+/// What [`dial`] proposed, or less.
+fn settled_config(input: &mut Input<'_>, bytes: &mut Vec<u8>) {
+    bytes.extend_from_slice(&(1 + u16::from(input.u8() % 16)).to_le_bytes());
+    bytes.extend_from_slice(&(1u32 << 20).to_le_bytes());
+    bytes.extend_from_slice(&64u32.to_le_bytes());
+    bytes.extend_from_slice(&[1, 3, 0, 1, 2, 3]);
+}
+
 fn insider_dials(input: &mut Input<'_>) {
     let mut plain = plain_hello(input);
     let kind = input.u8() % 4;
@@ -558,7 +566,10 @@ fn insider_answers(input: &mut Input<'_>) {
     welcome.extend_from_slice(&session.to_le_bytes());
     welcome.extend_from_slice(&input.u64().to_le_bytes());
     welcome.extend_from_slice(&[8; 32]);
-    plain_config(input, &mut welcome);
+    match input.u8() & 1 {
+        0 => plain_config(input, &mut welcome),
+        _ => settled_config(input, &mut welcome),
+    }
     input.spoil(&mut welcome);
     let resuming = input.u8() & 1 == 1;
     let mut initiator = match resuming {
@@ -584,7 +595,16 @@ fn insider_answers(input: &mut Input<'_>) {
     if let Some(outcome) = outcome {
         check_outcome(&outcome);
         assert!(!resuming, "nobody can prove a foreign session");
+        check_settled(&outcome);
     }
+}
+
+/// Whatever the other end settles, it is no more than [`dial`] proposes.
+fn check_settled(outcome: &Outcome) {
+    let (Outcome::Control(established), proposed) = (outcome, config()) else { return };
+    let Established { config, received, .. } = &**established;
+    assert!(config.channels <= proposed.channels && config.chunk_bytes <= proposed.chunk_bytes);
+    assert!(config.window <= proposed.window && config.crc == proposed.crc && *received == 0);
 }
 
 // ---- control sessions ----

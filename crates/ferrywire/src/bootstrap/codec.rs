@@ -137,6 +137,22 @@ impl Config {
             .or_else(|| outside("extra bytes", self.extra.len(), 0..=EXTRA_BYTES_MAX))
     }
 
+    /// Where this one, as it was settled, goes beyond what was proposed. Less is fine; checksums and what
+    /// is free-form stay as they were.
+    pub(super) fn overreach(&self, proposed: &Config) -> Option<String> {
+        let more = |name: &str, settled: u32, proposed: u32| {
+            (settled > proposed).then(|| format!("{name} = {settled}, where {proposed} was proposed"))
+        };
+        more("channels", self.channels.into(), proposed.channels.into())
+            .or_else(|| more("chunk_bytes", self.chunk_bytes, proposed.chunk_bytes))
+            .or_else(|| more("window", self.window, proposed.window))
+            .or_else(|| {
+                let (settled, proposed) = (self.crc, proposed.crc);
+                (settled != proposed).then(|| format!("crc = {settled}, where {proposed} was proposed"))
+            })
+            .or_else(|| (self.extra != proposed.extra).then(|| String::from("extra bytes not proposed")))
+    }
+
     /// Refuses a configuration that could not be sent.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         self.fault().map_or(Ok(()), |why| Err(HandshakeError::Unusable { what: "configuration", why }))

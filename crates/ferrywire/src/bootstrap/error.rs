@@ -65,6 +65,9 @@ pub(crate) enum HandshakeError {
         /// Longest possible.
         max: usize,
     },
+    /// The answer to a proposal goes beyond it.
+    #[error("its welcome is not what was asked for: {0}")]
+    Overreach(String),
     /// The other end refused us.
     #[error("{}: it says \"{}\"", .0.code, .0.text)]
     Refused(Refusal),
@@ -253,6 +256,7 @@ impl HandshakeError {
             HandshakeError::UnknownKind(kind) => malformed(format!("connection of unknown kind {kind}")),
             HandshakeError::Malformed { what, why } => malformed(format!("{what}: {why}")),
             HandshakeError::Length { what, bytes, .. } => malformed(format!("{what} of {bytes} bytes")),
+            HandshakeError::Overreach(what) => malformed(what.clone()),
             HandshakeError::Random | HandshakeError::Noise | HandshakeError::Unusable { .. } => {
                 Some(Refusal::new(RefusalCode::Busy, "this end cannot answer now"))
             }
@@ -278,6 +282,7 @@ impl HandshakeError {
             HandshakeError::Random | HandshakeError::Noise => {
                 Error::Io { what: format!("handshake with {address}"), message: why }
             }
+            HandshakeError::Overreach(_) => Error::PeerMisbehaved { peer: address, why },
             HandshakeError::Misuse => Error::Bug(format!("handshake with {address}: {why}")),
             _ => Error::Refused { address, why },
         }

@@ -2,7 +2,7 @@
 //!
 //! States: control `Answer -> Welcome -> Over`, data `Challenge -> Accept -> Over`.
 //! Invariant: a session counts as open only after the other end has proven the secret, and as resumed
-//! only after it has proven the session's key.
+//! only after it has proven the session's key; what it settled lies within what was proposed.
 //! Read next: `responder.rs`, the other half of each step.
 
 use snow::HandshakeState;
@@ -60,7 +60,7 @@ enum Stage {
 /// What the welcome has to answer.
 #[derive(Debug)]
 enum Asked {
-    New { share: [u8; 32] },
+    New { share: [u8; 32], proposed: Config },
     Resume { session: u64, data_key: DataKey },
 }
 
@@ -206,7 +206,11 @@ impl Initiator {
         let Welcome { session, received, token, config } =
             Welcome::decode(&opened.map_err(|_| HandshakeError::Unproven("the welcome"))?)?;
         let (data_key, resumed) = match asked {
-            Asked::New { share } => (DataKey::derive(&handshake, &share, &token), false),
+            Asked::New { share, proposed } => {
+                let overreach = config.overreach(&proposed).or((received > 0).then(never_said));
+                overreach.map_or(Ok(()), |what| Err(HandshakeError::Overreach(what)))?;
+                (DataKey::derive(&handshake, &share, &token), false)
+            }
             Asked::Resume { session: asked, data_key } => {
                 if session != asked || data_key.prove_resumed(&handshake) != token {
                     return Err(HandshakeError::Unproven("the session's key"));
@@ -250,12 +254,16 @@ impl Initiator {
     }
 }
 
+fn never_said() -> String {
+    String::from("it has received messages of a session that is new")
+}
+
 /// The request for a purpose, and what its welcome has to answer.
 fn ask(purpose: Purpose, handshake: &[u8; 32]) -> Result<(Request, Asked), HandshakeError> {
     match purpose {
         Purpose::New { config } => {
             let share = random_bytes()?;
-            Ok((Request::New { share, config }, Asked::New { share }))
+            Ok((Request::New { share, config: config.clone() }, Asked::New { share, proposed: config }))
         }
         Purpose::Resume { session, received, data_key } => {
             let proof = *data_key.prove_resume(handshake).as_bytes();

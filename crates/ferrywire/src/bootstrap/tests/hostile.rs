@@ -240,6 +240,31 @@ fn lengths_that_cannot_be_are_refused_before_anything_is_held() {
 }
 
 #[test]
+fn a_welcome_beyond_what_was_proposed_is_not_taken() {
+    let beyond = [
+        (Config { channels: 17, ..config() }, "channels = 17, where 16 was proposed"),
+        (Config { channels: 256, ..config() }, "channels = 256, where 16 was proposed"),
+        (Config { chunk_bytes: 2 << 20, ..config() }, "chunk_bytes = 2097152, where 1048576 was proposed"),
+        (Config { window: 65, ..config() }, "window = 65, where 64 was proposed"),
+        (Config { crc: false, ..config() }, "crc = false, where true was proposed"),
+        (Config { extra: vec![1, 2], ..config() }, "extra bytes not proposed"),
+    ];
+    let settled = |config: &Config| {
+        let desk = Shared::new(SECRET);
+        desk.desk().settle = Some(config.clone());
+        join(dial(SECRET), Responder::new(desk), &Wire::default()).initiator
+    };
+    for (config, what) in beyond {
+        let error = settled(&config).unwrap_err();
+        assert_eq!(error, HandshakeError::Overreach(String::from(what)));
+        let peer = String::from("host:1");
+        assert!(matches!(error.at(&peer), crate::Error::PeerMisbehaved { peer: at, .. } if at == peer));
+    }
+    let less = Config { channels: 1, chunk_bytes: 1, window: 1, ..config() };
+    assert!(matches!(settled(&less), Ok(Outcome::Control(established)) if established.config == less));
+}
+
+#[test]
 fn more_than_is_wanted_is_not_taken() {
     assert_eq!(dial(SECRET).feed(&[0; 3]), Err(HandshakeError::Misuse));
     let mut responder = Responder::new(Shared::new(SECRET));

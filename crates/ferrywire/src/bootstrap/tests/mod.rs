@@ -18,6 +18,8 @@ pub(crate) struct Desk {
     pub(crate) secret_needed: bool,
     pub(crate) sessions: HashMap<u64, KnownSession>,
     pub(crate) refuse: Option<Refusal>,
+    /// What is settled for a new session, whatever was proposed.
+    pub(crate) settle: Option<Config>,
     /// What was decided, in order.
     pub(crate) decided: Vec<String>,
 }
@@ -30,9 +32,9 @@ impl Shared {
     pub(crate) fn new(secret: Option<&str>) -> Shared {
         let secret = secret.map(|secret| secret.as_bytes().to_vec());
         let (sessions, decided) = (HashMap::new(), Vec::new());
-        let (secret_needed, refuse) = (false, None);
-        let hello = hello(2);
-        Shared(Arc::new(Mutex::new(Desk { hello, secret, secret_needed, sessions, refuse, decided })))
+        let (hello, secret_needed) = (hello(2), false);
+        let desk = Desk { hello, secret, secret_needed, sessions, refuse: None, settle: None, decided };
+        Shared(Arc::new(Mutex::new(desk)))
     }
 
     pub(crate) fn desk(&self) -> MutexGuard<'_, Desk> {
@@ -73,7 +75,8 @@ impl Admission for Shared {
 
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
         self.decide(format!("new {}", peer.label))?;
-        Ok((77, Config { channels: config.channels.min(8), ..config.clone() }))
+        let usual = || Config { channels: config.channels.min(8), ..config.clone() };
+        Ok((77, self.desk().settle.clone().unwrap_or_else(usual)))
     }
 
     fn decide_resume(&mut self, session: u64, peer: &Hello) -> Result<(), Refusal> {
