@@ -150,6 +150,12 @@ impl Endpoint {
         Builder { config: Config::default(), transport: None }
     }
 
+    /// Tells tests when its last user is gone.
+    #[cfg(test)]
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<Engine> {
+        Arc::downgrade(&self.inner.engine)
+    }
+
     fn start(config: Config, transport: SharedTransport) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
         let listeners = listen(&config, &*transport)?;
@@ -390,6 +396,8 @@ impl Inner {
             idle = self.wait_idle(engine.transport.now().saturating_add(limits::HEARTBEAT_INTERVAL));
         }
         let finished = !engine.with_control(|control| control.unfinished()).unwrap_or(false);
+        // Nobody accepts them any more; they would keep the engine, which keeps them.
+        self.lobby.clear();
         engine.workers.iter().for_each(|worker| worker.stop());
         engine.wake_control();
         for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {

@@ -212,6 +212,12 @@ impl Inbound {
         !state.notifications.is_empty() || state.closed
     }
 
+    /// Whether notifications or messages wait for the user.
+    pub fn holds_anything(&self) -> bool {
+        let state = self.lock();
+        !state.notifications.is_empty() || !state.unexpected.is_empty()
+    }
+
     /// Asks to be woken at the next notification.
     pub fn wake_at_notification(&self, handle: WakeHandle) {
         self.arrivals.add(handle);

@@ -59,6 +59,9 @@ pub const ADDRESSES_MAX: usize = 64;
 pub const WORKERS_MAX: usize = 64;
 /// Peers per endpoint.
 pub const PEERS_MAX: usize = 4096;
+/// Peers that have connected and wait for the user to accept them. Ended ones give way; when all are alive
+/// the newest is refused.
+pub const PEERS_UNACCEPTED_MAX: usize = 256;
 /// Connections that have not yet proven anything; the oldest is dropped for a new one.
 pub const HANDSHAKES_PENDING_MAX: usize = 256;
 /// Bytes read from a connection before it has proven anything.
@@ -140,6 +143,7 @@ const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
 const _: () = assert!(ANNOUNCED_SENDS_MAX < ANSWERS_WAITING_MAX);
 const _: () = assert!(NOTIFICATIONS_HELD_MAX <= EARLY_FRAMES_MAX);
 const _: () = assert!(ANNOUNCED_SENDS_MAX <= EARLY_FRAMES_MAX);
+const _: () = assert!(PEERS_UNACCEPTED_MAX <= PEERS_MAX);
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());

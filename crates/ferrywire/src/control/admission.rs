@@ -1,6 +1,7 @@
 //! Who may come in: the book of sessions that handshakes look things up in.
 
 use super::full;
+use super::lobby::{Lobby, Seat};
 use crate::bootstrap::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
     random_u64,
@@ -17,6 +18,7 @@ pub(super) struct Book {
     secret: Option<Secret>,
     secret_needed: bool,
     sessions: HashMap<u64, Known>,
+    lobby: Arc<Lobby>,
 }
 
 struct Known {
@@ -27,8 +29,8 @@ struct Known {
 }
 
 impl Book {
-    pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool) -> Book {
-        Book { me, secret, secret_needed, sessions: HashMap::new() }
+    pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool, lobby: Arc<Lobby>) -> Book {
+        Book { me, secret, secret_needed, sessions: HashMap::new(), lobby }
     }
 
     /// Where we listen may change while we run: NICs come and go.
@@ -58,11 +60,19 @@ impl Book {
 }
 
 /// One handshake's view of the book.
-pub(super) struct Admitter(pub Arc<Mutex<Book>>);
+pub(super) struct Admitter {
+    book: Arc<Mutex<Book>>,
+    /// The new peer's place, until its link has one.
+    seat: Option<Seat>,
+}
 
 impl Admitter {
+    pub fn new(book: Arc<Mutex<Book>>) -> Admitter {
+        Admitter { book, seat: None }
+    }
+
     fn book(&self) -> MutexGuard<'_, Book> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -97,7 +107,7 @@ impl Admission for Admitter {
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
         let book = self.book();
         if book.sessions.len() >= limits::PEERS_MAX {
-            return Err(full("PEERS_MAX"));
+            return Err(full(&format!("PEERS_MAX = {} reached", limits::PEERS_MAX)));
         }
         if peer.identity == book.me.identity {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
@@ -106,6 +116,16 @@ impl Admission for Admitter {
         while book.sessions.contains_key(&session) {
             session = random_u64();
         }
+        let seat = book.lobby.seat();
+        drop(book);
+        if seat.is_none() {
+            let name = "PEERS_UNACCEPTED_MAX";
+            return Err(full(&format!(
+                "{name} = {} peers wait there to be accepted",
+                limits::PEERS_UNACCEPTED_MAX
+            )));
+        }
+        self.seat = seat;
         Ok((session, config.clone()))
     }
 

@@ -9,8 +9,9 @@
 //! Read next: `dial.rs` and `pairs.rs`.
 
 use super::dial::{Dial, DialFailure, DialFor, bulk_options};
+use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
-use super::{Lobby, read_in, write_out};
+use super::{read_in, write_out};
 use crate::bootstrap::{DataKey, Established, Hello, ListenAddress, Purpose, RefusalCode};
 use crate::channel::{Channel, Remains};
 use crate::engine::Engine;
@@ -105,6 +106,8 @@ pub(super) struct Link {
     disowned: Option<String>,
     /// Who waits for the peer to be up; `None` once told.
     lobby: Option<Arc<Lobby>>,
+    /// Its place there, until it is in the queue.
+    seat: Option<Seat>,
     error: Option<Error>,
     peer_drains: bool,
     drain_told: bool,
@@ -141,7 +144,9 @@ impl Link {
         me: &Hello,
         now: Duration,
     ) -> Link {
-        Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now)
+        let seat = lobby.sit();
+        let link = Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now);
+        Link { seat: Some(seat), ..link }
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
@@ -197,6 +202,7 @@ impl Link {
             last_trouble: None,
             disowned: None,
             lobby: Some(lobby),
+            seat: None,
             error: attached.err().map(|error| Error::Bug(error.to_string())),
             peer_drains: false,
             drain_told: false,
@@ -588,6 +594,7 @@ impl Link {
             }
             if let Some(lobby) = self.lobby.take() {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
+                self.seat = None;
             }
         } else if waited > limits::HANDSHAKE_DEADLINE {
             let why = "no data connection came about: is the peer's advertised address reachable?";
@@ -799,6 +806,7 @@ impl Link {
             self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         self.peer.fail();
+        self.seat = None;
         if let Some(lobby) = self.lobby.take() {
             // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
             if matches!(self.role, Role::Connector { .. }) {

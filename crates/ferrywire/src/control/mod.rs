@@ -10,6 +10,7 @@
 mod admission;
 mod dial;
 mod link;
+mod lobby;
 mod pairs;
 
 use crate::bootstrap::{HandshakeError, Hello, ListenAddress, Outcome, Refusal, RefusalCode, Responder};
@@ -17,13 +18,13 @@ use crate::endpoint::advertised;
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::peer::{Peer, PeerState};
-use crate::progress::{WaitList, WakeHandle};
+use crate::peer::PeerState;
 use crate::sys::poll::{Interest, Poller};
 use crate::transport::{Conn, IoVec, Listener};
 use admission::{Admitter, Book};
 use dial::{Dial, DialFailure, DialFor};
 use link::Link;
+pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
@@ -38,49 +39,6 @@ const QUIET_SLEEP: Duration = Duration::from_millis(200);
 
 /// What the poller calls every listener; connections count from there.
 const LISTENER_TOKEN: u64 = 0;
-
-/// Somebody waits for a peer: the result of a connect, or the next accepted one.
-#[derive(Default)]
-pub(crate) struct Lobby {
-    arrived: Mutex<VecDeque<Result<Peer>>>,
-    waiters: WaitList,
-}
-
-impl Lobby {
-    pub fn put(&self, result: Result<Peer>) {
-        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).push_back(result);
-        self.waiters.wake();
-    }
-
-    pub fn take(&self) -> Option<Result<Peer>> {
-        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
-    }
-
-    /// Waits for the next result; `None` when the time is up.
-    pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
-        let until = engine.transport.now().saturating_add(limit);
-        loop {
-            if let Some(result) = self.take() {
-                return Some(result);
-            }
-            let rest = until.saturating_sub(engine.transport.now());
-            if rest.is_zero() {
-                return None;
-            }
-            if engine.caller_driven() {
-                if !engine.progress() {
-                    thread::sleep(Duration::from_micros(100));
-                }
-                continue;
-            }
-            self.waiters.add(WakeHandle::Thread(thread::current()));
-            if let Some(result) = self.take() {
-                return Some(result);
-            }
-            thread::park_timeout(rest.min(Duration::from_millis(100)));
-        }
-    }
-}
 
 /// A connection that has not proven anything yet.
 struct Incoming {
@@ -144,7 +102,7 @@ impl Control {
             dials: Vec::new(),
             redials: Vec::new(),
             links: BTreeMap::new(),
-            book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed))),
+            book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed, lobby.clone()))),
             lobby,
             poller,
             next_token: LISTENER_TOKEN + 1,
@@ -264,7 +222,7 @@ impl Control {
             self.displace(now);
         }
         self.watch(&*conn, Interest::READ);
-        let responder = Responder::new(Admitter(self.book.clone()));
+        let responder = Responder::new(Admitter::new(self.book.clone()));
         let output = Vec::new();
         self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
@@ -338,7 +296,8 @@ impl Control {
 
     fn settle(&mut self, engine: &Engine, incoming: Incoming, outcome: Outcome, now: Duration) {
         self.unwatch(&*incoming.conn);
-        let Incoming { conn, output, .. } = incoming;
+        // Its seat in the lobby goes with the responder, when the link has taken its own.
+        let Incoming { conn, output, responder: _responder, .. } = incoming;
         debug_assert!(output.is_empty());
         match outcome {
             Outcome::Data { session, channel, generation } => {
@@ -632,8 +591,8 @@ fn pairs_expected(engine: &Engine, address: SocketAddr) -> usize {
 }
 
 /// A refusal because there is no room.
-fn full(name: &str) -> Refusal {
-    Refusal::new(RefusalCode::Limit, format!("{name} reached"))
+fn full(why: &str) -> Refusal {
+    Refusal::new(RefusalCode::Limit, why)
 }
 
 /// The control thread's whole life.
