@@ -16,6 +16,16 @@ pub enum Direction {
     Recv,
 }
 
+impl Direction {
+    /// For names of threads.
+    pub fn letter(self) -> char {
+        match self {
+            Direction::Send => 's',
+            Direction::Recv => 'r',
+        }
+    }
+}
+
 /// The faults of one comm; none where the switches mean others.
 #[derive(Clone, Debug)]
 pub struct Faults {

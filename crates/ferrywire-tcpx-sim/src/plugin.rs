@@ -95,8 +95,9 @@ impl Plugin {
 
     /// A comm over these sockets.
     pub fn comm(&self, direction: Direction, device: usize, sockets: Sockets, threads: usize) -> Comm {
-        static COMMS: AtomicU64 = AtomicU64::new(1);
-        let id = COMMS.fetch_add(1, Ordering::Relaxed);
+        // Counted apart, so that a comm's chances do not depend on which end is ready first.
+        static COMMS: [AtomicU64; 2] = [const { AtomicU64::new(1) }; 2];
+        let id = COMMS[direction as usize].fetch_add(1, Ordering::Relaxed);
         let own = sockets.peer.is_some_and(devices::is_own);
         let (switches, settings) = (&self.switches, &self.settings);
         let nic = self.devices[device].name.to_string_lossy();

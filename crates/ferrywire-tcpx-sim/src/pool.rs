@@ -87,10 +87,11 @@ impl PagePool {
     }
 }
 
-/// Decides where in a page the next bytes go.
+/// Decides where in a page the next bytes go: by seed and place in the stream, so that a call that found
+/// nothing to receive changes nothing.
 #[derive(Debug)]
 pub struct Carver {
-    random: Random,
+    seed: u64,
     scatter: bool,
     fragment_bytes: u32,
 }
@@ -100,20 +101,20 @@ const ODD_ONE_IN: u64 = 8;
 
 impl Carver {
     /// Fragments of at most `fragment_bytes`; now and then, with `scatter`, odd ones.
-    pub fn new(random: Random, scatter: bool, fragment_bytes: u32) -> Carver {
-        Carver { random, scatter, fragment_bytes: fragment_bytes.clamp(1, PAGE_BYTES as u32) }
+    pub fn new(seed: u64, scatter: bool, fragment_bytes: u32) -> Carver {
+        Carver { seed, scatter, fragment_bytes: fragment_bytes.clamp(1, PAGE_BYTES as u32) }
     }
 
-    /// The room in a page for at most `wanted` bytes.
-    pub fn carve(&mut self, page: u32, wanted: usize) -> Fragment {
+    /// The room in a page for at most `wanted` bytes, the first of which is at `position` of the stream.
+    pub fn carve(&self, page: u32, wanted: usize, position: u64) -> Fragment {
         let most = self.fragment_bytes.min(u32::try_from(wanted).unwrap_or(u32::MAX));
-        if !self.scatter || !self.random.one_in(ODD_ONE_IN) {
+        let mut random = Random::new(self.seed, position);
+        if !self.scatter || !random.one_in(ODD_ONE_IN) {
             return Fragment { page, offset: 0, len: most };
         }
-        let offset = self.random.below(PAGE_BYTES as u64) as u32;
-        let room = most.min(PAGE_BYTES as u32 - offset);
-        let len = 1 + self.random.below(u64::from(room.max(1))) as u32;
-        Fragment { page, offset, len: len.min(room.max(1)) }
+        let offset = random.below(PAGE_BYTES as u64) as u32;
+        let room = most.min(PAGE_BYTES as u32 - offset).max(1);
+        Fragment { page, offset, len: 1 + random.below(u64::from(room)) as u32 }
     }
 }
 
@@ -158,13 +159,13 @@ mod tests {
 
     #[test]
     fn fragments_stay_in_their_page_and_some_are_odd() {
-        let mut carver = Carver::new(Random::new(3, 0), true, 4096);
-        let fragments: Vec<Fragment> = (0..2000).map(|page| carver.carve(page, 9000)).collect();
+        let carver = Carver::new(3, true, 4096);
+        let fragments: Vec<Fragment> = (0..2000).map(|k| carver.carve(k, 9000, k.into())).collect();
         assert!(fragments.iter().all(|f| f.len >= 1 && f.offset + f.len <= 4096));
         let odd = fragments.iter().filter(|f| f.offset % 2 == 1).count();
         assert!((20..500).contains(&odd), "{odd} odd ones");
-        let mut plain = Carver::new(Random::new(3, 0), false, 1448);
-        assert!((0..100).all(|page| plain.carve(page, 5000) == Fragment { page, offset: 0, len: 1448 }));
-        assert_eq!(plain.carve(0, 10).len, 10);
+        let plain = Carver::new(3, false, 1448);
+        assert!((0..100).all(|page| plain.carve(page, 5000, 0) == Fragment { page, offset: 0, len: 1448 }));
+        assert_eq!(plain.carve(0, 10, 0).len, 10);
     }
 }

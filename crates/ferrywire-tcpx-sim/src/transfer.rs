@@ -5,13 +5,14 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::atomic::Ordering;
 
 use crate::gpu::GpuPool;
-use crate::lane::{Chunk, PageRecord};
+use crate::lane::PageRecord;
 use crate::log::warning;
 use crate::pool::{Carver, Fragment};
 use crate::sync::locked;
-use crate::worker::{Shared, record_pages};
+use crate::worker::Shared;
 
 /// Pages that one call receives into.
 const PAGES_PER_CALL_MAX: usize = 256;
@@ -61,36 +62,46 @@ pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     moved
 }
 
+/// Where GPU payload goes.
+pub struct Landing<'a> {
+    /// The pages.
+    pub pool: &'a GpuPool,
+    /// Where in the pages.
+    pub carver: &'a Carver,
+    /// Where pages that were taken are noted.
+    pub record: &'a PageRecord,
+    /// How much this socket has received into pages before.
+    pub position: u64,
+}
+
 /// Receives into free pages; notes them, and the fragments in the chunk.
 pub fn recv_pages(
     fd: RawFd,
-    pool: &GpuPool,
-    carver: &mut Carver,
+    landing: &Landing<'_>,
     most: usize,
-    chunk: &mut Chunk,
-    record: &PageRecord,
+    fragments_of_chunk: &mut Vec<Fragment>,
     shared: &Shared,
 ) -> Moved {
-    let mut fragments = take_fragments(pool, carver, most, shared.id);
+    let mut fragments = take_fragments(landing, most, shared.id);
     if fragments.is_empty() {
         return Moved::Starved;
     }
-    let moved = receive_into(fd, pool, &fragments);
+    let moved = receive_into(fd, landing.pool, &fragments);
     let bytes = if let Moved::Bytes(bytes) = moved { bytes } else { 0 };
-    trim(&mut fragments, bytes, pool);
-    let pages: Vec<u32> = fragments.iter().map(|fragment| fragment.page).collect();
-    record_pages(shared, record, &pages);
-    chunk.fragments.append(&mut fragments);
+    trim(&mut fragments, bytes, landing.pool);
+    shared.pages_taken.fetch_add(fragments.len() as u64, Ordering::Relaxed);
+    locked(landing.record).extend(fragments.iter().map(|fragment| fragment.page));
+    fragments_of_chunk.append(&mut fragments);
     moved
 }
 
 /// Room for `most` bytes, or as much as one call takes and the pool has.
-fn take_fragments(pool: &GpuPool, carver: &mut Carver, most: usize, owner: u64) -> Vec<Fragment> {
+fn take_fragments(landing: &Landing<'_>, most: usize, owner: u64) -> Vec<Fragment> {
     let (mut fragments, mut room) = (Vec::new(), 0);
-    let mut pages = locked(&pool.pages);
+    let mut pages = locked(&landing.pool.pages);
     while room < most && fragments.len() < PAGES_PER_CALL_MAX {
         let Some(page) = pages.take(owner) else { break };
-        let fragment = carver.carve(page, most - room);
+        let fragment = landing.carver.carve(page, most - room, landing.position + room as u64);
         room += fragment.len as usize;
         fragments.push(fragment);
     }

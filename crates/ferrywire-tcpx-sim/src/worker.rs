@@ -18,8 +18,8 @@ use crate::log::exit_1;
 use crate::pool::Carver;
 use crate::random::Random;
 use crate::rate::Rate;
-use crate::sync::{Wake, locked};
-use crate::transfer::{self, Moved};
+use crate::sync::Wake;
+use crate::transfer::{self, Landing, Moved};
 
 /// How often a worker without pages looks again.
 const STARVED_PAUSE_MS: i32 = 1;
@@ -29,7 +29,7 @@ const STOP_CHECK: Duration = Duration::from_millis(10);
 /// What the workers of a comm share with it.
 #[derive(Debug)]
 pub struct Shared {
-    /// Number of the comm in this process, from 1.
+    /// Number of the comm among those of its direction in this process, from 1.
     pub id: u64,
     /// Which end it is.
     pub direction: Direction,
@@ -79,7 +79,7 @@ impl Crew {
             let lanes: Vec<Arc<Lane>> = lanes.iter().skip(k).step_by(threads).cloned().collect();
             let wake = Arc::new(Wake::new()?);
             let worker = Worker::new(shared.clone(), stop.clone(), wake.clone(), lanes, k);
-            let name = format!("tcpx-{}-{k}", shared.id);
+            let name = format!("tcpx-{}{}-{k}", shared.direction.letter(), shared.id);
             workers.push((wake, thread::Builder::new().name(name).spawn(move || worker.run())?));
         }
         Ok(Crew { stop, workers })
@@ -108,6 +108,8 @@ struct Worker {
     wake: Arc<Wake>,
     lanes: Vec<Arc<Lane>>,
     current: Vec<Option<Chunk>>,
+    /// Bytes that each socket has received into pages.
+    landed: Vec<u64>,
     random: Random,
     carver: Carver,
 }
@@ -132,10 +134,12 @@ impl Worker {
         index: usize,
     ) -> Worker {
         let stream = shared.id * 64 + index as u64;
-        let carver = Carver::new(Random::new(shared.seed, stream), shared.scatter, shared.fragment_bytes);
+        let seed = Random::new(shared.seed, stream).next();
+        let carver = Carver::new(seed, shared.scatter, shared.fragment_bytes);
+        let landed = vec![0; lanes.len()];
         let current = lanes.iter().map(|_| None).collect();
         let random = Random::new(shared.seed, !stream);
-        Worker { shared, stop, wake, lanes, current, random, carver }
+        Worker { shared, stop, wake, lanes, current, landed, random, carver }
     }
 
     fn run(mut self) {
@@ -176,14 +180,10 @@ impl Worker {
             Work::Send { source } => transfer::send(fd, source.wrapping_add(chunk.moved), most, &self.shared),
             Work::Host { target } => transfer::recv(fd, target.wrapping_add(chunk.moved), most, &self.shared),
             Work::Pages { record } => {
-                let (Some(pool), record) = (self.shared.landing.clone(), record.clone()) else {
-                    return Err(());
-                };
-                let moved =
-                    transfer::recv_pages(fd, &pool, &mut self.carver, most, chunk, &record, &self.shared);
-                if self.shared.linear && matches!(moved, Moved::Bytes(_)) {
-                    exit_1(format_args!("payload of the same host in linear memory (rx no cmsg)"));
-                }
+                let pool = self.shared.landing.as_ref().ok_or(())?;
+                let landing = Landing { pool, carver: &self.carver, record, position: self.landed[k] };
+                let moved = transfer::recv_pages(fd, &landing, most, &mut chunk.fragments, &self.shared);
+                self.after_landing(k, moved);
                 moved
             }
         };
@@ -197,6 +197,15 @@ impl Worker {
             Moved::Starved => Ok(Turn::Starved),
             Moved::Failed => Err(()),
         }
+    }
+
+    /// Payload of this host never reaches the NIC's pages.
+    fn after_landing(&mut self, k: usize, moved: Moved) {
+        let Moved::Bytes(bytes) = moved else { return };
+        if self.shared.linear {
+            exit_1(format_args!("payload of the same host in linear memory (rx no cmsg)"));
+        }
+        self.landed[k] += bytes as u64;
     }
 
     /// How many bytes the next call may move, after the delay that is injected before it.
@@ -246,10 +255,4 @@ impl Worker {
         }
         self.wake.awake();
     }
-}
-
-/// Notes pages that a chunk took.
-pub fn record_pages(shared: &Shared, record: &crate::lane::PageRecord, pages: &[u32]) {
-    shared.pages_taken.fetch_add(pages.len() as u64, Ordering::Relaxed);
-    locked(record).extend_from_slice(pages);
 }

@@ -12,7 +12,7 @@ use std::sync::{LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 /// Which case of a test a process runs.
-const CASE: &str = "TCPX_RULES_CASE";
+pub const CASE: &str = "TCPX_RULES_CASE";
 /// What a body's process prints when it begins: without it the body never ran.
 const BEGUN: &str = "the case begins";
 /// A case that has not ended after this long hangs.
@@ -117,7 +117,9 @@ impl Case {
 
     fn run_child(&self) -> (ExitStatus, String) {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--exact", &self.test, "--nocapture", "--test-threads=1"]).env(CASE, &self.id);
+        command
+            .args(["--exact", &self.test, "--nocapture", "--include-ignored", "--test-threads=1"])
+            .env(CASE, &self.id);
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("NCCL_")) {
             command.env_remove(name);
         }

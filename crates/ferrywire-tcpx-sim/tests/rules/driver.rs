@@ -189,6 +189,9 @@ impl Plugin {
     }
 }
 
+// SAFETY: names of the plugin's things; the plugin checks that one thread at a time is inside a comm.
+unsafe impl Send for Pair {}
+
 /// Both ends of a connection.
 pub struct Pair {
     pub send: Comm,

@@ -1,5 +1,6 @@
 //! GPU memory: registration, scattered receives, the receive pool and its pages.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use ferrywire::memory::sim::{CurrentGuard, SimBuffer, SimGpu, SimGpuTable};
@@ -12,29 +13,31 @@ use crate::driver::{DONE, Handle, Memory, NOT_YET, OK, Pair, Plugin, Ptr, last_l
 const COUNTS: u64 = 16 * 2048 * 16;
 
 /// A GPU with a connection whose both ends are its.
-struct Bench {
+pub struct Bench {
     gpu: Arc<SimGpu>,
     pair: Pair,
+    /// How many receives there were.
+    received: Cell<u64>,
     _current: CurrentGuard,
 }
 
 /// An entry of the metadata.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
-    source: u32,
-    len: u32,
-    target: u64,
+pub struct Entry {
+    pub source: u32,
+    pub len: u32,
+    pub target: u64,
 }
 
 impl Bench {
-    fn new() -> Bench {
+    pub fn new() -> Bench {
         Bench::on(0)
     }
 
     fn on(index: u32) -> Bench {
         let gpu = SimGpu::open(index).unwrap();
         let current = CurrentGuard::set(index).unwrap();
-        Bench { pair: Plugin::start().pair(), gpu, _current: current }
+        Bench { pair: Plugin::start().pair(), gpu, received: Cell::new(0), _current: current }
     }
 
     /// GPU memory with these bytes, registered for sending.
@@ -62,7 +65,7 @@ impl Bench {
     }
 
     /// The entries of receive number `k`.
-    fn entries(&self, k: u64) -> Vec<Entry> {
+    pub fn entries(&self, k: u64) -> Vec<Entry> {
         let [metadata, _] = self.words();
         let slot = k % 16;
         // SAFETY: mapped memory of the plugin's, of the size that the rules say.
@@ -96,7 +99,23 @@ impl Bench {
     /// Sends and receives; returns the receive's request.
     fn transfer(&self, bytes: &[u8]) -> Ptr {
         let (source, target) = (self.source(bytes), self.target(bytes.len().max(1)));
+        self.received.set(self.received.get() + 1);
         self.pair.transfer(&source.1, &target.1, bytes.len())
+    }
+}
+
+impl Bench {
+    /// Sends, receives, checks and gives back, in GPU memory.
+    pub fn gather_one(&self, bytes: &[u8]) {
+        let k = self.received.get();
+        let recv = self.transfer(bytes);
+        assert!(self.gather(k) == bytes);
+        assert_eq!(self.pair.recv.consumed(recv), OK);
+    }
+
+    /// Sends and receives, and looks at nothing.
+    pub fn gather_nothing(&self, bytes: &[u8]) {
+        self.transfer(bytes);
     }
 }
 
@@ -269,7 +288,8 @@ fn a_closed_comm_gives_its_pages_back() {
         [b"a", b"b"].iter().for_each(|byte| assert!(!first.transfer(*byte).is_null()));
         first.pair.recv.close();
         let current = CurrentGuard::set(0).unwrap();
-        let second = Bench { pair: second_pair(), gpu: first.gpu.clone(), _current: current };
+        let second =
+            Bench { pair: second_pair(), gpu: first.gpu.clone(), received: Cell::new(0), _current: current };
         [b"c", b"d"].iter().for_each(|byte| assert!(!second.transfer(*byte).is_null()));
         assert_eq!([second.gather(0), second.gather(1)], [b"c", b"d"]);
     });
@@ -346,7 +366,7 @@ fn packets_land_where_listen_said_and_the_host_reads_where_accept_said() {
         };
         let current = CurrentGuard::set(of_accept).unwrap();
         let pair = plugin.pair_over(listen, handle);
-        Bench { gpu: gpus[of_accept as usize].clone(), pair, _current: current }
+        Bench { gpu: gpus[of_accept as usize].clone(), pair, received: Cell::new(0), _current: current }
     };
     case!(ALLOW).passes(|| {
         let bench = pair_over(1, 1);

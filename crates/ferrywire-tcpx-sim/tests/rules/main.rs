@@ -5,8 +5,11 @@
 mod case;
 mod driver;
 
+mod closing;
 mod data;
+mod faults;
 mod gpu;
 mod ring;
 mod setup;
+mod speed;
 mod wire_peer;
