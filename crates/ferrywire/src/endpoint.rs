@@ -387,7 +387,7 @@ impl Inner {
             return Ok(());
         }
         let now = engine.transport.now();
-        engine.with_control(|control| control.close_all(deadline, now));
+        engine.with_control(|control| control.close_all(engine, deadline));
         let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
         let mut idle = self.wait_idle(until);
         if !idle {

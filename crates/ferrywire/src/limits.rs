@@ -114,6 +114,8 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
 /// After this much silence a peer is lost (default; `Config::heartbeat_limit`).
 pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
+/// Longer times between two turns of the control side do not count as silence: we were stopped ourselves.
+pub const CONTROL_TURNS_APART_MAX: Duration = Duration::from_secs(1);
 /// When every connection of a peer was closed by its kernel, it has this long to come back.
 pub const RESUME_GRACE: Duration = Duration::from_secs(2);
 /// No acknowledgement from the peer's kernel for this long, with data waiting, means a dead path.
@@ -148,6 +150,7 @@ const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAULT.as_millis());
+const _: () = assert!(CONTROL_TURNS_APART_MAX.as_millis() < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(PATH_DEAD_AFTER.as_millis() + 2 * PATH_CHECK_INTERVAL.as_millis() <= 2000);
 const _: () = assert!(GROUPED_RECEIVES_MAX <= TESTED_SIZES_MAX);
 const _: () = assert!(PLUGIN_LOG_LINE_BYTES_MAX + 3 * PLUGIN_NAME_BYTES_MAX < PIPE_LINE_BYTES_MAX);

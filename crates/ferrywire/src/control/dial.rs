@@ -131,7 +131,13 @@ impl Dial {
         let conn =
             engine.transport.dial(nic, address, options).map_err(|error| unreachable_at(&to, &error))?;
         let what = DialFor::Resume { session: 0 };
-        Ok(Dial { conn, initiator, output: Vec::new(), since: engine.transport.now(), limit, to, what })
+        Ok(Dial { conn, initiator, output: Vec::new(), since: Duration::ZERO, limit, to, what })
+    }
+
+    /// Its deadline counts from now.
+    pub fn begin(&mut self, what: DialFor, now: Duration) {
+        self.what = what;
+        self.since = now;
     }
 
     pub fn conn(&self) -> &dyn Conn {

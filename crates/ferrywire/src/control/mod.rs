@@ -8,6 +8,7 @@
 //! Read next: `link.rs`.
 
 mod admission;
+mod clock;
 mod dial;
 mod link;
 mod lobby;
@@ -22,6 +23,7 @@ use crate::peer::PeerState;
 use crate::sys::poll::{Interest, Poller};
 use crate::transport::{Conn, IoVec, Listener};
 use admission::{Admitter, Book};
+use clock::Clock;
 use dial::{Dial, DialFailure, DialFor};
 use link::Link;
 pub(crate) use lobby::Lobby;
@@ -61,6 +63,7 @@ pub(crate) struct Control {
     book: Arc<Mutex<Book>>,
     lobby: Arc<Lobby>,
     poller: Arc<Poller>,
+    clock: Clock,
     next_token: u64,
     me: Hello,
     nics_seen: Duration,
@@ -105,6 +108,7 @@ impl Control {
             book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed, lobby.clone()))),
             lobby,
             poller,
+            clock: Clock::new(engine.transport.now()),
             next_token: LISTENER_TOKEN + 1,
             me,
             nics_seen: Duration::ZERO,
@@ -120,9 +124,13 @@ impl Control {
         self.poller.waker()
     }
 
+    fn now(&mut self, engine: &Engine) -> Duration {
+        self.clock.look(engine.transport.now())
+    }
+
     /// One turn; true if anything happened.
     pub fn turn(&mut self, engine: &Engine) -> bool {
-        let now = engine.transport.now();
+        let now = self.now(engine);
         let mut worked = self.take_events(engine, now);
         worked |= self.accept(engine, now);
         worked |= self.advance_incoming(engine, now);
@@ -350,14 +358,15 @@ impl Control {
             lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
             return;
         }
-        let until = engine.transport.now().saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { address, lobby, until });
+        let now = self.now(engine);
+        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        self.dial_new(engine, DialFor::New { address, lobby, until }, now);
     }
 
-    fn dial_new(&mut self, engine: &Engine, what: DialFor) {
+    fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
         let DialFor::New { address, lobby, .. } = &what else { return };
         match Dial::control(engine, &self.me, *address) {
-            Ok(dial) => self.start(dial, what),
+            Ok(dial) => self.start(dial, what, now),
             Err(error) => lobby.put(Err(error)),
         }
     }
@@ -365,12 +374,12 @@ impl Control {
     fn redial(&mut self, engine: &Engine, now: Duration) {
         let due = self.redials.extract_if(.., |(at, _)| *at <= now);
         for (_, what) in due.collect::<Vec<_>>() {
-            self.dial_new(engine, what);
+            self.dial_new(engine, what, now);
         }
     }
 
-    fn start(&mut self, mut dial: Dial, what: DialFor) {
-        dial.what = what;
+    fn start(&mut self, mut dial: Dial, what: DialFor, now: Duration) {
+        dial.begin(what, now);
         self.watch(dial.conn(), Interest::READ);
         self.dials.push(dial);
     }
@@ -471,7 +480,7 @@ impl Control {
             let over = link.over();
             self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
-                self.start(dial, what);
+                self.start(dial, what, now);
             }
             if over {
                 self.unfinished |= self.links.remove(&session).is_some_and(|link| link.unfinished());
@@ -482,13 +491,15 @@ impl Control {
     }
 
     /// Asks a peer's link to finish and close.
-    pub fn close(&mut self, session: u64, deadline: Duration, now: Duration) {
+    pub fn close(&mut self, engine: &Engine, session: u64, deadline: Duration) {
+        let now = self.now(engine);
         if let Some(link) = self.links.get_mut(&session) {
             link.close(now.saturating_add(deadline));
         }
     }
 
-    pub fn close_all(&mut self, deadline: Duration, now: Duration) {
+    pub fn close_all(&mut self, engine: &Engine, deadline: Duration) {
+        let now = self.now(engine);
         self.listeners.clear();
         self.incoming.clear();
         // Peers that are not there yet do not come any more.
@@ -623,7 +634,7 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
 pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()> {
     let engine = peer.engine();
     let now = engine.transport.now();
-    engine.with_control(|control| control.close(peer.session, deadline, now));
+    engine.with_control(|control| control.close(engine, peer.session, deadline));
     let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
     while peer.failure().is_none() && engine.transport.now() < until {
         if engine.caller_driven() {

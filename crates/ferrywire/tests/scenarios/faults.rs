@@ -237,6 +237,16 @@ pub fn a_peer_that_stops_for_three_seconds_is_not_lost<W: Faulty>(world: &mut W)
     load.finish_well(world, [(0, &near), (1, &far)]);
 }
 
+/// As when a machine is suspended, or moved.
+pub fn peers_that_stop_together_are_not_lost<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let load = started(world, [(0, &near), (1, &far)]);
+    [0, 1].iter().for_each(|end| world.freeze(*end));
+    world.pass(Duration::from_secs(60));
+    [0, 1].iter().for_each(|end| world.thaw(*end));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
 pub fn a_peer_that_stops_for_good_is_lost<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 2);
     let mut load = started(world, [(0, &near), (1, &far)]);

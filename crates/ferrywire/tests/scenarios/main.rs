@@ -98,6 +98,7 @@ scenarios! {
         one_way_cut,
         late_bytes_do_not_land,
         a_peer_that_stops_for_three_seconds_is_not_lost,
+        peers_that_stop_together_are_not_lost,
         a_peer_that_stops_for_good_is_lost,
     };
     sim(300): faults::{random_faults};

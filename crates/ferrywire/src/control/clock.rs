@@ -1,0 +1,47 @@
+//! The control side's clock, which stands still while nobody turns the control side.
+//!
+//! A process that was stopped (SIGSTOP, a suspended machine, callers that drive and did not) has heard
+//! nobody, and that says nothing about its peers: what they said meanwhile is still to be read, and if they
+//! were stopped too, as on one machine, they have yet to speak.
+//! Invariant: between two looks at most `limits::CONTROL_TURNS_APART_MAX` passes, so that deadlines are
+//! reached however rarely we get our turn.
+
+use crate::limits;
+use std::time::Duration;
+
+/// A clock; times given to links and dials are its own.
+#[derive(Debug)]
+pub(super) struct Clock {
+    looked_at: Duration,
+    missed: Duration,
+}
+
+impl Clock {
+    pub fn new(real: Duration) -> Clock {
+        Clock { looked_at: real, missed: Duration::ZERO }
+    }
+
+    /// The time, at this time of the transport's clock.
+    pub fn look(&mut self, real: Duration) -> Duration {
+        let apart = real.saturating_sub(self.looked_at);
+        self.missed += apart.saturating_sub(limits::CONTROL_TURNS_APART_MAX);
+        self.looked_at = self.looked_at.max(real);
+        real.saturating_sub(self.missed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_without_turns_does_not_pass() {
+        let second = Duration::from_secs(1);
+        let mut clock = Clock::new(5 * second);
+        assert_eq!(clock.look(5 * second), 5 * second);
+        assert_eq!(clock.look(6 * second), 6 * second);
+        assert_eq!(clock.look(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
+        assert_eq!(clock.look(66 * second), 6 * second + limits::CONTROL_TURNS_APART_MAX);
+        assert_eq!(clock.look(67 * second), 7 * second + limits::CONTROL_TURNS_APART_MAX);
+    }
+}
