@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::transport::ConnOptions;
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -65,6 +66,15 @@ impl Default for Config {
 }
 
 impl Config {
+    /// Options of data connections.
+    pub(crate) fn bulk_options(&self) -> ConnOptions {
+        ConnOptions {
+            bulk: true,
+            congestion_control: self.congestion_control.clone(),
+            socket_buffer_bytes: self.socket_buffer_bytes,
+        }
+    }
+
     /// Refuses values that cannot work.
     pub(crate) fn check(&self) -> Result<()> {
         let within = |what: &str, value: usize, min: usize, max: usize| match (min..=max).contains(&value) {

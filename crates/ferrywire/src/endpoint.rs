@@ -119,6 +119,8 @@ impl Builder {
         }
         self.config.check()?;
         let transport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        let options = self.config.bulk_options();
+        transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
         Endpoint::start(self.config, transport)
     }
 }

@@ -113,7 +113,7 @@ impl Dial {
         generation: u32,
     ) -> Result<Dial> {
         let initiator = Initiator::data(session, key, channel, generation);
-        Dial::start(engine, nic, address, initiator, limits::DIAL_DEADLINE, &bulk_options(engine))
+        Dial::start(engine, nic, address, initiator, limits::DIAL_DEADLINE, &engine.config.bulk_options())
     }
 
     fn start(
@@ -198,15 +198,6 @@ impl Dial {
 
     fn broken(&self, error: &io::Error) -> DialFailure {
         DialFailure { error: unreachable_at(&self.to, error), refused: None }
-    }
-}
-
-/// Options of data connections.
-pub(super) fn bulk_options(engine: &Engine) -> ConnOptions {
-    ConnOptions {
-        bulk: true,
-        congestion_control: engine.config.congestion_control.clone(),
-        socket_buffer_bytes: engine.config.socket_buffer_bytes,
     }
 }
 

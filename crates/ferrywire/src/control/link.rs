@@ -8,7 +8,7 @@
 //! nothing is placed into their memory afterwards.
 //! Read next: `dial.rs` and `pairs.rs`.
 
-use super::dial::{Dial, DialFailure, DialFor, bulk_options};
+use super::dial::{Dial, DialFailure, DialFor};
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
 use super::{read_in, write_out};
@@ -536,7 +536,7 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        engine.transport.tune(&mut *conn, &bulk_options(engine));
+        engine.transport.tune(&mut *conn, &engine.config.bulk_options());
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Up && generation > current {
             // The peer has given up the connection that we still hold; it will dial once more.

@@ -160,6 +160,11 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// `nic` binds the connection to that NIC and its address.
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>>;
 
+    /// Whether data connections can be given these options here; the error says what there is instead.
+    fn check(&self, _options: &ConnOptions) -> io::Result<()> {
+        Ok(())
+    }
+
     /// Applies options to an accepted connection, once it is known to be a data connection.
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions);
 

@@ -16,7 +16,7 @@ mod zero_copy;
 mod tests;
 
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -60,6 +60,12 @@ impl Transport for TcpTransport {
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
         Ok(Box::new(self.connect(nic, to, options)?))
+    }
+
+    fn check(&self, options: &ConnOptions) -> io::Result<()> {
+        let Some(name) = &options.congestion_control else { return Ok(()) };
+        let socket = new_socket(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0))?;
+        tuning::check_control(socket.as_raw_fd(), name)
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {

@@ -314,3 +314,14 @@ fn an_explicit_congestion_control_is_taken_or_refused() {
     let refused = TcpTransport::default().dial(None, localhost(1), &named("no_such")).map(drop);
     assert!(refused.unwrap_err().to_string().contains("no_such"));
 }
+
+#[test]
+fn a_congestion_control_that_is_not_to_be_had_is_refused_when_the_endpoint_is_built() {
+    let build = |name: &str| crate::Endpoint::builder().threads(1).congestion_control(name).build();
+    build("reno").expect("every kernel has it");
+    let crate::Error::Invalid { what, why } = build("no_such").unwrap_err() else { panic!("another error") };
+    assert_eq!(what, "congestion control");
+    let there = std::fs::read_to_string("/proc/sys/net/ipv4/tcp_available_congestion_control").unwrap();
+    let list = there.split_whitespace().collect::<Vec<_>>().join(", ");
+    assert!(why.contains("\"no_such\"") && why.ends_with(&list), "{why}");
+}

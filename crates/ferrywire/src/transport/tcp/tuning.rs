@@ -5,6 +5,7 @@
 //! 1 MiB keep the payload in the cache while larger ones push it out. Elsewhere the kernel's autotuning
 //! knows better.
 
+use std::fs;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
@@ -70,6 +71,26 @@ pub(super) fn apply(fd: RawFd, path: Path, options: &ConnOptions) -> io::Result<
         socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)?;
     }
     Ok(())
+}
+
+/// Whether this host gives us a congestion control. Asked of the kernel, which may load it for us.
+pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
+    socket::set_congestion_control(fd, name).map_err(|e| {
+        let listed = |list: &str| {
+            let text = fs::read_to_string(format!("/proc/sys/net/ipv4/tcp_{list}_congestion_control"));
+            text.map_or_else(
+                |_| "unknown".into(),
+                |text| text.split_whitespace().collect::<Vec<_>>().join(", "),
+            )
+        };
+        let what = match e.kind() {
+            io::ErrorKind::PermissionDenied => {
+                format!("{name:?} is for root; allowed to all are {}", listed("allowed"))
+            }
+            _ => format!("{name:?} is not to be had ({e}); there are {}", listed("available")),
+        };
+        io::Error::new(e.kind(), what)
+    })
 }
 
 /// Makes up for what the addresses did not tell: a connection that has turned out to be short.
