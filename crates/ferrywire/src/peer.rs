@@ -907,14 +907,9 @@ impl Peer {
 
     /// Counters and configuration in force.
     pub fn stats(&self) -> PeerStats {
-        let nics = self.state.engine.transport.nics().unwrap_or_default();
-        let nic_of = |local: std::net::SocketAddr| {
-            let nic = nics.iter().find(|nic| nic.address == local.ip());
-            nic.map_or_else(|| local.ip().to_string(), |nic| nic.name.clone())
-        };
         let channels = self.state.counters.iter().enumerate();
         PeerStats {
-            channels: channels.filter_map(|(index, each)| each.snapshot(index as u16, nic_of)).collect(),
+            channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
             resent_chunks: self.state.resent.load(Ordering::Relaxed),
             lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             setup: *self.state.setup.lock().unwrap_or_else(PoisonError::into_inner),

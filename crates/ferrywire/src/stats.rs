@@ -9,7 +9,6 @@ use std::time::Duration;
 /// Where a channel's connection runs.
 #[derive(Clone, Debug)]
 struct Path {
-    nic: String,
     local: SocketAddr,
     remote: SocketAddr,
     congestion_control: String,
@@ -26,6 +25,8 @@ pub(crate) struct ChannelCounters {
     pub generation: AtomicU32,
     pub alive: AtomicBool,
     pub zero_copy: AtomicBool,
+    /// Name of the NIC, as it was when the connection was made: it may be gone when it is asked for.
+    nic: Mutex<String>,
     path: Mutex<Option<Path>>,
 }
 
@@ -34,12 +35,16 @@ impl ChannelCounters {
         ChannelCounters { backlog: AtomicU64::new(u64::MAX), ..ChannelCounters::default() }
     }
 
+    /// The connection that is about to take up the channel runs over this NIC.
+    pub fn runs_over(&self, nic: String) {
+        *self.nic.lock().unwrap_or_else(PoisonError::into_inner) = nic;
+    }
+
     /// A connection takes up the channel.
     pub fn start(&self, conn: &dyn Conn, generation: u32) {
         let mut path = self.path.lock().unwrap_or_else(PoisonError::into_inner);
-        let nic = path.take().map(|path| path.nic).unwrap_or_default();
         let congestion_control = conn.congestion_control();
-        *path = Some(Path { nic, local: conn.local(), remote: conn.remote(), congestion_control });
+        *path = Some(Path { local: conn.local(), remote: conn.remote(), congestion_control });
         self.generation.store(generation, Ordering::Relaxed);
         self.backlog.store(0, Ordering::Relaxed);
         self.alive.store(true, Ordering::Relaxed);
@@ -47,11 +52,11 @@ impl ChannelCounters {
         self.rtt_us.store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
     }
 
-    pub fn snapshot(&self, index: u16, nic_of: impl Fn(SocketAddr) -> String) -> Option<ChannelStats> {
+    pub fn snapshot(&self, index: u16) -> Option<ChannelStats> {
         let path = self.path.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         Some(ChannelStats {
             index,
-            nic: nic_of(path.local),
+            nic: self.nic.lock().unwrap_or_else(PoisonError::into_inner).clone(),
             local: path.local,
             remote: path.remote,
             alive: self.alive.load(Ordering::Relaxed),
@@ -70,7 +75,7 @@ impl ChannelCounters {
 pub struct ChannelStats {
     /// Its number, the same on both sides.
     pub index: u16,
-    /// Name of the local NIC it runs over.
+    /// Name of the local NIC it runs over, as it was when it was connected; else the NIC's address.
     pub nic: String,
     /// Local address.
     pub local: SocketAddr,

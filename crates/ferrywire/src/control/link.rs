@@ -563,6 +563,9 @@ impl Link {
         self.slots[usize::from(index)] = (Slot::Up, generation);
         self.up_since[usize::from(index)] = now;
         let worker = &engine.workers[self.peer.engine_worker(index)];
+        let address = conn.local().ip();
+        let nic = engine.transport.nic_name(address).unwrap_or_else(|| address.to_string());
+        self.peer.counters(index).runs_over(nic);
         let channel = Channel::new(conn, self.peer.clone(), index, generation);
         worker.command(Command::Add(Box::new(channel)));
         self.peer.choose_home();
@@ -606,7 +609,6 @@ impl Link {
 
     pub fn channel_lost(
         &mut self,
-        engine: &Engine,
         index: u16,
         generation: u32,
         why: String,
@@ -620,7 +622,7 @@ impl Link {
             self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
             return;
         }
-        let path = self.path_of(engine, index);
+        let path = self.path_of(index);
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
         self.peer.note_lost(line);
@@ -651,13 +653,8 @@ impl Link {
         *least = (*least).max(generation.saturating_add(1));
     }
 
-    fn path_of(&self, engine: &Engine, index: u16) -> String {
-        let nics = engine.transport.nics().unwrap_or_default();
-        let name = |address: SocketAddr| {
-            let nic = nics.iter().find(|nic| nic.address == address.ip());
-            nic.map_or_else(|| address.ip().to_string(), |nic| nic.name.clone())
-        };
-        let stats = self.peer.counters(index).snapshot(index, name);
+    fn path_of(&self, index: u16) -> String {
+        let stats = self.peer.counters(index).snapshot(index);
         stats.map_or_else(String::new, |stats| format!("{} ({} to {})", stats.nic, stats.local, stats.remote))
     }
 

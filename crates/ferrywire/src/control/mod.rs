@@ -457,7 +457,7 @@ impl Control {
             worked = true;
             let Event::Lost { peer, index, generation, why, remains } = event;
             match self.links.get_mut(&peer.session) {
-                Some(link) => link.channel_lost(engine, index, generation, why, *remains, now),
+                Some(link) => link.channel_lost(index, generation, why, *remains, now),
                 None => peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect()),
             }
         }

@@ -171,6 +171,12 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// The NICs of this host that have an address, loopback included.
     fn nics(&self) -> io::Result<Vec<Nic>>;
 
+    /// Name of the NIC that has this address now.
+    fn nic_name(&self, address: IpAddr) -> Option<String> {
+        let nics = self.nics().unwrap_or_default();
+        nics.into_iter().find(|nic| nic.address == address.to_canonical()).map(|nic| nic.name)
+    }
+
     /// The address and NIC the routing table would use towards `to`.
     fn route(&self, to: IpAddr) -> io::Result<IpAddr>;
 

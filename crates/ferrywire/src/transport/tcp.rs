@@ -81,6 +81,11 @@ impl Transport for TcpTransport {
         nics::list()
     }
 
+    fn nic_name(&self, address: IpAddr) -> Option<String> {
+        let nics = nics::addresses().unwrap_or_default();
+        nics::with_address(&nics, address).map(|nic| nic.name.clone())
+    }
+
     fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
         nics::route(to)
     }

@@ -146,6 +146,23 @@ pub fn one_of_four_nics_cut_and_healed<W: Faulty>(world: &mut W) {
     cut_and_heal(world, 4);
 }
 
+/// A NIC that is gone when its loss is noticed is named all the same, at both ends.
+pub fn a_deleted_nic_is_named<W: Faulty>(world: &mut W) {
+    let (near, far) = slow_pair(world, 2);
+    let load = started(world, [(0, &near), (1, &far)]);
+    let end = world.below(2);
+    world.net().delete(world.nic(end, 1));
+    load.finish_well(world, [(0, &near), (1, &far)]);
+    for peer in [&near, &far] {
+        world.until("the loss to be noticed", || (!peer.stats().lost_channels.is_empty()).then_some(()));
+        let stats = peer.stats();
+        let lost = &stats.lost_channels;
+        assert!(lost.iter().all(|line| line.contains(" over eth1 (")), "{lost:?}");
+        let named = stats.channels.iter().all(|channel| channel.nic == format!("eth{}", channel.index % 2));
+        assert!(named, "{:?}", stats.channels);
+    }
+}
+
 /// Only one direction of a NIC dies, in mid transfer or before it.
 pub fn one_way_cut<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 2);

@@ -95,6 +95,7 @@ scenarios! {
         all_channels_reset_at_once,
         one_of_two_nics_cut_and_healed,
         one_of_four_nics_cut_and_healed,
+        a_deleted_nic_is_named,
         one_way_cut,
         late_bytes_do_not_land,
         a_peer_that_stops_for_three_seconds_is_not_lost,

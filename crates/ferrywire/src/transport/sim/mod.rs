@@ -199,6 +199,15 @@ impl SimNet {
         state.cut(nic, ways, lasting);
     }
 
+    /// Takes a NIC away for good: it is cut, and its host knows of it no more.
+    pub fn delete(&self, nic: IpAddr) {
+        self.cut(nic);
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        let host = state.nics[nic].host;
+        state.hosts[host].nics.retain(|each| *each != nic);
+    }
+
     /// Ends every cut of a NIC. What was lost is sent again when its retransmission timer next fires.
     pub fn heal(&self, nic: IpAddr) {
         let mut state = self.lock();

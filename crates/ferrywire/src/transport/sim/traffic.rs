@@ -87,7 +87,7 @@ impl State {
     }
 
     fn own_nic(&self, host: usize, address: IpAddr) -> io::Result<usize> {
-        let own = self.find_nic(host, address).filter(|nic| self.nics[*nic].host == host);
+        let own = self.find_nic(host, address).filter(|nic| self.hosts[host].nics.contains(nic));
         own.ok_or_else(|| ErrorKind::AddrNotAvailable.into())
     }
 
