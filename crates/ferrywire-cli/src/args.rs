@@ -5,8 +5,9 @@
 
 use std::path::PathBuf;
 
-use clap::builder::BoolishValueParser;
+use clap::builder::{BoolishValueParser, FalseyValueParser};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use ferrywire::nccl::abi::Version;
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Names, Sizes};
@@ -15,6 +16,10 @@ const AFTER_HELP: &str = "Every option can also be given as FERRYWIRE_<OPTION> i
 file of --config; an option goes before the environment, the environment before the file. Sizes take K, M, G \
 (powers of 1024); rates are decimal (GB/s = 1e9 bytes/s).\n\nExit status: 0 finished and verified, 1 failed, 2 bad usage, \
 130 stopped by Ctrl-C.";
+
+const PLUGIN_AFTER_HELP: &str = "The file's code runs, as its users run it: name only plugins that you trust. With -v \
+what it logs is printed.\n\nExit status: 0 the plugin works and has devices, 1 it does not, 2 bad usage, 130 stopped by \
+Ctrl-C.";
 
 /// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
 #[derive(Debug, Parser)]
@@ -33,6 +38,35 @@ pub struct Cli {
 pub enum Command {
     /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback
     Bench(Box<Bench>),
+    /// What an NCCL net plugin exports: versions, devices, properties. It is started in a process of its own
+    #[command(after_help = PLUGIN_AFTER_HELP)]
+    Plugin(PluginFlags),
+    /// The process in which a plugin is started
+    #[command(hide = true)]
+    PluginChild {
+        /// As for plugin
+        path: PathBuf,
+        /// As for plugin
+        #[arg(long)]
+        version: Option<Version>,
+    },
+}
+
+/// `plugin`.
+#[derive(Debug, Args)]
+pub struct PluginFlags {
+    /// The plugin's file, or a name as in NCCL_NET_PLUGIN, looked up as NCCL does
+    #[arg(value_name = "PATH")]
+    pub path: PathBuf,
+    /// Version of the interface to use: v4 to v12 [default: the newest that it exports]
+    #[arg(long, value_name = "vN")]
+    pub version: Option<Version>,
+    /// Write JSON instead of text
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub json: bool,
+    /// Longest time for one step of the plugin, in seconds [default: 30]
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<f64>,
 }
 
 /// `bench`: alone the demo, else one of its two ends.

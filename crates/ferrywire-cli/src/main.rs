@@ -1,7 +1,7 @@
 //! The `ferrywire` command.
 //!
 //! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`]
-//! does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+//! or [`mod@plugin`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
 mod args;
 mod bench;
@@ -9,6 +9,7 @@ mod exit;
 mod file;
 mod nics;
 mod plan;
+mod plugin;
 mod sys;
 mod units;
 
@@ -22,11 +23,16 @@ fn run() -> exit::Outcome {
     let typed = args::parse();
     let verbose = typed.verbose;
     let plan = plan::plan(typed)?;
-    exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
+    // What a child would log its parent says.
+    if !matches!(plan, plan::Plan::PluginChild(..)) {
+        exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
+    }
     sys::catch_interrupt();
     match plan {
         plan::Plan::Demo(plan) => bench::demo::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),
         plan::Plan::Connect(plan) => bench::connect::run(*plan),
+        plan::Plan::Plugin(plan) => plugin::run(&plan),
+        plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }
 }

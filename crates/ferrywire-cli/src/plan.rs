@@ -5,8 +5,10 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ferrywire::nccl::abi::Version;
+
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, ServeFlags, Transport, Verify,
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Transport, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::exit::{Failure, Outcome};
@@ -17,6 +19,8 @@ use crate::{bench, file};
 const PORT_DEFAULT: u16 = 7420;
 /// Length of the timed part when neither --iters nor --seconds is given.
 const SECONDS_DEFAULT: f64 = 2.0;
+/// Longest time without progress.
+const DEADLINE_S_DEFAULT: f64 = 30.0;
 
 /// What the process is to do.
 #[derive(Debug)]
@@ -27,6 +31,25 @@ pub enum Plan {
     Serve(Box<ServePlan>),
     /// The end that configures.
     Connect(Box<ConnectPlan>),
+    /// A plugin to be looked at.
+    Plugin(PluginPlan),
+    /// The process that does it.
+    PluginChild(PathBuf, Option<Version>),
+}
+
+/// A plugin to be looked at.
+#[derive(Clone, Debug)]
+pub struct PluginPlan {
+    /// Its file, or its name.
+    pub path: PathBuf,
+    /// The version to use.
+    pub version: Option<Version>,
+    /// Print JSON.
+    pub json: bool,
+    /// Longest time for one step.
+    pub deadline: Duration,
+    /// Print what it logs.
+    pub verbose: bool,
 }
 
 /// What both ends hand to the engine.
@@ -97,7 +120,11 @@ pub struct ServePlan {
 /// Gives what was typed its meaning.
 pub fn plan(typed: Cli) -> Outcome<Plan> {
     let verbose = typed.verbose > 0;
-    let Command::Bench(bench) = typed.command;
+    let bench = match typed.command {
+        Command::Bench(bench) => bench,
+        Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
+        Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
+    };
     match bench.end {
         None => Ok(Plan::Demo(Box::new(plan_connect(bench.options, Vec::new(), verbose)?))),
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(flags, verbose)?))),
@@ -106,6 +133,15 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             Ok(Plan::Connect(Box::new(plan_connect(*options, addresses, verbose)?)))
         }
     }
+}
+
+fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
+    let PluginFlags { path, version, json, deadline } = flags;
+    let deadline = Duration::from_secs_f64(seconds("--deadline", deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
+    if path.as_os_str().is_empty() {
+        return usage("PATH is empty");
+    }
+    Ok(PluginPlan { path, version, json, deadline, verbose })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
@@ -144,7 +180,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
         );
     }
     refuse_unbuilt(&flags)?;
-    let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(30.0);
+    let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
     Ok(ConnectPlan {
         addresses,
         run: plan_run(&flags, deadline_s)?,

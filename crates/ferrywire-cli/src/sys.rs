@@ -1,7 +1,10 @@
 //! The few system calls that Rust's library lacks. The only unsafe code of the command.
 
 use std::ffi::CStr;
+use std::fs::File;
+use std::io;
 use std::net::IpAddr;
+use std::os::fd::FromRawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -39,6 +42,24 @@ pub fn cpu_seconds() -> f64 {
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes one integer and touches no memory.
     unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) };
+}
+
+/// What was standard output, for this program alone; from now on what is printed goes to standard error.
+pub fn take_stdout() -> io::Result<File> {
+    // SAFETY: both calls take numbers only. The new descriptor is nobody else's.
+    let taken = unsafe { libc::fcntl(libc::STDOUT_FILENO, libc::F_DUPFD_CLOEXEC, 3) };
+    // SAFETY: as above.
+    if taken < 0 || unsafe { libc::dup2(libc::STDERR_FILENO, libc::STDOUT_FILENO) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: it was just made, and is owned by nobody.
+    Ok(unsafe { File::from_raw_fd(taken) })
+}
+
+/// Ends the process at once: no destructor and no exit handler of a library runs.
+pub fn exit_now(status: i32) -> ! {
+    // SAFETY: it takes a number and does not return.
+    unsafe { libc::_exit(status) }
 }
 
 /// Name and address of every NIC that has an address.

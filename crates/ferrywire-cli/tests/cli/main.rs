@@ -2,5 +2,9 @@
 
 mod bench;
 mod common;
+#[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
+#[path = "../../../ferrywire/tests/nccl/compile.rs"]
+mod compile;
 mod faults;
+mod plugin;
 mod usage;

@@ -35,6 +35,10 @@ fn bad_usage_is_status_2() {
         "bench serve --listen 1.2.3.4:port",
         "bench serve --sizes 4K",
         "frobnicate",
+        "plugin",
+        "plugin x.so --version v3",
+        "plugin x.so --deadline 0",
+        "plugin x.so y.so",
     ] {
         refused(args);
     }
@@ -57,14 +61,15 @@ fn beyond_loopback_a_secret_is_needed() {
 
 #[test]
 fn help_is_complete_and_hides_what_is_for_tests() {
-    for args in ["--help", "bench --help", "bench serve --help", "bench connect --help"] {
+    for args in ["--help", "bench --help", "bench serve --help", "bench connect --help", "plugin --help"] {
         let output = run(args);
         assert!(output.status.success());
         let help = text(&output.stdout);
         assert!(help.contains("Exit status"), "{args}");
         assert!(!help.contains("inject") && !help.contains("--member") && !help.contains("mesh"), "{help}");
     }
-    assert!(!text(&run("--help").stdout).contains("doctor"));
+    let help = text(&run("--help").stdout);
+    assert!(!help.contains("doctor") && !help.contains("plugin-child"), "{help}");
 }
 
 #[test]

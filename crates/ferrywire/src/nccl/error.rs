@@ -216,7 +216,7 @@ impl CallError {
     fn hint(&self) -> &'static str {
         let Cause::Result(code) = self.cause else { return "" };
         match (self.call, code) {
-            (Call::Init, _) => "; its log says why; many plugins may be started only once per process",
+            (Call::Init, _) => "; many plugins can be started only once per process",
             (Call::Connect | Call::Accept, _) => {
                 "; its log says why; check that the peer runs the same plugin and that no firewall is between"
             }

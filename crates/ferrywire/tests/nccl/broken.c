@@ -47,6 +47,10 @@ static void log_everything(void) {
 }
 #endif
 
+#ifdef CASE_ENDS_BADLY
+__attribute__((destructor)) static void at_the_end(void) { abort(); }
+#endif
+
 static int p_init(logger log) {
     logs = log;
     inits++;
@@ -60,10 +64,17 @@ static int p_init(logger log) {
     log(3, 0x10, "/a/init.c", 12, "about to crash");
     *(volatile int *)8 = 1;
 #elif defined(CASE_INIT_HANGS)
-    log(3, 0x10, "/a/init.c", 13, "waiting for something that never comes");
+    log(3, 0x10, "/a/init.c", 13, "waiting for ever in process %d", (int)getpid());
     for (;;) pause();
 #elif defined(CASE_LOGS)
     log_everything();
+#elif defined(CASE_PRINTS)
+    printf("{\"step\":\"printed\"}\n");
+    fflush(stdout);
+    fprintf(stderr, "to standard error\n");
+#elif defined(CASE_PRINTS_AND_EXITS)
+    fprintf(stderr, "assertion failed: the sky is up\n");
+    abort();
 #elif defined(CASE_UNRESOLVED)
     return this_symbol_is_nowhere();
 #endif

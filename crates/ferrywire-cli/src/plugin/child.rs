@@ -1,0 +1,93 @@
+//! The process in which a plugin is started: it may do to it what it likes.
+//!
+//! Everything goes to the parent through standard output, which the plugin itself does not get: what the
+//! plugin prints goes to standard error.
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+use ferrywire::nccl::abi::Version;
+use ferrywire::nccl::{Library, LoadError, Plugin, log};
+use serde::{Deserialize, Serialize};
+
+use super::report::{Device, Report};
+use crate::exit::Outcome;
+use crate::sys;
+
+/// One line to the parent.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Message {
+    /// What comes next, as it would be said of a plugin that dies in it: "in init".
+    Step(String),
+    /// It could not be loaded.
+    Failed(String),
+    /// All that is known.
+    Report(Box<Report>),
+}
+
+/// Loads the plugin, tells everything, and ends the process without giving the plugin another say.
+pub fn run(path: &Path, version: Option<Version>) -> Outcome {
+    sys::die_with_parent();
+    let parent = sys::take_stdout().map_err(|error| crate::exit::Failure::failed(error.to_string()))?;
+    log::tee_to_fd(Some(parent.as_raw_fd()));
+    let message = match inspect(path, version, &parent) {
+        Ok(report) => Message::Report(Box::new(report)),
+        Err(error) => Message::Failed(error.to_string()),
+    };
+    send(&parent, &message);
+    sys::exit_now(0)
+}
+
+fn send(parent: &File, message: &Message) {
+    if let Ok(line) = serde_json::to_string(message) {
+        // A parent that is gone needs nothing.
+        let _ = (&*parent).write_all((line + "\n").as_bytes());
+    }
+}
+
+fn inspect(path: &Path, wanted: Option<Version>, parent: &File) -> Result<Report, LoadError> {
+    let step = |text: &str| send(parent, &Message::Step(text.to_owned()));
+    step("while its file was loaded");
+    let library = open(path)?;
+    let exported = library.versions();
+    let (older, nccl_choice) = (library.older_versions(), library.nccl_choice());
+    step("in init");
+    // SAFETY: the user asked to start this plugin; this process is there for nothing else.
+    let plugin = unsafe { library.load(wanted) }?;
+    let devices = (0..plugin.devices()).map(|device| {
+        step(&format!("in getProperties of device {device}"));
+        inspect_device(&plugin, device)
+    });
+    Ok(Report {
+        path: plugin.path().to_owned(),
+        exported: exported.iter().map(Version::to_string).collect(),
+        older: older.iter().map(|version| format!("v{version}")).collect(),
+        nccl_choice: nccl_choice.map(|version| version.to_string()),
+        used: plugin.version().to_string(),
+        name: plugin.name().to_owned(),
+        name_before_init: plugin.name_before_init().to_owned(),
+        devices: devices.collect(),
+    })
+}
+
+/// A path if there is such a file, else a name as in `NCCL_NET_PLUGIN`.
+fn open(path: &Path) -> Result<Library, LoadError> {
+    let named = path.to_str().filter(|name| !name.contains('/') && !path.exists());
+    // SAFETY: as in inspect; the environment is not changed in this process.
+    unsafe {
+        match named {
+            Some(name) => Library::find(Some(name)),
+            None => Library::open(path),
+        }
+    }
+}
+
+fn inspect_device(plugin: &Plugin, device: i32) -> Device {
+    match plugin.properties(device) {
+        Ok(properties) => Device::new(device, &properties),
+        Err(error) => Device::failed(device, error.to_string()),
+    }
+}

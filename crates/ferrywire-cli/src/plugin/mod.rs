@@ -1,0 +1,217 @@
+//! `ferrywire plugin`: what an NCCL net plugin exports, found out by starting it.
+//!
+//! A plugin may exit, crash or hang, so it runs in a child process ([`child`]), which sends a line for each
+//! step, for each line that the plugin logs, and at last the result. Whatever happens to the child, this
+//! process says in one line what it was and exits with 1.
+//! Read next: [`child`], then [`report`].
+
+pub mod child;
+mod report;
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use ferrywire::nccl::log::LogLine;
+
+use crate::exit::{Failure, Outcome};
+use crate::plan::PluginPlan;
+use crate::sys;
+use child::Message;
+use report::Report;
+
+/// How often the child is looked at while it says nothing.
+const LOOK_INTERVAL: Duration = Duration::from_millis(50);
+/// After the child's end its last words are waited for this long, in case a process of its own holds the pipe.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Lines of what a plugin printed that are kept for the report of its end.
+const PRINTED_LINES_KEPT: usize = 8;
+
+/// Starts the plugin in a child and prints what there is to say.
+pub fn run(plan: &PluginPlan) -> Outcome {
+    let (report, outcome) = match Watch::start(plan)?.outcome() {
+        Ok(report) => {
+            let outcome = report.first_error().map_or(Ok(()), |error| Err(Failure::failed(error)));
+            (Some(report), outcome)
+        }
+        Err(failure) => (None, Err(failure)),
+    };
+    match (plan.json, &report, &outcome) {
+        (true, _, Err(Failure::Interrupted)) => {}
+        (true, ..) => println!("{}", report::json(report.as_ref(), outcome.as_ref().err(), &plan.path)),
+        (false, Some(report), _) => print!("{}", report::text(report)),
+        (false, None, _) => {}
+    }
+    outcome
+}
+
+/// What the threads that read from the child have seen.
+enum Seen {
+    Message(Message),
+    Logged(LogLine),
+    Printed(String),
+}
+
+/// A child under way.
+struct Watch<'a> {
+    plan: &'a PluginPlan,
+    child: Child,
+    seen: Receiver<Seen>,
+    step: String,
+    last_logged: Option<String>,
+    printed: VecDeque<String>,
+    /// Time waited in the present step; time in which this process was stopped does not count.
+    waited: Duration,
+}
+
+impl Watch<'_> {
+    fn start(plan: &PluginPlan) -> Outcome<Watch<'_>> {
+        let failed = |error: std::io::Error| Failure::failed(format!("cannot start a process: {error}"));
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+        command.arg("plugin-child").args(plan.version.map(|version| format!("--version={version}")));
+        command.arg("--").arg(&plan.path);
+        // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().map_err(failed)?;
+        let (sender, seen) = channel();
+        if let (Some(messages), Some(printed)) = (child.stdout.take(), child.stderr.take()) {
+            read_lines(messages, sender.clone(), understood);
+            read_lines(printed, sender, |line| Some(Seen::Printed(line)));
+        }
+        let step = "before anything was loaded".to_owned();
+        let (last_logged, printed, waited) = (None, VecDeque::new(), Duration::ZERO);
+        Ok(Watch { plan, child, seen, step, last_logged, printed, waited })
+    }
+
+    /// The child's result, or why there is none.
+    fn outcome(mut self) -> Outcome<Report> {
+        loop {
+            let began = Instant::now();
+            match self.seen.recv_timeout(LOOK_INTERVAL) {
+                Ok(Seen::Message(Message::Report(report))) => return Ok(*report),
+                Ok(Seen::Message(Message::Failed(why))) => return Err(Failure::failed(why)),
+                Ok(seen) => self.note(seen),
+                Err(RecvTimeoutError::Disconnected) => return Err(self.died()),
+                Err(RecvTimeoutError::Timeout) if sys::interrupted() => return Err(Failure::Interrupted),
+                Err(RecvTimeoutError::Timeout) if self.has_ended() => return self.last_words(),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            self.waited += began.elapsed().min(2 * LOOK_INTERVAL);
+            if self.waited > self.plan.deadline {
+                return Err(self.hangs());
+            }
+        }
+    }
+
+    fn note(&mut self, seen: Seen) {
+        match seen {
+            Seen::Message(Message::Step(step)) => {
+                self.step = step;
+                self.waited = Duration::ZERO;
+            }
+            Seen::Message(_) => {}
+            Seen::Logged(line) => {
+                if self.plan.verbose {
+                    eprintln!("{}", report::log_line(&line));
+                }
+                self.last_logged = Some(line.text);
+            }
+            Seen::Printed(line) => {
+                if self.plan.verbose {
+                    eprintln!("{line}");
+                }
+                self.printed.truncate(PRINTED_LINES_KEPT - 1);
+                self.printed.push_front(line);
+            }
+        }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(_)))
+    }
+
+    /// What is still in the pipes of a child that has ended.
+    fn last_words(mut self) -> Outcome<Report> {
+        let until = Instant::now() + LAST_WORDS;
+        while let Ok(seen) = self.seen.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            match seen {
+                Seen::Message(Message::Report(report)) => return Ok(*report),
+                Seen::Message(Message::Failed(why)) => return Err(Failure::failed(why)),
+                seen => self.note(seen),
+            }
+        }
+        Err(self.died())
+    }
+
+    fn died(&mut self) -> Failure {
+        let how = self.child.wait().map_or_else(|error| error.to_string(), how_it_ended);
+        self.failure(&how)
+    }
+
+    fn hangs(&mut self) -> Failure {
+        let how = format!("the plugin did not return within {:?}", self.plan.deadline);
+        self.failure(&how)
+    }
+
+    fn failure(&self, how: &str) -> Failure {
+        let said = self.last_logged.as_ref().or(self.printed.front());
+        let said = said.map_or_else(|| "it said nothing".to_owned(), |said| format!("it said last: {said}"));
+        Failure::failed(format!("{}: {how} {}; {said}", self.plan.path.display(), self.step))
+    }
+}
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn how_it_ended(status: ExitStatus) -> String {
+    match (status.code(), status.signal()) {
+        (Some(code), _) => format!("the plugin ended its process with exit status {code}"),
+        (None, Some(signal)) => format!("the plugin died by signal {signal}{}", signal_name(signal)),
+        (None, None) => "the plugin's process ended".to_owned(),
+    }
+}
+
+fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        libc::SIGILL => "SIGILL",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGTERM => "SIGTERM",
+        _ => return String::new(),
+    };
+    format!(" ({name})")
+}
+
+/// Sends what `make` makes of each line, until the pipe ends or nobody listens.
+fn read_lines(
+    pipe: impl Read + Send + 'static,
+    sender: Sender<Seen>,
+    make: impl Fn(String) -> Option<Seen> + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(pipe).split(b'\n').map_while(Result::ok) {
+            let seen = make(String::from_utf8_lossy(&line).into_owned());
+            if seen.is_some_and(|seen| sender.send(seen).is_err()) {
+                break;
+            }
+        }
+    });
+}
+
+fn understood(line: String) -> Option<Seen> {
+    match LogLine::parse(&line) {
+        Some(logged) => Some(Seen::Logged(logged)),
+        None => serde_json::from_str(&line).ok().map(Seen::Message),
+    }
+}
