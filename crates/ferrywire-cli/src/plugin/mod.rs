@@ -25,8 +25,11 @@ use report::Report;
 
 /// How often the child is looked at while it says nothing.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
-/// After the child's end its last words are waited for this long, in case a process of its own holds the pipe.
+/// After the child's end its last words are waited for this long each, in case a process of its own holds
+/// the pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// No more of them than this, in case such a process goes on talking.
+const LAST_LINES_MAX: usize = 10_000;
 /// Lines of what a plugin printed that are kept for the report of its end.
 const PRINTED_LINES_KEPT: usize = 8;
 
@@ -91,8 +94,11 @@ impl Watch<'_> {
         loop {
             let began = Instant::now();
             match self.seen.recv_timeout(LOOK_INTERVAL) {
-                Ok(Seen::Message(Message::Report(report))) => return Ok(*report),
-                Ok(Seen::Message(Message::Failed(why))) => return Err(Failure::failed(why)),
+                Ok(Seen::Message(Message::Step(step))) => {
+                    self.step = step;
+                    self.waited = Duration::ZERO;
+                }
+                Ok(Seen::Message(result)) => return self.finish(result),
                 Ok(seen) => self.note(seen),
                 Err(RecvTimeoutError::Disconnected) => return Err(self.died()),
                 Err(RecvTimeoutError::Timeout) if sys::interrupted() => return Err(Failure::Interrupted),
@@ -106,12 +112,23 @@ impl Watch<'_> {
         }
     }
 
+    fn finish(mut self, result: Message) -> Outcome<Report> {
+        if self.plan.verbose {
+            // The child ends now; what the plugin printed comes through a pipe of its own, perhaps later.
+            for _ in 0..LAST_LINES_MAX {
+                let Some(seen) = self.next_of_the_last() else { break };
+                self.note(seen);
+            }
+        }
+        match result {
+            Message::Report(report) => Ok(*report),
+            Message::Failed(why) => Err(Failure::failed(why)),
+            Message::Step(_) => Err(self.died()),
+        }
+    }
+
     fn note(&mut self, seen: Seen) {
         match seen {
-            Seen::Message(Message::Step(step)) => {
-                self.step = step;
-                self.waited = Duration::ZERO;
-            }
             Seen::Message(_) => {}
             Seen::Logged(line) => {
                 if self.plan.verbose {
@@ -135,15 +152,19 @@ impl Watch<'_> {
 
     /// What is still in the pipes of a child that has ended.
     fn last_words(mut self) -> Outcome<Report> {
-        let until = Instant::now() + LAST_WORDS;
-        while let Ok(seen) = self.seen.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        for _ in 0..LAST_LINES_MAX {
+            let Some(seen) = self.next_of_the_last() else { break };
             match seen {
-                Seen::Message(Message::Report(report)) => return Ok(*report),
-                Seen::Message(Message::Failed(why)) => return Err(Failure::failed(why)),
+                Seen::Message(Message::Step(step)) => self.step = step,
+                Seen::Message(result) => return self.finish(result),
                 seen => self.note(seen),
             }
         }
         Err(self.died())
+    }
+
+    fn next_of_the_last(&mut self) -> Option<Seen> {
+        self.seen.recv_timeout(LAST_WORDS).ok()
     }
 
     fn died(&mut self) -> Failure {
