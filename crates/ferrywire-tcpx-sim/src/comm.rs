@@ -213,6 +213,10 @@ impl Comm {
         {
             segfault(format_args!("a receive on a comm that was accepted without a device handle"));
         }
+        if self.direction() == Direction::Recv && buffer.gpu && self.shared.landing.is_none() {
+            warning!("comm {}: a receive into GPU memory, but accept saw no GPU", self.id());
+            return Err(ResultCode::INTERNAL_ERROR);
+        }
         let Some(number) = self.ring.post() else { return self.full() };
         let slot = self.ring.slot_of(number);
         let total = (self.direction() == Direction::Send).then_some(buffer.bytes);

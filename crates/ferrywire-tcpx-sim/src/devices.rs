@@ -159,6 +159,12 @@ mod tests {
     }
 
     #[test]
+    fn loopback_is_this_host_and_a_documentation_address_is_not() {
+        assert!(is_own(Ipv4Addr::LOCALHOST) && is_own(Ipv4Addr::new(127, 9, 9, 9)));
+        assert!(!is_own(Ipv4Addr::new(192, 0, 2, 1)));
+    }
+
+    #[test]
     fn made_up_paths_end_as_pci_addresses_do() {
         let last = pci_path(3);
         assert_eq!(last.rsplit('/').next(), Some("0000:83:00.0"));

@@ -1,11 +1,18 @@
-//! Which injected faults are for a comm.
+//! Which injected faults are for a comm, and calls that are faulty whatever the comm.
 //!
 //! Counts are per comm, so that a fault hits the same request in every run.
 //! Read next: `comm.rs`, where posting and testing ask.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
-use crate::switches::{Lie, Side, Switches};
+use ferrywire::nccl::abi::ResultCode;
+
+use crate::comm::Outcome;
+use crate::log::{exit_1, segfault, warning};
+use crate::plugin::switches;
+use crate::switches::{CallFault, Lie, Side, Switches};
 
 /// Which end of a connection a comm is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -82,6 +89,34 @@ impl Faults {
             delay_us: switches.delay_us.clone(),
             rate: switches.rate,
         }
+    }
+}
+
+/// Does what the switches want a call of the table to do wrong.
+pub fn faulty_call(call: &str) -> Outcome<()> {
+    static CALLS: AtomicU64 = AtomicU64::new(0);
+    let switches = switches()?;
+    if switches.call_fault == CallFault::No || switches.fault_call.as_deref() != Some(call) {
+        return Ok(());
+    }
+    if CALLS.fetch_add(1, Ordering::Relaxed) < switches.call_fault_after {
+        return Ok(());
+    }
+    warning!("{call} is faulty, injected by call_fault");
+    match switches.call_fault {
+        CallFault::No => Ok(()),
+        CallFault::Exit => exit_1(format_args!("{call}, injected by call_fault")),
+        CallFault::Crash => segfault(format_args!("{call}, injected by call_fault")),
+        CallFault::Sigpipe => {
+            // SAFETY: no memory is passed.
+            unsafe { libc::raise(libc::SIGPIPE) };
+            Ok(())
+        }
+        CallFault::Hang => loop {
+            std::thread::sleep(Duration::from_secs(3600));
+        },
+        CallFault::Error => Err(ResultCode::SYSTEM_ERROR),
+        CallFault::Panic => panic!("injected by call_fault"),
     }
 }
 

@@ -20,7 +20,7 @@ static POOLS: LazyLock<Mutex<HashMap<i32, Arc<GpuPool>>>> = LazyLock::new(Mutex:
 /// What a page that was given back is filled with.
 const POISON: u8 = 0xDE;
 /// The GPU of a thread that never chose one.
-const DEVICE_DEFAULT: i32 = 0;
+pub const DEVICE_DEFAULT: i32 = 0;
 
 /// The host's GPUs. The host may open its first one at any time, so only a find is remembered.
 fn table() -> Option<&'static SimGpuTable> {

@@ -6,6 +6,9 @@
 //! same defaults: without `NCCL_DYNAMIC_CHUNK_SIZE` nothing ever moves, and without
 //! `NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS` an accept takes five seconds.
 //!
+//! A package that has this one among its `dev-dependencies` finds `libferrywire_tcpx_sim.so` beside its own
+//! test programs, in `target/<profile>/deps`.
+//!
 //! Where the real plugin would use freed memory (a call after the end of an attempt, a request of a closed
 //! comm, two threads in one comm), this one ends the process by SIGABRT and says which rule was broken.
 //!
@@ -35,8 +38,7 @@
 //! | `chunk_env` | on | off | without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes; off: 512 KiB |
 //! | `alignment` | on | off | GPU memory is registered in whole, aligned pages only, else result 1 |
 //! | `scatter` | on | off | fragments lie in shuffled pages, now and then at odd offsets with odd lengths |
-//! | `fragment_bytes` | 4096 | 1 to 4096 | longest fragment |
-//! | `fragment_limits` | on | off | 2048 fragments in one chunk are `exit(1)` |
+//! | `fragment_bytes` | 4096 | 1 to 4096 | longest fragment; 2048 in one chunk, or more in one request, are `exit(1)` |
 //! | `pool_pages` | 16384 | up to 524288 | pages of a GPU's receive pool; an empty pool stalls |
 //! | `poison` | on | off | pages given back are filled with 0xDE |
 //! | `leak` | on | off | queueing a second chunk of a request on one socket loses the pages of the first |
@@ -56,6 +58,9 @@
 //! |---|---|---|---|
 //! | `fault_side` | both | send, recv | which comms |
 //! | `fault_nic` | all | name | comms on which NIC |
+//! | `fault_call` | none | init, test, ... | a call of the table is faulty, whatever the comm: see `call_fault` |
+//! | `call_fault` | no | exit, crash, sigpipe, hang, error, panic | what that call does; error: 2, panic: 3 |
+//! | `call_fault_after` | 0 | N | so many of those calls, in the whole process, are good before |
 //! | `die_after` | never | N | `exit(1)` when a request is posted after N others |
 //! | `crash_after` | never | N | SIGSEGV when a request is posted after N others |
 //! | `test_hang_after` | never | N | `test` never returns once N requests are done |

@@ -158,6 +158,8 @@ fn equip(
         None => Ok(None),
     };
     let pool = pool_of(device)?;
+    // Before there was a GPU, the thread of `listen` had the default one.
+    let steered_to = steered_to.or(device.map(|_| gpu::DEVICE_DEFAULT));
     if let Some(landing) = pool_of(steered_to)? {
         comm.set_landing(landing);
     }

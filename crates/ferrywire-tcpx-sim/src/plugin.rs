@@ -16,7 +16,6 @@ use crate::faults::{Direction, Faults};
 use crate::gpu;
 use crate::handshake::{Plan, Sockets};
 use crate::log::{info, warning};
-use crate::metadata::ENTRIES_PER_SLOT;
 use crate::rate::Rate;
 use crate::settings::Settings;
 use crate::switches::{SameHost, SecondInit, Switches};
@@ -35,6 +34,13 @@ pub struct Plugin {
     pub settings: Settings,
     /// The NICs.
     pub devices: Vec<Device>,
+}
+
+/// The switches, read at the first call; the plugin refuses every call when they make no sense.
+pub fn switches() -> Outcome<&'static Arc<Switches>> {
+    static SWITCHES: OnceLock<Result<Arc<Switches>, String>> = OnceLock::new();
+    let switches = SWITCHES.get_or_init(|| Switches::from_env().map(Arc::new));
+    switches.as_ref().map_err(|why| refused(why))
 }
 
 /// `init`.
@@ -65,7 +71,7 @@ fn refused(why: &str) -> ResultCode {
 
 impl Plugin {
     fn read() -> Result<Plugin, String> {
-        let switches = Switches::from_env()?;
+        let switches = switches().map_err(|_| "the switches make no sense")?.clone();
         let mut settings = Settings::from_env()?;
         if !switches.chunk_env && settings.chunk_bytes == 0 {
             settings.chunk_bytes = CHUNK_BYTES_GOOD;
@@ -74,7 +80,7 @@ impl Plugin {
             return Err("no GPU".into());
         }
         let devices = devices::find(&settings, switches.pci_path)?;
-        Ok(Plugin { switches: Arc::new(switches), settings, devices })
+        Ok(Plugin { switches, settings, devices })
     }
 
     /// A device; none beyond the last.
@@ -112,7 +118,6 @@ impl Plugin {
             linear: own && switches.same_host == SameHost::Die,
             host_warning: switches.host_warning,
             sigpipe: switches.sigpipe,
-            fragments_fatal: switches.fragment_limits.then_some(ENTRIES_PER_SLOT),
             seed: switches.seed,
             scatter: switches.scatter,
             fragment_bytes: switches.fragment_bytes as u32,

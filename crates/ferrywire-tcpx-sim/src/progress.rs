@@ -211,7 +211,10 @@ impl Comm {
     /// does not make it one.
     fn check_total(&mut self, slot: usize, record: &Record) -> Result<(), Scheduled> {
         let state = &mut self.slots[slot];
-        state.total.get_or_insert(record.total as usize);
+        let total = *state.total.get_or_insert(record.total as usize);
+        if total != record.total as usize || state.queued + record.size as usize > total {
+            exit_1(format_args!("totals that differ: {record:?} in a message of {total} bytes"));
+        }
         if record.total as usize > state.posted_bytes && !self.rules.switches.overrun {
             warning!("a message of {} bytes for a receive of {}", record.total, state.posted_bytes);
             return Err(Scheduled::Failed);

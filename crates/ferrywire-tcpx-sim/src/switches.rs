@@ -150,6 +150,26 @@ choice! {
 }
 
 choice! {
+    /// What a faulty call does.
+    CallFault {
+        /// Nothing wrong.
+        No = "no",
+        /// Ends the process by `exit(1)`.
+        Exit = "exit",
+        /// SIGSEGV.
+        Crash = "crash",
+        /// Raises SIGPIPE, and goes on where that is ignored.
+        Sigpipe = "sigpipe",
+        /// Never returns.
+        Hang = "hang",
+        /// Gives 2.
+        Error = "error",
+        /// Panics, which the host sees as 3.
+        Panic = "panic",
+    }
+}
+
+choice! {
     /// Which comms faults and rates are for.
     Side {
         /// Both.
@@ -229,8 +249,6 @@ switches! {
     scatter: bool = true;
     /// Longest fragment.
     fragment_bytes: u64 = 4096;
-    /// Too many fragments end the process.
-    fragment_limits: bool = true;
     /// Pages of the receive pool of one GPU.
     pool_pages: u64 = 16384;
     /// Pages are filled with 0xDE when they are given back.
@@ -260,6 +278,12 @@ switches! {
     fault_side: Side = Side::Both;
     /// Faults are for comms on this NIC.
     fault_nic: Option<String> = None;
+    /// The call that is faulty, as NCCL names it.
+    fault_call: Option<String> = None;
+    /// What it does.
+    call_fault: CallFault = CallFault::No;
+    /// How many such calls are good before.
+    call_fault_after: u64 = 0;
     /// `exit(1)` when this many requests were posted.
     die_after: Option<u64> = None;
     /// SIGSEGV when this many requests were posted.

@@ -13,7 +13,7 @@ use ferrywire::nccl::abi::{
 
 use crate::cell::Cell;
 use crate::comm::{Buffer, Outcome};
-use crate::faults::Direction;
+use crate::faults::{Direction, faulty_call};
 use crate::gpu;
 use crate::handle::HANDLE_BYTES_USED;
 use crate::listener;
@@ -52,8 +52,9 @@ static ncclNetPlugin_v7: Exported<NetV7> = unsafe {
 
 const MAX_COMMS: c_int = 65536;
 
-/// Runs the body of a call.
-fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
+/// Runs the body of a call, which may be switched to be faulty.
+fn guarded(call: &str, body: impl FnOnce() -> Outcome<()>) -> ResultCode {
+    let body = || faulty_call(call).and_then(|()| body());
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ResultCode::SUCCESS,
         Ok(Err(code)) => code,
@@ -62,14 +63,13 @@ fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
 }
 
 unsafe extern "C" fn init(log: Log) -> ResultCode {
-    guarded(|| {
-        set_logger(log);
-        plugin::init()
-    })
+    // First of all, so that whatever is wrong can be said.
+    set_logger(log);
+    guarded("init", plugin::init)
 }
 
 unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
-    guarded(|| {
+    guarded("devices", || {
         let count = plugin()?.devices.len() as c_int;
         // SAFETY: the host gives room for the number.
         unsafe { ndev.write(count) };
@@ -78,7 +78,7 @@ unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
 }
 
 unsafe extern "C" fn get_properties(dev: c_int, props: *mut PropertiesV7) -> ResultCode {
-    guarded(|| {
+    guarded("getProperties", || {
         let (index, device) = plugin()?.device(dev)?;
         let properties = PropertiesV7 {
             name: device.name.as_ptr(),
@@ -112,7 +112,7 @@ unsafe fn handle_at<'a>(handle: P, call: &str) -> &'a mut [u8; HANDLE_BYTES_USED
 }
 
 unsafe extern "C" fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    guarded(|| {
+    guarded("listen", || {
         // SAFETY: the host gives a handle of its own.
         let comm = listener::listen(dev, unsafe { handle_at(handle, "listen") })?;
         // SAFETY: the host gives room for the pointer.
@@ -122,7 +122,7 @@ unsafe extern "C" fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCod
 }
 
 unsafe extern "C" fn connect(dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
-    guarded(|| {
+    guarded("connect", || {
         // SAFETY: the host gives room for the pointer.
         unsafe { send_comm.write(std::ptr::null_mut()) };
         // SAFETY: the host gives a handle of its own.
@@ -134,7 +134,7 @@ unsafe extern "C" fn connect(dev: c_int, handle: P, send_comm: PP, _device: Dh) 
 }
 
 unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> ResultCode {
-    guarded(|| {
+    guarded("accept", || {
         // SAFETY: the host gives room for the pointer.
         unsafe { recv_comm.write(std::ptr::null_mut()) };
         // SAFETY: null, or where the host keeps its pointer.
@@ -148,7 +148,7 @@ unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> Result
 }
 
 unsafe extern "C" fn reg_mr(comm: P, data: P, size: c_int, kind: c_int, mhandle: PP) -> ResultCode {
-    guarded(|| {
+    guarded("regMr", || {
         // SAFETY: the host names a comm.
         let device = unsafe { Cell::at(comm, "regMr") }.device;
         let handle = registration::register(device, data, size, kind)?;
@@ -159,7 +159,7 @@ unsafe extern "C" fn reg_mr(comm: P, data: P, size: c_int, kind: c_int, mhandle:
 }
 
 unsafe extern "C" fn dereg_mr(_comm: P, mhandle: P) -> ResultCode {
-    guarded(|| {
+    guarded("deregMr", || {
         registration::deregister(mhandle);
         Ok(())
     })
@@ -173,7 +173,7 @@ unsafe extern "C" fn isend(
     mhandle: P,
     request: PP,
 ) -> ResultCode {
-    guarded(|| {
+    guarded("isend", || {
         // SAFETY: the host names a comm.
         let cell = unsafe { Cell::at(comm, "isend") };
         let buffer = source(data, size, mhandle)?;
@@ -210,7 +210,7 @@ unsafe extern "C" fn irecv(
     mhandles: PP,
     request: PP,
 ) -> ResultCode {
-    guarded(|| {
+    guarded("irecv", || {
         // SAFETY: the host names a comm.
         let cell = unsafe { Cell::at(comm, "irecv") };
         if n != 1 {
@@ -239,7 +239,7 @@ fn post(cell: &Cell, call: &str, direction: Direction, buffer: Buffer, request: 
 }
 
 unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode {
-    guarded(|| {
+    guarded("test", || {
         // SAFETY: the host gives room for the answer.
         unsafe { done.write(0) };
         // SAFETY: the host names a request.
@@ -267,7 +267,7 @@ unsafe extern "C" fn iflush(
     _mhandles: PP,
     request: PP,
 ) -> ResultCode {
-    guarded(|| {
+    guarded("iflush", || {
         // SAFETY: the host gives a pointer to a finished receive's request; the real plugin does not check.
         let (cell, slot) = unsafe { Cell::of_request(*request, "iflush") };
         let bytes = cell.enter("iflush", |comm| comm.received_bytes(slot));
@@ -278,7 +278,7 @@ unsafe extern "C" fn iflush(
 }
 
 unsafe extern "C" fn irecv_consumed(_comm: P, n: c_int, request: P) -> ResultCode {
-    guarded(|| {
+    guarded("irecvConsumed", || {
         if n != 1 {
             warning!("irecvConsumed of {n} buffers");
             return Err(ResultCode::INTERNAL_ERROR);
@@ -296,7 +296,7 @@ unsafe extern "C" fn irecv_consumed(_comm: P, n: c_int, request: P) -> ResultCod
 
 /// One function closes both kinds, as in the real plugin.
 fn close(comm: P, call: &str) -> ResultCode {
-    guarded(|| {
+    guarded(call, || {
         // SAFETY: the host names a comm.
         unsafe { Cell::at(comm, call) }.take(call).close();
         Ok(())
@@ -312,7 +312,7 @@ unsafe extern "C" fn close_recv(comm: P) -> ResultCode {
 }
 
 unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
-    guarded(|| {
+    guarded("closeListen", || {
         listener::close_listen(listen_comm);
         Ok(())
     })

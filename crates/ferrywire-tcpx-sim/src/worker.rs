@@ -15,6 +15,7 @@ use crate::faults::{Direction, Faults};
 use crate::gpu::GpuPool;
 use crate::lane::{Chunk, Lane, Work};
 use crate::log::exit_1;
+use crate::metadata::ENTRIES_PER_SLOT;
 use crate::pool::Carver;
 use crate::random::Random;
 use crate::rate::Rate;
@@ -47,8 +48,6 @@ pub struct Shared {
     pub host_warning: bool,
     /// Writing to a dead peer raises SIGPIPE.
     pub sigpipe: bool,
-    /// Fragments of a chunk that end the process; none with the limits off.
-    pub fragments_fatal: Option<usize>,
     /// Seed of the workers' chances.
     pub seed: u64,
     /// Fragments are scattered.
@@ -165,7 +164,7 @@ impl Worker {
         };
         let turn = if chunk.moved < chunk.len { self.advance(k, &mut chunk)? } else { Turn::Progress };
         if chunk.moved == chunk.len {
-            self.check_fragments(&chunk);
+            Worker::check_fragments(&chunk);
             self.lanes[k].finish(chunk);
         } else {
             self.current[k] = Some(chunk);
@@ -231,8 +230,8 @@ impl Worker {
         }
     }
 
-    fn check_fragments(&self, chunk: &Chunk) {
-        if self.shared.fragments_fatal.is_some_and(|limit| chunk.fragments.len() >= limit) {
+    fn check_fragments(chunk: &Chunk) {
+        if chunk.fragments.len() >= ENTRIES_PER_SLOT {
             exit_1(format_args!("{} fragments in one chunk", chunk.fragments.len()));
         }
     }

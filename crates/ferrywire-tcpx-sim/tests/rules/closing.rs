@@ -292,6 +292,20 @@ fn a_record_of_no_known_type_is_an_error() {
 }
 
 #[test]
+fn records_whose_totals_differ_end_the_process() {
+    let second = |record: [u8; 16]| {
+        let (comm, mut peer) = receiver();
+        let target = comm.host([0; 16]);
+        let recv = comm.irecv(&target, 16).unwrap();
+        peer.control.write_all(&self::record(0, 0, 8, 0, 16)).unwrap();
+        peer.control.write_all(&record).unwrap();
+        comm.finish(recv);
+    };
+    case!("").exits(1, "totals that differ", || second(record(0, 0, 8, 8, 24)));
+    case!("").exits(1, "totals that differ", || second(record(0, 0, 9, 8, 16)));
+}
+
+#[test]
 fn a_second_comm_lives_on_when_one_is_closed() {
     case!("").passes(|| {
         let plugin = Plugin::start();

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::case::case;
-use crate::driver::{DONE, FAILED, NOT_YET, OK, Pair, Plugin, Ptr, pattern};
+use crate::driver::{DONE, FAILED, Handle, NOT_YET, OK, Pair, Plugin, Ptr, pattern};
 use crate::gpu::Bench;
 
 /// Sends and receives `count` small messages, one after the other.
@@ -59,6 +59,33 @@ fn faults_are_for_the_side_and_nic_they_name() {
         let pair = Plugin::start().pair();
         let source = pair.send.host([1; 8]);
         (0..5).for_each(|_| assert!(pair.send.isend(&source, 8).is_ok()));
+    });
+}
+
+#[test]
+fn any_call_can_be_faulty() {
+    let init = || assert_eq!(Plugin::load().init(), OK);
+    case!("fault_call=init,call_fault=exit").exits(1, "injected by call_fault", init);
+    case!("fault_call=init,call_fault=crash").dies_by(libc::SIGSEGV, "injected by call_fault", init);
+    case!("fault_call=init,call_fault=error").passes(|| assert_eq!(Plugin::load().init(), 2));
+    case!("fault_call=init,call_fault=panic").passes(|| assert_eq!(Plugin::load().init(), 3));
+    case!("fault_call=closeRecv,call_fault=exit").passes(init);
+    case!("fault_call=closeRecv,call_fault=exit").exits(1, "injected by call_fault", || {
+        Plugin::start().pair().recv.close();
+    });
+    case!("fault_call=isend,call_fault=sigpipe,call_fault_after=2").passes(|| {
+        messages(&Plugin::start().pair(), 4);
+    });
+    case!("fault_call=isend,call_fault=sigpipe,call_fault_after=2").dies_by(libc::SIGPIPE, "", || {
+        // SAFETY: the test process has no handler of its own for it.
+        unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+        messages(&Plugin::start().pair(), 4);
+    });
+    case!("fault_call=listen,call_fault=hang").passes(|| {
+        let plugin = Plugin::start();
+        let call = thread::spawn(|| plugin.listen(0, &mut Handle([0; 128])).is_ok());
+        thread::sleep(Duration::from_millis(300));
+        assert!(!call.is_finished());
     });
 }
 

@@ -411,6 +411,38 @@ fn sends_from_outside_of_a_registration_are_refused() {
 }
 
 #[test]
+fn comms_share_a_pool_without_mixing_their_bytes() {
+    case!("same_host=allow,pool_pages=2048,leak=off,delay_us=0-50")
+        .with("NCCL_NSOCKS_PERTHREAD", "2")
+        .with("NCCL_DYNAMIC_CHUNK_SIZE", "65536")
+        .passes(|| {
+            let gpu = SimGpu::open(0).unwrap();
+            let plugin = Plugin::start();
+            let one_comm = |seed: u8| {
+                let (gpu, current) = (gpu.clone(), CurrentGuard::set(0).unwrap());
+                let bench = Bench { pair: plugin.pair(), gpu, received: Cell::new(0), _current: current };
+                for k in 0..30 {
+                    bench.gather_one(&pattern(200_001, seed.wrapping_mul(31) ^ k));
+                }
+            };
+            std::thread::scope(|scope| {
+                (0..4).for_each(|seed| drop(scope.spawn(move || one_comm(seed))));
+            });
+        });
+}
+
+#[test]
+fn a_gpu_that_appears_after_accept_is_too_late() {
+    case!(ALLOW).passes(|| {
+        let pair = Plugin::start().pair();
+        let gpu = SimGpu::open(0).unwrap();
+        let buffer = gpu.alloc(4096, 4096).unwrap();
+        let target = pair.recv.gpu(buffer.address(), 4096);
+        assert_eq!(pair.recv.irecv(&target, 4096), Err(3));
+    });
+}
+
+#[test]
 fn metadata_and_words_go_with_the_comm() {
     case!(ALLOW).passes(|| {
         let bench = Bench::new();

@@ -1,11 +1,12 @@
 //! Loading, `init`, devices, listening, connecting, accepting.
 
 use std::ffi::CStr;
+use std::time::{Duration, Instant};
 
 use ferrywire::nccl::abi::DeviceHandle;
 
 use crate::case::case;
-use crate::driver::{Handle, OK, Plugin, logged};
+use crate::driver::{Comm, DONE, Handle, OK, Plugin, logged};
 
 #[test]
 fn the_table_is_v7_with_its_name_before_init() {
@@ -36,7 +37,10 @@ fn init_fails_for_what_cannot_work() {
     case!("").with("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "nosuchnic").passes(fails);
     case!("").with("NCCL_GPUDIRECTTCPX_SOCKET_FAMILY", "AF_INET6").passes(fails);
     case!("need_gpu=on").passes(fails);
-    case!("hed_only=off").passes(fails);
+    case!("hed_only=off").passes(|| {
+        fails();
+        assert_eq!(logged("no switch \"hed_only\""), 1);
+    });
 }
 
 #[test]
@@ -195,6 +199,75 @@ fn without_a_device_handle_the_first_receive_is_a_memory_fault() {
     };
     case!("").dies_by(libc::SIGSEGV, "without a device handle", receive);
     case!("need_device_handle=off").passes(receive);
+}
+
+/// Seconds until connect and until accept have a comm; a lower bound is all that time proves.
+fn seconds_to_connect_and_accept() -> (f64, f64) {
+    let plugin = Plugin::start();
+    let mut handle = Handle([0; 128]);
+    let (listen, start) = (plugin.listen(0, &mut handle).unwrap(), Instant::now());
+    let (mut connected, mut accepted) = (None, None);
+    while connected.is_none() || accepted.is_none() {
+        if connected.is_none() && !plugin.connect(0, &mut handle).unwrap().is_null() {
+            connected = Some(start.elapsed().as_secs_f64());
+        }
+        if accepted.is_none() && !plugin.accept(listen, None).unwrap().is_null() {
+            accepted = Some(start.elapsed().as_secs_f64());
+        }
+    }
+    (connected.unwrap(), accepted.unwrap())
+}
+
+#[test]
+fn each_socket_takes_its_time_on_both_ends() {
+    case!("setup_ms=100").with("NCCL_NSOCKS_PERTHREAD", "3").passes(|| {
+        let (connected, accepted) = seconds_to_connect_and_accept();
+        assert!(connected >= 0.4 && accepted >= 0.4, "{connected} {accepted}");
+    });
+}
+
+#[test]
+fn an_accept_sleeps_after_its_rules() {
+    let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
+    case!("").with(wait, "700000").passes(|| assert!(seconds_to_connect_and_accept().1 >= 0.7));
+    case!("").without(wait).passes(|| assert!(seconds_to_connect_and_accept().1 >= 5.0));
+}
+
+#[test]
+fn the_connecting_end_is_ready_first_and_may_send() {
+    case!("").with("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "1000000000").passes(|| {
+        let plugin = Plugin::start();
+        let mut handle = Handle([0; 128]);
+        let listen = plugin.listen(0, &mut handle).unwrap();
+        let comm = loop {
+            assert!(plugin.accept(listen, None).unwrap().is_null(), "it sleeps");
+            let comm = plugin.connect(0, &mut handle).unwrap();
+            if !comm.is_null() {
+                break Comm::new(plugin, comm, true);
+            }
+        };
+        let source = comm.host([1; 8]);
+        assert_eq!(comm.finish(comm.isend(&source, 8).unwrap()), DONE);
+        assert!(plugin.accept(listen, None).unwrap().is_null());
+    });
+}
+
+#[test]
+fn a_refused_connection_is_tried_again() {
+    case!("").passes(|| {
+        let plugin = Plugin::start();
+        let mut handle = Handle([0; 128]);
+        plugin.listen(0, &mut handle).unwrap();
+        let closed = crate::wire_peer::Acceptor::listen(&mut handle);
+        let addresses = closed.addresses();
+        drop(closed);
+        assert!(plugin.connect(0, &mut handle).unwrap().is_null());
+        // Long enough for a first try; if it comes later all the same, the test proves less and passes.
+        std::thread::sleep(Duration::from_millis(100));
+        let open = crate::wire_peer::Acceptor::listen_at(addresses);
+        open.accept(1);
+        while plugin.connect(0, &mut handle).unwrap().is_null() {}
+    });
 }
 
 #[test]

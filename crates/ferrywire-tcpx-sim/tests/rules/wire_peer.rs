@@ -1,7 +1,7 @@
 //! A peer made of plain sockets: it speaks the plugin's wire format by hand, and stops where a test wants.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddrV4, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpListener, TcpStream};
 
 use crate::driver::Handle;
 
@@ -27,6 +27,16 @@ impl Acceptor {
             handle.0[at + 2..at + 4].copy_from_slice(&port.to_be_bytes());
         }
         acceptor
+    }
+
+    /// Where it listens.
+    pub fn addresses(&self) -> [SocketAddr; 2] {
+        [&self.control, &self.data].map(|listener| listener.local_addr().unwrap())
+    }
+
+    /// Listens at known addresses.
+    pub fn listen_at([control, data]: [SocketAddr; 2]) -> Acceptor {
+        Acceptor { control: TcpListener::bind(control).unwrap(), data: TcpListener::bind(data).unwrap() }
     }
 
     /// The acceptor's half of the handshake, everything good.
