@@ -34,7 +34,7 @@
 //! | `need_device_handle` | on | off | the first receive on a comm accepted without device handle is SIGSEGV |
 //! | `second_init` | 3 | ok | what a second `init` gives |
 //! | `need_gpu` | off | on | `init` without a GPU gives 3; the real plugin's is on |
-//! | `pci_path` | on | off | a NIC without PCI path gets a made-up one; the real plugin's is off, and then registering GPU memory is SIGSEGV |
+//! | `pci_path` | on | off | a NIC without PCI path gets one; off, as really: `regMr` of GPU memory is SIGSEGV |
 //! | `chunk_env` | on | off | without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes; off: 512 KiB |
 //! | `alignment` | on | off | GPU memory is registered in whole, aligned pages only, else result 1 |
 //! | `scatter` | on | off | fragments lie in shuffled pages, now and then at odd offsets with odd lengths |
@@ -44,13 +44,15 @@
 //! | `leak` | on | off | queueing a second chunk of a request on one socket loses the pages of the first |
 //! | `same_host` | die | allow | GPU payload from an address of this host is `exit(1)` |
 //! | `host_warning` | on | off | one warning per receive call into host memory |
-//! | `close_error` | on | off, always | control bytes read together with the peer's close are one spurious result 2; always: one such result for every receive comm whose peer closes while a request is tested |
+//! | `close_error` | on | off, always | control bytes read together with the peer's close give one 2; always: see below |
 //! | `silent_death` | on | off | a fatal socket error ends a worker without a word; off: `test` gives 2 |
 //! | `sigpipe` | on | off | writing to a dead peer raises SIGPIPE |
 //! | `half_control_spin` | on | off | half a control message is waited for without end |
 //! | `rate` | 0 | bytes/s | limit of each NIC and direction, 0 for none |
 //! | `seed` | 1 | number | seed of everything drawn by lot |
 //! | `stats` | off | on | a line with counts at close, at level INFO |
+//!
+//! `close_error=always` gives that one 2 on every receive comm whose peer closes while a request is tested.
 //!
 //! Faults, for the comms that `fault_side` and `fault_nic` name (`rate` too); N counts per comm:
 //!
