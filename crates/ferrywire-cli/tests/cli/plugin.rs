@@ -111,6 +111,43 @@ fn files_that_are_no_plugins_get_one_line_each() {
 }
 
 #[test]
+fn a_damaged_library_costs_one_line_at_worst() {
+    let whole = std::fs::read(compile("plugin.c", &["VERSION=9"])).expect("compiled");
+    let directory = tempfile::tempdir().expect("a directory");
+    let mut failed = 0;
+    for seed in 0..64u64 {
+        let path = directory.path().join(format!("damaged{seed}.so"));
+        std::fs::write(&path, damaged(&whole, seed)).expect("written");
+        let output = inspect(&path, "");
+        let said = text(&output.stderr);
+        match output.status.code() {
+            Some(0) => assert_eq!(said, "", "seed {seed}"),
+            Some(1) => assert_eq!(said.lines().count(), 1, "seed {seed}: {said}"),
+            other => panic!("seed {seed}: {other:?}: {said}"),
+        }
+        failed += i32::from(!output.status.success());
+    }
+    assert!((8..64).contains(&failed), "{failed} of 64: the damage is not what it should be");
+}
+
+/// Some bytes overwritten, in the headers or anywhere.
+fn damaged(whole: &[u8], seed: u64) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state % below as u64) as usize
+    };
+    let mut bytes = whole.to_vec();
+    let within = [64, 1024, whole.len()][random(3)];
+    for _ in 0..[1, 4, 30, 300][random(4)] {
+        bytes[random(within)] = random(256) as u8;
+    }
+    bytes
+}
+
+#[test]
 fn plugins_that_do_not_work_get_one_line_each() {
     let said = |case| refused(&broken(case), "");
     assert_eq!(said("NO_TABLE"), "exports no ncclNetPlugin_v4 to v12: not an NCCL net plugin");

@@ -15,6 +15,7 @@ const LITTLE_ENDIAN: u8 = 1;
 const TYPE_SHARED: u16 = 3;
 const SEGMENT_LOAD: u32 = 1;
 const SEGMENT_DYNAMIC: u32 = 2;
+const OFFSET_MAX: u64 = i64::MAX as u64 - (1 << 32);
 #[cfg(target_arch = "x86_64")]
 const MACHINE: u16 = 62;
 #[cfg(target_arch = "aarch64")]
@@ -56,8 +57,9 @@ pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
 
 fn read_up_to(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
     let mut have = 0;
-    while have < buffer.len() {
-        match file.read_at(&mut buffer[have..], offset.saturating_add(have as u64)) {
+    // Offsets that the kernel has no numbers for are past the end, too.
+    while have < buffer.len() && offset <= OFFSET_MAX {
+        match file.read_at(&mut buffer[have..], offset + have as u64) {
             Ok(0) => break,
             Ok(n) => have += n,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -169,5 +171,6 @@ mod tests {
         assert!(matches!(change(16, 1), Err(Defect::Other(why)) if why.contains("not a shared library")));
         assert!(matches!(change(54, 1), Err(Defect::Other(why)) if why.contains("damaged")));
         assert!(matches!(change(32, 0xff), Err(Defect::Truncated { .. })));
+        assert!(matches!(change(39, 0xff), Err(Defect::Truncated { .. })), "an offset no kernel takes");
     }
 }
