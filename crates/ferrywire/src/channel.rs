@@ -150,10 +150,25 @@ impl Channel {
         self.blocked = false;
     }
 
-    /// Whether another frame would be taken from the queue now.
+    /// Whether the queue has frames for this channel, and it would take another now.
     pub fn may_pull(&self) -> bool {
+        if !self.window.has_room() {
+            return false;
+        }
+        let small = self.small_share();
         let (backlog, least) = (self.window.bytes() as u64, self.peer.least_backlog());
-        self.window.has_room() && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes)
+        self.peer.queue.has_work_for(small > 0)
+            && (small > 0 || schedule::may_take(backlog, least, self.peer.queue.chunk_bytes))
+    }
+
+    /// Bytes of small operations that this channel may take. While there is no bulk they keep to the
+    /// peer's home, so that one thread does all of it.
+    fn small_share(&self) -> u64 {
+        match (self.peer.in_bulk(), self.peer.is_home(self.index)) {
+            (true, _) => schedule::small_share(self.window.bytes() as u64, self.peer.least_backlog()),
+            (false, true) => u64::MAX,
+            (false, false) => 0,
+        }
     }
 
     /// Whether frames are in flight, acknowledged frames' memory is still in use, or the peer's kernel may
@@ -200,7 +215,8 @@ impl Channel {
 
     fn pull(&mut self) {
         let unsent = self.unsent();
-        if unsent >= READY_BYTES || !self.peer.queue.has_work() {
+        let small = self.small_share();
+        if unsent >= READY_BYTES || !self.peer.queue.has_work_for(small > 0) {
             return;
         }
         let backlog = self.window.bytes() as u64;
@@ -208,6 +224,7 @@ impl Channel {
         let pull = Pull {
             bytes: READY_BYTES - unsent,
             channels: self.peer.live_channels(),
+            small,
             bulk: schedule::may_take(backlog, least, self.peer.queue.chunk_bytes),
         };
         let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);

@@ -170,6 +170,11 @@ impl PeerState {
         self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
     }
 
+    /// Whether a channel belongs to the home.
+    pub fn is_home(&self, index: u16) -> bool {
+        self.engine_worker(index) == self.home.load(Ordering::Relaxed)
+    }
+
     /// An operation of ours begins.
     fn begin(&self, op: &Op) {
         self.in_flight_bytes.fetch_add(op.total, Ordering::Relaxed);

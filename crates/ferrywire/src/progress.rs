@@ -767,7 +767,7 @@ impl Crank {
     fn has_work(&self) -> bool {
         self.slots.iter().flatten().any(|slot| {
             let channel = &slot.channel;
-            !channel.blocked() && channel.peer.queue.has_work() && channel.may_pull()
+            !channel.blocked() && channel.may_pull()
         })
     }
 

@@ -87,7 +87,9 @@ pub(crate) struct Lanes {
 /// The queue of one peer.
 pub(crate) struct SendQueue {
     lanes: Mutex<Lanes>,
+    /// Items that wait, and those of them that are not small operations.
     waiting: AtomicUsize,
+    waiting_for_any: AtomicUsize,
     pub chunk_bytes: usize,
     pub crc: bool,
 }
@@ -97,6 +99,8 @@ pub(crate) struct SendQueue {
 pub(crate) struct Pull {
     pub bytes: u64,
     pub channels: usize,
+    /// Bytes of small operations that may be taken.
+    pub small: u64,
     /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
     pub bulk: bool,
 }
@@ -104,7 +108,8 @@ pub(crate) struct Pull {
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
         let lanes = Lanes { credit: limits::EAGER_CREDIT_BYTES, ..Lanes::default() };
-        SendQueue { lanes: Mutex::new(lanes), waiting: AtomicUsize::new(0), chunk_bytes, crc }
+        let (waiting, waiting_for_any) = Default::default();
+        SendQueue { lanes: Mutex::new(lanes), waiting, waiting_for_any, chunk_bytes, crc }
     }
 
     fn lock(&self) -> MutexGuard<'_, Lanes> {
@@ -113,7 +118,12 @@ impl SendQueue {
 
     /// Whether something waits to be pulled.
     pub fn has_work(&self) -> bool {
-        self.waiting.load(Ordering::SeqCst) > 0
+        self.waiting() > 0
+    }
+
+    /// Whether something waits for a channel that may take small operations, or may not.
+    pub fn has_work_for(&self, small: bool) -> bool {
+        if small { self.has_work() } else { self.waiting_for_any.load(Ordering::SeqCst) > 0 }
     }
 
     /// Items that wait to be pulled.
@@ -123,6 +133,7 @@ impl SendQueue {
 
     fn publish(&self, lanes: &Lanes) {
         self.waiting.store(lanes.len(), Ordering::SeqCst);
+        self.waiting_for_any.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
     }
 
     /// Queues an operation; false when the peer is gone.
@@ -260,7 +271,7 @@ impl SendQueue {
 
     /// Fills a window from the lanes, up to a number of bytes. Returns the bytes taken and the
     /// operations that ended without needing a frame.
-    pub fn pull(&self, window: &mut Window<Entry>, pull: Pull) -> (u64, Vec<Arc<Op>>) {
+    pub fn pull(&self, window: &mut Window<Entry>, mut pull: Pull) -> (u64, Vec<Arc<Op>>) {
         let mut lanes = self.lock();
         let mut taken = 0;
         let mut dropped = Vec::new();
@@ -273,6 +284,7 @@ impl SendQueue {
             }
             let bytes = entry.bytes();
             taken += bytes as u64;
+            pull.small = pull.small.saturating_sub(bytes as u64);
             window.post(entry, bytes);
         }
         self.publish(&lanes);
@@ -346,7 +358,8 @@ impl Lanes {
             return Some(entry);
         }
         let bulk_waits = pull.bulk && !self.bulk.is_empty();
-        if (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
+        if pull.small > 0
+            && (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
             && let Some(entry) = self.next_small(dropped)
         {
             self.small_run += entry.bytes() as u64;

@@ -27,6 +27,15 @@ pub fn may_take(backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
 /// Chunks by which one channel's backlog may exceed the least loaded one's.
 const SPREAD_CHUNKS: u64 = 8;
 
+/// Bytes of small operations that a channel may take now, of those that all channels of a peer share:
+/// as many as keep it within [`SMALL_SPREAD_BYTES`] of the least loaded one, so that each thread has some.
+pub fn small_share(backlog: u64, least: u64) -> u64 {
+    least.saturating_add(SMALL_SPREAD_BYTES).saturating_sub(backlog)
+}
+
+/// Backlog of small operations by which a channel may be ahead of the least loaded one.
+const SMALL_SPREAD_BYTES: u64 = 256 << 10;
+
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
 pub fn channels_default(cores: usize, pairs: usize) -> usize {
     let by_cores = cores.clamp(1, 8);
