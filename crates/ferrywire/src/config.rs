@@ -72,6 +72,7 @@ impl Config {
             bulk: true,
             congestion_control: self.congestion_control.clone(),
             socket_buffer_bytes: self.socket_buffer_bytes,
+            ..ConnOptions::default()
         }
     }
 

@@ -189,6 +189,11 @@ impl PeerState {
         self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
+    /// Channels that it was set up with.
+    pub fn channels(&self) -> usize {
+        self.counters.len()
+    }
+
     pub fn live_channels(&self) -> usize {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }
@@ -562,17 +567,26 @@ pub struct BlockList {
     local: Region,
     remote: RemoteRegion,
     blocks: Arc<[Piece]>,
-    merged: Pieces,
+    /// All blocks as a write moves them, and as a read does.
+    write: OnceLock<Pieces>,
+    read: OnceLock<Pieces>,
 }
 
 impl fmt::Debug for BlockList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "BlockList({} blocks, {} runs)", self.blocks.len(), self.merged.as_slice().len())
+        write!(
+            f,
+            "BlockList({} blocks, {} runs)",
+            self.blocks.len(),
+            self.in_order(Verb::Write).as_slice().len()
+        )
     }
 }
 
 impl BlockList {
-    /// Checks every block against both regions; runs that touch on both sides become one.
+    /// Checks every block against both regions. Blocks are moved in the order of their addresses at the
+    /// source, and runs that touch on both sides as one; where blocks overlap at the target, either's bytes
+    /// stay.
     pub fn new(local: &Region, remote: &RemoteRegion, blocks: &[Block]) -> Result<BlockList> {
         for block in blocks {
             local.check("local", block.local_offset, block.bytes)?;
@@ -582,8 +596,8 @@ impl BlockList {
             .iter()
             .map(|block| Piece { local: block.local_offset, remote: block.remote_offset, len: block.bytes })
             .collect();
-        let merged = pieces_of(merge(blocks.iter().copied()));
-        Ok(BlockList { local: local.clone(), remote: *remote, blocks, merged })
+        let (write, read) = Default::default();
+        Ok(BlockList { local: local.clone(), remote: *remote, blocks, write, read })
     }
 
     /// Blocks in the list.
@@ -596,9 +610,15 @@ impl BlockList {
         self.blocks.is_empty()
     }
 
-    fn select(&self, indices: Option<&[u32]>) -> Result<Pieces> {
+    /// All blocks in the order in which an operation moves them, sorted at its first use.
+    fn in_order(&self, verb: Verb) -> &Pieces {
+        let order = if verb == Verb::Read { &self.read } else { &self.write };
+        order.get_or_init(|| sorted(verb, self.blocks.to_vec()))
+    }
+
+    fn select(&self, verb: Verb, indices: Option<&[u32]>) -> Result<Pieces> {
         let Some(indices) = indices else {
-            return Ok(self.merged.clone());
+            return Ok(self.in_order(verb).clone());
         };
         let mut chosen = Vec::with_capacity(indices.len());
         for index in indices {
@@ -610,8 +630,18 @@ impl BlockList {
             })?;
             chosen.push(*piece);
         }
-        Ok(pieces_of(merge(chosen)))
+        Ok(sorted(verb, chosen))
     }
+}
+
+/// Pieces in the order of their addresses at the source: reading on from one to the next is what caches
+/// and prefetchers are good at, and it costs a fifth of the time of small scattered blocks.
+fn sorted(verb: Verb, mut pieces: Vec<Piece>) -> Pieces {
+    match verb {
+        Verb::Read => pieces.sort_unstable_by_key(|piece| piece.remote),
+        _ => pieces.sort_unstable_by_key(|piece| piece.local),
+    }
+    pieces_of(merge(pieces))
 }
 
 /// A connected remote endpoint. Clones share it; when the last is dropped the connection is closed
@@ -710,7 +740,7 @@ impl Peer {
         indices: Option<&[u32]>,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.write_pieces(&list.local, &list.remote, list.select(indices)?, message)
+        self.write_pieces(&list.local, &list.remote, list.select(Verb::Write, indices)?, message)
     }
 
     fn write_pieces(
@@ -749,7 +779,7 @@ impl Peer {
 
     /// Reads the blocks of a prepared list, or those that `indices` name, as one operation.
     pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
-        self.read_pieces(&list.local, &list.remote, list.select(indices)?)
+        self.read_pieces(&list.local, &list.remote, list.select(Verb::Read, indices)?)
     }
 
     fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {

@@ -8,6 +8,7 @@ use crate::bootstrap::{
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::peer::PeerState;
 use crate::schedule;
 use crate::transport::{Conn, ConnOptions, Nic};
 use std::collections::BTreeMap;
@@ -104,7 +105,7 @@ impl Dial {
 
     /// The connection of a channel.
     pub fn channel(
-        engine: &Engine,
+        peer: &PeerState,
         nic: Option<&Nic>,
         address: SocketAddr,
         session: u64,
@@ -113,7 +114,7 @@ impl Dial {
         generation: u32,
     ) -> Result<Dial> {
         let initiator = Initiator::data(session, key, channel, generation);
-        Dial::start(engine, nic, address, initiator, limits::DIAL_DEADLINE, &engine.config.bulk_options())
+        Dial::start(peer.engine(), nic, address, initiator, limits::DIAL_DEADLINE, &bulk_options(peer))
     }
 
     fn start(
@@ -198,6 +199,16 @@ impl Dial {
 
     fn broken(&self, error: &io::Error) -> DialFailure {
         DialFailure { error: unreachable_at(&self.to, error), refused: None }
+    }
+}
+
+/// Options of a peer's data connections.
+pub(super) fn bulk_options(peer: &PeerState) -> ConnOptions {
+    let engine = peer.engine();
+    ConnOptions {
+        same_host: peer.same_host,
+        per_thread: peer.channels().div_ceil(engine.workers.len()),
+        ..engine.config.bulk_options()
     }
 }
 

@@ -8,7 +8,7 @@
 //! nothing is placed into their memory afterwards.
 //! Read next: `dial.rs` and `pairs.rs`.
 
-use super::dial::{Dial, DialFailure, DialFor};
+use super::dial::{Dial, DialFailure, DialFor, bulk_options};
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
 use super::{read_in, write_out};
@@ -493,7 +493,7 @@ impl Link {
             }
             let pair = &pairs[usize::from(index) % pairs.len()];
             let key = self.data_key.clone();
-            match Dial::channel(engine, pair.nic.as_ref(), pair.remote, id, key, index, generation) {
+            match Dial::channel(&self.peer, pair.nic.as_ref(), pair.remote, id, key, index, generation) {
                 Ok(dial) => {
                     self.slots[usize::from(index)].0 = Slot::Dialling;
                     out.push((dial, DialFor::Channel { session: id, index, generation }));
@@ -536,7 +536,7 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        engine.transport.tune(&mut *conn, &engine.config.bulk_options());
+        engine.transport.tune(&mut *conn, &bulk_options(&self.peer));
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Up && generation > current {
             // The peer has given up the connection that we still hold; it will dial once more.

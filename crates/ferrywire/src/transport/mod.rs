@@ -137,6 +137,10 @@ pub trait Listener: Send {
 pub struct ConnOptions {
     /// Bulk data (large buffers, congestion control for short paths) rather than control.
     pub bulk: bool,
+    /// The peer is known to run on this host, whatever the addresses say (a container, a namespace).
+    pub same_host: bool,
+    /// Data connections that share a progress thread, and with it a core's cache.
+    pub per_thread: usize,
     /// Congestion control by name; `None` chooses.
     pub congestion_control: Option<String>,
     /// Socket buffer in bytes, each way; `None` chooses.

@@ -1,9 +1,9 @@
 //! Socket options by the kind of path: what moves bulk data fastest within a host, within a network, and
 //! beyond.
 //!
-//! On short clean paths cubic beats a default of bbr by half and more, and within one host buffers of about
-//! 1 MiB keep the payload in the cache while larger ones push it out. Elsewhere the kernel's autotuning
-//! knows better.
+//! On short clean paths cubic beats a default of bbr by half and more. Within one host the two ends of a
+//! connection take turns on a core: buffers of about 2 MiB to a core make turns few and keep the payload in
+//! its cache, larger ones push it out. Elsewhere the kernel's autotuning knows better.
 
 use std::fs;
 use std::io;
@@ -15,8 +15,9 @@ use crate::sys::tcp_info::TcpInfo;
 use crate::sys::{nics, socket};
 use crate::transport::{ConnOptions, Nic};
 
-/// Each socket buffer of a bulk connection within this host.
-const SAME_HOST_BUFFER_BYTES: usize = 1 << 20;
+/// Socket buffers of the bulk connections within this host that share a thread, and the least of one.
+const SAME_HOST_BUFFER_BYTES: usize = 2 << 20;
+const SAME_HOST_BUFFER_BYTES_MIN: usize = 512 << 10;
 /// Data a bulk connection between hosts may hold unsent: enough to keep the NIC busy, and little to lose
 /// or to wait behind.
 const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
@@ -56,7 +57,8 @@ impl Path {
 
 /// Applies the options. Fails only for what was asked for by name or number.
 pub(super) fn apply(fd: RawFd, path: Path, options: &ConnOptions) -> io::Result<()> {
-    let local_buffer = (options.bulk && path == Path::SameHost).then_some(SAME_HOST_BUFFER_BYTES);
+    let same_host = path == Path::SameHost || options.same_host;
+    let local_buffer = (options.bulk && same_host).then(|| same_host_buffer_bytes(options.per_thread));
     if let Some(bytes) = options.socket_buffer_bytes.or(local_buffer) {
         socket::set_buffers(fd, bytes)
             .map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
@@ -67,7 +69,7 @@ pub(super) fn apply(fd: RawFd, path: Path, options: &ConnOptions) -> io::Result<
         None if options.bulk && path != Path::Far => prefer_short_path_control(fd),
         None => {}
     }
-    if options.bulk && path != Path::SameHost {
+    if options.bulk && !same_host {
         socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)?;
     }
     Ok(())
@@ -91,6 +93,10 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
         };
         io::Error::new(e.kind(), what)
     })
+}
+
+fn same_host_buffer_bytes(per_thread: usize) -> usize {
+    (SAME_HOST_BUFFER_BYTES / per_thread.max(1)).max(SAME_HOST_BUFFER_BYTES_MIN)
 }
 
 /// Makes up for what the addresses did not tell: a connection that has turned out to be short.
