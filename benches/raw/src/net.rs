@@ -72,7 +72,9 @@ pub struct Buffer {
 impl Buffer {
     /// `length` bytes of a fixed pattern.
     pub fn new(length: u64) -> Buffer {
-        let memory = vec![0x5a; length as usize + PAGE];
+        let mut memory = Vec::with_capacity(length as usize + PAGE);
+        crate::sys::prefer_huge_pages(memory.spare_capacity_mut());
+        memory.resize(length as usize + PAGE, 0x5a);
         let start = memory.as_ptr().align_offset(PAGE);
         Buffer { memory, start }
     }

@@ -83,3 +83,13 @@ pub fn die_with_parent() -> io::Result<()> {
 fn check(result: libc::c_int) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
+
+/// Asks for huge pages behind memory that is not touched yet.
+pub fn prefer_huge_pages(memory: &mut [std::mem::MaybeUninit<u8>]) {
+    let start = (memory.as_ptr() as usize).next_multiple_of(4096);
+    let end = (memory.as_ptr() as usize + memory.len()) / 4096 * 4096;
+    if start < end {
+        // SAFETY: whole pages within memory that we hold; the advice changes no byte.
+        unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
+    }
+}

@@ -1,9 +1,10 @@
 //! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
 
 use crate::error::{Error, Result};
-use std::alloc::{Layout, alloc_zeroed, dealloc};
+use crate::sys::mapping;
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 
-/// Alignment of buffers we allocate: a huge page, so that the kernel may use some.
+/// Alignment of buffers that are at least so large: a huge page.
 const ALIGN_BYTES: usize = 2 << 20;
 const PAGE_BYTES: usize = 4096;
 
@@ -21,11 +22,17 @@ impl HostBuffer {
         let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
             Error::invalid("buffer size", format!("{len} bytes are more than can be addressed"))
         })?;
+        let huge = len >= ALIGN_BYTES;
         // SAFETY: the layout has a size of at least one byte.
-        let base = unsafe { alloc_zeroed(layout) };
+        let base = unsafe { if huge { alloc(layout) } else { alloc_zeroed(layout) } };
         if base.is_null() {
             let why = format!("the system has no {len} bytes to give");
             return Err(Error::Io { what: "allocate host memory".into(), message: why });
+        }
+        if huge {
+            mapping::prefer_huge_pages(base, len);
+            // SAFETY: `len` bytes were just allocated here, and nobody else knows of them.
+            unsafe { base.write_bytes(0, len) };
         }
         Ok(HostBuffer { base, len, layout })
     }
