@@ -17,7 +17,7 @@ pub const SEGMENTS_PER_CHUNK_MAX: usize = 512;
 /// iovecs handed to one socket call (`UIO_MAXIOV`).
 pub const IOVECS_PER_CALL_MAX: usize = 1024;
 /// Bytes gathered into one socket send.
-pub const SEND_BYTES_PER_CALL_MAX: usize = 1 << 20;
+pub const SEND_BYTES_PER_CALL_MAX: usize = 2 << 20;
 /// Size of a worker's shared receive buffer, for small frames.
 pub const SCRATCH_BYTES: usize = 256 << 10;
 /// A payload at least this long is received straight into its destination.
