@@ -6,6 +6,7 @@
 
 use crate::memory::Place;
 use crate::memory::sim::SimGpuError;
+use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
 use std::time::Duration;
 
@@ -76,6 +77,9 @@ pub enum Error {
     /// A call of a plugin failed.
     #[error("{0}")]
     PluginCall(Box<CallError>),
+    /// A plugin said something about a scattered receive that cannot be true.
+    #[error("{0}")]
+    Unpack(Box<UnpackError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
@@ -176,7 +180,7 @@ impl Error {
             Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
             Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
             Error::SimGpu(_) => Fault::Gpu,
-            Error::PluginLoad(_) | Error::PluginCall(_) => Fault::Plugin,
+            Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
             Error::Io { .. } | Error::Limit { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } | Error::Deadline { .. } => {
@@ -207,5 +211,11 @@ impl From<LoadError> for Error {
 impl From<CallError> for Error {
     fn from(error: CallError) -> Error {
         Error::PluginCall(Box::new(error))
+    }
+}
+
+impl From<UnpackError> for Error {
+    fn from(error: UnpackError) -> Error {
+        Error::Unpack(Box::new(error))
     }
 }

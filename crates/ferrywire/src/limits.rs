@@ -74,6 +74,10 @@ pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
 pub const SIM_GPUS_MAX: usize = 16;
 /// Address ranges of freed simulated GPU memory that stay reserved, so that a late touch faults.
 pub const SIM_FREED_RANGES_KEPT: usize = 128;
+/// Launches of a connection's gathers that its GPU has at once; what arrives meanwhile goes into the next one.
+pub const GATHER_LAUNCHES_MAX: usize = 2;
+/// Copies of one launch, where scattered receives are gathered without a kernel.
+pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 

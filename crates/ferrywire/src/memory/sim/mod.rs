@@ -109,6 +109,12 @@ impl SimGpu {
         Some((found.gpu()?.index, found.address(), found.len as u64))
     }
 
+    /// First address and length of the mapped host memory that an address lies in.
+    pub fn mapped(address: u64) -> Option<(u64, u64)> {
+        let found = allocation::find(address).filter(|found| found.gpu().is_none())?;
+        Some((found.address(), found.len as u64))
+    }
+
     /// Its number.
     pub fn index(&self) -> u32 {
         self.index

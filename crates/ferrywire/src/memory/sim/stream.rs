@@ -7,6 +7,7 @@ use super::allocation::check_host;
 use super::event::Mark;
 use super::work::{HostPointer, Work};
 use super::{Gather, Result, SimEvent, SimGpu};
+use crate::memory::unpack::GatherRun;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -65,6 +66,12 @@ impl SimStream {
     /// Runs a kernel that copies all pieces, in order; none of them if one is out of bounds.
     pub fn gather(&self, pieces: Vec<Gather>) -> Result<()> {
         self.enqueue(Work::Gather(pieces))
+    }
+
+    /// Runs a kernel that copies the fragments of all runs, in order, and reads them in place when its turn
+    /// comes; it copies none if one is out of bounds.
+    pub fn gather_runs(&self, runs: Vec<GatherRun>) -> Result<()> {
+        self.enqueue(Work::GatherRuns(runs))
     }
 
     /// Sets bytes of the device.

@@ -7,6 +7,7 @@
 use super::allocation::{Span, resolve};
 use super::event::Mark;
 use super::{Result, SimGpuError};
+use crate::memory::unpack::{Fragment, GatherRun};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One piece of a gather: `bytes` bytes from one device address to another.
@@ -45,6 +46,8 @@ pub(super) enum Work {
     },
     /// A kernel that gathers; a copy from device to device is one with a single piece.
     Gather(Vec<Gather>),
+    /// The same, with its pieces in device or mapped memory.
+    GatherRuns(Vec<GatherRun>),
     Checksum {
         source: u64,
         bytes: usize,
@@ -80,6 +83,7 @@ impl Work {
                 unsafe { to.pointer.write_bytes(*byte, *bytes) };
             }
             Work::Gather(pieces) => gather(pieces)?,
+            Work::GatherRuns(runs) => gather(&read_runs(runs)?)?,
             Work::Checksum { source, bytes, into } => {
                 let from = resolve(*source, *bytes)?;
                 *into.lock().unwrap_or_else(PoisonError::into_inner) = checksum(&from, *bytes);
@@ -110,6 +114,25 @@ fn gather(pieces: &[Gather]) -> Result<()> {
         unsafe { std::ptr::copy(from.pointer, to.pointer, bytes) };
     }
     Ok(())
+}
+
+/// The pieces that runs name, as they are now.
+fn read_runs(runs: &[GatherRun]) -> Result<Vec<Gather>> {
+    let mut pieces = Vec::new();
+    for run in runs {
+        let bytes = (run.count as usize).saturating_mul(size_of::<Fragment>());
+        let table = resolve(run.fragments, bytes)?;
+        pieces.extend((0..run.count as usize).map(|index| {
+            // SAFETY: inside the span, which is mapped while it is held; any bytes are a fragment.
+            let fragment = unsafe { table.pointer.cast::<Fragment>().add(index).read_unaligned() };
+            Gather {
+                source: run.source.saturating_add(fragment.source.into()),
+                target: run.target.saturating_add(fragment.target),
+                bytes: fragment.bytes as usize,
+            }
+        }));
+    }
+    Ok(pieces)
 }
 
 /// CRC-32 through a buffer of our own: NICs may write to the memory meanwhile, so no reference to it

@@ -1,0 +1,343 @@
+//! The gathers of one connection: what was started, what the GPU has of it, what is done.
+//!
+//! ```text
+//!   slot:  free -> waiting -> [down: host mode] -> launched -> free      (poll gives its outcome)
+//! ```
+//!
+//! Launches are made by [`Gather::poll`], at most `GATHER_LAUNCHES_MAX` at once: what arrives meanwhile waits
+//! and goes into the next one together, so that a busy connection needs few kernels and an idle one waits for
+//! nobody. No call waits for the GPU, and none allocates.
+//!
+//! Invariant: a slot's fragments in our table are unchanged from its start until its outcome was given, and
+//! that is given only after the GPU has done all of the slot's work.
+//! Read next: `host.rs`.
+
+use super::device::{FragmentTable, GatherRun};
+use super::host::HostTwin;
+use super::table::{Bounds, Checked, Fragment, SLOTS};
+use super::{DeviceUnpack, UnpackMode};
+use crate::error::{Error, Result};
+use crate::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
+use std::collections::VecDeque;
+use std::fmt;
+use std::task::Poll;
+
+/// The gathers of one connection, in one queue of its GPU. One thread works it.
+///
+/// When it is dropped, nothing of it touches the pool or a destination any more, so it is to be dropped before
+/// the connection is closed, or its memory freed.
+pub struct Gather {
+    // Dropped first: whatever it still does may touch what follows.
+    unpack: DeviceUnpack,
+    mode: UnpackMode,
+    checked: Checked,
+    table: FragmentTable,
+    host: Option<HostTwin>,
+    jobs: [Job; SLOTS],
+    /// Slots with work that the GPU does not have yet, in order.
+    waiting: VecDeque<usize>,
+    /// Slots whose fragments come down to the host, in order.
+    down: VecDeque<usize>,
+    launched: u64,
+    reached: u64,
+    failed: Option<Error>,
+}
+
+/// One slot's receive.
+#[derive(Clone, Copy, Debug, Default)]
+struct Job {
+    step: Step,
+    /// Device address of the message.
+    target: u64,
+    bytes: u64,
+    /// Fragments in our table.
+    fragments: usize,
+    /// Fragments whose copies the GPU has, where there is a copy for each, and their bytes.
+    enqueued: usize,
+    enqueued_bytes: u64,
+    /// What they pass through, in host mode.
+    stage: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Step {
+    #[default]
+    Free,
+    /// The GPU does not have all of its work yet.
+    Waiting,
+    /// All fragments are in the stage after that launch.
+    Down { stage: usize, launch: u64 },
+    /// All is done after that launch.
+    Launched { launch: u64 },
+}
+
+impl Gather {
+    /// The gathers of the connection that `unpack` was read from.
+    ///
+    /// # Errors
+    /// The GPU's, when it has no memory to map.
+    pub fn new(mode: UnpackMode, unpack: DeviceUnpack) -> Result<Gather> {
+        let table = FragmentTable::new(&*unpack.device)?;
+        let host = match mode {
+            UnpackMode::Host => Some(HostTwin::new(&*unpack.device)?),
+            _ => None,
+        };
+        Ok(Gather {
+            unpack,
+            mode,
+            checked: Checked::new(),
+            table,
+            host,
+            jobs: [Job::default(); SLOTS],
+            waiting: VecDeque::with_capacity(SLOTS),
+            down: VecDeque::with_capacity(SLOTS),
+            launched: 0,
+            reached: 0,
+            failed: None,
+        })
+    }
+
+    /// How it gathers.
+    pub fn mode(&self) -> UnpackMode {
+        self.mode
+    }
+
+    /// How many launches it took so far: kernels, or batches of copies.
+    pub fn launches(&self) -> u64 {
+        self.launched
+    }
+
+    /// Takes over a receive that `test` has said is done: a message of `expected_bytes` for the beginning of
+    /// `dst_len` bytes at `dst_base`.
+    ///
+    /// `slot` is the number of the receive on its connection, empty ones and those into host memory included,
+    /// or that number mod 16. These two need no gather, and are done at once.
+    ///
+    /// # Errors
+    /// [`UnpackError`](super::UnpackError) when the plugin's fragments are not exactly the message; nothing is
+    /// copied then. The GPU's failure, when it had one before.
+    pub fn start(&mut self, slot: u64, dst_base: u64, dst_len: u64, expected_bytes: u64) -> Result<()> {
+        let slot = (slot % SLOTS as u64) as usize;
+        if let Some(failed) = &self.failed {
+            return Err(failed.clone());
+        }
+        if self.jobs[slot].step != Step::Free {
+            return Err(Error::Bug(format!("a gather is started in slot {slot}, which has one")));
+        }
+        check_length(dst_len, expected_bytes)?;
+        let host = self.goes_to_host(dst_base, expected_bytes)?;
+        let fragments = match self.mode {
+            UnpackMode::None => 0,
+            _ => self.read_fragments(slot, expected_bytes, host)?,
+        };
+        let step = match fragments {
+            0 => Step::Launched { launch: 0 },
+            _ => Step::Waiting,
+        };
+        self.jobs[slot] = Job { step, target: dst_base, bytes: expected_bytes, fragments, ..Job::default() };
+        if fragments > 0 {
+            self.waiting.push_back(slot);
+        }
+        Ok(())
+    }
+
+    /// The outcome of a slot's gather, once there is one: the bytes of its message. The slot is free then, and
+    /// its receive may be given back to the plugin. Does not wait, and makes all slots of the connection get on.
+    ///
+    /// After a failure of the GPU the pool may still be read, until this [`Gather`] is dropped.
+    pub fn poll(&mut self, slot: u64) -> Poll<Result<u64>> {
+        let slot = (slot % SLOTS as u64) as usize;
+        self.turn();
+        let Job { step, bytes, .. } = self.jobs[slot];
+        let outcome = match (step, &self.failed) {
+            (Step::Free, _) => Err(Error::Bug(format!("a gather is polled in slot {slot}, which has none"))),
+            (Step::Launched { launch }, _) if launch <= self.reached => Ok(bytes),
+            (_, Some(failed)) => Err(failed.clone()),
+            (_, None) => return Poll::Pending,
+        };
+        self.jobs[slot].step = Step::Free;
+        Poll::Ready(outcome)
+    }
+
+    /// Whether the bytes of a message belong into host memory; device memory must hold all of them.
+    fn goes_to_host(&self, address: u64, bytes: u64) -> Result<bool> {
+        let gpu = self.unpack.device.place();
+        let wrong = |why: String| Err(Error::invalid("destination of a gather", why));
+        match self.unpack.device.device_memory(address) {
+            _ if bytes == 0 => Ok(false),
+            None => Ok(true),
+            Some((place, _)) if place != gpu => wrong(format!("it is {place}, and {gpu} gathers")),
+            Some((_, found)) if found.holds(address, bytes) => Ok(false),
+            Some((_, found)) => wrong(format!(
+                "{bytes} bytes at {address:#x} leave their allocation ({} bytes at {:#x})",
+                found.bytes, found.base
+            )),
+        }
+    }
+
+    /// Puts the slot's fragments into our table; returns how many there are.
+    fn read_fragments(&mut self, slot: usize, message_bytes: u64, host: bool) -> Result<usize> {
+        let bounds = Bounds { slot, pool_bytes: self.unpack.pool.bytes, message_bytes, host };
+        self.checked.read(&self.unpack.metadata, bounds)?;
+        Ok(self.table.fill(slot, self.checked.merged()))
+    }
+
+    // ---- launches ----
+
+    /// Looks what is done, and gives the GPU what it may have.
+    fn turn(&mut self) {
+        // Also after a failure: what was done before it counts.
+        match self.unpack.device.reached() {
+            Ok(reached) => self.reached = reached,
+            Err(cause) => self.fail(cause),
+        }
+        while self.failed.is_none() && self.launched - self.reached < GATHER_LAUNCHES_MAX as u64 {
+            match self.launch() {
+                Ok(true) => self.launched += 1,
+                Ok(false) => break,
+                Err(cause) => self.fail(cause),
+            }
+        }
+    }
+
+    fn fail(&mut self, cause: Error) {
+        self.failed.get_or_insert(cause);
+    }
+
+    /// Enqueues the next launch with its mark; false when there is nothing to enqueue.
+    fn launch(&mut self) -> Result<bool> {
+        let enqueued = match self.mode {
+            UnpackMode::Kernel => self.launch_kernel()?,
+            UnpackMode::Copy => self.launch_copies()?,
+            UnpackMode::Host => self.launch_up()? || self.launch_down()?,
+            UnpackMode::None => false,
+        };
+        if enqueued {
+            self.unpack.device.mark()?;
+        }
+        Ok(enqueued)
+    }
+
+    /// The number of the launch that is being made.
+    fn next_launch(&self) -> u64 {
+        self.launched + 1
+    }
+
+    /// One kernel for all that waits.
+    fn launch_kernel(&mut self) -> Result<bool> {
+        let (mut runs, mut count, launch) = ([GatherRun::default(); SLOTS], 0, self.next_launch());
+        while let Some(slot) = self.waiting.pop_front() {
+            let job = &mut self.jobs[slot];
+            job.step = Step::Launched { launch };
+            runs[count] = GatherRun {
+                fragments: self.table.address(slot),
+                count: job.fragments as u64,
+                source: self.unpack.pool.base,
+                target: job.target,
+            };
+            count += 1;
+        }
+        if count > 0 {
+            self.unpack.device.gather(&runs[..count])?;
+        }
+        Ok(count > 0)
+    }
+
+    /// Copies from the pool to where they belong, of as many receives as fit.
+    fn launch_copies(&mut self) -> Result<bool> {
+        let (mut room, launch) = (GATHER_COPIES_PER_LAUNCH_MAX, self.next_launch());
+        while let Some(&slot) = self.waiting.front().filter(|_| room > 0) {
+            let job = &mut self.jobs[slot];
+            let base = job.target;
+            room -= job.copy_next(&mut self.unpack, &self.table, slot, room, |to, _| base + to.target)?;
+            if job.all_enqueued() {
+                job.step = Step::Launched { launch };
+                self.waiting.pop_front();
+            }
+        }
+        Ok(room < GATHER_COPIES_PER_LAUNCH_MAX)
+    }
+
+    /// Copies from the pool to a stage, of one receive.
+    fn launch_down(&mut self) -> Result<bool> {
+        let (Some(&slot), Some(host)) = (self.waiting.front(), &mut self.host) else { return Ok(false) };
+        let (job, launch, room) = (&mut self.jobs[slot], self.launched + 1, GATHER_COPIES_PER_LAUNCH_MAX);
+        let Some(stage) = job.stage.or_else(|| host.take(self.reached)) else { return Ok(false) };
+        job.stage = Some(stage);
+        job.copy_next(&mut self.unpack, &self.table, slot, room, |fragment, before| {
+            host.down(stage, before, fragment.bytes)
+        })?;
+        if job.all_enqueued() {
+            job.step = Step::Down { stage, launch };
+            self.waiting.pop_front();
+            self.down.push_back(slot);
+        }
+        Ok(true)
+    }
+
+    /// The one copy up of the oldest receive that has come down.
+    fn launch_up(&mut self) -> Result<bool> {
+        let (Some(&slot), Some(host)) = (self.down.front(), &mut self.host) else { return Ok(false) };
+        let (job, up) = (&mut self.jobs[slot], self.launched + 1);
+        let Step::Down { stage, launch } = job.step else { return Ok(false) };
+        if launch > self.reached {
+            return Ok(false);
+        }
+        let message = host.put_in_order(stage, &self.table, slot, job.fragments);
+        self.unpack.device.copy(message, job.target, job.bytes)?;
+        host.free_after(stage, up);
+        job.step = Step::Launched { launch: up };
+        self.down.pop_front();
+        Ok(true)
+    }
+}
+
+impl Job {
+    /// Enqueues copies of its next fragments, `room` at most; returns how many. `target` says where to, of a
+    /// fragment and of how many bytes of the receive lie before it in the table.
+    fn copy_next(
+        &mut self,
+        unpack: &mut DeviceUnpack,
+        table: &FragmentTable,
+        slot: usize,
+        room: usize,
+        target: impl Fn(&Fragment, u64) -> u64,
+    ) -> Result<usize> {
+        let next = self.fragments.min(self.enqueued + room);
+        for fragment in (self.enqueued..next).map(|index| table.get(slot, index)) {
+            let source = unpack.pool.base + u64::from(fragment.source);
+            let bytes = u64::from(fragment.bytes);
+            unpack.device.copy(source, target(&fragment, self.enqueued_bytes), bytes)?;
+            self.enqueued_bytes += bytes;
+        }
+        Ok(next - std::mem::replace(&mut self.enqueued, next))
+    }
+
+    fn all_enqueued(&self) -> bool {
+        self.enqueued == self.fragments
+    }
+}
+
+impl fmt::Debug for Gather {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Gather { mode, unpack, launched, reached, failed, .. } = self;
+        write!(f, "Gather({mode}, {unpack:?}, {reached} of {launched} launches done, failed: {failed:?})")
+    }
+}
+
+fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
+    if expected_bytes > CHUNK_BYTES_MAX as u64 {
+        return Err(Error::Limit {
+            name: "CHUNK_BYTES_MAX",
+            limit: CHUNK_BYTES_MAX as u64,
+            why: format!("a message of {expected_bytes} bytes is to be gathered; use smaller chunks"),
+        });
+    }
+    match expected_bytes <= dst_len {
+        true => Ok(()),
+        false => Err(Error::invalid(
+            "destination of a gather",
+            format!("it has {dst_len} bytes, and the message has {expected_bytes}"),
+        )),
+    }
+}

@@ -1,0 +1,69 @@
+//! The host's twin of the gather kernel: fragments down as they are, put in order by the CPU, up in one copy.
+//!
+//! It shares no code with the kernel but the checks, so that a difference between the two is a defect.
+//! Invariant: a stage belongs to one receive from its first copy down until its copy up is done.
+//! Read next: `gather.rs`.
+
+use super::device::{FragmentTable, GatherDevice, Mapped};
+use crate::error::Result;
+use crate::limits;
+
+const STAGES: usize = limits::GATHER_LAUNCHES_MAX;
+/// A stage holds a message twice: as its fragments came, and in order.
+const IN_ORDER: usize = limits::CHUNK_BYTES_MAX;
+const STAGE_BYTES: usize = 2 * limits::CHUNK_BYTES_MAX;
+
+/// Host memory that a receive passes through.
+#[derive(Debug)]
+struct Stage {
+    memory: Mapped,
+    /// The launch that frees it.
+    busy_until: u64,
+}
+
+/// The stages of one connection.
+#[derive(Debug)]
+pub(super) struct HostTwin {
+    stages: [Stage; STAGES],
+}
+
+impl HostTwin {
+    pub fn new(device: &dyn GatherDevice) -> Result<HostTwin> {
+        let stage = || device.map(STAGE_BYTES).map(|memory| Stage { memory, busy_until: 0 });
+        let stages: Vec<Stage> = (0..STAGES).map(|_| stage()).collect::<Result<_>>()?;
+        let stages = stages.try_into().unwrap_or_else(|_| unreachable!("as many as were made"));
+        Ok(HostTwin { stages })
+    }
+
+    /// Takes a stage, if one is free when so many launches are done.
+    pub fn take(&mut self, done: u64) -> Option<usize> {
+        let free = self.stages.iter().position(|stage| stage.busy_until <= done)?;
+        self.stages[free].busy_until = u64::MAX;
+        Some(free)
+    }
+
+    /// The stage is free once that launch is done.
+    pub fn free_after(&mut self, stage: usize, launch: u64) {
+        self.stages[stage].busy_until = launch;
+    }
+
+    /// Where a fragment comes down to: `before` bytes of the receive lie before it.
+    pub fn down(&self, stage: usize, before: u64, bytes: u32) -> u64 {
+        self.stages[stage].memory.at(before as usize, bytes as usize) as u64
+    }
+
+    /// Puts the fragments of a slot in order, all of which have come down; returns where the message is.
+    pub fn put_in_order(&mut self, stage: usize, table: &FragmentTable, slot: usize, count: usize) -> u64 {
+        let (memory, mut before) = (&self.stages[stage].memory, 0);
+        for fragment in (0..count).map(|index| table.get(slot, index)) {
+            let bytes = fragment.bytes as usize;
+            let (from, to) =
+                (memory.at(before, bytes), memory.at(IN_ORDER + fragment.target as usize, bytes));
+            // SAFETY: both are inside the stage, which no GPU work touches now; the halves are apart, since
+            // a message is no longer than one.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+            before += bytes;
+        }
+        memory.at(IN_ORDER, 0) as u64
+    }
+}
