@@ -8,6 +8,7 @@ mod driver;
 mod closing;
 mod data;
 mod faults;
+mod gather;
 mod gpu;
 mod ring;
 mod setup;
