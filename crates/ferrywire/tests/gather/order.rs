@@ -1,8 +1,10 @@
+use crate::device::{MESSAGE_BYTES, Plain, failure};
 use crate::plugin::*;
 use ferrywire::memory::sim::{SimFaults, SimGpuError};
 use ferrywire::memory::unpack::{Fragment, Gather, UnpackMode};
 use ferrywire::{Error, Fault};
 use rand::Rng;
+use std::sync::atomic::Ordering;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -125,6 +127,22 @@ fn what_was_done_before_a_failure_is_done() {
     // And it stays so.
     assert_eq!(start(&plugin, &mut gather, 3, 4).err(), Some(cause.clone()));
     assert_eq!(cause.fault(), Fault::Gpu);
+}
+
+/// The queue refuses more work when what was done before has not been looked at yet.
+#[test]
+fn what_was_done_before_a_failure_is_done_also_when_that_is_seen_late() {
+    let mut plain = Plain::new();
+    let (mut gather, target) = (plain.gather(UnpackMode::Kernel), plain.target());
+    plain.knobs.quiet.store(true, Ordering::Relaxed);
+    gather.start(0, target, MESSAGE_BYTES, MESSAGE_BYTES).unwrap();
+    assert!(gather.poll(0).is_pending());
+    plain.knobs.fail.store(true, Ordering::Relaxed);
+    gather.start(1, target, MESSAGE_BYTES, MESSAGE_BYTES).unwrap();
+    assert_eq!(gather.poll(1), Poll::Ready(Err(failure())));
+    plain.knobs.quiet.store(false, Ordering::Relaxed);
+    assert_eq!(gather.poll(0), Poll::Ready(Ok(MESSAGE_BYTES)));
+    assert_eq!(gather.start(2, target, MESSAGE_BYTES, MESSAGE_BYTES), Err(failure()));
 }
 
 #[test]

@@ -262,7 +262,7 @@ impl Gather {
     fn launch_down(&mut self) -> Result<bool> {
         let (Some(&slot), Some(host)) = (self.waiting.front(), &mut self.host) else { return Ok(false) };
         let (job, launch, room) = (&mut self.jobs[slot], self.launched + 1, GATHER_COPIES_PER_LAUNCH_MAX);
-        let Some(stage) = job.stage.or_else(|| host.take(self.reached)) else { return Ok(false) };
+        let Some(stage) = job.stage.or_else(|| host.take()) else { return Ok(false) };
         job.stage = Some(stage);
         job.copy_next(&mut self.unpack, &self.table, slot, room, |fragment, before| {
             host.down(stage, before, fragment.bytes)
@@ -285,7 +285,7 @@ impl Gather {
         }
         let message = host.put_in_order(stage, &self.table, slot, job.fragments);
         self.unpack.device.copy(message, job.target, job.bytes)?;
-        host.free_after(stage, up);
+        host.give_back(stage);
         job.step = Step::Launched { launch: up };
         self.down.pop_front();
         Ok(true)

@@ -1,7 +1,8 @@
 //! The host's twin of the gather kernel: fragments down as they are, put in order by the CPU, up in one copy.
 //!
 //! It shares no code with the kernel but the checks, so that a difference between the two is a defect.
-//! Invariant: a stage belongs to one receive from its first copy down until its copy up is done.
+//! Invariant: a stage belongs to one receive from its first copy down until its copy up is enqueued. What comes
+//! down for the next one is behind that in the queue, so it overwrites nothing that is still needed.
 //! Read next: `gather.rs`.
 
 use super::device::{FragmentTable, GatherDevice, Mapped};
@@ -17,8 +18,7 @@ const STAGE_BYTES: usize = 2 * limits::CHUNK_BYTES_MAX;
 #[derive(Debug)]
 struct Stage {
     memory: Mapped,
-    /// The launch that frees it.
-    busy_until: u64,
+    taken: bool,
 }
 
 /// The stages of one connection.
@@ -29,22 +29,22 @@ pub(super) struct HostTwin {
 
 impl HostTwin {
     pub fn new(device: &dyn GatherDevice) -> Result<HostTwin> {
-        let stage = || device.map(STAGE_BYTES).map(|memory| Stage { memory, busy_until: 0 });
+        let stage = || device.map(STAGE_BYTES).map(|memory| Stage { memory, taken: false });
         let stages: Vec<Stage> = (0..STAGES).map(|_| stage()).collect::<Result<_>>()?;
         let stages = stages.try_into().unwrap_or_else(|_| unreachable!("as many as were made"));
         Ok(HostTwin { stages })
     }
 
-    /// Takes a stage, if one is free when so many launches are done.
-    pub fn take(&mut self, done: u64) -> Option<usize> {
-        let free = self.stages.iter().position(|stage| stage.busy_until <= done)?;
-        self.stages[free].busy_until = u64::MAX;
+    /// Takes a stage, if one is free.
+    pub fn take(&mut self) -> Option<usize> {
+        let free = self.stages.iter().position(|stage| !stage.taken)?;
+        self.stages[free].taken = true;
         Some(free)
     }
 
-    /// The stage is free once that launch is done.
-    pub fn free_after(&mut self, stage: usize, launch: u64) {
-        self.stages[stage].busy_until = launch;
+    /// The copy up from a stage is enqueued.
+    pub fn give_back(&mut self, stage: usize) {
+        self.stages[stage].taken = false;
     }
 
     /// Where a fragment comes down to: `before` bytes of the receive lie before it.
