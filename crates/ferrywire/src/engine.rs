@@ -8,6 +8,7 @@ use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::{Identity, Memory, RegionHome, RegionTable};
+use crate::patience::Patience;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
 use crate::sys::poll::Waker;
@@ -133,14 +134,14 @@ impl RegionHome for Engine {
     }
 
     fn release(&self, memory: &Arc<Memory>) -> Result<()> {
-        progress::abandon_memory(self, memory);
+        progress::abandon_memory(self, memory)?;
         if !memory.user_owned() {
             return Ok(());
         }
         // Operations that read from the memory hold it too; what is queued will not be sent any more.
-        let until = self.transport.now().saturating_add(limits::DRAIN_DEADLINE);
+        let mut patience = Patience::new(limits::DRAIN_DEADLINE);
         while memory.used() {
-            if self.transport.now() >= until {
+            if patience.is_over(self.transport.now()) {
                 return Err(Error::invalid(
                     "region",
                     "operations still use it: wait for them, or cancel them, first",

@@ -152,6 +152,16 @@ pub enum Error {
         /// How long.
         waited: Duration,
     },
+    /// A thread or device of this host does not let go of something.
+    #[error("{what} is still held by {by} after {waited:.1?}: is it stuck in the kernel or a driver?")]
+    HeldUp {
+        /// What should be free.
+        what: String,
+        /// Who has it.
+        by: String,
+        /// How long was waited.
+        waited: Duration,
+    },
     /// The caller cancelled it.
     #[error("cancelled")]
     Cancelled,
@@ -181,7 +191,7 @@ impl Error {
             Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
             Error::SimGpu(_) => Fault::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
-            Error::Io { .. } | Error::Limit { .. } => Fault::Local,
+            Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } | Error::Deadline { .. } => {
                 Fault::Peer

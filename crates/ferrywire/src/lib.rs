@@ -61,6 +61,7 @@ pub mod limits;
 pub mod memory;
 pub mod nccl;
 mod operation;
+mod patience;
 mod peer;
 mod progress;
 mod queue;

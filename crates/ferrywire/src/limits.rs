@@ -134,6 +134,8 @@ pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
 /// Blocking helpers of a simulated GPU give up after this; long, since a stall may be part of a test.
 pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
+/// A thread has this long to let go of memory that is deregistered, while we run ourselves.
+pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// A closing peer has this long to drain.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 /// A place of a plugin's source that logs too much is heard again after this time.

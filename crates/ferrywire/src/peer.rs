@@ -316,7 +316,12 @@ impl PeerState {
             Verb::Recv | Verb::Read => {
                 self.end_sink(op);
                 let op = op.clone();
-                progress::abandon(&self.engine, move |landing| landing.is_sink(&op));
+                let what = || format!("the memory of a cancelled operation with {}", self.name);
+                // The operation ends when the thread comes back; its memory is not free before.
+                if let Err(error) = progress::abandon(&self.engine, what, move |landing| landing.is_sink(&op))
+                {
+                    tracing::error!("{error}");
+                }
             }
             _ => {
                 if self.queue.withdraw(op.id).is_some() || self.queue.take_out(op) {

@@ -13,8 +13,10 @@
 
 use crate::channel::{Channel, Workspace};
 use crate::engine::Engine;
+use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Memory;
+use crate::patience::Patience;
 use crate::peer::{Landing, PeerState};
 use crate::queue::SMALL_BYTES_MAX;
 use crate::sys::affinity;
@@ -579,7 +581,7 @@ impl Crank {
                     for slot in self.slots.iter_mut().flatten() {
                         slot.channel.abandon(&request.gone);
                     }
-                    request.missing.fetch_sub(1, Ordering::Release);
+                    request.answered[worker.index].store(true, Ordering::Release);
                 }
                 Command::Drop { session, index, generation, why } => {
                     let place = self.slots.iter().position(|slot| {
@@ -802,30 +804,51 @@ impl Slot {
     }
 }
 
-/// A request to all workers to let go of some memory, and how many have not answered yet.
+/// A request to all workers to let go of some memory, and which of them have answered.
 pub(crate) struct Abandon {
     gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
-    missing: AtomicU32,
+    answered: Box<[AtomicBool]>,
+}
+
+impl Abandon {
+    /// The first worker that has not answered.
+    fn missing(&self) -> Option<usize> {
+        self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
+    }
 }
 
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
-pub(crate) fn abandon(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static) {
-    let missing = AtomicU32::new(engine.workers.len() as u32);
-    let request = Arc::new(Abandon { gone: Box::new(gone), missing });
+///
+/// # Errors
+/// [`Error::HeldUp`] about `what` when a worker does not answer within `limits::ABANDON_DEADLINE`.
+pub(crate) fn abandon(
+    engine: &Engine,
+    what: impl FnOnce() -> String,
+    gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
+) -> Result<()> {
+    let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
+    let request = Arc::new(Abandon { gone: Box::new(gone), answered });
     for worker in &engine.workers {
         worker.command(Command::Abandon(request.clone()));
     }
+    let mut patience = Patience::new(limits::ABANDON_DEADLINE);
+    let start = Instant::now();
     // Each worker answers at its next turn; whoever has no owner is turned from here.
-    while request.missing.load(Ordering::Acquire) > 0 {
+    while let Some(missing) = request.missing() {
+        if patience.is_over(start.elapsed()) {
+            let (what, by) = (what(), format!("progress thread {missing}"));
+            return Err(Error::HeldUp { what, by, waited: patience.waited() });
+        }
         for worker in &engine.workers {
             worker.turn_once(engine);
         }
         thread::yield_now();
     }
+    Ok(())
 }
 
 /// Makes every worker let go of a span of memory.
-pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>) {
-    let memory = memory.clone();
-    abandon(engine, move |landing| landing.is_in(&memory));
+pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>) -> Result<()> {
+    let (what, memory) = (memory.describe(), memory.clone());
+    abandon(engine, || what, move |landing| landing.is_in(&memory))
 }

@@ -107,6 +107,11 @@ impl Memory {
         self.users.fetch_sub(1, Ordering::SeqCst);
     }
 
+    /// What it is, for messages.
+    pub fn describe(&self) -> String {
+        format!("a region of {} bytes", self.len)
+    }
+
     /// Whether operations on the memory are under way.
     pub fn used(&self) -> bool {
         self.users.load(Ordering::SeqCst) > 0
@@ -158,6 +163,8 @@ pub(crate) trait RegionHome: Send + Sync {
 }
 
 struct Registration {
+    /// Nothing touches the memory any more.
+    released: AtomicBool,
     memory: Arc<Memory>,
     home: Weak<dyn RegionHome>,
     identity: Identity,
@@ -168,17 +175,22 @@ impl Registration {
         let Some(home) = self.home.upgrade() else {
             return Ok(());
         };
-        if self.memory.revoked() {
+        if self.released.load(Ordering::SeqCst) {
             return Ok(());
         }
         home.regions().remove(&self.memory);
-        home.release(&self.memory)
+        home.release(&self.memory)?;
+        self.released.store(true, Ordering::SeqCst);
+        Ok(())
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        if let Err(error) = self.end() {
+        // One that failed to end has been waited for, and told of, already.
+        if !self.memory.revoked()
+            && let Err(error) = self.end()
+        {
             tracing::error!(%error, "a dropped region could not be released");
         }
     }
@@ -226,7 +238,8 @@ impl Region {
     fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Region {
         let memory = home.regions().insert(base, len, place, keeper);
         let identity = home.identity();
-        Region { inner: Arc::new(Registration { memory, home: Arc::downgrade(home), identity }) }
+        let (released, home) = (AtomicBool::new(false), Arc::downgrade(home));
+        Region { inner: Arc::new(Registration { released, memory, home, identity }) }
     }
 
     pub(crate) fn memory(&self) -> &Arc<Memory> {
@@ -311,7 +324,9 @@ impl Region {
     /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while operations of this endpoint still use the region.
+    /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::HeldUp`] when
+    /// a thread does not let go of it. Peers are refused all the same, but the memory is not free: a clone
+    /// can be deregistered again.
     pub fn deregister(self) -> Result<()> {
         self.inner.end()
     }

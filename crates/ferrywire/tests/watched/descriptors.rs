@@ -2,78 +2,35 @@
 //!
 //! The limit belongs to a whole process, so the test runs itself again as a child that lowers its own.
 
-use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Conn, ConnOptions, Listener, Nic, Transport};
+use crate::{LIMIT, Watched, Watcher, eventually};
 use ferrywire::{Endpoint, limits};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use std::fs::File;
 use std::io;
-use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::os::fd::RawFd;
+use std::net::TcpStream;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tracing_subscriber::fmt::MakeWriter;
 
-const LIMIT: Duration = Duration::from_secs(60);
 const CHILD: &str = "FERRYWIRE_TEST_DESCRIPTORS";
 /// Attempts to accept that fail before the process gets its descriptors back.
 const FAILURES: u64 = 5;
 
-/// TCP, with a count of the attempts to accept that failed.
+/// Counts the attempts to accept that failed.
 #[derive(Debug, Default)]
-struct Counting {
-    tcp: TcpTransport,
-    failures: Arc<AtomicU64>,
-}
+struct Failures(AtomicU64);
 
-struct CountingListener(Box<dyn Listener>, Arc<AtomicU64>);
-
-impl Listener for CountingListener {
-    fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>> {
-        let result = self.0.accept();
-        self.1.fetch_add(u64::from(result.is_err()), Ordering::SeqCst);
-        result
-    }
-
-    fn local(&self) -> SocketAddr {
-        self.0.local()
-    }
-
-    fn fd(&self) -> Option<RawFd> {
-        self.0.fd()
+impl Failures {
+    fn count(&self) -> u64 {
+        self.0.load(Ordering::SeqCst)
     }
 }
 
-impl Transport for Counting {
-    fn name(&self) -> &'static str {
-        self.tcp.name()
-    }
-
-    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
-        Ok(Box::new(CountingListener(self.tcp.listen(address)?, self.failures.clone())))
-    }
-
-    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        self.tcp.dial(nic, to, options)
-    }
-
-    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
-        self.tcp.tune(conn, options);
-    }
-
-    fn nics(&self) -> io::Result<Vec<Nic>> {
-        self.tcp.nics()
-    }
-
-    fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
-        self.tcp.route(to)
-    }
-
-    fn now(&self) -> Duration {
-        self.tcp.now()
+impl Watcher for Failures {
+    fn accept_failed(&self, _error: &io::Error) {
+        self.0.fetch_add(1, Ordering::SeqCst);
     }
 }
 
@@ -107,20 +64,12 @@ impl MakeWriter<'_> for Lines {
     }
 }
 
-fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !so() {
-        assert!(start.elapsed() < LIMIT, "never came about: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn a_listener_without_descriptors_waits_and_then_goes_on() {
     if std::env::var_os(CHILD).is_some() {
         return child();
     }
-    let name = "a_listener_without_descriptors_waits_and_then_goes_on";
+    let name = "descriptors::a_listener_without_descriptors_waits_and_then_goes_on";
     let mut command = Command::new(std::env::current_exe().unwrap());
     let output = command.args([name, "--exact", "--nocapture"]).env(CHILD, "1").output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
@@ -131,10 +80,9 @@ fn a_listener_without_descriptors_waits_and_then_goes_on() {
 fn child() {
     let lines = Lines::default();
     tracing_subscriber::fmt().with_writer(lines.clone()).with_ansi(false).init();
-    let transport = Arc::new(Counting::default());
-    let failures = transport.failures.clone();
+    let failures = Arc::<Failures>::default();
     let listening = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).threads(1);
-    let endpoint = listening.transport(transport).build().unwrap();
+    let endpoint = listening.transport(Watched::new(&failures)).build().unwrap();
     let good = Endpoint::builder().threads(1).channels(1).build().unwrap();
 
     let mut limit = getrlimit(Resource::Nofile);
@@ -146,9 +94,9 @@ fn child() {
     taken.pop();
     let start = Instant::now();
     let waiting = TcpStream::connect(endpoint.listen_addresses()[0]).unwrap();
-    eventually("nobody can be accepted", || failures.load(Ordering::SeqCst) >= FAILURES);
+    eventually("nobody can be accepted", || failures.count() >= FAILURES);
     let most = start.elapsed().as_millis() / limits::ACCEPT_RETRY_INTERVAL.as_millis() + 1;
-    let tried = u128::from(failures.load(Ordering::SeqCst));
+    let tried = u128::from(failures.count());
     println!("{tried} attempts in {:?}", start.elapsed());
     assert!(tried <= most, "{tried} attempts in {:?}", start.elapsed());
     assert_eq!(lines.count("nobody can be accepted"), 1);

@@ -1,0 +1,62 @@
+//! A thread that does not come back from the kernel, with memory in its hands.
+
+use crate::{LIMIT, Watched, Watcher, eventually};
+use ferrywire::{Endpoint, Error, Fault, limits};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+/// Size of the region, and what is written to it in one piece.
+const BYTES: usize = 1 << 20;
+
+/// Lets no large piece pass while it is shut.
+#[derive(Debug, Default)]
+struct Gate {
+    shut: Mutex<bool>,
+    opened: Condvar,
+    waiting: AtomicU32,
+    used: AtomicBool,
+}
+
+impl Gate {
+    fn set_shut(&self, shut: bool) {
+        *self.shut.lock().unwrap() = shut;
+        self.opened.notify_all();
+    }
+}
+
+impl Watcher for Gate {
+    fn receiving(&self, bytes: usize) {
+        let shut = self.shut.lock().unwrap();
+        if bytes < limits::SCRATCH_BYTES / 2 || self.used.load(Ordering::SeqCst) {
+            return;
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        drop(self.opened.wait_while(shut, |shut| *shut).unwrap());
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[test]
+fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
+    let gate = Arc::<Gate>::default();
+    let listening = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).threads(1);
+    let here = listening.transport(Watched::new(&gate)).build().unwrap();
+    let there = Endpoint::builder().threads(1).channels(1).build().unwrap();
+    let peer = there.connect(here.listen_addresses()[0], LIMIT).unwrap();
+    let (region, source) = (here.register_zeroed(BYTES).unwrap(), there.register_zeroed(BYTES).unwrap());
+
+    gate.set_shut(true);
+    let write = peer.write(&source, 0, &region.descriptor(), 0, BYTES as u64).unwrap();
+    eventually("a thread is stuck with the region", || gate.waiting.load(Ordering::SeqCst) == 1);
+    let error = region.clone().deregister().unwrap_err();
+    assert_eq!(error.fault(), Fault::Local);
+    let Error::HeldUp { what, by, waited } = &error else { panic!("{error:?}") };
+    assert_eq!((&what[..], &by[..]), ("a region of 1048576 bytes", "progress thread 0"));
+    assert!(*waited >= limits::ABANDON_DEADLINE, "{error}");
+
+    gate.used.store(true, Ordering::SeqCst);
+    gate.set_shut(false);
+    region.deregister().expect("the thread is back");
+    let ended = write.wait(LIMIT);
+    assert!(matches!(ended, Ok(_) | Err(Error::AccessRefused { .. })), "{ended:?}");
+}
