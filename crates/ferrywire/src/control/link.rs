@@ -26,7 +26,7 @@ use crate::transport::Conn;
 use crate::wire::Refusal;
 use std::collections::BTreeMap;
 use std::io;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -80,6 +80,10 @@ pub(super) struct Link {
     peer: Arc<PeerState>,
     session: Session,
     conn: Option<Box<dyn Conn>>,
+    /// Addresses that the peer's connections came from or went to.
+    hosts: Vec<IpAddr>,
+    /// When the other end last resumed the session.
+    resumed_at: Option<Duration>,
     /// Resumptions of the other end, which dials several paths at once and speaks on the one it keeps.
     candidates: Vec<(Box<dyn Conn>, Box<Established>)>,
     output: Vec<u8>,
@@ -185,6 +189,8 @@ impl Link {
             up_since: vec![now; usize::from(config.channels)],
             peer,
             session,
+            hosts: vec![conn.remote().ip()],
+            resumed_at: None,
             conn: Some(conn),
             candidates: Vec::new(),
             output: Vec::new(),
@@ -379,10 +385,25 @@ impl Link {
             }
             return;
         }
+        self.resumed_at = Some(now);
+        self.note_host(conn.remote().ip());
         if self.candidates.len() >= CANDIDATES_MAX {
             self.candidates.remove(0);
         }
         self.candidates.push((conn, Box::new(established)));
+    }
+
+    fn note_host(&mut self, host: IpAddr) {
+        if !self.hosts.contains(&host) && self.hosts.len() < limits::ADDRESSES_MAX {
+            self.hosts.push(host);
+        }
+    }
+
+    /// Whether the peer has just resumed the session: then it has dialled all paths at once, and hangs up
+    /// on those that were slower.
+    pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
+        let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_DEADLINE;
+        self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
     }
 
     fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
@@ -560,6 +581,7 @@ impl Link {
         if self.dying() {
             return;
         }
+        self.note_host(conn.remote().ip());
         self.slots[usize::from(index)] = (Slot::Up, generation);
         self.up_since[usize::from(index)] = now;
         let worker = &engine.workers[self.peer.engine_worker(index)];

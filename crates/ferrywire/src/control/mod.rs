@@ -288,6 +288,10 @@ impl Control {
     /// One log line for each refused stranger, until there are too many to read.
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
+        let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
+        if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
+            return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");
+        }
         if now.saturating_sub(self.refusals_since) > Duration::from_secs(60) {
             self.refusals_since = now;
             self.refusals_told = 0;
