@@ -22,7 +22,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const SECRET: &str = "correct horse";
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(120);
+/// Nobody waits so long because of what others do.
+const HELD_UP: Duration = Duration::from_secs(5);
 /// Size of the region that evil peers know, and of the guard on each side of it.
 const REGION_BYTES: usize = 64 << 10;
 const BEFORE: u8 = 0xaa;
@@ -868,7 +870,7 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
         true
     });
     let (mut slowest, mut rounds) = (Duration::ZERO, 0);
-    while !flooder.is_finished() && slowest < LIMIT / 4 {
+    while !flooder.is_finished() && slowest < HELD_UP {
         let start = Instant::now();
         assert!(scene.victim.peer_count() >= 2);
         let fresh = endpoint();
@@ -878,7 +880,7 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
     }
     stop.store(true, Ordering::SeqCst);
     let whole = flooder.join().unwrap();
-    assert!(slowest < LIMIT / 4, "a fresh peer took {slowest:?}");
+    assert!(slowest < HELD_UP, "a fresh peer took {slowest:?}");
     assert!(rounds > 1 || whole, "{rounds}");
     scene.unharmed();
 }

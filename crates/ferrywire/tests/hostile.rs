@@ -17,7 +17,9 @@ use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
 const SECRET: &str = "correct horse";
-const LIMIT: Duration = Duration::from_secs(20);
+const LIMIT: Duration = Duration::from_secs(120);
+/// Nobody waits so long because of what others do.
+const HELD_UP: Duration = Duration::from_secs(5);
 /// What a connection that has proven nothing may cost beyond the bytes it sent: the state of its Noise
 /// handshake, its socket's and its own bookkeeping, and what the allocator adds.
 const PENDING_OVERHEAD_BYTES: usize = 16 << 10;
@@ -486,7 +488,7 @@ fn under_attack_good_peers_are_served_and_the_limits_hold() {
     println!("{} good rounds, {fresh_peers} fresh peers, the slowest in {slowest:?}", good.rounds);
     println!("resident memory grew by {growth} bytes; the slowest call took {slowest_call:?}");
     assert!(good.rounds > 10 && fresh_peers > 1);
-    assert!(slowest_call < LIMIT / 4, "a call waited for strangers");
+    assert!(slowest_call < HELD_UP, "a call waited for strangers");
     let allowed = limits::HANDSHAKES_PENDING_MAX * (limits::HANDSHAKE_BYTES_MAX + PENDING_OVERHEAD_BYTES);
     assert!(growth <= allowed + NOISE_BYTES, "strangers made us hold {growth} bytes");
     eventually("descriptors are back", || open_descriptors() <= descriptors);
@@ -534,7 +536,7 @@ fn a_flood_of_connections_holds_up_no_call() {
     stop.store(true, Ordering::SeqCst);
     let floods: Vec<u32> = flooders.into_iter().map(|thread| thread.join().unwrap()).collect();
     println!("{floods:?} connections, {} good rounds, the slowest call took {slowest:?}", good.rounds);
-    assert!(slowest < LIMIT / 20, "a call waited {slowest:?} for strangers");
+    assert!(slowest < HELD_UP / 5, "a call waited {slowest:?} for strangers");
     good.close();
     victim.close(LIMIT).unwrap();
 }
