@@ -4,15 +4,19 @@
 //! into one socket call, straight from the memory they describe. Receiving: a large payload goes straight
 //! to its place, with the next frame's head in the same call; small frames come many at a time through
 //! the worker's scratch buffer. Each frame placed is counted, and the count is the acknowledgement.
+//! Where the channel has a lane, the payload of data frames goes over that, in the order of the heads.
 //!
 //! Invariant: after [`Channel::end`] not a byte of this connection is placed any more.
-//! Read next: `progress.rs`, which owns channels and decides when they get their turn.
+//! Read next: `posted/` for the lane; `progress.rs`, which owns channels and decides when they get their turn.
 
 use crate::limits;
+use crate::memory::Place;
 use crate::peer::{Landing, PeerState};
+use crate::posted::{Arrival, Posted, Turned};
 use crate::queue::{Entry, Pull};
 use crate::schedule;
 use crate::stats::ChannelCounters;
+use crate::transport::lane::Run;
 use crate::transport::{Conn, IoVec};
 use crate::window::Window;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
@@ -36,6 +40,10 @@ pub(crate) struct Remains {
     pub refused: Vec<(u64, Refusal)>,
     /// Frames sent or queued here and not acknowledged, oldest first.
     pub entries: Vec<(u64, Entry)>,
+    /// The state the lane was in, in words, if there was one.
+    pub lane: Option<String>,
+    /// Whether it was the lane that failed.
+    pub lane_failed: bool,
 }
 
 /// Buffers that a worker lends to the channel whose turn it is.
@@ -75,6 +83,11 @@ pub(crate) struct Channel {
     held: VecDeque<(u64, Entry)>,
     ends: VecDeque<u64>,
     rx: Receiver,
+    /// What carries the payload, if it is not the connection.
+    posted: Option<Box<Posted>>,
+    /// The connection has ended, with this error; the lane has still something to bring.
+    ended: Option<io::Error>,
+    lane_failed: bool,
 }
 
 // SAFETY: the pieces point into memory that the landing keeps alive, or into the receiver's own message;
@@ -91,6 +104,8 @@ struct Receiver {
     next: usize,
     left: usize,
     landing: Option<Landing>,
+    /// Where a payload goes that comes over the lane.
+    target: Vec<Run>,
     message: Vec<u8>,
     refusal: Option<Refusal>,
     crc: crc32fast::Hasher,
@@ -134,7 +149,16 @@ impl Channel {
             held: VecDeque::new(),
             ends: VecDeque::new(),
             rx: Receiver::new(),
+            posted: None,
+            ended: None,
+            lane_failed: false,
         }
+    }
+
+    /// With a lane for the payload of its data frames.
+    pub fn with_lane(mut self, posted: Posted) -> Channel {
+        self.posted = Some(Box::new(posted));
+        self
     }
 
     pub fn conn(&self) -> &dyn Conn {
@@ -152,7 +176,7 @@ impl Channel {
 
     /// Whether the queue has frames for this channel, and it would take another now.
     pub fn may_pull(&self) -> bool {
-        if !self.window.has_room() {
+        if !self.window.has_room() || self.posted.as_ref().is_some_and(|posted| posted.room() == 0) {
             return false;
         }
         let small = self.small_share();
@@ -169,6 +193,11 @@ impl Channel {
             (false, true) => u64::MAX,
             (false, false) => 0,
         }
+    }
+
+    /// Whether the lane has to be asked again and again: nobody is told when it moves.
+    pub fn lane_active(&self) -> bool {
+        self.posted.as_ref().is_some_and(|posted| posted.active())
     }
 
     /// Whether frames are in flight, acknowledged frames' memory is still in use, or the peer's kernel may
@@ -193,7 +222,7 @@ impl Channel {
     /// Sends what there is to send; with `flush`, also an acknowledgement that is due.
     /// Returns the bytes taken by the kernel.
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
-        if self.blocked {
+        if self.blocked || self.ended.is_some() {
             return Ok(0);
         }
         let mut moved = 0;
@@ -226,20 +255,30 @@ impl Channel {
             channels: self.peer.live_channels(),
             small,
             bulk: schedule::may_take(backlog, least, self.peer.queue.chunk_bytes),
+            messages: self.posted.as_ref().map(|posted| posted.room()),
         };
+        let first = self.window.next();
         let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);
+        if let Some(posted) = &mut self.posted {
+            for (entry, frame) in self.window.from(first).zip(first..) {
+                if entry.header.is_posted() {
+                    posted.admit(frame, entry);
+                }
+            }
+        }
         dropped.into_iter().for_each(|op| self.peer.cut_short(&op));
         self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
     }
 
     fn unsent(&mut self) -> u64 {
-        let total: usize = self.window.from(self.sent).map(|entry| entry.bytes()).sum();
+        let total: usize = self.window.from(self.sent).map(|entry| entry.stream_bytes()).sum();
         (total - self.sent_within.min(total)) as u64
     }
 
     fn make_ack_frame(&mut self) {
         let mut header = Header::new(Kind::Ack);
         header.ack = self.rx.received as u32;
+        header.posted = self.posted.as_ref().map_or(0, |posted| posted.told());
         let refused: Vec<_> =
             self.rx.refused.drain(..self.rx.refused.len().min(limits::WINDOW_FRAMES_MAX)).collect();
         let body = wire::encode_refusals(&refused);
@@ -265,6 +304,7 @@ impl Channel {
         batch.add(self.ack_frame.as_mut_ptr(), self.ack_frame.len(), false);
         // An acknowledgement covers refused frames only once their refusals are in the stream.
         let ack = self.rx.received_without_refusals() as u32;
+        let posted = self.posted.as_ref().map_or(0, |posted| posted.told());
         let mut skip = self.sent_within;
         let mut fresh = false;
         for entry in self.window.from(self.sent) {
@@ -272,13 +312,13 @@ impl Channel {
                 break;
             }
             if skip == 0 {
-                Header::patch_ack(&mut entry.head, ack);
+                Header::patch_counts(&mut entry.head, ack, posted);
                 fresh = true;
             }
             batch.skip = std::mem::take(&mut skip);
             batch.add(entry.head.as_mut_ptr(), HEADER_BYTES, false);
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
-            entry.body_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
+            entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
         }
         let (bytes, stable) = (batch.bytes, batch.stable == Some(true));
         if pieces.is_empty() {
@@ -323,7 +363,7 @@ impl Channel {
             let Some(entry) = self.window.get_mut(self.sent) else {
                 break;
             };
-            let rest = entry.bytes() - self.sent_within;
+            let rest = entry.stream_bytes() - self.sent_within;
             if taken < rest {
                 self.sent_within += taken;
                 break;
@@ -346,8 +386,13 @@ impl Channel {
             return Err(broken("it acknowledged frames that were not sent"));
         }
         let copied = self.conn.released() == u64::MAX;
-        while let Some((_, entry)) = self.window.release(count) {
+        while let Some((number, entry)) = self.window.release(count) {
             let end = self.ends.pop_front().unwrap_or(0);
+            let entry = match &mut self.posted {
+                Some(posted) if entry.header.is_posted() => posted.acknowledged(number, entry),
+                _ => Some(entry),
+            };
+            let Some(entry) = entry else { continue };
             match copied {
                 true => self.peer.delivered(entry, None),
                 false => self.held.push_back((end, entry)),
@@ -376,11 +421,14 @@ impl Channel {
     /// Receives what is there, within a turn's bounds. Returns the bytes.
     pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
         let mut moved = 0;
-        while moved < TURN_BYTES {
+        while moved < TURN_BYTES && self.ended.is_none() {
             let (bytes, room) = match self.receive_some(space) {
                 Ok(result) => result,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                Err(error) => return Err(error),
+                Err(error) => {
+                    self.stream_ended(error)?;
+                    break;
+                }
             };
             moved += bytes;
             if bytes < room {
@@ -437,6 +485,7 @@ impl Channel {
             if self.peer.queue.crc && header.flags & wire::FLAG_CRC == 0 {
                 return Err(broken("a frame without the checksum that was agreed on"));
             }
+            self.hear_posted(&header)?;
             if header.kind != Kind::Ack {
                 self.acknowledged(header.ack)?;
             }
@@ -469,7 +518,8 @@ impl Channel {
         rx.next = 0;
         rx.message.clear();
         rx.refusal = None;
-        rx.left = rx.header.len as usize + usize::from(rx.header.notify);
+        rx.left = rx.header.stream_bytes() - rx.header.placement_bytes();
+        rx.target.clear();
         rx.stage = Stage::Body;
         rx.crc = crc32fast::Hasher::new();
         let bulk = rx.left >= limits::DIRECT_RECEIVE_BYTES_MIN;
@@ -478,6 +528,9 @@ impl Channel {
             Kind::Data => match self.peer.land(&rx.header, &rx.placements, &mut rx.pieces, rx.landing.take())
             {
                 Ok(landing) => {
+                    if rx.header.is_posted() {
+                        rx.target = runs(&landing, &mut rx.pieces);
+                    }
                     rx.landing = Some(landing);
                     rx.expect_message(usize::from(rx.header.notify));
                 }
@@ -504,19 +557,47 @@ impl Channel {
             true => std::mem::take(&mut self.rx.message),
             false => Vec::new(),
         };
-        let result = match self.rx.refusal {
-            Some(refusal) => Err(refusal),
-            None => self.peer.arrived(&header, &self.rx.placements, self.rx.landing.as_ref(), message),
-        };
-        if self.rx.landing.as_ref().is_some_and(Landing::once) {
-            self.rx.landing = None;
+        match &mut self.posted {
+            // What comes behind a payload that is missing waits for it.
+            Some(posted) if header.is_posted() || posted.waiting() > 0 => {
+                posted.expect(self.rx.arrival(message));
+                self.within_window()
+            }
+            _ => {
+                let placements = std::mem::take(&mut self.rx.placements);
+                let landing = self.rx.landing.take();
+                let result = self.placed(&header, &placements, landing.as_ref(), message, self.rx.refusal);
+                self.rx.landing = landing.filter(|landing| !landing.once());
+                self.rx.placements = placements;
+                result
+            }
         }
+    }
+
+    /// All of a frame is here, and its payload in place: counts it.
+    fn placed(
+        &mut self,
+        header: &Header,
+        placements: &[u8],
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+        refusal: Option<Refusal>,
+    ) -> io::Result<()> {
+        let result = match refusal {
+            Some(refusal) => Err(refusal),
+            None => self.peer.arrived(header, placements, landing, message),
+        };
         if let Err(refusal) = result {
             self.rx.refused.push((self.rx.received, refusal));
         }
         self.rx.received += 1;
         self.rx.unacknowledged_bytes += HEADER_BYTES + header.body_bytes();
-        match self.rx.received - self.rx.acknowledged > limits::WINDOW_FRAMES_MAX as u64 {
+        self.within_window()
+    }
+
+    fn within_window(&self) -> io::Result<()> {
+        let waiting = self.posted.as_ref().map_or(0, |posted| posted.waiting()) as u64;
+        match self.rx.received + waiting - self.rx.acknowledged > limits::WINDOW_FRAMES_MAX as u64 {
             true => Err(broken("it sent more frames than its window holds")),
             false => Ok(()),
         }
@@ -534,21 +615,28 @@ impl Channel {
         self.acknowledged(self.rx.header.ack)
     }
 
-    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away.
-    pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) {
-        if self.rx.landing.as_ref().is_some_and(gone) {
+    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away. True while a
+    /// lane may still write there.
+    pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> bool {
+        if self.rx.landing.as_ref().is_some_and(&gone) {
             self.rx.landing = None;
             if self.rx.stage == Stage::Body && self.rx.header.kind == Kind::Data {
                 self.rx.pieces.clear();
+                self.rx.target.clear();
                 self.rx.next = 0;
                 self.rx.refusal = Some(Refusal::NoRegion);
             }
         }
+        self.posted.as_mut().is_some_and(|posted| posted.abandon(&gone))
     }
 
     /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
+        let lane = self.posted.as_ref().map(|posted| posted.state());
+        if let Some(mut posted) = self.posted.take() {
+            posted.end().into_iter().for_each(|entry| self.peer.delivered(entry, None));
+        }
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(u64::MAX, Ordering::Relaxed);
         drop(self.conn);
@@ -557,7 +645,73 @@ impl Channel {
         let mut refused = self.rx.told;
         refused.append(&mut self.rx.refused);
         refused.retain(|(number, _)| *number >= heard);
-        Remains { placed: self.rx.received, refused, entries: self.window.drain() }
+        Remains {
+            placed: self.rx.received,
+            refused,
+            entries: self.window.drain(),
+            lane,
+            lane_failed: self.lane_failed,
+        }
+    }
+
+    // ---- the lane ----
+
+    /// Moves what goes over the lane on, if there is one. True if anything happened.
+    pub fn turn_lane(&mut self) -> io::Result<bool> {
+        let Some(posted) = self.posted.as_mut().filter(|posted| posted.active()) else {
+            return self.ended.take().map_or(Ok(false), Err);
+        };
+        let mut turned = Turned::default();
+        let result = posted.turn(self.peer.now(), &mut turned);
+        self.counters.sent_bytes.fetch_add(turned.sent_bytes, Ordering::Relaxed);
+        self.counters.received_bytes.fetch_add(turned.received_bytes, Ordering::Relaxed);
+        for entry in turned.delivered {
+            self.peer.delivered(entry, None);
+        }
+        for arrival in turned.arrived {
+            let Arrival { header, placements, landing, message, refusal, target } = arrival;
+            if refusal.is_none() {
+                check_posted(&header, &target, &message)?;
+            }
+            self.placed(&header, &placements, landing.as_ref(), message, refusal)?;
+        }
+        match result {
+            Ok(()) => Ok(turned.worked),
+            Err(why) => {
+                self.lane_failed = true;
+                Err(io::Error::other(why))
+            }
+        }
+    }
+
+    /// Registrations of regions that are gone go too.
+    pub fn forget_revoked(&mut self) {
+        if let Some(posted) = &mut self.posted {
+            posted.forget_revoked();
+        }
+    }
+
+    /// What the peer says of its receives; and whether the frame can be of this channel.
+    fn hear_posted(&mut self, header: &Header) -> io::Result<()> {
+        match &mut self.posted {
+            Some(posted) => posted.confirm(header.posted).map_err(broken),
+            None if header.is_posted() || header.posted != 0 => {
+                Err(broken("it sends over a lane, and this channel has none"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The connection is at its end. What its heads have announced may still come over the lane.
+    fn stream_ended(&mut self, error: io::Error) -> io::Result<()> {
+        match &mut self.posted {
+            Some(posted) if posted.waiting() > 0 && self.ended.is_none() => {
+                posted.companion_closed(self.peer.now(), &error.to_string());
+                self.ended = Some(error);
+                Ok(())
+            }
+            _ => Err(error),
+        }
     }
 
     /// A dead path, in words, or `None` while there is no reason to think so.
@@ -627,6 +781,7 @@ impl Receiver {
             next: 0,
             left: 0,
             landing: None,
+            target: Vec::new(),
             message: Vec::new(),
             refusal: None,
             crc: crc32fast::Hasher::new(),
@@ -710,8 +865,21 @@ impl Receiver {
         }
     }
 
+    /// The frame, of which the stream has brought all it brings.
+    fn arrival(&mut self, message: Vec<u8>) -> Arrival {
+        Arrival {
+            header: self.header,
+            placements: std::mem::take(&mut self.placements),
+            landing: self.landing.take(),
+            message,
+            refusal: self.refusal,
+            target: std::mem::take(&mut self.target),
+        }
+    }
+
     fn check_body(&mut self) -> io::Result<()> {
-        if self.header.flags & wire::FLAG_CRC == 0 || self.refusal.is_some() {
+        let elsewhere = self.header.is_posted();
+        if self.header.flags & wire::FLAG_CRC == 0 || self.refusal.is_some() || elsewhere {
             return Ok(());
         }
         check_crc(self.header.crc, std::mem::take(&mut self.crc).finalize())
@@ -733,6 +901,29 @@ impl Receiver {
     fn received_without_refusals(&self) -> u64 {
         self.refused.first().map_or(self.received, |(number, _)| *number)
     }
+}
+
+/// Pieces of a landing as runs of its memory, for a lane; the pieces go.
+fn runs(landing: &Landing, pieces: &mut Vec<IoVec>) -> Vec<Run> {
+    let runs = pieces.drain(..).filter_map(|piece| {
+        let memory = landing.memory()?;
+        Some(Run { memory: memory.clone(), offset: memory.offset_of(piece.base), bytes: piece.len })
+    });
+    runs.collect()
+}
+
+/// Checks a payload that came over a lane. Checksums are agreed on only where both ends use host memory.
+fn check_posted(header: &Header, target: &[Run], message: &[u8]) -> io::Result<()> {
+    if header.flags & wire::FLAG_CRC == 0 || !header.is_posted() {
+        return Ok(());
+    }
+    let mut crc = crc32fast::Hasher::new();
+    for run in target.iter().filter(|run| run.memory.place() == Place::Host) {
+        // SAFETY: the run is inside live host memory, which the frame's landing keeps.
+        crc.update(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) });
+    }
+    crc.update(message);
+    check_crc(header.crc, crc.finalize())
 }
 
 fn check_crc(expected: u32, computed: u32) -> io::Result<()> {

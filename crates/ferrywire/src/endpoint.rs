@@ -15,6 +15,7 @@ use crate::peer::Peer;
 use crate::progress::Worker;
 use crate::schedule;
 use crate::sys::affinity;
+use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::{Listener, SharedTransport, Transport};
 use std::fmt;
@@ -29,6 +30,7 @@ use std::time::Duration;
 pub struct Builder {
     config: Config,
     transport: Option<SharedTransport>,
+    plugin: Option<PluginConfig>,
 }
 
 impl Builder {
@@ -111,6 +113,13 @@ impl Builder {
         self
     }
 
+    /// Moves payload over an NCCL net plugin; everything else goes over the transport beside it. Both ends of
+    /// a session need the same plugin.
+    pub fn plugin(mut self, plugin: PluginConfig) -> Builder {
+        self.plugin = Some(plugin);
+        self
+    }
+
     /// Builds the endpoint: checks everything, listens, starts its threads.
     pub fn build(mut self) -> Result<Endpoint> {
         if self.config.threads == usize::MAX {
@@ -118,10 +127,18 @@ impl Builder {
             self.config.threads = schedule::threads_default(cores);
         }
         self.config.check()?;
-        let transport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        let inner: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
         let options = self.config.bulk_options();
-        transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
-        Endpoint::start(self.config, transport)
+        inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
+        let Some(plugin) = self.plugin else {
+            return Endpoint::start(self.config, inner, None);
+        };
+        let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
+        // SAFETY: whoever made the configuration has promised it.
+        let host = unsafe { Host::load(plugin, &self.config, &nics) }?;
+        self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
+        let transport = Arc::new(PluginTransport { inner, gpu: host.gpu() });
+        Endpoint::start(self.config, transport, Some(Arc::new(host)))
     }
 }
 
@@ -149,7 +166,7 @@ impl fmt::Debug for Endpoint {
 impl Endpoint {
     /// Starts to describe an endpoint.
     pub fn builder() -> Builder {
-        Builder { config: Config::default(), transport: None }
+        Builder { config: Config::default(), transport: None, plugin: None }
     }
 
     /// Tells tests when its last user is gone.
@@ -158,16 +175,18 @@ impl Endpoint {
         Arc::downgrade(&self.inner.engine)
     }
 
-    fn start(config: Config, transport: SharedTransport) -> Result<Endpoint> {
+    fn start(config: Config, transport: SharedTransport, plugin: Option<Arc<Host>>) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
         let listeners = listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let workers: std::io::Result<Vec<_>> =
-            (0..config.threads.max(1)).map(|index| Worker::new(index, threaded).map(Arc::new)).collect();
+        let thread_only = plugin.is_some();
+        let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
+            .map(|index| Worker::new(index, threaded, thread_only).map(Arc::new))
+            .collect();
         let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
-        let engine = Engine::new(identity, config, transport, workers, threaded);
+        let engine = Engine::new(identity, config, transport, workers, threaded, plugin);
         let lobby = Arc::new(Lobby::default());
         let boot_id = affinity::boot_id().unwrap_or_default();
         let control = Control::new(&engine, listeners, addresses, boot_id, lobby.clone())
@@ -184,6 +203,16 @@ impl Endpoint {
     /// The endpoint's random name, new at each start.
     pub fn identity(&self) -> Identity {
         self.inner.engine.identity
+    }
+
+    /// How payload moves: `tcp`, `plugin`, `sim`.
+    pub fn transport(&self) -> &'static str {
+        self.inner.engine.transport.name()
+    }
+
+    /// The variables that the plugin was loaded with and who set them; empty without a plugin.
+    pub fn effective_environment(&self) -> Vec<Variable> {
+        self.inner.engine.plugin.as_ref().map(|host| host.environment().to_vec()).unwrap_or_default()
     }
 
     /// The configuration in force.
@@ -402,8 +431,11 @@ impl Inner {
         self.lobby.clear();
         engine.workers.iter().for_each(|worker| worker.stop());
         engine.wake_control();
-        for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
-            if idle && thread.thread().id() != thread::current().id() {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for (index, thread) in threads.into_iter().enumerate() {
+            // A thread that is in a call that does not return is left behind.
+            let stuck = engine.workers.get(index).is_some_and(|worker| worker.stuck());
+            if idle && !stuck && thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }
         }

@@ -13,6 +13,7 @@ use crate::peer::PeerState;
 use crate::progress::{self, Worker};
 use crate::sys::poll::Waker;
 use crate::transport::SharedTransport;
+use crate::transport::plugin::Host;
 use crossbeam_queue::SegQueue;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
@@ -32,6 +33,8 @@ pub(crate) struct Engine {
     pub workers: Vec<Arc<Worker>>,
     pub events: SegQueue<Event>,
     pub closing: AtomicBool,
+    /// The plugin that carries payload, if one does.
+    pub plugin: Option<Arc<Host>>,
     /// Whether a thread turns the control side; else callers do.
     pub threaded: bool,
     regions: RegionTable,
@@ -48,6 +51,7 @@ impl Engine {
         transport: SharedTransport,
         workers: Vec<Arc<Worker>>,
         threaded: bool,
+        plugin: Option<Arc<Host>>,
     ) -> Arc<Engine> {
         Arc::new_cyclic(|this| Engine {
             this: this.clone(),
@@ -58,6 +62,7 @@ impl Engine {
             events: SegQueue::new(),
             closing: AtomicBool::new(false),
             threaded,
+            plugin,
             regions: RegionTable::default(),
             next_id: AtomicU64::new(1),
             control_waker: OnceLock::new(),
@@ -151,6 +156,10 @@ impl RegionHome for Engine {
                 std::thread::sleep(Duration::from_micros(100));
             }
         }
-        Ok(())
+        // Lanes have no message of it any more, and so nothing that keeps it registered.
+        match self.workers.iter().any(|worker| worker.has_lanes()) {
+            true => progress::abandon_memory(self, memory),
+            false => Ok(()),
+        }
     }
 }

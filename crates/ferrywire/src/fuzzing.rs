@@ -674,6 +674,7 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
         2 => ControlMessage::ChannelUp { channel, generation },
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
+        5 => ControlMessage::Lane { channel, generation, handle: Box::new([input.u8(); 128]) },
         _ => ControlMessage::Goodbye { reason: String::from_utf8_lossy(input.take(40)).into_owned() },
     }
 }
@@ -783,8 +784,8 @@ fn headers(input: &mut Input<'_>) {
     assert_eq!(Header::decode(&checked.encode()), Ok(checked));
     let ack = input.u32();
     let mut patched = bytes;
-    Header::patch_ack(&mut patched, ack);
-    assert_eq!(Header::decode(&patched), Ok(Header { ack, ..header }));
+    Header::patch_counts(&mut patched, ack, !ack);
+    assert_eq!(Header::decode(&patched), Ok(Header { ack, posted: !ack, ..header }));
 }
 
 fn lists(input: &mut Input<'_>) {

@@ -110,6 +110,15 @@ pub const PLUGIN_LOG_LINES_PER_PLACE: usize = 4;
 /// Places of plugins' sources that are told apart.
 pub const PLUGIN_LOG_PLACES_MAX: usize = 256;
 
+/// Requests that may be posted per direction of a lane, unless configured: what TCPX and FastSocket have.
+pub const LANE_WINDOW_DEFAULT: usize = 16;
+/// Requests that may be configured: more than any plugin has.
+pub const LANE_WINDOW_MAX: usize = 128;
+/// Largest message of a lane, unless configured; with TCPX a larger one may have too many fragments.
+pub const LANE_MESSAGE_BYTES_DEFAULT: usize = 512 << 10;
+/// Smallest that can be configured.
+pub const LANE_MESSAGE_BYTES_MIN: usize = 4096;
+
 /// A connection has this long to prove who it is.
 pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 /// Control sessions say something at least this often.
@@ -140,7 +149,21 @@ pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 /// A place of a plugin's source that logs too much is heard again after this time.
 pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
+/// Both directions of a lane have this long to come about.
+pub const LANE_SETUP_DEADLINE: Duration = Duration::from_secs(60);
+/// Longest the oldest message of a lane may stand still, and a plugin's call not return (default).
+pub const LANE_STALL_LIMIT_DEFAULT: Duration = Duration::from_secs(30);
+/// After the first sign that a peer closes, what is posted has this long to arrive.
+pub const LANE_CLOSING_DEADLINE: Duration = Duration::from_secs(2);
+/// A posted receive into memory that is taken back has this long to end before its channel does.
+pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
+/// How often a connection or a listener of a plugin is asked whether it is ready.
+pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 
+const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
+const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
+const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
+const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);

@@ -213,10 +213,15 @@ impl Transfer {
     ///
     /// The value is the number of bytes moved; for `recv`, the length of the message.
     pub fn poll(&self) -> Option<Result<u64>> {
-        self.op.outcome().or_else(|| {
+        self.outcome().or_else(|| {
             progress::nudge(&self.peer);
-            self.op.outcome()
+            self.outcome()
         })
+    }
+
+    /// How it ended, or that it never will.
+    fn outcome(&self) -> Option<Result<u64>> {
+        self.op.outcome().or_else(|| self.peer.lost_to_a_call().map(Err))
     }
 
     /// Waits for the end; `deadline` is the longest time without progress.
@@ -227,14 +232,14 @@ impl Transfer {
     pub fn wait(&self, deadline: Duration) -> Result<u64> {
         let mut moved = self.op.moved();
         loop {
-            if let Some(outcome) = self.op.outcome() {
+            if let Some(outcome) = self.outcome() {
                 return outcome;
             }
             let ended = progress::wait(
                 &self.peer,
                 deadline,
                 |handle| self.op.wake_at_end(handle),
-                || self.op.ended(),
+                || self.outcome().is_some(),
             );
             let now = self.op.moved();
             if !ended && now == moved {

@@ -45,6 +45,14 @@ impl Landing {
         }
     }
 
+    /// The memory that is filled.
+    pub fn memory(&self) -> Option<&Arc<Memory>> {
+        match self {
+            Landing::Region { memory, .. } => Some(memory),
+            Landing::Sink { sink, .. } => sink.op.memory.as_ref(),
+        }
+    }
+
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
         matches!(self, Landing::Sink { sink, .. } if Arc::ptr_eq(&sink.op, op))
     }
@@ -74,6 +82,8 @@ pub(crate) struct PeerInfo {
     pub window: usize,
     pub crc: bool,
     pub same_host: bool,
+    /// Whether payload goes over lanes beside the channels' connections.
+    pub lanes: bool,
 }
 
 /// The shared state of a connected peer.
@@ -100,16 +110,19 @@ pub(crate) struct PeerState {
     pub abandoned: AtomicBool,
     /// It was closed here before all was finished.
     pub unfinished: AtomicBool,
+    /// A call of a plugin holds some of its operations' memory and does not return.
+    pub stuck: AtomicBool,
 }
 
 impl PeerState {
     pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
+        let queue = SendQueue::new(info.chunk_bytes, info.crc);
         PeerState {
             engine,
             session: info.session,
             identity: info.identity,
             name: info.name,
-            queue: SendQueue::new(info.chunk_bytes, info.crc),
+            queue: if info.lanes { queue.with_lanes() } else { queue },
             inbound: Inbound::default(),
             window_frames: info.window,
             same_host: info.same_host,
@@ -124,6 +137,7 @@ impl PeerState {
             setup: Mutex::new(Duration::ZERO),
             abandoned: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
         }
     }
 
@@ -133,6 +147,10 @@ impl PeerState {
 
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    pub fn now(&self) -> Duration {
+        self.engine.transport.now()
     }
 
     pub fn counters(&self, index: u16) -> Arc<ChannelCounters> {
@@ -221,6 +239,11 @@ impl PeerState {
 
     pub fn failure(&self) -> Option<Error> {
         self.failure.get().cloned()
+    }
+
+    /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
+    pub fn lost_to_a_call(&self) -> Option<Error> {
+        self.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
     }
 
     // ---- operations ----
@@ -949,6 +972,7 @@ impl Peer {
     pub fn stats(&self) -> PeerStats {
         let channels = self.state.counters.iter().enumerate();
         PeerStats {
+            transport: self.state.engine.transport.name(),
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
             resent_chunks: self.state.resent.load(Ordering::Relaxed),
             lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),

@@ -23,7 +23,7 @@ use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Interest, Poller, WAKE_TOKEN, Waker};
 use crossbeam_queue::SegQueue;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
@@ -125,7 +125,13 @@ pub(crate) struct Worker {
     drives: AtomicU64,
     left_behind: AtomicU32,
     thread: OnceLock<Thread>,
+    /// The thread as the kernel numbers it; 0 before it runs.
+    thread_id: AtomicI32,
     stop: AtomicBool,
+    /// Only its thread turns it: it makes calls that may block, or never return.
+    thread_only: bool,
+    /// Such a call has not returned in time: nobody waits for this worker any more.
+    stuck: AtomicBool,
 }
 
 /// The channels of a worker. Only its owner touches them.
@@ -141,6 +147,8 @@ pub(crate) struct Crank {
     turns: u32,
     /// Channels without a descriptor, which have to be asked.
     polled: usize,
+    /// Requests to let go of memory that a lane may still write to, and since when.
+    abandoning: Vec<(Arc<Abandon>, Duration)>,
 }
 
 struct Slot {
@@ -157,7 +165,7 @@ enum Turn {
 }
 
 impl Worker {
-    pub fn new(index: usize, threaded: bool) -> io::Result<Worker> {
+    pub fn new(index: usize, threaded: bool, thread_only: bool) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let waker = poller.waker();
         let crank = Crank {
@@ -169,6 +177,7 @@ impl Worker {
             hot: None,
             turns: 0,
             polled: 0,
+            abandoning: Vec::new(),
         };
         Ok(Worker {
             index,
@@ -184,7 +193,10 @@ impl Worker {
             drives: AtomicU64::new(0),
             left_behind: AtomicU32::new(0),
             thread: OnceLock::new(),
+            thread_id: AtomicI32::new(0),
             stop: AtomicBool::new(false),
+            thread_only,
+            stuck: AtomicBool::new(false),
         })
     }
 
@@ -224,6 +236,30 @@ impl Worker {
         }
     }
 
+    /// Its thread, as the kernel numbers it.
+    pub fn thread_id(&self) -> i32 {
+        self.thread_id.load(Ordering::SeqCst)
+    }
+
+    /// Whether only its thread may turn it; not after that has ended.
+    fn thread_alone(&self) -> bool {
+        self.thread_only && self.state.load(Ordering::SeqCst) != NO_THREAD
+    }
+
+    /// Whether its channels have lanes.
+    pub fn has_lanes(&self) -> bool {
+        self.thread_only
+    }
+
+    /// A call of its thread does not return. Whether that is news.
+    pub fn mark_stuck(&self) -> bool {
+        !self.stuck.swap(true, Ordering::SeqCst)
+    }
+
+    pub fn stuck(&self) -> bool {
+        self.stuck.load(Ordering::SeqCst)
+    }
+
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
         self.waker.wake();
@@ -235,6 +271,7 @@ impl Worker {
     /// The worker thread's whole life.
     pub fn run(self: &Arc<Worker>, engine: &Engine) {
         let _ = self.thread.set(thread::current());
+        self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
         self.keep_to_core(engine);
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
@@ -248,7 +285,7 @@ impl Worker {
                 continue;
             }
             self.state.store(IN_POLL, Ordering::SeqCst);
-            if crank.has_work() || !self.commands.is_empty() {
+            if crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
                 self.state.store(RUNNING, Ordering::SeqCst);
                 continue;
             }
@@ -261,6 +298,7 @@ impl Worker {
             }
             self.state.store(RUNNING, Ordering::SeqCst);
         }
+        self.state.store(NO_THREAD, Ordering::SeqCst);
     }
 
     /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
@@ -322,8 +360,11 @@ impl Worker {
 
     // ---- callers ----
 
-    /// Takes the crank for a caller; `None` when another caller has it.
+    /// Takes the crank for a caller; `None` when another caller has it, or no caller may.
     fn claim(&self) -> Option<Claim<'_>> {
+        if self.thread_alone() {
+            return None;
+        }
         self.wanted.fetch_add(1, Ordering::SeqCst);
         let start = Instant::now();
         let crank = loop {
@@ -346,6 +387,9 @@ impl Worker {
     }
 
     fn try_claim(&self) -> Option<Claim<'_>> {
+        if self.thread_alone() {
+            return None;
+        }
         self.try_crank().map(|crank| self.claimed(crank))
     }
 
@@ -554,6 +598,7 @@ impl Crank {
     fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
         let mut worked = self.obey(worker, engine);
         worked |= self.receive(worker, engine);
+        worked |= self.turn_lanes(worker, engine);
         if done() {
             return Turn::Done;
         }
@@ -578,10 +623,8 @@ impl Crank {
             match command {
                 Command::Add(channel) => self.add(worker, engine, channel),
                 Command::Abandon(request) => {
-                    for slot in self.slots.iter_mut().flatten() {
-                        slot.channel.abandon(&request.gone);
-                    }
-                    request.answered[worker.index].store(true, Ordering::Release);
+                    self.abandoning.push((request, engine.transport.now()));
+                    self.let_go(worker, engine);
                 }
                 Command::Drop { session, index, generation, why } => {
                     let place = self.slots.iter().position(|slot| {
@@ -599,6 +642,58 @@ impl Crank {
             }
         }
         worked
+    }
+
+    /// Answers requests to let go of memory once no lane may write there any more. A channel whose lane
+    /// does not come to an end with it is lost instead.
+    fn let_go(&mut self, worker: &Worker, engine: &Engine) {
+        let now = engine.transport.now();
+        for (request, since) in std::mem::take(&mut self.abandoning) {
+            let late = now.saturating_sub(since) > limits::LANE_ABANDON_DEADLINE;
+            let mut busy = false;
+            for place in 0..self.slots.len() {
+                let Some(slot) = &mut self.slots[place] else { continue };
+                let touched = slot.channel.abandon(&request.gone);
+                if touched && late {
+                    let why = "memory was taken back while a message was being received into it";
+                    self.lose(worker, engine, place, why.into());
+                } else if touched {
+                    busy = true;
+                } else {
+                    slot.channel.forget_revoked();
+                }
+            }
+            match busy {
+                true => self.abandoning.push((request, since)),
+                false => request.answered[worker.index].store(true, Ordering::Release),
+            }
+        }
+    }
+
+    /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
+    fn turn_lanes(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        if !worker.thread_only {
+            return false;
+        }
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else { continue };
+            match slot.channel.turn_lane() {
+                Ok(moved) => worked |= moved,
+                Err(error) => {
+                    self.fail(worker, engine, place, &error);
+                    worked = true;
+                }
+            }
+        }
+        if !self.abandoning.is_empty() {
+            self.let_go(worker, engine);
+        }
+        worked
+    }
+
+    fn lanes_active(&self) -> bool {
+        !self.abandoning.is_empty() || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }
 
     fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
@@ -820,7 +915,8 @@ impl Abandon {
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
 ///
 /// # Errors
-/// [`Error::HeldUp`] about `what` when a worker does not answer within `limits::ABANDON_DEADLINE`.
+/// [`Error::HeldUp`] about `what` when a worker does not answer within `limits::ABANDON_DEADLINE`, or cannot
+/// because a call of a plugin does not return.
 pub(crate) fn abandon(
     engine: &Engine,
     what: impl FnOnce() -> String,
@@ -835,8 +931,10 @@ pub(crate) fn abandon(
     let start = Instant::now();
     // Each worker answers at its next turn; whoever has no owner is turned from here.
     while let Some(missing) = request.missing() {
-        if patience.is_over(start.elapsed()) {
-            let (what, by) = (what(), format!("progress thread {missing}"));
+        let stuck = engine.workers[missing].stuck();
+        if stuck || patience.is_over(start.elapsed()) {
+            let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
+            let (what, by) = (what(), format!("progress thread {missing}{why}"));
             return Err(Error::HeldUp { what, by, waited: patience.waited() });
         }
         for worker in &engine.workers {

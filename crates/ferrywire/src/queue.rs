@@ -7,6 +7,7 @@
 //! acknowledged it. Read next: `channel.rs`, which pulls.
 
 use crate::limits;
+use crate::memory::Memory;
 use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::schedule;
 use crate::transfer::{Chunk, ChunkLimits, Cutter};
@@ -47,9 +48,23 @@ impl Entry {
         Entry::new(header, Box::default(), Body::None, None)
     }
 
-    /// Bytes on the wire.
+    /// Bytes on the wire, over whatever they travel.
     pub fn bytes(&self) -> usize {
         HEADER_BYTES + self.header.body_bytes()
+    }
+
+    /// Bytes of it that go into the stream.
+    pub fn stream_bytes(&self) -> usize {
+        HEADER_BYTES + self.header.stream_bytes()
+    }
+
+    /// Says whether the payload goes over a lane: a frame may travel again over another channel.
+    fn post(&mut self, lane: bool) {
+        let posted = lane && self.header.kind == Kind::Data && self.header.len > 0;
+        if posted != self.header.is_posted() {
+            self.header.flags ^= wire::FLAG_POSTED;
+            self.head = self.header.encode();
+        }
     }
 }
 
@@ -92,6 +107,8 @@ pub(crate) struct SendQueue {
     waiting_for_any: AtomicUsize,
     pub chunk_bytes: usize,
     pub crc: bool,
+    /// Bytes up to which an operation travels as one frame.
+    small_bytes_max: u64,
 }
 
 /// What a channel may take in one pull.
@@ -103,13 +120,22 @@ pub(crate) struct Pull {
     pub small: u64,
     /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
     pub bulk: bool,
+    /// Messages that the channel's lane has room for; `None` without a lane.
+    pub messages: Option<usize>,
 }
 
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
         let lanes = Lanes { credit: limits::EAGER_CREDIT_BYTES, ..Lanes::default() };
         let (waiting, waiting_for_any) = Default::default();
-        SendQueue { lanes: Mutex::new(lanes), waiting, waiting_for_any, chunk_bytes, crc }
+        let (lanes, small_bytes_max) = (Mutex::new(lanes), SMALL_BYTES_MAX);
+        SendQueue { lanes, waiting, waiting_for_any, chunk_bytes, crc, small_bytes_max }
+    }
+
+    /// Of a peer whose channels have lanes: no message is larger than a chunk.
+    pub fn with_lanes(mut self) -> SendQueue {
+        self.small_bytes_max = self.small_bytes_max.min(self.chunk_bytes as u64);
+        self
     }
 
     fn lock(&self) -> MutexGuard<'_, Lanes> {
@@ -146,10 +172,10 @@ impl SendQueue {
         match op.verb {
             Verb::Notify => lanes.fence(op),
             // What the peer reads is no matter of our notifications.
-            Verb::Serve => lanes.enqueue(op),
+            Verb::Serve => lanes.enqueue(op, self.small_bytes_max),
             _ => {
                 op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
-                lanes.enqueue(op);
+                lanes.enqueue(op, self.small_bytes_max);
             }
         }
         self.publish(&lanes);
@@ -275,10 +301,14 @@ impl SendQueue {
         let mut lanes = self.lock();
         let mut taken = 0;
         let mut dropped = Vec::new();
-        while taken < pull.bytes && window.has_room() {
+        let mut messages = pull.messages;
+        // Any frame may have a payload for the lane, so a full one takes none.
+        while taken < pull.bytes && window.has_room() && messages != Some(0) {
             let Some(mut entry) = lanes.next(self.chunk_bytes, pull, &mut dropped) else {
                 break;
             };
+            entry.post(messages.is_some());
+            messages = messages.map(|room| room - usize::from(entry.header.is_posted()));
             if self.crc {
                 entry.add_crc();
             }
@@ -297,8 +327,8 @@ impl Lanes {
         self.resend.len() + self.own.len() + self.small.len() + self.bulk.len()
     }
 
-    fn enqueue(&mut self, op: Arc<Op>) {
-        if op.total <= SMALL_BYTES_MAX && op.pieces.as_slice().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
+    fn enqueue(&mut self, op: Arc<Op>, small_bytes_max: u64) {
+        if op.total <= small_bytes_max && op.pieces.as_slice().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
             self.small.push_back(op);
         } else {
             self.push_bulk(op);
@@ -511,11 +541,24 @@ fn message_entry(op: Arc<Op>, transfer: u64, total: u64) -> Entry {
 }
 
 impl Entry {
-    /// The pieces of local memory that make up the frame behind its head and placements.
-    pub fn body_pieces(&self, mut each: impl FnMut(*mut u8, usize)) {
+    /// The memory and the ranges of it that the payload is taken from.
+    pub fn payload(&self) -> Option<(&Arc<Memory>, impl Iterator<Item = (u64, u64)> + '_)> {
+        let op = self.op.as_ref()?;
+        match (&self.body, &op.memory) {
+            (Body::Chunk(chunk), Some(memory)) => Some((memory, chunk.locals(op.pieces.as_slice()))),
+            _ => None,
+        }
+    }
+
+    /// The pieces of local memory that follow head and placements in the stream.
+    pub fn stream_pieces(&self, each: impl FnMut(*mut u8, usize)) {
+        self.pieces(!self.header.is_posted(), each);
+    }
+
+    fn pieces(&self, with_payload: bool, mut each: impl FnMut(*mut u8, usize)) {
         let Some(op) = &self.op else { return };
-        if let (Body::Chunk(chunk), Some(memory)) = (&self.body, &op.memory) {
-            for (offset, len) in chunk.locals(op.pieces.as_slice()) {
+        if let Some((memory, ranges)) = self.payload().filter(|_| with_payload) {
+            for (offset, len) in ranges {
                 match memory.span(offset, len) {
                     Some(base) => each(base, len as usize),
                     None => debug_assert!(false, "pieces are checked when an operation is posted"),
@@ -530,7 +573,7 @@ impl Entry {
     fn add_crc(&mut self) {
         let mut crc = crc32fast::Hasher::new();
         // SAFETY: the pieces lie in memory that the operation keeps alive.
-        self.body_pieces(|base, len| crc.update(unsafe { std::slice::from_raw_parts(base, len) }));
+        self.pieces(true, |base, len| crc.update(unsafe { std::slice::from_raw_parts(base, len) }));
         self.header.flags |= wire::FLAG_CRC;
         self.header.crc = crc.finalize();
         self.header.placements_crc = crc32fast::hash(&self.placements);

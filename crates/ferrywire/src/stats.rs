@@ -3,7 +3,7 @@
 use crate::transport::Conn;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// Where a channel's connection runs.
@@ -27,7 +27,47 @@ pub(crate) struct ChannelCounters {
     pub zero_copy: AtomicBool,
     /// Name of the NIC, as it was when the connection was made: it may be gone when it is asked for.
     nic: Mutex<String>,
+    pub lane: Arc<LaneCounters>,
     path: Mutex<Option<Path>>,
+}
+
+/// Counters of a channel's lane, over all its connections.
+#[derive(Default)]
+pub(crate) struct LaneCounters {
+    /// Requests posted at most.
+    pub sends_most: AtomicU64,
+    pub receives_most: AtomicU64,
+    /// Results of the current connection that said the peer may be closing.
+    pub closing_results: AtomicU64,
+    pub setup_us: AtomicU64,
+    /// What carries it; nothing without a lane.
+    pub by: Mutex<Option<LaneBy>>,
+}
+
+/// Which plugin and device carry a lane.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct LaneBy {
+    pub plugin: String,
+    pub version: String,
+    pub device: i32,
+    pub device_name: String,
+}
+
+impl LaneCounters {
+    fn snapshot(&self) -> Option<LaneStats> {
+        let LaneBy { plugin, version, device, device_name } =
+            self.by.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+        Some(LaneStats {
+            plugin,
+            version,
+            device,
+            device_name,
+            sends_posted_most: self.sends_most.load(Ordering::Relaxed),
+            receives_posted_most: self.receives_most.load(Ordering::Relaxed),
+            closing_results: self.closing_results.load(Ordering::Relaxed),
+            setup: Duration::from_micros(self.setup_us.load(Ordering::Relaxed)),
+        })
+    }
 }
 
 impl ChannelCounters {
@@ -66,8 +106,31 @@ impl ChannelCounters {
             congestion_control: path.congestion_control,
             generation: self.generation.load(Ordering::Relaxed),
             zero_copy: self.zero_copy.load(Ordering::Relaxed),
+            lane: self.lane.snapshot(),
         })
     }
+}
+
+/// What carries a channel's payload where it does not go through the connection itself.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct LaneStats {
+    /// Name of the plugin.
+    pub plugin: String,
+    /// Version of its interface.
+    pub version: String,
+    /// Index of its device here.
+    pub device: i32,
+    /// The device's own name.
+    pub device_name: String,
+    /// Most sends that were ever posted at once.
+    pub sends_posted_most: u64,
+    /// Most receives that were ever posted, or finished and not given back, at once.
+    pub receives_posted_most: u64,
+    /// How often the plugin said that the peer may be closing; absorbed if all arrived.
+    pub closing_results: u64,
+    /// Time from the channel's connection until both directions stood.
+    pub setup: Duration,
 }
 
 /// One channel of a peer, as it stands.
@@ -95,11 +158,15 @@ pub struct ChannelStats {
     pub generation: u32,
     /// Whether sends spare the copy.
     pub zero_copy: bool,
+    /// What carries the payload, if it is not this connection.
+    pub lane: Option<LaneStats>,
 }
 
 /// A peer, as it stands.
 #[derive(Clone, Debug, Default)]
 pub struct PeerStats {
+    /// Name of the transport.
+    pub transport: &'static str,
     /// Its channels.
     pub channels: Vec<ChannelStats>,
     /// Chunks sent again because their channel was lost.

@@ -18,9 +18,10 @@ pub const REFUSAL_BYTES: usize = 8;
 
 const MAGIC: u16 = 0xfe77;
 const PLACEMENTS_CRC_AT: usize = 52;
-/// Under [`FLAG_CRC`] the header's own checksum, which covers all before it: a wrong offset or count must
-/// not be acted on.
+/// Under [`FLAG_CRC`] the header's own checksum, which covers all the rest of it: a wrong offset or count
+/// must not be acted on.
 const HEAD_CRC_AT: usize = 56;
+const POSTED_AT: usize = 60;
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +63,9 @@ pub const FLAG_CRC: u8 = 1;
 pub const FLAG_COUNTED: u8 = 2;
 /// `key` is a sink: an ephemeral target made by a matching receive or read.
 pub const FLAG_SINK: u8 = 4;
-const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK;
+/// The payload does not follow here: it is the next message of the channel's lane.
+pub const FLAG_POSTED: u8 = 8;
+const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED;
 
 /// The fixed part of a frame. The meaning of `transfer`, `key`, `offset`, `total` is the [`Kind`]'s.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,6 +94,8 @@ pub struct Header {
     pub notify: u16,
     /// CRC-32 of the descriptors, under [`FLAG_CRC`]: checked before anything is placed by them.
     pub placements_crc: u32,
+    /// Low 32 bits of the number of receives posted on the channel's lane, the other way; 0 without a lane.
+    pub posted: u32,
 }
 
 /// Why bytes are not a frame.
@@ -128,7 +133,13 @@ impl Header {
             total: 0,
             notify: 0,
             placements_crc: 0,
+            posted: 0,
         }
+    }
+
+    /// Whether the payload travels over the lane.
+    pub fn is_posted(&self) -> bool {
+        self.flags & FLAG_POSTED != 0
     }
 
     /// Bytes that follow the header before the payload.
@@ -136,9 +147,14 @@ impl Header {
         usize::from(self.segments) * PLACEMENT_BYTES
     }
 
-    /// Bytes that follow the header in all.
+    /// Bytes of the frame beside the header, over whatever they travel.
     pub fn body_bytes(&self) -> usize {
         self.placement_bytes() + self.len as usize + usize::from(self.notify)
+    }
+
+    /// Bytes that follow the header in the stream.
+    pub fn stream_bytes(&self) -> usize {
+        self.body_bytes() - if self.is_posted() { self.len as usize } else { 0 }
     }
 
     /// The header as it travels.
@@ -157,6 +173,7 @@ impl Header {
         out[48..50].copy_from_slice(&self.notify.to_le_bytes());
         out[50..52].copy_from_slice(&MAGIC.to_le_bytes());
         out[PLACEMENTS_CRC_AT..][..4].copy_from_slice(&self.placements_crc.to_le_bytes());
+        out[POSTED_AT..].copy_from_slice(&self.posted.to_le_bytes());
         seal(&mut out);
         out
     }
@@ -165,11 +182,11 @@ impl Header {
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, WireError> {
         let kind = Kind::parse(bytes[0]).ok_or(WireError::NotAHeader)?;
         let sealed = bytes[1] & FLAG_CRC != 0;
-        let zero_from = if sealed { HEAD_CRC_AT + 4 } else { PLACEMENTS_CRC_AT };
-        if u16_at(bytes, 50) != MAGIC || bytes[zero_from..].iter().any(|byte| *byte != 0) {
+        let zeroes = if sealed { 0..0 } else { PLACEMENTS_CRC_AT..POSTED_AT };
+        if u16_at(bytes, 50) != MAGIC || bytes[zeroes].iter().any(|byte| *byte != 0) {
             return Err(WireError::NotAHeader);
         }
-        let (expected, computed) = (u32_at(bytes, HEAD_CRC_AT), crc32fast::hash(&bytes[..HEAD_CRC_AT]));
+        let (expected, computed) = (u32_at(bytes, HEAD_CRC_AT), head_crc(bytes));
         if sealed && expected != computed {
             return Err(WireError::Checksum { expected, computed });
         }
@@ -186,14 +203,16 @@ impl Header {
             total: u64_at(bytes, 40),
             notify: u16_at(bytes, 48),
             placements_crc: u32_at(bytes, PLACEMENTS_CRC_AT),
+            posted: u32_at(bytes, POSTED_AT),
         };
         header.check()?;
         Ok(header)
     }
 
-    /// Overwrites the acknowledgement in an encoded header.
-    pub fn patch_ack(encoded: &mut [u8; HEADER_BYTES], ack: u32) {
+    /// Overwrites the counts of the other direction in an encoded header.
+    pub fn patch_counts(encoded: &mut [u8; HEADER_BYTES], ack: u32, posted: u32) {
         encoded[8..12].copy_from_slice(&ack.to_le_bytes());
+        encoded[POSTED_AT..].copy_from_slice(&posted.to_le_bytes());
         seal(encoded);
     }
 
@@ -201,6 +220,9 @@ impl Header {
         let bad = |what| Err(WireError::OutOfRange(what));
         if self.flags & !FLAGS_KNOWN != 0 {
             return bad("flags");
+        }
+        if self.is_posted() && (self.kind != Kind::Data || self.len == 0) {
+            return bad("flags for this kind");
         }
         if usize::from(self.segments) > limits::SEGMENTS_PER_CHUNK_MAX {
             return bad("segments");
@@ -237,9 +259,17 @@ impl Header {
 /// Writes the checksum of an encoded header that carries one.
 fn seal(encoded: &mut [u8; HEADER_BYTES]) {
     if encoded[1] & FLAG_CRC != 0 {
-        let crc = crc32fast::hash(&encoded[..HEAD_CRC_AT]);
+        let crc = head_crc(encoded);
         encoded[HEAD_CRC_AT..][..4].copy_from_slice(&crc.to_le_bytes());
     }
+}
+
+/// The checksum of a header: of all its bytes but the checksum's own.
+fn head_crc(encoded: &[u8; HEADER_BYTES]) -> u32 {
+    let mut crc = crc32fast::Hasher::new();
+    crc.update(&encoded[..HEAD_CRC_AT]);
+    crc.update(&encoded[POSTED_AT..]);
+    crc.finalize()
 }
 
 /// Where a piece of the payload goes: `len` bytes at `offset` of the target.
@@ -353,7 +383,15 @@ mod tests {
     use proptest::prelude::*;
 
     fn any_header() -> impl Strategy<Value = Header> {
-        (0u8..2, 0u16..=64, 0u32..=1 << 20, any::<u32>(), any::<u64>(), 0u64..u64::MAX / 2, 0u16..1000)
+        (
+            prop::sample::select(&[0, 1, 8, 9][..]),
+            0u16..=64,
+            1u32..=1 << 20,
+            any::<u32>(),
+            any::<u64>(),
+            0u64..u64::MAX / 2,
+            0u16..1000,
+        )
             .prop_map(|(flags, segments, len, ack, key, offset, notify)| Header {
                 flags,
                 segments,
@@ -364,6 +402,7 @@ mod tests {
                 key,
                 offset,
                 total: key >> 3,
+                posted: ack ^ 5,
                 notify,
                 ..Header::new(Kind::Data)
             })
@@ -379,8 +418,8 @@ mod tests {
         fn a_flipped_bit_of_a_checked_header_is_found(header in any_header(), ack: u32, bit in 0..HEADER_BYTES * 8) {
             let header = Header { flags: header.flags | FLAG_CRC, placements_crc: ack ^ 3, ..header };
             let mut bytes = header.encode();
-            Header::patch_ack(&mut bytes, ack);
-            prop_assert_eq!(Header::decode(&bytes), Ok(Header { ack, ..header }));
+            Header::patch_counts(&mut bytes, ack, ack ^ 9);
+            prop_assert_eq!(Header::decode(&bytes), Ok(Header { ack, posted: ack ^ 9, ..header }));
             bytes[bit / 8] ^= 1 << (bit % 8);
             prop_assert!(Header::decode(&bytes).is_err());
         }

@@ -8,6 +8,7 @@ use crate::bootstrap::{
 };
 use crate::config::Secret;
 use crate::limits;
+use crate::transport::plugin::{Host, Terms};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,6 +18,7 @@ pub(super) struct Book {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
+    plugin: Option<Arc<Host>>,
     sessions: HashMap<u64, Known>,
     lobby: Arc<Lobby>,
 }
@@ -29,8 +31,31 @@ struct Known {
 }
 
 impl Book {
-    pub fn new(me: Hello, secret: Option<Secret>, secret_needed: bool, lobby: Arc<Lobby>) -> Book {
-        Book { me, secret, secret_needed, sessions: HashMap::new(), lobby }
+    pub fn new(
+        me: Hello,
+        secret: Option<Secret>,
+        secret_needed: bool,
+        plugin: Option<Arc<Host>>,
+        lobby: Arc<Lobby>,
+    ) -> Book {
+        Book { me, secret, secret_needed, plugin, sessions: HashMap::new(), lobby }
+    }
+
+    /// Whether both ends move payload alike.
+    fn agree(&self, peer: &Hello, config: &Config) -> Result<(), String> {
+        let theirs = (!config.extra.is_empty()).then(|| Terms::decode(&config.extra));
+        match (&self.plugin, theirs) {
+            (None, None) => Ok(()),
+            (Some(host), Some(theirs)) => host.agree(&theirs, peer.boot_id == self.me.boot_id, config),
+            (here, there) => {
+                let here = here.as_ref().map_or("no plugin", |host| host.plugin.name());
+                let there = there.as_ref().map_or("no plugin", |terms| terms.plugin());
+                Err(format!(
+                    "payload goes over {here} at the end that accepts and over {there} at the end that connects; \
+                     both need the same"
+                ))
+            }
+        }
     }
 
     /// Where we listen may change while we run: NICs come and go.
@@ -112,6 +137,7 @@ impl Admission for Admitter {
         if peer.identity == book.me.identity {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
+        book.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
         let mut session = random_u64();
         while book.sessions.contains_key(&session) {
             session = random_u64();

@@ -57,7 +57,7 @@ impl Dial {
     /// The first control connection to a peer.
     pub fn control(engine: &Engine, me: &Hello, address: SocketAddr) -> Result<Dial> {
         let config = &engine.config;
-        if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() == "tcp" {
+        if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
             let why =
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
             return Err(Error::invalid("secret", why));
@@ -73,7 +73,7 @@ impl Dial {
             chunk_bytes: config.chunk_bytes as u32,
             window: config.window as u32,
             crc: config.crc,
-            extra: Vec::new(),
+            extra: engine.plugin.as_ref().map(|host| host.terms().encode()).unwrap_or_default(),
         };
         let purpose = Purpose::New { config: session };
         Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)

@@ -2,13 +2,15 @@
 //!
 //! A link's life: `settling -> up -> draining -> over`, and from anywhere `dying -> over`. A channel's:
 //! `down -> dialling -> up -> fencing -> down`. When a channel is lost, each side closes its end, tells
-//! the other what it had placed, and learns the same; only then is the rest sent again.
+//! the other what it had placed, and learns the same; only then is the rest sent again. Where payload goes
+//! over lanes, a channel is up when its lane is too: `dialling -> lane -> up`.
 //!
 //! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
 //! nothing is placed into their memory afterwards.
 //! Read next: `dial.rs` and `pairs.rs`.
 
 use super::dial::{Dial, DialFailure, DialFor, bulk_options};
+use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
 use super::{read_in, write_out};
@@ -23,6 +25,7 @@ use crate::progress::{self, Command};
 use crate::queue::Entry;
 use crate::session::{ControlMessage, Session, SessionError};
 use crate::transport::Conn;
+use crate::transport::plugin::Terms;
 use crate::wire::Refusal;
 use std::collections::BTreeMap;
 use std::io;
@@ -31,6 +34,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
+/// How a farewell begins that is no orderly one; the reason follows.
+const GAVE_UP: &str = "gave up: ";
 /// Socket calls that one turn makes to hear one peer.
 const READS_PER_TURN: usize = 8;
 
@@ -59,9 +64,13 @@ enum Stage {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Slot {
-    Down { dial_at: Duration },
+pub(super) enum Slot {
+    Down {
+        dial_at: Duration,
+    },
     Dialling,
+    /// Its connection stands, its lane does not yet.
+    Lane,
     Up,
     Fencing,
 }
@@ -74,6 +83,9 @@ const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
 struct Fence {
     ours: Option<Vec<(u64, Entry)>>,
     theirs: Option<(u64, Vec<(u64, u8)>)>,
+    /// Why our lane failed, if that is what ended the connection, and what the peer says to it.
+    lane_failed: Option<String>,
+    their_reason: String,
 }
 
 pub(super) struct Link {
@@ -98,6 +110,9 @@ pub(super) struct Link {
     /// When each channel last came up.
     up_since: Vec<Duration>,
     fences: BTreeMap<(u16, u32), Fence>,
+    pub(super) lanes: Lanes,
+    /// What ends the session once the peer has been told.
+    last_words: Option<Error>,
     started: Duration,
     /// When the peer's kernel closed the control connection, if it has not come back.
     closed_at: Option<Duration>,
@@ -178,7 +193,15 @@ impl Link {
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host: peer_hello.boot_id == me.boot_id,
+            lanes: engine.plugin.is_some(),
         };
+        // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
+        let terms = engine
+            .plugin
+            .as_ref()
+            .map(|host| host.agree(&Terms::decode(&config.extra), peer_hello.boot_id == me.boot_id, &config));
+        let refused =
+            terms.and_then(Result::err).map(|why| Error::Refused { address: info.name.clone(), why });
         let peer = Arc::new(PeerState::new(engine.shared(), info));
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
@@ -199,6 +222,8 @@ impl Link {
             limit: engine.config.heartbeat_limit,
             stage: Stage::Settling,
             fences: BTreeMap::new(),
+            lanes: Lanes::default(),
+            last_words: None,
             started: now,
             closed_at: None,
             resume_at: now,
@@ -209,7 +234,7 @@ impl Link {
             disowned: None,
             lobby: Some(lobby),
             seat: None,
-            error: attached.err().map(|error| Error::Bug(error.to_string())),
+            error: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
             peer_drains: false,
             drain_told: false,
             drained_told: false,
@@ -225,6 +250,34 @@ impl Link {
     /// Whether it was closed before all was finished.
     pub fn unfinished(&self) -> bool {
         self.peer.unfinished.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn peer(&self) -> &Arc<PeerState> {
+        &self.peer
+    }
+
+    pub(super) fn settling(&self) -> bool {
+        self.stage == Stage::Settling
+    }
+
+    pub(super) fn slot(&self, index: u16) -> Option<Slot> {
+        self.slots.get(usize::from(index)).map(|(slot, _)| *slot)
+    }
+
+    pub(super) fn set_slot(&mut self, index: u16, slot: Slot, generation: u32) {
+        self.slots[usize::from(index)] = (slot, generation);
+    }
+
+    /// Channels that carry data on a worker.
+    pub(super) fn channels_of(&self, worker: usize) -> impl Iterator<Item = u16> + '_ {
+        let up = self.slots.iter().zip(0..).filter(|((slot, _), _)| *slot == Slot::Up);
+        up.map(|(_, index)| index).filter(move |index| self.peer.engine_worker(*index) == worker)
+    }
+
+    /// Whether a channel has yet to end that will: one whose worker is stuck stays as it is.
+    fn open_channels(&self, engine: &Engine) -> bool {
+        let workers = engine.workers.iter().filter(|worker| !worker.stuck());
+        workers.into_iter().any(|worker| self.channels_of(worker.index).next().is_some())
     }
 
     pub fn over(&self) -> bool {
@@ -248,13 +301,14 @@ impl Link {
 
     pub fn turn(&mut self, engine: &Engine, now: Duration) -> bool {
         let mut worked = self.read(engine, now);
+        worked |= self.advance_lanes(engine, now);
         self.look_after_session(now);
         self.settle(now);
         self.look_after_closing(now);
         if let Some(error) = self.error.take() {
             self.die(engine, error);
         }
-        if self.stage == Stage::Dying && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up) {
+        if self.stage == Stage::Dying && !self.open_channels(engine) {
             self.finish();
             worked = true;
         }
@@ -335,7 +389,7 @@ impl Link {
         }
     }
 
-    fn say(&mut self, message: ControlMessage, now: Duration) {
+    pub(super) fn say(&mut self, message: ControlMessage, now: Duration) {
         if let Err(error) = self.session.push(message, now) {
             self.session_trouble(&error, now);
         }
@@ -348,8 +402,15 @@ impl Link {
             }
             ControlMessage::Drain => self.peer_drains = true,
             ControlMessage::Drained => self.peer_drained = true,
-            ControlMessage::Goodbye { .. } => {
-                self.error = Some(Error::PeerClosed { peer: self.peer.name().into() });
+            ControlMessage::Goodbye { reason } => {
+                let peer = self.peer.name().into();
+                self.error = Some(match reason.strip_prefix(GAVE_UP) {
+                    Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
+                    None => Error::PeerClosed { peer },
+                });
+            }
+            ControlMessage::Lane { channel, generation, handle } => {
+                self.peer_listens(channel, generation, *handle, now);
             }
             ControlMessage::Dialling { .. } | ControlMessage::ChannelUp { .. } => {}
         }
@@ -559,6 +620,10 @@ impl Link {
     ) {
         engine.transport.tune(&mut *conn, &bulk_options(&self.peer));
         let (slot, current) = self.slots[usize::from(index)];
+        if slot == Slot::Lane && generation > current {
+            self.lane_given_up(index, current, "the peer dialled it again".into(), now);
+        }
+        let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Up && generation > current {
             // The peer has given up the connection that we still hold; it will dial once more.
             self.drop_channel(engine, index, current, "the peer dialled it again".into());
@@ -578,17 +643,23 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        if self.dying() {
-            return;
+        match engine.plugin {
+            _ if self.dying() => {}
+            Some(_) => self.start_lane(engine, conn, index, generation, now),
+            None => self.carries_data(engine, Channel::new(conn, self.peer.clone(), index, generation), now),
         }
-        self.note_host(conn.remote().ip());
+    }
+
+    /// Nothing is missing any more: the channel goes to its worker.
+    pub(super) fn carries_data(&mut self, engine: &Engine, channel: Channel, now: Duration) {
+        let (index, generation) = (channel.index, channel.generation);
+        self.note_host(channel.conn().remote().ip());
         self.slots[usize::from(index)] = (Slot::Up, generation);
         self.up_since[usize::from(index)] = now;
         let worker = &engine.workers[self.peer.engine_worker(index)];
-        let address = conn.local().ip();
+        let address = channel.conn().local().ip();
         let nic = engine.transport.nic_name(address).unwrap_or_else(|| address.to_string());
         self.peer.counters(index).runs_over(nic);
-        let channel = Channel::new(conn, self.peer.clone(), index, generation);
         worker.command(Command::Add(Box::new(channel)));
         self.peer.choose_home();
         if generation > 0 {
@@ -604,7 +675,8 @@ impl Link {
         }
         let up = self.slots.iter().filter(|(slot, _)| *slot == Slot::Up).count();
         let waited = now.saturating_sub(self.started);
-        if up == self.slots.len() || (up > 0 && waited > limits::DIAL_DEADLINE) {
+        let (some, none) = self.lanes.settle_limits(limits::DIAL_DEADLINE, limits::HANDSHAKE_DEADLINE);
+        if up == self.slots.len() || (up > 0 && waited > some) {
             self.stage = Stage::Up;
             *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
             if up < self.slots.len() {
@@ -621,7 +693,7 @@ impl Link {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
                 self.seat = None;
             }
-        } else if waited > limits::HANDSHAKE_DEADLINE {
+        } else if waited > none {
             let why = "no data connection came about: is the peer's advertised address reachable?";
             self.fail(why.into());
         }
@@ -645,8 +717,12 @@ impl Link {
             return;
         }
         let path = self.path_of(index);
+        // Both ends tell how far their lanes were: the errors of both have it.
+        let state = remains.lane.map(|state| format!("; {state}")).unwrap_or_default();
+        let why = format!("{why}{state}");
         let line = format!("channel {index} over {path}: {why}");
         tracing::warn!(peer = self.peer.name(), "lost {line}");
+        let lane_failed = remains.lane_failed.then(|| line.clone());
         self.peer.note_lost(line);
         self.slots[usize::from(index)] = (Slot::Fencing, generation);
         let refused = remains.refused.iter().map(|(number, why)| (*number, *why as u8)).collect();
@@ -658,8 +734,19 @@ impl Link {
             reason: why,
         };
         self.say(message, now);
-        self.fences.entry((index, generation)).or_default().ours = Some(entries);
+        let fence = self.fences.entry((index, generation)).or_default();
+        (fence.ours, fence.lane_failed) = (Some(entries), lane_failed);
         self.peer.choose_home();
+        self.resolve(index, generation, now);
+    }
+
+    /// A connection on which nothing was placed is over here.
+    pub(super) fn fence_empty(&mut self, index: u16, generation: u32, reason: String, now: Duration) {
+        self.close_generation(index, generation);
+        self.slots[usize::from(index)] = (Slot::Fencing, generation);
+        let (placed, refused) = (0, Vec::new());
+        self.say(ControlMessage::Fence { channel: index, generation, placed, refused, reason }, now);
+        self.fences.entry((index, generation)).or_default().ours = Some(Vec::new());
         self.resolve(index, generation, now);
     }
 
@@ -694,6 +781,7 @@ impl Link {
         };
         let fence = self.fences.entry((index, generation)).or_default();
         fence.theirs = Some(theirs);
+        fence.their_reason = crate::bootstrap::clean(reason);
         let never_came = fence.ours.is_none();
         if slot == Slot::Up && ours == generation {
             let why = format!("the peer lost it: {}", crate::bootstrap::clean(reason));
@@ -701,8 +789,9 @@ impl Link {
             return;
         }
         self.close_generation(index, generation);
-        if slot == Slot::Dialling && ours == generation {
-            // The handshake under way comes too late: what it leads to is fenced.
+        if matches!(slot, Slot::Dialling | Slot::Lane) && ours == generation {
+            // What is under way comes too late: what it leads to is fenced.
+            self.lanes.drop_setup(index);
             let dial_at = now + limits::REDIAL_INTERVAL;
             self.slots[usize::from(index)] = (Slot::Down { dial_at }, generation + 1);
         }
@@ -740,6 +829,12 @@ impl Link {
         self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
+        if let Some(why) = fence.lane_failed
+            && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
+        {
+            let why = format!("{why}; at the peer: {}; no channel is left", fence.their_reason);
+            return self.part_with(Error::PeerLost { peer: self.peer.name().into(), why }, now);
+        }
         progress::kick(&self.peer, u64::MAX);
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 == Slot::Fencing {
@@ -792,11 +887,26 @@ impl Link {
             }
             Stage::Leaving { until } => {
                 if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
-                    self.error.get_or_insert(Error::Closed);
+                    let error = self.last_words.take().unwrap_or(Error::Closed);
+                    self.error.get_or_insert(error);
                 }
             }
             Stage::Dying | Stage::Over => {}
         }
+    }
+
+    /// Ends the session with an error of ours, after telling the peer.
+    pub(super) fn part_with(&mut self, error: Error, now: Duration) {
+        if self.dying() {
+            return;
+        }
+        let reason = match &error {
+            Error::PeerLost { why, .. } => format!("{GAVE_UP}{why}"),
+            error => format!("{GAVE_UP}{error}"),
+        };
+        self.say(ControlMessage::Goodbye { reason }, now);
+        self.last_words = Some(error);
+        self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
     }
 
     /// The session is over: first the channels close, then what waits for the peer fails.
@@ -810,6 +920,7 @@ impl Link {
         }
         self.peer.doom(error);
         self.stage = Stage::Dying;
+        self.lanes.drop_all();
         for (index, (slot, generation)) in self.slots.iter().enumerate() {
             if *slot == Slot::Up {
                 self.drop_channel(engine, index as u16, *generation, "the session is over".into());

@@ -10,6 +10,7 @@
 mod admission;
 mod clock;
 mod dial;
+mod lanes;
 mod link;
 mod lobby;
 mod pairs;
@@ -67,6 +68,7 @@ pub(crate) struct Control {
     next_token: u64,
     me: Hello,
     nics_seen: Duration,
+    calls_seen: Duration,
     refusals_told: u64,
     refusals_since: Duration,
     /// Nothing is accepted before then, because the last attempt failed.
@@ -99,19 +101,21 @@ impl Control {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
+        let book = Book::new(me.clone(), secret, needed, engine.plugin.clone(), lobby.clone());
         Ok(Control {
             listeners,
             incoming: VecDeque::new(),
             dials: Vec::new(),
             redials: Vec::new(),
             links: BTreeMap::new(),
-            book: Arc::new(Mutex::new(Book::new(me.clone(), secret, needed, lobby.clone()))),
+            book: Arc::new(Mutex::new(book)),
             lobby,
             poller,
             clock: Clock::new(engine.transport.now()),
             next_token: LISTENER_TOKEN + 1,
             me,
             nics_seen: Duration::ZERO,
+            calls_seen: Duration::ZERO,
             refusals_told: 0,
             refusals_since: Duration::ZERO,
             accept_at: None,
@@ -137,7 +141,25 @@ impl Control {
         self.redial(engine, now);
         worked |= self.advance_dials(engine, now);
         worked |= self.advance_links(engine, now);
+        self.watch_calls(engine, now);
         worked
+    }
+
+    /// A call of a plugin that does not return holds its worker for good: the peers behind it are lost.
+    fn watch_calls(&mut self, engine: &Engine, now: Duration) {
+        let Some(host) = &engine.plugin else { return };
+        if now.saturating_sub(self.calls_seen) < limits::PATH_CHECK_INTERVAL {
+            return;
+        }
+        self.calls_seen = now;
+        for call in host.overdue_calls() {
+            let worker = engine.workers.iter().find(|worker| worker.thread_id() == call.thread);
+            if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
+                let why = host.describe_call(&call);
+                tracing::error!("{why}; its thread is left behind");
+                self.links.values_mut().for_each(|link| link.worker_stuck(worker.index, &why, now));
+            }
+        }
     }
 
     /// How long nothing has to be done, unless a connection says so.

@@ -91,6 +91,35 @@ impl Memory {
         Some(unsafe { self.base.add(offset as usize) })
     }
 
+    /// The offset of an address that [`Memory::span`] gave.
+    pub fn offset_of(&self, address: *mut u8) -> u64 {
+        (address as u64).wrapping_sub(self.base as u64)
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// Host memory of the engine's own, which no peer can name.
+    pub fn private(bytes: usize) -> Result<Arc<Memory>> {
+        let buffer = HostBuffer::zeroed(bytes)?;
+        let (base, len) = (buffer.base(), buffer.len() as u64);
+        Ok(Arc::new(Memory::new(base, len, Place::Host, 0, Keeper::Owned { _buffer: buffer })))
+    }
+
+    /// Likewise on a simulated GPU.
+    pub fn private_sim(gpu: &Arc<SimGpu>, bytes: usize) -> Result<Arc<Memory>> {
+        let buffer = gpu.alloc(bytes, PAGE_BYTES)?;
+        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::SimGpu(gpu.index()));
+        Ok(Arc::new(Memory::new(base, len, place, 0, Keeper::Sim { _buffer: buffer })))
+    }
+
+    fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
+        let (revoked, users) = (AtomicBool::new(false), AtomicUsize::new(0));
+        Memory { base, len, place, key, revoked, users, keeper }
+    }
+
     /// Whether the region may not be touched by peers any more.
     pub fn revoked(&self) -> bool {
         self.revoked.load(Ordering::SeqCst)
@@ -123,6 +152,9 @@ impl Memory {
     }
 }
 
+/// Alignment of memory for slots: the page in which NICs take memory of a GPU.
+const PAGE_BYTES: usize = 64 << 10;
+
 /// All regions of an endpoint, by key.
 #[derive(Default)]
 pub(crate) struct RegionTable {
@@ -142,8 +174,7 @@ impl RegionTable {
         while key == 0 || table.contains_key(&key) {
             key = crate::bootstrap::random_u64();
         }
-        let (revoked, users) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let memory = Arc::new(Memory { base, len, place, key, revoked, users, keeper });
+        let memory = Arc::new(Memory::new(base, len, place, key, keeper));
         table.insert(key, memory.clone());
         memory
     }

@@ -33,6 +33,11 @@ pub struct Request(NonNull<c_void>);
 unsafe impl Send for Request {}
 
 impl Request {
+    /// From a pointer that [`Request::as_ptr`] gave.
+    pub fn from_ptr(pointer: NonNull<c_void>) -> Request {
+        Request(pointer)
+    }
+
     /// The plugin's own pointer.
     pub fn as_ptr(self) -> *mut c_void {
         self.0.as_ptr()

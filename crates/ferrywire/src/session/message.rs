@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 use super::SessionError;
 use crate::bootstrap::{HandshakeError, Reader, clean, clip, put_address};
 use crate::limits::{CONTROL_MESSAGE_BYTES_MAX, WINDOW_FRAMES_MAX};
+use crate::nccl::abi::HANDLE_BYTES;
 
 /// Longest reason given in a message; longer ones are cut.
 pub(crate) const REASON_BYTES_MAX: usize = 1024;
@@ -54,6 +55,15 @@ pub(crate) enum ControlMessage {
         /// Which of its connections.
         generation: u32,
     },
+    /// The sender listens for the lane of a channel, whose connection is there.
+    Lane {
+        /// The channel.
+        channel: u16,
+        /// Which of its connections.
+        generation: u32,
+        /// What a plugin needs to connect, in its own form.
+        handle: Box<[u8; HANDLE_BYTES]>,
+    },
     /// The sender starts no more transfers, and asks the peer to finish its own.
     Drain,
     /// The sender has nothing in flight any more.
@@ -72,6 +82,7 @@ const CHANNEL_UP: u8 = 3;
 const DRAIN: u8 = 4;
 const DRAINED: u8 = 5;
 const GOODBYE: u8 = 6;
+const LANE: u8 = 7;
 
 impl ControlMessage {
     fn kind(&self) -> u8 {
@@ -82,6 +93,7 @@ impl ControlMessage {
             ControlMessage::Drain => DRAIN,
             ControlMessage::Drained => DRAINED,
             ControlMessage::Goodbye { .. } => GOODBYE,
+            ControlMessage::Lane { .. } => LANE,
         }
     }
 
@@ -112,6 +124,10 @@ impl ControlMessage {
                 put_address(into, *source);
             }
             ControlMessage::ChannelUp { channel, generation } => put_channel(into, *channel, *generation),
+            ControlMessage::Lane { channel, generation, handle } => {
+                put_channel(into, *channel, *generation);
+                into.extend_from_slice(&handle[..]);
+            }
             ControlMessage::Drain | ControlMessage::Drained => {}
             ControlMessage::Goodbye { reason } => put_reason(into, reason),
         }
@@ -135,6 +151,11 @@ impl ControlMessage {
             DRAIN => ControlMessage::Drain,
             DRAINED => ControlMessage::Drained,
             GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },
+            LANE => ControlMessage::Lane {
+                channel: reader.u16()?,
+                generation: reader.u32()?,
+                handle: Box::new(reader.array()?),
+            },
             unknown => return Err(SessionError::UnknownKind(unknown)),
         })
     }

@@ -30,6 +30,11 @@ pub fn pin_current_thread(core: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
+/// The current thread, as the kernel numbers it.
+pub fn thread_id() -> i32 {
+    rustix::thread::gettid().as_raw_nonzero().get()
+}
+
 /// Names the current thread, for `top -H` and debuggers; the kernel keeps the first 15 bytes.
 pub fn name_current_thread(name: &str) -> io::Result<()> {
     Ok(rustix::thread::set_name(&CString::new(name)?)?)

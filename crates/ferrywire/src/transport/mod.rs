@@ -3,11 +3,14 @@
 //! A *framed* transport gives reliable byte streams ([`Conn`]); the engine frames, schedules and
 //! acknowledges on top of them, so any channel can carry any chunk. [`tcp`] is the real one, [`sim`]
 //! is an in-memory network with seeded faults and a clock of its own. Everything, handshakes and the
-//! control session included, goes through these traits, so that every scenario runs on both.
+//! control session included, goes through these traits, so that every scenario runs on both. A *posted*
+//! transport ([`plugin`]) carries payload over lanes beside such streams.
 //!
 //! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
 //! Read next: `tcp.rs`, then `channel.rs`, which drives a [`Conn`].
 
+pub(crate) mod lane;
+pub mod plugin;
 pub mod sim;
 pub mod tcp;
 

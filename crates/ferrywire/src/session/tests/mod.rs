@@ -146,13 +146,13 @@ fn what_came_before_an_error_counts() {
 fn what_no_peer_says_is_refused() {
     let long = numbered(1, 0, &ControlMessage::Drain);
     let [mut unknown, mut trailing] = [long.clone(), long];
-    unknown[0] = 7;
+    unknown[0] = 8;
     trailing.push(0);
     let mut steering = numbered(1, 0, &ControlMessage::Goodbye { reason: String::from("bye") });
     *steering.last_mut().unwrap() = 0x1b;
     let malformed = |why: &str| SessionError::Malformed(format!("a control message: {why}"));
     let cases = [
-        (unknown, SessionError::UnknownKind(7)),
+        (unknown, SessionError::UnknownKind(8)),
         (trailing, malformed("1 bytes too many")),
         (steering, malformed("a text that is not printable")),
         (numbered(0, 0, &ControlMessage::Drain), SessionError::Gap { expected: 1, got: 0 }),
@@ -227,6 +227,9 @@ fn any_message() -> impl Strategy<Value = ControlMessage> {
         dialling,
         any::<(u16, u32)>()
             .prop_map(|(channel, generation)| ControlMessage::ChannelUp { channel, generation }),
+        (any::<(u16, u32)>(), any::<u8>()).prop_map(|((channel, generation), byte)| {
+            ControlMessage::Lane { channel, generation, handle: Box::new([byte; 128]) }
+        }),
         Just(ControlMessage::Drain),
         Just(ControlMessage::Drained),
         reason.prop_map(|reason| ControlMessage::Goodbye { reason }),

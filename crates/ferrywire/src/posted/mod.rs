@@ -1,0 +1,164 @@
+//! The payload of a channel that has a lane: what may be posted when, and what comes of it.
+//!
+//! ```text
+//!   sender     head in the stream ─── isend ─── done, and acknowledged: the memory is free
+//!   receiver   head in the stream ─── irecv ─── done ─── gathered ─── given back ─── counted
+//! ```
+//!
+//! Heads and messages travel apart, in one order. The receiver posts for heads it has seen and for
+//! nothing else; the sender begins a message only if the peer has posted for all but a window of those
+//! before it. Lengths come from heads: several plugins never write them. Frames behind one whose payload
+//! is missing wait, since what is acknowledged is a count.
+//!
+//! Invariant: a message's memory is let go only after the lane is done with it, or closed.
+//! Read next: `sending.rs`, `receiving.rs`, then `channel.rs`, which owns this.
+
+mod receiving;
+mod sending;
+mod slots;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use receiving::Arrival;
+
+use crate::peer::Landing;
+use crate::queue::Entry;
+use crate::stats::LaneCounters;
+use crate::transport::lane::Lane;
+use crate::wire;
+use receiving::Receiving;
+use sending::Sending;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// What a turn has brought.
+#[derive(Default)]
+pub(crate) struct Turned {
+    /// Payload bytes that were sent, and that arrived.
+    pub sent_bytes: u64,
+    pub received_bytes: u64,
+    /// Whether anything was posted, done or finished.
+    pub worked: bool,
+    /// Acknowledged frames whose memory is free now.
+    pub delivered: Vec<Entry>,
+    /// Frames that have arrived whole, in order.
+    pub arrived: Vec<Arrival>,
+}
+
+/// A channel's lane with its bookkeeping.
+pub(crate) struct Posted {
+    lane: Box<dyn Lane>,
+    sending: Sending,
+    receiving: Receiving,
+    counters: Arc<LaneCounters>,
+}
+
+impl Posted {
+    /// `stall_limit` is the longest the oldest message of either direction may stand still.
+    pub fn new(lane: Box<dyn Lane>, stall_limit: Duration, counters: Arc<LaneCounters>) -> Posted {
+        let (sending, receiving) = (Sending::new(&*lane, stall_limit), Receiving::new(&*lane, stall_limit));
+        Posted { lane, sending, receiving, counters }
+    }
+
+    /// Frames with a payload for the lane that may be taken now.
+    pub fn room(&self) -> usize {
+        self.sending.room()
+    }
+
+    /// Whether anything is posted, or could be: then somebody has to ask.
+    pub fn active(&self) -> bool {
+        self.sending.active() || self.receiving.active()
+    }
+
+    // ---- sending ----
+
+    /// A frame was taken whose payload goes over the lane. In the order of their heads.
+    pub fn admit(&mut self, frame: u64, entry: &Entry) {
+        self.sending.admit(frame, entry);
+    }
+
+    /// The peer has placed this frame: gives the entry back, unless the lane is not done with its memory.
+    pub fn acknowledged(&mut self, frame: u64, entry: Entry) -> Option<Entry> {
+        self.sending.acknowledged(frame, entry)
+    }
+
+    /// How many receives the peer says it has posted, in the low half.
+    pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
+        self.sending.confirm(low)
+    }
+
+    // ---- receiving ----
+
+    /// How many receives were posted here, for the peer.
+    pub fn told(&self) -> u32 {
+        self.receiving.posted_count() as u32
+    }
+
+    /// A frame's part of the stream is here.
+    pub fn expect(&mut self, arrival: Arrival) {
+        self.receiving.expect(arrival);
+    }
+
+    /// Frames that wait for payload, their own or that of one before them.
+    pub fn waiting(&self) -> usize {
+        self.receiving.waiting()
+    }
+
+    /// Stops placing bytes where `gone` says. True while the lane may still write there: ask again.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
+        self.receiving.abandon(&*self.lane, gone)
+    }
+
+    /// Undoes registrations of memory whose region is gone.
+    pub fn forget_revoked(&mut self) {
+        let (sending, receiving) = (&self.sending, &self.receiving);
+        self.lane.forget_revoked(&|memory| sending.uses(memory) || receiving.uses(memory));
+    }
+
+    // ---- both ----
+
+    /// Tests the oldest of each direction and posts what may be posted.
+    ///
+    /// # Errors
+    /// Why the lane is of no use any more, with the state it was in.
+    pub fn turn(&mut self, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        let result = self
+            .sending
+            .turn(&mut *self.lane, now, turned)
+            .and_then(|()| self.receiving.turn(&mut *self.lane, now, turned));
+        let counters = &self.counters;
+        counters.sends_most.fetch_max(self.sending.most() as u64, Ordering::Relaxed);
+        counters.receives_most.fetch_max(self.receiving.most() as u64, Ordering::Relaxed);
+        counters.closing_results.store(self.receiving.closing_results(), Ordering::Relaxed);
+        result.map_err(|why| format!("{}: {why}", self.lane.describe()))
+    }
+
+    /// The connection beside the lane has ended: what was begun may still arrive.
+    pub fn companion_closed(&mut self, now: Duration, why: &str) {
+        self.receiving.closing(now, format!("the connection beside it ended: {why}"));
+    }
+
+    /// The fill of both windows in words, for the errors of both ends.
+    pub fn state(&self) -> String {
+        format!("{}; {}", self.sending.state(), self.receiving.state())
+    }
+
+    /// Closes the lane. Gives back the acknowledged frames that it held.
+    pub fn end(&mut self) -> Vec<Entry> {
+        self.lane.close(!self.sending.in_flight() && !self.receiving.in_flight());
+        self.receiving.clear();
+        self.sending.clear()
+    }
+}
+
+/// Whole seconds, for errors.
+fn seconds(time: Duration) -> String {
+    format!("{:.1} s", time.as_secs_f64())
+}
+
+/// The full count for a low half that the peer told, if it can be one.
+fn widen(low: u32, known: u64, most: u64) -> Option<u64> {
+    let count = wire::widen(low, known);
+    (count >= known && count <= most).then_some(count)
+}

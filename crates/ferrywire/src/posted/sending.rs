@@ -1,0 +1,254 @@
+//! Messages of one channel on their way out.
+//!
+//! A message's life: `waiting -> packed -> posted -> done`. It is done for its frame when the peer has
+//! acknowledged that too, in whichever order the two come.
+//!
+//! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
+//! and at most a window of messages are begun and not done.
+
+use super::slots::{Slot, Slots};
+use super::{Turned, seconds, widen};
+use crate::memory::Memory;
+use crate::queue::Entry;
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+/// A message from the moment its frame is taken.
+struct Outgoing {
+    frame: u64,
+    bytes: usize,
+    source: Source,
+    /// Its frame, once the peer has acknowledged it.
+    entry: Option<Entry>,
+}
+
+enum Source {
+    Run(Run),
+    /// To be packed, one behind another.
+    Ranges(Vec<Run>),
+    /// Packed, or being packed.
+    Slot {
+        slot: Slot,
+        run: Run,
+        ranges: Vec<Run>,
+    },
+}
+
+pub(super) struct Sending {
+    window: usize,
+    stall_limit: Duration,
+    waiting: VecDeque<Outgoing>,
+    posted: VecDeque<(Ticket, Outgoing)>,
+    begun: u64,
+    confirmed: u64,
+    done: u64,
+    most: usize,
+    /// When the oldest message became the oldest, or was posted.
+    moved_at: Duration,
+    /// Since when the lane takes nothing although nothing is posted.
+    refused_since: Option<Duration>,
+    slots: Slots,
+}
+
+impl Sending {
+    pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Sending {
+        Sending {
+            window: lane.window(),
+            stall_limit,
+            waiting: VecDeque::new(),
+            posted: VecDeque::new(),
+            begun: 0,
+            confirmed: 0,
+            done: 0,
+            most: 0,
+            moved_at: Duration::ZERO,
+            refused_since: None,
+            slots: Slots::new(lane),
+        }
+    }
+
+    pub fn room(&self) -> usize {
+        let credit = (self.confirmed + self.window as u64).saturating_sub(self.begun) as usize;
+        credit.min(self.window.saturating_sub(self.waiting.len() + self.posted.len()))
+    }
+
+    pub fn active(&self) -> bool {
+        !self.waiting.is_empty() || !self.posted.is_empty()
+    }
+
+    pub fn in_flight(&self) -> bool {
+        !self.posted.is_empty()
+    }
+
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    pub fn admit(&mut self, frame: u64, entry: &Entry) {
+        debug_assert!(self.room() > 0, "the room is looked at before a frame is taken");
+        let mut ranges: Vec<Run> = Vec::new();
+        if let Some((memory, locals)) = entry.payload() {
+            for (offset, len) in locals {
+                match ranges.last_mut() {
+                    Some(last) if last.offset + last.bytes as u64 == offset => last.bytes += len as usize,
+                    _ => ranges.push(Run { memory: memory.clone(), offset, bytes: len as usize }),
+                }
+            }
+        }
+        let source = match ranges.len() {
+            1 => Source::Run(ranges.swap_remove(0)),
+            _ => Source::Ranges(ranges),
+        };
+        self.waiting.push_back(Outgoing { frame, bytes: entry.header.len as usize, source, entry: None });
+        self.begun += 1;
+    }
+
+    pub fn acknowledged(&mut self, frame: u64, entry: Entry) -> Option<Entry> {
+        let all = self.posted.iter_mut().map(|(_, message)| message).chain(&mut self.waiting);
+        match all.into_iter().find(|message| message.frame == frame) {
+            Some(message) => {
+                message.entry = Some(entry);
+                None
+            }
+            None => Some(entry),
+        }
+    }
+
+    pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
+        self.confirmed = widen(low, self.confirmed, self.begun)
+            .ok_or("it says that it has posted for messages that were never begun")?;
+        Ok(())
+    }
+
+    pub fn uses(&self, memory: &Arc<Memory>) -> bool {
+        let all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
+        all.into_iter().any(|message| match &message.source {
+            Source::Run(run) => Arc::ptr_eq(&run.memory, memory),
+            Source::Ranges(ranges) | Source::Slot { ranges, .. } => {
+                ranges.iter().any(|range| Arc::ptr_eq(&range.memory, memory))
+            }
+        })
+    }
+
+    pub fn turn(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        self.test(lane, now, turned)?;
+        self.post(lane, now, turned)
+    }
+
+    fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while let Some((ticket, message)) = self.posted.front() {
+            match lane.test_send(*ticket) {
+                Step::Done => {}
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                    return Err(format!(
+                        "message {} ({} bytes) is still not sent after {}",
+                        self.done,
+                        message.bytes,
+                        seconds(self.stall_limit)
+                    ));
+                }
+                Step::Pending => return Ok(()),
+                // On this side there is no last answer to wait for: the peer may never have had the message.
+                Step::Closing(why) | Step::Failed(why) => return Err(self.failed(message, &why)),
+            }
+            let Some((_, message)) = self.posted.pop_front() else { return Ok(()) };
+            self.done += 1;
+            self.moved_at = now;
+            turned.worked = true;
+            turned.sent_bytes += message.bytes as u64;
+            if let Source::Slot { slot, .. } = message.source {
+                self.slots.give_back(slot);
+            }
+            turned.delivered.extend(message.entry);
+        }
+        Ok(())
+    }
+
+    fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while let Some(message) = self.waiting.front_mut() {
+            let run = match message.pack(lane, &mut self.slots)? {
+                Poll::Ready(run) => run,
+                Poll::Pending => return Ok(()),
+            };
+            match lane.isend(&run) {
+                Post::Posted(ticket) => {
+                    if self.posted.is_empty() {
+                        self.moved_at = now;
+                    }
+                    self.refused_since = None;
+                    turned.worked = true;
+                    self.posted.extend(self.waiting.pop_front().map(|message| (ticket, message)));
+                    self.most = self.most.max(self.posted.len());
+                }
+                Post::Full(how) => return self.refused(how, now),
+                Post::Failed(why) => {
+                    let message = &self.waiting[0];
+                    return Err(self.failed(message, &why));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The lane is full. That cannot last while nothing is posted.
+    fn refused(&mut self, how: &str, now: Duration) -> Result<(), String> {
+        let since = *self.refused_since.get_or_insert(now);
+        if !self.posted.is_empty() {
+            self.refused_since = None;
+        } else if now.saturating_sub(since) > self.stall_limit {
+            let waited = seconds(self.stall_limit);
+            return Err(format!("isend takes nothing ({how}) for {waited}, although nothing is posted"));
+        }
+        Ok(())
+    }
+
+    fn failed(&self, message: &Outgoing, why: &str) -> String {
+        format!("sending message {} ({} bytes): {why}", self.done, message.bytes)
+    }
+
+    pub fn state(&self) -> String {
+        format!(
+            "sending: {} of {} posted, {} wait, {} done, the peer has posted for {}",
+            self.posted.len(),
+            self.window,
+            self.waiting.len(),
+            self.done,
+            self.confirmed
+        )
+    }
+
+    /// The lane is closed: gives back what was acknowledged and not done.
+    pub fn clear(&mut self) -> Vec<Entry> {
+        let posted = self.posted.drain(..).map(|(_, message)| message);
+        posted.chain(self.waiting.drain(..)).filter_map(|message| message.entry).collect()
+    }
+}
+
+impl Outgoing {
+    /// The run to send from; pending while it is being packed.
+    fn pack(&mut self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<Poll<Run>, String> {
+        if let Source::Ranges(ranges) = &mut self.source {
+            let like = ranges.first().map(|range| range.memory.clone());
+            let (slot, run) = slots.take(lane, like.as_deref(), self.bytes)?;
+            self.source = Source::Slot { slot, run, ranges: std::mem::take(ranges) };
+        }
+        match &mut self.source {
+            Source::Run(run) => Ok(Poll::Ready(run.clone())),
+            Source::Slot { run, ranges, .. } => {
+                // Packed once: a lane that is full is asked again with what is there.
+                if !ranges.is_empty() {
+                    match lane.copy(Way::Pack, run, ranges) {
+                        Poll::Ready(result) => result?,
+                        Poll::Pending => return Ok(Poll::Pending),
+                    }
+                    ranges.clear();
+                }
+                Ok(Poll::Ready(run.clone()))
+            }
+            Source::Ranges(_) => Ok(Poll::Pending),
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! A way for payload beside a channel's connection: messages posted in order, each into memory that the
+//! receiver has posted for it.
+//!
+//! A *posted* transport gives each channel a [`Lane`]; the channel's connection (its companion) goes on to
+//! carry heads, acknowledgements and small messages. A lane is driven by `posted/`, which holds all the
+//! rules: order, windows, credit, what an error means. An implementation only does what it is told and
+//! says what it saw.
+//!
+//! Invariant: of each direction only the oldest request is ever tested, and nothing is posted beyond
+//! [`Lane::window`].
+//! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
+
+use crate::memory::Memory;
+use std::sync::Arc;
+use std::task::Poll;
+
+/// A posted request, as its lane knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ticket(pub usize);
+
+/// What came of posting.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Post {
+    Posted(Ticket),
+    /// Not now: too many are posted, or the peer is not ready. With what was seen.
+    Full(&'static str),
+    /// The lane is of no use any more, and why.
+    Failed(String),
+}
+
+/// What came of testing the oldest request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Pending,
+    Done,
+    /// The peer may be closing, or gone: what is under way may still arrive.
+    Closing(String),
+    /// The lane is of no use any more, and why.
+    Failed(String),
+}
+
+/// A run of bytes that one message moves from or to.
+#[derive(Clone)]
+pub(crate) struct Run {
+    pub memory: Arc<Memory>,
+    pub offset: u64,
+    pub bytes: usize,
+}
+
+impl Run {
+    /// Its first byte; only to be touched where the memory may be.
+    pub fn base(&self) -> *mut u8 {
+        // What is made into a run was checked against its memory.
+        self.memory.span(self.offset, self.bytes as u64).unwrap_or(std::ptr::null_mut())
+    }
+}
+
+/// Which way bytes are copied, between a slot and the ranges of one message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Way {
+    Pack,
+    Unpack,
+}
+
+/// Copies within host memory.
+pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
+    let mut at = slot.base();
+    let mut left = slot.bytes;
+    for range in ranges {
+        let bytes = range.bytes.min(left);
+        let (from, to) = match way {
+            Way::Pack => (range.base(), at),
+            Way::Unpack => (at, range.base()),
+        };
+        // SAFETY: both are inside live host memory, checked when the runs were made; a slot is memory of
+        // its own, so they do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
+        left -= bytes;
+        // SAFETY: `at` stays within the slot, of which `left` bytes are left.
+        at = unsafe { at.add(bytes) };
+    }
+}
+
+/// Both directions of one channel's payload. Used by one thread at a time.
+pub(crate) trait Lane: Send {
+    /// Requests per direction that may be posted and not given back.
+    fn window(&self) -> usize;
+
+    /// Largest message.
+    fn message_bytes_max(&self) -> usize;
+
+    /// Posts a message. Its memory stays as it is until the request is done or the lane closed.
+    fn isend(&mut self, run: &Run) -> Post;
+
+    /// Posts room for the next message, which is exactly as long.
+    fn irecv(&mut self, run: &Run) -> Post;
+
+    /// Tests the oldest send.
+    fn test_send(&mut self, ticket: Ticket) -> Step;
+
+    /// Tests the oldest receive that is not done.
+    fn test_recv(&mut self, ticket: Ticket) -> Step;
+
+    /// Whether what arrives for this memory lies elsewhere, in fragments, until it is gathered.
+    fn scatters(&self, memory: &Memory) -> bool;
+
+    /// Gathers the oldest finished receive, which is the lane's `number`th. Begins, and goes on when it is
+    /// called again; one at a time.
+    fn gather(&mut self, number: u64, run: &Run) -> Poll<Result<(), String>>;
+
+    /// Gives the oldest finished receive back; what it brought has been taken.
+    fn consumed(&mut self, ticket: Ticket) -> Result<(), String>;
+
+    /// Packs ranges into a slot, or unpacks a slot to them. Begins, and goes on when it is called again; one
+    /// at a time each way.
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>>;
+
+    /// Memory for slots through which messages of such memory go; for those that are thrown away, `None`.
+    fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String>;
+
+    /// Undoes what it keeps for memory whose region is gone, unless `busy` says that it is in use.
+    fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool);
+
+    /// Closes both directions; `idle`: nothing is posted. Afterwards nothing touches any memory.
+    fn close(&mut self, idle: bool);
+
+    /// Plugin, device and NIC, for errors.
+    fn describe(&self) -> String;
+}

@@ -1,0 +1,152 @@
+//! The environment that a plugin of the TCPX family reads: set before it is loaded, where the user has not.
+//!
+//! Such plugins read it once and keep it, and some of it is not optional: without a chunk size TCPX moves
+//! nothing, and says nothing. Other plugins do not look at these names.
+//!
+//! Invariant: a variable that the user set stays as it is.
+
+use std::env;
+use std::path::Path;
+
+/// Who gave a variable its value.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SetBy {
+    /// It was there before.
+    User,
+    /// ferrywire set it.
+    Ferrywire,
+}
+
+/// A variable that the plugin sees.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Variable {
+    /// Its name.
+    pub name: &'static str,
+    /// Its value.
+    pub value: String,
+    /// Who gave it.
+    pub set_by: SetBy,
+}
+
+/// What the values follow from.
+pub(super) struct Facts {
+    pub message_bytes_max: usize,
+    /// NICs to use, by name.
+    pub nics: Vec<String>,
+    pub cores: usize,
+    /// Mbit/s of the fastest of them, where one tells.
+    pub speed_mbps: Option<u32>,
+}
+
+pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
+/// Changes what travels on the wire between two plugins, so both ends need the same.
+pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
+/// Variables that are shown where the user has set them, though ferrywire never does.
+const SHOWN: [&str; 6] = [
+    RECV_SYNC,
+    "NCCL_INLINE_THRESHOLD",
+    "NCCL_MIN_ZCOPY_SIZE",
+    "NCCL_GPUDIRECTTCPX_CTRL_DEV",
+    "NCCL_GPUDIRECTTCPX_TX_BINDINGS",
+    "NCCL_GPUDIRECTTCPX_RX_BINDINGS",
+];
+/// Where the dp-manager's sockets are on machines that have one.
+const DP_MANAGER: &str = "/run/tcpx";
+/// A NIC of this speed needs several sockets per connection.
+const FAST_MBPS: u32 = 100_000;
+
+/// Values for what may be missing.
+fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, String)> {
+    // At most eight sockets per comm, threads times sockets: more leave none.
+    let (threads, sockets) = match facts.speed_mbps {
+        Some(speed) if speed >= FAST_MBPS && facts.cores >= 16 => (2, 2),
+        _ => (1, 1),
+    };
+    let mut wanted = vec![
+        (CHUNK_BYTES, facts.message_bytes_max.to_string()),
+        ("NCCL_SOCKET_NTHREADS", threads.to_string()),
+        ("NCCL_NSOCKS_PERTHREAD", sockets.to_string()),
+        // The default is 5 s in each accept; rules are in force much sooner.
+        ("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "50000".to_owned()),
+    ];
+    if !facts.nics.is_empty() {
+        // Without the sign, eth1 would mean eth10 too.
+        wanted.push(("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", format!("={}", facts.nics.join(","))));
+    }
+    if exists(Path::new(DP_MANAGER)) {
+        wanted.push(("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", DP_MANAGER.to_owned()));
+    }
+    wanted
+}
+
+/// Decides, without setting anything.
+pub(super) fn decide(
+    facts: &Facts,
+    get: impl Fn(&str) -> Option<String>,
+    exists: impl Fn(&Path) -> bool,
+) -> Vec<Variable> {
+    let mut all = Vec::new();
+    for (name, value) in wanted(facts, exists) {
+        // An empty one is as good as none to those who read it.
+        let set = get(name).filter(|value| !value.is_empty());
+        let set_by = if set.is_some() { SetBy::User } else { SetBy::Ferrywire };
+        all.push(Variable { name, value: set.unwrap_or(value), set_by });
+    }
+    for name in SHOWN {
+        all.extend(get(name).map(|value| Variable { name, value, set_by: SetBy::User }));
+    }
+    all
+}
+
+/// Sets what is missing; returns all that the plugin will see.
+///
+/// # Safety
+/// No other thread reads the environment in another way than through the standard library.
+pub(super) unsafe fn set(facts: &Facts) -> Vec<Variable> {
+    let all = decide(facts, |name| env::var(name).ok(), Path::exists);
+    for variable in all.iter().filter(|variable| variable.set_by == SetBy::Ferrywire) {
+        // SAFETY: by the caller's promise.
+        unsafe { env::set_var(variable.name, &variable.value) };
+    }
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(nics: &[&str], speed_mbps: Option<u32>) -> Facts {
+        let nics = nics.iter().map(|nic| (*nic).to_owned()).collect();
+        Facts { message_bytes_max: 524_288, nics, cores: 104, speed_mbps }
+    }
+
+    fn value(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
+        all.iter().find(|each| each.name.ends_with(name)).map(|each| (each.value.clone(), each.set_by))
+    }
+
+    #[test]
+    fn what_is_missing_is_set_and_what_the_user_set_stays() {
+        let user = |name: &str| (name == CHUNK_BYTES || name == RECV_SYNC).then(|| "1048576".to_owned());
+        let all = decide(&facts(&["eth1", "eth2"], Some(200_000)), user, |_| true);
+        assert_eq!(value(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));
+        assert_eq!(value(&all, "SOCKET_IFNAME"), Some(("=eth1,eth2".into(), SetBy::Ferrywire)));
+        assert_eq!(value(&all, "UNIX_CLIENT_PREFIX"), Some(("/run/tcpx".into(), SetBy::Ferrywire)));
+        assert_eq!(value(&all, "RECV_SYNC"), Some(("1048576".into(), SetBy::User)));
+    }
+
+    #[test]
+    fn an_empty_variable_counts_as_missing() {
+        let all = decide(&facts(&[], None), |_| Some(String::new()), |_| false);
+        assert_eq!(value(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
+        assert_eq!(value(&all, "SOCKET_IFNAME"), None);
+    }
+
+    #[test]
+    fn never_more_than_eight_sockets() {
+        for speed in [None, Some(10_000), Some(400_000)] {
+            let all = decide(&facts(&["eth1"], speed), |_| None, |_| false);
+            let number = |name: &str| value(&all, name).unwrap().0.parse::<usize>().unwrap();
+            assert!(number("NTHREADS") * number("NSOCKS_PERTHREAD") <= 8);
+        }
+    }
+}

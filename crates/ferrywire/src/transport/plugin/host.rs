@@ -1,0 +1,281 @@
+//! A loaded plugin as an endpoint uses it: its devices by NIC, its terms, what watches its calls.
+//!
+//! Read next: `setup.rs`, how a channel gets its lane.
+
+use super::config::{File, PluginConfig};
+use super::environment::{self, Facts, Variable};
+use super::terms::Terms;
+use crate::bootstrap::Config as SessionConfig;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::limits;
+use crate::memory::Place;
+use crate::memory::sim::CurrentGuard;
+use crate::nccl::{CallUnderWay, Library, Plugin, Properties};
+use crate::sys::affinity;
+use crate::transport::{Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// What plugins are called that end the process when GPU memory is moved within one host.
+const NOT_WITHIN_A_HOST: &str = "GPUDirectTCPX";
+
+/// A plugin and what the endpoint has decided about it.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub plugin: Plugin,
+    pub config: PluginConfig,
+    /// Largest message that both ends have agreed on.
+    pub message_bytes_max: usize,
+    devices: Vec<Properties>,
+    environment: Vec<Variable>,
+    /// Listeners that have to stay open because their accept did not end.
+    pub listeners_leaked: AtomicUsize,
+}
+
+impl Host {
+    /// Sets the environment, loads the plugin and looks at its devices.
+    ///
+    /// # Safety
+    /// The promises of [`PluginConfig::at`].
+    pub unsafe fn load(plugin: PluginConfig, config: &Config, nics: &[Nic]) -> Result<Host> {
+        plugin.check()?;
+        if config.threads == 0 {
+            let why = "a plugin's calls may block, so they need a progress thread: give at least 1";
+            return Err(Error::invalid("threads", why));
+        }
+        // SAFETY: by the caller's promise.
+        let environment = unsafe { environment::set(&facts(&plugin, config, nics)) };
+        let message_bytes_max = message_bytes_max(&environment)?;
+        // SAFETY: by the caller's promise the file is trusted.
+        let loaded = unsafe {
+            let library = match &plugin.file {
+                File::Path(path) => Library::open(path)?,
+                File::Named(name) => Library::find(name.as_deref())?,
+            };
+            library.load(plugin.version)?
+        };
+        let mut devices = Vec::new();
+        for device in 0..loaded.devices() {
+            devices.push(loaded.properties(device)?);
+        }
+        let host = Host {
+            plugin: loaded,
+            config: plugin,
+            message_bytes_max,
+            devices,
+            environment,
+            listeners_leaked: AtomicUsize::new(0),
+        };
+        host.say();
+        Ok(host)
+    }
+
+    fn say(&self) {
+        let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
+        let (name, version, path) = (self.plugin.name(), self.plugin.version(), self.plugin.path());
+        tracing::info!("plugin {name} ({version}) from {path}; devices: {}", names.join(", "));
+        for Variable { name, value, set_by } in &self.environment {
+            tracing::info!("{name}={value} (set by {set_by:?})");
+        }
+    }
+
+    /// Whose memory it moves, beside the host's.
+    pub fn gpu(&self) -> Option<Place> {
+        self.config.gpu
+    }
+
+    /// The variables it was loaded with.
+    pub fn environment(&self) -> &[Variable] {
+        &self.environment
+    }
+
+    /// The device that is this host's NIC with an address.
+    pub fn device_at(&self, address: IpAddr, nics: &[Nic]) -> Result<i32, String> {
+        let nic = nics.iter().find(|nic| nic.address == address);
+        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
+        match self.devices.iter().position(|device| device.name == nic.name) {
+            Some(index) => Ok(index as i32),
+            None => {
+                let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
+                Err(format!(
+                    "plugin {} has no device {}, only {}; name NICs that both have",
+                    self.plugin.name(),
+                    nic.name,
+                    names.join(", ")
+                ))
+            }
+        }
+    }
+
+    /// A device, if there is one with this index.
+    pub fn device(&self, index: i32) -> Option<&Properties> {
+        self.devices.get(usize::try_from(index).ok()?)
+    }
+
+    /// What the other end has to have alike.
+    pub fn terms(&self) -> Terms {
+        let scattered = self.devices.iter().any(Properties::unpacks);
+        let recv_sync = self.environment.iter().find(|variable| variable.name == environment::RECV_SYNC);
+        let recv_sync = recv_sync.map_or("0".to_owned(), |set| set.value.chars().take(8).collect());
+        let list = [
+            ("version", self.plugin.version().to_string()),
+            (environment::CHUNK_BYTES, self.message_bytes_max.to_string()),
+            ("window", self.config.window.to_string()),
+            ("unpacks", u8::from(scattered).to_string()),
+            (environment::RECV_SYNC, recv_sync),
+        ];
+        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
+    }
+
+    /// Refuses a session with these terms of the other end, with the reason.
+    pub fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        if let Some(difference) = self.terms().difference(theirs) {
+            return Err(difference);
+        }
+        if session.chunk_bytes as usize > self.message_bytes_max {
+            let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
+            return Err(format!("chunks of {chunk} bytes, and the plugin's messages have at most {most}"));
+        }
+        let gpu = self.config.gpu.is_some() || theirs.gpu();
+        let name = self.plugin.name();
+        if gpu && session.crc {
+            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        if gpu && same_host && name.starts_with(NOT_WITHIN_A_HOST) && !self.config.allow_same_host_gpu {
+            return Err(format!(
+                "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
+                 cross a NIC; use another transport here, or allow it for a simulator or namespaces"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Makes its GPU current on this thread, if it has one.
+    pub fn current_gpu(&self) -> Result<Option<CurrentGuard>, String> {
+        match self.config.gpu {
+            Some(Place::SimGpu(index)) => {
+                CurrentGuard::set(index).map(Some).map_err(|error| error.to_string())
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Calls that have not returned for longer than anything may stand still.
+    pub fn overdue_calls(&self) -> Vec<CallUnderWay> {
+        let mut calls = self.plugin.calls_under_way();
+        calls.retain(|call| call.since > self.config.stall_limit);
+        calls
+    }
+
+    /// Such a call in words.
+    pub fn describe_call(&self, call: &CallUnderWay) -> String {
+        let device = call.device.and_then(|index| self.device(index).map(|device| (index, &device.name)));
+        let device = device.map(|(index, name)| format!(" on device {index} ({name})")).unwrap_or_default();
+        format!(
+            "plugin {} ({}): {}{device} has not returned for {:.1} s",
+            self.plugin.name(),
+            self.plugin.version(),
+            call.call,
+            call.since.as_secs_f64()
+        )
+    }
+
+    /// A listener stays open for good.
+    pub fn leaked_listener(&self, why: &str) {
+        self.listeners_leaked.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(plugin = self.plugin.name(), "a listener stays open until this process ends: {why}");
+    }
+}
+
+fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
+    let chosen = chosen_nics(config, nics);
+    let of_them = nics.iter().filter(|nic| chosen.contains(&nic.name));
+    let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
+    Facts {
+        message_bytes_max: plugin.message_bytes_max,
+        speed_mbps: of_them.filter_map(|nic| nic.speed_mbps).max(),
+        cores,
+        nics: chosen,
+    }
+}
+
+/// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
+fn chosen_nics(config: &Config, nics: &[Nic]) -> Vec<String> {
+    let fits = |nic: &&Nic| match config.listen.map(|address| address.ip()) {
+        _ if !config.nics.is_empty() => config.nics.contains(&nic.name),
+        Some(address) if !address.is_unspecified() => nic.address == address,
+        Some(_) => nic.up && !nic.loopback,
+        // It may connect to whatever it likes, this host included.
+        None => nic.up,
+    };
+    let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
+    names.sort();
+    names.dedup();
+    names
+}
+
+/// The chunk that the plugin was told, by whomever.
+fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
+    let chunk = environment.iter().find(|variable| variable.name == environment::CHUNK_BYTES);
+    let text = chunk.map_or("", |chunk| chunk.value.trim());
+    let (least, most) = (limits::LANE_MESSAGE_BYTES_MIN, limits::CHUNK_BYTES_MAX);
+    match text.parse() {
+        Ok(bytes) if (least..=most).contains(&bytes) => Ok(bytes),
+        _ => {
+            let why = format!("{text:?} is not between {least} and {most}");
+            Err(Error::invalid(environment::CHUNK_BYTES, why))
+        }
+    }
+}
+
+/// TCP, with payload over a plugin.
+#[derive(Debug)]
+pub(crate) struct PluginTransport {
+    pub inner: SharedTransport,
+    pub gpu: Option<Place>,
+}
+
+impl Transport for PluginTransport {
+    fn name(&self) -> &'static str {
+        "plugin"
+    }
+
+    fn reaches(&self, place: Place) -> bool {
+        place == Place::Host || self.gpu == Some(place)
+    }
+
+    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
+        self.inner.listen(address)
+    }
+
+    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
+        self.inner.dial(nic, to, options)
+    }
+
+    fn check(&self, options: &ConnOptions) -> io::Result<()> {
+        self.inner.check(options)
+    }
+
+    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
+        self.inner.tune(conn, options);
+    }
+
+    fn nics(&self) -> io::Result<Vec<Nic>> {
+        self.inner.nics()
+    }
+
+    fn nic_name(&self, address: IpAddr) -> Option<String> {
+        self.inner.nic_name(address)
+    }
+
+    fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
+        self.inner.route(to)
+    }
+
+    fn now(&self) -> Duration {
+        self.inner.now()
+    }
+}

@@ -1,0 +1,275 @@
+//! A lane over two connections of a plugin: one that sends, one that receives.
+//!
+//! Invariant: what a plugin's answer means is decided in [`judge`] and [`post_of`], and nowhere else.
+//! Read next: `posted/mod.rs`, which drives it.
+
+use super::host::Host;
+use super::registration::Registrations;
+use crate::memory::sim::{Gather, SimGpu, SimStream};
+use crate::memory::{Memory, Place};
+use crate::nccl::abi::ResultCode;
+use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
+use crate::stats::LaneBy;
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way, copy_on_host};
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::task::Poll;
+
+/// Which way a connection goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Direction {
+    Send,
+    Recv,
+}
+
+/// What a test says. The first sign of a peer that closes can be a receive's only one: TCPX reports it once
+/// beside data that are all there. Whatever comes with `done` has ended the request, and on a sending
+/// connection there is nothing that could still arrive.
+pub(super) fn judge(direction: Direction, code: ResultCode, done: bool) -> Result<bool, bool> {
+    match (direction, code, done) {
+        (_, ResultCode::SUCCESS, done) => Ok(done),
+        (Direction::Recv, ResultCode::SYSTEM_ERROR, false) => Err(true),
+        _ => Err(false),
+    }
+}
+
+/// What posting says. Plugins tell a full window in two ways: no request, and result 3.
+fn post_of(posted: Posted) -> Post {
+    match posted {
+        Posted::Request(request) => Post::Posted(Ticket(request.as_ptr() as usize)),
+        Posted::Null => Post::Full("a null request"),
+        Posted::Refused(error) if error.code() == Some(ResultCode::INTERNAL_ERROR) => Post::Full("result 3"),
+        Posted::Refused(error) => Post::Failed(error.to_string()),
+    }
+}
+
+pub(crate) struct PluginLane {
+    host: Arc<Host>,
+    /// Both are there until the lane is closed.
+    send: Option<SendComm>,
+    recv: Option<RecvComm>,
+    sources: Registrations,
+    targets: Registrations,
+    /// What the GPU is copying, each way.
+    copies: [Option<SimStream>; 2],
+    device: i32,
+    device_name: String,
+}
+
+impl PluginLane {
+    pub fn new(host: Arc<Host>, send: SendComm, recv: RecvComm) -> PluginLane {
+        let device = send.device();
+        let device_name = host.device(device).map(|device| device.name.clone()).unwrap_or_default();
+        PluginLane {
+            host,
+            send: Some(send),
+            recv: Some(recv),
+            sources: Registrations::default(),
+            targets: Registrations::default(),
+            copies: [None, None],
+            device,
+            device_name,
+        }
+    }
+
+    /// What carries it, for statistics.
+    pub fn by(&self) -> LaneBy {
+        LaneBy {
+            plugin: self.host.plugin.name().to_owned(),
+            version: self.host.plugin.version().to_string(),
+            device: self.device,
+            device_name: self.device_name.clone(),
+        }
+    }
+
+    fn test(&self, direction: Direction, comm: &Comm, ticket: Ticket) -> Step {
+        let Some(pointer) = NonNull::new(ticket.0 as *mut c_void) else {
+            return Step::Failed("there is no such request".into());
+        };
+        // SAFETY: the ticket is of a request that this connection gave, and was not done when last tested.
+        let Tested { code, done, .. } = unsafe { comm.test(Request::from_ptr(pointer)) };
+        match judge(direction, code, done) {
+            Ok(true) => Step::Done,
+            Ok(false) => Step::Pending,
+            Err(transient) => {
+                let beside = if done { ", and done" } else { "" };
+                let said = format!("test of {}: {code}{beside}", comm.id());
+                if transient { Step::Closing(said) } else { Step::Failed(said) }
+            }
+        }
+    }
+}
+
+fn closed() -> Post {
+    Post::Failed("the connection is closed".into())
+}
+
+impl Lane for PluginLane {
+    fn window(&self) -> usize {
+        self.host.config.window
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        self.host.message_bytes_max
+    }
+
+    fn isend(&mut self, run: &Run) -> Post {
+        let Some(comm) = &self.send else { return closed() };
+        let _current = match self.host.current_gpu() {
+            Ok(current) => current,
+            Err(why) => return Post::Failed(why),
+        };
+        match self.sources.of(comm, run) {
+            // SAFETY: the run lies in the registered memory, and stays as it is until the request is done
+            // or the lane closed: `posted/` keeps it.
+            Ok(memory) => post_of(unsafe { comm.isend(run.base().cast(), run.bytes, 0, memory) }),
+            Err(error) => Post::Failed(error.to_string()),
+        }
+    }
+
+    fn irecv(&mut self, run: &Run) -> Post {
+        let Some(comm) = &self.recv else { return closed() };
+        let _current = match self.host.current_gpu() {
+            Ok(current) => current,
+            Err(why) => return Post::Failed(why),
+        };
+        match self.targets.of(comm, run) {
+            Ok(memory) => {
+                let buffer = RecvBuffer { data: run.base().cast(), bytes: run.bytes, tag: 0, memory };
+                // SAFETY: as for `isend`.
+                post_of(unsafe { comm.irecv(&[buffer]) })
+            }
+            Err(error) => Post::Failed(error.to_string()),
+        }
+    }
+
+    fn test_send(&mut self, ticket: Ticket) -> Step {
+        match &self.send {
+            Some(comm) => self.test(Direction::Send, comm, ticket),
+            None => Step::Failed("the connection is closed".into()),
+        }
+    }
+
+    fn test_recv(&mut self, ticket: Ticket) -> Step {
+        match &self.recv {
+            Some(comm) => self.test(Direction::Recv, comm, ticket),
+            None => Step::Failed("the connection is closed".into()),
+        }
+    }
+
+    fn scatters(&self, memory: &Memory) -> bool {
+        let unpacks = self.host.device(self.device).is_some_and(|device| device.unpacks());
+        unpacks && memory.place() != Place::Host
+    }
+
+    fn gather(&mut self, _number: u64, _run: &Run) -> Poll<Result<(), String>> {
+        Poll::Ready(Err("gathering of scattered receives is not built yet".into()))
+    }
+
+    fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
+        let Some(comm) = self.recv.as_ref().filter(|_| self.host.plugin.has_irecv_consumed()) else {
+            return Ok(());
+        };
+        let Some(pointer) = NonNull::new(ticket.0 as *mut c_void) else { return Ok(()) };
+        // SAFETY: a finished receive of one buffer of this connection, given back once and in order.
+        unsafe { comm.irecv_consumed(1, Request::from_ptr(pointer)) }.map_err(|error| error.to_string())
+    }
+
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        match slot.memory.place() {
+            Place::Host => {
+                copy_on_host(way, slot, ranges);
+                Poll::Ready(Ok(()))
+            }
+            Place::SimGpu(index) => self.copy_on_gpu(way, index, slot, ranges),
+        }
+    }
+
+    fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
+        let place = like.map(Memory::place).or(self.host.config.gpu).unwrap_or(Place::Host);
+        let made = match place {
+            Place::Host => Memory::private(bytes),
+            Place::SimGpu(index) => match SimGpu::opened(index) {
+                Some(gpu) => Memory::private_sim(&gpu, bytes),
+                None => return Err(format!("simulated GPU {index} is not open any more")),
+            },
+        };
+        made.map_err(|error| format!("memory for slots: {error}"))
+    }
+
+    fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        if let (Some(send), Some(recv)) = (&self.send, &self.recv) {
+            self.sources.forget_revoked(send, busy);
+            self.targets.forget_revoked(recv, busy);
+        }
+    }
+
+    fn close(&mut self, idle: bool) {
+        let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
+        // With requests in flight a registration may be in use: it goes with the connection, or stays.
+        if idle {
+            self.sources.undo_all(&send);
+            self.targets.undo_all(&recv);
+        }
+        for closed in [send.close(), recv.close()] {
+            if let Err(error) = closed {
+                tracing::warn!(%error, "a connection did not close well");
+            }
+        }
+    }
+
+    fn describe(&self) -> String {
+        let plugin = &self.host.plugin;
+        let (name, version) = (plugin.name(), plugin.version());
+        format!("plugin {name} ({version}) on device {} ({})", self.device, self.device_name)
+    }
+}
+
+impl PluginLane {
+    fn copy_on_gpu(&mut self, way: Way, index: u32, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        let copying = &mut self.copies[way as usize];
+        let result = match copying {
+            Some(stream) => stream.query(),
+            None => SimGpu::opened(index).ok_or(crate::memory::sim::SimGpuError::NotOpen { index }).and_then(
+                |gpu| {
+                    let stream = gpu.stream();
+                    stream.gather(pieces(way, slot, ranges))?;
+                    *copying = Some(stream);
+                    Ok(false)
+                },
+            ),
+        };
+        match result {
+            Ok(false) => Poll::Pending,
+            Ok(true) => {
+                *copying = None;
+                Poll::Ready(Ok(()))
+            }
+            Err(error) => Poll::Ready(Err(error.to_string())),
+        }
+    }
+}
+
+/// What the GPU copies between a slot and the ranges of one message.
+fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Gather> {
+    let mut at = slot.base() as u64;
+    let mut out = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (bytes, address) = (range.bytes, range.base() as u64);
+        let (source, target) = match way {
+            Way::Pack => (address, at),
+            Way::Unpack => (at, address),
+        };
+        out.push(Gather { source, target, bytes });
+        at += bytes as u64;
+    }
+    out
+}
+
+impl Drop for PluginLane {
+    fn drop(&mut self) {
+        // One that was never used has nothing in flight.
+        self.close(true);
+    }
+}

@@ -1,0 +1,129 @@
+//! Memory as one connection of a plugin knows it.
+//!
+//! A region is registered when a message first needs it: the whole pages around it, where sizes are `int`
+//! in overlapping parts, so that each message lies within one. It stays so until the region is gone.
+//!
+//! Invariant: what is registered is kept alive by the registration.
+
+use crate::limits;
+use crate::memory::{Memory, Place};
+use crate::nccl::abi::PointerType;
+use crate::nccl::{CallError, Comm, MemoryHandle};
+use crate::transport::lane::Run;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+const PAGE_BYTES: u64 = 4096;
+/// Where parts begin, in regions that cannot be registered in one.
+const PART_BYTES: u64 = 1 << 30;
+
+const _: () = assert!(PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + 2 * PAGE_BYTES < 1 << 31);
+
+/// The registrations of one connection.
+#[derive(Default)]
+pub(super) struct Registrations {
+    list: Vec<Registered>,
+}
+
+struct Registered {
+    memory: Arc<Memory>,
+    parts: Vec<Option<MemoryHandle>>,
+}
+
+/// The pages of a region, or of one part of it: address and bytes.
+fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
+    let begin = base / PAGE_BYTES * PAGE_BYTES + part.unwrap_or(0) * PART_BYTES;
+    let rest = (base + len).next_multiple_of(PAGE_BYTES) - begin;
+    // A message may begin at the part's last byte, and the part begins up to a page before its offset.
+    let most = PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + PAGE_BYTES;
+    (begin, if part.is_some() { rest.min(most) } else { rest } as usize)
+}
+
+impl Registrations {
+    /// The registration that a message lies in; made if there is none.
+    pub fn of(&mut self, comm: &Comm, run: &Run) -> Result<MemoryHandle, CallError> {
+        let in_parts = comm.plugin().registration_bytes_max() < usize::MAX;
+        let part = in_parts.then_some(run.offset / PART_BYTES);
+        let at = self.position(&run.memory);
+        let slot = part.unwrap_or(0) as usize;
+        if let Some(handle) = self.list[at].parts[slot] {
+            return Ok(handle);
+        }
+        let memory = &run.memory;
+        let base = memory.span(0, 0).map_or(0, |base| base as u64);
+        let (address, bytes) = pages(base, memory.len(), part);
+        let kind = if memory.place() == Place::Host { PointerType::Host } else { PointerType::Cuda };
+        tracing::debug!(comm = %comm.id(), address, bytes, "memory is registered");
+        // SAFETY: these pages hold the region, which the registration keeps; what else is in its first and
+        // last page is mapped, and no message touches it.
+        let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) }?;
+        self.list[at].parts[slot] = Some(handle);
+        Ok(handle)
+    }
+
+    fn position(&mut self, memory: &Arc<Memory>) -> usize {
+        if let Some(at) = self.list.iter().position(|each| Arc::ptr_eq(&each.memory, memory)) {
+            // The ones in use come to the front.
+            self.list.swap(at, at / 2);
+            return at / 2;
+        }
+        let parts = memory.len().div_ceil(PART_BYTES).max(1) as usize;
+        self.list.push(Registered { memory: memory.clone(), parts: vec![None; parts] });
+        self.list.len() - 1
+    }
+
+    /// Undoes those of regions that are gone and not in use.
+    pub fn forget_revoked(&mut self, comm: &Comm, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        let mut at = 0;
+        while at < self.list.len() {
+            let memory = &self.list[at].memory;
+            if memory.revoked() && !busy(memory) {
+                let gone = self.list.swap_remove(at);
+                gone.undo(comm);
+            } else {
+                at += 1;
+            }
+        }
+    }
+
+    /// Undoes all. No request is in flight.
+    pub fn undo_all(&mut self, comm: &Comm) {
+        self.list.drain(..).for_each(|each| each.undo(comm));
+    }
+}
+
+impl Registered {
+    fn undo(self, comm: &Comm) {
+        for handle in self.parts.into_iter().flatten() {
+            // SAFETY: it is this connection's, and no request uses it.
+            if let Err(error) = unsafe { comm.dereg_mr(handle) } {
+                tracing::warn!(%error, "memory stays registered");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn whole_pages_are_registered_around_a_region() {
+        assert_eq!(pages(0x10_0010, 100, None), (0x10_0000, 4096));
+        assert_eq!(pages(0x10_0ff0, 100, None), (0x10_0000, 8192));
+        assert_eq!(pages(0x10_0000, 0, None), (0x10_0000, 0));
+    }
+
+    #[test]
+    fn every_message_lies_within_the_part_that_its_offset_names() {
+        let (base, len) = (0x7000_0000_0123u64, 5u64 << 30);
+        for offset in [0, 1, PART_BYTES - 1, PART_BYTES, 3 * PART_BYTES - 1, len - 1] {
+            let (begin, bytes) = pages(base, len, Some(offset / PART_BYTES));
+            let message = (limits::CHUNK_BYTES_MAX as u64).min(len - offset);
+            assert_eq!(begin % PAGE_BYTES, 0);
+            assert!(bytes < 1 << 31);
+            assert!(begin <= base + offset, "{offset}");
+            assert!(base + offset + message <= begin + bytes as u64, "{offset}");
+        }
+    }
+}

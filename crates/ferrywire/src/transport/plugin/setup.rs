@@ -1,0 +1,247 @@
+//! How a channel gets its lane: both ends listen once, tell each other the handle, connect and accept.
+//!
+//! ```text
+//!   a thread:  listen ── handle ──> peer          (told to go on) accept ... accept ── close the listener
+//!   a thread:                       handle <── peer          connect ... connect
+//! ```
+//!
+//! Each call runs on a thread of its own: some plugins block in `accept`, and a `connect` takes seconds. Who
+//! waits for the lane looks at the clock alone. An attempt that is given up goes on in its thread until the
+//! plugin answers; then what it made is closed there.
+//!
+//! Invariant: a listener is closed only when its `accept` has ended; else it is leaked, and said so.
+//! Read next: `lane.rs`, what comes of it.
+
+use super::host::Host;
+use super::lane::PluginLane;
+use crate::limits;
+use crate::nccl::abi::HANDLE_BYTES;
+use crate::nccl::{Handle, ListenComm, RecvComm, SendComm};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// Where the set-up of a lane stands.
+pub(crate) enum Progress {
+    Pending,
+    /// For the peer, once.
+    Handle(Box<[u8; HANDLE_BYTES]>),
+    Ready(Box<PluginLane>),
+    Failed(String),
+}
+
+/// The set-up of one lane.
+pub(crate) struct Setup {
+    host: Arc<Host>,
+    device: i32,
+    started: Duration,
+    shared: Arc<Shared>,
+    connecting: bool,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    told: Condvar,
+    /// Nobody waits for the lane any more.
+    given_up: AtomicBool,
+    wake: Box<dyn Fn() + Send + Sync>,
+}
+
+#[derive(Default)]
+struct State {
+    handle: Option<Handle>,
+    /// The peer is there: `accept` has somebody to wait for.
+    accept: bool,
+    recv: Option<RecvComm>,
+    send: Option<SendComm>,
+    failed: Option<String>,
+}
+
+impl Setup {
+    /// Begins to listen on a device; `wake` is called whenever there is something new.
+    pub fn start(
+        host: &Arc<Host>,
+        device: i32,
+        now: Duration,
+        wake: Box<dyn Fn() + Send + Sync>,
+    ) -> Result<Setup, String> {
+        let (state, told, given_up) = Default::default();
+        let shared = Arc::new(Shared { state, told, given_up, wake });
+        let setup = Setup { host: host.clone(), device, started: now, shared, connecting: false };
+        setup.spawn("accept", accept)?;
+        Ok(setup)
+    }
+
+    /// The peer's handle has come: connects to it, and waits for the peer.
+    pub fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
+        if std::mem::replace(&mut self.connecting, true) {
+            return Err("the peer told two handles for one channel".into());
+        }
+        self.shared.lock().accept = true;
+        self.shared.told.notify_all();
+        let handle = Handle::from_bytes(handle);
+        self.spawn("connect", move |host, device, shared| connect(host, device, shared, &handle))
+    }
+
+    fn spawn(
+        &self,
+        what: &str,
+        body: impl FnOnce(&Host, i32, &Shared) -> Result<(), String> + Send + 'static,
+    ) -> Result<(), String> {
+        let (host, device, shared) = (self.host.clone(), self.device, self.shared.clone());
+        let thread = thread::Builder::new().name(format!("ferrywire-{what}")).spawn(move || {
+            let result = host.current_gpu().and_then(|_current| body(&host, device, &shared));
+            if let Err(why) = result {
+                shared.lock().failed.get_or_insert(why);
+            }
+            (shared.wake)();
+        });
+        thread.map(drop).map_err(|error| format!("no thread for {what}: {error}"))
+    }
+
+    /// What has happened since it was last asked.
+    pub fn poll(&mut self, now: Duration) -> Progress {
+        let mut state = self.shared.lock();
+        if let Some(handle) = state.handle.take() {
+            return Progress::Handle(Box::new(*handle.bytes()));
+        }
+        if let Some(why) = state.failed.take() {
+            return Progress::Failed(why);
+        }
+        if state.send.is_some()
+            && let Some(recv) = state.recv.take()
+            && let Some(send) = state.send.take()
+        {
+            return Progress::Ready(Box::new(PluginLane::new(self.host.clone(), send, recv)));
+        }
+        let limit = self.host.config.setup_limit;
+        if now.saturating_sub(self.started) <= limit {
+            return Progress::Pending;
+        }
+        let missing = match (&state.send, &state.recv) {
+            _ if !self.connecting => "the peer has not told its handle",
+            (None, None) => "neither connect nor accept has ended",
+            (None, _) => "connect has not ended",
+            _ => "accept has not ended",
+        };
+        Progress::Failed(format!(
+            "plugin {} on device {}: {missing} after {:.0} s",
+            self.host.plugin.name(),
+            self.device,
+            limit.as_secs_f64()
+        ))
+    }
+
+    /// Time since it began.
+    pub fn age(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.started)
+    }
+}
+
+impl Drop for Setup {
+    fn drop(&mut self) {
+        self.shared.given_up.store(true, Ordering::SeqCst);
+        self.shared.told.notify_all();
+        let (recv, send) = {
+            let mut state = self.shared.lock();
+            (state.recv.take(), state.send.take())
+        };
+        // Nobody has used them; closing may block, though.
+        if recv.is_some() || send.is_some() {
+            let _detached = thread::Builder::new().name("ferrywire-close".into()).spawn(move || {
+                recv.map(close_recv);
+                send.map(close_send);
+            });
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn given_up(&self) -> bool {
+        self.given_up.load(Ordering::SeqCst)
+    }
+
+    /// Waits until the peer is there; false when it is given up before.
+    fn wait_for_peer(&self) -> bool {
+        let mut state = self.lock();
+        while !state.accept && !self.given_up() {
+            let waited = self.told.wait_timeout(state, Duration::from_millis(100));
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.accept
+    }
+}
+
+fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
+    let (mut listener, handle) = host.plugin.listen(device).map_err(|error| error.to_string())?;
+    shared.lock().handle = Some(handle);
+    (shared.wake)();
+    let accepted = match shared.wait_for_peer() {
+        true => accept_on(&mut listener, shared),
+        false => Ok(None),
+    };
+    if listener.is_accepting() {
+        host.leaked_listener("its accept has not ended");
+    }
+    if let Err(error) = listener.close() {
+        tracing::debug!(%error, "a listener");
+    }
+    let Some(comm) = accepted? else { return Ok(()) };
+    let mut state = shared.lock();
+    if shared.given_up() {
+        drop(state);
+        close_recv(comm);
+    } else {
+        state.recv = Some(comm);
+    }
+    Ok(())
+}
+
+fn accept_on(listener: &mut ListenComm, shared: &Shared) -> Result<Option<RecvComm>, String> {
+    while !shared.given_up() {
+        match listener.accept() {
+            Ok(Some(comm)) => return Ok(Some(comm)),
+            Ok(None) => thread::sleep(limits::LANE_SETUP_INTERVAL),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    Ok(None)
+}
+
+fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result<(), String> {
+    let mut attempt = host.plugin.connect(device, handle);
+    while !shared.given_up() {
+        match attempt.poll() {
+            Ok(Some(comm)) => {
+                let mut state = shared.lock();
+                if shared.given_up() {
+                    drop(state);
+                    close_send(comm);
+                } else {
+                    state.send = Some(comm);
+                }
+                return Ok(());
+            }
+            Ok(None) => thread::sleep(limits::LANE_SETUP_INTERVAL),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    Ok(())
+}
+
+fn close_recv(comm: RecvComm) {
+    if let Err(error) = comm.close() {
+        tracing::debug!(%error, "closing what was not used");
+    }
+}
+
+fn close_send(comm: SendComm) {
+    if let Err(error) = comm.close() {
+        tracing::debug!(%error, "closing what was not used");
+    }
+}

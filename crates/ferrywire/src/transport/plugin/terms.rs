@@ -1,0 +1,103 @@
+//! What both ends of a session have to have alike where payload goes over a plugin.
+//!
+//! The end that connects sends its terms with the session's configuration; the end that accepts compares
+//! them with its own, and refuses with the first difference in words. Invariant: pure.
+
+use crate::bootstrap::clean;
+
+/// One end's terms: names with values, in a fixed order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Terms(Vec<(String, String)>);
+
+/// Longest plugin name that is told; the rest is cut off.
+const NAME_BYTES_MAX: usize = 64;
+
+/// The name under which an end says whether it moves memory of a GPU; ends may differ in it.
+const GPU: &str = "gpu";
+
+impl Terms {
+    pub fn new(plugin: &str, list: &[(&str, String)], gpu: bool) -> Terms {
+        let name: String = plugin.chars().take(NAME_BYTES_MAX).collect();
+        let mut all = vec![("plugin".to_owned(), name)];
+        all.extend(list.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
+        all.push((GPU.to_owned(), u8::from(gpu).to_string()));
+        Terms(all)
+    }
+
+    pub fn encode(&self) -> Vec<u8> {
+        let lines: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
+        lines.join("\n").into_bytes()
+    }
+
+    /// Reads what [`Terms::encode`] gave, or whatever a peer sent.
+    pub fn decode(bytes: &[u8]) -> Terms {
+        let text = String::from_utf8_lossy(bytes);
+        let pairs = text.lines().filter_map(|line| line.split_once('='));
+        Terms(pairs.map(|(name, value)| (clean(name), clean(value))).collect())
+    }
+
+    fn value(&self, name: &str) -> Option<&str> {
+        self.0.iter().find(|(each, _)| each == name).map(|(_, value)| value.as_str())
+    }
+
+    /// The plugin's name.
+    pub fn plugin(&self) -> &str {
+        self.value("plugin").unwrap_or("an unknown plugin")
+    }
+
+    /// Whether that end moves memory of a GPU.
+    pub fn gpu(&self) -> bool {
+        self.value(GPU) == Some("1")
+    }
+
+    /// Where the two differ, for a person at the other end.
+    pub fn difference(&self, theirs: &Terms) -> Option<String> {
+        let names = self.0.iter().chain(&theirs.0).map(|(name, _)| name.as_str());
+        for name in names.filter(|name| *name != GPU) {
+            let (here, there) = (self.value(name), theirs.value(name));
+            if here != there {
+                let say = |value: Option<&str>| value.unwrap_or("not set").to_owned();
+                return Some(format!(
+                    "{name} is {} at the end that accepts and {} at the end that connects; both need the same",
+                    say(here),
+                    say(there)
+                ));
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn terms(plugin: &str, chunk: &str, gpu: bool) -> Terms {
+        Terms::new(plugin, &[("version", "v7".into()), ("NCCL_DYNAMIC_CHUNK_SIZE", chunk.into())], gpu)
+    }
+
+    #[test]
+    fn terms_survive_the_wire() {
+        let ours = terms("GPUDirectTCPX_v7", "524288", true);
+        assert_eq!(Terms::decode(&ours.encode()), ours);
+        assert!(ours.encode().len() <= 256);
+        assert!(ours.gpu() && !terms("x", "1", false).gpu());
+    }
+
+    #[test]
+    fn a_difference_is_named_with_both_values() {
+        let (ours, theirs) = (terms("A", "524288", true), terms("A", "1048576", false));
+        let said = ours.difference(&theirs).unwrap();
+        assert!(said.starts_with(
+            "NCCL_DYNAMIC_CHUNK_SIZE is 524288 at the end that accepts and 1048576 at the end that connects"
+        ));
+        assert!(ours.difference(&terms("B", "524288", true)).unwrap().starts_with("plugin is A"));
+        assert_eq!(ours.difference(&terms("A", "524288", false)), None);
+    }
+
+    #[test]
+    fn what_one_end_has_not_is_a_difference_too() {
+        let said = terms("A", "1", false).difference(&Terms::decode(b"\xff\xfe nonsense")).unwrap();
+        assert!(said.contains("plugin is A") && said.contains("not set"), "{said}");
+    }
+}

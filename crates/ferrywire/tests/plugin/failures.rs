@@ -1,0 +1,240 @@
+//! What breaks: a plugin that stands still, lies, hangs or is full, peers that die, ends that differ.
+
+use crate::case::case;
+use crate::ends::{Ends, LIMIT, builder, loopback, pattern, plugin};
+use ferrywire::{Endpoint, Error, Fault, RemoteRegion};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longest a message stands still in these tests: short, and long beside what anything takes.
+const STALL: Duration = Duration::from_secs(4);
+
+/// Ends with one channel, that soon notice a stall.
+fn one_channel() -> Ends {
+    Ends::with(|builder| builder.channels(1).threads(1).plugin(plugin().stall_limit(STALL)))
+}
+
+/// The error that a write of a few chunks ends in.
+fn failed_write(ends: &Ends) -> Error {
+    let source = ends.connecting.register(pattern(20 << 20, 1)).unwrap();
+    let target = ends.accepting.register(vec![0; 20 << 20]).unwrap();
+    let write = ends.near.write(&source, 0, &target.descriptor(), 0, 20 << 20).unwrap();
+    write.wait(LIMIT).unwrap_err()
+}
+
+#[track_caller]
+fn says(error: &Error, words: &[&str]) {
+    let text = error.to_string();
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+#[test]
+fn a_head_that_never_completes_is_told_with_both_windows() {
+    case!("stall_head_after=5,fault_side=recv").passes(|| {
+        let ends = one_channel();
+        let (error, other) = (failed_write(&ends), ends.far.wait_notification(LIMIT).unwrap_err());
+        for error in [&error, &other] {
+            assert_eq!(error.fault(), Fault::Peer);
+            says(error, &["channel 0 over lo", "plugin GPUDirectTCPX_v7 (v7) on device 0 (lo)"]);
+            says(
+                error,
+                &["message 5 (524288 bytes) has not arrived after 4.0 s", "receiving: 16 of 16 posted"],
+            );
+            says(error, &["sending: "]);
+        }
+        // The end that saw it also says what the other one said.
+        says(&other, &["at the peer: ", "no channel is left"]);
+    });
+}
+
+#[test]
+fn an_error_of_a_send_is_final() {
+    case!("test_error_after=3,fault_side=send").passes(|| {
+        let ends = one_channel();
+        says(&failed_write(&ends), &["sending message 3", "test of send comm", "result 2 (system error)"]);
+    });
+}
+
+#[test]
+fn a_first_result_2_of_a_receive_is_absorbed() {
+    // Once per comm, with data under way: all of them arrive all the same, and nothing more is posted, so
+    // what follows goes over another connection.
+    case!("test_error_after=3,fault_side=recv").passes(|| {
+        let ends = Ends::with(|builder| builder.channels(2));
+        ends.write(20 << 20, 1);
+        let stats = ends.far.stats();
+        assert!(stats.channels.iter().all(|channel| channel.lane.as_ref().unwrap().closing_results <= 1));
+    });
+}
+
+#[test]
+fn a_call_that_never_returns_is_named_and_closing_does_not_hang() {
+    case!("test_hang_after=2,fault_side=recv").passes(|| {
+        let ends = one_channel();
+        let error = failed_write(&ends);
+        says(&error, &["gave up", "test on device 0 (lo) has not returned for"]);
+        let error = ends.far.wait_notification(LIMIT).unwrap_err();
+        says(&error, &["test on device 0 (lo) has not returned for", "channels 0"]);
+        let began = Instant::now();
+        let _ = ends.accepting.close(Duration::from_secs(2));
+        let _ = ends.connecting.close(Duration::from_secs(2));
+        assert!(began.elapsed() < LIMIT);
+    });
+}
+
+#[test]
+fn a_memory_that_a_hanging_call_may_hold_is_not_given_back() {
+    case!("test_hang_after=2,fault_side=send").passes(|| {
+        let ends = one_channel();
+        let mut bytes = pattern(20 << 20, 1);
+        // SAFETY: the vector outlives the process's use of it: the process ends with this case.
+        let source = unsafe { ends.connecting.register_raw(bytes.as_mut_ptr(), bytes.len()) }.unwrap();
+        let target = ends.accepting.register(vec![0; 20 << 20]).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, 20 << 20).unwrap();
+        says(&write.wait(LIMIT).unwrap_err(), &["test on device 0 (lo) has not returned for"]);
+        says(&source.deregister().unwrap_err(), &["in a call of a plugin that has not returned"]);
+        std::mem::forget(bytes);
+    });
+}
+
+#[test]
+fn a_full_plugin_is_asked_again_in_whichever_way_it_says_so() {
+    for switches in ["slots=4", "slots=4,full=null", "slots=1,full=null"] {
+        case!(switches).passes(|| {
+            let ends = Ends::new();
+            ends.write(12_345_678, 1);
+            ends.close();
+        });
+    }
+}
+
+#[test]
+fn quirks_that_are_off_change_nothing() {
+    for switches in
+        ["sizes=write", "head_only=off", "one_step=off", "null_first=off", "partial_io=on,delay_us=0-50"]
+    {
+        case!(switches).passes(|| {
+            let ends = Ends::new();
+            ends.write(5_000_000, 1);
+            ends.close();
+        });
+    }
+}
+
+#[test]
+fn a_lost_channel_leaves_the_rest_to_the_others() {
+    case!("drop_data_socket_after=3,fault_side=send,silent_death=off").passes(|| {
+        let ends = Ends::with(|builder| builder.channels(3).plugin(plugin().stall_limit(STALL)));
+        ends.write(30 << 20, 1);
+    });
+}
+
+#[test]
+fn ends_that_differ_are_refused_before_a_session_stands() {
+    case!("").passes(|| {
+        let accepting = loopback(builder()).build().unwrap();
+        let address = accepting.listen_addresses()[0];
+        let other = builder().plugin(plugin().window(8)).build().unwrap();
+        let error = other.connect(address, LIMIT).unwrap_err();
+        says(&error, &["refused", "window is 16 at the end that accepts and 8 at the end that connects"]);
+        let without = Endpoint::builder().build().unwrap();
+        let error = without.connect(address, LIMIT).unwrap_err();
+        says(&error, &["over GPUDirectTCPX_v7 at the end that accepts and over no plugin at the end that"]);
+        let plain = loopback(Endpoint::builder()).build().unwrap();
+        let error = other.connect(plain.listen_addresses()[0], LIMIT).unwrap_err();
+        says(&error, &["over no plugin at the end that accepts and over GPUDirectTCPX_v7 at the end that"]);
+    });
+}
+
+#[test]
+fn a_chunk_size_that_the_user_set_wins() {
+    case!("").with("NCCL_DYNAMIC_CHUNK_SIZE", "131072").passes(|| {
+        let ends = Ends::new();
+        assert_eq!(ends.near.stats().chunk_bytes, 131_072);
+        let environment = ends.connecting.effective_environment();
+        let chunk = environment.iter().find(|each| each.name == "NCCL_DYNAMIC_CHUNK_SIZE").unwrap();
+        assert_eq!(chunk.value, "131072");
+        ends.write(3_000_000, 1);
+        ends.close();
+    });
+}
+
+#[test]
+fn without_any_environment_what_is_needed_is_set() {
+    case!("")
+        .without("NCCL_DYNAMIC_CHUNK_SIZE")
+        .without("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME")
+        .without("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS")
+        .passes(|| {
+            let ends = Ends::new();
+            assert_eq!(std::env::var("NCCL_DYNAMIC_CHUNK_SIZE").unwrap(), "524288");
+            assert_eq!(std::env::var("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME").unwrap(), "=lo");
+            ends.write(3_000_000, 1);
+            ends.close();
+        });
+}
+
+#[test]
+fn a_plugin_that_cannot_connect_is_an_error_at_both_ends() {
+    case!("dp_manager=off").passes(|| {
+        let accepting = loopback(builder()).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err();
+        says(&error, &["cannot be set up", "result 3"]);
+    });
+}
+
+/// The other process of [`killed_peers_are_named`]: writes to the region it is told, without end.
+#[test]
+#[ignore = "the other process of another test"]
+fn a_peer_to_be_killed() {
+    let mut lines = BufReader::new(std::io::stdin()).lines().map(Result::unwrap);
+    let address = lines.next().unwrap().parse().unwrap();
+    let hex = lines.next().unwrap();
+    let bytes: Vec<u8> =
+        (0..hex.len() / 2).map(|at| u8::from_str_radix(&hex[2 * at..2 * at + 2], 16).unwrap()).collect();
+    let remote = RemoteRegion::from_bytes(&bytes).unwrap();
+    let connecting = builder().build().unwrap();
+    let peer = connecting.connect(address, LIMIT).unwrap();
+    let source = connecting.register(pattern(8 << 20, 1)).unwrap();
+    loop {
+        peer.write(&source, 0, &remote, 0, 8 << 20).unwrap().wait(LIMIT).unwrap();
+    }
+}
+
+#[test]
+fn killed_peers_are_named() {
+    case!("").passes(|| {
+        for round in 0..5u64 {
+            let accepting = loopback(builder().label("survivor")).build().unwrap();
+            let target = accepting.register(vec![0; 8 << 20]).unwrap();
+            let mut other = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "failures::a_peer_to_be_killed", "--ignored", "--nocapture"])
+                .env_remove("TCPX_RULES_CASE")
+                .stdin(Stdio::piped())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            let hex: String =
+                target.descriptor().to_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+            let told = format!("{}\n{hex}\n", accepting.listen_addresses()[0]);
+            other.stdin.take().unwrap().write_all(told.as_bytes()).unwrap();
+            let peer = accepting.accept(LIMIT).unwrap();
+            // In the middle of something, each time of something else.
+            let some = (1 + round) * 3_000_000;
+            while peer.stats().channels.iter().map(|channel| channel.received_bytes).sum::<u64>() < some {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+            other.kill().unwrap();
+            other.wait().unwrap();
+            let error = peer.wait_notification(LIMIT).unwrap_err();
+            assert!(
+                matches!(&error, Error::PeerLost { peer, .. } if peer.starts_with("127.0.0.1:")),
+                "{error}"
+            );
+        }
+    });
+}
