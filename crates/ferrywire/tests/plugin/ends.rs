@@ -1,0 +1,106 @@
+//! Two endpoints of one process, connected over loopback, whose payload goes over the simulated plugin.
+
+use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Region};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Longest any wait may be without progress, however busy the machine is.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// The plugin that was built with these tests.
+pub fn library() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so")
+}
+
+/// Its configuration.
+pub fn plugin() -> PluginConfig {
+    // SAFETY: the file was built with these tests, and the process has just begun: nobody else looks at its
+    // environment.
+    unsafe { PluginConfig::at(library()) }
+}
+
+/// The end that accepts and the end that connects.
+pub struct Ends {
+    pub accepting: Endpoint,
+    pub connecting: Endpoint,
+    /// The peer as the end that connects sees it.
+    pub near: Peer,
+    /// And as the end that accepts does.
+    pub far: Peer,
+}
+
+/// What most tests use.
+pub fn builder() -> Builder {
+    Endpoint::builder().channels(2).threads(2).plugin(plugin())
+}
+
+pub fn loopback(builder: Builder) -> Builder {
+    builder.listen("127.0.0.1:0".parse().unwrap())
+}
+
+impl Ends {
+    pub fn new() -> Ends {
+        Ends::with(|builder| builder)
+    }
+
+    pub fn with(adapt: impl Fn(Builder) -> Builder) -> Ends {
+        Ends::of(loopback(adapt(builder())), loopback(adapt(builder())))
+    }
+
+    pub fn of(accepting: Builder, connecting: Builder) -> Ends {
+        let accepting = accepting.build().unwrap();
+        let connecting = connecting.build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+        let far = accepting.accept(LIMIT).unwrap();
+        Ends { accepting, connecting, near, far }
+    }
+
+    /// Writes from the end that connects; checks every byte.
+    pub fn write(&self, bytes: usize, salt: u64) {
+        let source = self.connecting.register(pattern(bytes, salt)).unwrap();
+        let target = self.accepting.register(vec![0; bytes + 128]).unwrap();
+        let write = self.near.write(&source, 0, &target.descriptor(), 64, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64), "a write of {bytes}");
+        let mut expected = vec![0; bytes + 128];
+        expected[64..64 + bytes].copy_from_slice(&pattern(bytes, salt));
+        assert!(contents(&target) == expected, "a write of {bytes} bytes arrived wrong");
+    }
+
+    /// Closes both ends well.
+    pub fn close(self) {
+        self.near.close(LIMIT).unwrap();
+        self.connecting.close(LIMIT).unwrap();
+        self.accepting.close(LIMIT).unwrap();
+    }
+}
+
+/// Bytes that differ from position to position and from salt to salt, none of them 0.
+pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+    let mut word = salt.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x0123_4567_89ab_cdef;
+    let mut out = Vec::with_capacity(bytes + 8);
+    while out.len() < bytes {
+        word = word.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(1);
+        out.extend_from_slice(&((word ^ word >> 29) | 0x0101_0101_0101_0101).to_le_bytes());
+    }
+    out.truncate(bytes);
+    out
+}
+
+/// The contents of a region.
+pub fn contents(region: &Region) -> Vec<u8> {
+    let mut out = vec![0; region.len() as usize];
+    region.read_at(0, &mut out).unwrap();
+    out
+}
+
+/// Waits for something that has to come.
+pub fn until<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(value) = poll() {
+            return value;
+        }
+        assert!(start.elapsed() < LIMIT, "waited {LIMIT:?} for {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}

@@ -1,0 +1,9 @@
+//! Payload over the simulated TCPX plugin, between endpoints: what moves, what it costs, how it fails and
+//! how it closes.
+//!
+//! Each case runs in a process of its own, since a plugin reads its environment once and may end it.
+
+#[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
+mod case;
+mod ends;
+mod transfers;

@@ -1,0 +1,75 @@
+//! Host memory over the plugin: every size and shape, and how full its windows get.
+
+use crate::case::case;
+use crate::ends::{Ends, LIMIT, contents, pattern};
+
+const CHUNK: usize = 512 << 10;
+
+#[test]
+fn writes_of_every_size_arrive() {
+    case!("").passes(|| {
+        let ends = Ends::new();
+        let around = |at: usize| [at - 1, at, at + 1];
+        let mut sizes = vec![0, 1, 7, 777, 12_345];
+        sizes.extend([4096, 65_536, CHUNK, 2 * CHUNK, 16 * CHUNK].into_iter().flat_map(around));
+        sizes.push((64 << 20) - 13);
+        for (salt, bytes) in sizes.into_iter().enumerate() {
+            ends.write(bytes, salt as u64);
+        }
+        ends.close();
+    });
+}
+
+#[test]
+fn windows_are_used_and_never_exceeded() {
+    case!("").passes(|| {
+        let ends = Ends::with(|builder| builder.channels(1).chunk_bytes(64 << 10));
+        for chunks in [17, 33, 128] {
+            ends.write(chunks * (64 << 10), chunks as u64);
+        }
+        for peer in [&ends.near, &ends.far] {
+            let stats = peer.stats();
+            assert_eq!(stats.transport, "plugin");
+            for channel in &stats.channels {
+                let lane = channel.lane.as_ref().unwrap();
+                assert_eq!((lane.plugin.as_str(), lane.version.as_str()), ("GPUDirectTCPX_v7", "v7"));
+                assert_eq!(lane.device_name, "lo");
+                assert!(lane.sends_posted_most <= 16 && lane.receives_posted_most <= 16, "{lane:?}");
+                assert_eq!(lane.closing_results, 0);
+            }
+        }
+        let most = |peer: &ferrywire::Peer| peer.stats().channels[0].lane.clone().unwrap();
+        assert!(most(&ends.near).sends_posted_most > 4, "{:?}", most(&ends.near));
+        assert!(most(&ends.far).receives_posted_most > 1, "{:?}", most(&ends.far));
+        ends.close();
+    });
+}
+
+#[test]
+fn reads_messages_and_notifications_go_over_it_too() {
+    case!("").passes(|| {
+        let ends = Ends::new();
+        let bytes = 5_000_001;
+        let there = ends.accepting.register(pattern(bytes, 1)).unwrap();
+        let here = ends.connecting.register(vec![0; bytes]).unwrap();
+        let read = ends.near.read(&here, 0, &there.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(read.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&here) == pattern(bytes, 1));
+
+        let message = ends.connecting.register(pattern(bytes, 2)).unwrap();
+        let room = ends.accepting.register(vec![0; bytes]).unwrap();
+        let receive = ends.far.recv(7, &room, 0, bytes as u64).unwrap();
+        let send = ends.near.send(7, &message, 0, bytes as u64).unwrap();
+        assert_eq!((receive.wait(LIMIT), send.wait(LIMIT)), (Ok(bytes as u64), Ok(bytes as u64)));
+        assert!(contents(&room) == pattern(bytes, 2));
+
+        let target = ends.accepting.register(vec![0; bytes]).unwrap();
+        let write = ends.near.write_notify(&message, 0, &target.descriptor(), 0, bytes as u64, b"there");
+        assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"there");
+        assert!(contents(&target) == pattern(bytes, 2), "the notification came before its bytes");
+        write.unwrap().wait(LIMIT).unwrap();
+        ends.near.notify(b"alone").unwrap().wait(LIMIT).unwrap();
+        assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"alone");
+        ends.close();
+    });
+}
