@@ -1,1 +1,475 @@
+//! The rules of a lane, on one that does as it is told and checks how it is used.
 
+use super::{Arrival, Posted, Turned};
+use crate::limits;
+use crate::memory::Memory;
+use crate::operation::{Op, Verb};
+use crate::peer::Landing;
+use crate::queue::{Entry, Pull, SendQueue};
+use crate::stats::LaneCounters;
+use crate::transfer::{Piece, Pieces};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way, copy_on_host};
+use crate::window::Window;
+use crate::wire::{FLAG_POSTED, Header, Kind, Refusal};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+const WINDOW: usize = 16;
+const CHUNK: usize = 64 << 10;
+const STALL: Duration = Duration::from_secs(30);
+
+/// What the fake lane is to do, and what it has seen.
+#[derive(Default)]
+struct Script {
+    /// Answers to tests of the oldest request, in turn; pending when there is none.
+    sends: VecDeque<Step>,
+    receives: VecDeque<Step>,
+    /// Refuses to post.
+    full: bool,
+    posted_sends: VecDeque<usize>,
+    posted_receives: VecDeque<usize>,
+    finished: VecDeque<usize>,
+    next: usize,
+    sent: Vec<Vec<u8>>,
+    received_into: Vec<(u64, usize)>,
+    consumed: usize,
+    closed: Option<bool>,
+}
+
+struct Fake(Arc<Mutex<Script>>);
+
+impl Lane for Fake {
+    fn window(&self) -> usize {
+        WINDOW
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        CHUNK
+    }
+
+    fn isend(&mut self, run: &Run) -> Post {
+        let mut script = self.0.lock().unwrap();
+        if script.full || script.posted_sends.len() == WINDOW {
+            return Post::Full("scripted");
+        }
+        // SAFETY: a run of a test's own memory.
+        script.sent.push(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) }.to_vec());
+        script.next += 1;
+        let ticket = script.next;
+        script.posted_sends.push_back(ticket);
+        Post::Posted(Ticket(ticket))
+    }
+
+    fn irecv(&mut self, run: &Run) -> Post {
+        let mut script = self.0.lock().unwrap();
+        if script.full {
+            return Post::Full("scripted");
+        }
+        assert!(script.posted_receives.len() + script.finished.len() < WINDOW, "past the window");
+        script.received_into.push((run.offset, run.bytes));
+        script.next += 1;
+        let ticket = script.next;
+        script.posted_receives.push_back(ticket);
+        Post::Posted(Ticket(ticket))
+    }
+
+    fn test_send(&mut self, ticket: Ticket) -> Step {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.posted_sends.front(), Some(&ticket.0), "not the oldest");
+        let step = script.sends.pop_front().unwrap_or(Step::Pending);
+        if step == Step::Done {
+            script.posted_sends.pop_front();
+        }
+        step
+    }
+
+    fn test_recv(&mut self, ticket: Ticket) -> Step {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.posted_receives.front(), Some(&ticket.0), "not the oldest");
+        let step = script.receives.pop_front().unwrap_or(Step::Pending);
+        if step == Step::Done {
+            let done = script.posted_receives.pop_front();
+            script.finished.extend(done);
+        }
+        step
+    }
+
+    fn scatters(&self, _memory: &Memory) -> bool {
+        false
+    }
+
+    fn gather(&mut self, _number: u64, _run: &Run) -> Poll<Result<(), String>> {
+        unreachable!("it does not scatter")
+    }
+
+    fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.finished.pop_front(), Some(ticket.0), "given back out of order");
+        script.consumed += 1;
+        Ok(())
+    }
+
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        copy_on_host(way, slot, ranges);
+        Poll::Ready(Ok(()))
+    }
+
+    fn slot_memory(&self, _like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
+        Memory::private(bytes).map_err(|error| error.to_string())
+    }
+
+    fn forget_revoked(&mut self, _busy: &dyn Fn(&Arc<Memory>) -> bool) {}
+
+    fn close(&mut self, idle: bool) {
+        self.0.lock().unwrap().closed = Some(idle);
+    }
+
+    fn describe(&self) -> String {
+        "the fake".into()
+    }
+}
+
+/// A lane under test, with its script and a clock.
+struct Bench {
+    posted: Posted,
+    script: Arc<Mutex<Script>>,
+    now: Duration,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        let script = Arc::new(Mutex::new(Script::default()));
+        let posted = Posted::new(Box::new(Fake(script.clone())), STALL, Arc::new(LaneCounters::default()));
+        Bench { posted, script, now: Duration::ZERO }
+    }
+
+    fn turn(&mut self) -> Result<Turned, String> {
+        let mut turned = Turned::default();
+        self.posted.turn(self.now, &mut turned).map(|()| turned)
+    }
+
+    fn script<T>(&self, look: impl FnOnce(&mut Script) -> T) -> T {
+        look(&mut self.script.lock().unwrap())
+    }
+
+    /// Takes frames as a channel does, up to the room there is; returns how many.
+    fn take(&mut self, queue: &SendQueue, window: &mut Window<Entry>) -> usize {
+        let first = window.next();
+        let room = self.posted.room();
+        let pull = Pull { bytes: u64::MAX, channels: 1, bulk: true, messages: Some(room) };
+        queue.pull(window, pull);
+        let mut taken = 0;
+        for (entry, frame) in window.from(first).zip(first..) {
+            self.posted.admit(frame, entry);
+            taken += 1;
+        }
+        assert!(taken <= room, "{taken} frames for a room of {room}");
+        taken
+    }
+
+    fn expect(&mut self, arrival: Arrival) {
+        self.posted.expect(arrival);
+    }
+}
+
+/// A queue with a write of so many chunks, and the bytes it writes.
+fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
+    let bytes: Vec<u8> = (0..chunks * CHUNK).map(|at| (at / 1000) as u8).collect();
+    let memory = filled(&bytes);
+    let piece = Piece { local: 0, remote: 0, len: bytes.len() as u64 };
+    (queue_with(memory, Pieces::One(piece)), bytes)
+}
+
+fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
+    let queue = SendQueue::new(CHUNK, false).with_lanes();
+    assert!(queue.post(Arc::new(Op::new(1, Verb::Write, pieces, Some(memory), 9))));
+    queue
+}
+
+fn filled(bytes: &[u8]) -> Arc<Memory> {
+    let memory = Memory::private(bytes.len()).unwrap();
+    let base = memory.span(0, bytes.len() as u64).unwrap();
+    // SAFETY: memory of this test's own, of that size.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), base, bytes.len()) };
+    memory
+}
+
+fn window() -> Window<Entry> {
+    Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX)
+}
+
+/// A data frame whose payload goes to these runs.
+fn frame(number: u64, target: &[(u64, usize)], memory: &Arc<Memory>) -> Arrival {
+    let mut header = Header::new(Kind::Data);
+    header.flags = FLAG_POSTED;
+    header.transfer = number;
+    header.len = target.iter().map(|(_, bytes)| *bytes as u32).sum();
+    let target =
+        target.iter().map(|&(offset, bytes)| Run { memory: memory.clone(), offset, bytes }).collect();
+    let landing = Some(Landing::Region { key: 9, memory: memory.clone() });
+    Arrival { header, placements: Vec::new(), landing, message: Vec::new(), refusal: None, target }
+}
+
+/// A frame that the stream has brought whole.
+fn whole(number: u64) -> Arrival {
+    let header = Header { transfer: number, ..Header::new(Kind::Notify) };
+    let (placements, message, target) = Default::default();
+    Arrival { header, placements, landing: None, message, refusal: None, target }
+}
+
+fn numbers(turned: &Turned) -> Vec<u64> {
+    turned.arrived.iter().map(|arrival| arrival.header.transfer).collect()
+}
+
+#[test]
+fn sends_run_on_credit_and_never_past_the_window() {
+    let (queue, bytes) = queue_of(40);
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut window), WINDOW, "a window without a word from the peer");
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.posted_sends.len(), WINDOW));
+    // All are done, but the peer has posted for none of them: no credit for more.
+    bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
+    bench.turn().unwrap();
+    assert_eq!(bench.take(&queue, &mut window), 0);
+    bench.posted.confirm(3).unwrap();
+    assert_eq!(bench.take(&queue, &mut window), 3, "three more than a window");
+    bench.posted.confirm(19).unwrap();
+    assert_eq!(bench.posted.room(), WINDOW - 3, "as many as are not in hand");
+    assert!(bench.posted.confirm(20).is_err(), "posted for what was never begun");
+    assert!(bench.posted.confirm(18).is_err(), "a count does not go back");
+    while bench.take(&queue, &mut window) > 0 {
+        bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
+        bench.turn().unwrap();
+        bench.turn().unwrap();
+        let begun = window.next() as u32;
+        bench.posted.confirm(begun).unwrap();
+    }
+    bench.script(|script| assert!(script.sent.concat() == bytes, "in order, each byte once"));
+}
+
+#[test]
+fn memory_is_kept_until_it_is_sent_and_acknowledged() {
+    let (queue, _) = queue_of(2);
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert!(bench.take(&queue, &mut window) >= 2);
+    bench.turn().unwrap();
+    let (_, first) = window.release(1).unwrap();
+    assert!(bench.posted.acknowledged(0, first).is_none(), "the lane is not done with it");
+    bench.script(|script| script.sends.extend([Step::Done, Step::Done]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.delivered.len(), 1);
+    let (_, second) = window.release(2).unwrap();
+    assert!(bench.posted.acknowledged(1, second).is_some(), "done before it was acknowledged");
+}
+
+#[test]
+fn what_is_no_single_run_is_packed() {
+    let memory = filled(&(0..200u8).collect::<Vec<u8>>());
+    let pieces = [(10, 0, 5), (100, 50, 7), (107, 90, 3)];
+    let pieces = pieces.map(|(local, remote, len)| Piece { local, remote, len });
+    let queue = queue_with(memory, Pieces::Many(Arc::new(pieces)));
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    let expected: Vec<u8> = (10..15).chain(100..110).collect();
+    bench.script(|script| assert_eq!(script.sent, [expected]));
+}
+
+#[test]
+fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
+    let (queue, _) = queue_of(1);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.script(|script| script.full = true);
+    bench.turn().unwrap();
+    bench.now += STALL;
+    bench.turn().unwrap();
+    bench.now += Duration::from_secs(1);
+    let why = bench.turn().map(drop).unwrap_err();
+    assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
+}
+
+#[test]
+fn a_full_lane_is_asked_again() {
+    let (queue, _) = queue_of(1);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.script(|script| script.full = true);
+    bench.turn().unwrap();
+    bench.script(|script| script.full = false);
+    bench.turn().unwrap();
+    bench.script(|script| assert!(!script.sent.is_empty()));
+}
+
+#[test]
+fn any_error_of_a_send_is_final() {
+    for step in [Step::Closing("result 2".into()), Step::Failed("result 6".into())] {
+        let (queue, _) = queue_of(1);
+        let mut bench = Bench::new();
+        bench.take(&queue, &mut window());
+        bench.turn().unwrap();
+        bench.script(|script| script.sends.push_back(step));
+        let why = bench.turn().map(drop).unwrap_err();
+        assert!(why.starts_with("the fake: sending message 0 (65536 bytes): result"), "{why}");
+    }
+}
+
+#[test]
+fn receives_are_posted_for_heads_and_given_back_in_order() {
+    let memory = Memory::private(64 * CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.turn().unwrap();
+    bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a head"));
+    for number in 0..20 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.expect(whole(20));
+    bench.turn().unwrap();
+    assert_eq!(bench.posted.told(), WINDOW as u32);
+    bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(numbers(&turned), [0, 1, 2, 3, 4]);
+    assert_eq!((turned.received_bytes, bench.posted.told()), (50, 20));
+    bench.script(|script| script.receives.extend(vec![Step::Done; 15]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(numbers(&turned), (5..21).collect::<Vec<_>>(), "the one behind them has waited");
+    bench.script(|script| {
+        assert_eq!(script.consumed, 20);
+        assert_eq!(script.received_into, (0..20).map(|at| (at * 10, 10)).collect::<Vec<_>>());
+    });
+    assert!(!bench.posted.active());
+}
+
+#[test]
+fn a_refused_message_is_received_and_thrown_away() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    let mut refused = frame(0, &[(0, 100)], &memory);
+    (refused.refusal, refused.landing) = (Some(Refusal::NoRegion), None);
+    refused.target.clear();
+    bench.expect(refused);
+    bench.turn().unwrap();
+    bench.script(|script| {
+        assert_eq!(script.received_into, [(0, 100)], "into a slot");
+        script.receives.push_back(Step::Done);
+    });
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.arrived[0].refusal, Some(Refusal::NoRegion));
+}
+
+#[test]
+fn scattered_targets_go_through_a_slot() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| {
+        assert_eq!(script.received_into, [(0, 10)]);
+        script.receives.push_back(Step::Done);
+    });
+    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+}
+
+#[test]
+fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
+    bench.turn().unwrap();
+    bench.now += Duration::from_secs(1);
+    bench.script(|script| script.receives.push_back(Step::Done));
+    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+    bench.now += 10 * limits::LANE_CLOSING_DEADLINE;
+    bench.turn().unwrap();
+}
+
+#[test]
+fn nothing_more_is_posted_once_the_peer_closes() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
+    bench.turn().unwrap();
+    bench.expect(frame(1, &[(10, 10)], &memory));
+    bench.turn().unwrap();
+    assert_eq!(bench.posted.told(), 1);
+    bench.now += limits::LANE_CLOSING_DEADLINE + Duration::from_millis(1);
+    let why = bench.turn().map(drop).unwrap_err();
+    assert!(why.contains("did not arrive within 2.0 s after this: result 2"), "{why}");
+}
+
+#[test]
+fn the_second_sign_and_every_other_error_are_final() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let closing = || Step::Closing("result 2".into());
+    for steps in [vec![closing(), closing()], vec![Step::Failed("result 2, and done".into())]] {
+        let mut bench = Bench::new();
+        bench.expect(frame(0, &[(0, 10)], &memory));
+        bench.turn().unwrap();
+        bench.script(|script| script.receives.extend(steps.clone()));
+        let outcome = steps.iter().map(|_| bench.turn().map(drop)).collect::<Result<Vec<()>, String>>();
+        assert!(outcome.unwrap_err().contains("receiving message 0"));
+    }
+}
+
+#[test]
+fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    for number in 0..20 {
+        bench.expect(frame(number, &[(0, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.now += STALL;
+    bench.turn().unwrap();
+    bench.now += Duration::from_millis(1);
+    let why = bench.turn().map(drop).unwrap_err();
+    assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
+    let state = bench.posted.state();
+    assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
+}
+
+#[test]
+fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
+    let (mine, other) = (Memory::private(CHUNK).unwrap(), Memory::private(CHUNK).unwrap());
+    let mut bench = Bench::new();
+    for number in 0..WINDOW as u64 {
+        bench.expect(frame(number, &[(0, 10)], &other));
+    }
+    bench.expect(frame(16, &[(0, 10)], &mine));
+    bench.turn().unwrap();
+    let gone = |landing: &Landing| landing.is_in(&mine);
+    assert!(!bench.posted.abandon(&gone), "it is not posted yet");
+    bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "its message is thrown away"));
+
+    bench.expect(frame(17, &[(0, 10)], &mine));
+    bench.turn().unwrap();
+    assert!(bench.posted.abandon(&gone), "it is being received into");
+    bench.script(|script| script.receives.extend([Step::Done, Step::Done]));
+    let turned = bench.turn().unwrap();
+    let refusals: Vec<_> = turned.arrived.iter().map(|arrival| arrival.refusal).collect();
+    assert_eq!(refusals, [Some(Refusal::NoRegion), Some(Refusal::NoRegion)]);
+    drop(turned);
+    assert!(!bench.posted.abandon(&gone));
+}
+
+#[test]
+fn closing_says_whether_anything_is_in_flight() {
+    let mut bench = Bench::new();
+    bench.posted.end();
+    bench.script(|script| assert_eq!(script.closed, Some(true)));
+    let (queue, _) = queue_of(1);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    bench.posted.end();
+    bench.script(|script| assert_eq!(script.closed, Some(false)));
+}

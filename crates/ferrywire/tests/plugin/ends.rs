@@ -2,7 +2,7 @@
 
 use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Region};
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Longest any wait may be without progress, however busy the machine is.
 pub const LIMIT: Duration = Duration::from_secs(60);
@@ -91,16 +91,4 @@ pub fn contents(region: &Region) -> Vec<u8> {
     let mut out = vec![0; region.len() as usize];
     region.read_at(0, &mut out).unwrap();
     out
-}
-
-/// Waits for something that has to come.
-pub fn until<T>(what: &str, mut poll: impl FnMut() -> Option<T>) -> T {
-    let start = Instant::now();
-    loop {
-        if let Some(value) = poll() {
-            return value;
-        }
-        assert!(start.elapsed() < LIMIT, "waited {LIMIT:?} for {what}");
-        std::thread::sleep(Duration::from_micros(200));
-    }
 }

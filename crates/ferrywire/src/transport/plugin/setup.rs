@@ -150,8 +150,8 @@ impl Drop for Setup {
         // Nobody has used them; closing may block, though.
         if recv.is_some() || send.is_some() {
             let _detached = thread::Builder::new().name("ferrywire-close".into()).spawn(move || {
-                recv.map(close_recv);
-                send.map(close_send);
+                recv.into_iter().for_each(close_recv);
+                send.into_iter().for_each(close_send);
             });
         }
     }
