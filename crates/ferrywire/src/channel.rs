@@ -684,6 +684,20 @@ impl Channel {
         }
     }
 
+    /// For tests only: sends all there is, without waiting for a word of the peer's.
+    pub fn hand_over(&mut self, space: &mut Workspace) {
+        let until = self.peer.now() + limits::DRAIN_DEADLINE;
+        while self.peer.now() < until {
+            self.blocked = false;
+            let sent = self.send(true, space).and_then(|_| self.turn_lane());
+            let sending = self.posted.as_ref().is_some_and(|posted| posted.is_sending());
+            let more = sending || self.sent < self.window.next() || self.peer.queue.has_work();
+            if sent.is_err() || !more {
+                return;
+            }
+        }
+    }
+
     /// Registrations of regions that are gone go too.
     pub fn forget_revoked(&mut self) {
         if let Some(posted) = &mut self.posted {

@@ -57,9 +57,7 @@ pub enum Error {
         region_bytes: u64,
     },
     /// The transport cannot move the bytes from or to where they live. Nothing was moved.
-    #[error(
-        "the {side} region is {place}, which needs --transport plugin; staging over {transport} is not built yet"
-    )]
+    #[error("the {side} region is {place}, {}", way_out(transport))]
     OutOfReach {
         /// "local" or "remote".
         side: &'static str,
@@ -181,6 +179,14 @@ pub enum Error {
     /// An invariant of ferrywire was broken.
     #[error("internal error, please report: {0}")]
     Bug(String),
+}
+
+/// What to do about memory that a transport does not reach.
+fn way_out(transport: &str) -> String {
+    match transport {
+        "plugin" => "which is not the GPU that the plugin was told to use (PluginConfig::gpu)".into(),
+        _ => format!("which needs --transport plugin; staging over {transport} is not built yet"),
+    }
 }
 
 impl Error {

@@ -712,9 +712,12 @@ impl Crank {
     }
 
     fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
-        let Some(slot) = self.slots[place].take() else {
+        let Some(mut slot) = self.slots[place].take() else {
             return;
         };
+        if slot.channel.peer.skips_drain() {
+            slot.channel.hand_over(&mut self.space);
+        }
         match slot.channel.conn().fd() {
             Some(fd) => drop(worker.poller.remove(fd)),
             None => self.polled -= 1,

@@ -1,4 +1,4 @@
-//! The control side's clock, which stands still while nobody turns the control side.
+//! A clock that stands still while nobody looks at it: the control side's, and each lane's.
 //!
 //! A process that was stopped (SIGSTOP, a suspended machine, callers that drive and did not) has heard
 //! nobody, and that says nothing about its peers: what they said meanwhile is still to be read, and if they
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 /// A clock; times given to links and dials are its own.
 #[derive(Debug)]
-pub(super) struct Clock {
+pub(crate) struct Clock {
     looked_at: Duration,
     missed: Duration,
 }

@@ -856,7 +856,10 @@ impl Link {
     }
 
     fn look_after_closing(&mut self, now: Duration) {
-        if self.dying() && !matches!(self.stage, Stage::Leaving { .. }) {
+        if let Stage::Leaving { until } = self.stage {
+            return self.leave(until, now);
+        }
+        if self.dying() {
             return;
         }
         if self.peer.abandoned.load(Ordering::SeqCst) && self.lobby.is_none() {
@@ -867,6 +870,10 @@ impl Link {
             self.say(ControlMessage::Drained, now);
         }
         let Some(by) = self.close_by else { return };
+        if self.peer.skips_drain() {
+            self.error.get_or_insert(Error::Closed);
+            return;
+        }
         match self.stage {
             Stage::Settling | Stage::Up => {
                 if !self.drain_told {
@@ -885,13 +892,15 @@ impl Link {
                     self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
                 }
             }
-            Stage::Leaving { until } => {
-                if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
-                    let error = self.last_words.take().unwrap_or(Error::Closed);
-                    self.error.get_or_insert(error);
-                }
-            }
-            Stage::Dying | Stage::Over => {}
+            Stage::Leaving { .. } | Stage::Dying | Stage::Over => {}
+        }
+    }
+
+    /// The farewell is on its way: when it has arrived, or its time is up, this is the end.
+    fn leave(&mut self, until: Duration, now: Duration) {
+        if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
+            let error = self.last_words.take().unwrap_or(Error::Closed);
+            self.error.get_or_insert(error);
         }
     }
 

@@ -8,7 +8,7 @@
 //! Read next: `link.rs`.
 
 mod admission;
-mod clock;
+pub(crate) mod clock;
 mod dial;
 mod lanes;
 mod link;
@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::peer::PeerState;
 use crate::sys::poll::{Interest, Poller};
+use crate::transport::plugin::CallWatch;
 use crate::transport::{Conn, IoVec, Listener};
 use admission::{Admitter, Book};
 use clock::Clock;
@@ -69,6 +70,7 @@ pub(crate) struct Control {
     me: Hello,
     nics_seen: Duration,
     calls_seen: Duration,
+    call_watch: CallWatch,
     refusals_told: u64,
     refusals_since: Duration,
     /// Nothing is accepted before then, because the last attempt failed.
@@ -116,6 +118,7 @@ impl Control {
             me,
             nics_seen: Duration::ZERO,
             calls_seen: Duration::ZERO,
+            call_watch: CallWatch::default(),
             refusals_told: 0,
             refusals_since: Duration::ZERO,
             accept_at: None,
@@ -152,7 +155,7 @@ impl Control {
             return;
         }
         self.calls_seen = now;
-        for call in host.overdue_calls() {
+        for call in self.call_watch.overdue(host.calls_under_way(), host.config.stall_limit, now) {
             let worker = engine.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = host.describe_call(&call);

@@ -21,6 +21,7 @@ mod tests;
 
 pub(crate) use receiving::Arrival;
 
+use crate::control::clock::Clock;
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
@@ -52,13 +53,15 @@ pub(crate) struct Posted {
     sending: Sending,
     receiving: Receiving,
     counters: Arc<LaneCounters>,
+    /// Time in which this process was stopped is nobody's standing still.
+    clock: Clock,
 }
 
 impl Posted {
     /// `stall_limit` is the longest the oldest message of either direction may stand still.
     pub fn new(lane: Box<dyn Lane>, stall_limit: Duration, counters: Arc<LaneCounters>) -> Posted {
         let (sending, receiving) = (Sending::new(&*lane, stall_limit), Receiving::new(&*lane, stall_limit));
-        Posted { lane, sending, receiving, counters }
+        Posted { lane, sending, receiving, counters, clock: Clock::new(Duration::ZERO) }
     }
 
     /// Frames with a payload for the lane that may be taken now.
@@ -69,6 +72,11 @@ impl Posted {
     /// Whether anything is posted, or could be: then somebody has to ask.
     pub fn active(&self) -> bool {
         self.sending.active() || self.receiving.active()
+    }
+
+    /// Whether messages are not sent yet.
+    pub fn is_sending(&self) -> bool {
+        self.sending.active()
     }
 
     // ---- sending ----
@@ -123,6 +131,7 @@ impl Posted {
     /// # Errors
     /// Why the lane is of no use any more, with the state it was in.
     pub fn turn(&mut self, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        let now = self.clock.look(now);
         let result = self
             .sending
             .turn(&mut *self.lane, now, turned)
@@ -136,6 +145,7 @@ impl Posted {
 
     /// The connection beside the lane has ended: what was begun may still arrive.
     pub fn companion_closed(&mut self, now: Duration, why: &str) {
+        let now = self.clock.look(now);
         self.receiving.closing(now, format!("the connection beside it ended: {why}"));
     }
 

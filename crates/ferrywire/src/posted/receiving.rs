@@ -39,9 +39,10 @@ enum State {
     Whole,
     Waiting,
     Posted(Receive),
+    /// Done, and on its way from where it lies scattered.
+    Gathering(Receive),
+    /// In its place, or in a slot, to be unpacked.
     Done(Receive),
-    /// Gathered, and to be unpacked from its slot.
-    Gathered(Receive),
 }
 
 /// A posted receive.
@@ -124,7 +125,7 @@ impl Receiving {
     pub fn uses(&self, memory: &Arc<Memory>) -> bool {
         self.frames.iter().any(|frame| {
             let posted = match &frame.state {
-                State::Posted(receive) | State::Done(receive) | State::Gathered(receive) => {
+                State::Posted(receive) | State::Gathering(receive) | State::Done(receive) => {
                     Some(&receive.run)
                 }
                 State::Whole | State::Waiting => None,
@@ -175,7 +176,13 @@ impl Receiving {
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
             turned.worked = true;
             turned.received_bytes += receive.run.bytes as u64;
-            frame.state = State::Done(receive);
+            // What is refused is left where it is, and given back.
+            if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
+                lane.gather(receive.number, &receive.run)?;
+                frame.state = State::Gathering(receive);
+            } else {
+                frame.state = State::Done(receive);
+            }
             self.tested += 1;
             self.moved_at = now;
         }
@@ -190,7 +197,7 @@ impl Receiving {
             }
             let Some(frame) = self.frames.pop_front() else { return Ok(()) };
             (self.seen, self.tested) = (self.seen - 1, self.tested - 1);
-            if let State::Gathered(receive) = frame.state {
+            if let State::Done(receive) = frame.state {
                 lane.consumed(receive.ticket)?;
                 receive.slot.into_iter().for_each(|slot| self.slots.give_back(slot));
                 self.in_hand -= 1;
@@ -314,28 +321,23 @@ impl Arrival {
 impl Frame {
     /// Brings what has arrived to its place; ready when the request can be given back.
     fn take(&mut self, lane: &mut dyn Lane) -> Result<Poll<()>, String> {
-        if let State::Done(receive) = &self.state {
-            // What is refused is left where it is, and given back.
-            let wanted = self.arrival.refusal.is_none();
-            if wanted && lane.scatters(&receive.run.memory) {
-                match lane.gather(receive.number, &receive.run) {
-                    Poll::Ready(result) => result?,
-                    Poll::Pending => return Ok(Poll::Pending),
-                }
+        if let State::Gathering(receive) = &self.state {
+            match lane.gathered(receive.number) {
+                Poll::Ready(result) => result?,
+                Poll::Pending => return Ok(Poll::Pending),
             }
-            let State::Done(receive) = std::mem::replace(&mut self.state, State::Whole) else {
-                return Ok(Poll::Pending);
-            };
-            self.state = State::Gathered(receive);
+            if let State::Gathering(receive) = std::mem::replace(&mut self.state, State::Whole) {
+                self.state = State::Done(receive);
+            }
         }
         match &self.state {
-            State::Gathered(receive) if receive.slot.is_some() && self.arrival.refusal.is_none() => {
+            State::Done(receive) if receive.slot.is_some() && self.arrival.refusal.is_none() => {
                 match lane.copy(Way::Unpack, &receive.run, &self.arrival.target) {
                     Poll::Ready(result) => result.map(Poll::Ready),
                     Poll::Pending => Ok(Poll::Pending),
                 }
             }
-            State::Gathered(_) | State::Whole => Ok(Poll::Ready(())),
+            State::Done(_) | State::Whole => Ok(Poll::Ready(())),
             _ => Ok(Poll::Pending),
         }
     }
@@ -347,7 +349,7 @@ impl Frame {
             State::Whole | State::Waiting => false,
             State::Posted(receive) => direct(receive),
             // Being copied, or about to be.
-            State::Done(_) | State::Gathered(_) => true,
+            State::Gathering(_) | State::Done(_) => true,
         };
         match touched {
             // Refused if it arrives, and kept until then.

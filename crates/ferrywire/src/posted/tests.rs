@@ -35,6 +35,9 @@ struct Script {
     sent: Vec<Vec<u8>>,
     received_into: Vec<(u64, usize)>,
     consumed: usize,
+    /// What is received lies elsewhere until it is gathered; the gathers that were begun, and which are done.
+    scatters: bool,
+    gathers: Vec<(u64, bool)>,
     closed: Option<bool>,
 }
 
@@ -97,11 +100,21 @@ impl Lane for Fake {
     }
 
     fn scatters(&self, _memory: &Memory) -> bool {
-        false
+        self.0.lock().unwrap().scatters
     }
 
-    fn gather(&mut self, _number: u64, _run: &Run) -> Poll<Result<(), String>> {
-        unreachable!("it does not scatter")
+    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), String> {
+        self.0.lock().unwrap().gathers.push((number, false));
+        Ok(())
+    }
+
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+        let script = self.0.lock().unwrap();
+        match script.gathers.iter().find(|(each, _)| *each == number) {
+            Some((_, true)) => Poll::Ready(Ok(())),
+            Some((_, false)) => Poll::Pending,
+            None => panic!("gather {number} was never begun"),
+        }
     }
 
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
@@ -145,6 +158,16 @@ impl Bench {
         Bench { posted, script, now: Duration::ZERO }
     }
 
+    /// Lets time pass, with turns in between: without any, none does.
+    fn pass(&mut self, time: Duration) -> Result<(), String> {
+        let end = self.now + time;
+        while self.now < end {
+            self.now = end.min(self.now + Duration::from_millis(500));
+            self.turn()?;
+        }
+        Ok(())
+    }
+
     fn turn(&mut self) -> Result<Turned, String> {
         let mut turned = Turned::default();
         self.posted.turn(self.now, &mut turned).map(|()| turned)
@@ -158,7 +181,7 @@ impl Bench {
     fn take(&mut self, queue: &SendQueue, window: &mut Window<Entry>) -> usize {
         let first = window.next();
         let room = self.posted.room();
-        let pull = Pull { bytes: u64::MAX, channels: 1, bulk: true, messages: Some(room) };
+        let pull = Pull { bytes: u64::MAX, channels: 1, small: u64::MAX, bulk: true, messages: Some(room) };
         queue.pull(window, pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {
@@ -285,10 +308,8 @@ fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
     bench.take(&queue, &mut window());
     bench.script(|script| script.full = true);
     bench.turn().unwrap();
-    bench.now += STALL;
-    bench.turn().unwrap();
-    bench.now += Duration::from_secs(1);
-    let why = bench.turn().map(drop).unwrap_err();
+    bench.pass(STALL).unwrap();
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
     assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
 }
 
@@ -344,6 +365,27 @@ fn receives_are_posted_for_heads_and_given_back_in_order() {
 }
 
 #[test]
+fn a_scattered_receive_is_given_back_after_its_gather() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    for number in 0..3 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.extend(vec![Step::Done; 3]));
+    assert!(numbers(&bench.turn().unwrap()).is_empty());
+    bench.script(|script| {
+        assert_eq!(script.gathers, [(0, false), (1, false), (2, false)], "all at once");
+        script.gathers[1].1 = true;
+    });
+    assert!(numbers(&bench.turn().unwrap()).is_empty(), "not before the one in front of it");
+    bench.script(|script| script.gathers[0].1 = true);
+    assert_eq!(numbers(&bench.turn().unwrap()), [0, 1]);
+    bench.script(|script| assert_eq!(script.consumed, 2));
+}
+
+#[test]
 fn a_refused_message_is_received_and_thrown_away() {
     let memory = Memory::private(CHUNK).unwrap();
     let mut bench = Bench::new();
@@ -384,8 +426,7 @@ fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
     bench.now += Duration::from_secs(1);
     bench.script(|script| script.receives.push_back(Step::Done));
     assert_eq!(numbers(&bench.turn().unwrap()), [0]);
-    bench.now += 10 * limits::LANE_CLOSING_DEADLINE;
-    bench.turn().unwrap();
+    bench.pass(10 * limits::LANE_CLOSING_DEADLINE).unwrap();
 }
 
 #[test]
@@ -399,8 +440,8 @@ fn nothing_more_is_posted_once_the_peer_closes() {
     bench.expect(frame(1, &[(10, 10)], &memory));
     bench.turn().unwrap();
     assert_eq!(bench.posted.told(), 1);
-    bench.now += limits::LANE_CLOSING_DEADLINE + Duration::from_millis(1);
-    let why = bench.turn().map(drop).unwrap_err();
+    bench.pass(limits::LANE_CLOSING_DEADLINE).unwrap();
+    let why = bench.pass(Duration::from_millis(1)).unwrap_err();
     assert!(why.contains("did not arrive within 2.0 s after this: result 2"), "{why}");
 }
 
@@ -426,10 +467,9 @@ fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
         bench.expect(frame(number, &[(0, 10)], &memory));
     }
     bench.turn().unwrap();
-    bench.now += STALL;
-    bench.turn().unwrap();
-    bench.now += Duration::from_millis(1);
-    let why = bench.turn().map(drop).unwrap_err();
+    bench.now += 100 * STALL;
+    bench.pass(STALL / 2).expect("a process that was stopped does not blame its peer");
+    let why = bench.pass(STALL).unwrap_err();
     assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
     let state = bench.posted.state();
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");

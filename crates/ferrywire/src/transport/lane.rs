@@ -104,9 +104,11 @@ pub(crate) trait Lane: Send {
     /// Whether what arrives for this memory lies elsewhere, in fragments, until it is gathered.
     fn scatters(&self, memory: &Memory) -> bool;
 
-    /// Gathers the oldest finished receive, which is the lane's `number`th. Begins, and goes on when it is
-    /// called again; one at a time.
-    fn gather(&mut self, number: u64, run: &Run) -> Poll<Result<(), String>>;
+    /// Begins to gather a receive that is done, the lane's `number`th.
+    fn gather(&mut self, number: u64, run: &Run) -> Result<(), String>;
+
+    /// Whether that is done.
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>>;
 
     /// Gives the oldest finished receive back; what it brought has been taken.
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String>;

@@ -48,6 +48,9 @@ impl Ends {
     }
 
     pub fn of(accepting: Builder, connecting: Builder) -> Ends {
+        if std::env::var_os("FERRYWIRE_LOG").is_some() {
+            let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).try_init();
+        }
         let accepting = accepting.build().unwrap();
         let connecting = connecting.build().unwrap();
         let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();

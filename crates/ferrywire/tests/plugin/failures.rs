@@ -59,14 +59,15 @@ fn an_error_of_a_send_is_final() {
 }
 
 #[test]
-fn a_first_result_2_of_a_receive_is_absorbed() {
-    // Once per comm, with data under way: all of them arrive all the same, and nothing more is posted, so
-    // what follows goes over another connection.
+fn after_a_result_2_of_a_receive_nothing_more_is_posted() {
     case!("test_error_after=3,fault_side=recv").passes(|| {
-        let ends = Ends::with(|builder| builder.channels(2));
-        ends.write(20 << 20, 1);
-        let stats = ends.far.stats();
-        assert!(stats.channels.iter().all(|channel| channel.lane.as_ref().unwrap().closing_results <= 1));
+        let ends = one_channel();
+        says(
+            &failed_write(&ends),
+            &["did not arrive within 2.0 s after this: test of recv comm", "result 2"],
+        );
+        let lane = ends.far.stats().channels[0].lane.clone().unwrap();
+        assert_eq!(lane.closing_results, 1);
     });
 }
 
@@ -125,10 +126,17 @@ fn quirks_that_are_off_change_nothing() {
 }
 
 #[test]
-fn a_lost_channel_leaves_the_rest_to_the_others() {
-    case!("drop_data_socket_after=3,fault_side=send,silent_death=off").passes(|| {
-        let ends = Ends::with(|builder| builder.channels(3).plugin(plugin().stall_limit(STALL)));
-        ends.write(30 << 20, 1);
+fn a_lane_that_fails_costs_its_channel_and_no_operation() {
+    case!("test_error_after=10,fault_side=send").passes(|| {
+        let ends = Ends::new();
+        // Small ones keep to one channel, and so to one lane, which fails in the midst of them.
+        for salt in 0..15 {
+            ends.write(1000, salt);
+        }
+        let lost = ends.near.stats().lost_channels;
+        assert_eq!(lost.len(), 1, "{lost:?}");
+        assert!(lost[0].contains("sending message 10"), "{lost:?}");
+        ends.close();
     });
 }
 

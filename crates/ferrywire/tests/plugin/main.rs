@@ -6,5 +6,7 @@
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
+mod closing;
 mod ends;
+mod failures;
 mod transfers;

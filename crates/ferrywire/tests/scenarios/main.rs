@@ -2,11 +2,14 @@
 //!
 //! A *world* makes endpoints, connects them and drives them: [`sim`] on one thread over a simulated
 //! network, with a seed that repeats the run and virtual time that bounds it; [`tcp`] over loopback with
-//! threads and blocking waits. Scenarios that break things need a world that can ([`world::Faulty`]).
+//! threads and blocking waits, with payload over TCP or over a simulated plugin. Scenarios that break things need a world that can ([`world::Faulty`]).
 //!
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
 mod basics;
+#[allow(dead_code, reason = "the plugin's own tests use all of it")]
+#[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
+mod case;
 mod closing;
 mod faults;
 mod gpu;
@@ -17,11 +20,19 @@ mod sim;
 mod tcp;
 mod world;
 
-/// One test per scenario and world; `both` runs on the simulator and over TCP, `sim` only where faults
-/// can be made.
+/// One test per scenario and world; `all` runs on the simulator, over TCP and over a plugin, `both` not over
+/// a plugin, `sim` only where faults can be made.
 macro_rules! scenarios {
-    ($(both($seeds:literal): $module:ident::{$($name:ident),* $(,)?};)* $(sim($sim_seeds:literal): $sim_module:ident::{$($sim_name:ident),* $(,)?};)*) => {
+    (
+        $(all($all_seeds:literal): $all_module:ident::{$($all_name:ident),* $(,)?};)*
+        $(both($seeds:literal): $module:ident::{$($name:ident),* $(,)?};)*
+        $(sim($sim_seeds:literal): $sim_module:ident::{$($sim_name:ident),* $(,)?};)*
+    ) => {
         mod on_sim {
+            $($(#[test]
+            fn $all_name() {
+                crate::sim::run(stringify!($all_name), $all_seeds, crate::$all_module::$all_name);
+            })*)*
             $($(#[test]
             fn $name() {
                 crate::sim::run(stringify!($name), $seeds, crate::$module::$name);
@@ -31,7 +42,17 @@ macro_rules! scenarios {
                 crate::sim::run(stringify!($sim_name), $sim_seeds, crate::$sim_module::$sim_name);
             })*)*
         }
+        mod on_plugin {
+            $($(#[test]
+            fn $all_name() {
+                crate::case::case!("").passes(|| crate::tcp::run_over_plugin(crate::$all_module::$all_name));
+            })*)*
+        }
         mod on_tcp {
+            $($(#[test]
+            fn $all_name() {
+                crate::tcp::run(crate::$all_module::$all_name);
+            })*)*
             $($(#[test]
             fn $name() {
                 crate::tcp::run(crate::$module::$name);
@@ -41,7 +62,7 @@ macro_rules! scenarios {
 }
 
 scenarios! {
-    both(100): basics::{
+    all(100): basics::{
         writes_of_every_size,
         reads_of_every_size,
         blocks_are_written_and_read,
@@ -49,7 +70,7 @@ scenarios! {
         both_sides_at_once,
         many_peers,
     };
-    both(100): messages::{
+    all(100): messages::{
         messages_of_every_size,
         messages_scatter_and_gather,
         messages_of_a_tag_keep_their_order,
@@ -63,25 +84,25 @@ scenarios! {
         notification_after_serving_a_read,
         many_notifications_keep_their_order,
     };
-    both(10): messages::{more_than_the_eager_credit};
-    both(100): regions::{
+    all(10): messages::{more_than_the_eager_credit};
+    all(100): regions::{
         deregistered_regions_are_refused,
         refused_writes_do_not_notify,
         deregistered_during_a_write,
         deregistered_while_ended_transfers_are_held,
         wrong_regions_and_offsets_are_refused_at_once,
     };
-    both(20): gpu::{
-        gpu_memory_is_refused_before_anything_moves,
-        gpu_memory_is_refused_by_its_owner_too,
-    };
-    both(50): closing::{
+    all(50): closing::{
         close_finishes_what_was_posted,
         both_sides_close_at_once,
         close_ends_what_cannot_finish,
         messages_outlive_their_sender,
         dropped_peers_finish_first,
         endpoint_closed_with_work_under_way,
+    };
+    both(20): gpu::{
+        gpu_memory_is_refused_before_anything_moves,
+        gpu_memory_is_refused_by_its_owner_too,
     };
     sim(100): faults::{
         channels_reset_one_by_one,

@@ -1,7 +1,8 @@
-//! The real world: sockets over loopback, threads as by default, and calls that wait.
+//! The real world: sockets over loopback, threads as by default, and calls that wait; payload over TCP, or
+//! over the simulated plugin.
 
 use crate::world::World;
-use ferrywire::{Builder, Endpoint, Peer, Result, Transfer};
+use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -14,17 +15,34 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct TcpWorld {
     rng: StdRng,
     endpoints: Vec<Endpoint>,
+    plugin: Option<PluginConfig>,
 }
 
 /// Runs a scenario once.
 pub fn run(scenario: impl Fn(&mut TcpWorld)) {
-    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new() };
+    run_with(None, scenario);
+}
+
+/// Runs a scenario once, with payload over the plugin that was built with these tests. In a process of its
+/// own: a plugin may end it, and reads its environment once.
+pub fn run_over_plugin(scenario: impl Fn(&mut TcpWorld)) {
+    let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
+    // SAFETY: the file was built with these tests, and nobody else looks at the environment.
+    run_with(Some(unsafe { PluginConfig::at(library) }), scenario);
+}
+
+fn run_with(plugin: Option<PluginConfig>, scenario: impl Fn(&mut TcpWorld)) {
+    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new(), plugin };
     scenario(&mut world);
 }
 
 impl World for TcpWorld {
     fn add(&mut self, _nics: usize, adapt: impl FnOnce(Builder) -> Builder) -> usize {
         let builder = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0)).channels(3);
+        let builder = match self.plugin.clone() {
+            Some(plugin) => builder.plugin(plugin),
+            None => builder,
+        };
         self.endpoints.push(adapt(builder).build().unwrap());
         self.endpoints.len() - 1
     }

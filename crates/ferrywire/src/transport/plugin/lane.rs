@@ -163,7 +163,11 @@ impl Lane for PluginLane {
         unpacks && memory.place() != Place::Host
     }
 
-    fn gather(&mut self, _number: u64, _run: &Run) -> Poll<Result<(), String>> {
+    fn gather(&mut self, _number: u64, _run: &Run) -> Result<(), String> {
+        Err("gathering of scattered receives is not built yet".into())
+    }
+
+    fn gathered(&mut self, _number: u64) -> Poll<Result<(), String>> {
         Poll::Ready(Err("gathering of scattered receives is not built yet".into()))
     }
 

@@ -20,9 +20,11 @@ mod setup;
 mod terms;
 #[cfg(test)]
 mod tests;
+mod watch;
 
 pub use config::PluginConfig;
 pub use environment::{SetBy, Variable};
 pub(crate) use host::{Host, PluginTransport};
 pub(crate) use setup::{Progress, Setup};
 pub(crate) use terms::Terms;
+pub(crate) use watch::CallWatch;
