@@ -272,6 +272,8 @@ impl PeerState {
             self.tell_failure(op);
         }
         self.queue.ended(op);
+        // A notification may have waited for this one.
+        self.rouse_home();
     }
 
     /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
@@ -541,10 +543,18 @@ impl PeerState {
         op.number = header.offset;
         let op = Arc::new(op);
         self.begin(&op);
-        if !self.queue.post(op.clone()) {
-            self.end(&op);
+        match self.queue.post(op.clone()) {
+            true => self.rouse_home(),
+            false => self.end(&op),
         }
         Ok(())
+    }
+
+    /// Something small may wait now, which only the home's channels take: it may be asleep.
+    fn rouse_home(&self) {
+        if self.queue.has_work() {
+            self.home().rouse();
+        }
     }
 }
 
