@@ -209,12 +209,12 @@ impl Receiving {
         Ok(())
     }
 
-    /// Posts for the next heads, while there is room and the peer is not closing.
+    /// Posts for the next heads, while there is room. Also when the peer closes: what has a head was sent.
     fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
         while self.seen < self.frames.len() {
             let frame = &mut self.frames[self.seen];
             if matches!(frame.state, State::Waiting) {
-                if self.in_hand >= self.window || self.closing.is_some() {
+                if self.in_hand >= self.window {
                     return Ok(());
                 }
                 let (slot, run) = frame.arrival.room(lane, &mut self.slots)?;
@@ -257,7 +257,7 @@ impl Receiving {
         Ok(())
     }
 
-    /// The peer closes, or is gone: nothing more is posted, and what is has some time to arrive.
+    /// The peer closes, or is gone: what was announced has some time to arrive.
     pub fn closing(&mut self, now: Duration, why: String) {
         self.closing.get_or_insert((now, why));
     }
@@ -266,7 +266,8 @@ impl Receiving {
         let Some((since, why)) = &self.closing else { return Ok(()) };
         let missing =
             self.frames.iter().any(|frame| matches!(frame.state, State::Waiting | State::Posted(_)));
-        match missing && now.saturating_sub(*since) > limits::LANE_CLOSING_DEADLINE {
+        let quiet_since = self.moved_at.max(*since);
+        match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_DEADLINE {
             true => Err(format!(
                 "message {} did not arrive within {} after this: {why}",
                 self.finished,
