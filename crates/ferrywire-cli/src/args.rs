@@ -119,6 +119,28 @@ pub struct ServeFlags {
     /// Congestion control of this end's connections [default: chosen]
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
+    /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: a peer can never name a file
+    #[arg(long, value_name = "PATH")]
+    pub plugin: Option<PathBuf>,
+    /// How a plugin's scattered receives into GPU memory are gathered [default: chosen]
+    #[arg(long)]
+    pub unpack: Option<Unpack>,
+    /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_same_host_gpu: Option<bool>,
+    /// Memory of this end that peers may ask for beside host memory: sim[:N], a simulated GPU, with --plugin
+    #[arg(long, value_name = "KIND")]
+    pub memory: Option<String>,
+    /// Longest message of the plugin, where the peer says another than the default [default: 512K]
+    #[arg(long, value_name = "BYTES")]
+    pub chunk: Option<Bytes>,
+    /// Requests posted per channel of the plugin, the same on both ends [default: 16]
+    #[arg(long, value_name = "N")]
+    pub window: Option<usize>,
+    /// Longest time for a call of the plugin, in seconds [default: 30]
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<f64>,
     /// File with the shared secret; or set FERRYWIRE_SECRET
     #[arg(long, value_name = "FILE")]
     pub secret_file: Option<PathBuf>,
@@ -141,10 +163,10 @@ pub struct ConnectFlags {
     /// One-sided write (default), one-sided read, or two-sided send
     #[arg(long)]
     pub op: Option<Op>,
-    /// Where this side's bytes lie: host (the only kind in this build)
+    /// Where this side's bytes lie: host (default), or sim[:N], a simulated GPU, with --transport plugin
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
-    /// Where the peer's bytes lie: host (the only kind in this build)
+    /// Where the peer's bytes lie: host (default), or sim[:N], which its serve must offer with --memory
     #[arg(long, value_name = "KIND")]
     pub peer_memory: Option<String>,
     /// Message sizes, a list or a range by powers of two: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M; latency: 8,4K,64K]
@@ -171,7 +193,7 @@ pub struct ConnectFlags {
     /// Chunk size [default: chosen]
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
-    /// Requests in flight per channel [default: chosen]
+    /// Requests in flight per channel; of a plugin the same on both ends [default: chosen]
     #[arg(long, value_name = "N")]
     pub window: Option<usize>,
     /// Messages per size in the timed part; with --seconds too, whichever ends first
@@ -183,9 +205,19 @@ pub struct ConnectFlags {
     /// Messages per size before the timed part [default: 0.2 seconds' worth]
     #[arg(long, value_name = "N")]
     pub warmup: Option<u64>,
-    /// How channels move bytes: auto (default) or tcp
+    /// How channels move bytes [default: auto]
     #[arg(long)]
     pub transport: Option<Transport>,
+    /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: give --plugin to serve too
+    #[arg(long, value_name = "PATH")]
+    pub plugin: Option<PathBuf>,
+    /// How a plugin's scattered receives into GPU memory are gathered [default: chosen]
+    #[arg(long)]
+    pub unpack: Option<Unpack>,
+    /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_same_host_gpu: Option<bool>,
     /// Check every iteration's bytes (default), samples, or nothing
     #[arg(long)]
     pub verify: Option<Verify>,
@@ -255,12 +287,11 @@ pub enum Pattern {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
-    /// Choose, and say why
+    /// A plugin where one is named with --plugin, else TCP
     Auto,
     /// TCP sockets
     Tcp,
-    /// An NCCL net plugin
-    #[value(hide = true)]
+    /// An NCCL net plugin for payload, TCP for the rest; needs --plugin on both ends
     Plugin,
     /// Linux devmem TCP
     #[value(hide = true)]
@@ -268,6 +299,20 @@ pub enum Transport {
     /// The simulated network
     #[value(hide = true)]
     Sim,
+}
+
+/// How scattered receives are gathered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Unpack {
+    /// By a kernel of the GPU
+    Kernel,
+    /// By a copy per fragment
+    Copy,
+    /// Through host memory
+    Host,
+    /// Not at all: for measuring only, needs --verify off
+    None,
 }
 
 /// How much of the data is checked.

@@ -3,8 +3,10 @@
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+use serde::{Deserialize, Serialize};
+
 /// Why the command did not succeed.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Failure {
     /// What was typed makes no sense: 2.
     Usage(String),

@@ -5,6 +5,7 @@
 
 mod args;
 mod bench;
+mod carrier;
 mod exit;
 mod file;
 mod nics;
@@ -14,6 +15,8 @@ mod sys;
 mod units;
 
 use std::process::ExitCode;
+
+use bench::isolated::Order;
 
 fn main() -> ExitCode {
     exit::report(run())
@@ -28,6 +31,9 @@ fn run() -> exit::Outcome {
         exit::start_log(verbose, matches!(plan, plan::Plan::Serve(_)));
     }
     sys::catch_interrupt();
+    if let Some(order) = Order::of_this_process() {
+        return bench::isolated::child::run(plan, order);
+    }
     match plan {
         plan::Plan::Demo(plan) => bench::demo::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),

@@ -8,9 +8,10 @@ use std::time::Duration;
 use ferrywire::nccl::abi::Version;
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Transport, Verify,
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
+use crate::carrier::{self, Memory, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::units::Sizes;
 use crate::{bench, file};
@@ -69,6 +70,8 @@ pub struct EnginePlan {
     pub crc: Option<bool>,
     /// Congestion control by name.
     pub congestion_control: Option<String>,
+    /// The plugin that carries payload.
+    pub plugin: Option<PluginUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
 }
@@ -156,7 +159,10 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let given = secret(flags.secret_file.as_deref())?;
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
+    let call_limit =
+        Duration::from_secs_f64(seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
     let engine = EnginePlan {
+        plugin: carrier::for_serve(&flags, call_limit)?,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads)?,
         congestion_control: flags.congestion_control,
@@ -181,6 +187,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
     }
     refuse_unbuilt(&flags)?;
     let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
+    let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
         addresses,
         run: plan_run(&flags, deadline_s)?,
@@ -194,7 +201,9 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
         engine: EnginePlan {
             channels: at_least_one("--channels", flags.channels)?,
             chunk_bytes: flags.chunk.map(|chunk| chunk.0),
-            window: at_least_one("--window", flags.window)?,
+            // A plugin's window is its own.
+            window: at_least_one("--window", flags.window)?.filter(|_| plugin.is_none()),
+            plugin,
             threads: at_least_one("--threads", flags.threads)?,
             nics: flags.nics.map(|names| names.0).unwrap_or_default(),
             crc: flags.crc,
@@ -205,23 +214,6 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
 }
 
 fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
-    for (flag, memory) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
-        match memory.as_deref().map(|memory| memory.split_once(':').map_or(memory, |(kind, _)| kind)) {
-            None | Some("host") => {}
-            Some("cuda" | "sim") => return usage(format!("{flag}: this build moves host memory only")),
-            Some(other) => {
-                return usage(format!(
-                    "{flag} {other}: no such kind of memory; this build moves host memory"
-                ));
-            }
-        }
-    }
-    match flags.transport {
-        None | Some(Transport::Auto | Transport::Tcp) => {}
-        Some(Transport::Plugin) => return usage("--transport plugin: this build has the tcp transport only"),
-        Some(Transport::Devmem) => return usage("--transport devmem: this build has the tcp transport only"),
-        Some(Transport::Sim) => return usage("--transport sim: this build has the tcp transport only"),
-    }
     match flags.pattern {
         Some(Pattern::Mesh) => {
             usage("--pattern mesh needs several endpoints per process, which this build does not have")
@@ -246,8 +238,8 @@ fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
     Ok(Run {
         op: flags.op.unwrap_or(Op::Write),
         pattern,
-        memory: "host".to_owned(),
-        peer_memory: "host".to_owned(),
+        memory: Memory::typed("--memory", flags.memory.as_deref())?.to_string(),
+        peer_memory: Memory::typed("--peer-memory", flags.peer_memory.as_deref())?.to_string(),
         blocks: blocks(flags.blocks, &sizes)?,
         sizes: sizes.0,
         depth,

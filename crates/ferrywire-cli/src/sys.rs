@@ -28,6 +28,12 @@ pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
+/// Does to a child of this process, not yet waited for, what Ctrl-C does.
+pub fn interrupt(child: u32) {
+    // SAFETY: it takes two numbers.
+    unsafe { libc::kill(child as libc::pid_t, libc::SIGINT) };
+}
+
 /// CPU seconds, user and system, that this process has used.
 pub fn cpu_seconds() -> f64 {
     // SAFETY: rusage is plain data for which all zeroes is a valid value.

@@ -15,7 +15,7 @@ use crate::peer::Peer;
 use crate::progress::Worker;
 use crate::schedule;
 use crate::sys::affinity;
-use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable};
+use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable, environment_for};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::{Listener, SharedTransport, Transport};
 use std::fmt;
@@ -118,6 +118,20 @@ impl Builder {
     pub fn plugin(mut self, plugin: PluginConfig) -> Builder {
         self.plugin = Some(plugin);
         self
+    }
+
+    /// The variables that the plugin would be loaded with, for a process that starts another one with them:
+    /// some of a plugin's libraries read theirs before any of its functions is called. Empty without a plugin.
+    pub fn plugin_environment(&self) -> Result<Vec<Variable>> {
+        let Some(plugin) = &self.plugin else {
+            return Ok(Vec::new());
+        };
+        let nics = match &self.transport {
+            Some(transport) => transport.nics(),
+            None => TcpTransport::default().nics(),
+        };
+        let nics = nics.map_err(|error| Error::io("list NICs", &error))?;
+        Ok(environment_for(plugin, &self.config, &nics))
     }
 
     /// Builds the endpoint: checks everything, listens, starts its threads.

@@ -6,16 +6,18 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, PeerStats};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::host;
+use super::host::{self, Host};
 use super::incast::Companions;
+use super::isolated;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{self, Hello, Message, Side};
-use super::report::{Output, Record};
+use super::report::{News, Output, Record};
 use super::result::{self, Circumstances};
 use super::serve::region_from;
 use super::session::Session;
 use super::table;
+use crate::carrier::{Memory, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
 use crate::sys;
@@ -31,9 +33,6 @@ pub fn run(plan: ConnectPlan) -> Outcome {
         sys::die_with_parent();
     }
     let mut record = Record::new(&plan);
-    if plan.verbose && plan.member == 0 {
-        eprint!("{}", record.effective_values());
-    }
     let outcome = run_with_companions(&plan, &mut record);
     if plan.member == 0 {
         output.finish(&record, &outcome)?;
@@ -42,17 +41,31 @@ pub fn run(plan: ConnectPlan) -> Outcome {
 }
 
 fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
+    let environment = match plan.engine.plugin {
+        Some(_) => isolated::environment(&plan.engine, None)?,
+        None => Vec::new(),
+    };
+    record.note_environment(&environment);
+    if plan.verbose && plan.member == 0 {
+        eprint!("{}{}", record.effective_values(), isolated::shown(&environment));
+    }
     let companions = Companions::start(plan)?;
-    let outcome = measure(plan, record);
+    let outcome = match plan.engine.plugin {
+        Some(_) => isolated::connect(plan, &environment, record),
+        None => measure(plan, &mut |news| record.take(news), &|_| {}),
+    };
     companions.end(outcome)
 }
 
-fn measure(plan: &ConnectPlan, record: &mut Record) -> Outcome {
+/// Connects and goes through the sizes; `tell` hears what was found out, `stage` what begins.
+pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&str)) -> Outcome {
     host::check_memory(layout::region_bytes(&plan.run))?;
     let start = Instant::now();
     let endpoint = super::endpoint(&plan.engine, None)?;
+    stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
-    let outcome = converse(plan, &endpoint, &link, start, record);
+    let outcome = converse(plan, &endpoint, &link, start, (tell, stage));
+    stage("while closing");
     match &outcome {
         Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
         Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
@@ -66,7 +79,7 @@ fn converse(
     endpoint: &Endpoint,
     link: &Link,
     start: Instant,
-    record: &mut Record,
+    (tell, doing): (&mut dyn FnMut(News), &dyn Fn(&str)),
 ) -> Outcome {
     let run = &plan.run;
     let hello = Hello {
@@ -80,23 +93,26 @@ fn converse(
         Message::Welcome { host, region, threads } => (*host, region_from(link, &region)?, threads),
         _ => return Err(link.strange("no welcome")),
     };
-    let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
+    let local = run.memory_of(Side::Connect).register(endpoint, layout::region_bytes(run))?;
     link.tell(&Message::Region { region: protocol::to_hex(&local.descriptor().to_bytes()) })?;
     let session =
         Session { link, side: Side::Connect, run, local: &local, remote: &remote, gate: None, inject: None };
-    record.peer = Some(peer_host.clone());
+    let here = Host::this();
+    tell(News::Peer(peer_host.clone(), peer_threads));
     let setup_s = start.elapsed().as_secs_f64();
     let progress = progress(plan);
     for (step, size) in run.sizes.iter().enumerate() {
-        let stage = |stage: &str| progress.set_message(format!("{}: {stage}", Bytes(*size)));
+        let stage = |stage: &str| {
+            doing(&format!("at size {}, {stage}", Bytes(*size)));
+            progress.set_message(format!("{}: {stage}", Bytes(*size)));
+        };
         let report = session.step(step, &stage)?;
         let now = circumstances(plan, endpoint, link.peer.stats(), setup_s);
-        let results = result::results(&now, &record.host, &peer_host, step, &report);
+        let results = result::results(&now, &here, &peer_host, step, &report);
         if plan.verbose && plan.member == 0 {
             results.iter().for_each(|row| eprintln!("finished {}", table::line(row)));
         }
-        record.results.extend(results);
-        record.peer_threads = Some(peer_threads);
+        tell(News::Results(results));
         progress.inc(1);
     }
     progress.finish_and_clear();
@@ -114,11 +130,16 @@ fn circumstances<'a>(
     setup_s: f64,
 ) -> Circumstances<'a> {
     let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
+    let plugin = plan.engine.plugin.as_ref();
+    let scattered = [Side::Connect, Side::Serve].map(|side| plan.run.memory_of(side)) != [Memory::Host; 2];
     Circumstances {
         run: &plan.run,
+        transport: stats.transport.to_owned(),
+        unpack: plugin.and_then(|plugin| plugin.unpack).filter(|_| scattered),
+        lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),
         chunk_bytes: stats.chunk_bytes as u64,
-        window: stats.window as u64,
+        window: plugin.map_or(stats.window, PluginUse::window) as u64,
         threads: super::threads(endpoint),
         congestion_control: congestion_control.unwrap_or_default(),
         setup_s,
@@ -170,6 +191,9 @@ fn explain(error: Error) -> Failure {
         Error::Invalid { .. } => return Failure::Usage(text),
         Error::Refused { .. } if words.contains("secret") => {
             "try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file"
+        }
+        Error::Refused { .. } if words.contains("plugin") => {
+            "try: the same --plugin PATH, --chunk and --window on both ends; --allow-same-host-gpu is for simulators"
         }
         Error::Unreachable { .. } if words.contains("refused") => {
             "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one"

@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
+use clap::ValueEnum;
+
 use super::connect;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
@@ -29,6 +31,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
     command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
+    plugin_options(&mut command, plan);
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {
@@ -39,6 +42,19 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
         Some(address) => Ok((child, address)),
         None => Err(explain(child)),
     }
+}
+
+/// Both ends of a demo use the same plugin in the same way.
+fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
+    let Some(plugin) = &plan.engine.plugin else { return };
+    command.arg("--plugin").arg(&plugin.path);
+    command.arg(format!("--memory={}", plan.run.peer_memory));
+    command.arg(format!("--deadline={}", plan.deadline.as_secs_f64()));
+    command.arg(format!("--allow-same-host-gpu={}", plugin.allow_same_host_gpu));
+    command.args(plan.engine.chunk_bytes.map(|bytes| format!("--chunk={bytes}")));
+    command.args(plugin.window.map(|requests| format!("--window={requests}")));
+    let unpack = plugin.unpack.and_then(|unpack| Some(unpack.to_possible_value()?.get_name().to_owned()));
+    command.args(unpack.map(|name| format!("--unpack={name}")));
 }
 
 fn read_address(child: &mut Child) -> Option<SocketAddr> {

@@ -2,7 +2,8 @@
 //!
 //! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
 //! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
-//! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`result`] and [`report`].
+//! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`isolated`] (plugins run in a
+//! process of their own), [`result`] and [`report`].
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
@@ -13,6 +14,7 @@ pub mod flow;
 pub mod gate;
 pub mod host;
 pub mod incast;
+pub mod isolated;
 pub mod layout;
 pub mod limited;
 pub mod link;
@@ -27,14 +29,17 @@ pub mod session;
 pub mod table;
 pub mod verify;
 
-use ferrywire::Endpoint;
+use std::net::SocketAddr;
+
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::{Builder, Endpoint};
 
 use crate::exit::{Failure, Outcome};
 use crate::nics;
 use crate::plan::EnginePlan;
 
-/// Builds this end's endpoint.
-pub fn endpoint(plan: &EnginePlan, listen: Option<std::net::SocketAddr>) -> Outcome<Endpoint> {
+/// What this end's endpoint is built from.
+pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder> {
     nics::check(&plan.nics)?;
     let mut builder = Endpoint::builder().label(host::hostname());
     if let Some(address) = listen {
@@ -64,7 +69,20 @@ pub fn endpoint(plan: &EnginePlan, listen: Option<std::net::SocketAddr>) -> Outc
     if let Some(name) = &plan.congestion_control {
         builder = builder.congestion_control(name.clone());
     }
-    builder.build().map_err(|error| match error {
+    if let Some(plugin) = &plan.plugin {
+        builder = builder.plugin(plugin.config());
+    }
+    Ok(builder)
+}
+
+/// Builds this end's endpoint.
+pub fn endpoint(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Endpoint> {
+    if let Some(index) = plan.plugin.as_ref().and_then(|plugin| plugin.gpu) {
+        let gpu = SimGpu::open(index).map_err(ferrywire::Error::from)?;
+        // It publishes itself to plugins through the environment: now, before there are threads, and for good.
+        std::mem::forget(gpu);
+    }
+    builder(plan, listen)?.build().map_err(|error| match error {
         ferrywire::Error::Invalid { .. } => Failure::Usage(error.to_string()),
         other => other.into(),
     })

@@ -12,6 +12,7 @@ use super::host::Host;
 use super::measure::{Interval, LatencyCounts};
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Verify};
+use crate::carrier::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
@@ -70,11 +71,17 @@ impl Run {
             && (1..=PEERS_MAX).contains(&self.peers)
             && seconds.into_iter().flatten().all(|s| s > 0.0 && s <= SECONDS_MAX)
             && (self.seconds.is_some() || self.iters.is_some());
-        match (good, self.peer_memory.as_str()) {
-            (true, "host") => Ok(()),
-            (true, other) => Err(format!("this build moves host memory only, not {other}")),
+        match (good, self.peer_memory.parse::<Memory>()) {
+            (true, Ok(_)) => Ok(()),
+            (true, Err(why)) => Err(format!("memory {}: {why}", self.peer_memory)),
             (false, _) => Err("the options of this run are out of range".to_owned()),
         }
+    }
+
+    /// Where the bytes of one end lie.
+    pub fn memory_of(&self, side: Side) -> Memory {
+        let text = if side == Side::Connect { &self.memory } else { &self.peer_memory };
+        text.parse().unwrap_or(Memory::Host)
     }
 }
 

@@ -4,9 +4,12 @@ use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use ferrywire::transport::plugin::Variable;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::host::Host;
+use super::isolated;
 use super::result::ResultRow;
 use super::table;
 use crate::exit::{Failure, Outcome};
@@ -30,6 +33,16 @@ pub struct Record {
     pub results: Vec<ResultRow>,
 }
 
+/// What a run has found out, as it goes on.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum News {
+    /// The other end has answered: its host and its progress threads.
+    Peer(Host, usize),
+    /// A size is finished.
+    Results(Vec<ResultRow>),
+}
+
 impl Record {
     /// An empty record of a run.
     pub fn new(plan: &ConnectPlan) -> Record {
@@ -39,6 +52,21 @@ impl Record {
             peer: None,
             peer_threads: None,
             results: Vec::new(),
+        }
+    }
+
+    /// Takes in what the run tells.
+    pub fn take(&mut self, news: News) {
+        match news {
+            News::Peer(host, threads) => (self.peer, self.peer_threads) = (Some(host), Some(threads)),
+            News::Results(rows) => self.results.extend(rows),
+        }
+    }
+
+    /// The plugin's environment, as it is shown and stored.
+    pub fn note_environment(&mut self, variables: &[Variable]) {
+        if let Some(config) = self.config.as_object_mut() {
+            config.insert("plugin_environment".to_owned(), json!(isolated::stored(variables)));
         }
     }
 
@@ -68,14 +96,17 @@ impl Record {
 /// `null` where the engine chooses; the results tell what it chose.
 fn config(plan: &ConnectPlan) -> Value {
     let addresses: Vec<String> = plan.addresses.iter().map(ToString::to_string).collect();
+    let plugin = plan.engine.plugin.as_ref();
     let mut config = json!(plan.run);
     let own = json!({
         "address": addresses,
-        "transport": "tcp",
+        "transport": if plugin.is_some() { "plugin" } else { "tcp" },
+        "plugin": plugin.map(|plugin| &plugin.path),
+        "unpack": plugin.and_then(|plugin| plugin.unpack),
         "nics": plan.engine.nics,
         "channels": plan.engine.channels,
         "chunk": plan.engine.chunk_bytes,
-        "window": plan.engine.window,
+        "window": plugin.map_or(plan.engine.window, |plugin| plugin.window),
         "threads": plan.engine.threads,
         "crc": plan.engine.crc,
         "congestion_control": plan.engine.congestion_control,
@@ -160,6 +191,7 @@ const CSV: &[(&str, &str)] = &[
     ("memory", "/memory"),
     ("peer_memory", "/peer_memory"),
     ("transport", "/transport"),
+    ("unpack", "/unpack"),
     ("pattern", "/pattern"),
     ("gpu", "/gpu"),
     ("peer_gpu", "/peer_gpu"),

@@ -2,19 +2,21 @@
 
 use std::collections::BTreeMap;
 
-use serde::Serialize;
+use ferrywire::LaneStats;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::host::Host;
 use super::layout;
 use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
-use super::protocol::{FlowReport, Run, SideReport};
+use super::protocol::{FlowReport, Run, Side, SideReport};
 use super::session::StepReport;
-use crate::args::{Op, Pattern, Verify};
+use crate::args::{Op, Pattern, Unpack, Verify};
+use crate::carrier::Memory;
 
 /// Least, middle and greatest.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Spread {
     /// The least.
     pub min: f64,
@@ -25,7 +27,7 @@ pub struct Spread {
 }
 
 /// Latencies in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LatencyUs {
     /// The middle.
     pub p50: f64,
@@ -36,7 +38,7 @@ pub struct LatencyUs {
 }
 
 /// CPU seconds per 1e9 bytes on both ends of the data.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CpuPerGb {
     /// Where the data came from.
     pub source: f64,
@@ -45,7 +47,7 @@ pub struct CpuPerGb {
 }
 
 /// Bytes over one NIC of the connecting end.
-#[derive(Clone, Debug, Default, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NicBytes {
     /// Its name.
     pub nic: String,
@@ -56,7 +58,7 @@ pub struct NicBytes {
 }
 
 /// Bytes over one channel, both ways.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ChannelTotal {
     /// Its index.
     pub channel: u16,
@@ -67,7 +69,7 @@ pub struct ChannelTotal {
 }
 
 /// One result, in the form in which it is stored.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ResultRow {
     /// The operation.
     pub op: Op,
@@ -76,17 +78,17 @@ pub struct ResultRow {
     /// Where the serving end's bytes lie.
     pub peer_memory: String,
     /// How channels move bytes.
-    pub transport: &'static str,
-    /// How scattered receives are gathered: not over tcp.
-    pub unpack: Option<String>,
+    pub transport: String,
+    /// How scattered receives are gathered, where receives can be scattered.
+    pub unpack: Option<Unpack>,
     /// Who sends to whom.
     pub pattern: Pattern,
     /// The GPU of this end; `all` for the sum over an incast.
-    pub gpu: Option<&'static str>,
+    pub gpu: Option<String>,
     /// The GPU of the other end.
     pub peer_gpu: Option<u32>,
     /// `to_peer`, `from_peer` or `both`.
-    pub direction: &'static str,
+    pub direction: String,
     /// Size of a message.
     pub size_bytes: u64,
     /// Transfers in flight.
@@ -132,6 +134,12 @@ pub struct ResultRow {
 pub struct Circumstances<'a> {
     /// What was agreed on.
     pub run: &'a Run,
+    /// How channels move bytes.
+    pub transport: String,
+    /// How scattered receives are gathered, where receives can be scattered.
+    pub unpack: Option<Unpack>,
+    /// The lanes of a plugin; empty without one.
+    pub lanes: Vec<LaneStats>,
     /// Channels per peer.
     pub channels: usize,
     /// Chunk size in force.
@@ -221,12 +229,12 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         op: run.op,
         memory: run.memory.clone(),
         peer_memory: run.peer_memory.clone(),
-        transport: "tcp",
-        unpack: None,
+        transport: now.transport.clone(),
+        unpack: now.unpack,
         pattern: run.pattern,
-        gpu: share.gpu,
-        peer_gpu: None,
-        direction: share.direction,
+        gpu: gpu(share, run.memory_of(Side::Connect)),
+        peer_gpu: run.memory_of(Side::Serve).gpu(),
+        direction: share.direction.to_owned(),
         size_bytes: size,
         depth: layout::depth(run, size),
         blocks: run.blocks,
@@ -245,7 +253,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         stages_s: report.stages_s.clone(),
         per_nic,
         per_channel,
-        extra: extra(run, size, report, share, gb_per_s),
+        extra: extra(now, size, report, share, gb_per_s),
     }
 }
 
@@ -268,8 +276,26 @@ fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Optio
     })
 }
 
-fn extra(run: &Run, size: u64, report: &StepReport, share: &Share, gb_per_s: Spread) -> Map<String, Value> {
+/// The GPU of this end, or that it is the sum of several.
+fn gpu(share: &Share, memory: Memory) -> Option<String> {
+    share.gpu.map(str::to_owned).or_else(|| memory.gpu().map(|index| index.to_string()))
+}
+
+fn extra(
+    now: &Circumstances,
+    size: u64,
+    report: &StepReport,
+    share: &Share,
+    gb_per_s: Spread,
+) -> Map<String, Value> {
+    let run = now.run;
     let mut extra = Map::new();
+    if let Some(lane) = now.lanes.first() {
+        let most = |of: fn(&LaneStats) -> u64| now.lanes.iter().map(of).max();
+        extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)));
+        extra.insert("sends_posted_most".into(), json!(most(|lane| lane.sends_posted_most)));
+        extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
+    }
     if let (Some(blocks), true) = (run.blocks, gb_per_s.p50 > 0.0) {
         // Bytes per nanosecond are GB/s.
         extra.insert("ns_per_block".into(), json!(size as f64 / gb_per_s.p50 / blocks as f64));

@@ -13,11 +13,13 @@ use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
 use super::gate::Gate;
 use super::host::{self, Host};
+use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
 use crate::args::{Inject, Verify};
+use crate::carrier::Memory;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ServePlan;
 use crate::sys;
@@ -116,22 +118,63 @@ impl ActiveRun {
     }
 }
 
+/// Where the serving end says what happens: it may do its work in a child of the process that prints.
+#[derive(Clone)]
+pub enum Voice {
+    /// This process prints.
+    Own,
+    /// The parent does.
+    Parent(Arc<Pipe>),
+}
+
+impl Voice {
+    fn listening(&self, plan: &ServePlan, endpoint: &Endpoint) {
+        let (addresses, reachable) = (endpoint.listen_addresses(), endpoint.reachable_addresses());
+        match self {
+            Voice::Own => announce(plan, &addresses, &reachable),
+            Voice::Parent(pipe) => pipe.send(&ToParent::Listening { addresses, reachable }),
+        }
+    }
+
+    fn run_begins(&self, name: &str) {
+        if let Voice::Parent(pipe) = self {
+            pipe.send(&ToParent::RunBegins(name.to_owned()));
+        }
+    }
+
+    fn run_over(&self, once: bool, Ended { name, what, outcome }: &Ended) {
+        let (name, what, outcome) = (name.clone(), what.clone(), outcome.clone());
+        match self {
+            Voice::Own => tell_run_over(once, &name, &what, &outcome),
+            Voice::Parent(pipe) => pipe.send(&ToParent::RunOver { name, what, outcome }),
+        }
+    }
+}
+
 /// Serves until stopped, or with `--once` until the first run is over.
 pub fn run(plan: ServePlan) -> Outcome {
+    match plan.engine.plugin {
+        Some(_) => super::isolated::serve::run(plan),
+        None => serve(plan, &Voice::Own),
+    }
+}
+
+/// Serves in this process.
+pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     if plan.child {
         sys::die_with_parent();
     }
     let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
-    announce(&plan, &endpoint);
+    voice.listening(&plan, &endpoint);
     let hall = Arc::new(Hall::default());
     let (over, ended) = mpsc::channel();
     let mut last_error = None;
     let outcome = loop {
-        if let Some(outcome) = after(&plan, &ended) {
+        if let Some(outcome) = after(&plan, voice, &ended) {
             break outcome;
         }
         match endpoint.accept(SLICE) {
-            Ok(peer) => attend_in_thread(&plan, &endpoint, &hall, peer, over.clone()),
+            Ok(peer) => attend_in_thread(&plan, voice, &endpoint, &hall, peer, over.clone()),
             Err(Error::Deadline { .. }) => {}
             Err(Error::Closed) => break Err(Error::Closed.into()),
             Err(error) => complain_once(&mut last_error, error),
@@ -141,18 +184,15 @@ pub fn run(plan: ServePlan) -> Outcome {
     outcome
 }
 
-/// Prints what has ended; gives the outcome when it is time to go.
-fn after(plan: &ServePlan, ended: &Receiver<Ended>) -> Option<Outcome> {
+/// Tells what has ended; gives the outcome when it is time to go.
+fn after(plan: &ServePlan, voice: &Voice, ended: &Receiver<Ended>) -> Option<Outcome> {
     if sys::interrupted() {
         return Some(Err(Failure::Interrupted));
     }
-    for Ended { name, what, outcome } in ended.try_iter() {
-        match (&outcome, plan.once) {
-            (Ok(()), _) => say(&format!("{name}: {what}")),
-            (Err(failure), false) => eprintln!("error: run of {name} failed: {}", failure.message()),
-            (Err(_), true) => {}
-        }
+    for ended in ended.try_iter() {
+        voice.run_over(plan.once, &ended);
         if plan.once {
+            let Ended { name, outcome, .. } = ended;
             return Some(
                 outcome.map_err(|failure| {
                     Failure::failed(format!("run of {name} failed: {}", failure.message()))
@@ -161,6 +201,15 @@ fn after(plan: &ServePlan, ended: &Receiver<Ended>) -> Option<Outcome> {
         }
     }
     None
+}
+
+/// Prints how a run ended, unless its failure is about to be the outcome of the process.
+pub fn tell_run_over(once: bool, name: &str, what: &str, outcome: &Outcome) {
+    match (outcome, once) {
+        (Ok(()), _) => say(&format!("{name}: {what}")),
+        (Err(failure), false) => eprintln!("error: run of {name} failed: {}", failure.message()),
+        (Err(_), true) => {}
+    }
 }
 
 fn complain_once(last: &mut Option<Error>, error: Error) {
@@ -173,15 +222,17 @@ fn complain_once(last: &mut Option<Error>, error: Error) {
 
 fn attend_in_thread(
     plan: &ServePlan,
+    voice: &Voice,
     endpoint: &Endpoint,
     hall: &Arc<Hall>,
     peer: Peer,
     over: Sender<Ended>,
 ) {
     let (endpoint, hall, inject, verbose) = (endpoint.clone(), hall.clone(), plan.inject, plan.verbose);
+    let (voice, gpu) = (voice.clone(), plan.engine.plugin.as_ref().and_then(|plugin| plugin.gpu));
     let attend = move || {
         let link = Link::new(peer, HELLO_DEADLINE);
-        match admit(&link, &hall) {
+        match admit(&link, &hall, gpu) {
             Err(failure) => {
                 let why = failure.message();
                 if verbose {
@@ -189,7 +240,10 @@ fn attend_in_thread(
                 }
                 link.tell_last(&Message::Refused { why });
             }
-            Ok((hello, active)) => attend(link, &endpoint, &hall, (&hello, &active), inject, &over),
+            Ok((hello, active)) => {
+                voice.run_begins(&link.peer.name());
+                attend(link, &endpoint, &hall, (&hello, &active), inject, &over);
+            }
         }
     };
     let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
@@ -198,8 +252,18 @@ fn attend_in_thread(
     }
 }
 
+/// Refuses memory that this end was not told to offer.
+fn offered(memory: Memory, gpu: Option<u32>) -> Outcome {
+    match memory {
+        Memory::Sim(index) if gpu != Some(index) => Err(Failure::failed(format!(
+            "this end offers no memory {memory}: start its serve with --memory {memory} and --plugin PATH"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Hears what the peer wants, and lets it in if there is room.
-fn admit(link: &Link, hall: &Hall) -> Outcome<(Hello, Arc<ActiveRun>)> {
+fn admit(link: &Link, hall: &Hall, gpu: Option<u32>) -> Outcome<(Hello, Arc<ActiveRun>)> {
     let hello = match link.hear()? {
         Message::Hello(hello) => *hello,
         _ => return Err(link.strange("no greeting")),
@@ -211,6 +275,7 @@ fn admit(link: &Link, hall: &Hall) -> Outcome<(Hello, Arc<ActiveRun>)> {
         )));
     }
     hello.run.check().map_err(Failure::Failed)?;
+    offered(hello.run.memory_of(Side::Serve), gpu)?;
     host::check_memory(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
     let since = Instant::now();
     loop {
@@ -253,7 +318,7 @@ fn converse(
     inject: Option<Inject>,
 ) -> Outcome {
     let run = &hello.run;
-    let local = endpoint.register_zeroed(layout::region_bytes(run) as usize)?;
+    let local = run.memory_of(Side::Serve).register(endpoint, layout::region_bytes(run))?;
     let region = protocol::to_hex(&local.descriptor().to_bytes());
     let threads = super::threads(endpoint);
     link.tell(&Message::Welcome { host: Box::new(Host::this()), region, threads })?;
@@ -285,21 +350,21 @@ fn describe(run: &Run) -> String {
         .to_lowercase()
 }
 
-fn announce(plan: &ServePlan, endpoint: &Endpoint) {
-    let addresses = endpoint.listen_addresses();
+/// Says where this end listens, and how to connect to it.
+pub fn announce(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketAddr]) {
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     say(&format!("listening on {}", listed.join(", ")));
     if plan.verbose {
         eprint!("{}", effective_values(plan));
     }
     if !plan.child {
-        how_to_connect(plan, endpoint);
+        how_to_connect(plan, addresses, reachable);
     }
 }
 
-fn how_to_connect(plan: &ServePlan, endpoint: &Endpoint) {
+fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketAddr]) {
     if plan.listen.ip().is_loopback() {
-        let port = endpoint.listen_addresses().first().map_or(plan.listen.port(), SocketAddr::port);
+        let port = addresses.first().map_or(plan.listen.port(), SocketAddr::port);
         say(&format!(
             "other hosts cannot reach it; to let them: --listen 0.0.0.0:{port}, or the address of one NIC"
         ));
@@ -314,7 +379,7 @@ fn how_to_connect(plan: &ServePlan, endpoint: &Endpoint) {
         true => "a secret was made for this one time; on the other host run:",
         false => "on the other host, with the same secret, run:",
     });
-    for address in endpoint.reachable_addresses().iter().filter(|address| !address.ip().is_loopback()) {
+    for address in reachable.iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
         say(&format!("  {prefix}ferrywire bench connect {address}{nic}"));
     }
@@ -332,7 +397,7 @@ fn effective_values(plan: &ServePlan) -> String {
 }
 
 /// Prints a line; a closed pipe is no reason to stop serving.
-fn say(line: &str) {
+pub fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }

@@ -12,10 +12,10 @@ use crate::units::Bytes;
 type Column = (&'static str, fn(&ResultRow) -> String);
 
 const SIZE: Column = ("size", |row| Bytes(row.size_bytes).to_string());
-const DIRECTION: Column = ("direction", |row| match (row.gpu, row.extra.get("member")) {
+const DIRECTION: Column = ("direction", |row| match (row.gpu.as_deref().filter(|_| row.pattern == Pattern::Incast), row.extra.get("member")) {
     (Some(gpu), _) => format!("{} {gpu}", row.direction),
     (None, Some(member)) => format!("{} {member}", row.direction),
-    (None, None) => row.direction.to_owned(),
+    (None, None) => row.direction.clone(),
 });
 const DEPTH: Column = ("depth", |row| row.depth.to_string());
 const RATE: Column = ("GB/s", |row| format!("{:.2}", row.gb_per_s.p50));
@@ -117,8 +117,9 @@ fn setting(record: &Record, row: &ResultRow) -> String {
     let plural = |n: usize, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
     let there = record.peer_threads.map_or_else(String::new, |n| format!(" here, {n} there"));
     format!(
-        "{} because both ends are host memory ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
+        "{} because {} ({}), {} over {}, chunk {}, window {}, {}{there}; set up in {:.3} s",
         row.transport,
+        why(row),
         row.congestion_control,
         plural(row.channels, "channel"),
         nics.join(" "),
@@ -127,6 +128,14 @@ fn setting(record: &Record, row: &ResultRow) -> String {
         plural(row.threads, "thread"),
         row.setup_s,
     )
+}
+
+/// Why this transport was chosen.
+fn why(row: &ResultRow) -> String {
+    match row.extra.get("plugin").and_then(|plugin| plugin.as_str()) {
+        Some(plugin) => format!("one was named: {plugin}"),
+        None => "both ends are host memory".to_owned(),
+    }
 }
 
 /// What limited which sizes, sizes in a row with the same limit together.

@@ -191,7 +191,8 @@ impl Drop for Watch<'_> {
     }
 }
 
-fn how_it_ended(status: ExitStatus) -> String {
+/// How a process with a plugin ended, in words.
+pub fn how_it_ended(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("the plugin ended its process with exit status {code}"),
         (None, Some(signal)) => format!("the plugin died by signal {signal}{}", signal_name(signal)),

@@ -18,6 +18,7 @@ pub struct PluginConfig {
     pub(crate) stall_limit: Duration,
     pub(crate) setup_limit: Duration,
     pub(super) allow_same_host_gpu: bool,
+    pub(super) set_before: Vec<String>,
     pub(crate) skip_drain: bool,
 }
 
@@ -58,6 +59,7 @@ impl PluginConfig {
             stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
             setup_limit: limits::LANE_SETUP_DEADLINE,
             allow_same_host_gpu: false,
+            set_before: Vec::new(),
             skip_drain: false,
         }
     }
@@ -104,6 +106,14 @@ impl PluginConfig {
     /// traffic never crosses a NIC. For simulators and network namespaces.
     pub fn allow_same_host_gpu(mut self, allow: bool) -> PluginConfig {
         self.allow_same_host_gpu = allow;
+        self
+    }
+
+    /// Names of variables that ferrywire set in the environment of this process before it started, as
+    /// [`Builder::plugin_environment`](crate::Builder::plugin_environment) of its parent said: they are not
+    /// told as the user's.
+    pub fn set_before(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> PluginConfig {
+        self.set_before = names.into_iter().map(Into::into).collect();
         self
     }
 

@@ -36,6 +36,8 @@ pub(super) struct Facts {
     pub cores: usize,
     /// Mbit/s of the fastest of them, where one tells.
     pub speed_mbps: Option<u32>,
+    /// Variables that ferrywire set before this process started.
+    pub set_before: Vec<String>,
 }
 
 pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
@@ -89,7 +91,8 @@ pub(super) fn decide(
     for (name, value) in wanted(facts, exists) {
         // An empty one is as good as none to those who read it.
         let set = get(name).filter(|value| !value.is_empty());
-        let set_by = if set.is_some() { SetBy::User } else { SetBy::Ferrywire };
+        let by_user = set.is_some() && !facts.set_before.iter().any(|before| before == name);
+        let set_by = if by_user { SetBy::User } else { SetBy::Ferrywire };
         all.push(Variable { name, value: set.unwrap_or(value), set_by });
     }
     for name in SHOWN {
@@ -98,12 +101,17 @@ pub(super) fn decide(
     all
 }
 
+/// Decides for the environment of this process.
+pub(super) fn decide_here(facts: &Facts) -> Vec<Variable> {
+    decide(facts, |name| env::var(name).ok(), Path::exists)
+}
+
 /// Sets what is missing; returns all that the plugin will see.
 ///
 /// # Safety
 /// No other thread reads the environment in another way than through the standard library.
 pub(super) unsafe fn set(facts: &Facts) -> Vec<Variable> {
-    let all = decide(facts, |name| env::var(name).ok(), Path::exists);
+    let all = decide_here(facts);
     for variable in all.iter().filter(|variable| variable.set_by == SetBy::Ferrywire) {
         // SAFETY: by the caller's promise.
         unsafe { env::set_var(variable.name, &variable.value) };
@@ -117,7 +125,7 @@ mod tests {
 
     fn facts(nics: &[&str], speed_mbps: Option<u32>) -> Facts {
         let nics = nics.iter().map(|nic| (*nic).to_owned()).collect();
-        Facts { message_bytes_max: 524_288, nics, cores: 104, speed_mbps }
+        Facts { message_bytes_max: 524_288, nics, cores: 104, speed_mbps, set_before: Vec::new() }
     }
 
     fn value(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
@@ -139,6 +147,14 @@ mod tests {
         let all = decide(&facts(&[], None), |_| Some(String::new()), |_| false);
         assert_eq!(value(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
         assert_eq!(value(&all, "SOCKET_IFNAME"), None);
+    }
+
+    #[test]
+    fn what_ferrywire_set_before_the_start_is_not_told_as_the_users() {
+        let set_before = vec![CHUNK_BYTES.to_owned()];
+        let all = decide(&Facts { set_before, ..facts(&[], None) }, |_| Some("7".into()), |_| false);
+        assert_eq!(value(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
+        assert_eq!(value(&all, "NTHREADS"), Some(("7".into(), SetBy::User)));
     }
 
     #[test]

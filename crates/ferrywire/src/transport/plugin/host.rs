@@ -188,6 +188,11 @@ impl Host {
     }
 }
 
+/// The variables that a plugin would be loaded with; nothing is set.
+pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Vec<Variable> {
+    environment::decide_here(&facts(plugin, config, nics))
+}
+
 fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
     let chosen = chosen_nics(config, nics);
     let of_them = nics.iter().filter(|nic| chosen.contains(&nic.name));
@@ -197,6 +202,7 @@ fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
         speed_mbps: of_them.filter_map(|nic| nic.speed_mbps).max(),
         cores,
         nics: chosen,
+        set_before: plugin.set_before.clone(),
     }
 }
 

@@ -24,7 +24,7 @@ mod watch;
 
 pub use config::PluginConfig;
 pub use environment::{SetBy, Variable};
-pub(crate) use host::{Host, PluginTransport};
+pub(crate) use host::{Host, PluginTransport, environment_for};
 pub(crate) use setup::{Progress, Setup};
 pub(crate) use terms::Terms;
 pub(crate) use watch::CallWatch;

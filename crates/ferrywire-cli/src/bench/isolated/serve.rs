@@ -1,0 +1,74 @@
+//! The serving end of a plugin: a child works, and a fresh one follows when it dies.
+
+use std::net::SocketAddr;
+
+use super::super::serve::{announce, say, tell_run_over};
+use super::message::Message;
+use super::ward::{Event, Ward};
+use super::{Order, environment, shown};
+use crate::exit::{Failure, Outcome};
+use crate::plan::ServePlan;
+use crate::sys;
+
+/// How one child ended.
+enum End {
+    /// There is nothing more to do.
+    Over(Outcome),
+    /// It died, or had to be ended; whether the engine has already told of the call that did not return.
+    Died(Failure, bool),
+}
+
+/// Serves until stopped, or with `--once` until the first run is over.
+pub fn run(mut plan: ServePlan) -> Outcome {
+    if plan.child {
+        sys::die_with_parent();
+    }
+    let mut is_first = true;
+    loop {
+        match one_child(&mut plan, is_first)? {
+            End::Over(outcome) => return outcome,
+            End::Died(failure, _) if plan.once => return Err(failure),
+            End::Died(_, true) => {}
+            End::Died(failure, false) => eprintln!("error: {}", failure.message()),
+        }
+        is_first = false;
+    }
+}
+
+fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
+    let environment = environment(&plan.engine, Some(plan.listen))?;
+    let order = Order { listen: Some(plan.listen), ..Order::default() };
+    let secret = plan.engine.secret.clone().filter(|_| plan.one_time_secret);
+    let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
+    let mut ward = Ward::start(&plugin, &environment, order, secret.as_deref())?;
+    let (mut listens, mut failure_told) = (false, false);
+    loop {
+        match ward.next() {
+            Event::Said(Message::Listening { addresses, reachable }) => {
+                listens = true;
+                if let Some(address) = addresses.first() {
+                    plan.listen = SocketAddr::new(plan.listen.ip(), address.port());
+                }
+                if is_first {
+                    announce(plan, &addresses, &reachable);
+                    if plan.verbose {
+                        eprint!("{}", shown(&environment));
+                    }
+                } else {
+                    say(&format!("listening again on {}", plan.listen));
+                }
+            }
+            Event::Said(Message::RunBegins(_)) => failure_told = false,
+            Event::Said(Message::RunOver { name, what, outcome }) => {
+                failure_told = outcome.is_err();
+                tell_run_over(plan.once, &name, &what, &outcome);
+            }
+            Event::Said(Message::Outcome(outcome)) => return Ok(End::Over(outcome)),
+            Event::Said(_) => {}
+            Event::Ended(Failure::Interrupted) => return Ok(End::Over(Err(Failure::Interrupted))),
+            // One that dies before it listens would do so again.
+            Event::Ended(failure) if !listens => return Ok(End::Over(Err(failure))),
+            Event::Ended(failure) => return Ok(End::Died(failure, failure_told && ward.is_overdue())),
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! What carries payload, and where bytes lie: the choice of transport, plugin and memory.
+//!
+//! Invariant: the file of a plugin is this end's own word. Nothing here is filled in from a peer.
+//! Read next: [`crate::plan`], which asks; [`crate::bench::isolated`], where a plugin runs.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::Duration;
+
+use ferrywire::{Endpoint, Place, PluginConfig, Region, limits};
+
+use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
+use crate::exit::{Failure, Outcome};
+
+/// A plugin, and how it is used.
+#[derive(Clone, Debug)]
+pub struct PluginUse {
+    /// Its file.
+    pub path: PathBuf,
+    /// Longest message, where it is not the default.
+    pub message_bytes_max: Option<usize>,
+    /// Requests posted per channel, where it is not the default.
+    pub window: Option<usize>,
+    /// The simulated GPU whose memory is moved, beside host memory.
+    pub gpu: Option<u32>,
+    /// How scattered receives are gathered.
+    pub unpack: Option<Unpack>,
+    /// GPU memory within one host is allowed.
+    pub allow_same_host_gpu: bool,
+    /// Longest time for one call.
+    pub call_limit: Duration,
+    /// Variables that the supervising process has set.
+    pub set_before: Vec<String>,
+}
+
+impl PluginUse {
+    /// The same for the engine. Whoever builds an endpoint with it loads the file.
+    pub fn config(&self) -> PluginConfig {
+        // SAFETY: the user named the file, which the help says to do with trusted ones only. Processes that
+        // build an endpoint with it have no thread yet that reads the environment.
+        let config = unsafe { PluginConfig::at(&self.path) };
+        let mut config = config
+            .allow_same_host_gpu(self.allow_same_host_gpu)
+            .stall_limit(self.call_limit)
+            .set_before(self.set_before.iter().cloned());
+        if let Some(bytes) = self.message_bytes_max {
+            config = config.message_bytes_max(bytes);
+        }
+        if let Some(requests) = self.window {
+            config = config.window(requests);
+        }
+        match self.gpu {
+            Some(index) => config.gpu(Place::SimGpu(index)),
+            None => config,
+        }
+    }
+
+    /// Requests posted per channel at most.
+    pub fn window(&self) -> usize {
+        self.window.unwrap_or(limits::LANE_WINDOW_DEFAULT)
+    }
+}
+
+/// Where one end's bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// Host memory.
+    Host,
+    /// Memory of a simulated GPU.
+    Sim(u32),
+}
+
+impl FromStr for Memory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Memory, String> {
+        let (kind, number) = text.split_once(':').unwrap_or((text, "0"));
+        let index = number.parse().ok().filter(|index| (*index as usize) < limits::SIM_GPUS_MAX);
+        match (kind, index) {
+            ("host", _) if !text.contains(':') => Ok(Memory::Host),
+            ("sim", Some(index)) => Ok(Memory::Sim(index)),
+            ("sim", None) => Err(format!("GPUs are numbered 0 to {}", limits::SIM_GPUS_MAX - 1)),
+            ("cuda", _) => Err("this build moves memory of the host and of simulated GPUs only".to_owned()),
+            _ => Err("no such kind of memory; there are host and sim[:N]".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Memory::Host => f.write_str("host"),
+            Memory::Sim(index) => write!(f, "sim:{index}"),
+        }
+    }
+}
+
+impl Memory {
+    /// What was typed behind a flag.
+    pub fn typed(flag: &str, text: Option<&str>) -> Outcome<Memory> {
+        let text = text.unwrap_or("host");
+        text.parse().map_err(|why| Failure::Usage(format!("{flag} {text}: {why}")))
+    }
+
+    /// The simulated GPU, if it is one.
+    pub fn gpu(self) -> Option<u32> {
+        match self {
+            Memory::Host => None,
+            Memory::Sim(index) => Some(index),
+        }
+    }
+
+    /// Allocates and registers memory there.
+    pub fn register(self, endpoint: &Endpoint, bytes: u64) -> Outcome<Region> {
+        let bytes = bytes as usize;
+        Ok(match self {
+            Memory::Host => endpoint.register_zeroed(bytes)?,
+            Memory::Sim(index) => endpoint.register_sim(index, bytes)?,
+        })
+    }
+}
+
+/// Chooses for `connect`: the plugin to use, if it is one.
+pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
+    let path = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
+        (Transport::Auto | Transport::Plugin, Some(path)) => path,
+        (Transport::Plugin, None) => {
+            return usage("--transport plugin: say which with --plugin PATH, here and on the other end");
+        }
+        (Transport::Tcp, Some(_)) => {
+            return usage("--plugin with --transport tcp: leave one of them out");
+        }
+        (Transport::Devmem | Transport::Sim, _) => {
+            return usage("--transport: this build has tcp and plugin only");
+        }
+        (Transport::Auto | Transport::Tcp, None) => {
+            refuse_without_plugin(&[
+                ("--unpack", flags.unpack.is_some()),
+                ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
+                ("--memory sim", memory != Memory::Host),
+                ("--peer-memory sim", peer_memory != Memory::Host),
+            ])?;
+            return Ok(None);
+        }
+    };
+    let verified = flags.verify != Some(Verify::Off);
+    if flags.unpack == Some(Unpack::None) && verified {
+        return usage("--unpack none leaves the data in fragments: it needs --verify off");
+    }
+    if flags.crc == Some(true) && (memory, peer_memory) != (Memory::Host, Memory::Host) {
+        return usage("--crc needs host memory on both ends: leave it out with --memory or --peer-memory sim");
+    }
+    Ok(Some(PluginUse {
+        path: existing(path)?,
+        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
+        window: window(flags.window)?,
+        gpu: memory.gpu(),
+        unpack: flags.unpack,
+        allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
+        call_limit,
+        set_before: Vec::new(),
+    }))
+}
+
+/// Likewise for `serve`.
+pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let Some(path) = &flags.plugin else {
+        refuse_without_plugin(&[
+            ("--unpack", flags.unpack.is_some()),
+            ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
+            ("--memory sim", memory != Memory::Host),
+        ])?;
+        // Chunk and window may stand in a file or environment for both ends; over TCP the peer's hold.
+        return Ok(None);
+    };
+    Ok(Some(PluginUse {
+        path: existing(path)?,
+        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
+        window: window(flags.window)?,
+        gpu: memory.gpu(),
+        unpack: flags.unpack,
+        allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
+        call_limit,
+        set_before: Vec::new(),
+    }))
+}
+
+fn refuse_without_plugin(given: &[(&str, bool)]) -> Outcome {
+    match given.iter().find(|(_, given)| *given) {
+        Some((flag, _)) => usage(format!("{flag} belongs to a plugin: add --plugin PATH, or leave it out")),
+        None => Ok(()),
+    }
+}
+
+/// The file, absolute: a process that works elsewhere finds it too.
+fn existing(path: &Path) -> Outcome<PathBuf> {
+    let found = if path.is_file() { std::path::absolute(path).ok() } else { None };
+    found.ok_or_else(|| Failure::Usage(format!("--plugin {}: there is no such file", path.display())))
+}
+
+/// A chunk above the default needs longer messages, which both ends have to be told; a shorter one does not.
+fn message_bytes_max(chunk_bytes: Option<u64>) -> Outcome<Option<usize>> {
+    let most = limits::CHUNK_BYTES_MAX as u64;
+    match chunk_bytes {
+        Some(bytes) if bytes > most => usage(format!("--chunk {bytes}: at most {most}")),
+        Some(bytes) if bytes > limits::LANE_MESSAGE_BYTES_DEFAULT as u64 => Ok(Some(bytes as usize)),
+        _ => Ok(None),
+    }
+}
+
+fn window(window: Option<usize>) -> Outcome<Option<usize>> {
+    let most = limits::LANE_WINDOW_MAX;
+    match window {
+        Some(requests) if !(1..=most).contains(&requests) => {
+            usage(format!("--window {requests}: a plugin's is between 1 and {most}"))
+        }
+        other => Ok(other),
+    }
+}
+
+fn usage<T>(message: impl Into<String>) -> Outcome<T> {
+    Err(Failure::Usage(message.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_as_it_is_shown() {
+        for (text, shown) in [("host", "host"), ("sim", "sim:0"), ("sim:3", "sim:3")] {
+            assert_eq!(text.parse::<Memory>().map(|memory| memory.to_string()), Ok(shown.to_owned()));
+        }
+        for text in ["", "host:0", "sim:", "sim:x", "sim:-1", "sim:99999", "cuda:1", "floppy"] {
+            assert!(text.parse::<Memory>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_named_plugin_is_chosen_and_one_that_is_missing_refused() {
+        let choose = |transport, plugin: Option<&str>| {
+            let flags = ConnectFlags { transport, plugin: plugin.map(PathBuf::from), ..Default::default() };
+            for_connect(&flags, Duration::from_secs(1)).map(|plugin| plugin.is_some())
+        };
+        let here = std::env::current_exe().expect("a file");
+        let here = here.to_str();
+        assert_eq!(choose(None, None), Ok(false));
+        assert_eq!(choose(None, here), Ok(true));
+        assert_eq!(choose(Some(Transport::Plugin), here), Ok(true));
+        assert!(matches!(choose(Some(Transport::Plugin), None), Err(Failure::Usage(_))));
+        assert!(matches!(choose(Some(Transport::Tcp), here), Err(Failure::Usage(_))));
+        assert!(matches!(choose(None, Some("/nonexistent.so")), Err(Failure::Usage(_))));
+    }
+}
