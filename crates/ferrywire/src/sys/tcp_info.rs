@@ -32,6 +32,8 @@ pub struct TcpInfo {
     pub last_ack_recv: Duration,
     /// Smoothed round trip.
     pub rtt: Duration,
+    /// The shortest round trip of the last minutes; zero if there was none yet.
+    pub min_rtt: Duration,
     /// Packets retransmitted since the start.
     pub total_retrans: u32,
     /// Bytes written and never sent.
@@ -61,6 +63,7 @@ impl TcpInfo {
             unacked: word(24),
             last_ack_recv: millis(56),
             rtt: micros(68),
+            min_rtt: if word(148) == u32::MAX { Duration::ZERO } else { micros(148) },
             total_retrans: word(100),
             notsent_bytes: word(144),
             delivery_rate: u64::from_ne_bytes(array(bytes, 160)),
@@ -98,6 +101,15 @@ mod tests {
         assert_eq!(56, mem::offset_of!(libc::tcp_info, tcpi_last_ack_recv));
         assert_eq!(68, mem::offset_of!(libc::tcp_info, tcpi_rtt));
         assert_eq!(100, mem::offset_of!(libc::tcp_info, tcpi_total_retrans));
+    }
+
+    #[test]
+    fn no_round_trip_yet_reads_as_zero() {
+        let mut bytes = [0; TCP_INFO_BYTES];
+        bytes[148..152].fill(0xff);
+        assert_eq!(TcpInfo::parse(&bytes).min_rtt, Duration::ZERO);
+        bytes[148..152].copy_from_slice(&70_u32.to_ne_bytes());
+        assert_eq!(TcpInfo::parse(&bytes).min_rtt, Duration::from_micros(70));
     }
 
     #[test]

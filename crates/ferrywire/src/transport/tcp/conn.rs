@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use socket2::Socket;
 
 use super::health::Watch;
-use super::tuning::{self, Path};
+use super::tuning::{LateTuning, Path};
 use super::zero_copy::ZeroCopy;
 use super::{START, canonical, ip_address};
 use crate::limits::IOVECS_PER_CALL_MAX;
@@ -32,8 +32,8 @@ pub struct TcpConn {
     remote: SocketAddr,
     /// No byte has moved yet.
     connecting: bool,
-    /// To be applied if the round trip proves short, where addresses did not tell.
-    tune_late: Option<ConnOptions>,
+    /// While the round trip is still to be judged.
+    tune_late: Option<LateTuning>,
     /// The first error, which the kernel tells only once.
     failure: Option<i32>,
     shut: bool,
@@ -52,7 +52,7 @@ impl TcpConn {
     ) -> io::Result<TcpConn> {
         let mut conn = TcpConn::established(socket, remote, path == Path::SameHost)?;
         conn.connecting = true;
-        conn.tune_late = (path == Path::Far && options.bulk).then(|| options.clone());
+        conn.tune_late = LateTuning::new(path, options);
         Ok(conn)
     }
 
@@ -88,9 +88,8 @@ impl TcpConn {
     /// Bytes have moved: the first ones prove the connection.
     fn moved(&mut self, bytes: usize) -> usize {
         self.connecting = false;
-        if let Some(options) = self.tune_late.take() {
-            tuning::apply_late(self.descriptor(), &options);
-        }
+        let fd = self.descriptor();
+        self.tune_late.take_if(|tuning| tuning.moved(fd));
         bytes
     }
 
