@@ -151,7 +151,9 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
         return usage("--unpack none leaves the data in fragments: it needs --verify off");
     }
     if flags.crc == Some(true) && (memory, peer_memory) != (Memory::Host, Memory::Host) {
-        return usage("--crc needs host memory on both ends: leave it out with --memory or --peer-memory sim");
+        return usage(
+            "--crc needs host memory on both ends: leave it out with --memory or --peer-memory sim",
+        );
     }
     Ok(Some(PluginUse {
         path: existing(path)?,

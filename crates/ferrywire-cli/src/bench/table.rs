@@ -12,10 +12,12 @@ use crate::units::Bytes;
 type Column = (&'static str, fn(&ResultRow) -> String);
 
 const SIZE: Column = ("size", |row| Bytes(row.size_bytes).to_string());
-const DIRECTION: Column = ("direction", |row| match (row.gpu.as_deref().filter(|_| row.pattern == Pattern::Incast), row.extra.get("member")) {
-    (Some(gpu), _) => format!("{} {gpu}", row.direction),
-    (None, Some(member)) => format!("{} {member}", row.direction),
-    (None, None) => row.direction.clone(),
+const DIRECTION: Column = ("direction", |row| {
+    match (row.gpu.as_deref().filter(|_| row.pattern == Pattern::Incast), row.extra.get("member")) {
+        (Some(gpu), _) => format!("{} {gpu}", row.direction),
+        (None, Some(member)) => format!("{} {member}", row.direction),
+        (None, None) => row.direction.clone(),
+    }
 });
 const DEPTH: Column = ("depth", |row| row.depth.to_string());
 const RATE: Column = ("GB/s", |row| format!("{:.2}", row.gb_per_s.p50));

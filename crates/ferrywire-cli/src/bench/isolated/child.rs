@@ -42,11 +42,9 @@ fn connect_end(mut plan: ConnectPlan, order: &Order, sender: &Sender) -> Outcome
         (plan.run_id, plan.run.seed) = (run_id.clone(), *seed);
     }
     sender.send(&Message::Stage("while it was started".to_owned()));
-    connect::measure(
-        &plan,
-        &mut |news| sender.send(&Message::News(Box::new(news))),
-        &|stage| sender.send(&Message::Stage(stage.to_owned())),
-    )
+    connect::measure(&plan, &mut |news| sender.send(&Message::News(Box::new(news))), &|stage| {
+        sender.send(&Message::Stage(stage.to_owned()))
+    })
 }
 
 fn serve_end(mut plan: ServePlan, order: &Order, sender: &Arc<Sender>) -> Outcome {

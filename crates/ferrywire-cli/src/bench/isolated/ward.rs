@@ -229,7 +229,10 @@ fn likely(how: &str, said: &str) -> &'static str {
             said.contains("cmsg"),
             "GPU memory was received that did not cross a NIC, as within one host, or the NIC does not split headers",
         ),
-        (said.contains("dp-manager") || said.contains("unix"), "the plugin's manager does not run on this host"),
+        (
+            said.contains("dp-manager") || said.contains("unix"),
+            "the plugin's manager does not run on this host",
+        ),
         (said.contains("cuda") || said.contains("gpu"), "the GPU, or what the plugin may do with it"),
         (how.contains("has not returned"), "a peer or NIC the plugin waits for without end"),
         (how.contains("said nothing"), "the process is stopped, or the host has no time for it"),
