@@ -86,7 +86,7 @@ pub struct Bench {
 pub enum End {
     /// One end: listens, takes its configuration from the peer, stays up for further peers
     #[command(after_help = AFTER_HELP)]
-    Serve(ServeFlags),
+    Serve(Box<ServeFlags>),
     /// The other end: everything is configured here
     #[command(after_help = AFTER_HELP)]
     Connect {

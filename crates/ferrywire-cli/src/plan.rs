@@ -130,7 +130,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
     };
     match bench.end {
         None => Ok(Plan::Demo(Box::new(plan_connect(bench.options, Vec::new(), verbose)?))),
-        Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(flags, verbose)?))),
+        Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;
             Ok(Plan::Connect(Box::new(plan_connect(*options, addresses, verbose)?)))

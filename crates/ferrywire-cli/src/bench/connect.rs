@@ -74,12 +74,15 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     outcome
 }
 
+/// Who hears of each finished size, and of what is being done.
+type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
+
 fn converse(
     plan: &ConnectPlan,
     endpoint: &Endpoint,
     link: &Link,
     start: Instant,
-    (tell, doing): (&mut dyn FnMut(News), &dyn Fn(&str)),
+    (tell, doing): Listeners<'_>,
 ) -> Outcome {
     let run = &plan.run;
     let hello = Hello {
