@@ -46,11 +46,11 @@ fn bad_usage_is_status_2() {
 
 #[test]
 fn what_this_build_cannot_do_is_said() {
-    assert!(refused("bench --memory cuda:1").contains("this build moves host memory only"));
-    assert!(refused("bench --peer-memory sim").contains("this build moves host memory only"));
+    assert!(refused("bench --memory cuda:1").contains("simulated GPUs only"));
+    assert!(refused("bench --peer-memory sim").contains("--plugin PATH"));
     assert!(refused("bench --pattern mesh").contains("several endpoints"));
-    for transport in ["plugin", "devmem", "sim"] {
-        assert!(refused(&format!("bench --transport {transport}")).contains("tcp transport only"));
+    for transport in ["devmem", "sim"] {
+        assert!(refused(&format!("bench --transport {transport}")).contains("tcp and plugin only"));
     }
 }
 
