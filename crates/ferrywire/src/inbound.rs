@@ -455,9 +455,8 @@ fn copy_out(op: &Op, bytes: &[u8]) {
     let mut rest = bytes;
     for piece in op.pieces.as_slice() {
         let (now, later) = rest.split_at(rest.len().min(piece.len as usize));
-        if let Some(base) = memory.span(piece.local, now.len() as u64) {
-            // SAFETY: the span lies in live registered memory; `now` is a buffer of our own.
-            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), base, now.len()) };
+        if let Err(error) = memory.write(piece.local, now) {
+            return op.fail(error);
         }
         rest = later;
     }

@@ -7,7 +7,7 @@
 //! acknowledged it. Read next: `channel.rs`, which pulls.
 
 use crate::limits;
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::schedule;
 use crate::transfer::{Chunk, ChunkLimits, Cutter};
@@ -430,7 +430,10 @@ impl Lanes {
             return Entry::bare(header);
         }
         let cost = op.total as usize + limits::EAGER_OVERHEAD_BYTES;
+        // The stream carries what the CPU can read.
+        let on_gpu = op.memory.as_ref().is_some_and(|memory| memory.place() != Place::Host);
         if op.total > limits::EAGER_BYTES_MAX as u64
+            || (on_gpu && op.total > 0)
             || cost > self.credit
             || op.pieces.as_slice().len() > limits::SEGMENTS_PER_CHUNK_MAX
         {

@@ -91,6 +91,22 @@ impl Memory {
         Some(unsafe { self.base.add(offset as usize) })
     }
 
+    /// Copies `from` to `offset`, if it all fits. Memory of a GPU is written through its copy engine, and
+    /// waited for.
+    pub fn write(&self, offset: u64, from: &[u8]) -> Result<()> {
+        let Some(to) = self.span(offset, from.len() as u64) else {
+            return Ok(());
+        };
+        match self.place {
+            // SAFETY: the span is inside live host memory, `from` is a distinct buffer of the caller's.
+            Place::Host => unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
+            },
+            Place::SimGpu(index) => sim_gpu(index)?.write_from_slice(to as u64, from)?,
+        }
+        Ok(())
+    }
+
     /// The offset of an address that [`Memory::span`] gave.
     pub fn offset_of(&self, address: *mut u8) -> u64 {
         (address as u64).wrapping_sub(self.base as u64)
@@ -333,17 +349,7 @@ impl Region {
     /// Copies `from` to `offset`. Memory of a GPU is written through its copy engine, and waited for.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check("target", offset, from.len() as u64)?;
-        let Some(to) = self.memory().span(offset, from.len() as u64) else {
-            return Ok(());
-        };
-        match self.place() {
-            // SAFETY: the span is inside live host memory, `from` is a distinct buffer of this caller.
-            Place::Host => unsafe {
-                std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
-            },
-            Place::SimGpu(index) => sim_gpu(index)?.write_from_slice(to as u64, from)?,
-        }
-        Ok(())
+        self.memory().write(offset, from)
     }
 
     /// The first byte: of host memory, where peers may write at any time; else a device address, which

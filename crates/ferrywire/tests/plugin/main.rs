@@ -9,4 +9,5 @@ mod case;
 mod closing;
 mod ends;
 mod failures;
+mod gpu;
 mod transfers;

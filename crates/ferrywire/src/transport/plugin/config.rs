@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
+use crate::memory::unpack::UnpackMode;
 use crate::nccl::abi::Version;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,6 +16,7 @@ pub struct PluginConfig {
     pub(super) message_bytes_max: usize,
     pub(super) window: usize,
     pub(super) gpu: Option<Place>,
+    pub(super) unpack: UnpackMode,
     pub(crate) stall_limit: Duration,
     pub(crate) setup_limit: Duration,
     pub(super) allow_same_host_gpu: bool,
@@ -56,6 +58,7 @@ impl PluginConfig {
             message_bytes_max: limits::LANE_MESSAGE_BYTES_DEFAULT,
             window: limits::LANE_WINDOW_DEFAULT,
             gpu: None,
+            unpack: UnpackMode::default(),
             stall_limit: limits::LANE_STALL_LIMIT_DEFAULT,
             setup_limit: limits::LANE_SETUP_DEADLINE,
             allow_same_host_gpu: false,
@@ -87,6 +90,12 @@ impl PluginConfig {
     /// ties to a GPU.
     pub fn gpu(mut self, gpu: Place) -> PluginConfig {
         self.gpu = Some(gpu);
+        self
+    }
+
+    /// How receives are gathered that arrive in fragments. Default: by a kernel of the GPU.
+    pub fn unpack(mut self, mode: UnpackMode) -> PluginConfig {
+        self.unpack = mode;
         self
     }
 

@@ -10,12 +10,14 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
-use crate::memory::sim::CurrentGuard;
-use crate::nccl::{CallUnderWay, Library, Plugin, Properties};
+use crate::memory::sim::{CurrentGuard, SimGpu};
+use crate::memory::unpack::{DeviceUnpack, Gather, SimQueue};
+use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
 use crate::transport::{Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -30,6 +32,8 @@ pub(crate) struct Host {
     /// Largest message that both ends have agreed on.
     pub message_bytes_max: usize,
     devices: Vec<Properties>,
+    /// Held open as long as the plugin may look for it.
+    sim_gpu: Option<Arc<SimGpu>>,
     environment: Vec<Variable>,
     /// Listeners that have to stay open because their accept did not end.
     pub listeners_leaked: AtomicUsize,
@@ -49,6 +53,11 @@ impl Host {
         // SAFETY: by the caller's promise.
         let environment = unsafe { environment::set(&facts(&plugin, config, nics)) };
         let message_bytes_max = message_bytes_max(&environment)?;
+        // Before the plugin is there: it finds a simulated GPU through the environment.
+        let sim_gpu = match plugin.gpu {
+            Some(Place::SimGpu(index)) => Some(SimGpu::open(index)?),
+            _ => None,
+        };
         // SAFETY: by the caller's promise the file is trusted.
         let loaded = unsafe {
             let library = match &plugin.file {
@@ -66,6 +75,7 @@ impl Host {
             config: plugin,
             message_bytes_max,
             devices,
+            sim_gpu,
             environment,
             listeners_leaked: AtomicUsize::new(0),
         };
@@ -161,6 +171,18 @@ impl Host {
             }
             _ => Ok(None),
         }
+    }
+
+    /// What gathers the receives of a fresh connection, where they arrive in fragments of GPU memory. May
+    /// wait for the GPU.
+    pub fn gather_for(&self, comm: &RecvComm) -> Result<Option<Gather>, String> {
+        let (Some(gpu), Some(handle)) = (&self.sim_gpu, comm.device_handle()) else { return Ok(None) };
+        let device = Box::new(SimQueue::new(gpu));
+        // SAFETY: the handle is what `accept` gave for this connection, and a lane drops its gather before
+        // it closes the connection.
+        let unpack = unsafe { DeviceUnpack::read(device, &handle) };
+        let gather = unpack.and_then(|unpack| Gather::new(self.config.unpack, unpack));
+        gather.map(Some).map_err(|error| error.to_string())
     }
 
     /// Calls that have not returned yet.

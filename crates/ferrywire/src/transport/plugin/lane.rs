@@ -5,7 +5,8 @@
 
 use super::host::Host;
 use super::registration::Registrations;
-use crate::memory::sim::{Gather, SimGpu, SimStream};
+use crate::memory::sim::{Gather as Piece, SimGpu, SimStream};
+use crate::memory::unpack::Gather;
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
@@ -51,6 +52,8 @@ pub(crate) struct PluginLane {
     recv: Option<RecvComm>,
     sources: Registrations,
     targets: Registrations,
+    /// What gathers receives that arrive in fragments; dropped before the connection is closed.
+    gather: Option<Gather>,
     /// What the GPU is copying, each way.
     copies: [Option<SimStream>; 2],
     device: i32,
@@ -58,7 +61,7 @@ pub(crate) struct PluginLane {
 }
 
 impl PluginLane {
-    pub fn new(host: Arc<Host>, send: SendComm, recv: RecvComm) -> PluginLane {
+    pub fn new(host: Arc<Host>, send: SendComm, recv: RecvComm, gather: Option<Gather>) -> PluginLane {
         let device = send.device();
         let device_name = host.device(device).map(|device| device.name.clone()).unwrap_or_default();
         PluginLane {
@@ -67,6 +70,7 @@ impl PluginLane {
             recv: Some(recv),
             sources: Registrations::default(),
             targets: Registrations::default(),
+            gather,
             copies: [None, None],
             device,
             device_name,
@@ -116,31 +120,23 @@ impl Lane for PluginLane {
 
     fn isend(&mut self, run: &Run) -> Post {
         let Some(comm) = &self.send else { return closed() };
-        let _current = match self.host.current_gpu() {
-            Ok(current) => current,
-            Err(why) => return Post::Failed(why),
-        };
-        match self.sources.of(comm, run) {
+        match self.sources.of(comm, run, &self.host) {
             // SAFETY: the run lies in the registered memory, and stays as it is until the request is done
             // or the lane closed: `posted/` keeps it.
             Ok(memory) => post_of(unsafe { comm.isend(run.base().cast(), run.bytes, 0, memory) }),
-            Err(error) => Post::Failed(error.to_string()),
+            Err(why) => Post::Failed(why),
         }
     }
 
     fn irecv(&mut self, run: &Run) -> Post {
         let Some(comm) = &self.recv else { return closed() };
-        let _current = match self.host.current_gpu() {
-            Ok(current) => current,
-            Err(why) => return Post::Failed(why),
-        };
-        match self.targets.of(comm, run) {
+        match self.targets.of(comm, run, &self.host) {
             Ok(memory) => {
                 let buffer = RecvBuffer { data: run.base().cast(), bytes: run.bytes, tag: 0, memory };
                 // SAFETY: as for `isend`.
                 post_of(unsafe { comm.irecv(&[buffer]) })
             }
-            Err(error) => Post::Failed(error.to_string()),
+            Err(why) => Post::Failed(why),
         }
     }
 
@@ -163,12 +159,15 @@ impl Lane for PluginLane {
         unpacks && memory.place() != Place::Host
     }
 
-    fn gather(&mut self, _number: u64, _run: &Run) -> Result<(), String> {
-        Err("gathering of scattered receives is not built yet".into())
+    fn gather(&mut self, number: u64, run: &Run) -> Result<(), String> {
+        let gather = self.gather.as_mut().ok_or("the plugin gave no device handle to gather by")?;
+        let bytes = run.bytes as u64;
+        gather.start(number, run.base() as u64, bytes, bytes).map_err(|error| error.to_string())
     }
 
-    fn gathered(&mut self, _number: u64) -> Poll<Result<(), String>> {
-        Poll::Ready(Err("gathering of scattered receives is not built yet".into()))
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+        let Some(gather) = &mut self.gather else { return Poll::Ready(Ok(())) };
+        gather.poll(number).map(|outcome| outcome.map(drop).map_err(|error| error.to_string()))
     }
 
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
@@ -211,6 +210,9 @@ impl Lane for PluginLane {
 
     fn close(&mut self, idle: bool) {
         let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
+        // Their GPU is done with pool and memory when they are gone.
+        self.gather = None;
+        self.copies = [None, None];
         // With requests in flight a registration may be in use: it goes with the connection, or stays.
         if idle {
             self.sources.undo_all(&send);
@@ -256,7 +258,7 @@ impl PluginLane {
 }
 
 /// What the GPU copies between a slot and the ranges of one message.
-fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Gather> {
+fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Piece> {
     let mut at = slot.base() as u64;
     let mut out = Vec::with_capacity(ranges.len());
     for range in ranges {
@@ -265,7 +267,7 @@ fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Gather> {
             Way::Pack => (address, at),
             Way::Unpack => (at, address),
         };
-        out.push(Gather { source, target, bytes });
+        out.push(Piece { source, target, bytes });
         at += bytes as u64;
     }
     out

@@ -5,10 +5,11 @@
 //!
 //! Invariant: what is registered is kept alive by the registration.
 
+use super::host::Host;
 use crate::limits;
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::PointerType;
-use crate::nccl::{CallError, Comm, MemoryHandle};
+use crate::nccl::{Comm, MemoryHandle};
 use crate::transport::lane::Run;
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
 
 impl Registrations {
     /// The registration that a message lies in; made if there is none.
-    pub fn of(&mut self, comm: &Comm, run: &Run) -> Result<MemoryHandle, CallError> {
+    pub fn of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<MemoryHandle, String> {
         let in_parts = comm.plugin().registration_bytes_max() < usize::MAX;
         let part = in_parts.then_some(run.offset / PART_BYTES);
         let at = self.position(&run.memory);
@@ -54,9 +55,11 @@ impl Registrations {
         let (address, bytes) = pages(base, memory.len(), part);
         let kind = if memory.place() == Place::Host { PointerType::Host } else { PointerType::Cuda };
         tracing::debug!(comm = %comm.id(), address, bytes, "memory is registered");
+        let _current = host.current_gpu()?;
         // SAFETY: these pages hold the region, which the registration keeps; what else is in its first and
         // last page is mapped, and no message touches it.
-        let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) }?;
+        let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) };
+        let handle = handle.map_err(|error| error.to_string())?;
         self.list[at].parts[slot] = Some(handle);
         Ok(handle)
     }

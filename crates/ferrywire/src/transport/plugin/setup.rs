@@ -15,6 +15,7 @@
 use super::host::Host;
 use super::lane::PluginLane;
 use crate::limits;
+use crate::memory::unpack::Gather;
 use crate::nccl::abi::HANDLE_BYTES;
 use crate::nccl::{Handle, ListenComm, RecvComm, SendComm};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,7 +54,7 @@ struct State {
     handle: Option<Handle>,
     /// The peer is there: `accept` has somebody to wait for.
     accept: bool,
-    recv: Option<RecvComm>,
+    recv: Option<(RecvComm, Option<Gather>)>,
     send: Option<SendComm>,
     failed: Option<String>,
 }
@@ -110,10 +111,10 @@ impl Setup {
             return Progress::Failed(why);
         }
         if state.send.is_some()
-            && let Some(recv) = state.recv.take()
+            && let Some((recv, gather)) = state.recv.take()
             && let Some(send) = state.send.take()
         {
-            return Progress::Ready(Box::new(PluginLane::new(self.host.clone(), send, recv)));
+            return Progress::Ready(Box::new(PluginLane::new(self.host.clone(), send, recv, gather)));
         }
         let limit = self.host.config.setup_limit;
         if now.saturating_sub(self.started) <= limit {
@@ -150,7 +151,7 @@ impl Drop for Setup {
         // Nobody has used them; closing may block, though.
         if recv.is_some() || send.is_some() {
             let _detached = thread::Builder::new().name("ferrywire-close".into()).spawn(move || {
-                recv.into_iter().for_each(close_recv);
+                recv.into_iter().for_each(|(comm, gather)| close_recv(comm, gather));
                 send.into_iter().for_each(close_send);
             });
         }
@@ -192,12 +193,19 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
         tracing::debug!(%error, "a listener");
     }
     let Some(comm) = accepted? else { return Ok(()) };
+    let gather = match host.gather_for(&comm) {
+        Ok(gather) => gather,
+        Err(why) => {
+            close_recv(comm, None);
+            return Err(why);
+        }
+    };
     let mut state = shared.lock();
     if shared.given_up() {
         drop(state);
-        close_recv(comm);
+        close_recv(comm, gather);
     } else {
-        state.recv = Some(comm);
+        state.recv = Some((comm, gather));
     }
     Ok(())
 }
@@ -234,7 +242,8 @@ fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result
     Ok(())
 }
 
-fn close_recv(comm: RecvComm) {
+fn close_recv(comm: RecvComm, gather: Option<Gather>) {
+    drop(gather);
     if let Err(error) = comm.close() {
         tracing::debug!(%error, "closing what was not used");
     }

@@ -1,0 +1,174 @@
+//! Memory of simulated GPUs over the plugin: scattered receives are gathered, in every mode.
+
+use crate::case::case;
+use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
+use ferrywire::memory::unpack::UnpackMode;
+use ferrywire::{Block, BlockList, Endpoint, Error, Place, Region};
+
+const CHUNK: usize = 512 << 10;
+/// Both ends are in one process, so nothing crosses a NIC.
+const SAME_HOST: &str = "same_host=allow";
+
+/// Ends with a GPU each, whose scattered receives are gathered so.
+fn with_gpus(mode: UnpackMode) -> Ends {
+    let end = |index| plugin().gpu(Place::SimGpu(index)).unpack(mode).allow_same_host_gpu(true);
+    Ends::of(loopback(builder().plugin(end(1))), loopback(builder().plugin(end(0))))
+}
+
+fn on_gpu(end: &Endpoint, index: u32, bytes: &[u8]) -> Region {
+    let region = end.register_sim(index, bytes.len()).unwrap();
+    region.write_at(0, bytes).unwrap();
+    region
+}
+
+/// Writes from one memory to another, and checks all of the target.
+fn write(ends: &Ends, source: &Region, target: &Region, bytes: usize, salt: u64) {
+    let write = ends.near.write(source, 0, &target.descriptor(), 64, bytes as u64).unwrap();
+    assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+    let mut expected = vec![0; bytes + 128];
+    expected[64..64 + bytes].copy_from_slice(&pattern(bytes, salt));
+    assert!(contents(target) == expected, "a write of {bytes} bytes arrived wrong");
+}
+
+#[test]
+fn writes_from_gpu_to_gpu_arrive_in_every_mode() {
+    for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+        case!(SAME_HOST).passes(|| {
+            let ends = with_gpus(mode);
+            let sizes = [1, 777, 4095, 4096, 65_537, CHUNK - 1, CHUNK, CHUNK + 1, 20 * CHUNK + 13];
+            for (salt, bytes) in sizes.into_iter().enumerate() {
+                let source = on_gpu(&ends.connecting, 0, &pattern(bytes, salt as u64));
+                let target = on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]);
+                write(&ends, &source, &target, bytes, salt as u64);
+            }
+            ends.close();
+        });
+    }
+}
+
+#[test]
+fn host_and_gpu_memory_mix() {
+    case!(SAME_HOST).passes(|| {
+        let ends = with_gpus(UnpackMode::Kernel);
+        let bytes = 3_000_001;
+        for (salt, (from_gpu, to_gpu)) in
+            [(false, true), (true, false), (false, false)].into_iter().enumerate()
+        {
+            let from = pattern(bytes, salt as u64);
+            let source = match from_gpu {
+                true => on_gpu(&ends.connecting, 0, &from),
+                false => ends.connecting.register(from).unwrap(),
+            };
+            let target = match to_gpu {
+                true => on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]),
+                false => ends.accepting.register(vec![0; bytes + 128]).unwrap(),
+            };
+            write(&ends, &source, &target, bytes, salt as u64);
+        }
+        ends.close();
+    });
+}
+
+#[test]
+fn reads_messages_and_blocks_of_gpu_memory() {
+    case!(SAME_HOST).passes(|| {
+        let ends = with_gpus(UnpackMode::Kernel);
+        let bytes = 2_000_003;
+        let there = on_gpu(&ends.accepting, 1, &pattern(bytes, 1));
+        let here = on_gpu(&ends.connecting, 0, &vec![0; bytes]);
+        let read = ends.near.read(&here, 0, &there.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(read.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&here) == pattern(bytes, 1));
+
+        // A small message is not read by the CPU; from host memory it goes at once, and is copied in.
+        for (tag, bytes) in [(1, 5_000), (2, 1_000_000)] {
+            for host in [false, true] {
+                let message = match host {
+                    true => ends.connecting.register(pattern(bytes, tag)).unwrap(),
+                    false => on_gpu(&ends.connecting, 0, &pattern(bytes, tag)),
+                };
+                let room = on_gpu(&ends.accepting, 1, &vec![0; bytes]);
+                let receive = ends.far.recv(tag, &room, 0, bytes as u64).unwrap();
+                let send = ends.near.send(tag, &message, 0, bytes as u64).unwrap();
+                assert_eq!((receive.wait(LIMIT), send.wait(LIMIT)), (Ok(bytes as u64), Ok(bytes as u64)));
+                assert!(contents(&room) == pattern(bytes, tag));
+            }
+        }
+
+        // Scattered at both ends: packed and unpacked by the GPU's copy queue.
+        let count = 700u64;
+        let blocks: Vec<Block> = (0..count)
+            .map(|at| Block { local_offset: at * 900, remote_offset: (count - 1 - at) * 900, bytes: 700 })
+            .collect();
+        let source = on_gpu(&ends.connecting, 0, &pattern(900 * count as usize, 9));
+        let target = on_gpu(&ends.accepting, 1, &vec![0; 900 * count as usize]);
+        let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+        assert_eq!(ends.near.write_blocks(&list, None, None).unwrap().wait(LIMIT), Ok(700 * count));
+        let (from, to) = (pattern(900 * count as usize, 9), contents(&target));
+        for block in &blocks {
+            let (here, there) = (block.local_offset as usize, block.remote_offset as usize);
+            assert!(to[there..there + 700] == from[here..here + 700]);
+            assert!(to[there + 700..there + 900] == [0; 200]);
+        }
+        ends.close();
+    });
+}
+
+#[test]
+fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
+    case!("").passes(|| {
+        let accepting = loopback(builder()).build().unwrap();
+        let connecting = builder().plugin(plugin().gpu(Place::SimGpu(0))).build().unwrap();
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("both ends are on one host"), "{error}");
+        let accepting = loopback(builder().plugin(plugin().gpu(Place::SimGpu(0)))).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("both ends are on one host"), "{error}");
+    });
+}
+
+#[test]
+fn memory_of_another_gpu_is_refused_by_either_end() {
+    case!(SAME_HOST).passes(|| {
+        let ends = with_gpus(UnpackMode::Kernel);
+        let host = ends.connecting.register(pattern(1000, 1)).unwrap();
+        let wrong_here = ends.connecting.register_sim(5, 1000).unwrap();
+        let wrong_there = ends.accepting.register_sim(5, 1000).unwrap();
+        let good = ends.accepting.register(vec![0; 1000]).unwrap();
+        let error = ends.near.write(&wrong_here, 0, &good.descriptor(), 0, 1000).unwrap_err();
+        assert!(matches!(error, Error::OutOfReach { side: "local", place: Place::SimGpu(5), .. }), "{error}");
+        let error = ends.near.write(&host, 0, &wrong_there.descriptor(), 0, 1000).unwrap().wait(LIMIT);
+        assert!(matches!(error, Err(Error::AccessRefused { .. })), "{error:?}");
+        assert!(contents(&wrong_there) == [0; 1000]);
+        ends.close();
+    });
+}
+
+#[test]
+fn fragments_that_lie_are_an_error_and_no_stray_write() {
+    for lie in ["range", "dst", "len"] {
+        case!(&format!("{SAME_HOST},lie_fragment={lie},lie_after=3,fault_side=recv")).passes(|| {
+            let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+            let one = |index| loopback(builder().channels(1).plugin(end(index)));
+            let ends = Ends::of(one(1), one(0));
+            let bytes = 10 * CHUNK;
+            let source = on_gpu(&ends.connecting, 0, &pattern(bytes, 1));
+            let target = on_gpu(&ends.accepting, 1, &vec![0; bytes]);
+            let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+            let error = write.wait(LIMIT).unwrap_err().to_string();
+            assert!(error.contains("fragment"), "{error}");
+        });
+    }
+}
+
+#[test]
+fn checksums_are_refused_where_a_gpu_is_involved() {
+    case!(SAME_HOST).passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let accepting = loopback(builder().plugin(end(0))).build().unwrap();
+        let connecting = builder().crc(true).plugin(end(1)).build().unwrap();
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("checksums need host memory at both ends"), "{error}");
+    });
+}
