@@ -6,6 +6,7 @@
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use ferrywire::nccl::{CallUnderWay, calls_under_way};
 use ferrywire::{Error, Peer, Transfer};
 
 use super::protocol::Message;
@@ -212,7 +213,19 @@ impl<'a> Stall<'a> {
         let name = self.link.peer.name();
         let waited_s = waited.as_secs_f64();
         Err(Failure::failed(format!(
-            "no progress for {waited_s:.0} s while waiting for {what} of {name} (--deadline)"
+            "no progress for {waited_s:.0} s while waiting for {what} of {name} (--deadline){}",
+            plugin_call(waited)
         )))
     }
+}
+
+/// The call of a plugin in which nothing progresses, if there is one.
+fn plugin_call(waited: Duration) -> String {
+    let calls = calls_under_way();
+    let Some(call) = calls.first().filter(|call| call.since > waited / 2) else {
+        return String::new();
+    };
+    let device = call.device.map_or_else(String::new, |device| format!(" on device {device}"));
+    let CallUnderWay { plugin, call, since, .. } = call;
+    format!(": {call}{device} of plugin {plugin} has not returned for {:.1} s", since.as_secs_f64())
 }

@@ -1,6 +1,7 @@
 //! Tests of the command: the real binary, run as a user runs it.
 
 mod bench;
+mod carried;
 mod common;
 #[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]

@@ -1,0 +1,255 @@
+//! Runs over the simulated plugin: what arrives, and what is said when the plugin dies, on either end.
+
+use std::io::BufRead;
+use std::path::PathBuf;
+use std::process::Output;
+
+use crate::common::{Serve, ferrywire, first_error, json, read_line, results, run, text};
+
+const QUICK: &str = "--iters 10 --warmup 2 --json -";
+
+/// The simulated plugin, which was built with these tests.
+fn library() -> PathBuf {
+    std::env::current_exe().expect("a path").with_file_name("libferrywire_tcpx_sim.so")
+}
+
+fn with_plugin(args: &str) -> String {
+    format!("{args} --plugin {}", library().display())
+}
+
+/// A serve with the plugin and its switches.
+fn serve(args: &str, switches: &str) -> Serve {
+    let args = with_plugin(&format!("--listen 127.0.0.1:0 {args}"));
+    Serve::start_with(&args, &[("FERRYWIRE_TCPX_SIM", switches)])
+}
+
+/// A connect with the plugin and its switches.
+fn connect(serve: &Serve, args: &str, switches: &str) -> Output {
+    let mut command = ferrywire(&with_plugin(&format!("bench connect {} {args}", serve.address)));
+    command.env("FERRYWIRE_TCPX_SIM", switches).output().expect("it runs")
+}
+
+/// Connects until the serving end has noticed that its last peer is gone.
+fn connect_when_free(serve: &Serve, args: &str) -> Output {
+    loop {
+        let output = connect(serve, args, "");
+        if !first_error(&output).contains("busy") {
+            return output;
+        }
+    }
+}
+
+#[test]
+fn every_operation_and_size_is_verified() {
+    let serve = serve("", "");
+    for (op, channels) in [("write", 1), ("read", 4), ("send", 4), ("write", 4)] {
+        let output = connect(
+            &serve,
+            &format!(
+                "--op {op} --channels {channels} --sizes 0,1,4095,65537,524287,524289,3000001 {QUICK} --depth 4"
+            ),
+            "",
+        );
+        let results = results(&output);
+        assert_eq!(results.len(), 7, "{op}");
+        for result in &results {
+            assert_eq!((&result["verified"], &result["transport"]), (&true.into(), &"plugin".into()));
+            assert_eq!((&result["channels"], &result["window"]), (&channels.into(), &16.into()));
+            assert_eq!(result["chunk_bytes"], 512 << 10);
+            assert_eq!(result["extra"]["plugin"], "GPUDirectTCPX_v7 (v7)");
+            let posted =
+                ["sends_posted_most", "receives_posted_most"].map(|most| result["extra"][most].as_u64());
+            assert!(posted.into_iter().all(|most| most <= Some(16)), "{}", result["extra"]);
+        }
+        assert!(results[6]["extra"]["sends_posted_most"].as_u64() > Some(0) || op == "read");
+    }
+    assert!(!serve.stop().contains("error: "));
+}
+
+#[test]
+fn the_demo_shows_the_environment_and_who_set_it() {
+    let mut command =
+        ferrywire(&with_plugin("bench -v --transport plugin --chunk 64K --window 8 --sizes 300001"));
+    command.args(["--iters", "5", "--json", "-"]).env("NCCL_SOCKET_NTHREADS", "2");
+    let output = command.output().expect("it runs");
+    let result = &results(&output)[0];
+    assert_eq!((&result["chunk_bytes"], &result["window"]), (&(64 << 10).into(), &8.into()));
+    let said = text(&output.stderr);
+    for line in
+        ["NCCL_DYNAMIC_CHUNK_SIZE = 524288 (set by ferrywire)", "NCCL_SOCKET_NTHREADS = 2 (set by the user)"]
+    {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    let stored = &json(&output)["config"]["plugin_environment"]["NCCL_SOCKET_NTHREADS"];
+    assert_eq!(*stored, serde_json::json!(["2", "the user"]));
+    assert!(said.contains("plugin because one was named"), "{said}");
+}
+
+/// What is said, in one line, of a plugin that fails in `call` at the connecting end; the next run is good.
+fn fails_at_connect(fault: &str, expected: &[&str]) {
+    let serve = serve("", "");
+    let switches = format!("fault_call=isend,call_fault={fault},call_fault_after=30");
+    let output = connect(&serve, "--sizes 0,64K --iters 100 --deadline 3 --json -", &switches);
+    assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output.stderr));
+    let said = json(&output);
+    let error = said["error"].as_str().unwrap_or_default();
+    assert!(expected.iter().all(|part| error.contains(part)), "{fault}: {error}");
+    assert_eq!(said["results"].as_array().map(Vec::len), Some(1), "what was finished is there");
+    assert_eq!(error.lines().count(), 1);
+    results(&connect_when_free(&serve, &format!("--sizes 64K {QUICK}")));
+}
+
+#[test]
+fn a_plugin_that_exits_fails_the_run_and_not_the_other_end() {
+    let parts =
+        ["libferrywire_tcpx_sim.so", "exit status 1", "at size 64K", "call_fault: exit(1)", "likely: "];
+    fails_at_connect("exit", &parts);
+}
+
+#[test]
+fn a_plugin_that_crashes_fails_the_run_and_not_the_other_end() {
+    fails_at_connect(
+        "crash",
+        &["libferrywire_tcpx_sim.so", "signal 11 (SIGSEGV)", "it logged last", "likely: "],
+    );
+}
+
+#[test]
+fn a_plugin_that_hangs_fails_the_run_and_not_the_other_end() {
+    fails_at_connect("hang", &["isend", "has not returned"]);
+}
+
+/// A plugin that fails at the serving end: one error line, and a fresh child takes the next peer.
+fn fails_at_serve(fault: &str, expected: &[&str]) {
+    let switches = format!("fault_call=irecv,call_fault={fault},call_fault_after=30");
+    let mut serve = serve("--deadline 3", &switches);
+    let output = connect(&serve, "--sizes 1M --iters 100 --json -", "");
+    assert_eq!(output.status.code(), Some(1), "{fault}: {}", text(&output.stderr));
+    let said = serve.next_error();
+    assert!(expected.iter().all(|part| said.contains(part)), "{fault}: {said}");
+    while !read_line(&mut serve.stdout).starts_with("listening again on ") {}
+    // Fewer receives than the fresh one has left until it fails too.
+    results(&connect(&serve, "--sizes 64K --iters 3 --warmup 1 --json -", ""));
+    assert!(!serve.stop().contains("error: "), "one error for one failure");
+}
+
+#[test]
+fn a_serving_plugin_that_exits_is_started_anew() {
+    fails_at_serve(
+        "exit",
+        &["exit status 1", "during a run of 127.0.0.1", "call_fault: exit(1)", "likely: "],
+    );
+}
+
+#[test]
+fn a_serving_plugin_that_crashes_is_started_anew() {
+    fails_at_serve("crash", &["signal 11 (SIGSEGV)", "during a run of 127.0.0.1", "likely: "]);
+}
+
+#[test]
+fn a_serving_plugin_that_hangs_is_started_anew() {
+    fails_at_serve("hang", &["irecv", "has not returned"]);
+}
+
+#[test]
+fn a_plugin_that_fails_at_the_start_is_one_line_on_either_end() {
+    for (fault, part) in [("exit", "exit status 1"), ("crash", "SIGSEGV"), ("error", "init")] {
+        let switches = format!("fault_call=init,call_fault={fault}");
+        for args in ["bench serve --listen 127.0.0.1:0", "bench connect 127.0.0.1:9"] {
+            let mut command = ferrywire(&with_plugin(args));
+            let output = command.env("FERRYWIRE_TCPX_SIM", &switches).output().expect("it runs");
+            assert_eq!(output.status.code(), Some(1), "{args}");
+            let said = text(&output.stderr);
+            assert!(said.lines().any(|line| line.starts_with("error: ") && line.contains(part)), "{said}");
+        }
+    }
+}
+
+#[test]
+fn both_ends_need_the_plugin() {
+    let plain = Serve::start("");
+    let refused = connect(&plain, "--sizes 4K --iters 5", "");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("over no plugin at the end that accepts"));
+    assert!(text(&refused.stderr).contains("the same --plugin PATH"));
+    let hosting = serve("", "");
+    let refused = hosting.connect("--sizes 4K --iters 5");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("over no plugin at the end that connects"));
+    results(&connect(&hosting, "--sizes 4K --iters 5 --json -", ""));
+}
+
+#[test]
+fn memory_that_serve_does_not_offer_and_one_host_are_refused() {
+    let hosting = serve("", "");
+    let refused = connect(&hosting, "--peer-memory sim --sizes 4K --iters 5", "");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("--memory sim:0"), "{}", first_error(&refused));
+    let refused = connect(&hosting, "--memory sim --sizes 4K --iters 5", "");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("both ends are on one host"), "{}", first_error(&refused));
+}
+
+#[test]
+fn ctrl_c_ends_both_processes_of_an_end() {
+    let serve = serve("", "");
+    let args = with_plugin(&format!(
+        "bench connect {} -v --sizes 8,64M --seconds 600 --iters 1000000",
+        serve.address
+    ));
+    let mut command = ferrywire(&args);
+    command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    let mut child = command.arg("--warmup=1").spawn().expect("it starts");
+    let mut errors = std::io::BufReader::new(child.stderr.take().expect("piped"));
+    let mut line = String::new();
+    // Effective values come before anything runs.
+    errors.read_line(&mut line).expect("text");
+    // SAFETY: a signal to a child of this process that has not been waited for.
+    unsafe { libc::kill(child.id() as i32, libc::SIGINT) };
+    assert_eq!(child.wait().expect("it ends").code(), Some(130));
+    // The other process of it held the same standard error: it ends with it.
+    std::io::copy(&mut errors, &mut std::io::sink()).expect("the end");
+    let pid = serve.child.id();
+    // SAFETY: as above.
+    unsafe { libc::kill(pid as i32, libc::SIGINT) };
+    assert_eq!(serve.end().0, Some(130));
+}
+
+#[test]
+fn bad_combinations_say_what_to_change() {
+    for (args, part) in [
+        ("bench --transport plugin", "--plugin PATH"),
+        ("bench --plugin /nonexistent.so", "no such file"),
+        ("bench --unpack copy", "--plugin PATH"),
+        ("bench --memory sim", "--plugin PATH"),
+        ("bench serve --memory sim", "--plugin PATH"),
+        ("bench serve --plugin /nonexistent.so", "no such file"),
+    ] {
+        let output = run(args);
+        assert_eq!(output.status.code(), Some(2), "{args}");
+        assert!(first_error(&output).contains(part), "{args}: {}", first_error(&output));
+    }
+    for (args, part) in [
+        ("bench --transport tcp", "leave one of them out"),
+        ("bench --unpack none", "--verify off"),
+        ("bench --window 1000", "between 1 and 128"),
+        ("bench --chunk 1G", "at most"),
+        ("bench --memory floppy", "no such kind"),
+        ("bench --crc --memory sim", "--crc"),
+    ] {
+        let output = run(&with_plugin(args));
+        assert_eq!(output.status.code(), Some(2), "{args}");
+        assert!(first_error(&output).contains(part), "{args}: {}", first_error(&output));
+    }
+}
+
+#[test]
+fn help_names_the_options_of_plugins() {
+    for args in ["bench --help", "bench serve --help", "bench connect --help"] {
+        let help = text(&run(args).stdout);
+        for option in ["--plugin <PATH>", "--unpack <", "--allow-same-host-gpu", "--memory <", "--window <"] {
+            assert!(help.contains(option), "{args}: {option}");
+        }
+        assert!(!help.to_lowercase().contains("supervised"));
+    }
+}
