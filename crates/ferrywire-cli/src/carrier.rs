@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::time::Duration;
 
+use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Endpoint, Place, PluginConfig, Region, limits};
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
@@ -24,7 +25,7 @@ pub struct PluginUse {
     pub window: Option<usize>,
     /// The simulated GPU whose memory is moved, beside host memory.
     pub gpu: Option<u32>,
-    /// How scattered receives are gathered.
+    /// How scattered receives are gathered; `None`: by a kernel.
     pub unpack: Option<Unpack>,
     /// GPU memory within one host is allowed.
     pub allow_same_host_gpu: bool,
@@ -49,6 +50,9 @@ impl PluginUse {
         }
         if let Some(requests) = self.window {
             config = config.window(requests);
+        }
+        if let Some(unpack) = self.unpack {
+            config = config.unpack(mode(unpack));
         }
         match self.gpu {
             Some(index) => config.gpu(Place::SimGpu(index)),
@@ -189,6 +193,15 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
         call_limit,
         set_before: Vec::new(),
     }))
+}
+
+fn mode(unpack: Unpack) -> UnpackMode {
+    match unpack {
+        Unpack::Kernel => UnpackMode::Kernel,
+        Unpack::Copy => UnpackMode::Copy,
+        Unpack::Host => UnpackMode::Host,
+        Unpack::None => UnpackMode::None,
+    }
 }
 
 fn refuse_without_plugin(given: &[(&str, bool)]) -> Outcome {

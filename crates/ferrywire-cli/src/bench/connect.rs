@@ -17,6 +17,7 @@ use super::result::{self, Circumstances};
 use super::serve::region_from;
 use super::session::Session;
 use super::table;
+use crate::args::Unpack;
 use crate::carrier::{Memory, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
@@ -138,7 +139,7 @@ fn circumstances<'a>(
     Circumstances {
         run: &plan.run,
         transport: stats.transport.to_owned(),
-        unpack: plugin.and_then(|plugin| plugin.unpack).filter(|_| scattered),
+        unpack: plugin.map(|plugin| plugin.unpack.unwrap_or(Unpack::Kernel)).filter(|_| scattered),
         lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),
         chunk_bytes: stats.chunk_bytes as u64,

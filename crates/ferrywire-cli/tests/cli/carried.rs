@@ -66,6 +66,50 @@ fn every_operation_and_size_is_verified() {
     assert!(!serve.stop().contains("error: "));
 }
 
+/// GPU memory that never crosses a NIC: the simulated plugin has to be told too.
+const ONE_HOST: &str = "same_host=allow";
+
+#[test]
+fn memory_of_simulated_gpus_is_verified_in_every_mode_that_gathers() {
+    let serve = serve("--memory sim:1 --allow-same-host-gpu", ONE_HOST);
+    for (unpack, op) in [("kernel", "write"), ("copy", "read"), ("host", "send")] {
+        let args = format!(
+            "--memory sim:0 --peer-memory sim:1 --allow-same-host-gpu --unpack {unpack} --op {op} --depth 4 \
+             --sizes 0,1,4097,524289,2000003 {QUICK}"
+        );
+        for result in results(&connect(&serve, &args, ONE_HOST)) {
+            assert_eq!((&result["verified"], &result["unpack"]), (&true.into(), &unpack.into()));
+            assert_eq!((&result["memory"], &result["peer_memory"]), (&"sim:0".into(), &"sim:1".into()));
+            assert_eq!((&result["gpu"], &result["peer_gpu"]), (&"0".into(), &1.into()));
+        }
+    }
+    for (memory, peer_memory) in [("host", "sim:1"), ("sim:0", "host")] {
+        let args = format!(
+            "--memory {memory} --peer-memory {peer_memory} --allow-same-host-gpu --sizes 1,700001 {QUICK}"
+        );
+        assert!(results(&connect(&serve, &args, ONE_HOST)).iter().all(|result| result["verified"] == true));
+    }
+}
+
+#[test]
+fn a_wrong_byte_in_gpu_memory_is_found() {
+    let serve = serve("--memory sim --allow-same-host-gpu --once --inject wrong-byte", ONE_HOST);
+    let args = "--memory sim --peer-memory sim --allow-same-host-gpu --sizes 100001 --iters 4 --json -";
+    let output = connect(&serve, args, ONE_HOST);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(first_error(&output).contains("data mismatch at size 100001, offset 100000"), "{}", first_error(&output));
+    assert_eq!(serve.end().0, Some(1));
+}
+
+#[test]
+fn what_is_not_gathered_is_not_verified() {
+    let args = "bench --memory sim --peer-memory sim --allow-same-host-gpu --unpack none --verify off --sizes 64K";
+    let mut command = ferrywire(&with_plugin(&format!("{args} --iters 5 --json -")));
+    let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
+    let result = &results(&output)[0];
+    assert_eq!((&result["verified"], &result["unpack"]), (&serde_json::Value::Null, &"none".into()));
+}
+
 #[test]
 fn the_demo_shows_the_environment_and_who_set_it() {
     let mut command =
@@ -194,7 +238,7 @@ fn memory_that_serve_does_not_offer_and_one_host_are_refused() {
 fn ctrl_c_ends_both_processes_of_an_end() {
     let serve = serve("", "");
     let args = with_plugin(&format!(
-        "bench connect {} -v --sizes 8,64M --seconds 600 --iters 1000000",
+        "bench connect {} -v --depth 1 --sizes 8,16M --seconds 600 --iters 1000000",
         serve.address
     ));
     let mut command = ferrywire(&args);
