@@ -97,13 +97,18 @@ fn a_wrong_byte_in_gpu_memory_is_found() {
     let args = "--memory sim --peer-memory sim --allow-same-host-gpu --sizes 100001 --iters 4 --json -";
     let output = connect(&serve, args, ONE_HOST);
     assert_eq!(output.status.code(), Some(1));
-    assert!(first_error(&output).contains("data mismatch at size 100001, offset 100000"), "{}", first_error(&output));
+    assert!(
+        first_error(&output).contains("data mismatch at size 100001, offset 100000"),
+        "{}",
+        first_error(&output)
+    );
     assert_eq!(serve.end().0, Some(1));
 }
 
 #[test]
 fn what_is_not_gathered_is_not_verified() {
-    let args = "bench --memory sim --peer-memory sim --allow-same-host-gpu --unpack none --verify off --sizes 64K";
+    let args =
+        "bench --memory sim --peer-memory sim --allow-same-host-gpu --unpack none --verify off --sizes 64K";
     let mut command = ferrywire(&with_plugin(&format!("{args} --iters 5 --json -")));
     let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
     let result = &results(&output)[0];

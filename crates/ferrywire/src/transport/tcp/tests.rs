@@ -11,7 +11,7 @@ use crate::limits::IOVECS_PER_CALL_MAX;
 use crate::sys::poll::{Event, Interest, Poller};
 use crate::transport::{IoVec, PathHealth};
 
-const DEADLINE: Duration = Duration::from_secs(10);
+const DEADLINE: Duration = Duration::from_secs(60);
 
 fn localhost(port: u16) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)
