@@ -1,11 +1,12 @@
 //! Either end is killed at random moments, and the other survives it as it should.
 
+use std::sync::Mutex;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::process::{CONNECT, Process, SERVE};
-use crate::world::{Host, LINKS, World};
-use crate::{HEARTBEAT_LIMIT, RUN_DEADLINE, SLACK, long, turn};
+use crate::world::{Host, World};
+use crate::{RUN_DEADLINE, clock, long, nothing_is_left, summarize, turn};
 
 /// A survivor that can ask for the other end's port knows after this long.
 const NOTICED_IN: Duration = Duration::from_secs(5);
@@ -36,82 +37,81 @@ fn sigkill_of_either_side() {
     println!("FERRYWIRE_SEED={seed}");
     let moment = |i: u64| Duration::from_millis(random(seed, i) % MOMENT_MAX_MS);
     let kinds = [connect_is_killed, serve_is_killed, connect_is_killed_and_serve_ends];
+    let noticed = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for (kind, kill) in (0..).zip(kinds) {
+            let noticed = &noticed;
             scope.spawn(move || {
                 let world = World::new("200mbit");
                 for i in (kind..kills).step_by(kinds.len()) {
                     println!("kill {i} (kind {kind}) after {:?}", moment(i));
-                    kill(&world, moment(i));
+                    let after = kill(&world, moment(i));
+                    noticed.lock().expect("whoever panicked ended the test").extend(after);
                     nothing_is_left(&world);
                 }
             });
         }
     });
+    let noticed = noticed.into_inner().expect("nobody panicked");
+    summarize("SIGKILL of either side", kills as usize, noticed, NOTICED_IN);
 }
 
-fn nothing_is_left(world: &World) {
-    for host in [Host::A, Host::B] {
-        assert_eq!(world.processes(host), "", "processes of {host:?}");
-        assert_eq!(world.listeners(host), "", "ports of {host:?}");
-    }
-}
-
-fn sent_bytes(world: &World) -> u64 {
-    (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).sum()
-}
-
-/// Kills a `connect` in the middle; says whether its run had certainly begun.
-fn kill_connect(world: &World, moment: Duration) -> bool {
-    let before = sent_bytes(world);
+/// Kills a `connect` in the middle; says whether its run had certainly begun, and when it was killed.
+fn kill_connect(world: &World, moment: Duration) -> (bool, Duration) {
+    let before = world.sent_bytes_of(Host::A);
     let connect = Process::connect(world, MANY_SIZES);
     thread::sleep(moment);
-    let begun = sent_bytes(world) > before + 1_000_000;
+    let begun = world.sent_bytes_of(Host::A) > before + 1_000_000;
+    let since = clock::now();
     assert_eq!(connect.kill().status, None, "killed, not ended");
-    begun
+    (begun, since)
 }
 
-fn connect_is_killed(world: &World, moment: Duration) {
+fn connect_is_killed(world: &World, moment: Duration) -> Option<Duration> {
     let mut serve = Process::serve(world, "");
-    let begun = kill_connect(world, moment);
-    let since = Instant::now();
+    let (begun, since) = kill_connect(world, moment);
     // Until serve is sure that the peer is gone, it is busy.
     loop {
         let again = Process::connect(world, "--sizes 64K --iters 8").end(RUN_DEADLINE);
-        if again.errors.contains("busy with a run of") && since.elapsed() < HEARTBEAT_LIMIT + SLACK {
+        if again.errors.contains("busy with a run of") && clock::now() - since < RUN_DEADLINE {
             continue;
         }
         again.verified();
         break;
     }
     if begun {
-        serve.await_error(SLACK);
+        serve.await_error(RUN_DEADLINE);
     }
     assert!(serve.runs(), "serve ended: {}", serve.errors());
     let errors = serve.error_lines();
     assert!(errors.len() == 1 || (errors.is_empty() && !begun), "{errors:?}: {}", serve.errors());
     assert!(errors.iter().all(|error| error.contains(CONNECT)), "{errors:?}");
-    serve.kill();
+    Some(serve.kill().failed_at? - since)
 }
 
-fn connect_is_killed_and_serve_ends(world: &World, moment: Duration) {
+fn connect_is_killed_and_serve_ends(world: &World, moment: Duration) -> Option<Duration> {
     let serve = Process::serve(world, "--once");
-    if !kill_connect(world, moment) {
+    let (begun, since) = kill_connect(world, moment);
+    if !begun {
         // Perhaps serve has not seen a peer yet, and goes on waiting for its first.
         serve.kill();
-        return;
+        return None;
     }
-    let error = serve.end(HEARTBEAT_LIMIT + SLACK).failure();
+    let ended = serve.end(RUN_DEADLINE);
+    let error = ended.failure();
     assert!(error.contains(CONNECT), "{error}");
+    Some(ended.failed_at? - since)
 }
 
-fn serve_is_killed(world: &World, moment: Duration) {
+fn serve_is_killed(world: &World, moment: Duration) -> Option<Duration> {
     let serve = Process::serve(world, "");
     let connect = Process::connect(world, MANY_SIZES);
     thread::sleep(moment);
+    let since = clock::now();
     serve.kill();
-    let ended = connect.end(NOTICED_IN);
+    let ended = connect.end(RUN_DEADLINE);
     let error = ended.failure();
     assert!(error.contains(SERVE), "{error}");
     assert!(ended.json()["error"].as_str().is_some_and(|error| error.contains(SERVE)));
+    Some(ended.failed_at? - since)
 }

@@ -75,14 +75,15 @@ fn lose(link: usize) {
     const DATA_BYTES: u64 = 10_000_000;
     let world = World::new("300mbit");
     let _serve = Process::serve(&world, "");
-    let run = Process::connect(&world, "--sizes 4M --depth 8 --seconds 9");
-    thread::sleep(Duration::from_millis(1500));
+    let run = Process::connect(&world, "--sizes 4M --depth 8 --seconds 12");
+    let begun = || world.sent_bytes(Host::A, link) > DATA_BYTES;
+    assert!(wait_until(RUN_DEADLINE, begun), "link {link} carries nothing: {}", run.errors());
     world.set_link(Host::A, link, "down");
     thread::sleep(Duration::from_secs(3));
     let before = world.sent_bytes(Host::A, link);
     world.set_link(Host::A, link, "up");
     let carries = || world.sent_bytes(Host::A, link) > before + DATA_BYTES;
-    assert!(wait_until(Duration::from_secs(8), carries), "link {link} does not carry again");
+    assert!(wait_until(RUN_DEADLINE, carries), "link {link} does not carry again");
     let ended = run.end(RUN_DEADLINE);
     let row = ended.verified();
     let nic = Host::A.nic(link);

@@ -4,19 +4,20 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde_json::Value;
 use tempfile::TempDir;
 
 use crate::world::{Host, LINKS, World};
+use crate::{RUN_DEADLINE, clock};
 
 /// Where `serve` is found.
 pub const SERVE: &str = "10.77.1.2:7420";
 /// How `serve` names whoever connects to [`SERVE`].
 pub const CONNECT: &str = "10.77.1.1:";
-/// Longest wait for `serve` to listen.
-const LISTEN_DEADLINE: Duration = Duration::from_secs(10);
+/// Begins a line that says what failed.
+const FAILED: &str = "error: ";
 /// How often a wait looks.
 const TICK: Duration = Duration::from_millis(10);
 
@@ -29,6 +30,8 @@ pub struct Ended {
     pub output: String,
     /// Standard error.
     pub errors: String,
+    /// When it said for the first time that something failed.
+    pub failed_at: Option<Duration>,
 }
 
 impl Ended {
@@ -58,10 +61,18 @@ impl Ended {
 
 /// Lines that say what failed.
 fn error_lines(text: &str) -> Vec<String> {
-    text.lines().filter(|line| line.starts_with("error: ")).map(str::to_owned).collect()
+    text.lines().filter(|line| line.starts_with(FAILED)).map(str::to_owned).collect()
 }
 
-type Text = Arc<Mutex<String>>;
+/// What a process has said.
+#[derive(Default)]
+struct Said {
+    text: String,
+    /// When the first line came that says what failed.
+    failed_at: Option<Duration>,
+}
+
+type Text = Arc<Mutex<Said>>;
 
 /// A `ferrywire` that runs on a host; it is killed when this is dropped.
 pub struct Process {
@@ -96,8 +107,8 @@ impl Process {
     /// Starts `bench serve` and waits until it listens.
     pub fn serve(world: &World, args: &str) -> Process {
         let serve = Process::start(world, Host::B, &format!("bench serve --listen 0.0.0.0:7420 {args}"));
-        let listening = || lock(&serve.output).contains("listening on ");
-        assert!(wait_until(LISTEN_DEADLINE, listening), "serve said {:?}", lock(&serve.errors));
+        let listening = || lock(&serve.output).text.contains("listening on ");
+        assert!(wait_until(RUN_DEADLINE, listening), "serve said {:?}", serve.errors());
         serve
     }
 
@@ -121,12 +132,17 @@ impl Process {
 
     /// What it said failed, so far.
     pub fn error_lines(&self) -> Vec<String> {
-        error_lines(&lock(&self.errors))
+        error_lines(&lock(&self.errors).text)
     }
 
     /// Its standard error so far.
     pub fn errors(&self) -> String {
-        lock(&self.errors).clone()
+        lock(&self.errors).text.clone()
+    }
+
+    /// When it said for the first time that something failed.
+    pub fn failed_at(&self) -> Option<Duration> {
+        lock(&self.errors).failed_at
     }
 
     /// Waits until it has said that something failed.
@@ -144,13 +160,14 @@ impl Process {
         self.readers.drain(..).for_each(|reader| reader.join().expect("read"));
         let left: Vec<_> = std::fs::read_dir(self.place.path()).expect("listed").flatten().collect();
         assert!(left.is_empty(), "it left {left:?}");
-        Ended { status, output: lock(&self.output).clone(), errors: lock(&self.errors).clone() }
+        let failed_at = self.failed_at();
+        Ended { status, output: lock(&self.output).text.clone(), errors: self.errors(), failed_at }
     }
 
     /// Kills it. No file of it is left.
     pub fn kill(self) -> Ended {
         self.signal("-KILL");
-        self.end(LISTEN_DEADLINE)
+        self.end(RUN_DEADLINE)
     }
 }
 
@@ -163,9 +180,9 @@ impl Drop for Process {
 
 /// Waits until something holds; says whether it came to hold in time.
 pub fn wait_until(deadline: Duration, mut holds: impl FnMut() -> bool) -> bool {
-    let start = Instant::now();
+    let start = clock::now();
     while !holds() {
-        if start.elapsed() > deadline {
+        if clock::now() - start > deadline {
             return false;
         }
         thread::sleep(TICK);
@@ -173,7 +190,7 @@ pub fn wait_until(deadline: Duration, mut holds: impl FnMut() -> bool) -> bool {
     true
 }
 
-fn lock(text: &Text) -> std::sync::MutexGuard<'_, String> {
+fn lock(text: &Text) -> std::sync::MutexGuard<'_, Said> {
     text.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
@@ -183,7 +200,13 @@ fn collect(pipe: impl Read + Send + 'static, text: &Text) -> JoinHandle<()> {
         let mut lines = BufReader::new(pipe);
         let mut line = Vec::new();
         while lines.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
-            lock(&text).push_str(&String::from_utf8_lossy(&line));
+            let said = String::from_utf8_lossy(&line);
+            let mut heard = lock(&text);
+            if heard.failed_at.is_none() && said.starts_with(FAILED) {
+                heard.failed_at = Some(clock::now());
+            }
+            heard.text.push_str(&said);
+            drop(heard);
             line.clear();
         }
     })

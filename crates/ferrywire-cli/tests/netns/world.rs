@@ -14,7 +14,7 @@ pub const LINKS: usize = 4;
 /// Namespaces of these tests begin with this; the process that made them follows.
 const PREFIX: &str = "ferrywire-test-";
 /// Longest wait for a link to come up.
-const CARRIER_DEADLINE: Duration = Duration::from_secs(5);
+const CARRIER_DEADLINE: Duration = Duration::from_secs(60);
 
 /// One of the two hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,30 +95,38 @@ impl World {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let world = World { name: format!("{PREFIX}{}-{number}", std::process::id()) };
-        let (a, b) = (world.namespace(Host::A), world.namespace(Host::B));
-        world.must("ip", &["netns", "add", &a]);
-        world.must("ip", &["netns", "add", &b]);
+        world.add(Host::A);
+        world.add(Host::B);
+        world.connect_hosts(rate);
+        world
+    }
+
+    fn add(&self, host: Host) {
+        self.must("ip", &["netns", "add", &self.namespace(host)]);
+        self.must("ip", &["-n", &self.namespace(host), "link", "set", "lo", "up"]);
+    }
+
+    fn connect_hosts(&self, rate: &str) {
+        let (a, b) = (self.namespace(Host::A), self.namespace(Host::B));
         for link in 1..=LINKS {
             let (near, far) = (Host::A.nic(link), Host::B.nic(link));
-            world.must(
+            self.must(
                 "ip",
                 &["link", "add", &near, "netns", &a, "type", "veth", "peer", "name", &far, "netns", &b],
             );
             for (host, last) in [(Host::A, 1), (Host::B, 2)] {
-                let (namespace, nic) = (world.namespace(host), host.nic(link));
-                world.must(
+                let (namespace, nic) = (self.namespace(host), host.nic(link));
+                self.must(
                     "ip",
                     &["-n", &namespace, "addr", "add", &format!("10.77.{link}.{last}/24"), "dev", &nic],
                 );
-                world.set_link(host, link, "up");
+                self.set_link(host, link, "up");
             }
-            world.shape(link, rate);
+            self.shape(link, rate);
         }
         for host in [Host::A, Host::B] {
-            world.must("ip", &["-n", &world.namespace(host), "link", "set", "lo", "up"]);
-            (1..=LINKS).for_each(|link| world.await_carrier(host, link));
+            (1..=LINKS).for_each(|link| self.await_carrier(host, link));
         }
-        world
     }
 
     /// Name of a host's namespace.
@@ -141,14 +149,23 @@ impl World {
         self.must("ip", &["-n", &self.namespace(host), "link", "set", &host.nic(link), state]);
     }
 
-    /// Removes a link for good.
-    pub fn delete_link(&self, link: usize) {
-        self.must("ip", &["-n", &self.namespace(Host::B), "link", "del", &Host::B.nic(link)]);
+    /// Removes a host and all links. Without a name and a link, it lives on while a process is in it.
+    pub fn delete(&self, host: Host) {
+        for link in 1..=LINKS {
+            self.must("ip", &["-n", &self.namespace(host), "link", "del", &host.nic(link)]);
+        }
+        self.must("ip", &["netns", "del", &self.namespace(host)]);
     }
 
-    /// Takes a host's name away; it lives on while a process is in it.
-    pub fn delete(&self, host: Host) {
-        self.must("ip", &["netns", "del", &self.namespace(host)]);
+    /// Whether a host is there and was not deleted.
+    pub fn exists(&self, host: Host) -> bool {
+        fs::exists(format!("/run/netns/{}", self.namespace(host))).expect("somebody made that directory")
+    }
+
+    /// Makes a host that was deleted anew, with all links.
+    pub fn restore(&self, host: Host, rate: &str) {
+        self.add(host);
+        self.connect_hosts(rate);
     }
 
     /// From now on a host sees no packet that is sent to it. Says why it cannot be had.
@@ -164,10 +181,20 @@ impl World {
         }
     }
 
+    /// It sees all packets again.
+    pub fn undeafen(&self, host: Host) {
+        self.inside(host, "nft", &["delete table inet deaf"]);
+    }
+
     /// Bytes that a NIC has sent, as the kernel counts them.
     pub fn sent_bytes(&self, host: Host, link: usize) -> u64 {
         let shown = self.show(host, link);
         shown["stats64"]["tx"]["bytes"].as_u64().unwrap_or_else(|| panic!("no counter in {shown}"))
+    }
+
+    /// Bytes that a host has sent over all links.
+    pub fn sent_bytes_of(&self, host: Host) -> u64 {
+        (1..=LINKS).map(|link| self.sent_bytes(host, link)).sum()
     }
 
     /// Sockets that listen on a host, one per line.
