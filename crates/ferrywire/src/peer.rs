@@ -448,7 +448,7 @@ impl PeerState {
             Kind::Match => {
                 match self.queue.matched(header.transfer, header.key) {
                     Some(op) if op.total == 0 => self.let_go(&op),
-                    Some(_) => {}
+                    Some(op) => self.rouse_for(op.total),
                     None => {
                         let mut refuse = Header::new(Kind::Refuse);
                         refuse.transfer = header.key;
@@ -544,10 +544,18 @@ impl PeerState {
         let op = Arc::new(op);
         self.begin(&op);
         match self.queue.post(op.clone()) {
-            true => self.rouse_home(),
+            true => self.rouse_for(op.total),
             false => self.end(&op),
         }
         Ok(())
+    }
+
+    /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
+    fn rouse_for(&self, bytes: u64) {
+        match bytes > crate::queue::SMALL_BYTES_MAX {
+            true => self.engine.workers.iter().for_each(|worker| worker.rouse()),
+            false => self.rouse_home(),
+        }
     }
 
     /// Something small may wait now, which only the home's channels take: it may be asleep.

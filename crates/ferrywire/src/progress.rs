@@ -124,6 +124,8 @@ pub(crate) struct Worker {
     wanted: AtomicU32,
     drives: AtomicU64,
     left_behind: AtomicU32,
+    /// The thread sleeps, and nothing but an event will wake it.
+    dozes: AtomicBool,
     thread: OnceLock<Thread>,
     /// The thread as the kernel numbers it; 0 before it runs.
     thread_id: AtomicI32,
@@ -192,6 +194,7 @@ impl Worker {
             wanted: AtomicU32::new(0),
             drives: AtomicU64::new(0),
             left_behind: AtomicU32::new(0),
+            dozes: AtomicBool::new(false),
             thread: OnceLock::new(),
             thread_id: AtomicI32::new(0),
             stop: AtomicBool::new(false),
@@ -222,6 +225,23 @@ impl Worker {
             _ => {}
         }
         self.wake_owner();
+    }
+
+    /// Whether a caller has the crank, or had it just now, and nobody sleeps on it.
+    fn driven_awake(&self) -> bool {
+        self.state.load(Ordering::SeqCst) == PARKED
+            && !self.owner_asleep.load(Ordering::SeqCst)
+            && !self.long_park.load(Ordering::SeqCst)
+    }
+
+    /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
+    /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
+    pub fn look_after(&self) {
+        if self.dozes.load(Ordering::SeqCst)
+            && self.try_crank().is_some_and(|crank| crank.sleep_limit().is_some())
+        {
+            self.waker.wake();
+        }
     }
 
     fn wake_owner(&self) {
@@ -290,12 +310,14 @@ impl Worker {
                 continue;
             }
             let timeout = crank.sleep_limit();
+            self.dozes.store(timeout.is_none(), Ordering::SeqCst);
             drop(crank);
             // What is ready is reported again to whoever takes the crank.
             if let Err(error) = self.poller.wait(&mut ignored, timeout) {
                 tracing::error!(%error, "waiting for sockets failed");
                 thread::sleep(TICK);
             }
+            self.dozes.store(false, Ordering::SeqCst);
             self.state.store(RUNNING, Ordering::SeqCst);
         }
         self.state.store(NO_THREAD, Ordering::SeqCst);
@@ -563,8 +585,7 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
     let home = peer.home();
     // A caller that drives sends several small operations in one call, when it waits.
     let company = peer.in_flight_beside_one() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
-    let parked = home.state.load(Ordering::SeqCst) == PARKED;
-    if parked && company && bytes <= DEFERRED_BYTES_MAX {
+    if company && bytes <= DEFERRED_BYTES_MAX && home.driven_awake() {
         return;
     }
     // Bulk is left to threads that keep to their cores.

@@ -660,8 +660,9 @@ impl Link {
         let address = channel.conn().local().ip();
         let nic = engine.transport.nic_name(address).unwrap_or_else(|| address.to_string());
         self.peer.counters(index).runs_over(nic);
-        worker.command(Command::Add(Box::new(channel)));
+        // The home first: the worker that gets the channel sends small operations only if it is that.
         self.peer.choose_home();
+        worker.command(Command::Add(Box::new(channel)));
         if generation > 0 {
             tracing::info!(peer = self.peer.name(), channel = index, "channel carries data again");
         }

@@ -145,6 +145,7 @@ impl Control {
         worked |= self.advance_dials(engine, now);
         worked |= self.advance_links(engine, now);
         self.watch_calls(engine, now);
+        engine.workers.iter().for_each(|worker| worker.look_after());
         worked
     }
 

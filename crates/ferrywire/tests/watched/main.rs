@@ -3,6 +3,7 @@
 //! A [`Watcher`] sees what the engine asks of its transport, where the public API shows nothing of it.
 
 mod descriptors;
+mod paths;
 mod stuck;
 
 use ferrywire::transport::tcp::TcpTransport;
@@ -13,17 +14,21 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Waits until something is so.
 fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !so() {
-        assert!(start.elapsed() < LIMIT, "never came about: {what}");
-        thread::sleep(Duration::from_millis(5));
+    // Looks are counted, so that time in which this process was stopped is not.
+    const BETWEEN: Duration = Duration::from_millis(5);
+    for _ in 0..LIMIT.as_millis() / BETWEEN.as_millis() {
+        if so() {
+            return;
+        }
+        thread::sleep(BETWEEN);
     }
+    panic!("never came about: {what}");
 }
 
 /// What is called when the engine calls.
@@ -32,6 +37,8 @@ trait Watcher: Debug + Send + Sync + 'static {
     fn accept_failed(&self, _error: &io::Error) {}
     /// So many bytes are about to be received, at most.
     fn receiving(&self, _bytes: usize) {}
+    /// A channel's path is looked at.
+    fn looking_at_path(&self) {}
 }
 
 /// TCP, and who watches it.
@@ -46,8 +53,8 @@ impl<W: Watcher> Watched<W> {
         Arc::new(Watched { tcp: TcpTransport::default(), watcher: watcher.clone() })
     }
 
-    fn watch(&self, conn: Box<dyn Conn>) -> Box<dyn Conn> {
-        Box::new(WatchedConn { conn, watcher: self.watcher.clone() })
+    fn watch(&self, conn: Box<dyn Conn>, bulk: bool) -> Box<dyn Conn> {
+        Box::new(WatchedConn { conn, bulk, watcher: self.watcher.clone() })
     }
 }
 
@@ -61,7 +68,7 @@ impl<W: Watcher> Transport for Watched<W> {
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn))
+        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn, options.bulk))
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
@@ -90,7 +97,9 @@ impl<W: Watcher> Listener for WatchedListener<W> {
     fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>> {
         let result = self.listener.accept();
         result.as_ref().err().iter().for_each(|error| self.watcher.accept_failed(error));
-        let watch = |conn| -> Box<dyn Conn> { Box::new(WatchedConn { conn, watcher: self.watcher.clone() }) };
+        let watch = |conn| -> Box<dyn Conn> {
+            Box::new(WatchedConn { conn, bulk: false, watcher: self.watcher.clone() })
+        };
         result.map(|conn| conn.map(watch))
     }
 
@@ -105,6 +114,8 @@ impl<W: Watcher> Listener for WatchedListener<W> {
 
 struct WatchedConn<W> {
     conn: Box<dyn Conn>,
+    /// Dialled for a channel.
+    bulk: bool,
     watcher: Arc<W>,
 }
 
@@ -121,6 +132,9 @@ impl<W: Watcher> Conn for WatchedConn<W> {
     }
 
     fn health(&self) -> PathHealth {
+        if self.bulk {
+            self.watcher.looking_at_path();
+        }
         self.conn.health()
     }
 
