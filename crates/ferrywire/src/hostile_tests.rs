@@ -10,6 +10,7 @@ use crate::bootstrap::{
 };
 use crate::limits;
 use crate::memory::{Identity, Place};
+use crate::patience::Patience;
 use crate::session::{ControlMessage, Frame};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
 use crate::{Endpoint, Error, Peer, Region, RemoteRegion};
@@ -33,9 +34,9 @@ const FLOOD_BATCH: u64 = 400;
 
 /// Waits until something is so.
 fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let start = Instant::now();
+    let (start, mut patience) = (Instant::now(), Patience::new(LIMIT));
     while !so() {
-        assert!(start.elapsed() < LIMIT, "never came about: {what}");
+        assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
         thread::sleep(Duration::from_millis(1));
     }
 }

@@ -53,9 +53,9 @@ impl Fault {
 }
 
 /// Waits until a run that goes on for longer than any test is under way.
-fn await_data(world: &World, connect: &Process) {
+fn await_data(world: &World, connect: &Process, serve: &Process) {
     let begun = || world.sent_bytes_of(Host::A) > 1_000_000;
-    assert!(wait_until(RUN_DEADLINE, begun), "no data: {}", connect.errors());
+    assert!(wait_until(RUN_DEADLINE, begun), "no data: {}{}", connect.errors(), serve.errors());
 }
 
 /// A run with a fault in its middle; how long after it each end that can still speak named the other.
@@ -63,7 +63,7 @@ fn suffer(fault: Fault, once: bool) -> Vec<Duration> {
     let world = World::new(RATE);
     let serve = Process::serve(&world, if once { "--once" } else { "" });
     let connect = Process::connect(&world, "--sizes 1M --seconds 600");
-    await_data(&world, &connect);
+    await_data(&world, &connect, &serve);
     fault.strike(&world, &serve, &connect);
     let since = clock::now();
     let mut noticed = Vec::new();
@@ -123,7 +123,7 @@ fn suffer_all(kind: &str, faults: &[Fault]) {
             for i in together {
                 let (fault, once, noticed) = (faults[i % faults.len()], i / faults.len() % 2 == 1, &noticed);
                 scope.spawn(move || {
-                    let after = suffer(fault, once);
+                    let after = clock::undisturbed(|| suffer(fault, once));
                     println!("{fault:?}, serve --once {once}: noticed after {after:.1?}");
                     noticed.lock().expect("whoever panicked ended the test").extend(after);
                 });
@@ -149,7 +149,7 @@ fn a_peer_stopped_for_three_seconds_is_not_lost() {
         let world = World::new(RATE);
         let serve = Process::serve(&world, "");
         let connect = Process::connect(&world, "--sizes 1M --seconds 6");
-        await_data(&world, &connect);
+        await_data(&world, &connect, &serve);
         let paused = if host == Host::A { &connect } else { &serve };
         paused.signal("-STOP");
         thread::sleep(Duration::from_secs(3));
@@ -159,7 +159,7 @@ fn a_peer_stopped_for_three_seconds_is_not_lost() {
     };
     thread::scope(|scope| {
         for host in [Host::A, Host::B] {
-            scope.spawn(move || pause(host));
+            scope.spawn(move || clock::undisturbed(|| pause(host)));
         }
     });
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde_json::Value;
 
+use crate::clock::undisturbed;
 use crate::process::{Process, wait_until};
 use crate::world::{Host, LINKS, World};
 use crate::{RUN_DEADLINE, long, skip, turn};
@@ -63,7 +64,7 @@ fn each_nic_lost_in_turn_carries_again() {
     for together in links {
         thread::scope(|scope| {
             for link in *together {
-                scope.spawn(|| lose(*link));
+                scope.spawn(|| undisturbed(|| lose(*link)));
             }
         });
     }
