@@ -65,6 +65,8 @@ unsafe impl Send for Workspace {}
 /// A channel, owned by one worker.
 pub(crate) struct Channel {
     conn: Box<dyn Conn>,
+    /// Both ends are on this host.
+    within_host: bool,
     pub peer: Arc<PeerState>,
     pub index: u16,
     pub generation: u32,
@@ -135,6 +137,7 @@ impl Channel {
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
+            within_host: conn.within_host(),
             conn,
             peer,
             index,
@@ -182,7 +185,18 @@ impl Channel {
         let small = self.small_share();
         let (backlog, least) = (self.window.bytes() as u64, self.peer.least_backlog());
         self.peer.queue.has_work_for(small > 0)
-            && (small > 0 || schedule::may_take(backlog, least, self.peer.queue.chunk_bytes))
+            && (small > 0
+                || (self.bulk_share().0 > 0
+                    && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes)))
+    }
+
+    /// Bytes of bulk that this channel may take, and the longest chunk of it.
+    fn bulk_share(&self) -> (u64, usize) {
+        let chunk_bytes = self.peer.queue.chunk_bytes;
+        match self.within_host && self.posted.is_none() {
+            true => schedule::local_share(self.peer.thread_backlog(self.index), chunk_bytes),
+            false => (u64::MAX, chunk_bytes),
+        }
     }
 
     /// Bytes of small operations that this channel may take. While there is no bulk they keep to the
@@ -250,11 +264,14 @@ impl Channel {
         }
         let backlog = self.window.bytes() as u64;
         let least = self.peer.least_backlog();
+        let (share, chunk_bytes) = self.bulk_share();
+        let bulk = share > 0 && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes);
         let pull = Pull {
-            bytes: READY_BYTES - unsent,
+            bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
+            chunk_bytes,
             small,
-            bulk: schedule::may_take(backlog, least, self.peer.queue.chunk_bytes),
+            bulk,
             messages: self.posted.as_ref().map(|posted| posted.room()),
         };
         let first = self.window.next();

@@ -221,6 +221,13 @@ impl PeerState {
         self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
     }
 
+    /// The backlog of all channels that share a thread with this one, its own included.
+    pub fn thread_backlog(&self, index: u16) -> u64 {
+        let worker = self.engine_worker(index);
+        let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
+        shared.map(|(_, channel)| channel.backlog.load(Ordering::Relaxed)).sum()
+    }
+
     /// A channel was lost, in words; the oldest are forgotten.
     pub fn note_lost(&self, line: String) {
         let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);

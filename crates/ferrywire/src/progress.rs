@@ -147,6 +147,8 @@ pub(crate) struct Crank {
     /// The channel that received last.
     hot: Option<usize>,
     turns: u32,
+    /// The channel that may send first in this turn.
+    first: usize,
     /// Channels without a descriptor, which have to be asked.
     polled: usize,
     /// Requests to let go of memory that a lane may still write to, and since when.
@@ -178,6 +180,7 @@ impl Worker {
             moved: 0,
             hot: None,
             turns: 0,
+            first: 0,
             polled: 0,
             abandoning: Vec::new(),
         };
@@ -514,6 +517,19 @@ impl Wait<'_> {
     fn rest(&self, now: Instant) -> Duration {
         self.until.saturating_duration_since(now)
     }
+
+    /// Looks again and again for a moment, whenever the threads leave time for it; true when done. While many
+    /// operations are in flight the next one is done soon, and to be woken for each costs the threads more.
+    fn spin(&mut self) -> bool {
+        let start = Instant::now();
+        while start.elapsed() < BULK_SPIN {
+            thread::yield_now();
+            if (self.done)() {
+                return true;
+            }
+        }
+        false
+    }
 }
 
 /// Waits until `done`, driving the peer's home worker where possible. False when the time is up.
@@ -543,6 +559,9 @@ pub(crate) fn wait(
         if wait.rest(Instant::now()).is_zero() {
             return (wait.done)();
         }
+        if peer.in_bulk() && wait.spin() {
+            return true;
+        }
         (wait.register)(WakeHandle::Thread(thread::current()));
         worker.left_behind.fetch_add(1, Ordering::SeqCst);
         if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
@@ -557,6 +576,8 @@ pub(crate) fn wait(
     }
 }
 
+/// How long a caller looks before it sleeps while the threads work.
+const BULK_SPIN: Duration = Duration::from_micros(200);
 /// Longest a waiting caller sleeps before it looks again.
 const PARK: Duration = Duration::from_millis(50);
 
@@ -834,7 +855,9 @@ impl Crank {
 
     fn send(&mut self, worker: &Worker, engine: &Engine, flush: bool) -> bool {
         let mut worked = false;
-        for place in 0..self.slots.len() {
+        // Each turn begins with another channel: where they share what may be in flight, the first takes it.
+        self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
+        for place in (self.first..self.slots.len()).chain(0..self.first) {
             worked |= self.send_at(worker, engine, place, flush);
         }
         worked

@@ -116,6 +116,8 @@ pub(crate) struct SendQueue {
 pub(crate) struct Pull {
     pub bytes: u64,
     pub channels: usize,
+    /// The longest chunk.
+    pub chunk_bytes: usize,
     /// Bytes of small operations that may be taken.
     pub small: u64,
     /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
@@ -304,7 +306,7 @@ impl SendQueue {
         let mut messages = pull.messages;
         // Any frame may have a payload for the lane, so a full one takes none.
         while taken < pull.bytes && window.has_room() && messages != Some(0) {
-            let Some(mut entry) = lanes.next(self.chunk_bytes, pull, &mut dropped) else {
+            let Some(mut entry) = lanes.next(pull, &mut dropped) else {
                 break;
             };
             entry.post(messages.is_some());
@@ -383,7 +385,7 @@ impl Lanes {
         }
     }
 
-    fn next(&mut self, chunk_bytes: usize, pull: Pull, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+    fn next(&mut self, pull: Pull, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         if let Some(entry) = self.resend.pop_front().or_else(|| self.own.pop_front()) {
             return Some(entry);
         }
@@ -396,7 +398,7 @@ impl Lanes {
             return Some(entry);
         }
         self.small_run = 0;
-        if bulk_waits { self.next_bulk(chunk_bytes, pull.channels, dropped) } else { None }
+        if bulk_waits { self.next_bulk(pull.chunk_bytes, pull.channels, dropped) } else { None }
     }
 
     fn next_small(&mut self, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {

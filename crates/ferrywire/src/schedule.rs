@@ -36,6 +36,20 @@ pub fn small_share(backlog: u64, least: u64) -> u64 {
 /// Backlog of small operations by which a channel may be ahead of the least loaded one.
 const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 
+/// Bytes of bulk that a channel may take now whose two ends are on this host, and its longest chunk.
+///
+/// The threads at its ends take turns on a core, or share a cache, which holds what is `in_flight` on all
+/// channels between the two. A bound on that, below the size of the socket buffers, keeps it there. It also lets
+/// the kernel take each call whole: a partial one ends at an odd byte, and the pages into which the kernel copies
+/// what a thread sends are shared by all its connections, so from then on everything lies askew in them and is
+/// copied out at half the speed.
+pub fn local_share(in_flight: u64, chunk_bytes_max: usize) -> (u64, usize) {
+    (LOCAL_BYTES.saturating_sub(in_flight), chunk_bytes_max.min(LOCAL_BYTES as usize / 2))
+}
+
+/// Bulk in flight between two threads of one host.
+const LOCAL_BYTES: u64 = 2 << 20;
+
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
 pub fn channels_default(cores: usize, pairs: usize) -> usize {
     let by_cores = cores.clamp(1, 8);
@@ -69,6 +83,14 @@ mod tests {
         fn the_least_loaded_channel_may_always_take(backlog: u64, chunk in 1usize..1 << 22) {
             prop_assert!(may_take(backlog, backlog, chunk));
         }
+    }
+
+    #[test]
+    fn within_a_host_one_chunk_is_under_way_while_the_next_is_taken() {
+        let (share, chunk) = local_share(0, limits::CHUNK_BYTES_MAX);
+        assert_eq!(share, 2 * chunk as u64);
+        assert_eq!(local_share(chunk as u64, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
+        assert_eq!(local_share(share + 1, 4096), (0, 4096));
     }
 
     #[test]

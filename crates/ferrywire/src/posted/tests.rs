@@ -181,7 +181,14 @@ impl Bench {
     fn take(&mut self, queue: &SendQueue, window: &mut Window<Entry>) -> usize {
         let first = window.next();
         let room = self.posted.room();
-        let pull = Pull { bytes: u64::MAX, channels: 1, small: u64::MAX, bulk: true, messages: Some(room) };
+        let pull = Pull {
+            bytes: u64::MAX,
+            channels: 1,
+            chunk_bytes: queue.chunk_bytes,
+            small: u64::MAX,
+            bulk: true,
+            messages: Some(room),
+        };
         queue.pull(window, pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {

@@ -99,6 +99,11 @@ pub trait Conn: Send {
     /// Each piece must be writable for the length of the call.
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
 
+    /// Whether both ends are on this host, one kernel's memory between them.
+    fn within_host(&self) -> bool {
+        false
+    }
+
     /// Bytes handed to `send` that have not left this host yet.
     fn unsent_bytes(&self) -> usize {
         0

@@ -30,6 +30,8 @@ pub struct TcpConn {
     socket: Socket,
     local: SocketAddr,
     remote: SocketAddr,
+    /// Both ends have addresses of this host.
+    within_host: bool,
     /// No byte has moved yet.
     connecting: bool,
     /// While the round trip is still to be judged.
@@ -57,13 +59,14 @@ impl TcpConn {
     }
 
     /// A connection that both hosts have agreed on.
-    pub(super) fn established(socket: Socket, remote: SocketAddr, local_peer: bool) -> io::Result<TcpConn> {
+    pub(super) fn established(socket: Socket, remote: SocketAddr, within_host: bool) -> io::Result<TcpConn> {
         let local = canonical(ip_address(&socket.local_addr()?)?);
-        let zero_copy = ZeroCopy::new(!local_peer && zerocopy::enable(socket.as_raw_fd()).is_ok());
+        let zero_copy = ZeroCopy::new(!within_host && zerocopy::enable(socket.as_raw_fd()).is_ok());
         Ok(TcpConn {
             socket,
             local,
             remote,
+            within_host,
             connecting: false,
             tune_late: None,
             failure: None,
@@ -184,6 +187,10 @@ impl Conn for TcpConn {
                 self.took(result)
             }
         }
+    }
+
+    fn within_host(&self) -> bool {
+        self.within_host
     }
 
     fn released(&mut self) -> u64 {

@@ -3,8 +3,8 @@
 //!
 //! On short clean paths cubic beats a default of bbr by half and more; on long ones with a little loss it carries
 //! a fraction of bbr's. A subnet can span either, so the round trip decides. Within one host the two ends of a
-//! connection take turns on a core: buffers of about 2 MiB to a core make turns few and keep the payload in
-//! its cache, larger ones push it out. Elsewhere the kernel's autotuning knows better.
+//! connection take turns on a core: about 2 MiB in flight to a core make turns few and keep the payload in its
+//! cache, more pushes it out. Elsewhere the kernel's autotuning knows better.
 
 use std::fs;
 use std::io;
@@ -105,7 +105,9 @@ impl LateTuning {
 /// Applies the options. Fails only for what was asked for by name or number.
 pub(super) fn apply(fd: RawFd, path: Path, options: &ConnOptions) -> io::Result<()> {
     let same_host = path == Path::SameHost || options.same_host;
-    let local_buffer = (options.bulk && same_host).then(|| same_host_buffer_bytes(options.per_thread));
+    // Between addresses of this host what is in flight on all connections of a thread is bounded together.
+    let sharing = if path == Path::SameHost { 1 } else { options.per_thread };
+    let local_buffer = (options.bulk && same_host).then(|| same_host_buffer_bytes(sharing));
     if let Some(bytes) = options.socket_buffer_bytes.or(local_buffer) {
         socket::set_buffers(fd, bytes)
             .map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
