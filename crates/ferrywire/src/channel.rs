@@ -15,7 +15,7 @@ use crate::peer::{Landing, PeerState};
 use crate::posted::{Arrival, Posted, Turned};
 use crate::queue::{Entry, Pull};
 use crate::schedule;
-use crate::stats::ChannelCounters;
+use crate::stats::{ChannelCounters, NO_BACKLOG};
 use crate::transport::lane::Run;
 use crate::transport::{Conn, IoVec};
 use crate::window::Window;
@@ -655,7 +655,7 @@ impl Channel {
             posted.end().into_iter().for_each(|entry| self.peer.delivered(entry, None));
         }
         self.counters.alive.store(false, Ordering::Relaxed);
-        self.counters.backlog.store(u64::MAX, Ordering::Relaxed);
+        self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         drop(self.conn);
         self.held.drain(..).for_each(|(_, entry)| self.peer.delivered(entry, None));
         let heard = self.rx.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64);

@@ -225,7 +225,7 @@ impl PeerState {
     pub fn thread_backlog(&self, index: u16) -> u64 {
         let worker = self.engine_worker(index);
         let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
-        shared.map(|(_, channel)| channel.backlog.load(Ordering::Relaxed)).sum()
+        shared.map(|(_, channel)| channel.in_flight()).sum()
     }
 
     /// A channel was lost, in words; the oldest are forgotten.

@@ -14,13 +14,16 @@ struct Path {
     congestion_control: String,
 }
 
+/// The backlog of a channel that is down.
+pub(crate) const NO_BACKLOG: u64 = u64::MAX;
+
 /// Counters of one channel, over all its connections.
 #[derive(Default)]
 pub(crate) struct ChannelCounters {
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     pub rtt_us: AtomicU64,
-    /// Bytes in the window; `u64::MAX` while the channel is down.
+    /// Bytes in the window; [`NO_BACKLOG`] while the channel is down, so that it is nobody's least loaded.
     pub backlog: AtomicU64,
     pub generation: AtomicU32,
     pub alive: AtomicBool,
@@ -72,7 +75,7 @@ impl LaneCounters {
 
 impl ChannelCounters {
     pub fn new() -> ChannelCounters {
-        ChannelCounters { backlog: AtomicU64::new(u64::MAX), ..ChannelCounters::default() }
+        ChannelCounters { backlog: AtomicU64::new(NO_BACKLOG), ..ChannelCounters::default() }
     }
 
     /// The connection that is about to take up the channel runs over this NIC.
@@ -90,6 +93,14 @@ impl ChannelCounters {
         self.alive.store(true, Ordering::Relaxed);
         self.zero_copy.store(conn.zero_copy(), Ordering::Relaxed);
         self.rtt_us.store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes on their way; none while the channel is down.
+    pub fn in_flight(&self) -> u64 {
+        match self.backlog.load(Ordering::Relaxed) {
+            NO_BACKLOG => 0,
+            bytes => bytes,
+        }
     }
 
     pub fn snapshot(&self, index: u16) -> Option<ChannelStats> {

@@ -13,6 +13,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -37,6 +38,10 @@ trait Watcher: Debug + Send + Sync + 'static {
     fn accept_failed(&self, _error: &io::Error) {}
     /// So many bytes are about to be received, at most.
     fn receiving(&self, _bytes: usize) {}
+    /// Whether a channel's connection is broken from now on, and dialled in vain.
+    fn is_cut(&self, _channel: u64) -> bool {
+        false
+    }
     /// A channel's path is looked at.
     fn looking_at_path(&self) {}
 }
@@ -46,15 +51,21 @@ trait Watcher: Debug + Send + Sync + 'static {
 struct Watched<W> {
     tcp: TcpTransport,
     watcher: Arc<W>,
+    /// Connections of channels that were dialled so far.
+    dialled: AtomicU64,
 }
 
 impl<W: Watcher> Watched<W> {
     fn new(watcher: &Arc<W>) -> Arc<Watched<W>> {
-        Arc::new(Watched { tcp: TcpTransport::default(), watcher: watcher.clone() })
+        Arc::new(Watched {
+            tcp: TcpTransport::default(),
+            watcher: watcher.clone(),
+            dialled: AtomicU64::new(0),
+        })
     }
 
-    fn watch(&self, conn: Box<dyn Conn>, bulk: bool) -> Box<dyn Conn> {
-        Box::new(WatchedConn { conn, bulk, watcher: self.watcher.clone() })
+    fn watch(&self, conn: Box<dyn Conn>, channel: Option<u64>) -> Box<dyn Conn> {
+        Box::new(WatchedConn { conn, channel, watcher: self.watcher.clone() })
     }
 }
 
@@ -68,7 +79,8 @@ impl<W: Watcher> Transport for Watched<W> {
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn, options.bulk))
+        let channel = options.bulk.then(|| self.dialled.fetch_add(1, Ordering::SeqCst));
+        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn, channel))
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
@@ -98,7 +110,7 @@ impl<W: Watcher> Listener for WatchedListener<W> {
         let result = self.listener.accept();
         result.as_ref().err().iter().for_each(|error| self.watcher.accept_failed(error));
         let watch = |conn| -> Box<dyn Conn> {
-            Box::new(WatchedConn { conn, bulk: false, watcher: self.watcher.clone() })
+            Box::new(WatchedConn { conn, channel: None, watcher: self.watcher.clone() })
         };
         result.map(|conn| conn.map(watch))
     }
@@ -114,8 +126,8 @@ impl<W: Watcher> Listener for WatchedListener<W> {
 
 struct WatchedConn<W> {
     conn: Box<dyn Conn>,
-    /// Dialled for a channel.
-    bulk: bool,
+    /// Its number, counted as they are dialled, if it is a channel's.
+    channel: Option<u64>,
     watcher: Arc<W>,
 }
 
@@ -126,13 +138,16 @@ impl<W: Watcher> Conn for WatchedConn<W> {
     }
 
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        if self.channel.is_some_and(|channel| self.watcher.is_cut(channel)) {
+            return Err(io::ErrorKind::ConnectionReset.into());
+        }
         self.watcher.receiving(pieces.iter().map(|piece| piece.len).sum());
         // SAFETY: promised by the caller.
         unsafe { self.conn.recv(pieces) }
     }
 
     fn health(&self) -> PathHealth {
-        if self.bulk {
+        if self.channel.is_some() {
             self.watcher.looking_at_path();
         }
         self.conn.health()

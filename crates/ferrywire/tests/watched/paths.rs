@@ -1,9 +1,9 @@
-//! A path with data on it is looked at, whoever sleeps.
+//! A path with data on it is looked at, whoever sleeps; one that is lost holds up no other.
 
 use crate::{LIMIT, Watched, Watcher, eventually};
 use ferrywire::Endpoint;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -39,4 +39,39 @@ fn the_path_of_a_write_that_nobody_waits_for_is_looked_at() {
     let write = peer.write(&source, 0, &target.descriptor(), 0, 64).unwrap();
     eventually("the path is looked at", || looks.0.load(Ordering::SeqCst) > before + 3);
     assert!(write.poll().is_none(), "{write:?}");
+}
+
+/// Breaks all connections of channels but the first, and lets none come back.
+#[derive(Debug, Default)]
+struct Cut(AtomicBool);
+
+impl Watcher for Cut {
+    fn is_cut(&self, channel: u64) -> bool {
+        channel > 0 && self.0.load(Ordering::SeqCst)
+    }
+}
+
+#[test]
+fn channels_that_do_not_come_back_hold_up_no_other_of_their_thread() {
+    const BYTES: u64 = 32 << 20;
+    let cut = Arc::<Cut>::default();
+    let builder = || Endpoint::builder().channels(3).threads(1);
+    let there = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let here = builder().transport(Watched::new(&cut)).build().unwrap();
+    let peer = here.connect(there.listen_addresses()[0], LIMIT).unwrap();
+    let far = there.accept(LIMIT).unwrap();
+    let (source, target) =
+        (here.register_zeroed(BYTES as usize).unwrap(), there.register_zeroed(BYTES as usize).unwrap());
+    let write = || peer.write(&source, 0, &target.descriptor(), 0, BYTES).unwrap().wait(LIMIT);
+    assert_eq!(write(), Ok(BYTES));
+    cut.0.store(true, Ordering::SeqCst);
+    let alive = || peer.stats().channels.iter().filter(|channel| channel.alive).count();
+    eventually("they are lost", || {
+        assert_eq!(write(), Ok(BYTES));
+        alive() == 1
+    });
+    assert_eq!(write(), Ok(BYTES));
+    let read = peer.read(&source, 0, &target.descriptor(), 0, BYTES).unwrap();
+    assert_eq!(read.wait(LIMIT), Ok(BYTES));
+    drop(far);
 }
