@@ -22,8 +22,11 @@ pub struct Cell {
     magic: u64,
     /// Index of its NIC, readable beside a running call.
     pub device: usize,
+    /// The GPU that was current when a send comm's first connect was called.
+    pub gpu: Option<i32>,
     one_thread: bool,
     busy: AtomicBool,
+    closed: AtomicBool,
     tokens: [Token; SLOTS],
     comm: UnsafeCell<Option<Box<Comm>>>,
 }
@@ -42,8 +45,10 @@ impl Cell {
         let cell = Box::into_raw(Box::new(Cell {
             magic: CELL_MAGIC,
             device: comm.device(),
+            gpu: comm.gpu.filter(|_| comm.rules.switches.comm_gpu),
             one_thread: comm.rules.switches.one_thread,
             busy: AtomicBool::new(false),
+            closed: AtomicBool::new(false),
             tokens: std::array::from_fn(|slot| Token { magic: TOKEN_MAGIC, slot, cell: std::ptr::null() }),
             comm: UnsafeCell::new(Some(comm)),
         }));
@@ -62,6 +67,19 @@ impl Cell {
             Some(cell) if pointer.cast::<Cell>().is_aligned() && cell.magic == CELL_MAGIC => cell,
             _ => misuse(format_args!("{call} of something that is no comm: {pointer:?}")),
         }
+    }
+
+    /// The same, for calls that may run beside others: a closed comm ends the process here too.
+    ///
+    /// # Safety
+    /// As [`Cell::at`].
+    pub unsafe fn open_at<'a>(pointer: *mut c_void, call: &str) -> &'a Cell {
+        // SAFETY: as the caller promises.
+        let cell = unsafe { Cell::at(pointer, call) };
+        if cell.closed.load(Ordering::Acquire) {
+            misuse(format_args!("{call} on a comm that was closed"));
+        }
+        cell
     }
 
     /// The cell and slot that a request pointer of the host names; a wrong pointer ends the process.
@@ -95,6 +113,7 @@ impl Cell {
     /// Takes the comm out: the cell is closed.
     pub fn take(&self, call: &str) -> Box<Comm> {
         let _inside = self.claim(call);
+        self.closed.store(true, Ordering::Release);
         // SAFETY: whoever has claimed the cell is alone in it.
         match unsafe { (*self.comm.get()).take() } {
             Some(comm) => comm,

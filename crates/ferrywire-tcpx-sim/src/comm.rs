@@ -73,6 +73,8 @@ pub struct Comm {
     pub(crate) crew: Option<Crew>,
     pub(crate) shared: Arc<Shared>,
     pub(crate) unpack: Option<Unpack>,
+    /// The GPU that was current when a send comm's first connect was called.
+    pub(crate) gpu: Option<i32>,
     /// Only half a control message was written: nothing follows.
     pub(crate) mute: bool,
     threads: usize,
@@ -166,6 +168,7 @@ impl Comm {
             crew: None,
             shared: Arc::new(parts.shared),
             unpack: None,
+            gpu: None,
             mute: false,
             threads: parts.threads,
             device: parts.device,

@@ -9,8 +9,8 @@
 //! A package that has this one among its `dev-dependencies` finds `libferrywire_tcpx_sim.so` beside its own
 //! test programs, in `target/<profile>/deps`.
 //!
-//! Where the real plugin would use freed memory (a call after the end of an attempt, a request of a closed
-//! comm, two threads in one comm), this one ends the process by SIGABRT and says which rule was broken.
+//! Where the real plugin would use freed memory (a call after the end of an attempt, a request or a
+//! registration of a closed comm, two threads in one comm), this one ends the process by SIGABRT and says which rule was broken.
 //!
 //! # Switches
 //!
@@ -37,6 +37,7 @@
 //! | `pci_path` | on | off | a NIC without PCI path gets one; off, as really: `regMr` of GPU memory is SIGSEGV |
 //! | `chunk_env` | on | off | without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes; off: 512 KiB |
 //! | `alignment` | on | off | GPU memory is registered in whole, aligned pages only, else result 1 |
+//! | `comm_gpu` | on | off | a send comm takes memory of the GPU alone that was current at its first connect |
 //! | `scatter` | on | off | fragments lie in shuffled pages, now and then at odd offsets with odd lengths |
 //! | `fragment_bytes` | 4096 | 1 to 4096 | longest fragment; 2048 in one chunk, or more in one request, are `exit(1)` |
 //! | `pool_pages` | 16384 | up to 524288 | pages of a GPU's receive pool; an empty pool stalls |

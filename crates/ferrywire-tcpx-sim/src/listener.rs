@@ -100,10 +100,12 @@ fn start_connect(
         return Err(ResultCode::INTERNAL_ERROR);
     };
     let control_address = control_address(plugin, nic.address)?;
-    let own = nic.address;
+    let (own, gpu) = (nic.address, gpu::current_device());
     let work = move || {
         let sockets = handshake::connect(&handle, own, control_address, &plugin.plan())?;
-        Ok(plugin.comm(Direction::Send, index, sockets, handle.threads))
+        let mut comm = plugin.comm(Direction::Send, index, sockets, handle.threads);
+        comm.gpu = gpu;
+        Ok(comm)
     };
     Attempt::start(format!("tcpx-connect-{index}"), work).map_err(system_error)
 }

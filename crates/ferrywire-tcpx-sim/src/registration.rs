@@ -33,8 +33,14 @@ pub struct Registration {
     pub gpu: bool,
 }
 
-/// `regMr`.
-pub fn register(device: usize, data: *mut c_void, size: i32, kind: i32) -> Outcome<*mut c_void> {
+/// `regMr`, on a comm of this NIC; a send comm is tied to one GPU.
+pub fn register(
+    device: usize,
+    gpu_of_comm: Option<i32>,
+    data: *mut c_void,
+    size: i32,
+    kind: i32,
+) -> Outcome<*mut c_void> {
     let Ok(bytes) = usize::try_from(size) else {
         warning!("regMr of {size} bytes");
         return Err(ResultCode::INTERNAL_ERROR);
@@ -43,7 +49,7 @@ pub fn register(device: usize, data: *mut c_void, size: i32, kind: i32) -> Outco
     match kind {
         PTR_HOST => Ok(note(Registration { address, bytes, gpu: false })),
         PTR_CUDA => {
-            check_gpu(device, address, bytes)?;
+            check_gpu(device, gpu_of_comm, address, bytes)?;
             Ok(note(Registration { address, bytes, gpu: true }))
         }
         kind => {
@@ -85,7 +91,7 @@ fn note(registration: Registration) -> *mut c_void {
     handle as *mut c_void
 }
 
-fn check_gpu(device: usize, address: usize, bytes: usize) -> Outcome<()> {
+fn check_gpu(device: usize, gpu_of_comm: Option<i32>, address: usize, bytes: usize) -> Outcome<()> {
     let plugin = plugin()?;
     let nic = &plugin.devices[device];
     if nic.pci_path.is_none() {
@@ -106,6 +112,9 @@ fn check_gpu(device: usize, address: usize, bytes: usize) -> Outcome<()> {
     }
     match gpu::device_of(address as u64, bytes) {
         None => refuse("no GPU has it"),
+        owner if gpu_of_comm.is_some() && owner != gpu_of_comm => {
+            refuse(&format!("the comm is GPU {gpu_of_comm:?}'s, current at its first connect"))
+        }
         owner if owner == gpu::current_device() => Ok(()),
         Some(owner) => refuse(&format!("it is GPU {owner}'s, which is not current on this thread")),
     }

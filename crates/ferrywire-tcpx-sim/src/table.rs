@@ -150,16 +150,18 @@ unsafe extern "C" fn accept(listen_comm: P, recv_comm: PP, device: Dh) -> Result
 unsafe extern "C" fn reg_mr(comm: P, data: P, size: c_int, kind: c_int, mhandle: PP) -> ResultCode {
     guarded("regMr", || {
         // SAFETY: the host names a comm.
-        let device = unsafe { Cell::at(comm, "regMr") }.device;
-        let handle = registration::register(device, data, size, kind)?;
+        let cell = unsafe { Cell::open_at(comm, "regMr") };
+        let handle = registration::register(cell.device, cell.gpu, data, size, kind)?;
         // SAFETY: the host gives room for the handle.
         unsafe { mhandle.write(handle) };
         Ok(())
     })
 }
 
-unsafe extern "C" fn dereg_mr(_comm: P, mhandle: P) -> ResultCode {
+unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
     guarded("deregMr", || {
+        // SAFETY: the host names a comm.
+        unsafe { Cell::open_at(comm, "deregMr") };
         registration::deregister(mhandle);
         Ok(())
     })

@@ -725,7 +725,7 @@ impl Channel {
     /// What the peer says of its receives; and whether the frame can be of this channel.
     fn hear_posted(&mut self, header: &Header) -> io::Result<()> {
         match &mut self.posted {
-            Some(posted) => posted.confirm(header.posted).map_err(broken),
+            Some(posted) => posted.fits(header).and_then(|()| posted.confirm(header.posted)).map_err(broken),
             None if header.is_posted() || header.posted != 0 => {
                 Err(broken("it sends over a lane, and this channel has none"))
             }

@@ -355,6 +355,19 @@ fn memory_of_a_gpu_that_is_not_current_is_refused() {
 }
 
 #[test]
+fn a_send_comm_belongs_to_the_gpu_of_its_first_connect() {
+    let register = || {
+        let bench = Bench::on(0);
+        let other = SimGpu::open(1).unwrap();
+        let buffer = other.alloc(4096, 4096).unwrap();
+        let _current = CurrentGuard::set(1).unwrap();
+        bench.pair.send.register(buffer.address(), 4096, PTR_CUDA).is_ok()
+    };
+    case!("").passes(|| assert!(!register()));
+    case!("comm_gpu=off").passes(|| assert!(register()));
+}
+
+#[test]
 fn packets_land_where_listen_said_and_the_host_reads_where_accept_said() {
     let pair_over = |of_listen: u32, of_accept: u32| {
         let gpus = [0, 1].map(|index| SimGpu::open(index).unwrap());

@@ -26,7 +26,7 @@ use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
 use crate::transport::lane::Lane;
-use crate::wire;
+use crate::wire::{self, Header};
 use receiving::Receiving;
 use sending::Sending;
 use std::sync::Arc;
@@ -97,6 +97,14 @@ impl Posted {
     }
 
     // ---- receiving ----
+
+    /// Whether there is room for a message that a head tells of: a plugin does not check what it receives.
+    pub fn fits(&self, header: &Header) -> Result<(), &'static str> {
+        match header.is_posted() && header.len as usize > self.lane.message_bytes_max() {
+            true => Err("it announces a message that is larger than was agreed"),
+            false => Ok(()),
+        }
+    }
 
     /// How many receives were posted here, for the peer.
     pub fn told(&self) -> u32 {

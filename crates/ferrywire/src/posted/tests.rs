@@ -1,5 +1,7 @@
 //! The rules of a lane, on one that does as it is told and checks how it is used.
 
+mod standstill;
+
 use super::{Arrival, Posted, Turned};
 use crate::limits;
 use crate::memory::Memory;
@@ -309,18 +311,6 @@ fn what_is_no_single_run_is_packed() {
 }
 
 #[test]
-fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
-    let (queue, _) = queue_of(1);
-    let mut bench = Bench::new();
-    bench.take(&queue, &mut window());
-    bench.script(|script| script.full = true);
-    bench.turn().unwrap();
-    bench.pass(STALL).unwrap();
-    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
-    assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
-}
-
-#[test]
 fn a_full_lane_is_asked_again() {
     let (queue, _) = queue_of(1);
     let mut bench = Bench::new();
@@ -466,22 +456,6 @@ fn the_second_sign_and_every_other_error_are_final() {
         let outcome = steps.iter().map(|_| bench.turn().map(drop)).collect::<Result<Vec<()>, String>>();
         assert!(outcome.unwrap_err().contains("receiving message 0"));
     }
-}
-
-#[test]
-fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
-    let memory = Memory::private(CHUNK).unwrap();
-    let mut bench = Bench::new();
-    for number in 0..20 {
-        bench.expect(frame(number, &[(0, 10)], &memory));
-    }
-    bench.turn().unwrap();
-    bench.now += 100 * STALL;
-    bench.pass(STALL / 2).expect("a process that was stopped does not blame its peer");
-    let why = bench.pass(STALL).unwrap_err();
-    assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
-    let state = bench.posted.state();
-    assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
 }
 
 #[test]

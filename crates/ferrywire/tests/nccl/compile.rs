@@ -5,14 +5,19 @@ use std::process::Command;
 
 /// The library made of `source` with these `-D` options.
 pub fn compile(source: &str, defines: &[&str]) -> PathBuf {
+    // The command's tests use this file too.
+    compile_in("../ferrywire/tests/nccl", source, defines)
+}
+
+/// The same, of a source in a directory that is named from this package's.
+pub fn compile_in(folder: &str, source: &str, defines: &[&str]) -> PathBuf {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let stem =
         format!("{}-{}", source.trim_end_matches(".c"), defines.join("-").replace(['=', '"', ' '], "-"));
     // Under a name of this process first: other test processes may be compiling or loading the same.
     let own = directory.join(format!("{stem}.{}.{:?}.tmp", std::process::id(), std::thread::current().id()));
     let library = directory.join(format!("lib{stem}.so"));
-    // The command's tests use this file too.
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../ferrywire/tests/nccl").join(source);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder).join(source);
     let age = |path: &Path| path.metadata().and_then(|file| file.modified());
     if age(&library).is_ok_and(|made| age(&source).is_ok_and(|written| made > written)) {
         return library;

@@ -138,6 +138,8 @@ impl Round {
         let over = listen.accept().expect_err("one answer per listener");
         assert!(matches!(over.cause, Cause::Misuse(_)) && over.call == Call::Accept, "{over}");
         assert_eq!(self.plugin.open_comms(), 3);
+        // The plugin has written into the copy of this attempt alone: the handle is good for another one.
+        assert!(handle.bytes().iter().enumerate().all(|(i, &byte)| byte == (i * 7 + 1) as u8));
         listen.close().expect("closes");
         let (send, recv) = (send.expect("connected"), recv.expect("accepted"));
         self.device_handles(&send, &recv);

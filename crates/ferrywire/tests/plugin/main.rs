@@ -7,7 +7,11 @@
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
 mod closing;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "../nccl/compile.rs"]
+mod compile;
 mod ends;
 mod failures;
 mod gpu;
+mod rules;
 mod transfers;

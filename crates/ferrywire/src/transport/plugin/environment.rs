@@ -43,10 +43,15 @@ pub(super) struct Facts {
 pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
 /// Changes what travels on the wire between two plugins, so both ends need the same.
 pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
+/// Messages up to so many bytes travel beside the data sockets; those into GPU memory then arrive nowhere.
+const INLINE: &str = "NCCL_INLINE_THRESHOLD";
+const THREADS: &str = "NCCL_SOCKET_NTHREADS";
+/// More than a connection has sockets.
+const SOCKETS_AND_ONE: u64 = 9;
 /// Variables that are shown where the user has set them, though ferrywire never does.
 const SHOWN: [&str; 6] = [
     RECV_SYNC,
-    "NCCL_INLINE_THRESHOLD",
+    INLINE,
     "NCCL_MIN_ZCOPY_SIZE",
     "NCCL_GPUDIRECTTCPX_CTRL_DEV",
     "NCCL_GPUDIRECTTCPX_TX_BINDINGS",
@@ -66,7 +71,7 @@ fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, S
     };
     let mut wanted = vec![
         (CHUNK_BYTES, facts.message_bytes_max.to_string()),
-        ("NCCL_SOCKET_NTHREADS", threads.to_string()),
+        (THREADS, threads.to_string()),
         ("NCCL_NSOCKS_PERTHREAD", sockets.to_string()),
         // The default is 5 s in each accept; rules are in force much sooner.
         ("NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS", "50000".to_owned()),
@@ -99,6 +104,19 @@ pub(super) fn decide(
         all.extend(get(name).map(|value| Variable { name, value, set_by: SetBy::User }));
     }
     all
+}
+
+/// Why TCPX cannot work with this environment, which the user must change.
+pub(super) fn unusable(all: &[Variable], gpu: bool) -> Option<(&'static str, String)> {
+    let number =
+        |name: &str| all.iter().find(|each| each.name == name).and_then(|each| each.value.parse().ok());
+    match (number(INLINE), number(THREADS)) {
+        (Some(1..), _) if gpu => Some((INLINE, "with GPU memory it must be 0, or not set".to_owned())),
+        (_, Some(threads @ SOCKETS_AND_ONE..)) => {
+            Some((THREADS, format!("{threads} threads leave no data socket; at most 8 are possible")))
+        }
+        _ => None,
+    }
 }
 
 /// Decides for the environment of this process.

@@ -21,8 +21,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// What plugins are called that end the process when GPU memory is moved within one host.
-const NOT_WITHIN_A_HOST: &str = "GPUDirectTCPX";
+/// What plugins are called that go by TCPX's environment, and end the process when GPU memory is moved within
+/// one host.
+const TCPX: &str = "GPUDirectTCPX";
 
 /// A plugin and what the endpoint has decided about it.
 #[derive(Debug)]
@@ -66,6 +67,11 @@ impl Host {
             };
             library.load(plugin.version)?
         };
+        if loaded.name().starts_with(TCPX)
+            && let Some((name, why)) = environment::unusable(&environment, plugin.gpu.is_some())
+        {
+            return Err(Error::invalid(name, why));
+        }
         let mut devices = Vec::new();
         for device in 0..loaded.devices() {
             devices.push(loaded.properties(device)?);
@@ -154,7 +160,7 @@ impl Host {
         if gpu && session.crc {
             return Err("checksums need host memory at both ends: leave them off with a GPU".into());
         }
-        if gpu && same_host && name.starts_with(NOT_WITHIN_A_HOST) && !self.config.allow_same_host_gpu {
+        if gpu && same_host && name.starts_with(TCPX) && !self.config.allow_same_host_gpu {
             return Err(format!(
                 "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
                  cross a NIC; use another transport here, or allow it for a simulator or namespaces"

@@ -1,0 +1,83 @@
+//! What is not waited for without end, and what is not received at all or not yet.
+
+use super::*;
+
+#[test]
+fn a_lane_that_stays_full_with_nothing_posted_is_an_error() {
+    let (queue, _) = queue_of(1);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.script(|script| script.full = true);
+    bench.turn().unwrap();
+    bench.pass(STALL).unwrap();
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("isend takes nothing (scripted) for 30.0 s"), "{why}");
+}
+
+#[test]
+fn a_lane_that_takes_no_receive_with_nothing_posted_is_an_error() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.full = true);
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.pass(STALL).unwrap();
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("irecv takes nothing (scripted) for 30.0 s"), "{why}");
+}
+
+#[test]
+fn a_send_that_stands_still_is_an_error() {
+    let (queue, _) = queue_of(2);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    bench.pass(STALL).unwrap();
+    bench.script(|script| script.sends.push_back(Step::Done));
+    bench.pass(STALL).expect("one is sent meanwhile");
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("message 1 (65536 bytes) is still not sent after 30.0 s"), "{why}");
+}
+
+#[test]
+fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    for number in 0..20 {
+        bench.expect(frame(number, &[(0, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.now += 100 * STALL;
+    bench.pass(STALL / 2).expect("a process that was stopped does not blame its peer");
+    let why = bench.pass(STALL).unwrap_err();
+    assert!(why.contains("message 0 (10 bytes) has not arrived after 30.0 s"), "{why}");
+    let state = bench.posted.state();
+    assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
+}
+
+#[test]
+fn a_message_larger_than_agreed_is_refused() {
+    let bench = Bench::new();
+    let memory = Memory::private(2 * CHUNK).unwrap();
+    let sized = |bytes| bench.posted.fits(&frame(0, &[(0, bytes)], &memory).header);
+    assert_eq!(sized(CHUNK), Ok(()));
+    assert_eq!(sized(CHUNK + 1), Err("it announces a message that is larger than was agreed"));
+    assert_eq!(bench.posted.fits(&Header { len: u32::MAX, ..Header::new(Kind::Notify) }), Ok(()));
+}
+
+#[test]
+fn a_finished_receive_counts_until_it_is_given_back() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    for number in 0..20 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
+    bench.turn().unwrap();
+    assert_eq!(bench.posted.told(), WINDOW as u32, "all are finished, and none is gathered");
+    bench.script(|script| script.gathers[0].1 = true);
+    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+    assert_eq!(bench.posted.told(), WINDOW as u32 + 1);
+}

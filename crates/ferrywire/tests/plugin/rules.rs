@@ -1,0 +1,265 @@
+//! Rules of plugins that a host has to keep, one test each; `docs/plugin-rules.md` is the list, with those that
+//! stand elsewhere.
+
+use crate::case::case;
+use crate::compile::compile_in;
+use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
+use ferrywire::{Endpoint, Place, PluginConfig};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Longest a message stands still in these tests: short, and long beside what anything takes.
+const STALL: Duration = Duration::from_secs(4);
+const CHUNK: usize = 512 << 10;
+
+fn with_stall_limit() -> Ends {
+    Ends::with(|builder| builder.channels(1).plugin(plugin().stall_limit(STALL)))
+}
+
+/// The plugin that remembers how it was used.
+fn attentive() -> PathBuf {
+    compile_in("../ferrywire/tests/plugin", "rules.c", &[])
+}
+
+/// What it remembers under this name.
+fn remembered<T: Copy>(name: &str) -> T {
+    // SAFETY: rules.c defines it with this type.
+    unsafe { **libloading::Library::new(attentive()).unwrap().get::<*const T>(name.as_bytes()).unwrap() }
+}
+
+/// Endpoints with it; the connection cannot come about, and what is said of that is given.
+fn attempt(channels: usize) -> String {
+    // SAFETY: the file is ours, and nothing else runs in this process.
+    let plugin = || unsafe { PluginConfig::at(attentive()) }.setup_limit(Duration::from_secs(3));
+    let end = || Endpoint::builder().channels(channels).threads(1).plugin(plugin());
+    let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
+    connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string()
+}
+
+#[test]
+fn the_environment_is_set_before_the_file_is_opened() {
+    case!("").without("NCCL_DYNAMIC_CHUNK_SIZE").passes(|| {
+        // SAFETY: as above.
+        let plugin = unsafe { PluginConfig::at(attentive()) }.message_bytes_max(65_536);
+        let _end = Endpoint::builder().plugin(plugin).build().unwrap();
+        assert_eq!(&remembered::<[u8; 32]>("chunk_at_open")[..6], b"65536\0");
+    });
+}
+
+#[test]
+fn a_nics_device_is_found_by_its_name() {
+    case!("").passes(|| {
+        attempt(1);
+        assert_eq!(remembered::<i32>("listened_on"), 2);
+    });
+}
+
+#[test]
+fn channels_are_set_up_side_by_side_and_each_listens_once() {
+    case!("").passes(|| {
+        // SAFETY: rules.c has this integer, which is volatile there.
+        unsafe {
+            let library = libloading::Library::new(attentive()).unwrap();
+            (*library.get::<*mut i32>(b"accepts_wanted").unwrap()).write_volatile(4);
+            std::mem::forget(library);
+        }
+        let said = attempt(2);
+        assert_eq!(remembered::<i32>("accepts_most"), 4, "{said}");
+        assert_eq!(remembered::<i32>("listens"), 4, "two channels, two ends");
+    });
+}
+
+#[test]
+fn an_accept_that_does_not_end_is_given_up_and_its_listener_stays_open() {
+    let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
+    // Closing the listener would end the process.
+    case!("").with(wait, "3600000000").passes(|| {
+        let end = || builder().channels(1).plugin(plugin().setup_limit(Duration::from_secs(2)));
+        let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("accept has not ended after 2 s"), "{error}");
+        drop((accepting, connecting));
+        while threads().iter().any(|name| name.starts_with("ferrywire-acc")) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    });
+}
+
+/// The names of this process's threads.
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect()
+}
+
+#[test]
+fn ends_with_different_environments_are_refused() {
+    for (name, value, said) in [
+        ("NCCL_DYNAMIC_CHUNK_SIZE", "65536", "NCCL_DYNAMIC_CHUNK_SIZE is 524288 at the end that accepts"),
+        ("NCCL_GPUDIRECTTCPX_RECV_SYNC", "1", "NCCL_GPUDIRECTTCPX_RECV_SYNC is 0 at the end that accepts"),
+    ] {
+        case!("").passes(|| {
+            let accepting = loopback(builder()).build().unwrap();
+            // SAFETY: nothing else in this process looks at it now.
+            unsafe { std::env::set_var(name, value) };
+            let connecting = builder().build().unwrap();
+            let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+            assert!(error.contains(said), "{error}");
+        });
+    }
+}
+
+#[test]
+fn an_environment_that_cannot_work_is_refused() {
+    let refused = |gpu: bool, part: &str| {
+        let plugin = if gpu { plugin().gpu(Place::SimGpu(0)) } else { plugin() };
+        let error = builder().plugin(plugin).build().map(drop).unwrap_err().to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    case!("").with("NCCL_INLINE_THRESHOLD", "1024").passes(|| refused(true, "NCCL_INLINE_THRESHOLD"));
+    case!("").with("NCCL_INLINE_THRESHOLD", "1024").passes(|| drop(builder().build().unwrap()));
+    case!("").with("NCCL_SOCKET_NTHREADS", "9").passes(|| refused(false, "NCCL_SOCKET_NTHREADS"));
+}
+
+#[test]
+fn every_receive_is_given_back_also_those_into_host_memory() {
+    case!("").passes(|| {
+        let ends = with_stall_limit();
+        // Three windows, and messages of 0 bytes between them.
+        for salt in 0..3 {
+            ends.write(16 * CHUNK, salt);
+            ends.write(0, salt);
+        }
+        ends.close();
+    });
+}
+
+#[test]
+fn lengths_are_never_taken_from_the_plugin() {
+    for switches in ["sizes=keep", "sizes=write"] {
+        case!(switches).passes(|| {
+            let ends = with_stall_limit();
+            for (salt, bytes) in [1, 777, 4097, CHUNK + 13].into_iter().enumerate() {
+                ends.write(bytes, salt as u64);
+            }
+            ends.close();
+        });
+    }
+}
+
+#[test]
+fn registrations_are_undone_before_their_connection_is_closed() {
+    case!("").passes(|| {
+        let ends = Ends::new();
+        ends.write(3 * CHUNK, 1);
+        ends.close();
+        assert_eq!(threads().iter().filter(|name| name.starts_with("tcpx-")).count(), 0, "still open");
+    });
+}
+
+#[test]
+fn a_plugin_that_waits_in_accept_and_connect_stops_nothing() {
+    case!("null_first=off").passes(|| {
+        let ends = with_stall_limit();
+        ends.write(CHUNK, 1);
+        ends.close();
+    });
+}
+
+#[test]
+fn connect_and_accept_are_asked_until_they_answer() {
+    case!("setup_ms=50").passes(|| {
+        let ends = with_stall_limit();
+        ends.write(CHUNK, 1);
+        ends.close();
+    });
+}
+
+#[test]
+fn no_message_is_larger_than_the_plugins_chunk() {
+    // A second chunk of a message would lose the pages of the first, and the pool be empty soon.
+    case!("same_host=allow,pool_pages=1024").with("NCCL_DYNAMIC_CHUNK_SIZE", "65536").passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let one = |index| loopback(builder().channels(1).chunk_bytes(1 << 20).plugin(end(index)));
+        let ends = Ends::of(one(1), one(0));
+        assert_eq!(ends.near.stats().chunk_bytes, 65_536);
+        let bytes = 12 << 20;
+        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        source.write_at(0, &pattern(bytes, 1)).unwrap();
+        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&target) == pattern(bytes, 1));
+        ends.close();
+    });
+}
+
+#[test]
+fn receives_into_host_memory_count_among_those_into_gpu_memory() {
+    case!("same_host=allow").passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let one = |index| loopback(builder().channels(1).plugin(end(index)));
+        let ends = Ends::of(one(1), one(0));
+        for salt in 0..20 {
+            let bytes = 1000 + salt as usize;
+            ends.write(bytes, salt);
+            let source = ends.connecting.register(pattern(bytes, salt)).unwrap();
+            let target = ends.accepting.register_sim(1, bytes).unwrap();
+            let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+            assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+            assert!(contents(&target) == pattern(bytes, salt), "round {salt}");
+        }
+        ends.close();
+    });
+}
+
+#[test]
+fn the_gpu_is_current_for_every_call_that_is_tied_to_it() {
+    // None of the calls may go by the GPU that a thread has by default.
+    case!("same_host=allow").passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let ends = Ends::of(loopback(builder().plugin(end(2))), loopback(builder().plugin(end(1))));
+        let bytes = 3 * CHUNK;
+        let source = ends.connecting.register_sim(1, bytes).unwrap();
+        source.write_at(0, &pattern(bytes, 1)).unwrap();
+        let target = ends.accepting.register_sim(2, bytes).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&target) == pattern(bytes, 1));
+        ends.close();
+    });
+}
+
+#[test]
+fn regions_beyond_2_gib_are_registered_in_parts() {
+    case!("").passes(|| {
+        let ends = with_stall_limit();
+        let len = (5 << 30) + 4097;
+        let [source, target] = [reserved(len), reserved(len)];
+        // SAFETY: mappings that stay for as long as the process does.
+        let [from, to] = unsafe {
+            [ends.connecting.register_raw(source, len), ends.accepting.register_raw(target, len)]
+                .map(Result::unwrap)
+        };
+        let bytes = 600_001;
+        for (salt, offset) in [0, (1 << 30) - 300_000, (2 << 30) - 1, len - bytes].into_iter().enumerate() {
+            let sent = pattern(bytes, salt as u64);
+            from.write_at(offset as u64, &sent).unwrap();
+            let write = ends.near.write(&from, offset as u64, &to.descriptor(), offset as u64, bytes as u64);
+            assert_eq!(write.unwrap().wait(LIMIT), Ok(bytes as u64));
+            let mut there = vec![0; bytes];
+            to.read_at(offset as u64, &mut there).unwrap();
+            assert!(there == sent, "at {offset}");
+        }
+        ends.close();
+    });
+}
+
+/// Memory that takes no place until it is touched.
+fn reserved(len: usize) -> *mut u8 {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a fresh mapping of no file.
+    let mapped =
+        unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    assert_ne!(mapped, libc::MAP_FAILED);
+    mapped.cast()
+}
