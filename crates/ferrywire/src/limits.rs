@@ -99,6 +99,8 @@ pub const GROUPED_RECEIVES_MAX: usize = 8;
 pub const TESTED_SIZES_MAX: usize = 64;
 /// Lines of plugins' logs that are kept, for reports of how a plugin died.
 pub const PLUGIN_LOG_LINES_KEPT: usize = 32;
+/// Of those, how many are told when one has died.
+pub const PLUGIN_LOG_LINES_TOLD: usize = 3;
 /// Bytes of one such line; `log.c` cuts the rest off.
 pub const PLUGIN_LOG_LINE_BYTES_MAX: usize = 1024;
 /// Bytes of a line that is written to a pipe at once (`PIPE_BUF`), so that lines never mix.
@@ -160,6 +162,7 @@ pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 /// How often a connection or a listener of a plugin is asked whether it is ready.
 pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 
+const _: () = assert!(PLUGIN_LOG_LINES_TOLD <= PLUGIN_LOG_LINES_KEPT);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);

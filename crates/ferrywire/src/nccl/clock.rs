@@ -94,6 +94,8 @@ const _: () = assert!(PLUGINS_MAX <= u8::MAX as usize);
 
 static NAMES: Mutex<Vec<String>> = Mutex::new(Vec::new());
 static THREADS: Mutex<Vec<Arc<Slot>>> = Mutex::new(Vec::new());
+/// The last call that a thread ended in, and the thread.
+static ENDED: Mutex<Option<(Noted, i32)>> = Mutex::new(None);
 
 /// A number for a further plugin; `None` past the limit.
 pub(super) fn register(name: &str) -> Option<PluginId> {
@@ -120,6 +122,21 @@ pub(super) fn speaker() -> (Option<String>, Option<i32>) {
         (None, [only]) => (Some(only.clone()), None),
         (None, _) => (None, None),
     }
+}
+
+/// The call that this thread, which ends the process, has not come back from.
+pub(super) fn ending_call() -> Option<(String, Call, Option<i32>)> {
+    // The C library ends a thread's own values before it runs handlers, so the slot is gone, and told here.
+    let own = OWN.try_with(|own| own.slot.read()).ok().flatten().map(|(noted, ..)| noted);
+    // SAFETY: gettid takes nothing and cannot fail.
+    let thread = unsafe { libc::gettid() };
+    let ended = locked(&ENDED).filter(|(_, of)| *of == thread).map(|(noted, _)| noted);
+    own.or(ended).map(|noted| (name_of(noted.plugin), noted.call, noted.device))
+}
+
+/// A plugin's name.
+pub(super) fn name_of(plugin: PluginId) -> String {
+    locked(&NAMES).get(usize::from(plugin.0)).cloned().unwrap_or_default()
 }
 
 /// Notes that this thread is in a call, until the value is dropped.
@@ -200,6 +217,9 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
+        if let Some((noted, _, thread)) = self.slot.read() {
+            *locked(&ENDED) = Some((noted, thread));
+        }
         locked(&THREADS).retain(|slot| !Arc::ptr_eq(slot, &self.slot));
     }
 }

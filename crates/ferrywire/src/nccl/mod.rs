@@ -12,7 +12,8 @@
 //!
 //! A plugin is foreign code in this process: it may block, write where it should not, or end the process.
 //! What can be checked is checked here; against the rest only a process of its own helps.
-//! [`calls_under_way`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last.
+//! [`calls_under_way`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last, and
+//! an `exit` by a plugin is told on standard error where nobody supervises (`ending.rs`).
 //!
 //! Invariant: nothing here knows about endpoints or channels, and nothing here decides what an answer means.
 //! Read next: [`abi`], then `load.rs`, `net.rs`, `comm.rs`, `request.rs`.
@@ -21,6 +22,7 @@ pub mod abi;
 mod clock;
 mod comm;
 mod elf;
+mod ending;
 mod error;
 mod find;
 mod functions;
@@ -33,6 +35,7 @@ mod text;
 
 pub use clock::{Call, CallUnderWay, calls_under_way};
 pub use comm::{Comm, CommId, CommKind, Connecting, Handle, ListenComm, RecvComm, SendComm};
+pub use ending::likely_cause;
 pub use error::{CallError, Cause, LoadError};
 pub use find::{Candidate, candidates};
 pub use load::Library;

@@ -18,7 +18,7 @@ use super::error::{CallError, Cause, LoadError};
 use super::functions::Functions;
 use super::load::{FoundTable, functions_at, name_at};
 use super::properties::{self, Properties};
-use super::{comm, log};
+use super::{comm, ending, log};
 use crate::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
 
 /// A started plugin. Clones are the same plugin; it stays loaded until the process ends.
@@ -293,6 +293,7 @@ impl Plugin {
                 format!("limit PLUGINS_MAX = {PLUGINS_MAX} reached: end this process and start another");
             return Err(LoadError::Limit { path: found.path, why });
         };
+        ending::watch(id, found.address);
         // From here on its threads may run in it: it is never closed.
         std::mem::forget(library);
         // SAFETY: by the caller's promise.

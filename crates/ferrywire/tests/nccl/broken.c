@@ -47,6 +47,14 @@ static void log_everything(void) {
 }
 #endif
 
+#ifdef CASE_THREAD_EXITS
+static void *gives_up(void *unused) {
+    logs(2, 0x10, "/a/thread.c", 901, "too many fragments in one chunk");
+    exit(1);
+    return unused;
+}
+#endif
+
 #ifdef CASE_ENDS_BADLY
 __attribute__((destructor)) static void at_the_end(void) { abort(); }
 #endif
@@ -138,7 +146,15 @@ static int p_properties(int device, struct properties *p) {
 static int p_listen(int device, void *handle, void **comm) {
     (void)device;
     (void)handle;
-#ifdef CASE_LISTEN_GIVES_NOTHING
+#if defined(CASE_LISTEN_EXITS)
+    logs(2, 0x10, "/a/listen.c", 20, "the first line");
+    for (int n = 0; n < 3; n++) logs(2, 0x10, "/a/listen.c", 21, "no page is left: %d", n);
+    exit(1);
+#elif defined(CASE_THREAD_EXITS)
+    pthread_t thread;
+    pthread_create(&thread, NULL, gives_up, NULL);
+    for (;;) pause();
+#elif defined(CASE_LISTEN_GIVES_NOTHING)
     *comm = NULL;
 #else
     *comm = (void *)0x1000;

@@ -5,5 +5,6 @@
 
 mod broken;
 mod compile;
+mod ending;
 mod logs;
 mod signatures;

@@ -7,6 +7,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use ferrywire::limits::PLUGIN_LOG_LINES_TOLD;
+use ferrywire::nccl::likely_cause;
 use ferrywire::nccl::log::LogLine;
 use ferrywire::transport::plugin::{SetBy, Variable};
 
@@ -29,8 +31,6 @@ const SILENCE_LIMIT: Duration = Duration::from_secs(60);
 const INTERRUPT_GRACE: Duration = Duration::from_secs(10);
 /// A child that has ended is listened to for this long, in case a process of its own holds the pipe.
 const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Lines that the plugin logged which are told when it dies.
-const LOGGED_LINES_TOLD: usize = 3;
 
 /// What has happened.
 #[derive(Debug)]
@@ -150,7 +150,7 @@ impl<'a> Ward<'a> {
 
     fn note(&mut self, line: LogLine) {
         self.logged.push_back(line.text);
-        if self.logged.len() > LOGGED_LINES_TOLD {
+        if self.logged.len() > PLUGIN_LOG_LINES_TOLD {
             self.logged.pop_front();
         }
     }
@@ -209,7 +209,7 @@ impl<'a> Ward<'a> {
                 format!("it logged last: {}", self.logged.iter().cloned().collect::<Vec<_>>().join(" | "))
             }
         };
-        let likely = likely(how, &said);
+        let likely = likely_cause(how, &said);
         Failure::failed(format!("{path}: {how} {}; {said}; likely: {likely}", self.stage))
     }
 }
@@ -219,28 +219,6 @@ impl Drop for Ward<'_> {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
-}
-
-/// The likely cause of a plugin's end.
-fn likely(how: &str, said: &str) -> &'static str {
-    let (how, said) = (how.to_lowercase(), said.to_lowercase());
-    let causes: [(bool, &str); 8] = [
-        (
-            said.contains("cmsg"),
-            "GPU memory was received that did not cross a NIC, as within one host, or the NIC does not split headers",
-        ),
-        (
-            said.contains("dp-manager") || said.contains("unix"),
-            "the plugin's manager does not run on this host",
-        ),
-        (said.contains("cuda") || said.contains("gpu"), "the GPU, or what the plugin may do with it"),
-        (how.contains("has not returned"), "a peer or NIC the plugin waits for without end"),
-        (how.contains("said nothing"), "the process is stopped, or the host has no time for it"),
-        (how.contains("sigpipe"), "the plugin wrote to a peer that is gone"),
-        (how.contains("sigkill"), "memory ran out, or somebody ended it"),
-        (how.contains("signal"), "a defect of the plugin, or a call that it does not support"),
-    ];
-    causes.iter().find(|(fits, _)| *fits).map_or("an error after which the plugin gives up", |cause| cause.1)
 }
 
 fn read(pipe: ChildStdout, sender: Sender<Seen>) {
@@ -254,19 +232,4 @@ fn read(pipe: ChildStdout, sender: Sender<Seen>) {
             }
         }
     });
-}
-
-#[cfg(test)]
-mod tests {
-    use super::likely;
-
-    #[test]
-    fn likely_causes_are_told_from_how_it_ended_and_what_it_said() {
-        let exit = "the plugin ended its process with exit status 1";
-        assert!(likely(exit, "no cmsg in this message").contains("did not cross a NIC"));
-        assert!(likely(exit, "it had logged nothing").contains("gives up"));
-        assert!(likely("died by signal 11 (SIGSEGV)", "").contains("defect"));
-        assert!(likely("died by signal 13 (SIGPIPE)", "").contains("gone"));
-        assert!(likely("test has not returned", "").contains("without end"));
-    }
 }

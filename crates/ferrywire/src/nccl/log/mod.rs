@@ -74,6 +74,11 @@ pub fn tee_to_fd(fd: Option<RawFd>) {
     TEE.store(fd.unwrap_or(-1), Ordering::Relaxed);
 }
 
+/// Whether somebody supervises this process.
+pub(super) fn is_teed() -> bool {
+    TEE.load(Ordering::Relaxed) >= 0
+}
+
 /// Lines logged since `sequence`, newest first.
 pub(super) fn lines_since(sequence: u64) -> Vec<String> {
     let since = last_lines().into_iter().rev().take_while(|line| line.sequence >= sequence);

@@ -1,0 +1,88 @@
+//! A plugin that ends the process by `exit`: one line says so, and none when the program itself wants the end.
+
+use std::os::fd::AsRawFd;
+use std::process::{Command, Stdio};
+
+use ferrywire::nccl::{Call, Library, log};
+
+use crate::compile::broken;
+
+/// What [`a_program`] is to do.
+const TASK: &str = "FERRYWIRE_TEST_ENDING";
+
+/// Loads the plugin that the variable names and does with it what the case is about.
+#[test]
+#[ignore = "the other process of these tests"]
+fn a_program() {
+    let task = std::env::var(TASK).expect("a task");
+    let (case, ending) = task.split_once(' ').expect("a case and an ending");
+    let pipe = std::io::pipe().expect("a pipe");
+    if ending == "supervised" {
+        log::tee_to_fd(Some(pipe.1.as_raw_fd()));
+    }
+    // SAFETY: broken.c is ours.
+    let loaded = unsafe { Library::open(broken(case)).and_then(|library| library.load(None)) };
+    let plugin = loaded.expect("loads");
+    match ending {
+        "accept" => {
+            let (mut listen, _) = plugin.listen(0).expect("listens");
+            std::thread::spawn(move || listen.accept().map(drop));
+            while plugin.calls_under_way().first().is_none_or(|call| call.call != Call::Accept) {
+                std::thread::yield_now();
+            }
+            std::process::exit(7);
+        }
+        _ => drop(plugin.listen(0)),
+    }
+}
+
+/// Runs it; gives its exit status and what ferrywire said on standard error.
+fn ended(case: &str, ending: &str) -> (Option<i32>, Vec<String>) {
+    let output = Command::new(std::env::current_exe().expect("this program"))
+        .args(["--exact", "ending::a_program", "--ignored", "--nocapture"])
+        .env(TASK, format!("{case} {ending}"))
+        .stdin(Stdio::null())
+        .output()
+        .expect("it runs");
+    let said = String::from_utf8_lossy(&output.stderr);
+    let lines = said.lines().filter(|line| line.starts_with("ferrywire: "));
+    (output.status.code(), lines.map(str::to_owned).collect())
+}
+
+const BY: &str = "ferrywire: plugin Broken plugin ended this process by exit";
+
+#[test]
+fn an_exit_inside_a_call_is_told() {
+    let lines = "it logged last: no page is left: 0 | no page is left: 1 | no page is left: 2";
+    let likely = "likely: an error after which the plugin gives up";
+    let told = format!("{BY} in listen on device 0; {lines}; {likely}");
+    assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![told]));
+}
+
+#[test]
+fn an_exit_before_there_is_a_device_is_told() {
+    let told = "in init; it logged last: the manager is not running, giving up; likely: ";
+    let (code, said) = ended("INIT_EXITS", "listen");
+    assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
+    assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
+}
+
+#[test]
+fn an_exit_on_a_thread_of_the_plugins_own_is_told() {
+    let told =
+        "on a thread of its own; it logged last: too many fragments in one chunk; likely: messages too";
+    let (code, said) = ended("THREAD_EXITS", "listen");
+    assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
+    assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
+}
+
+#[test]
+fn an_end_that_the_program_wants_is_not_told() {
+    assert_eq!(ended("ACCEPT_BLOCKS", "accept"), (Some(7), Vec::new()));
+    assert_eq!(ended("NOTHING", "listen"), (Some(0), Vec::new()));
+}
+
+#[test]
+fn a_supervisor_tells_it_itself() {
+    assert_eq!(ended("LISTEN_EXITS", "supervised"), (Some(1), Vec::new()));
+}
