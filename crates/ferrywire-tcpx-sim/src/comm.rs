@@ -89,6 +89,8 @@ pub struct Comm {
 pub(crate) struct Slot {
     pub(crate) data: *mut u8,
     pub(crate) gpu: bool,
+    /// What is sent lies on this real device.
+    pub(crate) cuda: Option<i32>,
     /// The size that was posted.
     pub(crate) posted_bytes: usize,
     /// The size of the message: known at once to the sender, from the first record to the receiver.
@@ -113,6 +115,7 @@ impl Slot {
         Slot {
             data: std::ptr::null_mut(),
             gpu: false,
+            cuda: None,
             posted_bytes: 0,
             total: None,
             queued: 0,
@@ -127,8 +130,9 @@ impl Slot {
         self.total == Some(self.moved)
     }
 
-    fn renew(&mut self, data: *mut u8, gpu: bool, posted_bytes: usize, total: Option<usize>) {
-        (self.data, self.gpu, self.posted_bytes, self.total) = (data, gpu, posted_bytes, total);
+    fn renew(&mut self, buffer: Buffer, total: Option<usize>) {
+        (self.data, self.gpu, self.cuda) = (buffer.data, buffer.gpu, buffer.cuda);
+        (self.posted_bytes, self.total) = (buffer.bytes, total);
         (self.queued, self.moved, self.reported) = (0, 0, false);
         self.chunks.fill(0);
         // Pages still noted here were never given back: nobody can any more.
@@ -145,6 +149,8 @@ pub struct Buffer {
     pub bytes: usize,
     /// It is GPU memory.
     pub gpu: bool,
+    /// What is sent lies on this real device.
+    pub cuda: Option<i32>,
 }
 
 impl Comm {
@@ -223,7 +229,7 @@ impl Comm {
         let Some(number) = self.ring.post() else { return self.full() };
         let slot = self.ring.slot_of(number);
         let total = (self.direction() == Direction::Send).then_some(buffer.bytes);
-        self.slots[slot].renew(buffer.data, buffer.gpu, buffer.bytes, total);
+        self.slots[slot].renew(buffer, total);
         if let Some(unpack) = &mut self.unpack {
             unpack.begin(number);
         }

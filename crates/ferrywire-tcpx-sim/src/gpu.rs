@@ -1,8 +1,9 @@
-//! The simulated GPUs of the host process, as far as the plugin needs them.
+//! The GPUs of the host process, as far as the plugin needs them: simulated ones, and real ones.
 //!
-//! GPU memory is reached only through the table that the host publishes; without one there is host memory
-//! alone, and metadata that only the host reads.
-//! Invariant: nothing here touches a device address; only views and copies that the table gives.
+//! Memory of simulated GPUs is reached only through the table that the host publishes, real memory only
+//! through the CUDA driver that the host has loaded (`cuda.rs`); without both there is host memory alone, and
+//! metadata that only the host reads. Real devices are numbered from [`CUDA_FIRST`].
+//! Invariant: nothing here touches a device address; only views and copies that table or driver give.
 //! Read next: `metadata.rs`.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
@@ -11,6 +12,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 
 use ferrywire::memory::sim::SimGpuTable;
 
+use crate::cuda::{self, Driver, Stream};
 use crate::pool::{Fragment, PAGE_BYTES, PagePool};
 use crate::random::Random;
 use crate::switches::Switches;
@@ -22,7 +24,15 @@ const POISON: u8 = 0xDE;
 /// The GPU of a thread that never chose one.
 pub const DEVICE_DEFAULT: i32 = 0;
 
-/// The host's GPUs. The host may open its first one at any time, so only a find is remembered.
+/// The number of the first real device.
+const CUDA_FIRST: i32 = 1 << 16;
+
+/// The real device behind a number.
+fn cuda_of(device: i32) -> Option<i32> {
+    (device >= CUDA_FIRST).then(|| device - CUDA_FIRST)
+}
+
+/// The host's simulated GPUs. The host may open its first one at any time, so only a find is remembered.
 fn table() -> Option<&'static SimGpuTable> {
     static FOUND: OnceLock<&'static SimGpuTable> = OnceLock::new();
     let found = FOUND.get().copied().or_else(SimGpuTable::find)?;
@@ -31,26 +41,48 @@ fn table() -> Option<&'static SimGpuTable> {
 
 /// Whether there is a GPU at all.
 pub fn is_there() -> bool {
-    table().is_some()
+    table().is_some() || cuda::driver().is_some()
 }
 
 /// The device current on this thread; `None` without a GPU.
 pub fn current_device() -> Option<i32> {
-    let device = (table()?.current_device)();
-    Some(if device < 0 { DEVICE_DEFAULT } else { device })
+    let simulated = table().map(|table| (table.current_device)());
+    let real = || cuda::driver()?.current().map(|device| CUDA_FIRST + device);
+    simulated.filter(|device| *device >= 0).or_else(real).or(simulated.map(|_| DEVICE_DEFAULT))
 }
 
 /// The device that has `len` bytes at an address, counted in whole pages; `None` where no device has all.
 pub fn device_of(address: u64, len: usize) -> Option<i32> {
-    let (mut base, mut bytes) = (0, 0);
-    // SAFETY: both point at numbers of ours.
-    let device = unsafe { (table()?.device_of)(address, &mut base, &mut bytes) };
+    let simulated = || {
+        let (mut base, mut bytes) = (0, 0);
+        // SAFETY: both point at numbers of ours.
+        let device = unsafe { (table()?.device_of)(address, &mut base, &mut bytes) };
+        (device >= 0).then_some((device, base, bytes))
+    };
+    let real = || {
+        let (device, base, bytes) = cuda::driver()?.owner(address)?;
+        Some((CUDA_FIRST + device, base, bytes))
+    };
+    let (device, base, bytes) = simulated().or_else(real)?;
     let end = base + bytes.next_multiple_of(PAGE_BYTES as u64);
-    (device >= 0 && address + len as u64 <= end).then_some(device)
+    (address + len as u64 <= end).then_some(device)
 }
 
-/// Where the bytes of device memory can be reached by a NIC.
-pub fn view(address: u64, len: usize) -> Option<*mut u8> {
+/// Where a NIC finds bytes that are sent from device memory.
+#[derive(Clone, Copy, Debug)]
+pub enum Source {
+    /// Here.
+    View(*mut u8),
+    /// At this address of a real device, whose driver has to copy them.
+    Cuda(i32),
+}
+
+/// Where the bytes of device memory can be read by a NIC.
+pub fn source(address: u64, len: usize) -> Option<Source> {
+    view(address, len).map(Source::View).or_else(|| cuda_of(device_of(address, len)?).map(Source::Cuda))
+}
+
+fn view(address: u64, len: usize) -> Option<*mut u8> {
     let view = (table()?.dma_view)(address, len);
     (!view.is_null()).then_some(view)
 }
@@ -63,7 +95,10 @@ pub struct GpuPool {
     /// Free and taken pages.
     pub pages: Mutex<PagePool>,
     bytes: u64,
+    /// Where a NIC writes: the pages themselves, or host memory before the pages of a real device.
     view: *mut u8,
+    /// Brings what a NIC wrote to the pages, and spoils them, on a real device.
+    stream: Option<Mutex<Stream>>,
     poison: bool,
 }
 
@@ -87,11 +122,36 @@ impl GpuPool {
 
     fn new(device: i32, switches: &Switches) -> Option<GpuPool> {
         let bytes = switches.pool_pages as usize * PAGE_BYTES;
-        let base = (table()?.alloc)(device, bytes, PAGE_BYTES);
-        let view = view(base, bytes)?;
+        let (base, view, stream) = match cuda_of(device) {
+            Some(real) => GpuPool::on_cuda(real, bytes)?,
+            None => {
+                let base = (table()?.alloc)(device, bytes, PAGE_BYTES);
+                (base, view(base, bytes)?, None)
+            }
+        };
         let shuffled = switches.scatter.then(|| Random::new(switches.seed, device as u64));
         let pages = Mutex::new(PagePool::new(switches.pool_pages as u32, shuffled));
-        Some(GpuPool { base, bytes: bytes as u64, pages, view, poison: switches.poison })
+        Some(GpuPool { base, bytes: bytes as u64, pages, view, stream, poison: switches.poison })
+    }
+
+    /// Never freed, as the pool is not.
+    fn on_cuda(device: i32, bytes: usize) -> Option<(u64, *mut u8, Option<Mutex<Stream>>)> {
+        let driver = cuda::driver()?;
+        let (base, view) = (driver.alloc(device, bytes)?, driver.mapped(device, bytes)?);
+        Some((base, view, Some(Mutex::new(Stream::new(device)?))))
+    }
+
+    /// Brings what a NIC wrote to where the host reads it; false when the device fails.
+    pub fn settle(&self, fragments: &[Fragment]) -> bool {
+        let Some(stream) = &self.stream else { return true };
+        let stream = locked(stream);
+        let mut copies = fragments.iter().map(|fragment| {
+            let target = self.base + u64::from(fragment.pool_offset());
+            // SAFETY: the fragment's page is its comm's alone, and the copy is waited for below.
+            unsafe { stream.up(target, self.view(fragment), fragment.len as usize) }
+        });
+        let enqueued = copies.all(|copied| copied.is_some());
+        stream.finish().is_some() && enqueued
     }
 
     /// Bytes in the pool.
@@ -118,7 +178,10 @@ impl GpuPool {
 
     fn recycle(&self, pages: &mut PagePool, owner: u64, page: u32) -> bool {
         let returned = pages.give_back(owner, page);
-        if returned && self.poison {
+        if let Some(stream) = self.stream.as_ref().filter(|_| returned && self.poison) {
+            // Before whatever the stream brings there next.
+            locked(stream).fill(self.base + u64::from(page) * PAGE_BYTES as u64, POISON, PAGE_BYTES);
+        } else if returned && self.poison {
             let start = self.view.wrapping_add(page as usize * PAGE_BYTES);
             // SAFETY: the page is one of the pool's and, under the lock, nobody's.
             unsafe { start.write_bytes(POISON, PAGE_BYTES) };
@@ -138,6 +201,7 @@ pub struct Mapped {
 enum Owner {
     Host(Layout),
     Gpu(&'static SimGpuTable),
+    Cuda(&'static Driver, i32),
 }
 
 // SAFETY: plain memory with one owner.
@@ -146,6 +210,10 @@ unsafe impl Send for Mapped {}
 impl Mapped {
     /// Memory for a GPU, or for the host alone where there is none.
     pub fn new(device: Option<i32>, bytes: usize) -> Option<Mapped> {
+        if let (Some(device), Some(driver)) = (device.and_then(cuda_of), cuda::driver()) {
+            let owner = Owner::Cuda(driver, device);
+            return driver.mapped(device, bytes).map(|address| Mapped { address, owner });
+        }
         let (Some(_), Some(table)) = (device, table()) else { return Mapped::host(bytes) };
         let address = (table.mapped_alloc)(bytes, PAGE_BYTES);
         (!address.is_null()).then_some(Mapped { address, owner: Owner::Gpu(table) })
@@ -171,6 +239,7 @@ impl Drop for Mapped {
             // SAFETY: made in `host` with this layout, and freed here alone.
             Owner::Host(layout) => unsafe { dealloc(self.address, layout) },
             Owner::Gpu(table) => drop((table.mapped_free)(self.address)),
+            Owner::Cuda(driver, device) => driver.free_mapped(device, self.address),
         }
     }
 }
@@ -183,11 +252,15 @@ pub struct DeviceWords(Words);
 enum Words {
     Host(Mapped),
     Gpu(&'static SimGpuTable, u64),
+    Cuda(&'static Driver, i32, u64),
 }
 
 impl DeviceWords {
     /// Words of these bytes; `None` when memory is short.
     pub fn new(device: Option<i32>, bytes: &[u8]) -> Option<DeviceWords> {
+        if let Some(device) = device.and_then(cuda_of) {
+            return DeviceWords::on_cuda(device, bytes);
+        }
         let (Some(device), Some(table)) = (device, table()) else {
             let words = Mapped::host(bytes.len())?;
             // SAFETY: fresh memory of this length.
@@ -202,9 +275,19 @@ impl DeviceWords {
         copied.then_some(words)
     }
 
+    fn on_cuda(device: i32, bytes: &[u8]) -> Option<DeviceWords> {
+        let (driver, stream) = (cuda::driver()?, Stream::new(device)?);
+        let address = driver.alloc(device, PAGE_BYTES)?;
+        let words = DeviceWords(Words::Cuda(driver, device, address));
+        // SAFETY: `bytes` is borrowed until the copy is done.
+        unsafe { stream.up(address, bytes.as_ptr(), bytes.len()) }.and_then(|()| stream.finish())?;
+        Some(words)
+    }
+
     /// Their device address.
     pub fn address(&self) -> u64 {
         match &self.0 {
+            Words::Cuda(_, _, address) => *address,
             Words::Host(words) => words.address() as u64,
             Words::Gpu(_, address) => *address,
         }
@@ -213,8 +296,10 @@ impl DeviceWords {
 
 impl Drop for DeviceWords {
     fn drop(&mut self) {
-        if let Words::Gpu(table, address) = self.0 {
-            (table.free)(address);
+        match self.0 {
+            Words::Gpu(table, address) => drop((table.free)(address)),
+            Words::Cuda(driver, device, address) => driver.free(device, address),
+            Words::Host(_) => {}
         }
     }
 }

@@ -25,6 +25,8 @@ pub enum Work {
     Send {
         /// First byte.
         source: *const u8,
+        /// Which is an address of this real device.
+        cuda: Option<i32>,
     },
     /// Receives it here.
     Host {

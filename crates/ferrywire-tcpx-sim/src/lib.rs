@@ -1,5 +1,6 @@
 //! A simulated GPUDirect-TCPX plugin: a real shared object with the real interface and the real plugin's
-//! every oddity, over ordinary sockets and the simulated GPU. For tests only.
+//! every oddity, over ordinary sockets and the simulated GPU. For tests only. It takes memory of real GPUs too,
+//! where the host has loaded the CUDA driver; its bytes then go through host memory.
 //!
 //! It exports one data object, `ncclNetPlugin_v7`, and is loaded with `dlopen` like any NCCL net plugin. It
 //! reads the same `NCCL_*` and `NCCL_GPUDIRECTTCPX_*` variables as the real one, once, in `init`, with the
@@ -79,7 +80,7 @@
 //!
 //! # What is not simulated
 //!
-//! Core bindings, telemetry, the dp-manager's protocol, IPv6, real CUDA memory, and the copies that
+//! Core bindings, telemetry, the dp-manager's protocol, IPv6, and the copies that
 //! `NCCL_MIN_ZCOPY_SIZE` and GPU sends spare: sends end when the kernel has the bytes. Without a GPU the
 //! device's words lie in host memory.
 //!
@@ -93,6 +94,7 @@ mod attempt;
 mod cell;
 mod comm;
 mod control;
+mod cuda;
 mod devices;
 mod faults;
 mod gpu;

@@ -135,7 +135,7 @@ impl Comm {
     fn queue_send(&mut self, slot: usize, lane: usize, total: usize) -> Result<Record, Scheduled> {
         let state = &mut self.slots[slot];
         let (offset, len) = (state.queued, self.rules.chunk_bytes.min(total - state.queued));
-        let work = Work::Send { source: state.data.wrapping_add(offset) };
+        let work = Work::Send { source: state.data.wrapping_add(offset), cuda: state.cuda };
         state.queued += len;
         self.queue(lane, Chunk { slot, offset, len, moved: 0, work, fragments: Vec::new() })?;
         let kind = Kind::Chunk;

@@ -192,10 +192,13 @@ fn source(data: *mut c_void, size: c_int, mhandle: *mut c_void) -> Outcome<Buffe
         return Err(ResultCode::INTERNAL_ERROR);
     }
     if !registration.gpu || bytes == 0 {
-        return Ok(Buffer { data: data.cast(), bytes, gpu: registration.gpu });
+        return Ok(Buffer { data: data.cast(), bytes, gpu: registration.gpu, cuda: None });
     }
-    match gpu::view(data as u64, bytes) {
-        Some(view) => Ok(Buffer { data: view, bytes, gpu: true }),
+    match gpu::source(data as u64, bytes) {
+        Some(gpu::Source::View(view)) => Ok(Buffer { data: view, bytes, gpu: true, cuda: None }),
+        Some(gpu::Source::Cuda(device)) => {
+            Ok(Buffer { data: data.cast(), bytes, gpu: true, cuda: Some(device) })
+        }
         None => {
             warning!("isend of {bytes} bytes at {data:?}: that GPU memory is not there");
             Err(ResultCode::UNHANDLED_CUDA_ERROR)
@@ -223,7 +226,7 @@ unsafe extern "C" fn irecv(
         let (data, size, mhandle) = unsafe { (*data, *sizes, *mhandles) };
         let gpu = registration::find(mhandle, "irecv")?.gpu;
         let bytes = usize::try_from(size).map_err(|_| ResultCode::INTERNAL_ERROR)?;
-        post(cell, "irecv", Direction::Recv, Buffer { data: data.cast(), bytes, gpu }, request)
+        post(cell, "irecv", Direction::Recv, Buffer { data: data.cast(), bytes, gpu, cuda: None }, request)
     })
 }
 

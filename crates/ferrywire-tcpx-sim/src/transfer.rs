@@ -7,6 +7,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
+use crate::cuda::Stream;
 use crate::gpu::GpuPool;
 use crate::lane::PageRecord;
 use crate::log::warning;
@@ -50,6 +51,39 @@ pub fn send(fd: RawFd, source: *const u8, len: usize, shared: &Shared) -> Moved 
     Moved::from(unsafe { libc::send(fd, source.cast(), len, libc::MSG_DONTWAIT | quiet) })
 }
 
+/// Bytes of device memory that are brought down for one call.
+const STAGE_BYTES: usize = 256 << 10;
+
+/// Where a worker's sends from real device memory pass through.
+pub struct Stage {
+    stream: Stream,
+    bytes: Vec<u8>,
+}
+
+impl Stage {
+    /// For sends from this device; `None` when it has no stream.
+    pub fn new(device: i32) -> Option<Stage> {
+        Some(Stage { stream: Stream::new(device)?, bytes: vec![0; STAGE_BYTES] })
+    }
+
+    /// The device.
+    pub fn device(&self) -> i32 {
+        self.stream.device()
+    }
+
+    /// Sends from device memory that the host keeps as it is.
+    pub fn send(&mut self, fd: RawFd, source: u64, len: usize, shared: &Shared) -> Moved {
+        let len = len.min(STAGE_BYTES);
+        // SAFETY: the stage is this worker's alone, and as long.
+        let copied = unsafe { self.stream.down(self.bytes.as_mut_ptr(), source, len) };
+        if copied.and_then(|()| self.stream.finish()).is_none() {
+            warning!("a copy from device memory failed");
+            return Moved::Failed;
+        }
+        send(fd, self.bytes.as_ptr(), len, shared)
+    }
+}
+
 /// Receives into memory that the host keeps writable. Memory that is gone fails the call, no more.
 pub fn recv(fd: RawFd, target: *mut u8, len: usize, shared: &Shared) -> Moved {
     // SAFETY: the kernel checks the range itself, and the host promised in `irecv` to keep it.
@@ -89,6 +123,10 @@ pub fn recv_pages(
     let moved = receive_into(fd, landing.pool, &fragments);
     let bytes = if let Moved::Bytes(bytes) = moved { bytes } else { 0 };
     trim(&mut fragments, bytes, landing.pool);
+    if !landing.pool.settle(&fragments) {
+        warning!("a copy into the receive pool failed");
+        return Moved::Failed;
+    }
     shared.pages_taken.fetch_add(fragments.len() as u64, Ordering::Relaxed);
     locked(landing.record).extend(fragments.iter().map(|fragment| fragment.page));
     fragments_of_chunk.append(&mut fragments);

@@ -20,7 +20,7 @@ use crate::pool::Carver;
 use crate::random::Random;
 use crate::rate::Rate;
 use crate::sync::Wake;
-use crate::transfer::{self, Landing, Moved};
+use crate::transfer::{self, Landing, Moved, Stage};
 
 /// How often a worker without pages looks again.
 const STARVED_PAUSE_MS: i32 = 1;
@@ -109,6 +109,8 @@ struct Worker {
     current: Vec<Option<Chunk>>,
     /// Bytes that each socket has received into pages.
     landed: Vec<u64>,
+    /// What sends from real device memory pass through.
+    stage: Option<Stage>,
     random: Random,
     carver: Carver,
 }
@@ -138,7 +140,7 @@ impl Worker {
         let landed = vec![0; lanes.len()];
         let current = lanes.iter().map(|_| None).collect();
         let random = Random::new(shared.seed, !stream);
-        Worker { shared, stop, wake, lanes, current, landed, random, carver }
+        Worker { shared, stop, wake, lanes, current, landed, stage: None, random, carver }
     }
 
     fn run(mut self) {
@@ -176,7 +178,14 @@ impl Worker {
         let most = self.allowance(chunk.len - chunk.moved);
         let fd = self.lanes[k].fd();
         let moved = match &chunk.work {
-            Work::Send { source } => transfer::send(fd, source.wrapping_add(chunk.moved), most, &self.shared),
+            Work::Send { source, cuda: None } => {
+                transfer::send(fd, source.wrapping_add(chunk.moved), most, &self.shared)
+            }
+            Work::Send { source, cuda: Some(device) } => {
+                let kept = self.stage.take().filter(|stage| stage.device() == *device);
+                let stage = self.stage.insert(kept.or_else(|| Stage::new(*device)).ok_or(())?);
+                stage.send(fd, *source as u64 + chunk.moved as u64, most, &self.shared)
+            }
             Work::Host { target } => transfer::recv(fd, target.wrapping_add(chunk.moved), most, &self.shared),
             Work::Pages { record } => {
                 let pool = self.shared.landing.as_ref().ok_or(())?;
