@@ -16,6 +16,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use ferrywire::nccl::log::LogLine;
+use ferrywire::nccl::signal_name;
 
 use crate::exit::{Failure, Outcome};
 use crate::plan::PluginPlan;
@@ -198,21 +199,6 @@ pub fn how_it_ended(status: ExitStatus) -> String {
         (None, Some(signal)) => format!("the plugin died by signal {signal}{}", signal_name(signal)),
         (None, None) => "the plugin's process ended".to_owned(),
     }
-}
-
-fn signal_name(signal: i32) -> String {
-    let name = match signal {
-        libc::SIGILL => "SIGILL",
-        libc::SIGABRT => "SIGABRT",
-        libc::SIGBUS => "SIGBUS",
-        libc::SIGFPE => "SIGFPE",
-        libc::SIGKILL => "SIGKILL",
-        libc::SIGSEGV => "SIGSEGV",
-        libc::SIGPIPE => "SIGPIPE",
-        libc::SIGTERM => "SIGTERM",
-        _ => return String::new(),
-    };
-    format!(" ({name})")
 }
 
 /// Sends what `make` makes of each line, until the pipe ends or nobody listens.

@@ -1,13 +1,13 @@
 //! How a plugin ends the process it runs in: the likely cause, and a hook that tells it.
 //!
 //! Plugins call `exit` where they should return an error, inside a call or on a thread of their own, often
-//! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`]). In a program that
-//! hosts a plugin itself, the hook prints one line to standard error: plugin, call, device, what the plugin
-//! logged last, the likely cause. Against signals and calls that never return only a process of its own helps.
+//! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`], [`super::Watched`]).
+//! In a program that hosts a plugin itself, the hook prints one line to standard error: plugin, call, device,
+//! what the plugin logged last, the likely cause. Against signals only a process of its own helps.
 //!
 //! Invariant: an end that the program itself wants is not told: the thread that ends the process has to be in
 //! a plugin's call, or code of a plugin has to be on its stack.
-//! Read next: `clock.rs`, which knows the calls.
+//! Read next: `clock.rs`, which knows the calls; `watched.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
@@ -15,7 +15,7 @@ use std::sync::{Mutex, Once, PoisonError};
 
 use super::clock::{self, PluginId};
 use super::log;
-use crate::limits::PLUGIN_LOG_LINES_TOLD;
+use super::watched::{self, said};
 
 /// The likely cause of a plugin's end, from how the process ended and what was said before, in words.
 pub fn likely_cause(how: &str, said: &str) -> &'static str {
@@ -50,6 +50,7 @@ static LIBRARIES: Mutex<Vec<(usize, PluginId)>> = Mutex::new(Vec::new());
 pub(super) fn watch(plugin: PluginId, address: *const c_void) {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
+        watched::report();
         // SAFETY: the handler does not unwind, and is there for as long as the code around it. Where there is
         // no room for it, nothing is told.
         let _ = unsafe { libc::atexit(at_exit) };
@@ -71,21 +72,16 @@ extern "C" fn at_exit() {
 /// What there is to say about this end of the process; `None` where it is none of a plugin's, or somebody
 /// else says it.
 fn told() -> Option<String> {
-    if log::is_teed() {
-        return None;
-    }
     let (plugin, place) = match clock::ending_call() {
         Some((plugin, call, Some(device))) => (plugin, format!("in {call} on device {device}")),
         Some((plugin, call, None)) => (plugin, format!("in {call}")),
         None => (clock::name_of(plugin_on_stack()?), "on a thread of its own".to_owned()),
     };
+    if watched::tell_exit(&plugin, &place) || log::is_teed() {
+        return None;
+    }
     let lines = log::last_lines();
-    let of_it = lines.iter().filter(|line| line.plugin.as_ref().is_none_or(|name| *name == plugin));
-    let texts: Vec<&str> = of_it.map(|line| line.text.as_str()).collect();
-    let said = match &texts[texts.len().saturating_sub(PLUGIN_LOG_LINES_TOLD)..] {
-        [] => "it had logged nothing".to_owned(),
-        last => format!("it logged last: {}", last.join(" | ")),
-    };
+    let said = said(lines.iter().filter(|line| line.plugin.as_ref().is_none_or(|name| *name == plugin)));
     let likely = likely_cause("exit", &said);
     Some(format!("ferrywire: plugin {plugin} ended this process by exit {place}; {said}; likely: {likely}\n"))
 }

@@ -11,7 +11,7 @@
 //! that an offset is written down once.
 //!
 //! A plugin is foreign code in this process: it may block, write where it should not, or end the process.
-//! What can be checked is checked here; against the rest only a process of its own helps.
+//! What can be checked is checked here; against the rest only a process of its own helps, a [`Watched`] one.
 //! [`calls_under_way`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last, and
 //! an `exit` by a plugin is told on standard error where nobody supervises (`ending.rs`).
 //!
@@ -32,6 +32,7 @@ mod net;
 mod properties;
 mod request;
 mod text;
+mod watched;
 
 pub use clock::{Call, CallUnderWay, calls_under_way};
 pub use comm::{Comm, CommId, CommKind, Connecting, Handle, ListenComm, RecvComm, SendComm};
@@ -42,3 +43,4 @@ pub use load::Library;
 pub use net::Plugin;
 pub use properties::Properties;
 pub use request::{MemoryHandle, Posted, RecvBuffer, Request, Tested};
+pub use watched::{Ended, Watched, signal_name};

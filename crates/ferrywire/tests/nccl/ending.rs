@@ -1,9 +1,10 @@
 //! A plugin that ends the process by `exit`: one line says so, and none when the program itself wants the end.
 
+use std::io::BufRead;
 use std::os::fd::AsRawFd;
 use std::process::{Command, Stdio};
 
-use ferrywire::nccl::{Call, Library, log};
+use ferrywire::nccl::{Call, Library, Watched, log};
 
 use crate::compile::broken;
 
@@ -36,14 +37,17 @@ fn a_program() {
     }
 }
 
+/// The command that runs it.
+fn command(case: &str, ending: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("this program"));
+    command.args(["--exact", "ending::a_program", "--ignored", "--nocapture"]);
+    command.env(TASK, format!("{case} {ending}")).stdin(Stdio::null()).stdout(Stdio::null());
+    command
+}
+
 /// Runs it; gives its exit status and what ferrywire said on standard error.
 fn ended(case: &str, ending: &str) -> (Option<i32>, Vec<String>) {
-    let output = Command::new(std::env::current_exe().expect("this program"))
-        .args(["--exact", "ending::a_program", "--ignored", "--nocapture"])
-        .env(TASK, format!("{case} {ending}"))
-        .stdin(Stdio::null())
-        .output()
-        .expect("it runs");
+    let output = command(case, ending).stderr(Stdio::piped()).output().expect("it runs");
     let said = String::from_utf8_lossy(&output.stderr);
     let lines = said.lines().filter(|line| line.starts_with("ferrywire: "));
     (output.status.code(), lines.map(str::to_owned).collect())
@@ -85,4 +89,31 @@ fn an_end_that_the_program_wants_is_not_told() {
 #[test]
 fn a_supervisor_tells_it_itself() {
     assert_eq!(ended("LISTEN_EXITS", "supervised"), (Some(1), Vec::new()));
+}
+
+/// The same in a watched process: its exit status, what is said of the plugin, and its lines on standard error.
+fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
+    let mut command = command(case, ending);
+    command.stderr(Stdio::piped());
+    let mut watched = Watched::spawn(command).expect("it starts");
+    let stderr = watched.child().stderr.take().expect("piped");
+    let lines = std::io::BufReader::new(stderr).lines().map_while(Result::ok);
+    let own = lines.filter(|line| line.starts_with("ferrywire: ")).count();
+    let ended = watched.wait().expect("it ends");
+    (ended.status.code(), ended.cause(), own)
+}
+
+#[test]
+fn a_watched_process_is_told_of_by_its_watcher() {
+    let lines = "it logged last: no page is left: 0 | no page is left: 1 | no page is left: 2";
+    let likely = "likely: an error after which the plugin gives up";
+    let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}; {likely}");
+    assert_eq!(watched("LISTEN_EXITS", "listen"), (Some(1), Some(cause), 0));
+    let (code, cause, own) = watched("INIT_CRASHES", "listen");
+    let expected =
+        "died by signal 11 (SIGSEGV); it logged last: about to crash; likely: a defect of the plugin";
+    assert!(code.is_none() && cause.as_ref().is_some_and(|cause| cause.starts_with(expected)), "{cause:?}");
+    assert_eq!(own, 0);
+    assert_eq!(watched("ACCEPT_BLOCKS", "accept"), (Some(7), None, 0));
+    assert_eq!(watched("NOTHING", "listen"), (Some(0), None, 0));
 }

@@ -79,6 +79,13 @@ pub(super) fn is_teed() -> bool {
     TEE.load(Ordering::Relaxed) >= 0
 }
 
+/// A line of ours about a plugin, for the supervisor alone.
+pub(super) fn tell_supervisor(plugin: &str, file: &str, text: &str) {
+    let plugin = Some(plugin.to_owned());
+    let line = LogLine::new(LogLevel::Abort, plugin, None, file.as_bytes(), 0, text.as_bytes());
+    write_to(TEE.load(Ordering::Relaxed), &line);
+}
+
 /// Lines logged since `sequence`, newest first.
 pub(super) fn lines_since(sequence: u64) -> Vec<String> {
     let since = last_lines().into_iter().rev().take_while(|line| line.sequence >= sequence);
@@ -173,13 +180,16 @@ impl State {
 }
 
 fn tell(line: &LogLine) {
-    let fd = TEE.load(Ordering::Relaxed);
+    write_to(TEE.load(Ordering::Relaxed), line);
+    line.trace();
+}
+
+fn write_to(fd: RawFd, line: &LogLine) {
     if fd >= 0 {
         let written = line.to_line();
         // SAFETY: the bytes are a whole string of ours; a wrong descriptor gives EBADF.
         unsafe { libc::write(fd, written.as_ptr().cast(), written.len()) };
     }
-    line.trace();
 }
 
 #[cfg(test)]

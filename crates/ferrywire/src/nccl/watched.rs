@@ -1,0 +1,174 @@
+//! A process of its own for what hosts a plugin, for programs that must outlive one.
+//!
+//! ```text
+//!   the caller's program ── Watched::spawn ──> a program that hosts the plugin: exits, crashes
+//!          └──── Watched::wait: how it ended <── lines of the plugin's log, over a pipe ──┘
+//! ```
+//!
+//! The other program may be the same file with other arguments. It does nothing for this: when it loads a
+//! plugin it finds the pipe in its environment. What the two have to say to each other besides is their own
+//! affair. A call that never returns is no end: the engine over there gives it up, as it does anywhere.
+//!
+//! Invariant: nothing that the plugin does ends, blocks or changes the caller's process.
+//! Read next: `ending.rs`.
+
+use std::collections::VecDeque;
+use std::io::{self, BufRead, BufReader, PipeReader};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+
+use super::ending::likely_cause;
+use super::log::{self, LogLine};
+use crate::limits::PLUGIN_LOG_LINES_TOLD;
+
+/// `pid:descriptor`: the process that watches, and where the lines go.
+const VARIABLE: &str = "FERRYWIRE_PLUGIN_WATCHED";
+/// The source file that a line about an exit has: no plugin's has such a name.
+const EXIT: &str = "(exit)";
+
+/// Whether the lines go to a process that watches this one.
+static WATCHED: AtomicBool = AtomicBool::new(false);
+
+/// A child process that hosts a plugin.
+#[derive(Debug)]
+pub struct Watched {
+    child: Child,
+    said: JoinHandle<VecDeque<LogLine>>,
+}
+
+/// How it ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ended {
+    /// As the system tells it.
+    pub status: ExitStatus,
+    /// Where the plugin called `exit`, if it did: "in isend on device 0".
+    pub exit: Option<String>,
+    /// What plugins logged last, oldest first.
+    pub last_lines: Vec<LogLine>,
+}
+
+impl Watched {
+    /// Starts the program. Its standard streams, environment and arguments are what the command says.
+    ///
+    /// # Errors
+    /// The system's, when it starts no process.
+    pub fn spawn(mut command: Command) -> io::Result<Watched> {
+        let (reader, writer) = io::pipe()?;
+        let descriptor = writer.as_raw_fd();
+        command.env(VARIABLE, format!("{}:{descriptor}", std::process::id()));
+        let keep = move || {
+            // SAFETY: a descriptor of this process; the call may be made between fork and exec.
+            match unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } {
+                0 => Ok(()),
+                _ => Err(io::Error::last_os_error()),
+            }
+        };
+        // SAFETY: the closure allocates nothing and takes no lock.
+        unsafe { command.pre_exec(keep) };
+        let child = command.spawn()?;
+        drop(writer);
+        let said = thread::Builder::new().name("ferrywire-watch".into()).spawn(move || last_lines(reader))?;
+        Ok(Watched { child, said })
+    }
+
+    /// The process: for its streams, or to end it.
+    pub fn child(&mut self) -> &mut Child {
+        &mut self.child
+    }
+
+    /// Waits until it ends.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn wait(mut self) -> io::Result<Ended> {
+        let status = self.child.wait()?;
+        let mut lines = self.said.join().unwrap_or_default();
+        let exit = lines.iter().position(|line| line.file == EXIT).and_then(|at| lines.remove(at));
+        Ok(Ended { status, exit: exit.map(|line| line.text), last_lines: lines.into() })
+    }
+}
+
+impl Ended {
+    /// What a plugin did to the process, in one line with its last words and the likely cause; `None` where
+    /// the program ended as it wanted.
+    pub fn cause(&self) -> Option<String> {
+        let how = match (&self.exit, self.status.signal()) {
+            (Some(place), _) => format!("the plugin ended its process by exit {place}"),
+            (None, Some(signal)) => format!("died by signal {signal}{}", signal_name(signal)),
+            (None, None) => return None,
+        };
+        let said = said(self.last_lines.iter());
+        let likely = likely_cause(&how, &said);
+        Some(format!("{how}; {said}; likely: {likely}"))
+    }
+}
+
+/// What plugins logged last, in words.
+pub(super) fn said<'a>(lines: impl Iterator<Item = &'a LogLine>) -> String {
+    let texts: Vec<&str> = lines.map(|line| line.text.as_str()).collect();
+    match &texts[texts.len().saturating_sub(PLUGIN_LOG_LINES_TOLD)..] {
+        [] => "it had logged nothing".to_owned(),
+        last => format!("it logged last: {}", last.join(" | ")),
+    }
+}
+
+/// The name of a signal that ends processes, in brackets.
+pub fn signal_name(signal: i32) -> String {
+    let name = match signal {
+        libc::SIGILL => "SIGILL",
+        libc::SIGABRT => "SIGABRT",
+        libc::SIGBUS => "SIGBUS",
+        libc::SIGFPE => "SIGFPE",
+        libc::SIGKILL => "SIGKILL",
+        libc::SIGSEGV => "SIGSEGV",
+        libc::SIGPIPE => "SIGPIPE",
+        libc::SIGTERM => "SIGTERM",
+        _ => return String::new(),
+    };
+    format!(" ({name})")
+}
+
+fn last_lines(reader: PipeReader) -> VecDeque<LogLine> {
+    let mut kept = VecDeque::new();
+    for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
+        let Some(line) = LogLine::parse(&String::from_utf8_lossy(&line)) else { continue };
+        let exit = line.file == EXIT;
+        kept.push_back(line);
+        // The line about an exit is the last one, and goes apart.
+        if kept.len() > PLUGIN_LOG_LINES_TOLD + usize::from(exit) {
+            kept.pop_front();
+        }
+    }
+    kept
+}
+
+/// From now on lines go to the process that watches this one, if there is one.
+pub(super) fn report() {
+    let told = std::env::var(VARIABLE).ok();
+    let parts = told.as_deref().and_then(|told| told.split_once(':'));
+    let Some((watcher, descriptor)) = parts.and_then(|(pid, fd)| Some((pid.parse().ok()?, fd.parse().ok()?)))
+    else {
+        return;
+    };
+    // SAFETY: no memory is passed.
+    let parent = unsafe { libc::getppid() };
+    // Where the variable came down from further above, the descriptor is something else here.
+    if parent == watcher && !log::is_teed() {
+        // SAFETY: as above; a descriptor that is not there is an error, and is not used.
+        let own = unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
+        log::tee_to_fd((own == 0).then_some(descriptor));
+        WATCHED.store(own == 0, Ordering::Relaxed);
+    }
+}
+
+/// Tells the process that watches this one where a plugin called `exit`; false where there is none.
+pub(super) fn tell_exit(plugin: &str, place: &str) -> bool {
+    let watched = WATCHED.load(Ordering::Relaxed);
+    if watched {
+        log::tell_supervisor(plugin, EXIT, place);
+    }
+    watched
+}
