@@ -148,11 +148,39 @@ fn lengths_are_never_taken_from_the_plugin() {
 
 #[test]
 fn registrations_are_undone_before_their_connection_is_closed() {
+    // One that came after would end the process.
     case!("").passes(|| {
         let ends = Ends::new();
-        ends.write(3 * CHUNK, 1);
+        let source = ends.connecting.register(pattern(3 * CHUNK, 1)).unwrap();
+        let target = ends.accepting.register(vec![0; 3 * CHUNK]).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, 3 * CHUNK as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(3 * CHUNK as u64));
         ends.close();
-        assert_eq!(threads().iter().filter(|name| name.starts_with("tcpx-")).count(), 0, "still open");
+        while threads().iter().any(|name| name.starts_with("tcpx-")) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        // Registered until here.
+        drop((source, target));
+    });
+}
+
+#[test]
+fn a_close_with_a_write_under_way_drains_first() {
+    // With this switch every comm whose peer closes while anything is tested says so.
+    case!("close_error=always").passes(|| {
+        for round in 0..10 {
+            let ends = Ends::with(|builder| builder.channels(1));
+            let bytes = 5 * CHUNK + round as usize;
+            let source = ends.connecting.register(pattern(bytes, round)).unwrap();
+            let target = ends.accepting.register(vec![0; bytes]).unwrap();
+            let remote = target.descriptor();
+            let write = ends.near.write_notify(&source, 0, &remote, 0, bytes as u64, b"all").unwrap();
+            ends.near.close(LIMIT).unwrap();
+            assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+            assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"all");
+            assert!(contents(&target) == pattern(bytes, round), "round {round}");
+            assert_eq!(ends.far.stats().channels[0].lane.as_ref().unwrap().closing_results, 0);
+        }
     });
 }
 
