@@ -182,7 +182,8 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
     let (mut posted, mut received, mut stop) = (0, 0, None);
     let mut stall = Stall::new(poster.link);
     loop {
-        while stop.is_none() && waiting.len() < depth {
+        // The other end may have said how many it sent before the last of them are here.
+        while stop.is_none_or(|count| posted < count) && waiting.len() < depth {
             waiting.push_back(poster.receive(posted % poster.layout.slots)?);
             posted += 1;
         }
