@@ -230,11 +230,16 @@ impl Worker {
         self.wake_owner();
     }
 
-    /// Whether a caller has the crank, or had it just now, and nobody sleeps on it.
-    fn driven_awake(&self) -> bool {
-        self.state.load(Ordering::SeqCst) == PARKED
-            && !self.owner_asleep.load(Ordering::SeqCst)
-            && !self.long_park.load(Ordering::SeqCst)
+    /// Whether what is posted now may be left: a caller has the crank, or had it just now, and nobody sleeps on
+    /// it; and should no caller come back, the thread looks within a tick.
+    fn may_leave_behind(&self) -> bool {
+        if self.state.load(Ordering::SeqCst) != PARKED || self.owner_asleep.load(Ordering::SeqCst) {
+            return false;
+        }
+        if self.long_park.load(Ordering::SeqCst) {
+            self.unpark();
+        }
+        true
     }
 
     /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
@@ -363,6 +368,8 @@ impl Worker {
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
             let long = self.owner_asleep.load(Ordering::SeqCst);
             self.long_park.store(long, Ordering::SeqCst);
+            // An owner who has woken meanwhile may not have seen how long we are about to sleep.
+            let long = long && self.owner_asleep.load(Ordering::SeqCst);
             thread::park_timeout(if long { LONG_TICK } else { TICK });
             self.long_park.store(false, Ordering::SeqCst);
             if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
@@ -606,7 +613,7 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
     let home = peer.home();
     // A caller that drives sends several small operations in one call, when it waits.
     let company = peer.in_flight_beside_one() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
-    if company && bytes <= DEFERRED_BYTES_MAX && home.driven_awake() {
+    if company && bytes <= DEFERRED_BYTES_MAX && home.may_leave_behind() {
         return;
     }
     // Bulk is left to threads that keep to their cores.
