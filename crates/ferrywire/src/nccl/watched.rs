@@ -32,7 +32,7 @@ const EXIT: &str = "(exit)";
 /// Whether the lines go to a process that watches this one.
 static WATCHED: AtomicBool = AtomicBool::new(false);
 
-/// A child process that hosts a plugin.
+/// A child process that hosts a plugin. Dropping this leaves the process alone.
 #[derive(Debug)]
 pub struct Watched {
     child: Child,
@@ -79,7 +79,7 @@ impl Watched {
         &mut self.child
     }
 
-    /// Waits until it ends.
+    /// Waits until it ends, and until no process that it left behind holds the pipe.
     ///
     /// # Errors
     /// The system's.
