@@ -117,7 +117,8 @@ impl Host {
             None => {
                 let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
                 Err(format!(
-                    "plugin {} has no device {}, only {}; name NICs that both have",
+                    "plugin {} has no device {}, only {}; name NICs that both have, or tell the plugin of it: many \
+                     leave loopback out unless NCCL_SOCKET_IFNAME names it",
                     self.plugin.name(),
                     nic.name,
                     names.join(", ")
