@@ -14,7 +14,7 @@ use crate::memory::sim::{CurrentGuard, SimGpu};
 use crate::memory::unpack::{DeviceUnpack, Gather, SimQueue};
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
-use crate::transport::{Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
+use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -286,6 +286,10 @@ impl Transport for PluginTransport {
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
         self.inner.dial(nic, to, options)
+    }
+
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        self.inner.bind(nic, to, options)
     }
 
     fn check(&self, options: &ConnOptions) -> io::Result<()> {
