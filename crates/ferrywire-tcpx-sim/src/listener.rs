@@ -22,14 +22,21 @@ use crate::faults::Direction;
 use crate::gpu::{self, GpuPool};
 use crate::handle::{self, HANDLE_BYTES_USED, Handle};
 use crate::handshake;
-use crate::log::{misuse, warning};
+use crate::log::{info, misuse, warning};
 use crate::plugin::{Plugin, plugin};
 use crate::sync::locked;
 use crate::unpack::Unpack;
 
 static LISTENERS: LazyLock<Mutex<HashMap<usize, Arc<Listener>>>> = LazyLock::new(Mutex::default);
+/// How many there ever were.
+static COUNTS: Mutex<Counts> = Mutex::new(Counts { opened: 0, closed: 0 });
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
+
+struct Counts {
+    opened: u64,
+    closed: u64,
+}
 
 /// What a listen comm is.
 #[derive(Debug)]
@@ -71,6 +78,7 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
     // The host's pointer is the listener's address: a name that nobody follows.
     let address = Arc::as_ptr(&listener) as usize;
     locked(&LISTENERS).insert(address, listener);
+    count(plugin, |counts| counts.opened += 1);
     Ok(address as *mut c_void)
 }
 
@@ -178,6 +186,18 @@ pub fn close_listen(pointer: *mut c_void) {
         misuse(format_args!("closeListen while its accept thread runs"));
     }
     locked(&LISTENERS).remove(&(pointer as usize));
+    if let Ok(plugin) = plugin() {
+        count(plugin, |counts| counts.closed += 1);
+    }
+}
+
+/// Counts a listener, and says how many there were with `stats=on`: in their order, so under the lock.
+fn count(plugin: &Plugin, add: impl FnOnce(&mut Counts)) {
+    let mut counts = locked(&COUNTS);
+    add(&mut counts);
+    if plugin.switches.stats {
+        info!("stats: listeners opened={} closed={}", counts.opened, counts.closed);
+    }
 }
 
 fn find(pointer: *mut c_void, call: &str) -> Arc<Listener> {

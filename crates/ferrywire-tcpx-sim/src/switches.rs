@@ -273,7 +273,7 @@ switches! {
     rate: u64 = 0;
     /// Seed of everything that is drawn by lot.
     seed: u64 = 1;
-    /// A line with counts when a comm is closed.
+    /// Lines with counts: when a comm is closed, and of listeners.
     stats: bool = false;
 
     /// Faults are for these comms.

@@ -94,12 +94,11 @@ impl Driver {
         context
     }
 
-    /// Device memory that begins with a page, which drivers do not promise.
     fn alloc(&self, bytes: usize) -> u64 {
-        let mut address = 0u64;
+        let mut address = 0;
         // SAFETY: room for a number.
-        assert_eq!(unsafe { (self.mem_alloc)(&mut address, bytes + 4096) }, 0);
-        address.next_multiple_of(4096)
+        assert_eq!(unsafe { (self.mem_alloc)(&mut address, bytes) }, 0);
+        address
     }
 
     fn write(&self, address: u64, bytes: &[u8]) {

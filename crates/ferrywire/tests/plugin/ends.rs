@@ -7,6 +7,11 @@ use std::time::Duration;
 /// Longest any wait may be without progress, however busy the machine is.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
+/// Whether what takes minutes is to be done too.
+pub fn long() -> bool {
+    std::env::var("FERRYWIRE_LONG").is_ok_and(|value| value == "1")
+}
+
 /// The plugin that was built with these tests.
 pub fn library() -> PathBuf {
     std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so")

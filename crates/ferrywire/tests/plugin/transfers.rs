@@ -45,6 +45,36 @@ fn windows_are_used_and_never_exceeded() {
     });
 }
 
+/// Messages of so many chunks per channel. The plugin counts bytes itself, and tells them when it closes.
+#[test]
+fn windows_go_round_and_what_is_reported_is_what_the_plugin_moved() {
+    for chunks in [17, 33, 128] {
+        case!("stats=on").passes(|| {
+            let ends = Ends::with(|builder| builder.channels(1).chunk_bytes(64 << 10));
+            let bytes = chunks * (64 << 10);
+            // Gives the bytes that were reported, which it has found in their place.
+            ends.write(bytes, chunks as u64);
+            let far = ends.far.clone();
+            ends.close();
+            let most = far.stats().channels[0].lane.as_ref().unwrap().receives_posted_most;
+            assert!((2..=16).contains(&most), "{most}");
+            let lines = ferrywire::nccl::log::last_lines();
+            let received = lines.iter().find(|line| {
+                line.text.contains("stats: comm=")
+                    && line.text.contains("side=Recv")
+                    && !line.text.contains("bytes=0 ")
+            });
+            let said = &received.expect("the end that received tells").text;
+            assert!(said.contains(&format!(" bytes={bytes} ")), "{said}");
+            let posted = |name: &str| {
+                said.split_once(name).unwrap().1.split(' ').next().unwrap().parse::<usize>().unwrap()
+            };
+            assert_eq!(posted(" posted="), posted(" finished="), "{said}");
+            assert!(posted(" posted=") >= chunks, "{said}");
+        });
+    }
+}
+
 #[test]
 fn reads_messages_and_notifications_go_over_it_too() {
     case!("").passes(|| {
