@@ -122,7 +122,7 @@ pub struct ServeFlags {
     /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: a peer can never name a file
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How a plugin's scattered receives into GPU memory are gathered [default: kernel]
+    /// How a plugin's scattered receives into GPU memory are gathered, the same on both ends [default: kernel]
     #[arg(long)]
     pub unpack: Option<Unpack>,
     /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
@@ -211,7 +211,7 @@ pub struct ConnectFlags {
     /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: give --plugin to serve too
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How a plugin's scattered receives into GPU memory are gathered [default: kernel]
+    /// How a plugin's scattered receives into GPU memory are gathered, the same on both ends [default: kernel]
     #[arg(long)]
     pub unpack: Option<Unpack>,
     /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators

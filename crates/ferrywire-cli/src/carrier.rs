@@ -13,6 +13,7 @@ use ferrywire::{Endpoint, Place, PluginConfig, Region, limits};
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
 use crate::exit::{Failure, Outcome};
+use crate::units::Bytes;
 
 /// A plugin, and how it is used.
 #[derive(Clone, Debug)]
@@ -43,7 +44,7 @@ impl PluginUse {
         let config = unsafe { PluginConfig::at(&self.path) };
         let mut config = config
             .allow_same_host_gpu(self.allow_same_host_gpu)
-            .stall_limit(self.call_limit)
+            .stall_limit(self.stall_limit())
             .set_before(self.set_before.iter().cloned());
         if let Some(bytes) = self.message_bytes_max {
             config = config.message_bytes_max(bytes);
@@ -58,6 +59,32 @@ impl PluginUse {
             Some(index) => config.gpu(Place::SimGpu(index)),
             None => config,
         }
+    }
+
+    /// Longest that a message or a call stands still. Shorter than the wait of the run for both, so that the
+    /// engine, which knows which of them it is, speaks first.
+    fn stall_limit(&self) -> Duration {
+        self.call_limit / 2
+    }
+
+    /// What the other end has to be given too, as it is typed behind other options.
+    pub fn as_options(&self) -> String {
+        let mut options = format!(" --plugin {}", self.path.display());
+        if let Some(bytes) = self.message_bytes_max {
+            options += &format!(" --chunk {}", Bytes(bytes as u64));
+        }
+        if let Some(requests) = self.window {
+            options += &format!(" --window {requests}");
+        }
+        if let (Some(unpack), Some(_)) = (self.unpack, self.gpu) {
+            options += &format!(" --unpack {unpack:?}").to_lowercase();
+        }
+        options
+    }
+
+    /// How scattered receives are gathered.
+    pub fn unpack(&self) -> Unpack {
+        self.unpack.unwrap_or(Unpack::Kernel)
     }
 
     /// Requests posted per channel at most.
@@ -213,15 +240,20 @@ fn refuse_without_plugin(given: &[(&str, bool)]) -> Outcome {
 
 /// The file, absolute: a process that works elsewhere finds it too.
 fn existing(path: &Path) -> Outcome<PathBuf> {
-    let found = if path.is_file() { std::path::absolute(path).ok() } else { None };
-    found.ok_or_else(|| Failure::Usage(format!("--plugin {}: there is no such file", path.display())))
+    let why = match path.metadata() {
+        Ok(found) if found.is_dir() => "this is a directory; name the plugin's file in it".to_owned(),
+        Ok(_) => return std::path::absolute(path).map_err(|error| Failure::failed(error.to_string())),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => "there is no such file".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    usage(format!("--plugin {}: {why}", path.display()))
 }
 
 /// A chunk above the default needs longer messages, which both ends have to be told; a shorter one does not.
 fn message_bytes_max(chunk_bytes: Option<u64>) -> Outcome<Option<usize>> {
     let most = limits::CHUNK_BYTES_MAX as u64;
     match chunk_bytes {
-        Some(bytes) if bytes > most => usage(format!("--chunk {bytes}: at most {most}")),
+        Some(bytes) if bytes > most => usage(format!("--chunk {}: at most {}", Bytes(bytes), Bytes(most))),
         Some(bytes) if bytes > limits::LANE_MESSAGE_BYTES_DEFAULT as u64 => Ok(Some(bytes as usize)),
         _ => Ok(None),
     }

@@ -4,6 +4,15 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::fmt;
+use tracing_subscriber::layer::{Layer, SubscriberExt};
+use tracing_subscriber::util::SubscriberInitExt;
+
+const A_LANE_STANDS_STILL: &str = "likely: the network between the plugin's NICs loses what it sends, or the plugin of \
+one end stands still; try: -v on both ends, for what it logs, and the run without --plugin, to see what the network does";
+/// Where plugins' lines are found in the log.
+const PLUGINS_LOG: &str = "ferrywire::plugin";
 
 /// Why the command did not succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +50,12 @@ impl Failure {
 
 impl From<ferrywire::Error> for Failure {
     fn from(error: ferrywire::Error) -> Failure {
-        Failure::Failed(error.to_string())
+        let text = error.to_string();
+        // What a lane says of a message that stands still; it knows no better what keeps it.
+        match text.contains("its last test gave result 0, not done") {
+            true => Failure::Failed(format!("{text}\n{A_LANE_STANDS_STILL}")),
+            false => Failure::Failed(text),
+        }
     }
 }
 
@@ -60,7 +74,8 @@ pub fn report(outcome: Outcome) -> ExitCode {
 /// The engine's log goes to standard error: more with `-v`, everything with `-vv`.
 ///
 /// A serving end also prints warnings, such as peers that were turned away. On other ends the first line is
-/// what went wrong, and lost channels are told under the table.
+/// what went wrong, and lost channels are told under the table. What a plugin logs comes with `-v`, since some
+/// warn of each receive; the last of it is told when one dies.
 pub fn start_log(verbose: u8, serving: bool) {
     let level = match (verbose, serving) {
         (0, false) => tracing::Level::ERROR,
@@ -69,7 +84,9 @@ pub fn start_log(verbose: u8, serving: bool) {
         (2, _) => tracing::Level::DEBUG,
         _ => tracing::Level::TRACE,
     };
-    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr);
-    let colours = std::io::stderr().is_terminal();
-    log.with_ansi(colours).without_time().with_target(false).compact().init();
+    let of_plugins = if verbose == 0 { tracing::Level::ERROR } else { level };
+    let passes = Targets::new().with_default(level).with_target(PLUGINS_LOG, of_plugins);
+    let log = fmt::layer().with_writer(std::io::stderr).with_ansi(std::io::stderr().is_terminal());
+    let log = log.without_time().with_target(false).compact().with_filter(passes);
+    tracing_subscriber::registry().with(log).init();
 }

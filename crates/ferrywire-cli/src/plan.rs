@@ -8,7 +8,7 @@ use std::time::Duration;
 use ferrywire::nccl::abi::Version;
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Verify,
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::carrier::{self, Memory, PluginUse};
@@ -235,11 +235,15 @@ fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
     }
     let run_seconds = seconds("--seconds", flags.seconds)?;
     let iters = at_least_one("--iters", flags.iters.map(|n| n as usize))?.map(|n| n as u64);
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
+    let scattered = (memory, peer_memory) != (Memory::Host, Memory::Host);
     Ok(Run {
         op: flags.op.unwrap_or(Op::Write),
         pattern,
-        memory: Memory::typed("--memory", flags.memory.as_deref())?.to_string(),
-        peer_memory: Memory::typed("--peer-memory", flags.peer_memory.as_deref())?.to_string(),
+        memory: memory.to_string(),
+        peer_memory: peer_memory.to_string(),
+        unpack: scattered.then(|| flags.unpack.unwrap_or(Unpack::Kernel)),
         blocks: blocks(flags.blocks, &sizes)?,
         sizes: sizes.0,
         depth,

@@ -17,8 +17,7 @@ use super::result::{self, Circumstances};
 use super::serve::region_from;
 use super::session::Session;
 use super::table;
-use crate::args::Unpack;
-use crate::carrier::{Memory, PluginUse};
+use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
 use crate::sys;
@@ -135,11 +134,10 @@ fn circumstances<'a>(
 ) -> Circumstances<'a> {
     let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
     let plugin = plan.engine.plugin.as_ref();
-    let scattered = [Side::Connect, Side::Serve].map(|side| plan.run.memory_of(side)) != [Memory::Host; 2];
     Circumstances {
         run: &plan.run,
         transport: stats.transport.to_owned(),
-        unpack: plugin.map(|plugin| plugin.unpack.unwrap_or(Unpack::Kernel)).filter(|_| scattered),
+        unpack: plan.run.unpack,
         lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),
         chunk_bytes: stats.chunk_bytes as u64,
@@ -196,8 +194,12 @@ fn explain(error: Error) -> Failure {
         Error::Refused { .. } if words.contains("secret") => {
             "try: the other end's secret, in FERRYWIRE_SECRET or a file named with --secret-file"
         }
-        Error::Refused { .. } if words.contains("plugin") => {
-            "try: the same --plugin PATH, --chunk and --window on both ends; --allow-same-host-gpu is for simulators"
+        Error::Refused { .. } if words.contains("both ends are on one host") => {
+            "try: memory of the host, or two hosts; with a simulated plugin or between namespaces, --allow-same-host-gpu \
+             on both ends"
+        }
+        Error::Refused { .. } if words.contains("both need the same") => {
+            "try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends"
         }
         Error::Unreachable { .. } if words.contains("refused") => {
             "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one"

@@ -1,7 +1,9 @@
 //! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
 
-use std::io::{BufRead, BufReader};
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
@@ -39,8 +41,20 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     }
     let mut child = command.spawn().map_err(failed)?;
     match read_address(&mut child) {
-        Some(address) => Ok((child, address)),
+        Some(address) => {
+            read_on(&mut child);
+            Ok((child, address))
+        }
         None => Err(explain(child)),
+    }
+}
+
+/// Reads what it says from now on: nobody needs it, and a full pipe would stop the other end.
+fn read_on(child: &mut Child) {
+    let (output, errors) = (child.stdout.take(), child.stderr.take());
+    let pipes = [output.map(OwnedFd::from), errors.map(OwnedFd::from)].into_iter().flatten();
+    for mut pipe in pipes.map(File::from) {
+        std::thread::spawn(move || io::copy(&mut pipe, &mut io::sink()));
     }
 }
 
@@ -69,7 +83,8 @@ fn explain(mut child: Child) -> Failure {
         return Failure::failed("the other end did not start");
     };
     let said = String::from_utf8_lossy(&output.stderr);
-    let first = said.lines().next().unwrap_or("it said nothing").trim_start_matches("error: ");
+    let error = said.lines().find_map(|line| line.strip_prefix("error: "));
+    let first = error.or(said.lines().next()).unwrap_or("it said nothing");
     match output.status.code() {
         Some(2) => Failure::Usage(first.to_owned()),
         _ => Failure::failed(format!("the other end did not start: {first}")),

@@ -230,3 +230,52 @@ pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::{Pattern, Verify};
+    use crate::bench::layout::{flows, region_bytes};
+    use ferrywire::Endpoint;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn run() -> Run {
+        Run {
+            op: Op::Send,
+            pattern: Pattern::Pair,
+            memory: "host".into(),
+            peer_memory: "host".into(),
+            unpack: None,
+            sizes: vec![8],
+            depth: Some(2),
+            blocks: None,
+            peers: 1,
+            iters: Some(10),
+            seconds: None,
+            warmup: None,
+            verify: Verify::Off,
+            deadline_s: LIMIT.as_secs_f64(),
+            seed: 1,
+        }
+    }
+
+    #[test]
+    fn a_follower_takes_all_messages_that_came_before_its_receives() {
+        let accepting = Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build().expect("an endpoint");
+        let connecting = Endpoint::builder().build().expect("an endpoint");
+        let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).expect("a peer");
+        let far = accepting.accept(LIMIT).expect("a peer");
+        let (near, far) = (Link::new(near, LIMIT), Link::new(far, LIMIT));
+        let run = run();
+        let region = |endpoint: &Endpoint| endpoint.register_zeroed(region_bytes(&run) as usize);
+        let (here, there) = (region(&connecting).expect("memory"), region(&accepting).expect("memory"));
+        let (to_here, to_there) = (here.descriptor(), there.descriptor());
+        let flow = flows(&run)[0];
+        let sends = Poster::new(&near, &run, flow, Side::Connect, 0, (&here, &to_there)).expect("a poster");
+        let receives = Poster::new(&far, &run, flow, Side::Serve, 0, (&there, &to_here)).expect("a poster");
+        let limit = Limit { iterations: 10, time: Duration::MAX };
+        assert_eq!(drive(&sends, 2, limit).map(|report| report.iterations), Ok(10));
+        assert_eq!(follow(&receives, 2), Ok(()));
+    }
+}

@@ -172,6 +172,7 @@ mod tests {
             pattern,
             memory: "host".into(),
             peer_memory: "host".into(),
+            unpack: None,
             sizes: sizes.to_vec(),
             depth: None,
             blocks,

@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 use super::host::Host;
 use super::measure::{Interval, LatencyCounts};
 use super::verify::Mismatch;
-use crate::args::{Op, Pattern, Verify};
+use crate::args::{Op, Pattern, Unpack, Verify};
 use crate::carrier::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -38,6 +38,9 @@ pub struct Run {
     pub memory: String,
     /// Where the serving end's bytes lie.
     pub peer_memory: String,
+    /// How scattered receives are gathered at both ends; `None`: none are.
+    #[serde(default)]
+    pub unpack: Option<Unpack>,
     /// Message sizes, in order.
     pub sizes: Vec<u64>,
     /// Transfers in flight; `None`: by size.

@@ -295,6 +295,7 @@ fn extra(
         extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)));
         extra.insert("sends_posted_most".into(), json!(most(|lane| lane.sends_posted_most)));
         extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
+        extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }
     if let (Some(blocks), true) = (run.blocks, gb_per_s.p50 > 0.0) {
         // Bytes per nanosecond are GB/s.

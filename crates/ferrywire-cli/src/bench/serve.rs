@@ -19,7 +19,7 @@ use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
 use crate::args::{Inject, Verify};
-use crate::carrier::Memory;
+use crate::carrier::{Memory, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::plan::ServePlan;
 use crate::sys;
@@ -229,10 +229,10 @@ fn attend_in_thread(
     over: Sender<Ended>,
 ) {
     let (endpoint, hall, inject, verbose) = (endpoint.clone(), hall.clone(), plan.inject, plan.verbose);
-    let (voice, gpu) = (voice.clone(), plan.engine.plugin.as_ref().and_then(|plugin| plugin.gpu));
+    let (voice, plugin) = (voice.clone(), plan.engine.plugin.clone());
     let attend = move || {
         let link = Link::new(peer, HELLO_DEADLINE);
-        match admit(&link, &hall, gpu) {
+        match admit(&link, &hall, plugin.as_ref()) {
             Err(failure) => {
                 let why = failure.message();
                 if verbose {
@@ -262,8 +262,21 @@ fn offered(memory: Memory, gpu: Option<u32>) -> Outcome {
     }
 }
 
+/// Refuses a run whose results would name another way to gather than what this end does.
+fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
+    match (run.unpack, plugin.map(PluginUse::unpack)) {
+        (Some(theirs), Some(ours)) if theirs != ours => {
+            let [theirs, ours] = [theirs, ours].map(|unpack| format!("{unpack:?}").to_lowercase());
+            Err(Failure::failed(format!(
+                "the run has --unpack {theirs}, and this end {ours}: start its serve with --unpack {theirs}"
+            )))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Hears what the peer wants, and lets it in if there is room.
-fn admit(link: &Link, hall: &Hall, gpu: Option<u32>) -> Outcome<(Hello, Arc<ActiveRun>)> {
+fn admit(link: &Link, hall: &Hall, plugin: Option<&PluginUse>) -> Outcome<(Hello, Arc<ActiveRun>)> {
     let hello = match link.hear()? {
         Message::Hello(hello) => *hello,
         _ => return Err(link.strange("no greeting")),
@@ -275,7 +288,8 @@ fn admit(link: &Link, hall: &Hall, gpu: Option<u32>) -> Outcome<(Hello, Arc<Acti
         )));
     }
     hello.run.check().map_err(Failure::Failed)?;
-    offered(hello.run.memory_of(Side::Serve), gpu)?;
+    offered(hello.run.memory_of(Side::Serve), plugin.and_then(|plugin| plugin.gpu))?;
+    gathered_alike(&hello.run, plugin)?;
     host::check_memory(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
     let since = Instant::now();
     loop {
@@ -379,9 +393,10 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
         true => "a secret was made for this one time; on the other host run:",
         false => "on the other host, with the same secret, run:",
     });
+    let options = plan.engine.plugin.as_ref().map(PluginUse::as_options).unwrap_or_default();
     for address in reachable.iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
-        say(&format!("  {prefix}ferrywire bench connect {address}{nic}"));
+        say(&format!("  {prefix}ferrywire bench connect {address}{options}{nic}"));
     }
 }
 

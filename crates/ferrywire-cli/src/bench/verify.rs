@@ -254,6 +254,7 @@ mod tests {
             pattern: Traffic::Pair,
             memory: "host".into(),
             peer_memory: "host".into(),
+            unpack: None,
             sizes: vec![size],
             depth: Some(2),
             blocks,

@@ -1,43 +1,11 @@
 //! Runs over the simulated plugin: what arrives, and what is said when the plugin dies, on either end.
 
 use std::io::BufRead;
-use std::path::PathBuf;
-use std::process::Output;
 
 use crate::common::{Serve, ferrywire, first_error, json, read_line, results, run, text};
+use crate::hosted::{ONE_HOST, connect, connect_when_free, serve, with_plugin};
 
 const QUICK: &str = "--iters 10 --warmup 2 --json -";
-
-/// The simulated plugin, which was built with these tests.
-fn library() -> PathBuf {
-    std::env::current_exe().expect("a path").with_file_name("libferrywire_tcpx_sim.so")
-}
-
-fn with_plugin(args: &str) -> String {
-    format!("{args} --plugin {}", library().display())
-}
-
-/// A serve with the plugin and its switches.
-fn serve(args: &str, switches: &str) -> Serve {
-    let args = with_plugin(&format!("--listen 127.0.0.1:0 {args}"));
-    Serve::start_with(&args, &[("FERRYWIRE_TCPX_SIM", switches)])
-}
-
-/// A connect with the plugin and its switches.
-fn connect(serve: &Serve, args: &str, switches: &str) -> Output {
-    let mut command = ferrywire(&with_plugin(&format!("bench connect {} {args}", serve.address)));
-    command.env("FERRYWIRE_TCPX_SIM", switches).output().expect("it runs")
-}
-
-/// Connects until the serving end has noticed that its last peer is gone.
-fn connect_when_free(serve: &Serve, args: &str) -> Output {
-    loop {
-        let output = connect(serve, args, "");
-        if !first_error(&output).contains("busy") {
-            return output;
-        }
-    }
-}
 
 #[test]
 fn every_operation_and_size_is_verified() {
@@ -66,13 +34,10 @@ fn every_operation_and_size_is_verified() {
     assert!(!serve.stop().contains("error: "));
 }
 
-/// GPU memory that never crosses a NIC: the simulated plugin has to be told too.
-const ONE_HOST: &str = "same_host=allow";
-
 #[test]
 fn memory_of_simulated_gpus_is_verified_in_every_mode_that_gathers() {
-    let serve = serve("--memory sim:1 --allow-same-host-gpu", ONE_HOST);
     for (unpack, op) in [("kernel", "write"), ("copy", "read"), ("host", "send")] {
+        let serve = serve(&format!("--memory sim:1 --allow-same-host-gpu --unpack {unpack}"), ONE_HOST);
         let args = format!(
             "--memory sim:0 --peer-memory sim:1 --allow-same-host-gpu --unpack {unpack} --op {op} --depth 4 \
              --sizes 0,1,4097,524289,2000003 {QUICK}"
@@ -82,13 +47,29 @@ fn memory_of_simulated_gpus_is_verified_in_every_mode_that_gathers() {
             assert_eq!((&result["memory"], &result["peer_memory"]), (&"sim:0".into(), &"sim:1".into()));
             assert_eq!((&result["gpu"], &result["peer_gpu"]), (&"0".into(), &1.into()));
         }
-    }
-    for (memory, peer_memory) in [("host", "sim:1"), ("sim:0", "host")] {
+        let (memory, peer_memory) = if op == "send" { ("sim:0", "host") } else { ("host", "sim:1") };
         let args = format!(
-            "--memory {memory} --peer-memory {peer_memory} --allow-same-host-gpu --sizes 1,700001 {QUICK}"
+            "--memory {memory} --peer-memory {peer_memory} --allow-same-host-gpu --unpack {unpack} \
+             --sizes 1,700001 {QUICK}"
         );
         assert!(results(&connect(&serve, &args, ONE_HOST)).iter().all(|result| result["verified"] == true));
     }
+}
+
+#[test]
+fn a_run_whose_ends_gather_differently_is_refused() {
+    let serve = serve("--memory sim:1 --allow-same-host-gpu --unpack copy", ONE_HOST);
+    let args = "--peer-memory sim:1 --allow-same-host-gpu --sizes 4K --iters 5";
+    let refused = connect(&serve, args, ONE_HOST);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(
+        first_error(&refused)
+            .contains("the run has --unpack kernel, and this end copy: start its serve with --unpack kernel"),
+        "{}",
+        first_error(&refused)
+    );
+    // In host memory nothing is gathered.
+    results(&connect(&serve, "--sizes 4K --iters 5 --json -", ONE_HOST));
 }
 
 #[test]
@@ -269,6 +250,7 @@ fn bad_combinations_say_what_to_change() {
     for (args, part) in [
         ("bench --transport plugin", "--plugin PATH"),
         ("bench --plugin /nonexistent.so", "no such file"),
+        ("bench --plugin /", "this is a directory"),
         ("bench --unpack copy", "--plugin PATH"),
         ("bench --memory sim", "--plugin PATH"),
         ("bench serve --memory sim", "--plugin PATH"),
@@ -282,7 +264,8 @@ fn bad_combinations_say_what_to_change() {
         ("bench --transport tcp", "leave one of them out"),
         ("bench --unpack none", "--verify off"),
         ("bench --window 1000", "between 1 and 128"),
-        ("bench --chunk 1G", "at most"),
+        ("bench --window 17", "17 is more than the 16 requests that GPUDirectTCPX_v7 takes"),
+        ("bench --chunk 1G", "--chunk 1G: at most 4M"),
         ("bench --memory floppy", "no such kind"),
         ("bench --crc --memory sim", "--crc"),
     ] {

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
 
 use serde_json::Value;
 
@@ -49,7 +50,7 @@ pub struct Serve {
     pub address: String,
     pub child: Child,
     pub stdout: BufReader<ChildStdout>,
-    stderr: BufReader<ChildStderr>,
+    stderr: Option<BufReader<ChildStderr>>,
 }
 
 impl Serve {
@@ -65,7 +66,7 @@ impl Serve {
         let mut child = command.spawn().expect("serve starts");
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
         let line = read_line(&mut stdout);
-        let stderr = BufReader::new(child.stderr.take().expect("piped"));
+        let stderr = Some(BufReader::new(child.stderr.take().expect("piped")));
         let address =
             line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("serve said {line:?}"));
         Serve { address: address.split(", ").next().unwrap_or_default().to_owned(), child, stdout, stderr }
@@ -92,16 +93,28 @@ impl Serve {
     /// Waits for the next error on standard error, past warnings.
     pub fn next_error(&mut self) -> String {
         loop {
-            let line = read_line(&mut self.stderr);
+            let line = read_line(self.stderr.as_mut().expect("nobody else reads it"));
             if line.is_empty() || line.starts_with("error: ") {
                 return line;
             }
         }
     }
 
+    /// From now on the lines of standard error are collected here.
+    pub fn collect_errors(&mut self) -> Arc<Mutex<Vec<String>>> {
+        let lines = Arc::<Mutex<Vec<String>>>::default();
+        let (stderr, into) = (self.stderr.take().expect("nobody else reads it"), lines.clone());
+        std::thread::spawn(move || {
+            for line in stderr.lines().map_while(Result::ok) {
+                into.lock().expect("a whole line").push(line);
+            }
+        });
+        lines
+    }
+
     fn errors(&mut self) -> String {
         let mut said = String::new();
-        self.stderr.read_to_string(&mut said).expect("text");
+        self.stderr.as_mut().expect("nobody else reads it").read_to_string(&mut said).expect("text");
         said
     }
 }

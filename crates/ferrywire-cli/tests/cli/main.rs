@@ -7,5 +7,9 @@ mod common;
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]
 mod compile;
 mod faults;
+mod hosted;
+mod kills;
+mod lanes;
+mod matrix;
 mod plugin;
 mod usage;

@@ -154,7 +154,7 @@ impl Receiving {
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
                     let bytes = frame.arrival.header.len;
                     return Err(format!(
-                        "message {} ({bytes} bytes) has not arrived after {}",
+                        "message {} ({bytes} bytes) has not arrived after {}: its last test gave result 0, not done",
                         receive.number,
                         seconds(self.stall_limit)
                     ));

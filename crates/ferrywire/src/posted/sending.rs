@@ -144,7 +144,7 @@ impl Sending {
                 Step::Done => {}
                 Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
                     return Err(format!(
-                        "message {} ({} bytes) is still not sent after {}",
+                        "message {} ({} bytes) is still not sent after {}: its last test gave result 0, not done",
                         self.done,
                         message.bytes,
                         seconds(self.stall_limit)

@@ -39,9 +39,7 @@ pub(crate) enum ControlMessage {
         /// Why the connection is over; cut to [`REASON_BYTES_MAX`].
         reason: String,
     },
-    /// A data connection is about to be dialled: the sender has bound it, and waits for [`Expected`].
-    ///
-    /// [`Expected`]: ControlMessage::Expected
+    /// A data connection is about to be dialled.
     Dialling {
         /// The channel.
         channel: u16,
@@ -50,8 +48,8 @@ pub(crate) enum ControlMessage {
         /// The address and port it will come from.
         source: SocketAddr,
     },
-    /// The answer to a `Dialling`: whatever has to be in place for that connection is, so dial it.
-    Expected {
+    /// A data connection carries data.
+    ChannelUp {
         /// The channel.
         channel: u16,
         /// Which of its connections.
@@ -80,7 +78,7 @@ pub(crate) enum ControlMessage {
 const HEARTBEAT: u8 = 0;
 const FENCE: u8 = 1;
 const DIALLING: u8 = 2;
-const EXPECTED: u8 = 3;
+const CHANNEL_UP: u8 = 3;
 const DRAIN: u8 = 4;
 const DRAINED: u8 = 5;
 const GOODBYE: u8 = 6;
@@ -91,7 +89,7 @@ impl ControlMessage {
         match self {
             ControlMessage::Fence { .. } => FENCE,
             ControlMessage::Dialling { .. } => DIALLING,
-            ControlMessage::Expected { .. } => EXPECTED,
+            ControlMessage::ChannelUp { .. } => CHANNEL_UP,
             ControlMessage::Drain => DRAIN,
             ControlMessage::Drained => DRAINED,
             ControlMessage::Goodbye { .. } => GOODBYE,
@@ -125,7 +123,7 @@ impl ControlMessage {
                 put_channel(into, *channel, *generation);
                 put_address(into, *source);
             }
-            ControlMessage::Expected { channel, generation } => put_channel(into, *channel, *generation),
+            ControlMessage::ChannelUp { channel, generation } => put_channel(into, *channel, *generation),
             ControlMessage::Lane { channel, generation, handle } => {
                 put_channel(into, *channel, *generation);
                 into.extend_from_slice(&handle[..]);
@@ -149,7 +147,7 @@ impl ControlMessage {
                 generation: reader.u32()?,
                 source: reader.address()?,
             },
-            EXPECTED => ControlMessage::Expected { channel: reader.u16()?, generation: reader.u32()? },
+            CHANNEL_UP => ControlMessage::ChannelUp { channel: reader.u16()?, generation: reader.u32()? },
             DRAIN => ControlMessage::Drain,
             DRAINED => ControlMessage::Drained,
             GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },

@@ -43,7 +43,8 @@ fn a_head_that_never_completes_is_told_with_both_windows() {
                 error,
                 &["message 5 (524288 bytes) has not arrived after 4.0 s", "receiving: 16 of 16 posted"],
             );
-            says(error, &["sending: "]);
+            says(error, &["its last test gave result 0, not done", "sending: 0 of 16 posted"]);
+            assert_eq!(error.to_string().matches("has not arrived").count(), 1, "once: {error}");
         }
         // The end that saw it also says what the other one said.
         says(&other, &["at the peer: ", "no channel is left"]);

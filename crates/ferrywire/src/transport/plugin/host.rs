@@ -14,7 +14,7 @@ use crate::memory::sim::{CurrentGuard, SimGpu};
 use crate::memory::unpack::{DeviceUnpack, Gather, SimQueue};
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
-use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
+use crate::transport::{Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -24,6 +24,10 @@ use std::time::Duration;
 /// What plugins are called that go by TCPX's environment, and end the process when GPU memory is moved within
 /// one host.
 const TCPX: &str = "GPUDirectTCPX";
+
+/// Plugins, by how their names begin, that take so many requests per connection. They say so of the next one
+/// only, with a line in their log each time it is tried.
+const REQUESTS_MAX: [(&str, usize); 2] = [("GPUDirectTCPX", 16), ("FastSocket", 16)];
 
 /// A plugin and what the endpoint has decided about it.
 #[derive(Debug)]
@@ -72,6 +76,7 @@ impl Host {
         {
             return Err(Error::invalid(name, why));
         }
+        window_fits(loaded.name(), plugin.window)?;
         let mut devices = Vec::new();
         for device in 0..loaded.devices() {
             devices.push(loaded.properties(device)?);
@@ -117,8 +122,7 @@ impl Host {
             None => {
                 let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
                 Err(format!(
-                    "plugin {} has no device {}, only {}; name NICs that both have, or tell the plugin of it: many \
-                     leave loopback out unless NCCL_SOCKET_IFNAME names it",
+                    "plugin {} has no device {}, only {}; name NICs that both have",
                     self.plugin.name(),
                     nic.name,
                     names.join(", ")
@@ -217,6 +221,17 @@ impl Host {
     }
 }
 
+/// Refuses a window that a plugin is known never to fill.
+fn window_fits(name: &str, window: usize) -> Result<()> {
+    match REQUESTS_MAX.iter().find(|(begin, most)| name.starts_with(begin) && window > *most) {
+        Some((_, most)) => {
+            let why = format!("{window} is more than the {most} requests that {name} takes per connection");
+            Err(Error::invalid("window of the plugin", why))
+        }
+        None => Ok(()),
+    }
+}
+
 /// The variables that a plugin would be loaded with; nothing is set.
 pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Vec<Variable> {
     environment::decide_here(&facts(plugin, config, nics))
@@ -286,10 +301,6 @@ impl Transport for PluginTransport {
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
         self.inner.dial(nic, to, options)
-    }
-
-    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
-        self.inner.bind(nic, to, options)
     }
 
     fn check(&self, options: &ConnOptions) -> io::Result<()> {
