@@ -751,7 +751,7 @@ fn fences_of_channels_that_do_not_exist_change_nothing() {
         evil.say(&fence(channel, generation));
     }
     for channel in [0, 9, u16::MAX] {
-        evil.say(&ControlMessage::ChannelUp { channel, generation: u32::MAX });
+        evil.say(&ControlMessage::Expected { channel, generation: u32::MAX });
         let source = "1.2.3.4:5".parse().unwrap();
         evil.say(&ControlMessage::Dialling { channel, generation: u32::MAX, source });
     }
@@ -907,6 +907,32 @@ fn answer(listener: &TcpListener, desk: &Shared) -> (TcpStream, Option<Outcome>)
     }
 }
 
+/// Hears the next frame of a control connection.
+fn hear_frame(control: &mut TcpStream, secure: &mut Secure) -> Frame<ControlMessage> {
+    let mut incoming = vec![0; 2];
+    control.read_exact(&mut incoming).unwrap();
+    let len = usize::from(u16::from_le_bytes([incoming[0], incoming[1]]));
+    incoming.resize(2 + len, 0);
+    control.read_exact(&mut incoming[2..]).unwrap();
+    Frame::decode(&secure.open(&mut incoming).unwrap().expect("a whole frame")).unwrap()
+}
+
+/// Hears which data connection will come, and from where.
+fn hear_dialling(control: &mut TcpStream, secure: &mut Secure) -> (u16, u32, SocketAddr) {
+    loop {
+        let numbered = hear_frame(control, secure).numbered;
+        if let Some((_, ControlMessage::Dialling { channel, generation, source })) = numbered {
+            return (channel, generation, source);
+        }
+    }
+}
+
+/// Says a control message with this number.
+fn say_sealed(control: &mut TcpStream, secure: &mut Secure, number: u64, message: &ControlMessage) {
+    let frame = Frame { received: 0, numbered: Some((number, message)) };
+    control.write_all(&secure.seal(&frame.encode()).unwrap()).unwrap();
+}
+
 /// Answers one control connection and its channels as somebody who gives every session the same number.
 fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
     let mut streams = Vec::new();
@@ -914,7 +940,15 @@ fn evil_acceptor(listener: &TcpListener, desk: &Shared) -> Vec<TcpStream> {
         let (stream, outcome) = answer(listener, desk);
         streams.push(stream);
         match outcome {
-            Some(Outcome::Control(established)) => desk.remember(&established),
+            Some(Outcome::Control(mut established)) => {
+                desk.remember(&established);
+                let control = streams.last_mut().expect("just pushed");
+                for number in 1..=2 {
+                    let (channel, generation, _) = hear_dialling(control, &mut established.secure);
+                    let expected = ControlMessage::Expected { channel, generation };
+                    say_sealed(control, &mut established.secure, number, &expected);
+                }
+            }
             Some(Outcome::Data { channel: 1, .. }) | None => return streams,
             Some(Outcome::Data { .. }) => {}
         }
@@ -932,6 +966,74 @@ fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
 
 fn refuse(desk: &Shared, code: RefusalCode, text: &str) {
     desk.desk().refuse = Some(bootstrap::Refusal::new(code, text));
+}
+
+#[test]
+fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected() {
+    let dialler = endpoint();
+    let (address, listener, desk) = evil_desk();
+    let connecting = dialler.connecting(address).unwrap();
+    let (mut control, outcome) = answer(&listener, &desk);
+    let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
+    desk.remember(&established);
+    // Both are heard of before either is answered.
+    let announced: Vec<_> = (0..2).map(|_| hear_dialling(&mut control, &mut established.secure)).collect();
+    assert!(!knocks(&listener), "dialled before it was expected");
+    let (mut said, mut streams) = (0, Vec::new());
+    for (channel, generation, source) in announced {
+        for generation in [generation + 1, generation] {
+            said += 1;
+            let answer = ControlMessage::Expected { channel, generation };
+            say_sealed(&mut control, &mut established.secure, said, &answer);
+        }
+        let (stream, outcome) = answer(&listener, &desk);
+        assert_eq!(stream.peer_addr().unwrap(), source);
+        let dialled =
+            matches!(outcome, Some(Outcome::Data { channel: it, generation: 0, .. }) if it == channel);
+        assert!(dialled, "{outcome:?}");
+        assert!(!knocks(&listener), "dialled before it was expected");
+        streams.push(stream);
+    }
+    connecting.wait(LIMIT).unwrap();
+}
+
+#[test]
+fn a_peer_that_expects_no_data_connection_is_named_for_it() {
+    let dialler = endpoint();
+    let (address, listener, desk) = evil_desk();
+    let connecting = dialler.connecting(address).unwrap();
+    let (mut control, outcome) = answer(&listener, &desk);
+    let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
+    let mut end = None;
+    eventually("it is given up", || {
+        // It says that it is alive, and nothing else.
+        let alive = Frame { received: 0, numbered: None };
+        let _ = control.write_all(&established.secure.seal(&alive.encode()).unwrap());
+        thread::sleep(Duration::from_millis(50));
+        end = connecting.poll();
+        end.is_some()
+    });
+    let error = end.unwrap().unwrap_err();
+    assert!(matches!(&error, Error::PeerLost { .. }), "{error:?}");
+    assert!(error.to_string().contains("did not answer on the control session"), "{error}");
+}
+
+#[test]
+fn a_data_connection_that_is_announced_is_expected() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let source = "10.1.2.3:4567".parse().unwrap();
+    for channel in [9, 0] {
+        evil.say(&ControlMessage::Dialling { channel, generation: 5, source });
+    }
+    let Evil { control, established, .. } = &mut evil;
+    let answer = loop {
+        if let Some((_, message)) = hear_frame(control, &mut established.secure).numbered {
+            break message;
+        }
+    };
+    assert_eq!(answer, ControlMessage::Expected { channel: 0, generation: 5 }, "of a channel that exists");
+    scene.unharmed();
 }
 
 #[test]

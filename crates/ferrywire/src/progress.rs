@@ -23,7 +23,7 @@ use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Interest, Poller, WAKE_TOKEN, Waker};
 use crossbeam_queue::SegQueue;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
@@ -95,6 +95,8 @@ pub(crate) enum Command {
     Add(Box<Channel>),
     /// Stops placing bytes where the question says yes.
     Abandon(Arc<Abandon>),
+    /// Every worker has lanes: each keeps to its core.
+    KeepToCore,
     /// Ends one channel, if it is still of this generation.
     Drop {
         session: u64,
@@ -134,6 +136,8 @@ pub(crate) struct Worker {
     thread_only: bool,
     /// Such a call has not returned in time: nobody waits for this worker any more.
     stuck: AtomicBool,
+    /// Channels it has, where they have lanes.
+    lanes: AtomicUsize,
 }
 
 /// The channels of a worker. Only its owner touches them.
@@ -203,6 +207,7 @@ impl Worker {
             stop: AtomicBool::new(false),
             thread_only,
             stuck: AtomicBool::new(false),
+            lanes: AtomicUsize::new(0),
         })
     }
 
@@ -300,7 +305,9 @@ impl Worker {
     pub fn run(self: &Arc<Worker>, engine: &Engine) {
         let _ = self.thread.set(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
-        self.keep_to_core(engine);
+        if !self.thread_only {
+            self.keep_to_core(engine);
+        }
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
             let Some(mut crank) = self.try_crank() else {
@@ -332,7 +339,8 @@ impl Worker {
     }
 
     /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
-    /// threads then share a core, and its payload stays in that core's cache.
+    /// threads then share a core, and its payload stays in that core's cache. A plugin's threads are started
+    /// by ours and held to the same core, so with lanes that waits until every core has some.
     fn keep_to_core(&self, engine: &Engine) {
         let cores = affinity::allowed_cores().unwrap_or_default();
         if cores.len() == engine.workers.len()
@@ -671,6 +679,8 @@ impl Crank {
             worked = true;
             match command {
                 Command::Add(channel) => self.add(worker, engine, channel),
+                Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
+                Command::KeepToCore => {}
                 Command::Abandon(request) => {
                     self.abandoning.push((request, engine.transport.now()));
                     self.let_go(worker, engine);
@@ -753,6 +763,12 @@ impl Crank {
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
         self.slots[place] = Some(Slot { channel, waits_to_write: false, polled: fd.is_none() });
+        if worker.thread_only {
+            worker.lanes.fetch_add(1, Ordering::SeqCst);
+            if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
+                engine.workers.iter().for_each(|each| each.command(Command::KeepToCore));
+            }
+        }
         if let Some(fd) = fd
             && let Err(error) = worker.poller.add(fd, place as u64, Interest::READ)
         {
@@ -764,6 +780,7 @@ impl Crank {
         let Some(mut slot) = self.slots[place].take() else {
             return;
         };
+        worker.lanes.fetch_sub(usize::from(worker.thread_only), Ordering::SeqCst);
         if slot.channel.peer.skips_drain() {
             slot.channel.hand_over(&mut self.space);
         }

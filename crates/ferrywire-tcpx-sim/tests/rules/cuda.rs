@@ -94,11 +94,12 @@ impl Driver {
         context
     }
 
+    /// Device memory that begins with a page, which drivers do not promise.
     fn alloc(&self, bytes: usize) -> u64 {
-        let mut address = 0;
+        let mut address = 0u64;
         // SAFETY: room for a number.
-        assert_eq!(unsafe { (self.mem_alloc)(&mut address, bytes) }, 0);
-        address
+        assert_eq!(unsafe { (self.mem_alloc)(&mut address, bytes + 4096) }, 0);
+        address.next_multiple_of(4096)
     }
 
     fn write(&self, address: u64, bytes: &[u8]) {

@@ -47,7 +47,7 @@ use snow::HandshakeState;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
 
 /// The version of everything on the wire: preamble, handshake, control messages and data frames.
-pub(crate) const PROTOCOL_VERSION: u16 = 1;
+pub(crate) const PROTOCOL_VERSION: u16 = 2;
 
 /// First bytes of every connection.
 const MAGIC: [u8; 8] = *b"FERRYWR\0";

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::peer::PeerState;
 use crate::schedule;
-use crate::transport::{Conn, ConnOptions, Nic};
+use crate::transport::{Bound, Conn, ConnOptions, Nic};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
@@ -33,6 +33,32 @@ pub(super) enum DialFor {
         index: u16,
         generation: u32,
     },
+}
+
+/// A data connection that has its port, and that the peer is told of before it is dialled.
+pub(super) struct Announced {
+    bound: Box<dyn Bound>,
+    to: String,
+}
+
+impl Announced {
+    pub fn new(peer: &PeerState, nic: Option<&Nic>, address: SocketAddr) -> Result<Announced> {
+        let to = named(nic, address);
+        let bound = peer.engine().transport.bind(nic, address, &bulk_options(peer));
+        let bound = bound.map_err(|error| unreachable_at(&to, &error))?;
+        Ok(Announced { bound, to })
+    }
+
+    /// The address it will come from.
+    pub fn source(&self) -> SocketAddr {
+        self.bound.local()
+    }
+
+    /// What it means that the peer has not answered in time.
+    pub fn unanswered(&self) -> Error {
+        let why = "the peer did not answer on the control session that it expects the connection".into();
+        Error::Unreachable { address: self.to.clone(), why }
+    }
 }
 
 /// Why a dial led nowhere.
@@ -100,39 +126,29 @@ impl Dial {
     ) -> Result<Dial> {
         let secret = engine.config.secret.as_ref().map(|secret| secret.0.as_slice());
         let initiator = Initiator::control(secret, me.clone(), purpose).map_err(|error| error.at(address))?;
-        Dial::start(engine, nic, address, initiator, limit, &ConnOptions::default())
+        let to = named(nic, address);
+        let dialled = engine.transport.dial(nic, address, &ConnOptions::default());
+        let conn = dialled.map_err(|error| unreachable_at(&to, &error))?;
+        Ok(Dial::over(conn, initiator, limit, to))
     }
 
-    /// The connection of a channel.
+    /// The connection of a channel, which has been announced.
     pub fn channel(
-        peer: &PeerState,
-        nic: Option<&Nic>,
-        address: SocketAddr,
+        announced: Announced,
         session: u64,
         key: DataKey,
         channel: u16,
         generation: u32,
     ) -> Result<Dial> {
         let initiator = Initiator::data(session, key, channel, generation);
-        Dial::start(peer.engine(), nic, address, initiator, limits::DIAL_DEADLINE, &bulk_options(peer))
+        let Announced { bound, to } = announced;
+        let conn = bound.connect().map_err(|error| unreachable_at(&to, &error))?;
+        Ok(Dial::over(conn, initiator, limits::DIAL_DEADLINE, to))
     }
 
-    fn start(
-        engine: &Engine,
-        nic: Option<&Nic>,
-        address: SocketAddr,
-        initiator: Initiator,
-        limit: Duration,
-        options: &ConnOptions,
-    ) -> Result<Dial> {
-        let to = match nic {
-            Some(nic) => format!("{address} over {}", nic.name),
-            None => address.to_string(),
-        };
-        let conn =
-            engine.transport.dial(nic, address, options).map_err(|error| unreachable_at(&to, &error))?;
+    fn over(conn: Box<dyn Conn>, initiator: Initiator, limit: Duration, to: String) -> Dial {
         let what = DialFor::Resume { session: 0 };
-        Ok(Dial { conn, initiator, output: Vec::new(), since: Duration::ZERO, limit, to, what })
+        Dial { conn, initiator, output: Vec::new(), since: Duration::ZERO, limit, to, what }
     }
 
     /// Its deadline counts from now.
@@ -209,6 +225,14 @@ pub(super) fn bulk_options(peer: &PeerState) -> ConnOptions {
         same_host: peer.same_host,
         per_thread: peer.channels().div_ceil(engine.workers.len()),
         ..engine.config.bulk_options()
+    }
+}
+
+/// A path in words.
+fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
+    match nic {
+        Some(nic) => format!("{address} over {}", nic.name),
+        None => address.to_string(),
     }
 }
 

@@ -1,15 +1,15 @@
 //! One peer's control session and channels: keeping both alive, fencing what is lost, closing.
 //!
 //! A link's life: `settling -> up -> draining -> over`, and from anywhere `dying -> over`. A channel's:
-//! `down -> dialling -> up -> fencing -> down`. When a channel is lost, each side closes its end, tells
-//! the other what it had placed, and learns the same; only then is the rest sent again. Where payload goes
-//! over lanes, a channel is up when its lane is too: `dialling -> lane -> up`.
+//! `down -> announced -> expected -> dialling -> up -> fencing -> down`. When a channel is lost, each side
+//! closes its end, tells the other what it had placed, and learns the same; only then is the rest sent
+//! again. Where payload goes over lanes, a channel is up when its lane is too: `dialling -> lane -> up`.
 //!
 //! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
 //! nothing is placed into their memory afterwards.
 //! Read next: `dial.rs` and `pairs.rs`.
 
-use super::dial::{Dial, DialFailure, DialFor, bulk_options};
+use super::dial::{Announced, Dial, DialFailure, DialFor, bulk_options};
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
@@ -68,6 +68,12 @@ pub(super) enum Slot {
     Down {
         dial_at: Duration,
     },
+    /// The peer was told what will come, and has not answered.
+    Announced {
+        since: Duration,
+    },
+    /// It has: to be dialled at once.
+    Expected,
     Dialling,
     /// Its connection stands, its lane does not yet.
     Lane,
@@ -124,6 +130,10 @@ pub(super) struct Link {
     pub(super) lanes: Lanes,
     /// What ends the session once the peer has been told.
     last_words: Option<Error>,
+    /// Data connections of ours that are bound and not dialled.
+    announced: BTreeMap<u16, Announced>,
+    /// Where the peer's latest connection of each channel comes from, and which it is.
+    sources: BTreeMap<u16, (u32, SocketAddr)>,
     started: Duration,
     /// When the peer's kernel closed the control connection, if it has not come back.
     closed_at: Option<Duration>,
@@ -235,6 +245,8 @@ impl Link {
             fences: BTreeMap::new(),
             lanes: Lanes::default(),
             last_words: None,
+            announced: BTreeMap::new(),
+            sources: BTreeMap::new(),
             started: now,
             closed_at: None,
             resume_at: now,
@@ -380,7 +392,8 @@ impl Link {
         false
     }
 
-    fn write(&mut self, now: Duration) -> bool {
+    /// Writes what waits for the peer; true when that broke the connection.
+    pub fn write(&mut self, now: Duration) -> bool {
         if let Err(error) = self.session.tick(now) {
             self.session_trouble(&error, now);
         }
@@ -423,7 +436,10 @@ impl Link {
             ControlMessage::Lane { channel, generation, handle } => {
                 self.peer_listens(channel, generation, *handle, now);
             }
-            ControlMessage::Dialling { .. } | ControlMessage::ChannelUp { .. } => {}
+            ControlMessage::Dialling { channel, generation, source } => {
+                self.peer_announces(channel, generation, source, now);
+            }
+            ControlMessage::Expected { channel, generation } => self.peer_expects(channel, generation),
         }
     }
 
@@ -581,20 +597,71 @@ impl Link {
         }
         for index in 0..self.slots.len() as u16 {
             let (slot, generation) = self.slots[usize::from(index)];
-            if !matches!(slot, Slot::Down { dial_at } if dial_at <= now) {
-                continue;
-            }
-            let pair = &pairs[usize::from(index) % pairs.len()];
-            let key = self.data_key.clone();
-            match Dial::channel(&self.peer, pair.nic.as_ref(), pair.remote, id, key, index, generation) {
-                Ok(dial) => {
-                    self.slots[usize::from(index)].0 = Slot::Dialling;
-                    out.push((dial, DialFor::Channel { session: id, index, generation }));
+            match slot {
+                // Without a control connection, nobody can be told.
+                Slot::Down { dial_at } if dial_at <= now && self.conn.is_some() => {
+                    let pair = &pairs[usize::from(index) % pairs.len()];
+                    self.announce(index, pair, now);
                 }
-                Err(error) => self.channel_failed(index, generation, error, now),
+                Slot::Announced { since } if now.saturating_sub(since) > limits::DIAL_DEADLINE => {
+                    if let Some(announced) = self.announced.remove(&index) {
+                        self.channel_failed(index, generation, announced.unanswered(), now);
+                    }
+                }
+                Slot::Expected => out.extend(self.dial_announced(index, generation, now)),
+                _ => {}
             }
         }
         out
+    }
+
+    /// Binds a data connection and tells the peer of it, so that a rule for it can be in place before its
+    /// first packet. All channels go in one round trip.
+    fn announce(&mut self, index: u16, pair: &Pair, now: Duration) {
+        let (_, generation) = self.slots[usize::from(index)];
+        match Announced::new(&self.peer, pair.nic.as_ref(), pair.remote) {
+            Ok(announced) => {
+                let source = announced.source();
+                tracing::debug!(peer = self.peer.name(), channel = index, %source, "data connection announced");
+                self.say(ControlMessage::Dialling { channel: index, generation, source }, now);
+                self.announced.insert(index, announced);
+                self.slots[usize::from(index)].0 = Slot::Announced { since: now };
+            }
+            Err(error) => self.channel_failed(index, generation, error, now),
+        }
+    }
+
+    /// The peer dials a data connection as soon as we say that we expect it.
+    fn peer_announces(&mut self, channel: u16, generation: u32, source: SocketAddr, now: Duration) {
+        if matches!(self.role, Role::Connector { .. }) || usize::from(channel) >= self.slots.len() {
+            return;
+        }
+        tracing::debug!(peer = self.peer.name(), channel, %source, "data connection expected");
+        self.sources.insert(channel, (generation, source));
+        self.say(ControlMessage::Expected { channel, generation }, now);
+    }
+
+    fn peer_expects(&mut self, channel: u16, generation: u32) {
+        if let Some(slot) = self.slots.get_mut(usize::from(channel))
+            && matches!(*slot, (Slot::Announced { .. }, current) if current == generation)
+        {
+            slot.0 = Slot::Expected;
+        }
+    }
+
+    fn dial_announced(&mut self, index: u16, generation: u32, now: Duration) -> Option<(Dial, DialFor)> {
+        let announced = self.announced.remove(&index)?;
+        let session = self.session.id();
+        match Dial::channel(announced, session, self.data_key.clone(), index, generation) {
+            Ok(dial) => {
+                self.slots[usize::from(index)].0 = Slot::Dialling;
+                Some((dial, DialFor::Channel { session, index, generation }))
+            }
+            Err(error) => {
+                self.channel_failed(index, generation, error, now);
+                None
+            }
+        }
     }
 
     pub fn channel_failed(&mut self, index: u16, generation: u32, error: Error, now: Duration) {
@@ -630,6 +697,7 @@ impl Link {
         now: Duration,
     ) {
         engine.transport.tune(&mut *conn, &bulk_options(&self.peer));
+        self.compare_source(conn.remote(), index, generation);
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Lane && generation > current {
             self.lane_given_up(index, current, "the peer dialled it again".into(), now);
@@ -644,6 +712,19 @@ impl Link {
             return;
         }
         self.channel_up(engine, conn, index, generation, now);
+    }
+
+    /// The proof of membership is what lets a connection in. Its address may have been translated on the
+    /// way, even to another port of the same host, so that a difference proves nothing.
+    fn compare_source(&self, remote: SocketAddr, channel: u16, generation: u32) {
+        let announced = self.sources.get(&channel).filter(|(current, _)| *current == generation);
+        match announced {
+            Some((_, source)) if *source == remote => {}
+            Some((_, source)) => {
+                tracing::debug!(peer = self.peer.name(), channel, %remote, %source, "translated on its way");
+            }
+            None => tracing::debug!(peer = self.peer.name(), channel, %remote, "not announced"),
+        }
     }
 
     fn channel_up(
@@ -801,8 +882,10 @@ impl Link {
             return;
         }
         self.close_generation(index, generation);
-        if matches!(slot, Slot::Dialling | Slot::Lane) && ours == generation {
+        let under_way = matches!(slot, Slot::Announced { .. } | Slot::Expected | Slot::Dialling | Slot::Lane);
+        if under_way && ours == generation {
             // What is under way comes too late: what it leads to is fenced.
+            self.announced.remove(&index);
             self.lanes.drop_setup(index);
             let dial_at = now + limits::REDIAL_INTERVAL;
             self.slots[usize::from(index)] = (Slot::Down { dial_at }, generation + 1);
@@ -953,6 +1036,7 @@ impl Link {
     fn finish(&mut self) {
         self.stage = Stage::Over;
         self.conn = None;
+        self.announced.clear();
         for (_, fence) in std::mem::take(&mut self.fences) {
             let entries = fence.ours.unwrap_or_default();
             self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());

@@ -507,6 +507,8 @@ impl Control {
             worked |= link.turn(engine, now);
             let received = link.received();
             let dials = link.take_dials(engine, &self.me, now);
+            // What was announced is to be heard now, not after the next sleep.
+            worked |= link.write(now);
             let over = link.over();
             self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {

@@ -65,7 +65,7 @@ fn any_message(input: &mut Input<'_>) -> ControlMessage {
             reason: String::from_utf8_lossy(input.take(40)).into_owned(),
         },
         1 => ControlMessage::Dialling { channel, generation, source: (input.array::<16>(), channel).into() },
-        2 => ControlMessage::ChannelUp { channel, generation },
+        2 => ControlMessage::Expected { channel, generation },
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
         5 => ControlMessage::Lane { channel, generation, handle: Box::new([input.u8(); 128]) },

@@ -39,7 +39,9 @@ pub(crate) enum ControlMessage {
         /// Why the connection is over; cut to [`REASON_BYTES_MAX`].
         reason: String,
     },
-    /// A data connection is about to be dialled.
+    /// A data connection is about to be dialled: the sender has bound it, and waits for [`Expected`].
+    ///
+    /// [`Expected`]: ControlMessage::Expected
     Dialling {
         /// The channel.
         channel: u16,
@@ -48,8 +50,8 @@ pub(crate) enum ControlMessage {
         /// The address and port it will come from.
         source: SocketAddr,
     },
-    /// A data connection carries data.
-    ChannelUp {
+    /// The answer to a `Dialling`: whatever has to be in place for that connection is, so dial it.
+    Expected {
         /// The channel.
         channel: u16,
         /// Which of its connections.
@@ -78,7 +80,7 @@ pub(crate) enum ControlMessage {
 const HEARTBEAT: u8 = 0;
 const FENCE: u8 = 1;
 const DIALLING: u8 = 2;
-const CHANNEL_UP: u8 = 3;
+const EXPECTED: u8 = 3;
 const DRAIN: u8 = 4;
 const DRAINED: u8 = 5;
 const GOODBYE: u8 = 6;
@@ -89,7 +91,7 @@ impl ControlMessage {
         match self {
             ControlMessage::Fence { .. } => FENCE,
             ControlMessage::Dialling { .. } => DIALLING,
-            ControlMessage::ChannelUp { .. } => CHANNEL_UP,
+            ControlMessage::Expected { .. } => EXPECTED,
             ControlMessage::Drain => DRAIN,
             ControlMessage::Drained => DRAINED,
             ControlMessage::Goodbye { .. } => GOODBYE,
@@ -123,7 +125,7 @@ impl ControlMessage {
                 put_channel(into, *channel, *generation);
                 put_address(into, *source);
             }
-            ControlMessage::ChannelUp { channel, generation } => put_channel(into, *channel, *generation),
+            ControlMessage::Expected { channel, generation } => put_channel(into, *channel, *generation),
             ControlMessage::Lane { channel, generation, handle } => {
                 put_channel(into, *channel, *generation);
                 into.extend_from_slice(&handle[..]);
@@ -147,7 +149,7 @@ impl ControlMessage {
                 generation: reader.u32()?,
                 source: reader.address()?,
             },
-            CHANNEL_UP => ControlMessage::ChannelUp { channel: reader.u16()?, generation: reader.u32()? },
+            EXPECTED => ControlMessage::Expected { channel: reader.u16()?, generation: reader.u32()? },
             DRAIN => ControlMessage::Drain,
             DRAINED => ControlMessage::Drained,
             GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },

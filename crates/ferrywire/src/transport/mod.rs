@@ -130,6 +130,15 @@ pub trait Conn: Send {
     }
 }
 
+/// A connection that has its own address and port, and is not dialled yet: whoever waits for it can be
+/// told which one it will be.
+pub trait Bound: Send {
+    /// This end's address.
+    fn local(&self) -> SocketAddr;
+    /// Starts the connection, as [`Transport::dial`] does.
+    fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>>;
+}
+
 /// Where connections arrive.
 pub trait Listener: Send {
     /// The next connection, or `None` when there is none now.
@@ -171,6 +180,9 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Starts a connection; bytes can move once the peer's host has answered.
     /// `nic` binds the connection to that NIC and its address.
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>>;
+
+    /// Chooses the address and port of a connection that is dialled later.
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>>;
 
     /// Whether data connections can be given these options here; the error says what there is instead.
     fn check(&self, _options: &ConnOptions) -> io::Result<()> {

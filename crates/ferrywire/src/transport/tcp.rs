@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use self::tuning::Path;
-use super::{Conn, ConnOptions, Listener, Nic, Transport};
+use super::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
 use crate::sys::{nics, socket};
 
 pub use self::conn::TcpConn;
@@ -62,6 +62,14 @@ impl Transport for TcpTransport {
         Ok(Box::new(self.connect(nic, to, options)?))
     }
 
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        let prepared = self.prepare(nic, to, options)?;
+        let address = nic.map_or_else(|| nics::route(prepared.to.ip()), |nic| Ok(nic.address))?;
+        prepared.bind(SocketAddr::new(address, 0))?;
+        let local = canonical(ip_address(&prepared.socket.local_addr()?)?);
+        Ok(Box::new(TcpBound { prepared, local }))
+    }
+
     fn check(&self, options: &ConnOptions) -> io::Result<()> {
         let Some(name) = &options.congestion_control else { return Ok(()) };
         let socket = new_socket(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 0))?;
@@ -95,28 +103,73 @@ impl Transport for TcpTransport {
     }
 }
 
+/// A socket on its way to be a connection.
+struct Prepared {
+    socket: Socket,
+    path: Path,
+    to: SocketAddr,
+    options: ConnOptions,
+}
+
+impl Prepared {
+    fn bind(&self, address: SocketAddr) -> io::Result<()> {
+        self.socket.bind(&address.into())
+    }
+
+    fn connect(self) -> io::Result<TcpConn> {
+        match self.socket.connect(&self.to.into()) {
+            Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
+            _ => {}
+        }
+        TcpConn::dialled(self.socket, self.to, self.path, &self.options)
+    }
+}
+
+/// A connection with a port of its own.
+struct TcpBound {
+    prepared: Prepared,
+    local: SocketAddr,
+}
+
+impl Bound for TcpBound {
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>> {
+        Ok(Box::new(self.prepared.connect()?))
+    }
+}
+
 impl TcpTransport {
     fn connect(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<TcpConn> {
+        let prepared = self.prepare(nic, to, options)?;
+        if let Some(nic) = nic {
+            // The port is chosen by connect(), which can share one among destinations. Only a hint.
+            let fd = prepared.socket.as_raw_fd();
+            let _ = socket::set_int(fd, libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
+            prepared.bind(SocketAddr::new(nic.address, 0))?;
+        }
+        prepared.connect()
+    }
+
+    /// A tuned socket, bound to its device.
+    fn prepare(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Prepared> {
         let to = canonical(to);
         let nics = nics::addresses()?;
-        let local_peer = nics::is_local(&nics, to.ip());
         let socket = new_socket(to)?;
         common_options(&socket)?;
         let path = Path::towards(&nics, nic.map(|nic| nic.address), to.ip());
         tuning::apply(socket.as_raw_fd(), path, options)?;
         if let Some(nic) = nic {
-            self.bind(&socket, nic, to, local_peer)?;
+            self.bind_to_device(&socket, nic, to, nics::is_local(&nics, to.ip()))?;
         }
-        match socket.connect(&to.into()) {
-            Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
-            _ => {}
-        }
-        TcpConn::dialled(socket, to, path, options)
+        Ok(Prepared { socket, path, to, options: options.clone() })
     }
 
-    /// Binds a connection to the NIC's address, and to the NIC itself unless the peer is on this host:
-    /// such packets travel over loopback, where a socket bound to another device would not see the answer.
-    fn bind(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
+    /// Binds a connection to the NIC, unless the peer is on this host: such packets travel over loopback,
+    /// where a socket bound to another device would not see the answer.
+    fn bind_to_device(&self, socket: &Socket, nic: &Nic, to: SocketAddr, local_peer: bool) -> io::Result<()> {
         if nic.address.is_ipv4() != to.is_ipv4() {
             let why = format!("{} of {} and {to} are of different families", nic.address, nic.name);
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
@@ -127,9 +180,7 @@ impl TcpTransport {
                 result => result?,
             }
         }
-        // The port is chosen by connect(), which can share one among destinations. Only a hint.
-        let _ = socket::set_int(socket.as_raw_fd(), libc::IPPROTO_IP, libc::IP_BIND_ADDRESS_NO_PORT, 1);
-        socket.bind(&SocketAddr::new(nic.address, 0).into())
+        Ok(())
     }
 
     fn tell_device_refusal(&self, nic: &Nic) {

@@ -10,6 +10,7 @@ mod closing;
 #[allow(dead_code, reason = "other tests use all of it")]
 #[path = "../nccl/compile.rs"]
 mod compile;
+mod cores;
 mod ends;
 mod failures;
 mod gpu;

@@ -85,7 +85,7 @@ scenarios! {
         notification_after_serving_a_read,
         many_notifications_keep_their_order,
     };
-    all(10): messages::{more_than_the_eager_credit};
+    all(10): messages::{more_than_the_eager_credit, answers_of_an_idle_end};
     all(100): regions::{
         deregistered_regions_are_refused,
         refused_writes_do_not_notify,

@@ -322,6 +322,26 @@ pub fn notification_after_serving_a_read(world: &mut impl World) {
     }
 }
 
+/// Nobody at the far end waits for anything there: what is to be sent has to wake whoever sends it.
+pub fn answers_of_an_idle_end(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    let source = world.patterned(1, 64, 3);
+    let target = world.zeroed(0, 64);
+    for round in 0..100 {
+        let read = peer.read(&target, 0, &source.descriptor(), 0, 64).unwrap();
+        world.all_done(&[read]);
+        if round % 10 == 0 {
+            // All threads fall asleep.
+            world.linger();
+        }
+        let after = [far.notify(b"before").unwrap(), far.notify(b"after").unwrap()];
+        for told in [&b"before"[..], b"after"] {
+            assert_eq!(world.notification(&peer), Ok(told.to_vec()));
+        }
+        world.all_done(&after);
+    }
+}
+
 pub fn many_notifications_keep_their_order(world: &mut impl World) {
     let (peer, far) = world.pair();
     let told: Vec<Transfer> = (0..200u32).map(|n| peer.notify(&n.to_le_bytes()).unwrap()).collect();

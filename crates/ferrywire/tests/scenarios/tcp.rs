@@ -2,7 +2,7 @@
 //! over the simulated plugin.
 
 use crate::world::World;
-use ferrywire::{Builder, Endpoint, Peer, PluginConfig, Result, Transfer};
+use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -73,11 +73,11 @@ impl World for TcpWorld {
     }
 
     fn outcome(&mut self, transfer: &Transfer) -> Result<u64> {
-        transfer.wait(LIMIT)
+        patiently(|limit| transfer.wait(limit))
     }
 
     fn notification(&mut self, peer: &Peer) -> Result<Vec<u8>> {
-        peer.wait_notification(LIMIT)
+        patiently(|limit| peer.wait_notification(limit))
     }
 
     fn blocking<T: Send>(&mut self, call: impl FnOnce() -> T + Send) -> T {
@@ -99,4 +99,16 @@ impl World for TcpWorld {
     fn chunk_bytes(&self) -> usize {
         1 << 20
     }
+}
+
+/// Waits up to [`LIMIT`] in many short waits, so that a stop of this process counts as one of them.
+fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
+    const WAITS: u32 = 60;
+    for _ in 1..WAITS {
+        match wait(LIMIT / WAITS) {
+            Err(Error::Deadline { .. }) => {}
+            result => return result,
+        }
+    }
+    wait(LIMIT / WAITS)
 }

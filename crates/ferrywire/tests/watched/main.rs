@@ -7,7 +7,7 @@ mod paths;
 mod stuck;
 
 use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
+use ferrywire::transport::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
 use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -51,7 +51,7 @@ trait Watcher: Debug + Send + Sync + 'static {
 struct Watched<W> {
     tcp: TcpTransport,
     watcher: Arc<W>,
-    /// Connections of channels that were dialled so far.
+    /// Connections of channels that were bound so far.
     dialled: AtomicU64,
 }
 
@@ -79,8 +79,13 @@ impl<W: Watcher> Transport for Watched<W> {
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        let channel = options.bulk.then(|| self.dialled.fetch_add(1, Ordering::SeqCst));
-        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn, channel))
+        self.tcp.dial(nic, to, options).map(|conn| self.watch(conn, None))
+    }
+
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        let bound = self.tcp.bind(nic, to, options)?;
+        let channel = self.dialled.fetch_add(1, Ordering::SeqCst);
+        Ok(Box::new(WatchedBound { bound, channel, watcher: self.watcher.clone() }))
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
@@ -97,6 +102,23 @@ impl<W: Watcher> Transport for Watched<W> {
 
     fn now(&self) -> Duration {
         self.tcp.now()
+    }
+}
+
+struct WatchedBound<W> {
+    bound: Box<dyn Bound>,
+    channel: u64,
+    watcher: Arc<W>,
+}
+
+impl<W: Watcher> Bound for WatchedBound<W> {
+    fn local(&self) -> SocketAddr {
+        self.bound.local()
+    }
+
+    fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>> {
+        let WatchedBound { bound, channel, watcher } = *self;
+        Ok(Box::new(WatchedConn { conn: bound.connect()?, channel: Some(channel), watcher }))
     }
 }
 
@@ -126,7 +148,7 @@ impl<W: Watcher> Listener for WatchedListener<W> {
 
 struct WatchedConn<W> {
     conn: Box<dyn Conn>,
-    /// Its number, counted as they are dialled, if it is a channel's.
+    /// Its number, counted as they are bound, if it is a channel's that we dialled.
     channel: Option<u64>,
     watcher: Arc<W>,
 }

@@ -22,7 +22,7 @@ pub(super) fn message(n: u32) -> ControlMessage {
             ControlMessage::Fence { channel, generation, placed: u64::from(n), refused, reason }
         }
         1 => ControlMessage::Dialling { channel, generation, source: ([10, 0, 0, 1], channel).into() },
-        2 => ControlMessage::ChannelUp { channel, generation },
+        2 => ControlMessage::Expected { channel, generation },
         3 => ControlMessage::Drain,
         4 => ControlMessage::Drained,
         _ => ControlMessage::Goodbye { reason: format!("bye {n}") },
@@ -226,7 +226,7 @@ fn any_message() -> impl Strategy<Value = ControlMessage> {
         fence,
         dialling,
         any::<(u16, u32)>()
-            .prop_map(|(channel, generation)| ControlMessage::ChannelUp { channel, generation }),
+            .prop_map(|(channel, generation)| ControlMessage::Expected { channel, generation }),
         (any::<(u16, u32)>(), any::<u8>()).prop_map(|((channel, generation), byte)| {
             ControlMessage::Lane { channel, generation, handle: Box::new([byte; 128]) }
         }),

@@ -14,7 +14,7 @@ use crate::memory::sim::{CurrentGuard, SimGpu};
 use crate::memory::unpack::{DeviceUnpack, Gather, SimQueue};
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
-use crate::transport::{Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
+use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -122,7 +122,8 @@ impl Host {
             None => {
                 let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
                 Err(format!(
-                    "plugin {} has no device {}, only {}; name NICs that both have",
+                    "plugin {} has no device {}, only {}; name NICs that both have, or tell the plugin of it: many \
+                     leave loopback out unless NCCL_SOCKET_IFNAME names it",
                     self.plugin.name(),
                     nic.name,
                     names.join(", ")
@@ -301,6 +302,10 @@ impl Transport for PluginTransport {
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
         self.inner.dial(nic, to, options)
+    }
+
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        self.inner.bind(nic, to, options)
     }
 
     fn check(&self, options: &ConnOptions) -> io::Result<()> {

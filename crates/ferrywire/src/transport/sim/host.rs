@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::SimNet;
-use crate::transport::{Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
+use crate::transport::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
 
 /// One host of a [`SimNet`].
 #[derive(Debug)]
@@ -37,10 +37,6 @@ impl SimHost {
     pub fn host_name(&self) -> &str {
         &self.host_name
     }
-
-    fn conn(&self, link: u64, end: usize, local: SocketAddr, remote: SocketAddr) -> Box<dyn Conn> {
-        Box::new(SimConn { net: Arc::clone(&self.net), link, end, local, remote })
-    }
 }
 
 impl Transport for SimHost {
@@ -54,11 +50,13 @@ impl Transport for SimHost {
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        let mut state = self.net.lock();
-        let id = state.dial(self.index, nic, to, options.bulk)?;
-        let local = state.links[&id].ends[0].address;
-        drop(state);
-        Ok(self.conn(id, 0, local, to))
+        self.bind(nic, to, options)?.connect()
+    }
+
+    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
+        let local = self.net.lock().bind(self.index, nic, to)?;
+        let (net, host, bulk) = (Arc::clone(&self.net), self.index, options.bulk);
+        Ok(Box::new(SimBound { net, host, local, to, bulk }))
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
@@ -86,6 +84,34 @@ impl Transport for SimHost {
 
     fn now(&self) -> Duration {
         self.net.now()
+    }
+}
+
+/// A port kept for a connection.
+struct SimBound {
+    net: Arc<SimNet>,
+    host: usize,
+    local: SocketAddr,
+    to: SocketAddr,
+    bulk: bool,
+}
+
+impl Bound for SimBound {
+    fn local(&self) -> SocketAddr {
+        self.local
+    }
+
+    fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>> {
+        let link = self.net.lock().dial(self.host, self.local, self.to, self.bulk)?;
+        let net = Arc::clone(&self.net);
+        Ok(Box::new(SimConn { net, link, end: 0, local: self.local, remote: self.to }))
+    }
+}
+
+impl Drop for SimBound {
+    /// The connection, if there is one by now, keeps the port taken.
+    fn drop(&mut self) {
+        self.net.lock().hosts[self.host].bound.remove(&self.local.port());
     }
 }
 

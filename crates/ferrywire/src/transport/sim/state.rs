@@ -5,7 +5,7 @@
 //! depends on a hash; everything due is worked off before anything changes a path.
 //! Read next: `link.rs` for one connection, `traffic.rs` for the calls.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
@@ -55,6 +55,8 @@ pub(super) struct HostState {
     pub(super) killed: bool,
     pub(super) frozen: bool,
     pub(super) next_port: u16,
+    /// Ports bound for connections that are not dialled yet.
+    pub(super) bound: BTreeSet<u16>,
 }
 
 #[derive(Debug)]
@@ -191,6 +193,7 @@ impl State {
             killed: false,
             frozen: false,
             next_port,
+            bound: BTreeSet::new(),
         });
         self.add_nic(host, "lo", IpAddr::V4(Ipv4Addr::LOCALHOST), 8);
         for (name, address) in nics {

@@ -55,26 +55,35 @@ impl State {
             let listens = self.listeners.values().any(|l| l.host == host && l.address.port() == port);
             let dials =
                 self.links.values().any(|l| l.ends[0].host == host && l.ends[0].address.port() == port);
-            if !listens && !dials {
+            if !listens && !dials && !self.hosts[host].bound.contains(&port) {
                 return port;
             }
         }
     }
 
-    pub(super) fn dial(
-        &mut self,
-        host: usize,
-        nic: Option<&Nic>,
-        to: SocketAddr,
-        bulk: bool,
-    ) -> io::Result<u64> {
+    /// The address of a connection that is dialled later; its port is kept for it.
+    pub(super) fn bind(&mut self, host: usize, nic: Option<&Nic>, to: SocketAddr) -> io::Result<SocketAddr> {
         self.check_alive(host)?;
         let from = match nic {
             None => self.route(host, to.ip())?,
             Some(nic) => self.own_nic(host, nic.address)?,
         };
+        let port = self.free_port(host);
+        self.hosts[host].bound.insert(port);
+        Ok(SocketAddr::new(self.nics[from].nic.address, port))
+    }
+
+    /// Dials from an address that [`State::bind`] gave.
+    pub(super) fn dial(
+        &mut self,
+        host: usize,
+        local: SocketAddr,
+        to: SocketAddr,
+        bulk: bool,
+    ) -> io::Result<u64> {
+        self.check_alive(host)?;
+        let from = self.own_nic(host, local.ip())?;
         let target = self.find_nic(host, to.ip());
-        let local = SocketAddr::new(self.nics[from].nic.address, self.free_port(host));
         let far = target.unwrap_or(from);
         let ends = [End::new(host, from, local), End::new(self.nics[far].host, far, to)];
         let id = self.next_id();

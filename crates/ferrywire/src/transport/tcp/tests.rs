@@ -326,3 +326,22 @@ fn a_congestion_control_that_is_not_to_be_had_is_refused_when_the_endpoint_is_bu
     let list = there.split_whitespace().collect::<Vec<_>>().join(", ");
     assert!(why.contains("\"no_such\"") && why.ends_with(&list), "{why}");
 }
+
+#[test]
+fn a_bound_connection_comes_from_the_address_it_had_before() {
+    let transport = TcpTransport::default();
+    let nics = transport.nics().unwrap();
+    let lo = nics.iter().find(|nic| nic.address == localhost(0).ip());
+    let mut listener = transport.listen(localhost(0)).unwrap();
+    for nic in [None, lo] {
+        let bind = || transport.bind(nic, listener.local(), &bulk()).unwrap();
+        let (bound, other) = (bind(), bind());
+        let local = bound.local();
+        assert!(local.ip() == localhost(0).ip() && local.port() != 0 && local != other.local(), "{local}");
+        let dialled = bound.connect().unwrap();
+        let accepted = accept(listener.as_mut());
+        assert_eq!((dialled.local(), accepted.remote()), (local, local));
+        drop(other);
+        assert!(listener.accept().unwrap().is_none(), "one that was only bound has dialled");
+    }
+}

@@ -175,3 +175,17 @@ fn dropping_a_listener_resets_what_it_did_not_accept() {
     assert_eq!(Pair::kind_of_send(&mut *waiting), Err(ErrorKind::ConnectionReset));
     assert!(pair.b.listen(to).is_ok());
 }
+
+#[test]
+fn a_bound_connection_keeps_its_port_until_it_is_dropped() {
+    let pair = Pair::new(12);
+    let to = SocketAddr::new(ip(B0), 7000);
+    let bind = || pair.a.bind(None, to, &ConnOptions::default()).unwrap();
+    let (one, two) = (bind(), bind());
+    assert_ne!(one.local(), two.local());
+    let before = pair.net.connections().len();
+    let (local, dialled) = (one.local(), one.connect().unwrap());
+    assert_eq!(dialled.local(), local);
+    assert_eq!(pair.net.connections().len(), before + 1, "one that was only bound has dialled");
+    drop((two, dialled));
+}

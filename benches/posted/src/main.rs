@@ -1,0 +1,39 @@
+//! `posted`: the bare loop over an NCCL net plugin.
+//!
+//! What ferrywire's plugin transport is held against: two processes on this host, a connection of the plugin and
+//! a thread per connection and side, at most a window of requests posted, only the oldest tested, finished receives
+//! given back at once. No heads, no acknowledgements, no statistics. Of the engine it uses the layouts of the
+//! interface and nothing else.
+//!
+//! Reading order: [`flags`] says what a run is, [`session`] how the two processes come together, [`pump`] holds the
+//! measured loops, [`table`] the plugin's functions.
+
+mod flags;
+mod pump;
+mod session;
+mod sys;
+mod table;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let flags = match flags::parse(std::env::args().skip(1)) {
+        Ok(Some(flags)) => flags,
+        Ok(None) => {
+            print!("{}", flags::HELP);
+            return ExitCode::SUCCESS;
+        }
+        Err(message) => {
+            eprintln!("posted: {message}\nTry: posted --help");
+            return ExitCode::from(2);
+        }
+    };
+    let result = if flags.target { session::target(&flags) } else { session::source(&flags) };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("posted: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
