@@ -92,10 +92,11 @@ fn converse(
         run: run.clone(),
     };
     link.tell(&Message::Hello(Box::new(hello)))?;
-    let (peer_host, remote, peer_threads) = match link.hear()? {
-        Message::Welcome { host, region, threads } => (*host, region_from(link, &region)?, threads),
-        _ => return Err(link.strange("no welcome")),
-    };
+    let (peer_host, remote, peer_threads) =
+        match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
+            Message::Welcome { host, region, threads } => (*host, region_from(link, &region)?, threads),
+            _ => return Err(link.strange("no welcome")),
+        };
     let local = run.memory_of(Side::Connect).register(endpoint, layout::region_bytes(run))?;
     link.tell(&Message::Region { region: protocol::to_hex(&local.descriptor().to_bytes()) })?;
     let session =

@@ -17,6 +17,8 @@ use crate::sys;
 pub const SLICE: Duration = Duration::from_millis(100);
 /// Time for a last message to leave.
 pub const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
+/// A busy host gets and fills memory no slower: pages that its kernel has to clear first, on one core.
+const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
 /// Longest message that is accepted.
@@ -79,7 +81,13 @@ impl Link {
 
     /// The next message; a mark here is against the protocol.
     pub fn hear(&self) -> Outcome<Message> {
-        match self.hear_any()? {
+        self.hear_from_one_who_prepares(0)
+    }
+
+    /// The next message of a peer that first gets and fills so many bytes of memory.
+    pub fn hear_from_one_who_prepares(&self, bytes: u64) -> Outcome<Message> {
+        let more = Duration::from_secs(bytes / PREPARED_BYTES_PER_S);
+        match self.hear_within(self.deadline.saturating_add(more))? {
             Heard::Message(message) => Ok(message),
             Heard::Mark(_) => Err(self.strange("a mark outside a ping-pong")),
         }
@@ -87,7 +95,11 @@ impl Link {
 
     /// The next message or mark.
     pub fn hear_any(&self) -> Outcome<Heard> {
-        let mut stall = Stall::new(self);
+        self.hear_within(self.deadline)
+    }
+
+    fn hear_within(&self, limit: Duration) -> Outcome<Heard> {
+        let mut stall = Stall { limit, ..Stall::new(self) };
         while !sys::interrupted() {
             match self.peer.wait_notification(SLICE) {
                 Ok(bytes) => {
@@ -187,6 +199,7 @@ impl Link {
 /// Watches over a wait: fails on Ctrl-C and when no byte has moved for the deadline.
 pub struct Stall<'a> {
     link: &'a Link,
+    limit: Duration,
     moved_bytes: u64,
     since: Instant,
 }
@@ -194,7 +207,7 @@ pub struct Stall<'a> {
 impl<'a> Stall<'a> {
     /// Starts watching.
     pub fn new(link: &'a Link) -> Stall<'a> {
-        Stall { link, moved_bytes: u64::MAX, since: Instant::now() }
+        Stall { link, limit: link.deadline, moved_bytes: u64::MAX, since: Instant::now() }
     }
 
     /// To be called at least once per [`SLICE`] of a wait for `what`.
@@ -207,7 +220,7 @@ impl<'a> Stall<'a> {
             (self.moved_bytes, self.since) = (moved_bytes, Instant::now());
         }
         let waited = self.since.elapsed();
-        if waited < self.link.deadline {
+        if waited < self.limit {
             return Ok(());
         }
         let name = self.link.peer.name();

@@ -336,7 +336,7 @@ fn converse(
     let region = protocol::to_hex(&local.descriptor().to_bytes());
     let threads = super::threads(endpoint);
     link.tell(&Message::Welcome { host: Box::new(Host::this()), region, threads })?;
-    let remote = match link.hear()? {
+    let remote = match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("no region")),
     };
