@@ -1,0 +1,120 @@
+//! The end of a session: asked for, agreed on, or forced by an error.
+
+use super::{GAVE_UP, Link, Role, Slot, Stage};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::limits;
+use crate::session::ControlMessage;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+impl Link {
+    /// Finishes what was posted, then closes; at the latest by then.
+    pub fn close(&mut self, by: Duration) {
+        self.close_by.get_or_insert(by);
+    }
+
+    pub(super) fn quiet(&self) -> bool {
+        !self.peer.in_flight() && !self.peer.queue.has_work()
+    }
+
+    pub(super) fn look_after_closing(&mut self, now: Duration) {
+        if let Stage::Leaving { until } = self.stage {
+            return self.leave(until, now);
+        }
+        if self.dying() {
+            return;
+        }
+        if self.peer.abandoned.load(Ordering::SeqCst) && self.lobby.is_none() {
+            self.close_by.get_or_insert(now + limits::DRAIN_DEADLINE);
+        }
+        if self.peer_drains && !self.drained_told && self.quiet() {
+            self.drained_told = true;
+            self.say(ControlMessage::Drained, now);
+        }
+        let Some(by) = self.close_by else { return };
+        if self.peer.skips_drain() {
+            self.error.get_or_insert(Error::Closed);
+            return;
+        }
+        match self.stage {
+            Stage::Settling | Stage::Up => {
+                if !self.drain_told {
+                    self.drain_told = true;
+                    self.say(ControlMessage::Drain, now);
+                }
+                self.stage = Stage::Draining { until: by };
+            }
+            Stage::Draining { until } => {
+                // A peer that drains too says so all the same when it has finished.
+                let done = self.quiet() && self.peer_drained;
+                if done || now >= until {
+                    self.peer.unfinished.store(!done, Ordering::SeqCst);
+                    let reason = if done { "closed" } else { "closed before all was finished" };
+                    self.say(ControlMessage::Goodbye { reason: reason.into() }, now);
+                    self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
+                }
+            }
+            Stage::Leaving { .. } | Stage::Dying | Stage::Over => {}
+        }
+    }
+
+    /// The farewell is on its way: when it has arrived, or its time is up, this is the end.
+    pub(super) fn leave(&mut self, until: Duration, now: Duration) {
+        if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
+            let error = self.last_words.take().unwrap_or(Error::Closed);
+            self.error.get_or_insert(error);
+        }
+    }
+
+    /// Ends the session with an error of ours, after telling the peer.
+    pub(in crate::control) fn part_with(&mut self, error: Error, now: Duration) {
+        if self.dying() {
+            return;
+        }
+        let reason = match &error {
+            Error::PeerLost { why, .. } => format!("{GAVE_UP}{why}"),
+            error => format!("{GAVE_UP}{error}"),
+        };
+        self.say(ControlMessage::Goodbye { reason }, now);
+        self.last_words = Some(error);
+        self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
+    }
+
+    /// The session is over: first the channels close, then what waits for the peer fails.
+    pub fn die(&mut self, engine: &Engine, error: Error) {
+        if matches!(self.stage, Stage::Dying | Stage::Over) {
+            return;
+        }
+        match &error {
+            Error::Closed | Error::PeerClosed { .. } => tracing::debug!(peer = self.peer.name(), "closed"),
+            error => tracing::debug!("{error}"),
+        }
+        self.peer.doom(error);
+        self.stage = Stage::Dying;
+        self.lanes.drop_all();
+        for (index, (slot, generation)) in self.slots.iter().enumerate() {
+            if *slot == Slot::Up {
+                self.drop_channel(engine, index as u16, *generation, "the session is over".into());
+            }
+        }
+    }
+
+    pub(super) fn finish(&mut self) {
+        self.stage = Stage::Over;
+        self.conn = None;
+        self.announced.clear();
+        for (_, fence) in std::mem::take(&mut self.fences) {
+            let entries = fence.ours.unwrap_or_default();
+            self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
+        }
+        self.peer.fail();
+        self.seat = None;
+        if let Some(lobby) = self.lobby.take() {
+            // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
+            if matches!(self.role, Role::Connector { .. }) {
+                lobby.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
+            }
+        }
+    }
+}

@@ -1,0 +1,436 @@
+//! One peer's control session and channels: keeping both alive, fencing what is lost, closing.
+//!
+//! A link's life: `settling -> up -> draining -> over`, and from anywhere `dying -> over`. A channel's:
+//! `down -> announced -> expected -> dialling -> up -> fencing -> down`. When a channel is lost, each side
+//! closes its end, tells the other what it had placed, and learns the same; only then is the rest sent
+//! again. Where payload goes over lanes, a channel is up when its lane is too: `dialling -> lane -> up`.
+//!
+//! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
+//! nothing is placed into their memory afterwards.
+//! Read next: `session.rs`, `setup.rs`, `fences.rs`, `closing.rs`; then `../dial.rs` and `../pairs.rs`.
+
+mod closing;
+mod fences;
+mod session;
+mod setup;
+
+use super::dial::Announced;
+use super::lanes::Lanes;
+use super::lobby::{Lobby, Seat};
+use super::pairs::{Pair, pairs};
+use super::{read_in, write_out};
+use crate::bootstrap::{DataKey, Established, Hello, ListenAddress};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::limits;
+use crate::memory::Identity;
+use crate::peer::{PeerInfo, PeerState};
+use crate::queue::Entry;
+use crate::session::{ControlMessage, Session};
+use crate::transport::Conn;
+use crate::transport::plugin::Terms;
+use std::collections::BTreeMap;
+use std::io;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// How a farewell begins that is no orderly one; the reason follows.
+const GAVE_UP: &str = "gave up: ";
+/// Socket calls that one turn makes to hear one peer.
+const READS_PER_TURN: usize = 8;
+
+/// Which end opened the session; that end dials.
+enum Role {
+    Connector { address: SocketAddr, pairs: Vec<Pair> },
+    Acceptor,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Channels are being set up, since then.
+    Settling,
+    Up,
+    /// We asked the peer to finish, and wait for it until then.
+    Draining {
+        until: Duration,
+    },
+    /// All is finished; the farewell has until then to arrive.
+    Leaving {
+        until: Duration,
+    },
+    /// The session is broken; channels are being closed.
+    Dying,
+    Over,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Slot {
+    Down {
+        dial_at: Duration,
+    },
+    /// The peer was told what will come, and has not answered.
+    Announced {
+        since: Duration,
+    },
+    /// It has: to be dialled at once.
+    Expected,
+    Dialling,
+    /// Its connection stands, its lane does not yet.
+    Lane,
+    Up,
+    Fencing,
+}
+
+/// Resumptions that may wait for the other end's choice: one for each path it may have dialled.
+const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
+
+/// The two halves of a lost connection's fence.
+#[derive(Default)]
+struct Fence {
+    ours: Option<Vec<(u64, Entry)>>,
+    theirs: Option<(u64, Vec<(u64, u8)>)>,
+    /// Why our lane failed, if that is what ended the connection, and what the peer says to it.
+    lane_failed: Option<String>,
+    their_reason: String,
+}
+
+pub(super) struct Link {
+    peer: Arc<PeerState>,
+    session: Session,
+    conn: Option<Box<dyn Conn>>,
+    /// Addresses that the peer's connections came from or went to.
+    hosts: Vec<IpAddr>,
+    /// When the other end last resumed the session.
+    resumed_at: Option<Duration>,
+    /// Resumptions of the other end, which dials several paths at once and speaks on the one it keeps.
+    candidates: Vec<(Box<dyn Conn>, Box<Established>)>,
+    output: Vec<u8>,
+    role: Role,
+    data_key: DataKey,
+    limit: Duration,
+    stage: Stage,
+    slots: Vec<(Slot, u32)>,
+    /// For each channel the first generation that may still come up: those below are fenced, and what
+    /// their connections have yet to deliver must not land.
+    least: Vec<u32>,
+    /// When each channel last came up.
+    up_since: Vec<Duration>,
+    fences: BTreeMap<(u16, u32), Fence>,
+    pub(super) lanes: Lanes,
+    /// What ends the session once the peer has been told.
+    last_words: Option<Error>,
+    /// Data connections of ours that are bound and not dialled.
+    announced: BTreeMap<u16, Announced>,
+    /// Where the peer's latest connection of each channel comes from, and which it is.
+    sources: BTreeMap<u16, (u32, SocketAddr)>,
+    started: Duration,
+    /// When the peer's kernel closed the control connection, if it has not come back.
+    closed_at: Option<Duration>,
+    resume_at: Duration,
+    resuming: bool,
+    path_checked: Duration,
+    path_dead: bool,
+    last_trouble: Option<Error>,
+    /// A resumption was refused because nobody there knows the session.
+    disowned: Option<String>,
+    /// Who waits for the peer to be up; `None` once told.
+    lobby: Option<Arc<Lobby>>,
+    /// Its place there, until it is in the queue.
+    seat: Option<Seat>,
+    error: Option<Error>,
+    peer_drains: bool,
+    drain_told: bool,
+    drained_told: bool,
+    peer_drained: bool,
+    close_by: Option<Duration>,
+}
+
+impl Link {
+    /// The connecting end's link, right after its handshake.
+    pub fn connected(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        address: SocketAddr,
+        established: Established,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        let nics = engine.transport.nics().unwrap_or_default();
+        let listens: &[ListenAddress] = &established.peer_hello.addresses;
+        let pairs = pairs(&nics, &engine.config.nics, address, listens);
+        let role = Role::Connector { address, pairs };
+        Link::new(engine, conn, address, established, role, lobby, me, now)
+    }
+
+    /// The accepting end's link.
+    pub fn accepted(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        remote: SocketAddr,
+        established: Established,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        let seat = lobby.sit();
+        let link = Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now);
+        Link { seat: Some(seat), ..link }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
+    fn new(
+        engine: &Engine,
+        conn: Box<dyn Conn>,
+        remote: SocketAddr,
+        established: Established,
+        role: Role,
+        lobby: Arc<Lobby>,
+        me: &Hello,
+        now: Duration,
+    ) -> Link {
+        let Established { secure, peer_hello, session: id, data_key, config, .. } = established;
+        let name = match peer_hello.label.is_empty() {
+            true => remote.to_string(),
+            false => format!("{remote} ({})", peer_hello.label),
+        };
+        let info = PeerInfo {
+            session: id,
+            identity: Identity(peer_hello.identity),
+            name,
+            channels: usize::from(config.channels),
+            chunk_bytes: config.chunk_bytes as usize,
+            window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
+            crc: config.crc,
+            same_host: peer_hello.boot_id == me.boot_id,
+            lanes: engine.plugin.is_some(),
+        };
+        // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
+        let terms = engine
+            .plugin
+            .as_ref()
+            .map(|host| host.agree(&Terms::decode(&config.extra), peer_hello.boot_id == me.boot_id, &config));
+        let refused =
+            terms.and_then(Result::err).map(|why| Error::Refused { address: info.name.clone(), why });
+        let peer = Arc::new(PeerState::new(engine.shared(), info));
+        let mut session = Session::new(id, now);
+        // A new session has nothing to send again, so this cannot fail.
+        let attached = session.attach(secure, 0, now);
+        Link {
+            slots: vec![(Slot::Down { dial_at: now }, 0); usize::from(config.channels)],
+            least: vec![0; usize::from(config.channels)],
+            up_since: vec![now; usize::from(config.channels)],
+            peer,
+            session,
+            hosts: vec![conn.remote().ip()],
+            resumed_at: None,
+            conn: Some(conn),
+            candidates: Vec::new(),
+            output: Vec::new(),
+            role,
+            data_key,
+            limit: engine.config.heartbeat_limit,
+            stage: Stage::Settling,
+            fences: BTreeMap::new(),
+            lanes: Lanes::default(),
+            last_words: None,
+            announced: BTreeMap::new(),
+            sources: BTreeMap::new(),
+            started: now,
+            closed_at: None,
+            resume_at: now,
+            resuming: false,
+            path_checked: now,
+            path_dead: false,
+            last_trouble: None,
+            disowned: None,
+            lobby: Some(lobby),
+            seat: None,
+            error: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
+            peer_drains: false,
+            drain_told: false,
+            drained_told: false,
+            peer_drained: false,
+            close_by: None,
+        }
+    }
+
+    pub fn received(&self) -> u64 {
+        self.session.received()
+    }
+
+    /// Whether it was closed before all was finished.
+    pub fn unfinished(&self) -> bool {
+        self.peer.unfinished.load(Ordering::SeqCst)
+    }
+
+    pub(super) fn peer(&self) -> &Arc<PeerState> {
+        &self.peer
+    }
+
+    pub(super) fn settling(&self) -> bool {
+        self.stage == Stage::Settling
+    }
+
+    pub(super) fn slot(&self, index: u16) -> Option<Slot> {
+        self.slots.get(usize::from(index)).map(|(slot, _)| *slot)
+    }
+
+    pub(super) fn set_slot(&mut self, index: u16, slot: Slot, generation: u32) {
+        self.slots[usize::from(index)] = (slot, generation);
+    }
+
+    /// Channels that carry data on a worker.
+    pub(super) fn channels_of(&self, worker: usize) -> impl Iterator<Item = u16> + '_ {
+        let up = self.slots.iter().zip(0..).filter(|((slot, _), _)| *slot == Slot::Up);
+        up.map(|(_, index)| index).filter(move |index| self.peer.engine_worker(*index) == worker)
+    }
+
+    /// Whether a channel has yet to end that will: one whose worker is stuck stays as it is.
+    fn open_channels(&self, engine: &Engine) -> bool {
+        let workers = engine.workers.iter().filter(|worker| !worker.stuck());
+        workers.into_iter().any(|worker| self.channels_of(worker.index).next().is_some())
+    }
+
+    pub fn over(&self) -> bool {
+        self.stage == Stage::Over
+    }
+
+    pub fn dying(&self) -> bool {
+        matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. })
+    }
+
+    /// Whether something is under way that has to be looked at often.
+    pub fn busy(&self) -> bool {
+        self.stage != Stage::Up || self.conn.is_none() || self.slots.iter().any(|(slot, _)| *slot != Slot::Up)
+    }
+
+    pub fn needs_resume(&self) -> bool {
+        self.resuming && !self.dying()
+    }
+
+    // ---- a turn ----
+
+    pub fn turn(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = self.read(engine, now);
+        worked |= self.advance_lanes(engine, now);
+        self.look_after_session(now);
+        self.settle(now);
+        self.look_after_closing(now);
+        if let Some(error) = self.error.take() {
+            self.die(engine, error);
+        }
+        if self.stage == Stage::Dying && !self.open_channels(engine) {
+            self.finish();
+            worked = true;
+        }
+        worked | self.write(now)
+    }
+
+    fn read(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut buffer = [0u8; 16 << 10];
+        let mut messages = Vec::new();
+        let mut worked = self.hear_candidates(&mut buffer, now, &mut messages);
+        // As much as others can wait for, so that a flood holds up nobody else.
+        for _ in 0..READS_PER_TURN {
+            let Some(conn) = &mut self.conn else { break };
+            match read_in(&mut **conn, &mut buffer) {
+                Ok(None) => break,
+                Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
+                Err(error) => {
+                    let closed =
+                        matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
+                    self.control_lost(&error.to_string(), closed, now);
+                }
+                Ok(Some(count)) => {
+                    worked = true;
+                    if let Err(error) = self.session.on_bytes(&buffer[..count], now, &mut messages) {
+                        self.session_trouble(&error, now);
+                        break;
+                    }
+                }
+            }
+        }
+        for message in messages {
+            self.obey(engine, message, now);
+        }
+        worked
+    }
+
+    /// Goes on over the first candidate that says something.
+    fn hear_candidates(
+        &mut self,
+        buffer: &mut [u8],
+        now: Duration,
+        messages: &mut Vec<ControlMessage>,
+    ) -> bool {
+        for (mut conn, established) in std::mem::take(&mut self.candidates) {
+            match read_in(&mut *conn, buffer) {
+                Ok(None) => self.candidates.push((conn, established)),
+                Ok(Some(0)) | Err(_) => {}
+                Ok(Some(count)) => {
+                    self.candidates.clear();
+                    self.adopt(conn, *established, now);
+                    if let Err(error) = self.session.on_bytes(&buffer[..count], now, messages) {
+                        self.session_trouble(&error, now);
+                    }
+                    return true;
+                }
+            }
+        }
+        false
+    }
+
+    /// Writes what waits for the peer; true when that broke the connection.
+    pub fn write(&mut self, now: Duration) -> bool {
+        if let Err(error) = self.session.tick(now) {
+            self.session_trouble(&error, now);
+        }
+        self.output.append(&mut self.session.take_output());
+        let Some(conn) = &mut self.conn else { return false };
+        if self.output.is_empty() {
+            return false;
+        }
+        match write_out(&mut **conn, &mut self.output) {
+            Ok(_) => false,
+            Err(error) => {
+                let closed =
+                    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
+                self.control_lost(&error.to_string(), closed, now);
+                true
+            }
+        }
+    }
+
+    pub(super) fn say(&mut self, message: ControlMessage, now: Duration) {
+        if let Err(error) = self.session.push(message, now) {
+            self.session_trouble(&error, now);
+        }
+    }
+
+    fn obey(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
+        match message {
+            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
+                self.fenced_by_peer(engine, channel, generation, (placed, refused), &reason, now);
+            }
+            ControlMessage::Drain => self.peer_drains = true,
+            ControlMessage::Drained => self.peer_drained = true,
+            ControlMessage::Goodbye { reason } => {
+                let peer = self.peer.name().into();
+                self.error = Some(match reason.strip_prefix(GAVE_UP) {
+                    Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
+                    None => Error::PeerClosed { peer },
+                });
+            }
+            ControlMessage::Lane { channel, generation, handle } => {
+                self.peer_listens(channel, generation, *handle, now);
+            }
+            ControlMessage::Dialling { channel, generation, source } => {
+                self.peer_announces(channel, generation, source, now);
+            }
+            ControlMessage::Expected { channel, generation } => self.peer_expects(channel, generation),
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! One peer's control connection: what it says, its loss, and how it is resumed over another path.
+
+use super::{CANDIDATES_MAX, Link, Role, Slot};
+use crate::bootstrap::{Established, RefusalCode};
+use crate::control::dial::DialFailure;
+use crate::error::Error;
+use crate::limits;
+use crate::session::SessionError;
+use crate::transport::Conn;
+use std::net::IpAddr;
+use std::time::Duration;
+
+impl Link {
+    pub(super) fn control_lost(&mut self, why: &str, closed_by_peer: bool, now: Duration) {
+        tracing::debug!(peer = self.peer.name(), why, "control connection lost");
+        self.conn = None;
+        self.output.clear();
+        self.session.detach();
+        if closed_by_peer {
+            self.closed_at.get_or_insert(now);
+        }
+    }
+
+    /// A connection that fails is replaced by another; what else the peer does wrong ends the session.
+    pub(super) fn session_trouble(&mut self, error: &SessionError, now: Duration) {
+        match error.is_resumable() {
+            true => self.control_lost(&error.to_string(), false, now),
+            false => self.error = Some(error.with(self.peer.name())),
+        }
+    }
+
+    /// A resumption has succeeded, as far as its handshake goes.
+    pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+        if matches!(self.role, Role::Connector { .. }) {
+            self.adopt(conn, established, now);
+            // The other end takes the connection on which it hears something.
+            if let Err(error) = self.session.greet(now) {
+                self.session_trouble(&error, now);
+            }
+            return;
+        }
+        self.resumed_at = Some(now);
+        self.note_host(conn.remote().ip());
+        if self.candidates.len() >= CANDIDATES_MAX {
+            self.candidates.remove(0);
+        }
+        self.candidates.push((conn, Box::new(established)));
+    }
+
+    pub(super) fn note_host(&mut self, host: IpAddr) {
+        if !self.hosts.contains(&host) && self.hosts.len() < limits::ADDRESSES_MAX {
+            self.hosts.push(host);
+        }
+    }
+
+    /// Whether the peer has just resumed the session: then it has dialled all paths at once, and hangs up
+    /// on those that were slower.
+    pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
+        let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_DEADLINE;
+        self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
+    }
+
+    pub(super) fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+        let attached = self.session.attach(established.secure, established.received, now);
+        if let Err(error) = attached {
+            self.session_trouble(&error, now);
+            return;
+        }
+        tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
+        self.conn = Some(conn);
+        self.output.clear();
+        self.closed_at = None;
+        self.resuming = false;
+        self.path_dead = false;
+        self.disowned = None;
+    }
+
+    pub fn resume_failed(&mut self, failure: DialFailure, now: Duration) {
+        if failure.refused == Some(RefusalCode::UnknownSession) {
+            self.disowned.get_or_insert(failure.error.to_string());
+        }
+        self.last_trouble = Some(failure.error);
+        self.resume_at = self.resume_at.max(now + limits::REDIAL_INTERVAL / 2);
+    }
+
+    /// Whether somebody at an address of the peer does not know the session. Another path may still lead
+    /// to somebody who does: an address can have moved to another host.
+    pub fn disowned(&self) -> bool {
+        self.disowned.is_some() && self.needs_resume()
+    }
+
+    /// No path is left that might lead to somebody who knows the session.
+    pub fn give_up(&mut self) {
+        if let Some(why) = self.disowned.take() {
+            self.last_trouble = None;
+            self.fail(format!("it restarted, or gave us up: {why}"));
+        }
+    }
+
+    pub(super) fn look_after_session(&mut self, now: Duration) {
+        if self.dying() {
+            return;
+        }
+        let silent = self.session.silent_for(now);
+        let closed_for = self.closed_at.map(|at| now.saturating_sub(at));
+        // A process that ended has lost its channels too.
+        let all_closed = !self.slots.iter().any(|(slot, _)| *slot == Slot::Up);
+        if all_closed && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
+            self.fail(
+                "its host closed the control connection, and it did not come back: the process ended".into(),
+            );
+        } else if silent > self.limit {
+            self.fail(format!(
+                "no sign of life for {:.1} s: stopped, or out of reach over every NIC",
+                silent.as_secs_f64()
+            ));
+        } else if matches!(self.role, Role::Connector { .. }) {
+            self.check_path(now);
+            let suspect = silent > limits::CONTROL_SUSPECT_AFTER || self.path_dead;
+            self.resuming = self.conn.is_none() || suspect;
+        }
+    }
+
+    /// A path can die in one direction only: then we hear the peer, and it does not hear us.
+    pub(super) fn check_path(&mut self, now: Duration) {
+        let Some(conn) = self.conn.as_ref() else { return };
+        if now.saturating_sub(self.path_checked) >= limits::PATH_CHECK_INTERVAL {
+            self.path_checked = now;
+            self.path_dead = conn.health().is_dead();
+        }
+    }
+
+    pub(super) fn fail(&mut self, why: String) {
+        let trouble = self.last_trouble.take().map(|error| format!(" ({error})")).unwrap_or_default();
+        let why = format!("{why}{trouble}; {}", self.peer.describe());
+        self.error.get_or_insert(Error::PeerLost { peer: self.peer.name().into(), why });
+    }
+}
