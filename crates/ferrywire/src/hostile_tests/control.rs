@@ -1,0 +1,209 @@
+//! The control session: gaps, forgeries, fences of what never was, floods.
+
+use super::evil::{Evil, channel, data, dial, evil_config};
+use super::scene::{Scene, endpoint};
+use super::{LIMIT, eventually};
+use crate::bootstrap::tests::hello;
+use crate::bootstrap::{Config, Initiator};
+use crate::memory::{Identity, Place};
+use crate::session::{ControlMessage, Frame};
+use crate::wire::Refusal;
+use crate::{Error, RemoteRegion, limits};
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Nobody waits so long because of what others do.
+const HELD_UP: Duration = Duration::from_secs(5);
+/// So many are too many.
+const SLOW_MAX: usize = 3;
+
+fn fence(channel: u16, generation: u32) -> ControlMessage {
+    let (placed, refused, reason) = (0, Vec::new(), String::from("evil"));
+    ControlMessage::Fence { channel, generation, placed, refused, reason }
+}
+
+#[test]
+fn a_gap_in_the_control_messages_loses_the_peer() {
+    let scene = Scene::new();
+    let numbered =
+        |number, received| Frame { received, numbered: Some((number, &ControlMessage::Drain)) }.encode();
+    let evil_words: [(&str, Vec<u8>); 7] = [
+        ("control message 2 arrived where 1 was due", numbered(2, 0)),
+        ("control message 0 arrived where 1 was due", numbered(0, 0)),
+        ("it acknowledges 5 control messages, of 0 sent", numbered(1, 5)),
+        ("a control message of unknown kind 99", {
+            let mut plain = numbered(1, 0);
+            plain[0] = 99;
+            plain
+        }),
+        ("malformed: a control message: 1 bytes too many", [&numbered(1, 0)[..], &[0]].concat()),
+        ("malformed: a control message: ends", numbered(1, 0)[..9].to_vec()),
+        ("malformed: a control message: ends", Vec::new()),
+    ];
+    for (cause, plain) in evil_words {
+        let mut evil = Evil::new(&scene);
+        evil.say_plain(&plain);
+        evil.lost_for(cause);
+        eventually("its channel is closed", || evil.data[0].heard().closed);
+    }
+    scene.unharmed();
+}
+
+#[test]
+fn a_forged_control_message_loses_the_peer() {
+    let scene = Scene::with_patience(Duration::from_secs(3));
+    let mut evil = Evil::new(&scene);
+    let mut sealed = evil.secure().seal(&[0; 9]).unwrap();
+    sealed[5] ^= 1;
+    evil.control.write_all(&sealed).unwrap();
+    evil.lost_for("no sign of life");
+    scene.unharmed();
+}
+
+#[test]
+fn fences_of_channels_that_do_not_exist_change_nothing() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    for (channel, generation) in [(1, 0), (u16::MAX, u32::MAX), (0, 7), (0, u32::MAX), (300, 1)] {
+        evil.say(&fence(channel, generation));
+    }
+    for channel in [0, 9, u16::MAX] {
+        evil.say(&ControlMessage::Expected { channel, generation: u32::MAX });
+        let source = "1.2.3.4:5".parse().unwrap();
+        evil.say(&ControlMessage::Dialling { channel, generation: u32::MAX, source });
+    }
+    let refused = (0..limits::WINDOW_FRAMES_MAX as u64).map(|number| (number, 1)).collect();
+    evil.say(&ControlMessage::Fence {
+        channel: 0,
+        generation: 3,
+        placed: u64::MAX,
+        refused,
+        reason: "\u{1b}[2Jx".into(),
+    });
+    evil.send(data(scene.key() ^ 1, 0, 0), &[]);
+    assert_eq!(evil.data[0].answers(), [(0, Refusal::NoRegion)]);
+    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    scene.unharmed();
+}
+
+#[test]
+fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let source = scene.victim.register_zeroed(1000).unwrap();
+    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000, place: Place::Host };
+    let write = evil.here.write(&source, 0, &remote, 0, 1000).unwrap();
+    eventually("the write is sent", || !evil.data[0].heard().frames.is_empty());
+    evil.say(&ControlMessage::Fence {
+        channel: 0,
+        generation: 0,
+        placed: u64::MAX,
+        refused: vec![(0, 2), (u64::MAX, 1)],
+        reason: "evil".into(),
+    });
+    let error = write.wait(LIMIT).unwrap_err();
+    assert!(matches!(&error, Error::AccessRefused { .. }), "{error:?}");
+    evil.channel_lost_for("the peer lost it: evil");
+    scene.unharmed();
+}
+
+#[test]
+fn the_last_generation_of_a_channel_is_not_taken() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    evil.data[0].stream.shutdown(Shutdown::Both).unwrap();
+    eventually("the channel is lost", || !evil.here.stats().lost_channels.is_empty());
+    evil.say(&fence(0, 0));
+    thread::sleep(Duration::from_millis(100));
+    // After it there is no other number, and each is used once.
+    let last = channel(evil.address, &evil.established, 0, u32::MAX);
+    if let Ok(stream) = last {
+        let _ = stream.shutdown(Shutdown::Both);
+        evil.say(&fence(0, u32::MAX));
+        thread::sleep(Duration::from_millis(200));
+        assert!(channel(evil.address, &evil.established, 0, 0).is_err(), "generation 0 came again");
+    }
+    evil.control.shutdown(Shutdown::Both).unwrap();
+    evil.lost_for("its host closed the control connection");
+    scene.unharmed();
+}
+
+#[test]
+fn a_channel_cannot_be_taken_twice_nor_beyond_the_session() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let error = channel(evil.address, &evil.established, 1, 0).unwrap_err();
+    assert!(error.to_string().contains("fewer channels"), "{error}");
+    let mut stream = channel(evil.address, &evil.established, 0, 0).expect("it holds the key");
+    assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "a connection is not taken up twice");
+    let other = Evil::new(&scene);
+    let key = other.established.data_key.clone();
+    let mixed = dial(evil.address, Initiator::data(evil.established.session, key, 0, 9)).unwrap_err();
+    assert!(mixed.to_string().contains("could not prove the session's key"), "{mixed}");
+    evil.send(data(scene.key() ^ 1, 0, 0), &[]);
+    assert_eq!(evil.data[0].answers(), [(0, Refusal::NoRegion)]);
+    scene.unharmed();
+}
+
+#[test]
+fn a_configuration_beyond_our_limits_is_brought_within_them() {
+    let scene = Scene::new();
+    let config = Config { window: u32::MAX, chunk_bytes: 1, ..evil_config() };
+    let evil = Evil::with(&scene, config);
+    let stats = evil.here.stats();
+    assert!(stats.window <= limits::WINDOW_FRAMES_MAX, "a window of {} frames", stats.window);
+    // A silent peer is sent a window of frames and no more.
+    let source = scene.victim.register_zeroed(1 << 20).unwrap();
+    let remote =
+        RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1 << 20, place: Place::Host };
+    let write = evil.here.write(&source, 0, &remote, 0, 1 << 20).unwrap();
+    eventually("a window is full", || {
+        evil.data[0].heard().frames.len() >= limits::WINDOW_FRAMES_MAX.min(stats.window)
+    });
+    thread::sleep(Duration::from_millis(100));
+    let frames = evil.data[0].heard().frames.len();
+    assert!(frames <= limits::WINDOW_FRAMES_MAX, "{frames} frames in flight");
+    write.cancel();
+    scene.unharmed();
+}
+
+#[test]
+fn a_flood_of_control_messages_holds_up_nobody_else() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let mut sealed = Vec::new();
+    for number in 1..=1_000_000 {
+        let frame = Frame { received: 0, numbered: Some((number, &ControlMessage::Drain)) };
+        sealed.extend(evil.secure().seal(&frame.encode()).unwrap());
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    let (ended, mut control) = (stop.clone(), evil.control.try_clone().unwrap());
+    let flooder = thread::spawn(move || {
+        for batch in sealed.chunks(256 << 10) {
+            if ended.load(Ordering::SeqCst) || control.write_all(batch).is_err() {
+                return false;
+            }
+        }
+        true
+    });
+    // A few rounds may be slow because this process was stopped in their middle.
+    let (mut slow, mut rounds) = (0, 0);
+    while !flooder.is_finished() && slow < SLOW_MAX {
+        let start = Instant::now();
+        assert!(scene.victim.peer_count() >= 2);
+        let fresh = endpoint();
+        fresh.connect(scene.address(), LIMIT).unwrap().close(LIMIT).unwrap();
+        drop(scene.victim.accept(LIMIT).unwrap());
+        (slow, rounds) = (slow + usize::from(start.elapsed() > HELD_UP), rounds + 1);
+    }
+    stop.store(true, Ordering::SeqCst);
+    let whole = flooder.join().unwrap();
+    assert!(slow < SLOW_MAX, "{slow} fresh peers took longer than {HELD_UP:?}");
+    assert!(rounds > 1 || whole, "{rounds}");
+    scene.unharmed();
+}

@@ -1,0 +1,229 @@
+//! More of everything than a peer may send, wait for, or leave unfinished.
+
+use super::evil::{Evil, data, limited};
+use super::scene::{REGION_BYTES, Scene};
+use super::{LIMIT, eventually};
+use crate::wire::{self, Header, Kind, Placement, Refusal};
+use crate::{Error, limits};
+use std::io::Write;
+use std::net::Shutdown;
+use std::time::Duration;
+
+#[test]
+fn a_peer_that_disregards_its_window_loses_the_channel() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let head = data(scene.key() ^ 1, 0, 0).encode();
+    for _ in 0..100 {
+        if evil.data[0].stream.write_all(&head.repeat(10_000)).is_err() {
+            break;
+        }
+    }
+    evil.channel_lost_for("it sent more frames than its window holds");
+    evil.control.shutdown(Shutdown::Both).unwrap();
+    evil.lost_for("it sent more frames than its window holds");
+    scene.unharmed();
+}
+
+#[test]
+fn notifications_past_the_limit_are_refused() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let held = limits::NOTIFICATIONS_HELD_MAX as u64;
+    let header = Header { len: 1, ..Header::new(Kind::Notify) };
+    evil.data[0].flood(header, b"x", held + 100, |index, header| header.transfer = index);
+    let refused = evil.data[0].answers();
+    assert_eq!((limited(&refused), refused[0].0), (100, held as u32));
+    for _ in 0..held {
+        assert_eq!(evil.here.poll_notification(), Ok(Some(b"x".to_vec())));
+    }
+    assert_eq!(evil.here.poll_notification(), Ok(None));
+    scene.unharmed();
+}
+
+#[test]
+fn notifications_that_wait_for_bytes_are_charged_like_others() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let body = vec![7; limits::NOTIFY_BYTES_MAX];
+    let header = Header { len: body.len() as u32, total: 1, ..Header::new(Kind::Notify) };
+    // 47 MiB of them.
+    evil.data[0].flood(header, &body, 6000, |index, header| header.transfer = index);
+    let refused = limited(&evil.data[0].answers());
+    assert!(refused >= 1900, "only {refused} long notifications were refused");
+    scene.unharmed();
+}
+
+#[test]
+fn notifications_out_of_turn_are_not_kept_without_end() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let count = limits::EARLY_FRAMES_MAX as u64 + 1000;
+    evil.data[0].flood(Header::new(Kind::Notify), &[], count, |index, header| header.transfer = index + 1);
+    limited(&evil.data[0].answers());
+    // What was not even noted may be said again.
+    evil.send(Header { transfer: count, ..Header::new(Kind::Notify) }, &[]);
+    assert_eq!(evil.data[0].answers().last(), Some(&(count as u32, Refusal::Limit)));
+    scene.unharmed();
+}
+
+#[test]
+fn transfers_that_are_counted_and_never_end_are_bounded() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let region = scene.victim.register_zeroed(1).unwrap();
+    let header = Header { flags: wire::FLAG_COUNTED, ..data(region.descriptor().key, 0, 0) };
+    let count = limits::COUNTED_TRANSFERS_MAX as u64 + 1000;
+    evil.data[0].flood(header, &[], count, |index, header| header.transfer = index);
+    assert_eq!(limited(&evil.data[0].answers()), 1000);
+    scene.unharmed();
+}
+
+#[test]
+fn eager_messages_past_the_credit_are_refused() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let body = vec![7; limits::EAGER_BYTES_MAX];
+    let header = Header { len: body.len() as u32, key: 5, ..Header::new(Kind::Send) };
+    let fit = limits::EAGER_CREDIT_BYTES / (body.len() + limits::EAGER_OVERHEAD_BYTES);
+    // In order, so that they are unexpected, and with a gap, so that they are early.
+    for gap in [0, 1000] {
+        evil.data[0].flood(header, &body, 200, |index, header| header.offset = index + gap);
+    }
+    assert_eq!(limited(&evil.data[0].answers()), 400 - fit, "the credit holds for {fit}");
+    let target = scene.victim.register_zeroed(body.len()).unwrap();
+    for _ in 0..fit {
+        let received = evil.here.recv(5, &target, 0, target.len()).unwrap();
+        assert_eq!(received.wait(LIMIT), Ok(body.len() as u64));
+    }
+    eventually("credit is given back", || {
+        evil.data[0].heard().frames.iter().any(|header| header.kind == Kind::Credit)
+    });
+    scene.unharmed();
+}
+
+#[test]
+fn a_notification_said_again_is_charged_once() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let body = vec![7; limits::NOTIFY_BYTES_MAX];
+    // Together they are past every limit, while the bytes that they follow never come.
+    let follow = Header { transfer: 5, total: 1, len: body.len() as u32, ..Header::new(Kind::Notify) };
+    evil.data[0].flood(follow, &body, 6000, |_, _| {});
+    let refused = evil.data[0].answers();
+    assert_eq!(refused.len(), 5999);
+    assert!(refused.iter().all(|(_, why)| *why == Refusal::Other), "{:?}", refused.first());
+    evil.send(Header { transfer: 0, len: body.len() as u32, ..Header::new(Kind::Notify) }, &body);
+    assert_eq!(evil.here.wait_notification(LIMIT), Ok(body));
+    scene.unharmed();
+}
+
+#[test]
+fn empty_messages_are_charged_too() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let fit = (limits::EAGER_CREDIT_BYTES / limits::EAGER_OVERHEAD_BYTES) as u64;
+    evil.data[0].flood(Header::new(Kind::Send), &[], fit + 500, |index, header| header.offset = index);
+    assert_eq!(limited(&evil.data[0].answers()), 500);
+    scene.unharmed();
+}
+
+#[test]
+fn announcements_past_the_limit_are_refused() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let held = limits::ANNOUNCED_SENDS_MAX as u64;
+    let header = Header { key: 5, total: 1 << 40, ..Header::new(Kind::Announce) };
+    // From half of the way on every second number, so that they are early.
+    evil.data[0].flood(header, &[], held + 100, |index, header| {
+        header.offset = if index < held / 2 { index } else { index * 2 };
+        header.transfer = index;
+    });
+    assert_eq!(evil.data[0].answers(), []);
+    eventually("all are answered", || evil.data[0].heard().frames.len() == 100);
+    let expected = |header: &Header| header.kind == Kind::Refuse && header.key == Refusal::Limit as u64;
+    assert!(evil.data[0].heard().frames.iter().all(expected));
+    scene.unharmed();
+}
+
+#[test]
+fn numbers_that_never_come_are_not_waited_for_without_end() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let count = limits::EARLY_FRAMES_MAX as u64 + 1000;
+    evil.data[0].flood(Header::new(Kind::Announce), &[], count, |index, header| {
+        header.offset = index + 1;
+        header.transfer = index;
+    });
+    assert_eq!(limited(&evil.data[0].answers()), 1000);
+    let waiting = evil.here.state.queue.waiting();
+    assert!(waiting <= limits::ANSWERS_WAITING_MAX, "{waiting} answers wait");
+    scene.unharmed();
+}
+
+#[test]
+fn matches_of_nothing_are_not_answered_without_end() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let count = limits::ANSWERS_WAITING_MAX as u64 + 10_000;
+    // The answers are never acknowledged, so that they stay with the victim.
+    evil.data[0].flood(Header::new(Kind::Match), &[], count, |index, header| header.transfer = index);
+    assert_eq!(evil.data[0].answers(), []);
+    let waiting = evil.here.state.queue.waiting();
+    assert!(waiting <= limits::ANSWERS_WAITING_MAX, "{waiting} answers wait");
+    scene.unharmed();
+}
+
+#[test]
+fn a_message_number_counts_once() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let header = |number, tag| Header { offset: number, key: tag, len: 1, ..Header::new(Kind::Send) };
+    let target = scene.victim.register_zeroed(1).unwrap();
+    for (number, byte) in [(0, b"a"), (0, b"b"), (2, b"d"), (2, b"e"), (1, b"c"), (1, b"f"), (2, b"g")] {
+        evil.send(header(number, 9), byte);
+    }
+    let refused: Vec<u32> = evil.data[0].answers().iter().map(|(number, _)| *number).collect();
+    assert_eq!(refused, [1, 3, 5, 6]);
+    for expected in *b"acd" {
+        evil.here.recv(9, &target, 0, 1).unwrap().wait(LIMIT).unwrap();
+        let mut got = [0];
+        target.read_at(0, &mut got).unwrap();
+        assert_eq!(got, [expected]);
+    }
+    let late = evil.here.recv(9, &target, 0, 1).unwrap();
+    assert!(matches!(late.wait(Duration::from_millis(100)), Err(Error::Deadline { .. })));
+    scene.unharmed();
+}
+
+#[test]
+fn reads_from_outside_are_refused_wherever_their_answer_should_go() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let size = REGION_BYTES as u64;
+    let mut frames = 0;
+    let mut ask = |key, sink_offset, ranges: &[(u64, u32)]| {
+        let header = Header {
+            key,
+            offset: sink_offset,
+            total: 9,
+            segments: ranges.len() as u16,
+            ..Header::new(Kind::Read)
+        };
+        let mut body = Vec::new();
+        ranges
+            .iter()
+            .for_each(|(offset, len)| Placement { offset: *offset, len: *len }.encode_into(&mut body));
+        evil.send(header, &body);
+        frames += 1;
+    };
+    ask(scene.key(), 0, &[(size - 1, 2)]);
+    ask(scene.key(), 0, &[(u64::MAX, 1)]);
+    ask(scene.key() ^ 1, 0, &[(0, 1)]);
+    ask(scene.key(), u64::MAX, &[(0, 1000), (5000, 60_000)]);
+    ask(scene.key(), u64::MAX - 60_999, &[(0, 1000), (5000, 60_000)]);
+    let refused: Vec<_> = evil.data[0].answers().iter().map(|(_, why)| *why).collect();
+    let expected = [Refusal::OutOfRegion, Refusal::OutOfRegion, Refusal::NoRegion];
+    assert_eq!(refused, [&expected[..], &[Refusal::OutOfRegion; 2]].concat());
+    scene.unharmed();
+}
