@@ -50,6 +50,7 @@ fn sigkill_of_either_side() {
                         nothing_is_left(&world);
                         after
                     });
+                    println!("kill {i}: noticed after {after:.1?}");
                     noticed.lock().expect("whoever panicked ended the test").extend(after);
                 }
             });
