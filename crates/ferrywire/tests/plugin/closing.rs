@@ -137,10 +137,11 @@ fn after_ten_thousand_small_messages_a_skipped_drain_costs_at_most_one_result_an
     });
 }
 
-/// Ten thousand connections with one small message each, both ways of closing; a process makes some of them.
+/// Connections with one small message each, both ways of closing; a process makes some of them, since each
+/// takes the better part of a second to close.
 #[test]
-fn ten_thousand_connections_close_as_one_does() {
-    let (processes, rounds) = if long() { (50, 200) } else { (1, 10) };
+fn many_connections_close_as_one_does() {
+    let (processes, rounds) = if long() { (20, 20) } else { (1, 10) };
     let mut absorbed = 0;
     for _ in 0..processes {
         case!("close_error=always").passes(|| {
