@@ -1,0 +1,275 @@
+//! Callers who drive: what a thread that posts or waits does about the worker itself.
+//!
+//! A caller claims the crank, turns it, and gives it back when its operation is done or it is better to let
+//! the thread do it. Read next: `crank.rs`, what a turn is.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::crank::Turn;
+use super::{Crank, IN_POLL, NO_THREAD, PARKED, SPIN, WakeHandle, Worker};
+use crate::engine::Engine;
+use crate::peer::PeerState;
+use crate::queue::SMALL_BYTES_MAX;
+
+/// Longest a caller spins for a crank that the thread is about to give up.
+const CLAIM: Duration = Duration::from_millis(2);
+/// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
+const DRIVE_BYTES: u64 = 4 << 20;
+/// Frames that may wait for the driving caller before they are sent at once.
+const DEFERRED_FRAMES_MAX: usize = 16;
+/// Operations that may wait so are at most this long.
+const DEFERRED_BYTES_MAX: u64 = 4 << 10;
+
+impl Worker {
+    /// Takes the crank for a caller; `None` when another caller has it, or no caller may.
+    fn claim(&self) -> Option<Claim<'_>> {
+        if self.thread_alone() {
+            return None;
+        }
+        self.wanted.fetch_add(1, Ordering::SeqCst);
+        let start = Instant::now();
+        let crank = loop {
+            if let Some(crank) = self.try_crank() {
+                break Some(crank);
+            }
+            if self.driven_by_caller.load(Ordering::SeqCst) || start.elapsed() > CLAIM {
+                break None;
+            }
+            thread::yield_now();
+        };
+        self.wanted.fetch_sub(1, Ordering::SeqCst);
+        crank.map(|crank| self.claimed(crank))
+    }
+
+    fn claimed<'a>(&'a self, crank: MutexGuard<'a, Crank>) -> Claim<'a> {
+        self.driven_by_caller.store(true, Ordering::SeqCst);
+        self.drives.fetch_add(1, Ordering::SeqCst);
+        Claim { worker: self, crank: Some(crank) }
+    }
+
+    fn try_claim(&self) -> Option<Claim<'_>> {
+        if self.thread_alone() {
+            return None;
+        }
+        self.try_crank().map(|crank| self.claimed(crank))
+    }
+
+    /// Turns the crank once, if nobody else does; true if anything moved.
+    pub fn turn_once(&self, engine: &Engine) -> bool {
+        match self.try_claim() {
+            Some(mut claim) => claim.crank().turn(self, engine, &mut || false) == Turn::Worked,
+            None => false,
+        }
+    }
+
+    /// Drives until `done`, or until it is better to let the thread do it. True when done.
+    fn drive(self: &Arc<Worker>, wait: &mut Wait<'_>, engine: &Engine) -> bool {
+        let Some(mut claim) = self.claim() else {
+            return false;
+        };
+        let mut idle_since: Option<Instant> = None;
+        let mut registered = false;
+        let bulk = claim.crank().moved.saturating_add(DRIVE_BYTES);
+        loop {
+            match claim.crank().turn(self, engine, wait.done) {
+                Turn::Done => return true,
+                Turn::Worked if claim.crank().moved > bulk => return false,
+                Turn::Worked => {
+                    idle_since = None;
+                    continue;
+                }
+                Turn::Idle => {}
+            }
+            let now = Instant::now();
+            if now.duration_since(*idle_since.get_or_insert(now)) < SPIN {
+                thread::yield_now();
+                continue;
+            }
+            let rest = wait.rest(now);
+            if rest.is_zero() || self.state.load(Ordering::SeqCst) == IN_POLL {
+                return false;
+            }
+            if !std::mem::replace(&mut registered, true) {
+                (wait.register)(WakeHandle::Owner(self.clone()));
+            }
+            self.sleep_as_owner(claim.crank(), wait, rest);
+            idle_since = None;
+        }
+    }
+
+    fn sleep_as_owner(&self, crank: &mut Crank, wait: &mut Wait<'_>, rest: Duration) {
+        self.owner_asleep.store(true, Ordering::SeqCst);
+        if !crank.has_work() && self.commands.is_empty() && !(wait.done)() {
+            let limit = crank.sleep_limit().map_or(rest, |limit| limit.min(rest));
+            let mut ready = std::mem::take(&mut crank.ready);
+            if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
+                tracing::error!(%error, "waiting for sockets failed");
+            }
+            crank.ready = ready;
+        }
+        self.owner_asleep.store(false, Ordering::SeqCst);
+    }
+}
+
+/// The crank in a caller's hands.
+struct Claim<'a> {
+    worker: &'a Worker,
+    crank: Option<MutexGuard<'a, Crank>>,
+}
+
+impl Claim<'_> {
+    fn crank(&mut self) -> &mut Crank {
+        match &mut self.crank {
+            Some(crank) => crank,
+            None => unreachable!("a claim holds the crank until it is dropped"),
+        }
+    }
+}
+
+impl Drop for Claim<'_> {
+    fn drop(&mut self) {
+        let left = self.crank.as_ref().is_some_and(|crank| crank.has_work() || crank.acks_due());
+        let worker = self.worker;
+        worker.driven_by_caller.store(false, Ordering::SeqCst);
+        self.crank = None;
+        let state = worker.state.load(Ordering::SeqCst);
+        if state == IN_POLL && (left || !worker.commands.is_empty()) {
+            worker.waker.wake();
+        }
+        let long_park = worker.long_park.load(Ordering::SeqCst);
+        if state == PARKED && (worker.left_behind.load(Ordering::SeqCst) > 0 || (left && long_park)) {
+            worker.unpark();
+        }
+    }
+}
+
+struct Wait<'a> {
+    until: Instant,
+    register: &'a mut dyn FnMut(WakeHandle),
+    done: &'a mut dyn FnMut() -> bool,
+}
+
+impl Wait<'_> {
+    fn rest(&self, now: Instant) -> Duration {
+        self.until.saturating_duration_since(now)
+    }
+
+    /// Looks again and again for a moment, whenever the threads leave time for it; true when done. While many
+    /// operations are in flight the next one is done soon, and to be woken for each costs the threads more.
+    fn spin(&mut self) -> bool {
+        let start = Instant::now();
+        while start.elapsed() < BULK_SPIN {
+            thread::yield_now();
+            if (self.done)() {
+                return true;
+            }
+        }
+        false
+    }
+}
+
+/// Waits until `done`, driving the peer's home worker where possible. False when the time is up.
+pub(crate) fn wait(
+    peer: &Arc<PeerState>,
+    limit: Duration,
+    mut register: impl FnMut(WakeHandle),
+    mut done: impl FnMut() -> bool,
+) -> bool {
+    let engine = peer.engine().clone();
+    if engine.caller_driven() {
+        return wait_driving(&engine, limit, done);
+    }
+    let now = Instant::now();
+    let until = now.checked_add(limit).unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
+    let mut wait = Wait { until, register: &mut register, done: &mut done };
+    let mut stand_back = false;
+    loop {
+        if (wait.done)() {
+            return true;
+        }
+        let worker = peer.home().clone();
+        if !peer.in_bulk() && !stand_back && worker.drive(&mut wait, &engine) {
+            return true;
+        }
+        stand_back = true;
+        if wait.rest(Instant::now()).is_zero() {
+            return (wait.done)();
+        }
+        if peer.in_bulk() && wait.spin() {
+            return true;
+        }
+        (wait.register)(WakeHandle::Thread(thread::current()));
+        worker.left_behind.fetch_add(1, Ordering::SeqCst);
+        if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
+            worker.unpark();
+        }
+        if !(wait.done)() {
+            let slept = Instant::now();
+            thread::park_timeout(wait.rest(slept).min(PARK));
+            stand_back = slept.elapsed() < PARK;
+        }
+        worker.left_behind.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// How long a caller looks before it sleeps while the threads work.
+const BULK_SPIN: Duration = Duration::from_micros(200);
+/// Longest a waiting caller sleeps before it looks again.
+const PARK: Duration = Duration::from_millis(50);
+
+/// Waiting in an endpoint without threads: the caller turns everything.
+fn wait_driving(engine: &Engine, limit: Duration, mut done: impl FnMut() -> bool) -> bool {
+    let until = engine.transport.now().saturating_add(limit);
+    let mut quiet = 0u32;
+    while !done() {
+        if engine.transport.now() >= until {
+            return done();
+        }
+        quiet = if engine.progress() { 0 } else { quiet + 1 };
+        match quiet {
+            0 => {}
+            1..200 => thread::yield_now(),
+            _ => thread::sleep(SPIN),
+        }
+    }
+    true
+}
+
+/// Something was posted for this peer: sends it at once where that is best, else sees to it that
+/// somebody will.
+pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
+    let engine = peer.engine();
+    let home = peer.home();
+    // A caller that drives sends several small operations in one call, when it waits.
+    let company = peer.in_flight_beside_one() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
+    if company && bytes <= DEFERRED_BYTES_MAX && home.may_leave_behind() {
+        return;
+    }
+    // Bulk is left to threads that keep to their cores.
+    let bulk = bytes > SMALL_BYTES_MAX || peer.in_bulk();
+    if peer.in_bulk() && !engine.caller_driven() {
+        home.rouse();
+    } else {
+        match home.try_claim() {
+            Some(mut claim) => claim.crank().send_for(home, engine, peer),
+            None => home.rouse(),
+        }
+    }
+    if bulk && peer.queue.has_work() {
+        for worker in engine.workers.iter().filter(|worker| worker.index != home.index) {
+            worker.rouse();
+        }
+    }
+}
+
+/// A caller asks after an operation without waiting: moves things on if the thread stands back.
+pub(crate) fn nudge(peer: &Arc<PeerState>) {
+    let engine = peer.engine();
+    let home = peer.home();
+    if matches!(home.state.load(Ordering::SeqCst), PARKED | NO_THREAD) {
+        home.turn_once(engine);
+    }
+}

@@ -1,0 +1,351 @@
+//! One turn of the crank: commands, what can be received, what can be sent.
+//!
+//! Read next: `channel/`, which a turn calls.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::{Command, Crank, Worker};
+use crate::channel::Channel;
+use crate::engine::Engine;
+use crate::limits;
+use crate::peer::PeerState;
+use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
+
+/// Every so many turns, the channel that received last is not asked first.
+const HOT_TURNS: u32 = 8;
+
+pub(super) struct Slot {
+    pub(super) channel: Box<Channel>,
+    pub(super) waits_to_write: bool,
+    pub(super) polled: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Turn {
+    Idle,
+    Worked,
+    Done,
+}
+
+impl Crank {
+    /// One turn: commands, what can be received, then, unless `done`, what can be sent.
+    pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
+        let mut worked = self.obey(worker, engine);
+        worked |= self.receive(worker, engine);
+        worked |= self.turn_lanes(worker, engine);
+        if done() {
+            return Turn::Done;
+        }
+        // While more comes in, acknowledgements that are not urgent wait for company.
+        let quiet = !worked;
+        worked |= self.send(worker, engine, quiet);
+        if done() {
+            return Turn::Done;
+        }
+        let now = engine.transport.now();
+        if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
+            self.last_check = now;
+            self.check_paths(worker, engine);
+        }
+        if worked { Turn::Worked } else { Turn::Idle }
+    }
+
+    fn obey(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        while let Some(command) = worker.commands.pop() {
+            worked = true;
+            match command {
+                Command::Add(channel) => self.add(worker, engine, channel),
+                Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
+                Command::KeepToCore => {}
+                Command::Abandon(request) => {
+                    self.abandoning.push((request, engine.transport.now()));
+                    self.let_go(worker, engine);
+                }
+                Command::Drop { session, index, generation, why } => {
+                    let place = self.slots.iter().position(|slot| {
+                        slot.as_ref().is_some_and(|slot| {
+                            let channel = &slot.channel;
+                            channel.peer.session == session
+                                && channel.index == index
+                                && channel.generation == generation
+                        })
+                    });
+                    if let Some(place) = place {
+                        self.lose(worker, engine, place, why);
+                    }
+                }
+            }
+        }
+        worked
+    }
+
+    /// Answers requests to let go of memory once no lane may write there any more. A channel whose lane
+    /// does not come to an end with it is lost instead.
+    fn let_go(&mut self, worker: &Worker, engine: &Engine) {
+        let now = engine.transport.now();
+        for (request, since) in std::mem::take(&mut self.abandoning) {
+            let late = now.saturating_sub(since) > limits::LANE_ABANDON_DEADLINE;
+            let mut busy = false;
+            for place in 0..self.slots.len() {
+                let Some(slot) = &mut self.slots[place] else { continue };
+                let touched = slot.channel.abandon(&request.gone);
+                if touched && late {
+                    let why = "memory was taken back while a message was being received into it";
+                    self.lose(worker, engine, place, why.into());
+                } else if touched {
+                    busy = true;
+                } else {
+                    slot.channel.forget_revoked();
+                }
+            }
+            match busy {
+                true => self.abandoning.push((request, since)),
+                false => request.answered[worker.index].store(true, Ordering::Release),
+            }
+        }
+    }
+
+    /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
+    fn turn_lanes(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        if !worker.thread_only {
+            return false;
+        }
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else { continue };
+            match slot.channel.turn_lane() {
+                Ok(moved) => worked |= moved,
+                Err(error) => {
+                    self.fail(worker, engine, place, &error);
+                    worked = true;
+                }
+            }
+        }
+        if !self.abandoning.is_empty() {
+            self.let_go(worker, engine);
+        }
+        worked
+    }
+
+    pub(super) fn lanes_active(&self) -> bool {
+        !self.abandoning.is_empty() || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
+    }
+
+    fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
+        let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        let fd = channel.conn().fd();
+        self.polled += usize::from(fd.is_none());
+        self.slots[place] = Some(Slot { channel, waits_to_write: false, polled: fd.is_none() });
+        if worker.thread_only {
+            worker.lanes.fetch_add(1, Ordering::SeqCst);
+            if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
+                engine.workers.iter().for_each(|each| each.command(Command::KeepToCore));
+            }
+        }
+        if let Some(fd) = fd
+            && let Err(error) = worker.poller.add(fd, place as u64, Interest::READ)
+        {
+            self.lose(worker, engine, place, error.to_string());
+        }
+    }
+
+    fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
+        let Some(mut slot) = self.slots[place].take() else {
+            return;
+        };
+        worker.lanes.fetch_sub(usize::from(worker.thread_only), Ordering::SeqCst);
+        if slot.channel.peer.skips_drain() {
+            slot.channel.hand_over(&mut self.space);
+        }
+        match slot.channel.conn().fd() {
+            Some(fd) => drop(worker.poller.remove(fd)),
+            None => self.polled -= 1,
+        }
+        let (peer, index, generation) =
+            (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
+        let remains = slot.channel.end();
+        engine.lost(peer, index, generation, why, remains);
+    }
+
+    fn fail(&mut self, worker: &Worker, engine: &Engine, place: usize, error: &io::Error) {
+        self.lose(worker, engine, place, error.to_string());
+    }
+
+    fn receive(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        if let Some(worked) = self.receive_hot(worker, engine) {
+            return worked;
+        }
+        let mut worked = false;
+        let mut ready = std::mem::take(&mut self.ready);
+        if self.slots.len() > self.polled {
+            if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
+                tracing::error!(%error, "looking at sockets failed");
+            }
+            for event in &ready {
+                worked |= self.react(worker, engine, *event);
+            }
+        }
+        self.ready = ready;
+        if self.polled > 0 {
+            for place in 0..self.slots.len() {
+                if self.slots[place].as_ref().is_some_and(|slot| slot.polled) {
+                    worked |= self.receive_at(worker, engine, place);
+                }
+            }
+        }
+        worked
+    }
+
+    /// Asks the channel that received last before asking the kernel about all: while messages go to and
+    /// fro, that spares a system call. `None` when it is the others' turn.
+    fn receive_hot(&mut self, worker: &Worker, engine: &Engine) -> Option<bool> {
+        self.turns = self.turns.wrapping_add(1);
+        let place = self.hot.filter(|_| !self.turns.is_multiple_of(HOT_TURNS))?;
+        let slot = self.slots.get(place)?.as_ref()?;
+        if slot.waits_to_write || slot.polled {
+            return None;
+        }
+        match self.receive_at(worker, engine, place) {
+            false if self.turns.is_multiple_of(2) => None,
+            worked => Some(worked),
+        }
+    }
+
+    fn react(&mut self, worker: &Worker, engine: &Engine, event: Ready) -> bool {
+        if event.token == WAKE_TOKEN {
+            return false;
+        }
+        let place = event.token as usize;
+        let Some(Some(slot)) = self.slots.get_mut(place) else {
+            return false;
+        };
+        if event.writable {
+            slot.channel.unblock();
+        }
+        if event.error {
+            slot.channel.let_go_held();
+        }
+        if event.readable || event.hangup || event.error {
+            return self.receive_at(worker, engine, place);
+        }
+        true
+    }
+
+    fn receive_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        match slot.channel.receive(&mut self.space) {
+            Ok(bytes) => {
+                self.moved += bytes as u64;
+                if bytes > 0 {
+                    self.hot = Some(place);
+                }
+                bytes > 0
+            }
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    fn send(&mut self, worker: &Worker, engine: &Engine, flush: bool) -> bool {
+        let mut worked = false;
+        // Each turn begins with another channel: where they share what may be in flight, the first takes it.
+        self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
+        for place in (self.first..self.slots.len()).chain(0..self.first) {
+            worked |= self.send_at(worker, engine, place, flush);
+        }
+        worked
+    }
+
+    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize, flush: bool) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        if slot.polled {
+            slot.channel.unblock();
+        }
+        match slot.channel.send(flush, &mut self.space) {
+            Ok(bytes) => {
+                slot.watch(worker, place);
+                self.moved += bytes as u64;
+                bytes > 0
+            }
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    /// Sends what waits for one peer.
+    pub(super) fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
+        for place in 0..self.slots.len() {
+            if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
+                self.send_at(worker, engine, place, false);
+            }
+        }
+    }
+
+    fn check_paths(&mut self, worker: &Worker, engine: &Engine) {
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else {
+                continue;
+            };
+            slot.channel.let_go_held();
+            if !slot.channel.outstanding() && !slot.channel.blocked() {
+                continue;
+            }
+            if let Some(why) = slot.channel.path_trouble() {
+                self.lose(worker, engine, place, why);
+            }
+        }
+    }
+
+    /// Whether something waits that a socket will not tell us of.
+    pub(super) fn has_work(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| {
+            let channel = &slot.channel;
+            !channel.blocked() && channel.may_pull()
+        })
+    }
+
+    pub(super) fn acks_due(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.ack_due())
+    }
+
+    /// How long the owner may sleep without looking at anything.
+    pub(super) fn sleep_limit(&self) -> Option<Duration> {
+        if self.polled > 0 {
+            return Some(Duration::from_millis(1));
+        }
+        let outstanding = self.slots.iter().flatten().any(|slot| slot.channel.outstanding());
+        outstanding.then_some(limits::PATH_CHECK_INTERVAL)
+    }
+}
+
+impl Slot {
+    /// Waits for room in the socket only while there is none.
+    fn watch(&mut self, worker: &Worker, place: usize) {
+        let blocked = self.channel.blocked();
+        if blocked == self.waits_to_write {
+            return;
+        }
+        let interest = if blocked { Interest::BOTH } else { Interest::READ };
+        if let Some(fd) = self.channel.conn().fd()
+            && let Err(error) = worker.poller.modify(fd, place as u64, interest)
+        {
+            tracing::error!(%error, "changing what to wait for failed");
+        }
+        self.waits_to_write = blocked;
+    }
+}

@@ -1,0 +1,380 @@
+//! Who turns the crank.
+//!
+//! A worker owns some channels. Whoever holds its crank moves their bytes: normally the worker's thread;
+//! but a caller that waits takes the crank over and drives it itself, which spares two thread switches
+//! per message, and a caller that posts a small operation to an idle worker sends it at once.
+//!
+//! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
+//! callers drive. Running, it spins with yields for a moment and then sleeps in the kernel, so that an
+//! idle endpoint costs nothing. Parked, it looks in every [`TICK`] and takes over when no caller came.
+//!
+//! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
+//! Read next: `crank.rs` for what a turn is, `callers.rs` for callers who drive.
+
+mod abandon;
+mod callers;
+mod crank;
+
+use crate::channel::{Channel, Workspace};
+use crate::engine::Engine;
+use crate::sys::affinity;
+use crate::sys::poll::{Event as Ready, Poller, Waker};
+use crossbeam_queue::SegQueue;
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use abandon::Abandon;
+pub(crate) use abandon::{abandon, abandon_memory};
+pub(crate) use callers::{kick, nudge, wait};
+use crank::{Slot, Turn};
+
+/// How long an owner without work spins before it sleeps in the kernel.
+const SPIN: Duration = Duration::from_micros(50);
+/// How often a parked thread looks whether callers still drive.
+const TICK: Duration = Duration::from_micros(200);
+/// Likewise while a caller sleeps in the kernel as the owner.
+const LONG_TICK: Duration = Duration::from_millis(100);
+/// Ticks without a caller after which the thread takes over again.
+const TICKS_WITHOUT_CALLER: u32 = 5;
+
+/// Who is to be woken when something has happened.
+pub(crate) enum WakeHandle {
+    /// A parked thread.
+    Thread(Thread),
+    /// A caller that sleeps in this worker's poller.
+    Owner(Arc<Worker>),
+}
+
+impl WakeHandle {
+    pub fn wake(&self) {
+        match self {
+            WakeHandle::Thread(thread) => thread.unpark(),
+            WakeHandle::Owner(worker) => worker.wake_owner(),
+        }
+    }
+}
+
+/// Those who wait for one thing.
+#[derive(Default)]
+pub(crate) struct WaitList {
+    any: AtomicBool,
+    list: Mutex<Vec<WakeHandle>>,
+}
+
+impl WaitList {
+    /// Adds somebody; check the condition again afterwards.
+    pub fn add(&self, handle: WakeHandle) {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        self.any.store(true, Ordering::SeqCst);
+    }
+
+    /// Wakes everybody, once. Costs one load when nobody waits.
+    pub fn wake(&self) {
+        if self.any.load(Ordering::SeqCst) {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            self.any.store(false, Ordering::SeqCst);
+            let waiting = std::mem::take(&mut *list);
+            drop(list);
+            waiting.iter().for_each(WakeHandle::wake);
+        }
+    }
+}
+
+/// What others ask of a worker.
+pub(crate) enum Command {
+    Add(Box<Channel>),
+    /// Stops placing bytes where the question says yes.
+    Abandon(Arc<Abandon>),
+    /// Every worker has lanes: each keeps to its core.
+    KeepToCore,
+    /// Ends one channel, if it is still of this generation.
+    Drop {
+        session: u64,
+        index: u16,
+        generation: u32,
+        why: String,
+    },
+}
+
+const RUNNING: u8 = 0;
+const IN_POLL: u8 = 1;
+const PARKED: u8 = 2;
+const NO_THREAD: u8 = 3;
+
+/// One crank and, unless callers drive everything, its thread.
+pub(crate) struct Worker {
+    pub index: usize,
+    crank: Mutex<Crank>,
+    poller: Poller,
+    waker: Waker,
+    commands: SegQueue<Command>,
+    state: AtomicU8,
+    owner_asleep: AtomicBool,
+    /// The parked thread looks in rarely, because a caller sleeps as the owner.
+    long_park: AtomicBool,
+    driven_by_caller: AtomicBool,
+    wanted: AtomicU32,
+    drives: AtomicU64,
+    left_behind: AtomicU32,
+    /// The thread sleeps, and nothing but an event will wake it.
+    dozes: AtomicBool,
+    thread: OnceLock<Thread>,
+    /// The thread as the kernel numbers it; 0 before it runs.
+    thread_id: AtomicI32,
+    stop: AtomicBool,
+    /// Only its thread turns it: it makes calls that may block, or never return.
+    thread_only: bool,
+    /// Such a call has not returned in time: nobody waits for this worker any more.
+    stuck: AtomicBool,
+    /// Channels it has, where they have lanes.
+    lanes: AtomicUsize,
+}
+
+/// The channels of a worker. Only its owner touches them.
+pub(crate) struct Crank {
+    slots: Vec<Option<Slot>>,
+    space: Workspace,
+    ready: Vec<Ready>,
+    last_check: Duration,
+    /// Bytes moved so far, both ways.
+    moved: u64,
+    /// The channel that received last.
+    hot: Option<usize>,
+    turns: u32,
+    /// The channel that may send first in this turn.
+    first: usize,
+    /// Channels without a descriptor, which have to be asked.
+    polled: usize,
+    /// Requests to let go of memory that a lane may still write to, and since when.
+    abandoning: Vec<(Arc<Abandon>, Duration)>,
+}
+
+impl Worker {
+    pub fn new(index: usize, threaded: bool, thread_only: bool) -> io::Result<Worker> {
+        let poller = Poller::new()?;
+        let waker = poller.waker();
+        let crank = Crank {
+            slots: Vec::new(),
+            space: Workspace::new(),
+            ready: Vec::new(),
+            last_check: Duration::ZERO,
+            moved: 0,
+            hot: None,
+            turns: 0,
+            first: 0,
+            polled: 0,
+            abandoning: Vec::new(),
+        };
+        Ok(Worker {
+            index,
+            crank: Mutex::new(crank),
+            poller,
+            waker,
+            commands: SegQueue::new(),
+            state: AtomicU8::new(if threaded { RUNNING } else { NO_THREAD }),
+            owner_asleep: AtomicBool::new(false),
+            long_park: AtomicBool::new(false),
+            driven_by_caller: AtomicBool::new(false),
+            wanted: AtomicU32::new(0),
+            drives: AtomicU64::new(0),
+            left_behind: AtomicU32::new(0),
+            dozes: AtomicBool::new(false),
+            thread: OnceLock::new(),
+            thread_id: AtomicI32::new(0),
+            stop: AtomicBool::new(false),
+            thread_only,
+            stuck: AtomicBool::new(false),
+            lanes: AtomicUsize::new(0),
+        })
+    }
+
+    fn try_crank(&self) -> Option<MutexGuard<'_, Crank>> {
+        match self.crank.try_lock() {
+            Ok(crank) => Some(crank),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Gives the worker something to do, and wakes whoever owns it.
+    pub fn command(&self, command: Command) {
+        self.commands.push(command);
+        self.rouse();
+    }
+
+    /// Makes sure that somebody looks at the worker soon.
+    pub fn rouse(&self) {
+        match self.state.load(Ordering::SeqCst) {
+            IN_POLL => self.waker.wake(),
+            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => self.unpark(),
+            _ => {}
+        }
+        self.wake_owner();
+    }
+
+    /// Whether what is posted now may be left: a caller has the crank, or had it just now, and nobody sleeps on
+    /// it; and should no caller come back, the thread looks within a tick.
+    fn may_leave_behind(&self) -> bool {
+        if self.state.load(Ordering::SeqCst) != PARKED || self.owner_asleep.load(Ordering::SeqCst) {
+            return false;
+        }
+        if self.long_park.load(Ordering::SeqCst) {
+            self.unpark();
+        }
+        true
+    }
+
+    /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
+    /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
+    pub fn look_after(&self) {
+        if self.dozes.load(Ordering::SeqCst)
+            && self.try_crank().is_some_and(|crank| crank.sleep_limit().is_some())
+        {
+            self.waker.wake();
+        }
+    }
+
+    fn wake_owner(&self) {
+        if self.owner_asleep.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
+    }
+
+    fn unpark(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    /// Its thread, as the kernel numbers it.
+    pub fn thread_id(&self) -> i32 {
+        self.thread_id.load(Ordering::SeqCst)
+    }
+
+    /// Whether only its thread may turn it; not after that has ended.
+    fn thread_alone(&self) -> bool {
+        self.thread_only && self.state.load(Ordering::SeqCst) != NO_THREAD
+    }
+
+    /// Whether its channels have lanes.
+    pub fn has_lanes(&self) -> bool {
+        self.thread_only
+    }
+
+    /// A call of its thread does not return. Whether that is news.
+    pub fn mark_stuck(&self) -> bool {
+        !self.stuck.swap(true, Ordering::SeqCst)
+    }
+
+    pub fn stuck(&self) -> bool {
+        self.stuck.load(Ordering::SeqCst)
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.waker.wake();
+        self.unpark();
+    }
+
+    // ---- the thread ----
+
+    /// The worker thread's whole life.
+    pub fn run(self: &Arc<Worker>, engine: &Engine) {
+        let _ = self.thread.set(thread::current());
+        self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
+        if !self.thread_only {
+            self.keep_to_core(engine);
+        }
+        let mut ignored = Vec::new();
+        while !self.stop.load(Ordering::SeqCst) {
+            let Some(mut crank) = self.try_crank() else {
+                self.park(engine);
+                continue;
+            };
+            if self.drive_until_idle(&mut crank, engine) {
+                drop(crank);
+                self.park(engine);
+                continue;
+            }
+            self.state.store(IN_POLL, Ordering::SeqCst);
+            if crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
+                self.state.store(RUNNING, Ordering::SeqCst);
+                continue;
+            }
+            let timeout = crank.sleep_limit();
+            self.dozes.store(timeout.is_none(), Ordering::SeqCst);
+            drop(crank);
+            // What is ready is reported again to whoever takes the crank.
+            if let Err(error) = self.poller.wait(&mut ignored, timeout) {
+                tracing::error!(%error, "waiting for sockets failed");
+                thread::sleep(TICK);
+            }
+            self.dozes.store(false, Ordering::SeqCst);
+            self.state.store(RUNNING, Ordering::SeqCst);
+        }
+        self.state.store(NO_THREAD, Ordering::SeqCst);
+    }
+
+    /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
+    /// threads then share a core, and its payload stays in that core's cache. A plugin's threads are started
+    /// by ours and held to the same core, so with lanes that waits until every core has some.
+    fn keep_to_core(&self, engine: &Engine) {
+        let cores = affinity::allowed_cores().unwrap_or_default();
+        if cores.len() == engine.workers.len()
+            && let Err(error) = affinity::pin_current_thread(cores[self.index])
+        {
+            tracing::debug!(%error, "a progress thread cannot be pinned");
+        }
+    }
+
+    /// Drives until there is nothing to do; true when a caller wants the crank.
+    fn drive_until_idle(&self, crank: &mut Crank, engine: &Engine) -> bool {
+        let mut idle_since: Option<Instant> = None;
+        loop {
+            if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
+                return true;
+            }
+            if crank.turn(self, engine, &mut || false) == Turn::Worked {
+                idle_since = None;
+                continue;
+            }
+            if idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+                return false;
+            }
+            thread::yield_now();
+        }
+    }
+
+    /// Stands back while callers drive.
+    fn park(&self, engine: &Engine) {
+        self.state.store(PARKED, Ordering::SeqCst);
+        let mut quiet = 0;
+        let mut drives = self.drives.load(Ordering::SeqCst);
+        while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
+            let long = self.owner_asleep.load(Ordering::SeqCst);
+            self.long_park.store(long, Ordering::SeqCst);
+            // An owner who has woken meanwhile may not have seen how long we are about to sleep.
+            let long = long && self.owner_asleep.load(Ordering::SeqCst);
+            thread::park_timeout(if long { LONG_TICK } else { TICK });
+            self.long_park.store(false, Ordering::SeqCst);
+            if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
+                break;
+            }
+            let now = self.drives.load(Ordering::SeqCst);
+            quiet = if now == drives { quiet + 1 } else { 0 };
+            drives = now;
+            match self.try_crank() {
+                // Sends what the last caller left behind.
+                Some(mut crank) if self.wanted.load(Ordering::SeqCst) == 0 => {
+                    crank.turn(self, engine, &mut || false);
+                }
+                Some(_) => {}
+                None => quiet = 0,
+            }
+        }
+        self.state.store(RUNNING, Ordering::SeqCst);
+    }
+}
