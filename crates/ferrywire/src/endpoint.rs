@@ -1,6 +1,6 @@
 //! What users hold first: an endpoint, built, listening, connected.
 //!
-//! Read next: `peer.rs`, for what can be done with a connected peer.
+//! Read next: `peer/`, for what can be done with a connected peer.
 
 use crate::bootstrap::{ListenAddress, random_bytes};
 use crate::config::{Config, Secret};

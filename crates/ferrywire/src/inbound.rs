@@ -5,7 +5,7 @@
 //! becomes a *sink*: a target that exists until it is full.
 //!
 //! Invariant: whatever a peer can make us hold is charged to a limit.
-//! Read next: `peer.rs`, which calls this for each frame.
+//! Read next: `peer/`, which calls this for each frame.
 
 use crate::error::Error;
 use crate::limits;

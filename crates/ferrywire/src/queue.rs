@@ -4,7 +4,7 @@
 //! operations, bulk operations. Small operations do not wait behind bulk, nor starve it.
 //!
 //! Invariant: each frame pulled is in exactly one window, or back in this queue, until the peer has
-//! acknowledged it. Read next: `channel.rs`, which pulls.
+//! acknowledged it. Read next: `channel/`, which pulls.
 
 use crate::limits;
 use crate::memory::{Memory, Place};

@@ -6,7 +6,7 @@
 //!
 //! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
 //! `Memory` it points into is kept alive by whoever holds the pointer.
-//! Read next: `host.rs` (the allocation), `channel.rs` (who fills it), [`sim`] (a GPU to try things with),
+//! Read next: `host.rs` (the allocation), `channel/` (who fills it), [`sim`] (a GPU to try things with),
 //! [`unpack`] (receives that arrive in fragments).
 
 pub(crate) mod host;

@@ -2,7 +2,7 @@
 //!
 //! Invariant: [`Place::reached_by`] is the one rule. Operations ask it for both of their regions before
 //! anything moves, and what arrives from peers is asked for again: their word is not trusted.
-//! Read next: `mod.rs`, for regions; `peer.rs`, which asks.
+//! Read next: `mod.rs`, for regions; `peer/`, which asks.
 
 use crate::error::{Error, Result};
 use crate::limits;

@@ -11,7 +11,7 @@
 //! is missing wait, since what is acknowledged is a count.
 //!
 //! Invariant: a message's memory is let go only after the lane is done with it, or closed.
-//! Read next: `sending.rs`, `receiving.rs`, then `channel.rs`, which owns this.
+//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this.
 
 mod receiving;
 mod sending;

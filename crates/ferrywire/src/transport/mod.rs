@@ -7,7 +7,7 @@
 //! transport ([`plugin`]) carries payload over lanes beside such streams.
 //!
 //! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
-//! Read next: `tcp.rs`, then `channel.rs`, which drives a [`Conn`].
+//! Read next: `tcp.rs`, then `channel/`, which drives a [`Conn`].
 
 pub(crate) mod lane;
 pub mod plugin;

@@ -1,0 +1,41 @@
+//! The pieces of one socket call.
+
+use crate::limits;
+use crate::transport::IoVec;
+
+/// The pieces of one socket call.
+pub(super) struct Batch<'a> {
+    pub(super) pieces: &'a mut Vec<IoVec>,
+    pub(super) bytes: usize,
+    /// Bytes at the front that are sent already.
+    pub(super) skip: usize,
+    /// Whether this call is without copies; set by its first piece where `split`.
+    pub(super) stable: Option<bool>,
+    /// Calls with and without copies are kept apart.
+    pub(super) split: bool,
+    /// A piece was left for the next call, and so is everything behind it.
+    pub(super) closed: bool,
+}
+
+impl Batch<'_> {
+    pub(super) fn full(&self) -> bool {
+        self.closed
+            || self.bytes >= limits::SEND_BYTES_PER_CALL_MAX
+            || self.pieces.len() + 3 > limits::IOVECS_PER_CALL_MAX
+    }
+
+    pub(super) fn add(&mut self, base: *mut u8, len: usize, stable: bool) {
+        let skip = self.skip.min(len);
+        self.skip -= skip;
+        if len == skip {
+            return;
+        }
+        self.closed |= self.pieces.len() == limits::IOVECS_PER_CALL_MAX
+            || (self.split && *self.stable.get_or_insert(stable) != stable);
+        if !self.closed {
+            // SAFETY: `skip` is less than the length of the piece.
+            self.pieces.push(IoVec::new(unsafe { base.add(skip) }, len - skip));
+            self.bytes += len - skip;
+        }
+    }
+}

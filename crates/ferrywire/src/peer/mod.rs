@@ -1,0 +1,403 @@
+//! A connected remote endpoint: what users call.
+//!
+//! [`Peer`] is the handle; [`PeerState`] is what its channels, its control session and its operations
+//! share.
+//!
+//! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
+//! Read next: `state.rs`; `frames.rs`, for what arrives; `transfer.rs`, `queue.rs`, for what leaves.
+
+mod blocks;
+mod frames;
+mod state;
+
+pub use blocks::{Block, BlockList};
+pub(crate) use state::{Landing, PeerInfo, PeerState};
+
+use crate::error::{Error, Result};
+use crate::inbound::Reply;
+use crate::limits;
+use crate::memory::{Identity, Memory, Region, RemoteRegion, check_range};
+use crate::operation::{Op, Transfer, Verb};
+use crate::progress;
+use crate::queue::Entry;
+use crate::stats::PeerStats;
+use crate::transfer::{Piece, Pieces, merge};
+use crate::wire::{self, Header, Kind};
+
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use blocks::pieces_of;
+
+/// A connected remote endpoint. Clones share it; when the last is dropped the connection is closed
+/// after what was posted has been sent.
+#[derive(Clone)]
+pub struct Peer {
+    pub(crate) state: Arc<PeerState>,
+    _handle: Arc<Handle>,
+}
+
+struct Handle(Arc<PeerState>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.abandoned.store(true, Ordering::SeqCst);
+        self.0.engine.wake_control();
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Peer({})", self.state.name)
+    }
+}
+
+impl Peer {
+    pub(crate) fn new(state: Arc<PeerState>) -> Peer {
+        Peer { _handle: Arc::new(Handle(state.clone())), state }
+    }
+
+    /// Its address and label.
+    pub fn name(&self) -> String {
+        self.state.name.clone()
+    }
+
+    /// The remote endpoint's identity: another one after a restart.
+    pub fn identity(&self) -> Identity {
+        self.state.identity
+    }
+
+    /// Whether the peer runs on this host.
+    pub fn same_host(&self) -> bool {
+        self.state.same_host
+    }
+
+    /// Why the peer is lost, if it is.
+    pub fn error(&self) -> Option<Error> {
+        self.state.failure()
+    }
+
+    /// Writes `bytes` of `source` into the peer's region. Complete when they are in its memory.
+    pub fn write(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer> {
+        self.write_run(source, source_offset, target, target_offset, bytes, None)
+    }
+
+    /// Like [`Peer::write`], and delivers `message` to the peer once the bytes are in its memory. A message
+    /// has at least one byte.
+    pub fn write_notify(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+        message: &[u8],
+    ) -> Result<Transfer> {
+        self.write_run(source, source_offset, target, target_offset, bytes, Some(message))
+    }
+
+    fn write_run(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        source.check("source", source_offset, bytes)?;
+        check_range("target", target_offset, bytes, target.len())?;
+        let pieces = Pieces::One(Piece { local: source_offset, remote: target_offset, len: bytes });
+        self.write_pieces(source, target, pieces, message)
+    }
+
+    /// Writes the blocks of a prepared list, or those that `indices` name, as one operation.
+    pub fn write_blocks(
+        &self,
+        list: &BlockList,
+        indices: Option<&[u32]>,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        self.write_pieces(&list.local, &list.remote, list.select(Verb::Write, indices)?, message)
+    }
+
+    fn write_pieces(
+        &self,
+        source: &Region,
+        target: &RemoteRegion,
+        pieces: Pieces,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        self.check(source, target)?;
+        let mut op = self.op(Verb::Write, pieces, Some(source.memory().clone()), target.key);
+        if message.is_some_and(<[u8]>::is_empty) {
+            return Err(Error::invalid(
+                "notification",
+                "an empty one cannot go with a write: give it a byte",
+            ));
+        }
+        op.message = checked_message(message.unwrap_or_default())?;
+        self.state.post(Arc::new(op))
+    }
+
+    /// Reads `bytes` of the peer's region into `target`.
+    pub fn read(
+        &self,
+        target: &Region,
+        target_offset: u64,
+        source: &RemoteRegion,
+        source_offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer> {
+        target.check("target", target_offset, bytes)?;
+        check_range("source", source_offset, bytes, source.len())?;
+        let pieces = Pieces::One(Piece { local: target_offset, remote: source_offset, len: bytes });
+        self.read_pieces(target, source, pieces)
+    }
+
+    /// Reads the blocks of a prepared list, or those that `indices` name, as one operation.
+    pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
+        self.read_pieces(&list.local, &list.remote, list.select(Verb::Read, indices)?)
+    }
+
+    fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
+        self.check(target, source)?;
+        let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
+        let op = Arc::new(op);
+        let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        self.state.begin(&op);
+        self.state.queue.join(&op);
+        if op.total == 0 {
+            self.state.let_go(&op);
+            return Ok(transfer);
+        }
+        self.state.inbound.open_sink(op.clone(), op.total);
+        self.ask(&op, source.key);
+        if let Some(error) = self.error() {
+            op.fail(error);
+            self.state.end_sink(&op);
+        }
+        progress::kick(&self.state, op.total);
+        Ok(transfer)
+    }
+
+    /// Queues the requests of a read; each names a bounded number of ranges and bytes.
+    fn ask(&self, op: &Arc<Op>, key: u64) {
+        let mut position = 0;
+        let mut ranges = Vec::new();
+        let mut start = 0;
+        for piece in op.pieces.as_slice() {
+            let mut done = 0;
+            while done < piece.len {
+                let len = (piece.len - done).min(READ_RANGE_BYTES_MAX);
+                ranges.push(wire::Placement { offset: piece.remote + done, len: len as u32 });
+                done += len;
+                position += len;
+                if ranges.len() == limits::SEGMENTS_PER_CHUNK_MAX || position - start >= READ_REQUEST_BYTES {
+                    self.ask_one(op, key, start, &ranges);
+                    ranges.clear();
+                    start = position;
+                }
+            }
+        }
+        if !ranges.is_empty() {
+            self.ask_one(op, key, start, &ranges);
+        }
+    }
+
+    fn ask_one(&self, op: &Arc<Op>, key: u64, start: u64, ranges: &[wire::Placement]) {
+        let mut header = Header::new(Kind::Read);
+        header.transfer = op.id;
+        header.key = key;
+        header.offset = start;
+        header.total = op.id;
+        header.segments = ranges.len() as u16;
+        let mut entry = Entry::bare(header);
+        let mut placements = Vec::new();
+        ranges.iter().for_each(|range| range.encode_into(&mut placements));
+        entry.placements = placements.into();
+        op.hold();
+        entry.op = Some(op.clone());
+        self.state.drop_entries(self.state.queue.push_entry(entry));
+    }
+
+    /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    pub fn send(&self, tag: u64, source: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+        self.send_blocks(tag, source, &[(offset, bytes)])
+    }
+
+    /// Sends one message gathered from `(offset, bytes)` pieces.
+    pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+        self.check_local(source)?;
+        let pieces = lined_up("source", source, blocks)?;
+        let memory = Some(source.memory().clone());
+        let state = &self.state;
+        let posted = state.queue.post_send(|number| {
+            let mut op = self.op(Verb::Send, pieces, memory, tag);
+            op.number = number;
+            state.begin(&op);
+            Arc::new(op)
+        });
+        let op = posted.ok_or_else(|| state.gone())?;
+        progress::kick(state, op.total);
+        Ok(Transfer { op, peer: state.clone() })
+    }
+
+    /// Receives the next message with this tag. The outcome is the message's length.
+    pub fn recv(&self, tag: u64, target: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+        self.recv_blocks(tag, target, &[(offset, bytes)])
+    }
+
+    /// Receives one message, scattered over `(offset, bytes)` pieces.
+    pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+        self.check_local(target)?;
+        let pieces = lined_up("target", target, blocks)?;
+        let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
+        self.state.begin(&op);
+        let replies = self.state.inbound.post(op.clone());
+        let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
+        self.state.reply(replies);
+        if let Some(error) = self.error()
+            && self.state.inbound.unpost(&op)
+        {
+            op.fail(error.clone());
+            self.state.let_go(&op);
+            return Err(error);
+        }
+        if answer {
+            progress::kick(&self.state, 0);
+        }
+        Ok(Transfer { op, peer: self.state.clone() })
+    }
+
+    /// Delivers a small message after everything posted to this peer before it.
+    pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
+        let mut op = self.op(Verb::Notify, pieces, None, 0);
+        op.message = checked_message(message)?;
+        self.state.post(Arc::new(op))
+    }
+
+    /// The next notification, if one is here. Those that came before a peer was lost are still given.
+    pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
+        if let Some(message) = self.state.inbound.take_notification() {
+            return Ok(Some(message));
+        }
+        progress::nudge(&self.state);
+        match (self.state.inbound.take_notification(), self.error()) {
+            (None, Some(error)) => Err(error),
+            (message, _) => Ok(message),
+        }
+    }
+
+    /// Waits for the next notification.
+    pub fn wait_notification(&self, deadline: Duration) -> Result<Vec<u8>> {
+        let inbound = &self.state.inbound;
+        let start = self.state.engine.transport.now();
+        loop {
+            if let Some(message) = inbound.take_notification() {
+                return Ok(message);
+            }
+            if let Some(error) = self.error() {
+                return Err(error);
+            }
+            let waited = self.state.engine.transport.now().saturating_sub(start);
+            let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
+                let what = format!("a notification from {}: {}", self.state.name, self.state.describe());
+                return Err(Error::Deadline { what, waited });
+            };
+            progress::wait(
+                &self.state,
+                rest,
+                |handle| inbound.wake_at_notification(handle),
+                || inbound.has_notification(),
+            );
+        }
+    }
+
+    /// Counters and configuration in force.
+    pub fn stats(&self) -> PeerStats {
+        let channels = self.state.counters.iter().enumerate();
+        PeerStats {
+            transport: self.state.engine.transport.name(),
+            channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
+            resent_chunks: self.state.resent.load(Ordering::Relaxed),
+            lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            setup: *self.state.setup.lock().unwrap_or_else(PoisonError::into_inner),
+            chunk_bytes: self.state.queue.chunk_bytes,
+            window: self.state.window_frames,
+            crc: self.state.queue.crc,
+        }
+    }
+
+    /// Finishes what was posted, on both sides, then closes.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] when the peer did not finish in time; it is closed all the same.
+    pub fn close(&self, deadline: Duration) -> Result<()> {
+        crate::control::close_peer(&self.state, deadline)
+    }
+
+    fn op(&self, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
+        Op::new(self.state.engine.next_id(), verb, pieces, memory, key)
+    }
+
+    /// Whether the region is ours, and the transport gets there.
+    fn check_local(&self, local: &Region) -> Result<()> {
+        local.belongs_to(self.state.engine.identity)?;
+        local.place().reached_by(&*self.state.engine.transport, "local")
+    }
+
+    fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
+        self.check_local(local)?;
+        if remote.owner() != self.state.identity {
+            let why = format!(
+                "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
+                remote.owner(),
+                self.state.name,
+                self.state.identity
+            );
+            return Err(Error::invalid("remote region", why));
+        }
+        // Which GPUs the other end reaches is for it to say.
+        match self.state.engine.plugin.is_some() {
+            true => Ok(()),
+            false => remote.place().reached_by(&*self.state.engine.transport, "remote"),
+        }
+    }
+}
+
+/// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
+const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
+const READ_REQUEST_BYTES: u64 = 64 << 20;
+
+fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Result<Pieces> {
+    let mut position = 0;
+    let mut pieces = Vec::with_capacity(blocks.len());
+    for (offset, bytes) in blocks {
+        region.check(side, *offset, *bytes)?;
+        pieces.push(Piece { local: *offset, remote: position, len: *bytes });
+        position += bytes;
+    }
+    Ok(pieces_of(merge(pieces)))
+}
+
+fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {
+    if message.len() > limits::NOTIFY_BYTES_MAX {
+        let why = format!("{} bytes, at most {} are allowed", message.len(), limits::NOTIFY_BYTES_MAX);
+        return Err(Error::invalid("notification", why));
+    }
+    Ok(message.into())
+}

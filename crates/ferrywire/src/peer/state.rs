@@ -1,0 +1,397 @@
+//! What the channels of a peer, its control session and its operations share.
+//!
+//! Invariant: an operation ends once, when its last token comes back. Read next: `frames.rs`.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::inbound::{Inbound, Sink};
+use crate::limits;
+use crate::memory::{Identity, Memory};
+use crate::operation::{Op, Transfer, Verb};
+use crate::progress::{self, Worker};
+use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
+use crate::stats::ChannelCounters;
+use crate::wire::{Header, Kind, Refusal};
+
+/// Where the payload of a frame goes, kept alive while it is filled.
+pub(crate) enum Landing {
+    Region { key: u64, memory: Arc<Memory> },
+    Sink { sink: Arc<Sink>, peer: Arc<PeerState> },
+}
+
+impl Landing {
+    /// Whether it must not be kept for the next frame.
+    pub fn once(&self) -> bool {
+        matches!(self, Landing::Sink { .. })
+    }
+
+    pub fn is_in(&self, memory: &Arc<Memory>) -> bool {
+        match self {
+            Landing::Region { memory: mine, .. } => Arc::ptr_eq(mine, memory),
+            Landing::Sink { sink, .. } => {
+                sink.op.memory.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, memory))
+            }
+        }
+    }
+
+    /// The memory that is filled.
+    pub fn memory(&self) -> Option<&Arc<Memory>> {
+        match self {
+            Landing::Region { memory, .. } => Some(memory),
+            Landing::Sink { sink, .. } => sink.op.memory.as_ref(),
+        }
+    }
+
+    pub fn is_sink(&self, op: &Arc<Op>) -> bool {
+        matches!(self, Landing::Sink { sink, .. } if Arc::ptr_eq(&sink.op, op))
+    }
+
+    pub(super) fn sink(sink: Arc<Sink>, peer: Arc<PeerState>) -> Landing {
+        sink.op.hold();
+        Landing::Sink { sink, peer }
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        // An operation whose memory is being filled cannot end before this.
+        if let Landing::Sink { sink, peer } = self {
+            peer.let_go(&sink.op);
+        }
+    }
+}
+
+/// What is known of a peer from its control session.
+pub(crate) struct PeerInfo {
+    pub session: u64,
+    pub identity: Identity,
+    pub name: String,
+    pub channels: usize,
+    pub chunk_bytes: usize,
+    pub window: usize,
+    pub crc: bool,
+    pub same_host: bool,
+    /// Whether payload goes over lanes beside the channels' connections.
+    pub lanes: bool,
+}
+
+/// The shared state of a connected peer.
+pub(crate) struct PeerState {
+    pub(super) engine: Arc<Engine>,
+    pub session: u64,
+    pub identity: Identity,
+    pub(super) name: String,
+    pub queue: SendQueue,
+    pub inbound: Inbound,
+    pub window_frames: usize,
+    pub same_host: bool,
+    pub(super) counters: Vec<Arc<ChannelCounters>>,
+    pub(super) home: AtomicUsize,
+    pub(super) in_flight: AtomicU64,
+    /// Reads of the peer that are being answered.
+    pub(super) serving: AtomicU64,
+    pub(super) in_flight_bytes: AtomicU64,
+    pub(super) failure: OnceLock<Error>,
+    pub resent: AtomicU64,
+    pub lost: Mutex<Vec<String>>,
+    pub setup: Mutex<Duration>,
+    /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
+    pub abandoned: AtomicBool,
+    /// It was closed here before all was finished.
+    pub unfinished: AtomicBool,
+    /// A call of a plugin holds some of its operations' memory and does not return.
+    pub stuck: AtomicBool,
+}
+
+impl PeerState {
+    pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
+        let queue = SendQueue::new(info.chunk_bytes, info.crc);
+        PeerState {
+            engine,
+            session: info.session,
+            identity: info.identity,
+            name: info.name,
+            queue: if info.lanes { queue.with_lanes() } else { queue },
+            inbound: Inbound::default(),
+            window_frames: info.window,
+            same_host: info.same_host,
+            counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
+            home: AtomicUsize::new(0),
+            in_flight: AtomicU64::new(0),
+            serving: AtomicU64::new(0),
+            in_flight_bytes: AtomicU64::new(0),
+            failure: OnceLock::new(),
+            resent: AtomicU64::new(0),
+            lost: Mutex::new(Vec::new()),
+            setup: Mutex::new(Duration::ZERO),
+            abandoned: AtomicBool::new(false),
+            unfinished: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
+        }
+    }
+
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn now(&self) -> Duration {
+        self.engine.transport.now()
+    }
+
+    pub fn counters(&self, index: u16) -> Arc<ChannelCounters> {
+        self.counters[usize::from(index)].clone()
+    }
+
+    /// The worker whose channels small operations prefer.
+    pub fn home(&self) -> &Arc<Worker> {
+        &self.engine.workers[self.home.load(Ordering::Relaxed) % self.engine.workers.len()]
+    }
+
+    /// Finds the home again after channels came or went: the worker of the first live channel.
+    pub fn choose_home(&self) {
+        let first = self.counters.iter().position(|channel| channel.alive.load(Ordering::Relaxed));
+        self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
+    }
+
+    /// The worker that a channel belongs to, the same on both sides where they have as many.
+    pub fn engine_worker(&self, index: u16) -> usize {
+        usize::from(index) % self.engine.workers.len()
+    }
+
+    /// Whether anything posted has not ended, receives apart: those may wait for ever.
+    pub fn in_flight(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) > 0
+    }
+
+    /// Likewise, beside the operation just posted.
+    pub fn in_flight_beside_one(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) > 1
+    }
+
+    /// Whether so much is under way that the threads should do it, and waiting callers sleep.
+    pub fn in_bulk(&self) -> bool {
+        self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
+    }
+
+    /// Whether a channel belongs to the home.
+    pub fn is_home(&self, index: u16) -> bool {
+        self.engine_worker(index) == self.home.load(Ordering::Relaxed)
+    }
+
+    /// An operation of ours begins.
+    pub(super) fn begin(&self, op: &Op) {
+        self.in_flight_bytes.fetch_add(op.total, Ordering::Relaxed);
+        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+    }
+
+    /// It has ended, or could not begin.
+    pub(super) fn end(&self, op: &Op) {
+        self.in_flight_bytes.fetch_sub(op.total, Ordering::Relaxed);
+        self.in_flight.fetch_sub(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+    }
+
+    /// Channels that it was set up with.
+    pub fn channels(&self) -> usize {
+        self.counters.len()
+    }
+
+    pub fn live_channels(&self) -> usize {
+        self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
+    }
+
+    /// The smallest backlog of a live channel.
+    pub fn least_backlog(&self) -> u64 {
+        self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
+    }
+
+    /// The backlog of all channels that share a thread with this one, its own included.
+    pub fn thread_backlog(&self, index: u16) -> u64 {
+        let worker = self.engine_worker(index);
+        let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
+        shared.map(|(_, channel)| channel.in_flight()).sum()
+    }
+
+    /// A channel was lost, in words; the oldest are forgotten.
+    pub fn note_lost(&self, line: String) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if lost.len() >= limits::LOST_LINES_MAX {
+            lost.remove(0);
+        }
+        lost.push(line);
+    }
+
+    /// State in a line, for error messages.
+    pub fn describe(&self) -> String {
+        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
+        format!("{} of {} channels up{last}", self.live_channels(), self.counters.len())
+    }
+
+    pub fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
+    }
+
+    /// For tests only: it closes without asking.
+    pub fn skips_drain(&self) -> bool {
+        self.engine.plugin.as_ref().is_some_and(|host| host.config.skip_drain)
+    }
+
+    /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
+    pub fn lost_to_a_call(&self) -> Option<Error> {
+        self.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
+    }
+
+    // ---- operations ----
+
+    /// An operation's token comes back; if it was the last, the operation has ended.
+    pub fn let_go(&self, op: &Arc<Op>) {
+        if op.let_go() {
+            self.ended(op);
+        }
+    }
+
+    /// A part of an operation will not be moved.
+    pub fn cut_short(&self, op: &Arc<Op>) {
+        op.cut_short();
+        self.let_go(op);
+    }
+
+    pub(super) fn ended(&self, op: &Arc<Op>) {
+        self.end(op);
+        if op.failed() {
+            self.tell_failure(op);
+        }
+        self.queue.ended(op);
+        // A notification may have waited for this one.
+        self.rouse_home();
+    }
+
+    /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
+    fn tell_failure(&self, op: &Op) {
+        let mut header = Header::new(Kind::Refuse);
+        header.key = Refusal::Other as u64;
+        match op.verb {
+            Verb::Send => header.transfer = op.sink.load(Ordering::Relaxed),
+            Verb::Serve => header.transfer = op.key,
+            Verb::Write if !op.message.is_empty() => {
+                header = Header::new(Kind::Notify);
+                header.transfer = op.id;
+                header.total = WITHDRAWN;
+            }
+            _ => {}
+        }
+        // Ids start at 1: a send that never met its receive has no sink.
+        if header.transfer != 0 {
+            self.queue.push_own(header);
+        }
+    }
+
+    pub(super) fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
+        self.begin(&op);
+        if !self.queue.post(op.clone()) {
+            self.end(&op);
+            return Err(self.gone());
+        }
+        progress::kick(self, op.total);
+        Ok(Transfer { op, peer: self.clone() })
+    }
+
+    pub(super) fn gone(&self) -> Error {
+        self.failure().unwrap_or(Error::Closed)
+    }
+
+    /// The peer placed (or refused, and that was noted) this frame.
+    pub fn delivered(&self, entry: Entry, refusal: Option<Refusal>) {
+        let Some(op) = &entry.op else { return };
+        if let Some(refusal) = refusal {
+            self.refused(op, refusal);
+        }
+        match entry.header.kind {
+            Kind::Read if op.failing() => {
+                self.end_sink(op);
+            }
+            Kind::Read => {}
+            _ => op.count(u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
+        }
+        self.let_go(op);
+    }
+
+    pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
+        op.fail(Error::AccessRefused { peer: self.name.clone(), why: refusal.text().into() });
+    }
+
+    pub(super) fn end_sink(&self, op: &Arc<Op>) {
+        if self.inbound.close_sink(op.id).is_some() {
+            self.cut_short(op);
+        }
+    }
+
+    pub fn cancel(self: &Arc<Self>, op: &Arc<Op>) {
+        if op.ended() {
+            return;
+        }
+        op.cancel();
+        match op.verb {
+            Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
+            Verb::Recv | Verb::Read => {
+                self.end_sink(op);
+                let op = op.clone();
+                let what = || format!("the memory of a cancelled operation with {}", self.name);
+                // The operation ends when the thread comes back; its memory is not free before.
+                if let Err(error) = progress::abandon(&self.engine, what, move |landing| landing.is_sink(&op))
+                {
+                    tracing::error!("{error}");
+                }
+            }
+            _ => {
+                if self.queue.withdraw(op.id).is_some() || self.queue.take_out(op) {
+                    self.cut_short(op);
+                }
+                progress::kick(self, 0);
+            }
+        }
+    }
+
+    /// The peer is gone, or about to be: nothing more is accepted for it.
+    pub fn doom(&self, error: Error) {
+        let _ = self.failure.set(error);
+    }
+
+    /// Ends all that waits for a doomed peer. Called once its channels are closed, so that nothing is
+    /// placed any more.
+    pub fn fail(&self) {
+        let error = self.gone();
+        for op in self.queue.close() {
+            op.fail(error.clone());
+            self.let_go(&op);
+        }
+        for op in self.inbound.close(&error) {
+            self.let_go(&op);
+        }
+    }
+
+    /// Frames that cannot be sent any more.
+    pub fn drop_entries(&self, entries: Vec<Entry>) {
+        let error = self.gone();
+        for op in entries.into_iter().filter_map(|entry| entry.op) {
+            op.fail(error.clone());
+            if matches!(op.verb, Verb::Read) {
+                self.end_sink(&op);
+            }
+            self.let_go(&op);
+        }
+    }
+}
+
+/// Bytes under way from which on threads, and not waiting callers, move them.
+const BULK_BYTES: u64 = 512 << 10;
