@@ -71,7 +71,7 @@ unsafe impl Send for Workspace {}
 /// A channel, owned by one worker.
 pub(crate) struct Channel {
     conn: Box<dyn Conn>,
-    /// Both ends are on this host.
+    /// Both ends are on this host, and by their addresses too: a forwarded port leads elsewhere.
     within_host: bool,
     pub peer: Arc<PeerState>,
     pub index: u16,
@@ -106,7 +106,7 @@ impl Channel {
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
-            within_host: conn.within_host(),
+            within_host: conn.within_host() && peer.same_host,
             conn,
             peer,
             index,

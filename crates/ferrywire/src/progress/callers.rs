@@ -161,7 +161,8 @@ impl Wait<'_> {
     /// operations are in flight the next one is done soon, and to be woken for each costs the threads more.
     fn spin(&mut self) -> bool {
         let start = Instant::now();
-        while start.elapsed() < BULK_SPIN {
+        let limit = self.rest(start).min(BULK_SPIN);
+        while start.elapsed() < limit {
             thread::yield_now();
             if (self.done)() {
                 return true;
@@ -186,6 +187,7 @@ pub(crate) fn wait(
     let until = now.checked_add(limit).unwrap_or_else(|| now + Duration::from_secs(86400 * 365));
     let mut wait = Wait { until, register: &mut register, done: &mut done };
     let mut stand_back = false;
+    let mut lively = true;
     loop {
         if (wait.done)() {
             return true;
@@ -198,7 +200,7 @@ pub(crate) fn wait(
         if wait.rest(Instant::now()).is_zero() {
             return (wait.done)();
         }
-        if peer.in_bulk() && wait.spin() {
+        if lively && peer.in_bulk() && wait.spin() {
             return true;
         }
         (wait.register)(WakeHandle::Thread(thread::current()));
@@ -209,7 +211,9 @@ pub(crate) fn wait(
         if !(wait.done)() {
             let slept = Instant::now();
             thread::park_timeout(wait.rest(slept).min(PARK));
-            stand_back = slept.elapsed() < PARK;
+            // Slept out, nothing moves: a receive that nobody matches is in bulk for ever.
+            lively = slept.elapsed() < PARK;
+            stand_back = lively;
         }
         worker.left_behind.fetch_sub(1, Ordering::SeqCst);
     }

@@ -16,6 +16,8 @@ use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
 /// Every so many turns, the channel that received last is not asked first.
 const HOT_TURNS: u32 = 8;
+/// Turns in which every acknowledgement that is due goes out, however much else there is to do.
+const ACK_TURNS: u32 = 64;
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
@@ -40,7 +42,7 @@ impl Crank {
             return Turn::Done;
         }
         // While more comes in, acknowledgements that are not urgent wait for company.
-        let quiet = !worked;
+        let quiet = !worked || self.turns.is_multiple_of(ACK_TURNS);
         worked |= self.send(worker, engine, quiet);
         if done() {
             return Turn::Done;

@@ -49,6 +49,14 @@ pub(crate) enum WakeHandle {
 }
 
 impl WakeHandle {
+    fn is(&self, other: &WakeHandle) -> bool {
+        match (self, other) {
+            (WakeHandle::Thread(one), WakeHandle::Thread(two)) => one.id() == two.id(),
+            (WakeHandle::Owner(one), WakeHandle::Owner(two)) => Arc::ptr_eq(one, two),
+            _ => false,
+        }
+    }
+
     pub fn wake(&self) {
         match self {
             WakeHandle::Thread(thread) => thread.unpark(),
@@ -65,9 +73,13 @@ pub(crate) struct WaitList {
 }
 
 impl WaitList {
-    /// Adds somebody; check the condition again afterwards.
+    /// Adds somebody; check the condition again afterwards. Who is there already is there once.
     pub fn add(&self, handle: WakeHandle) {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        if !list.iter().any(|other| other.is(&handle)) {
+            list.push(handle);
+        }
+        drop(list);
         self.any.store(true, Ordering::SeqCst);
     }
 
