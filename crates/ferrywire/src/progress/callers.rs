@@ -136,7 +136,9 @@ impl Drop for Claim<'_> {
         worker.driven_by_caller.store(false, Ordering::SeqCst);
         self.crank = None;
         let state = worker.state.load(Ordering::SeqCst);
-        if state == IN_POLL && (left || !worker.commands.is_empty()) {
+        // What was polled here may have been the thread's wake, and the thread sleeps on.
+        let stop = worker.stop.load(Ordering::SeqCst);
+        if state == IN_POLL && (stop || left || !worker.commands.is_empty()) {
             worker.waker.wake();
         }
         let long_park = worker.long_park.load(Ordering::SeqCst);

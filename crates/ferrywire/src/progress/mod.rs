@@ -312,7 +312,9 @@ impl Worker {
                 continue;
             }
             self.state.store(IN_POLL, Ordering::SeqCst);
-            if crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
+            // The last turn may have swallowed the wake of whoever wants it to stop.
+            let stop = self.stop.load(Ordering::SeqCst);
+            if stop || crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
                 self.state.store(RUNNING, Ordering::SeqCst);
                 continue;
             }

@@ -112,3 +112,23 @@ fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
     }
     wait(LIMIT / WAITS)
 }
+
+/// Each thread is told to stop at another moment of its idling, and has to hear it in every one.
+#[test]
+fn endpoints_close_at_whatever_moment() {
+    for round in 0..1000 {
+        let accepting = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
+        let accepting = accepting.channels(1).build().unwrap();
+        let connecting = Endpoint::builder().channels(1).build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+        let far = accepting.accept(LIMIT).unwrap();
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_micros(round % 200) {
+            std::hint::spin_loop();
+        }
+        near.close(LIMIT).unwrap();
+        connecting.close(LIMIT).unwrap();
+        accepting.close(LIMIT).unwrap();
+        drop(far);
+    }
+}
