@@ -8,6 +8,7 @@ use crate::control::{self, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::memory::cuda::CudaGpu;
 use crate::memory::host::HostBuffer;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Identity, Place, Region, RegionHome};
@@ -337,15 +338,24 @@ impl Endpoint {
     /// # Errors
     /// [`Error::SimGpu`].
     pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
-        let buffer = SimGpu::open(index)?.alloc(bytes, SIM_ALIGN_BYTES)?;
+        let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::sim(&self.inner.home, buffer))
     }
 
-    /// Registers memory that the caller keeps: of the host, or of a simulated GPU, whose addresses are
-    /// recognised.
+    /// Allocates and registers `bytes` zeroed bytes on a CUDA GPU, which is opened if it is not.
     ///
     /// # Errors
-    /// [`Error::SimGpu`] when the range begins in memory of a simulated GPU and leaves its allocation.
+    /// [`Error::Cuda`].
+    pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
+        let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
+        Ok(Region::cuda(&self.inner.home, buffer))
+    }
+
+    /// Registers memory that the caller keeps: of the host, or of a GPU (CUDA or simulated), whose addresses
+    /// are recognised. Memory of CUDA GPUs may come from any library, and be a part of a larger allocation.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] or [`Error::SimGpu`] when the range begins in memory of a GPU and leaves it.
     ///
     /// # Safety
     /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the
@@ -357,7 +367,7 @@ impl Endpoint {
         }
         let place = Place::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the place is what the address says.
-        Ok(unsafe { Region::user(&self.inner.home, base, bytes as u64, place) })
+        unsafe { Region::user(&self.inner.home, base, bytes as u64, place) }
     }
 
     /// Turns everything once that no thread turns; true if anything happened. Only needed in an
@@ -520,7 +530,7 @@ pub(crate) fn advertised(
 }
 
 /// Alignment of memory that we allocate on a GPU: the page in which drivers hand it to NICs.
-const SIM_ALIGN_BYTES: usize = 64 << 10;
+const GPU_ALIGN_BYTES: usize = 64 << 10;
 
 const METADATA_VERSION: u8 = 1;
 

@@ -5,6 +5,7 @@
 //! transfer it ends.
 
 use crate::memory::Place;
+use crate::memory::cuda::CudaError;
 use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
@@ -69,6 +70,9 @@ pub enum Error {
     /// A simulated GPU of this process.
     #[error("{0}")]
     SimGpu(#[from] SimGpuError),
+    /// A GPU of this host, or its driver.
+    #[error("{0}")]
+    Cuda(#[from] CudaError),
     /// A plugin could not be loaded.
     #[error("{0}")]
     PluginLoad(Box<LoadError>),
@@ -195,7 +199,7 @@ impl Error {
         match self {
             Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
             Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
-            Error::SimGpu(_) => Fault::Gpu,
+            Error::SimGpu(_) | Error::Cuda(_) => Fault::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
             Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,

@@ -74,6 +74,10 @@ pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
 pub const SIM_GPUS_MAX: usize = 16;
 /// Address ranges of freed simulated GPU memory that stay reserved, so that a late touch faults.
 pub const SIM_FREED_RANGES_KEPT: usize = 128;
+/// CUDA GPUs of one process.
+pub const CUDA_GPUS_MAX: usize = 64;
+/// Oldest CUDA driver that will do, as drivers count: 12000 is CUDA 12.0.
+pub const CUDA_DRIVER_VERSION_MIN: u32 = 12_000;
 /// Launches of a connection's gathers that its GPU has at once; what arrives meanwhile goes into the next one.
 pub const GATHER_LAUNCHES_MAX: usize = 2;
 /// Copies of one launch, where scattered receives are gathered without a kernel.

@@ -6,9 +6,10 @@
 //!
 //! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
 //! `Memory` it points into is kept alive by whoever holds the pointer.
-//! Read next: `host.rs` (the allocation), `channel/` (who fills it), [`sim`] (a GPU to try things with),
-//! [`unpack`] (receives that arrive in fragments).
+//! Read next: `host.rs` (the allocation), `channel/` (who fills it), [`cuda`] (real GPUs), [`sim`] (a GPU to
+//! try things with), [`unpack`] (receives that arrive in fragments).
 
+pub mod cuda;
 pub(crate) mod host;
 mod place;
 pub mod sim;
@@ -20,6 +21,7 @@ pub use place::Place;
 
 use crate::error::{Error, Result};
 use crate::wire::Refusal;
+use cuda::{CudaBuffer, CudaError, CudaGpu};
 use host::HostBuffer;
 use sim::{SimBuffer, SimGpu, SimGpuError};
 use std::collections::HashMap;
@@ -54,8 +56,13 @@ enum Keeper {
     Sim {
         _buffer: SimBuffer,
     },
-    /// The user, who promised so when registering.
-    User,
+    Cuda {
+        _buffer: CudaBuffer,
+    },
+    /// The user, who promised so when registering; of GPU memory, with the GPU.
+    User {
+        _gpu: Option<Arc<CudaGpu>>,
+    },
 }
 
 /// A span of registered memory, shared by handles and by transfers under way.
@@ -103,6 +110,7 @@ impl Memory {
                 std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
             },
             Place::SimGpu(index) => sim_gpu(index)?.write_from_slice(to as u64, from)?,
+            Place::Cuda(index) => cuda_gpu(index)?.write_from_slice(to as u64, from)?,
         }
         Ok(())
     }
@@ -164,7 +172,7 @@ impl Memory {
 
     /// Whether the user owns the bytes, so that they may vanish after deregistration.
     pub fn user_owned(&self) -> bool {
-        matches!(self.keeper, Keeper::User)
+        matches!(self.keeper, Keeper::User { .. })
     }
 }
 
@@ -275,11 +283,27 @@ impl Region {
         Region::new(home, base, len, place, Keeper::Sim { _buffer: buffer })
     }
 
+    pub(crate) fn cuda(home: &Arc<dyn RegionHome>, buffer: CudaBuffer) -> Region {
+        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::Cuda(buffer.gpu().index()));
+        Region::new(home, base, len, place, Keeper::Cuda { _buffer: buffer })
+    }
+
+    /// Opens the GPU that the memory is of, and keeps it.
+    ///
     /// # Safety
     /// `len` bytes at `base` must live in `place` and stay readable and writable there until the region is
     /// deregistered.
-    pub(crate) unsafe fn user(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place) -> Region {
-        Region::new(home, base, len, place, Keeper::User)
+    pub(crate) unsafe fn user(
+        home: &Arc<dyn RegionHome>,
+        base: *mut u8,
+        len: u64,
+        place: Place,
+    ) -> Result<Region> {
+        let gpu = match place {
+            Place::Cuda(index) => Some(CudaGpu::open(index)?),
+            _ => None,
+        };
+        Ok(Region::new(home, base, len, place, Keeper::User { _gpu: gpu }))
     }
 
     fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Region {
@@ -342,6 +366,7 @@ impl Region {
                 std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
             },
             Place::SimGpu(index) => sim_gpu(index)?.read_into_slice(from as u64, into)?,
+            Place::Cuda(index) => cuda_gpu(index)?.read_into_slice(from as u64, into)?,
         }
         Ok(())
     }
@@ -371,6 +396,10 @@ impl Region {
 
 fn sim_gpu(index: u32) -> Result<Arc<SimGpu>> {
     Ok(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?)
+}
+
+fn cuda_gpu(index: u32) -> Result<Arc<CudaGpu>> {
+    Ok(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?)
 }
 
 /// Checks that a range lies inside a region of `region_bytes`.

@@ -6,6 +6,7 @@
 
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::memory::cuda::pointer;
 use crate::memory::sim::{SimGpu, SimGpuError};
 use crate::transport::Transport;
 use std::fmt;
@@ -18,6 +19,8 @@ pub enum Place {
     Host,
     /// Memory of the simulated GPU with this number.
     SimGpu(u32),
+    /// Memory of the CUDA GPU with this number in its process.
+    Cuda(u32),
 }
 
 impl fmt::Display for Place {
@@ -25,20 +28,23 @@ impl fmt::Display for Place {
         match self {
             Place::Host => f.write_str("host memory"),
             Place::SimGpu(index) => write!(f, "memory of simulated GPU {index}"),
+            Place::Cuda(index) => write!(f, "memory of CUDA GPU {index}"),
         }
     }
 }
 
 const HOST: u8 = 0;
 const SIM_GPU: u8 = 1;
+const CUDA: u8 = 2;
 const _: () = assert!(limits::SIM_GPUS_MAX <= u16::MAX as usize);
+const _: () = assert!(limits::CUDA_GPUS_MAX <= u16::MAX as usize);
 
 impl Place {
     /// Where `bytes` bytes at an address of this process live.
     pub(crate) fn of(base: *mut u8, bytes: u64) -> Result<Place> {
         let address = base as u64;
         let Some((index, first, len)) = SimGpu::of(address) else {
-            return Ok(Place::Host);
+            return Ok(pointer::gpu_of_range(address, bytes)?.map_or(Place::Host, Place::Cuda));
         };
         if address - first > len || bytes > len - (address - first) {
             return Err(SimGpuError::OutOfRange { address, bytes, base: first, len }.into());
@@ -59,6 +65,7 @@ impl Place {
         match self {
             Place::Host => (HOST, 0),
             Place::SimGpu(index) => (SIM_GPU, index as u16),
+            Place::Cuda(index) => (CUDA, index as u16),
         }
     }
 
@@ -67,6 +74,7 @@ impl Place {
         match (kind, index) {
             (HOST, 0) => Some(Place::Host),
             (SIM_GPU, _) if usize::from(index) < limits::SIM_GPUS_MAX => Some(Place::SimGpu(index.into())),
+            (CUDA, _) if usize::from(index) < limits::CUDA_GPUS_MAX => Some(Place::Cuda(index.into())),
             _ => None,
         }
     }

@@ -96,7 +96,7 @@ fn descriptors_of_other_versions_and_places_are_refused() {
     assert!(told(&first_version).contains("another version"), "{}", told(&first_version));
     assert!(told(&good[..35]).contains("35 bytes long"));
     assert!(told(&[]).contains("0 bytes long"));
-    for (kind, index) in [(0, 1), (1, 16), (1, u16::MAX), (2, 0), (255, 0)] {
+    for (kind, index) in [(0, 1), (1, 16), (1, u16::MAX), (2, 64), (3, 0), (255, 0)] {
         let mut bytes = good.clone();
         bytes[33] = kind;
         bytes[34..].copy_from_slice(&index.to_le_bytes());

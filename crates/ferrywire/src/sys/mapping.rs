@@ -80,6 +80,28 @@ impl AddressRange {
         self.base
     }
 
+    /// How many bytes it has, in whole pages.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes; none is so.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Gives the addresses zeroed memory of their own, which a child of this process does not get: pages that a
+    /// device was told of then stay this process's.
+    pub fn back(&mut self) -> io::Result<()> {
+        let flags = libc::MAP_ANONYMOUS | libc::MAP_PRIVATE | libc::MAP_FIXED;
+        map(self.base, self.len, Access::ReadWrite, flags, -1)?;
+        // SAFETY: this advice changes no byte, and the addresses are the range's own.
+        checked(unsafe {
+            libc::madvise(self.base as *mut libc::c_void, self.len, libc::MADV_DONTFORK) as isize
+        })
+        .map(drop)
+    }
+
     /// Shows `file` from its start at these addresses.
     pub fn show(&mut self, file: &OwnedFd, access: Access) -> io::Result<()> {
         map(self.base, self.len, access, libc::MAP_SHARED | libc::MAP_FIXED, file.as_raw_fd()).map(drop)

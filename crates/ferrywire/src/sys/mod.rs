@@ -10,6 +10,7 @@ pub mod affinity;
 pub mod cmsg;
 pub mod mapping;
 pub mod nics;
+pub mod numa;
 pub mod poll;
 pub mod signal;
 pub mod socket;

@@ -186,6 +186,7 @@ impl Lane for PluginLane {
                 Poll::Ready(Ok(()))
             }
             Place::SimGpu(index) => self.copy_on_gpu(way, index, slot, ranges),
+            place => Poll::Ready(Err(format!("{place} cannot be packed for a plugin"))),
         }
     }
 
@@ -197,6 +198,7 @@ impl Lane for PluginLane {
                 Some(gpu) => Memory::private_sim(&gpu, bytes),
                 None => return Err(format!("simulated GPU {index} is not open any more")),
             },
+            place => return Err(format!("no slots in {place}")),
         };
         made.map_err(|error| format!("memory for slots: {error}"))
     }

@@ -1,0 +1,95 @@
+//! Memory of a GPU that we allocate ourselves.
+
+use super::error::{CudaError, OUT_OF_MEMORY, Result, call};
+use super::gpu::CudaGpu;
+use std::sync::Arc;
+
+/// What the driver aligns every allocation to.
+const DRIVER_ALIGN_BYTES: usize = 256;
+const PAGE_BYTES: usize = 4096;
+
+/// Memory of a GPU; freed when dropped, which waits for the GPU's work.
+///
+/// The CPU may not touch it.
+pub struct CudaBuffer {
+    gpu: Arc<CudaGpu>,
+    /// What the driver gave.
+    raw: u64,
+    /// The first address in it that is aligned as asked for.
+    address: u64,
+    len: usize,
+}
+
+impl CudaBuffer {
+    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize) -> Result<CudaBuffer> {
+        if !align.is_power_of_two() {
+            return Err(CudaError::Alignment { align });
+        }
+        let align = align.max(PAGE_BYTES);
+        let padded = len.max(1).saturating_add(align - DRIVER_ALIGN_BYTES);
+        let _current = gpu.make_current()?;
+        let mut raw = 0;
+        // SAFETY: room for an address.
+        unsafe { call!(gpu.about().bytes(padded), cuMemAlloc_v2(&mut raw, padded)) }
+            .map_err(|error| with_what_is_free(gpu, error))?;
+        let buffer = CudaBuffer { gpu: gpu.clone(), raw, address: raw.next_multiple_of(align as u64), len };
+        // SAFETY: fresh memory of this length.
+        unsafe { gpu.fill(buffer.address, 0, len) }?;
+        Ok(buffer)
+    }
+
+    /// The device address of the first byte.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The same as a pointer, which must not be dereferenced.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.address as *mut u8
+    }
+
+    /// Size in bytes, as asked for.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The GPU it belongs to.
+    pub fn gpu(&self) -> &Arc<CudaGpu> {
+        &self.gpu
+    }
+}
+
+fn with_what_is_free(gpu: &CudaGpu, error: CudaError) -> CudaError {
+    match error {
+        CudaError::Call { failure } if failure.code == OUT_OF_MEMORY => CudaError::OutOfMemory {
+            failure,
+            free_bytes: gpu.free_bytes().unwrap_or(0),
+            total_bytes: gpu.total_bytes(),
+        },
+        other => other,
+    }
+}
+
+impl Drop for CudaBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `new`, freed once, with its context current.
+        let freed = self
+            .gpu
+            .make_current()
+            .and_then(|_current| unsafe { call!(self.gpu.about().bytes(self.len), cuMemFree_v2(self.raw)) });
+        if let Err(error) = freed {
+            tracing::warn!(%error, "memory of a GPU could not be freed");
+        }
+    }
+}
+
+impl std::fmt::Debug for CudaBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaBuffer({} bytes at {:#x} of GPU {})", self.len, self.address, self.gpu.index())
+    }
+}

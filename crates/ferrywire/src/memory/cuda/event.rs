@@ -1,0 +1,124 @@
+//! Marks in a stream: whether everything before them is done.
+
+use super::RawStream;
+use super::error::{CudaError, NOT_READY, Result, call};
+use super::gpu::CudaGpu;
+use cudarc::driver::sys;
+use std::ptr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// A mark that can be put into streams again and again; it stands for the last place where it was put. It
+/// takes no times, which makes it cheap.
+pub struct CudaEvent {
+    gpu: Arc<CudaGpu>,
+    pub(super) raw: sys::CUevent,
+}
+
+// SAFETY: an event of the driver may be used on any thread.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as above.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    /// One that was not recorded yet, and counts as done.
+    pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaEvent> {
+        let _current = gpu.make_current()?;
+        let mut raw = ptr::null_mut();
+        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: room for a pointer.
+        unsafe { call!(gpu.about(), cuEventCreate(&mut raw, flags)) }?;
+        Ok(CudaEvent { gpu: gpu.clone(), raw })
+    }
+
+    /// Whether everything before it is done. Does not block.
+    ///
+    /// # Errors
+    /// The driver's, when something before it failed: then the whole context is lost.
+    pub fn query(&self) -> Result<bool> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: an event that lives.
+        done(unsafe { call!(self.gpu.about(), cuEventQuery(self.raw)) })
+    }
+
+    /// Waits until everything before it is done.
+    ///
+    /// # Errors
+    /// As for [`CudaEvent::query`]; [`CudaError::Deadline`].
+    pub fn wait(&self, deadline: Duration) -> Result<()> {
+        wait_until(&self.gpu, "an event", deadline, || self.query())
+    }
+
+    /// Puts it into somebody else's stream: what is enqueued there before this call comes before it.
+    ///
+    /// # Safety
+    /// A live stream of this GPU's primary context, or null for the default one.
+    pub unsafe fn record_raw(&self, stream: RawStream) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { call!(self.gpu.about(), cuEventRecord(self.raw, stream)) }
+    }
+
+    /// What is enqueued in somebody else's stream from here on waits for it.
+    ///
+    /// # Safety
+    /// As for [`CudaEvent::record_raw`].
+    pub unsafe fn awaited_by_raw(&self, stream: RawStream) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { call!(self.gpu.about(), cuStreamWaitEvent(stream, self.raw, 0)) }
+    }
+
+    /// The GPU it was made for.
+    pub fn gpu(&self) -> &Arc<CudaGpu> {
+        &self.gpu
+    }
+}
+
+/// What a query's answer says.
+pub(super) fn done(answer: Result<()>) -> Result<bool> {
+    match answer {
+        Ok(()) => Ok(true),
+        Err(error) if error.code() == Some(NOT_READY) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Asks until the answer is yes: at once at first, then more rarely.
+pub(super) fn wait_until(
+    gpu: &CudaGpu,
+    what: &'static str,
+    deadline: Duration,
+    mut is_done: impl FnMut() -> Result<bool>,
+) -> Result<()> {
+    const YIELDS: u32 = 1000;
+    const PAUSE: Duration = Duration::from_micros(100);
+    let (start, mut asked) = (Instant::now(), 0);
+    while !is_done()? {
+        let waited = start.elapsed();
+        if waited >= deadline {
+            return Err(CudaError::Deadline { gpu: gpu.index(), what, waited: deadline });
+        }
+        match asked < YIELDS {
+            true => std::thread::yield_now(),
+            false => std::thread::sleep(PAUSE),
+        }
+        asked += 1;
+    }
+    Ok(())
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.gpu.make_current() {
+            // SAFETY: made by `new`, destroyed once; the driver keeps it for work that still needs it.
+            let _ = unsafe { call!(self.gpu.about(), cuEventDestroy_v2(self.raw)) };
+        }
+    }
+}
+
+impl std::fmt::Debug for CudaEvent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaEvent({:?} of GPU {})", self.raw, self.gpu.index())
+    }
+}

@@ -1,0 +1,330 @@
+//! A GPU of this process: its primary context, what it is, and the blocking ways to its memory.
+//!
+//! Invariant: the context is retained as long as anybody holds the [`CudaGpu`], one of its streams, events or
+//! pieces of memory, and released exactly once.
+//! Read next: `allocation.rs`, `stream.rs`.
+
+use super::driver::driver;
+use super::error::{About, CudaError, Result, call};
+use super::{CudaBuffer, CudaStream, PinnedBuffer};
+use crate::limits::CUDA_GPUS_MAX;
+use crate::sys::numa;
+use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
+use std::ffi::CStr;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+/// The GPUs of this process, by number.
+static GPUS: Mutex<[Weak<CudaGpu>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
+
+/// A GPU that is in use. Everything that belongs to it keeps it open.
+pub struct CudaGpu {
+    index: u32,
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    about: Properties,
+    /// The stream of blocking copies, once there was one.
+    blocking: Mutex<Option<Blocking>>,
+}
+
+/// What is worth knowing about a GPU.
+#[derive(Clone, Debug)]
+struct Properties {
+    name: String,
+    uuid: String,
+    pci: String,
+    numa_node: Option<u32>,
+    total_bytes: u64,
+    multiprocessors: u32,
+}
+
+/// A raw stream, guarded by its mutex.
+struct Blocking(sys::CUstream);
+
+// SAFETY: contexts and streams of the driver may be used on any thread; all else is plain data.
+unsafe impl Send for CudaGpu {}
+// SAFETY: as above, and the blocking stream is behind a mutex.
+unsafe impl Sync for CudaGpu {}
+
+impl CudaGpu {
+    /// GPU `index` of this process, in the order in which the driver shows them: the same one for everybody
+    /// while it lives. Loads the driver if nobody has, and retains the GPU's primary context.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDriver`], [`CudaError::OldDriver`], [`CudaError::NoDevice`], [`CudaError::NoSuchGpu`],
+    /// and whatever the driver says when it makes the context.
+    pub fn open(index: u32) -> Result<Arc<CudaGpu>> {
+        let driver = driver()?;
+        let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        let no_such = CudaError::NoSuchGpu { index, count: driver.devices };
+        let slot = gpus.get_mut(index as usize).filter(|_| index < driver.devices).ok_or(no_such)?;
+        if let Some(gpu) = slot.upgrade() {
+            return Ok(gpu);
+        }
+        let gpu = Arc::new(CudaGpu::retain(index)?);
+        *slot = Arc::downgrade(&gpu);
+        Ok(gpu)
+    }
+
+    fn retain(index: u32) -> Result<CudaGpu> {
+        let about = About::gpu(index);
+        let (mut device, mut context) = (0, ptr::null_mut());
+        // SAFETY: the driver is initialised; room for what it gives.
+        unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
+        let properties = Properties::of(device, about)?;
+        // SAFETY: as above; the context is released when the `CudaGpu` is dropped.
+        unsafe { call!(about, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
+        Ok(CudaGpu { index, device, context, about: properties, blocking: Mutex::new(None) })
+    }
+
+    /// GPU `index`, if somebody has opened it and still holds it.
+    pub fn opened(index: u32) -> Option<Arc<CudaGpu>> {
+        let gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        gpus.get(index as usize)?.upgrade()
+    }
+
+    /// How many GPUs this process sees. Loads the driver.
+    pub fn count() -> Result<u32> {
+        driver().map(|driver| driver.devices)
+    }
+
+    /// Its number.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// The maker's name for it.
+    pub fn name(&self) -> &str {
+        &self.about.name
+    }
+
+    /// Its own name among all GPUs: `GPU-` and 36 characters.
+    pub fn uuid(&self) -> &str {
+        &self.about.uuid
+    }
+
+    /// Its PCI address, as sysfs writes it: `0000:1b:00.0`.
+    pub fn pci_address(&self) -> &str {
+        &self.about.pci
+    }
+
+    /// The NUMA node it is attached to, where the kernel knows.
+    pub fn numa_node(&self) -> Option<u32> {
+        self.about.numa_node
+    }
+
+    /// Bytes of its memory, all users together.
+    pub fn total_bytes(&self) -> u64 {
+        self.about.total_bytes
+    }
+
+    /// How many multiprocessors it has.
+    pub fn multiprocessors(&self) -> u32 {
+        self.about.multiprocessors
+    }
+
+    /// Bytes of its memory that nobody has taken.
+    pub fn free_bytes(&self) -> Result<u64> {
+        let _current = self.make_current()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: room for two numbers.
+        unsafe { call!(About::gpu(self.index), cuMemGetInfo_v2(&mut free, &mut total)) }?;
+        Ok(free as u64)
+    }
+
+    /// What a failed call on this GPU is told with.
+    pub(super) fn about(&self) -> About {
+        About::gpu(self.index)
+    }
+
+    /// Makes the GPU's context current on this thread until the guard is dropped. Where it is current already,
+    /// that costs one look.
+    pub fn make_current(&self) -> Result<CurrentGuard<'_>> {
+        let mut current = ptr::null_mut();
+        // SAFETY: the driver is initialised; room for a pointer.
+        unsafe { call!(self.about(), cuCtxGetCurrent(&mut current)) }?;
+        let pushed = current != self.context;
+        if pushed {
+            // SAFETY: a context that is retained as long as this lives.
+            unsafe { call!(self.about(), cuCtxPushCurrent_v2(self.context)) }?;
+        }
+        Ok(CurrentGuard { pushed, _gpu: PhantomData, _thread: PhantomData })
+    }
+
+    /// Allocates zeroed memory, aligned to `align` and to 4096 at least.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfMemory`] with what is free; [`CudaError::Alignment`].
+    pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
+        CudaBuffer::new(self, bytes, align)
+    }
+
+    /// Zeroed host memory, on the GPU's NUMA node, that every GPU reaches.
+    ///
+    /// # Errors
+    /// [`CudaError::Pinned`].
+    pub fn pinned(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
+        PinnedBuffer::new(self, bytes)
+    }
+
+    /// A new stream, which runs beside all others.
+    pub fn stream(self: &Arc<Self>) -> Result<CudaStream> {
+        CudaStream::new(self)
+    }
+
+    /// Copies device memory to the host, and waits.
+    pub fn read_to_vec(&self, source: u64, bytes: usize) -> Result<Vec<u8>> {
+        let mut out = vec![0; bytes];
+        self.read_into_slice(source, &mut out).map(|()| out)
+    }
+
+    /// Copies device memory to the host, and waits.
+    pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
+        let (host, bytes) = (target.as_mut_ptr() as u64, target.len());
+        // SAFETY: `target` is borrowed until the copy is done.
+        unsafe { self.copy_and_wait(host, source, bytes) }
+    }
+
+    /// Copies host memory to the device, and waits.
+    pub fn write_from_slice(&self, target: u64, source: &[u8]) -> Result<()> {
+        // SAFETY: `source` is borrowed until the copy is done.
+        unsafe { self.copy_and_wait(target, source.as_ptr() as u64, source.len()) }
+    }
+
+    /// Sets device memory, and waits.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `target` are device or pinned memory, which nobody else has a use for now.
+    pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
+        self.blocking(bytes, |stream, about| {
+            // SAFETY: by the caller's promise.
+            unsafe { call!(about, cuMemsetD8Async(target, byte, bytes, stream)) }
+        })
+    }
+
+    /// # Safety
+    /// One of the two addresses is host memory that is good for the copy; a wrong device address is an error.
+    unsafe fn copy_and_wait(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
+        self.blocking(bytes, |stream, about| {
+            // SAFETY: by the caller's promise.
+            unsafe { call!(about, cuMemcpyAsync(target, source, bytes, stream)) }
+        })
+    }
+
+    /// Does something on the stream of blocking copies, and waits for it.
+    fn blocking(&self, bytes: usize, enqueue: impl FnOnce(sys::CUstream, About) -> Result<()>) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let about = self.about().bytes(bytes);
+        let mut blocking = self.blocking.lock().unwrap_or_else(PoisonError::into_inner);
+        let _current = self.make_current()?;
+        let stream = match &*blocking {
+            Some(Blocking(stream)) => *stream,
+            None => blocking.insert(Blocking(super::stream::create(self)?)).0,
+        };
+        let enqueued = enqueue(stream, about);
+        // Also after a failure: the memory is the caller's again when this returns.
+        // SAFETY: a stream of this context.
+        let done = unsafe { call!(about, cuStreamSynchronize(stream)) };
+        enqueued.and(done)
+    }
+}
+
+impl Drop for CudaGpu {
+    fn drop(&mut self) {
+        let stream = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let (Some(Blocking(stream)), Ok(_current)) = (stream, self.make_current()) {
+            // SAFETY: a stream of this context, with nothing under way.
+            let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
+        }
+        // SAFETY: retained once, by `retain`; nothing that uses it is left.
+        let released = unsafe { call!(self.about(), cuDevicePrimaryCtxRelease_v2(self.device)) };
+        if let Err(error) = released {
+            tracing::warn!(%error, "a GPU's context could not be released");
+        }
+    }
+}
+
+impl fmt::Debug for CudaGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudaGpu({}, {} at {})", self.index, self.name(), self.pci_address())
+    }
+}
+
+/// Makes a GPU current on this thread until it is dropped; then what was before is so again.
+#[derive(Debug)]
+#[must_use = "the GPU is current only as long as the guard lives"]
+pub struct CurrentGuard<'a> {
+    pushed: bool,
+    _gpu: PhantomData<&'a CudaGpu>,
+    /// It belongs to its thread.
+    _thread: PhantomData<*const ()>,
+}
+
+impl Drop for CurrentGuard<'_> {
+    fn drop(&mut self) {
+        if self.pushed {
+            let mut context = ptr::null_mut();
+            // SAFETY: room for a pointer; what is taken off the stack is what this guard put there.
+            let _ = unsafe { call!(About::default(), cuCtxPopCurrent_v2(&mut context)) };
+        }
+    }
+}
+
+pub(super) fn attribute_of(device: sys::CUdevice, about: About, attribute: Attribute) -> Result<i32> {
+    let mut value = 0;
+    // SAFETY: room for a number; the driver is initialised.
+    unsafe { call!(about, cuDeviceGetAttribute(&mut value, attribute, device)) }?;
+    Ok(value)
+}
+
+impl Properties {
+    fn of(device: sys::CUdevice, about: About) -> Result<Properties> {
+        let mut name = [0; 256];
+        let mut uuid = sys::CUuuid { bytes: [0; 16] };
+        let mut total_bytes = 0;
+        // SAFETY: room for what is asked, and the length of the room for the name.
+        unsafe {
+            call!(about, cuDeviceGetName(name.as_mut_ptr(), name.len() as i32 - 1, device))?;
+            call!(about, cuDeviceGetUuid_v2(&mut uuid, device))?;
+            call!(about, cuDeviceTotalMem_v2(&mut total_bytes, device))?;
+        }
+        let name = name.map(|byte| byte as u8);
+        let name = CStr::from_bytes_until_nul(&name).unwrap_or_default().to_string_lossy().into_owned();
+        let number = |attribute| attribute_of(device, about, attribute).map(|value| value as u32);
+        // Made of numbers: the driver's own text has letters of another case than sysfs.
+        let pci = format!(
+            "{:04x}:{:02x}:{:02x}.0",
+            number(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)?,
+            number(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)?,
+            number(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)?
+        );
+        let numa_node = numa::node_of_pci(&pci);
+        let multiprocessors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let (uuid, total_bytes) = (uuid_text(&uuid.bytes.map(|byte| byte as u8)), total_bytes as u64);
+        Ok(Properties { name, uuid, pci, numa_node, total_bytes, multiprocessors })
+    }
+}
+
+fn uuid_text(bytes: &[u8; 16]) -> String {
+    let mut text = String::from("GPU-");
+    for (at, byte) in bytes.iter().enumerate() {
+        if [4, 6, 8, 10].contains(&at) {
+            text.push('-');
+        }
+        text.push_str(&format!("{byte:02x}"));
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn a_uuid_is_written_as_other_tools_do() {
+        let bytes = std::array::from_fn(|k| 0xf0 ^ k as u8);
+        assert_eq!(super::uuid_text(&bytes), "GPU-f0f1f2f3-f4f5-f6f7-f8f9-fafbfcfdfeff");
+    }
+}

@@ -1,0 +1,64 @@
+//! Kernels: text that the driver compiles for the GPU it finds.
+
+use super::error::{Result, call};
+use super::gpu::CudaGpu;
+use cudarc::driver::sys;
+use std::ffi::CStr;
+use std::ptr;
+use std::sync::Arc;
+
+/// Kernels that are loaded on one GPU; unloaded when it and its functions are dropped.
+#[derive(Debug)]
+pub struct CudaModule {
+    gpu: Arc<CudaGpu>,
+    raw: sys::CUmodule,
+}
+
+// SAFETY: modules of the driver may be used on any thread.
+unsafe impl Send for CudaModule {}
+// SAFETY: as above.
+unsafe impl Sync for CudaModule {}
+
+/// A kernel.
+#[derive(Debug)]
+pub struct CudaFunction {
+    pub(super) raw: sys::CUfunction,
+    _module: Arc<CudaModule>,
+}
+
+// SAFETY: functions of the driver may be used on any thread.
+unsafe impl Send for CudaFunction {}
+// SAFETY: as above.
+unsafe impl Sync for CudaFunction {}
+
+impl CudaModule {
+    /// Compiles PTX for the GPU. The driver keeps what it made in a cache of its own.
+    ///
+    /// # Errors
+    /// The driver's, when the text is for a newer driver, or not PTX.
+    pub fn load(gpu: &Arc<CudaGpu>, ptx: &CStr) -> Result<Arc<CudaModule>> {
+        let _current = gpu.make_current()?;
+        let (mut raw, bytes) = (ptr::null_mut(), ptx.count_bytes());
+        // SAFETY: a text with its end; room for a pointer.
+        unsafe { call!(gpu.about().bytes(bytes), cuModuleLoadData(&mut raw, ptx.as_ptr().cast())) }?;
+        Ok(Arc::new(CudaModule { gpu: gpu.clone(), raw }))
+    }
+
+    /// The kernel of this name.
+    pub fn function(self: &Arc<Self>, name: &CStr) -> Result<CudaFunction> {
+        let _current = self.gpu.make_current()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: a module that lives, a name with its end, room for a pointer.
+        unsafe { call!(self.gpu.about(), cuModuleGetFunction(&mut raw, self.raw, name.as_ptr())) }?;
+        Ok(CudaFunction { raw, _module: self.clone() })
+    }
+}
+
+impl Drop for CudaModule {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.gpu.make_current() {
+            // SAFETY: loaded by `load`, unloaded once; its functions are gone.
+            let _ = unsafe { call!(self.gpu.about(), cuModuleUnload(self.raw)) };
+        }
+    }
+}

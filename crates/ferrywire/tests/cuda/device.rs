@@ -1,0 +1,327 @@
+//! Memory, copies, flags and pointers, on a GPU or on what stands in for one.
+
+use crate::{gpu, other_gpu};
+use cudarc::driver::sys;
+use ferrywire::memory::cuda::{
+    CudaCopy, CudaError, CudaEvent, CudaGpu, PinnedBuffer, dmabuf_fd, driver_version, pointer,
+};
+use ferrywire::{Endpoint, Error, Place};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Far more than anything here takes.
+const LONG: Duration = Duration::from_secs(60);
+
+fn current_context() -> usize {
+    let mut context = std::ptr::null_mut();
+    // SAFETY: room for a pointer; the driver is initialised.
+    assert_eq!(unsafe { sys::cuCtxGetCurrent(&mut context) } as u32, 0);
+    context as usize
+}
+
+fn bytes_of(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut step = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    };
+    (0..len).map(|_| step()).collect()
+}
+
+fn of_pinned(buffer: &PinnedBuffer) -> Vec<u8> {
+    // SAFETY: memory of the buffer, with no work of a GPU under way.
+    unsafe { std::slice::from_raw_parts(buffer.as_ptr(), buffer.len()) }.to_vec()
+}
+
+#[test]
+fn a_gpu_says_what_it_is_and_is_one_for_all() {
+    let Some(gpu) = gpu() else { return };
+    println!(
+        "{gpu:?} {} numa {:?} {} bytes, {} multiprocessors, driver {:?}",
+        gpu.uuid(),
+        gpu.numa_node(),
+        gpu.total_bytes(),
+        gpu.multiprocessors(),
+        driver_version()
+    );
+    assert!(std::sync::Arc::ptr_eq(&gpu, &CudaGpu::open(0).unwrap()));
+    assert!(!gpu.name().is_empty() && gpu.uuid().len() == 40 && gpu.total_bytes() > 0);
+    assert!(gpu.pci_address().ends_with(".0") && gpu.pci_address() == gpu.pci_address().to_lowercase());
+    let count = CudaGpu::count().unwrap();
+    assert_eq!(CudaGpu::open(count).unwrap_err(), CudaError::NoSuchGpu { index: count, count });
+    assert!(matches!(CudaGpu::open(u32::MAX), Err(CudaError::NoSuchGpu { index: u32::MAX, .. })));
+    assert!(CudaGpu::opened(count).is_none() && CudaGpu::opened(u32::MAX).is_none());
+}
+
+#[test]
+fn every_call_leaves_the_threads_context_as_it_was() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    assert_eq!(current_context(), 0, "a fresh thread has none");
+    let work = || {
+        let (buffer, pinned, stream) =
+            (gpu.alloc(100, 1).unwrap(), gpu.pinned(100).unwrap(), gpu.stream().unwrap());
+        let event = CudaEvent::new(&gpu).unwrap();
+        // SAFETY: both live until the stream is dropped.
+        unsafe { stream.copy(buffer.address(), pinned.address(), 100) }.unwrap();
+        stream.record(&event).unwrap();
+        stream.wait_event(&event).unwrap();
+        event.wait(LONG).unwrap();
+        stream.wait(LONG).unwrap();
+        gpu.read_to_vec(buffer.address(), 100).unwrap();
+    };
+    work();
+    assert_eq!(current_context(), 0);
+    let outer = other.make_current().unwrap();
+    let context = current_context();
+    assert_ne!(context, 0);
+    work();
+    assert_eq!(current_context(), context);
+    {
+        let _inner = gpu.make_current().unwrap();
+        work();
+    }
+    assert_eq!(current_context(), context);
+    drop(outer);
+    assert_eq!(current_context(), 0);
+}
+
+#[test]
+fn memory_is_zeroed_aligned_and_freed() {
+    let Some(gpu) = gpu() else { return };
+    for (bytes, align) in [(0, 1), (1, 1), (5000, 4096), (100_000, 64 << 10), (3 << 20, 2 << 20)] {
+        let buffer = gpu.alloc(bytes, align).unwrap();
+        assert_eq!((buffer.len(), buffer.address() % align.max(4096) as u64), (bytes, 0));
+        assert!(gpu.read_to_vec(buffer.address(), bytes).unwrap().iter().all(|byte| *byte == 0));
+        gpu.write_from_slice(buffer.address(), &bytes_of(7, bytes)).unwrap();
+        assert_eq!(gpu.read_to_vec(buffer.address(), bytes).unwrap(), bytes_of(7, bytes));
+    }
+    assert_eq!(gpu.alloc(10, 48).unwrap_err(), CudaError::Alignment { align: 48 });
+}
+
+#[test]
+fn too_much_memory_is_refused_with_what_there_is() {
+    let Some(gpu) = gpu() else { return };
+    let bytes = gpu.total_bytes() as usize + (1 << 30);
+    let error = gpu.alloc(bytes, 4096).unwrap_err();
+    let CudaError::OutOfMemory { failure, free_bytes, total_bytes } = &error else { panic!("{error}") };
+    assert!(failure.gpu == Some(0) && failure.bytes >= Some(bytes as u64), "{error}");
+    assert!(free_bytes <= total_bytes && *total_bytes == gpu.total_bytes(), "{error}");
+    assert!(error.to_string().starts_with("cuMemAlloc on CUDA GPU 0 ("), "{error}");
+    // More than any machine can pin; the address space is there.
+    let error = gpu.pinned(1 << 45).unwrap_err();
+    assert!(matches!(error, CudaError::Pinned { bytes: 0x2000_0000_0000, .. }), "{error}");
+    assert!(error.to_string().contains("smaller or fewer rings"), "{error}");
+    // Nothing is broken by that.
+    assert_eq!(gpu.read_to_vec(gpu.alloc(10, 1).unwrap().address(), 10).unwrap(), [0; 10]);
+}
+
+#[test]
+fn copies_go_between_all_kinds_of_memory() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    const BYTES: usize = 300_001;
+    let (first, second) = (gpu.alloc(BYTES, 4096).unwrap(), other.alloc(BYTES, 4096).unwrap());
+    let (up, down) = (gpu.pinned(BYTES).unwrap(), other.pinned(BYTES).unwrap());
+    let bytes = bytes_of(3, BYTES);
+    // SAFETY: fresh memory of the buffer.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), up.as_ptr(), BYTES) };
+    let stream = gpu.stream().unwrap();
+    // SAFETY: all of it lives until the stream is done.
+    unsafe {
+        stream.copy(up.address(), first.address(), BYTES).unwrap();
+        stream.copy(first.address(), second.address(), BYTES).unwrap();
+        stream.copy(second.address(), down.address(), BYTES).unwrap();
+        stream.copy(1, 1, 0).unwrap();
+    }
+    stream.wait(LONG).unwrap();
+    assert!(stream.query().unwrap());
+    assert_eq!(of_pinned(&down), bytes);
+}
+
+#[test]
+fn a_batch_copies_every_piece_and_nothing_else() {
+    let Some(gpu) = gpu() else { return };
+    const PIECE: usize = 512;
+    const PIECES: usize = 2000;
+    let source = gpu.pinned(PIECE * PIECES).unwrap();
+    let target = gpu.alloc(PIECE * PIECES, 4096).unwrap();
+    let bytes = bytes_of(5, PIECE * PIECES);
+    // SAFETY: fresh memory of the buffer.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), source.as_ptr(), bytes.len()) };
+    let mut expected = vec![0; PIECE * PIECES];
+    let order = bytes_of(6, 2 * PIECES);
+    let copies: Vec<CudaCopy> = (0..PIECES)
+        .map(|index| {
+            // 7 is prime to the number of pieces; each has a ragged begin and end, some have nothing.
+            let (from, to) = (index * 7 % PIECES * PIECE, index * PIECE);
+            let (skip, len) = (order[index] as usize % 64, order[PIECES + index] as usize);
+            expected[to + skip..][..len].copy_from_slice(&bytes[from + skip..][..len]);
+            CudaCopy {
+                source: source.address() + (from + skip) as u64,
+                target: target.address() + (to + skip) as u64,
+                bytes: len,
+            }
+        })
+        .collect();
+    let stream = gpu.stream().unwrap();
+    // SAFETY: all of it lives until the stream is done, and pieces are apart.
+    let calls = unsafe { stream.copy_batch(&copies) }.unwrap();
+    stream.wait(LONG).unwrap();
+    assert!(gpu.read_to_vec(target.address(), expected.len()).unwrap() == expected);
+    let batches = driver_version().unwrap() >= 12080;
+    println!("{PIECES} pieces in {calls} calls");
+    assert!(if batches { calls == 1 } else { calls > PIECES / 2 && calls <= PIECES }, "{calls}");
+    // SAFETY: nothing is named.
+    assert_eq!(unsafe { stream.copy_batch(&[CudaCopy::default(); 9]) }.unwrap(), 0);
+    // SAFETY: as above; it all touches.
+    let touching = unsafe {
+        stream.copy_batch(&std::array::from_fn::<_, 9, _>(|index| CudaCopy {
+            source: source.address() + index as u64 * 100,
+            target: target.address() + index as u64 * 100,
+            bytes: 100,
+        }))
+    };
+    assert_eq!(touching.unwrap(), 1);
+    stream.wait(LONG).unwrap();
+    assert_eq!(gpu.read_to_vec(target.address(), 900).unwrap(), bytes[..900]);
+}
+
+#[test]
+fn a_flag_is_written_after_what_was_copied_before_it() {
+    let Some(gpu) = gpu() else { return };
+    const BYTES: usize = 8 << 20;
+    let (source, target) = (gpu.alloc(BYTES, 4096).unwrap(), gpu.pinned(BYTES).unwrap());
+    let flags = gpu.pinned(4096).unwrap();
+    // SAFETY: zeroed memory of the buffer, aligned to a page, that lives as long as the references.
+    let (short, long) =
+        unsafe { (&*flags.as_ptr().cast::<AtomicU32>(), &*flags.as_ptr().add(64).cast::<AtomicU64>()) };
+    let stream = gpu.stream().unwrap();
+    for round in 1..=20u8 {
+        // SAFETY: the source is idle: the loop waits for the flags.
+        unsafe { gpu.fill(source.address(), round, BYTES) }.unwrap();
+        // SAFETY: all of it lives until the flags are seen.
+        unsafe {
+            stream.copy(source.address(), target.address(), BYTES).unwrap();
+            stream.write_flag_u32(flags.address(), round.into()).unwrap();
+            stream.write_flag_u64(flags.address() + 64, u64::from(round) << 40).unwrap();
+        }
+        let start = std::time::Instant::now();
+        while short.load(Ordering::Acquire) != round.into() {
+            assert!(start.elapsed() < LONG, "the flag never came");
+            std::hint::spin_loop();
+        }
+        assert!(of_pinned(&target).iter().all(|byte| *byte == round), "round {round}");
+        stream.wait(LONG).unwrap();
+        assert_eq!(long.load(Ordering::Acquire), u64::from(round) << 40);
+    }
+}
+
+#[test]
+fn an_address_tells_whose_it_is() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    for gpu in [&gpu, &other] {
+        let buffer = gpu.alloc(100_000, 4096).unwrap();
+        for at in [0, 1, 99_999] {
+            let found = pointer::of(buffer.address() + at).unwrap();
+            assert_eq!((found.gpu, found.kind), (gpu.index(), pointer::Kind::Device));
+            assert!(found.base <= buffer.address());
+            assert!(found.base + found.bytes >= buffer.address() + 100_000);
+        }
+        assert_eq!(pointer::gpu_of_range(buffer.address(), 100_000), Ok(Some(gpu.index())));
+        let found = pointer::of(buffer.address()).unwrap();
+        let end = found.base + found.bytes;
+        if pointer::of(end).is_none() {
+            let outside = CudaError::OutOfRange { address: end - 10, bytes: 11, end };
+            assert_eq!(pointer::gpu_of_range(end - 10, 11), Err(outside));
+        }
+    }
+    let (pinned, plain) = (gpu.pinned(4096).unwrap(), [0u8; 16]);
+    assert_eq!(pointer::of(pinned.address()), None);
+    assert_eq!(pointer::of(plain.as_ptr() as u64), None);
+    assert_eq!(pointer::of(0), None);
+    assert_eq!(pointer::gpu_of_range(plain.as_ptr() as u64, u64::MAX), Ok(None));
+}
+
+#[test]
+fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let end = Endpoint::builder().build().unwrap();
+    let region = end.register_cuda(0, 100_000).unwrap();
+    assert_eq!((region.place(), region.len()), (Place::Cuda(0), 100_000));
+    assert_eq!(region.place().to_string(), "memory of CUDA GPU 0");
+    assert_eq!(region.as_ptr() as u64 % (64 << 10), 0);
+    region.write_at(99_990, &[7; 10]).unwrap();
+    let mut seen = [1; 12];
+    region.read_at(99_988, &mut seen).unwrap();
+    assert_eq!(seen, [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
+    assert!(matches!(region.write_at(99_991, &[7; 10]), Err(Error::OutOfRegion { .. })));
+    let told = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
+    assert_eq!((told, told.place()), (region.descriptor(), Place::Cuda(0)));
+    // A part of what somebody else has allocated.
+    let users = gpu.alloc(10_000, 4096).unwrap();
+    // SAFETY: the buffer outlives the region.
+    let part = unsafe { end.register_raw(users.as_ptr().wrapping_add(512), 1000) }.unwrap();
+    assert_eq!(part.place(), Place::Cuda(0));
+    part.write_at(0, &[9; 1000]).unwrap();
+    assert_eq!(gpu.read_to_vec(users.address() + 511, 2).unwrap(), [0, 9]);
+    assert_eq!(gpu.read_to_vec(users.address() + 1511, 2).unwrap(), [9, 0]);
+    // SAFETY: refused.
+    let refused = unsafe { end.register_raw(users.as_ptr(), 1 << 45) };
+    assert!(matches!(refused, Err(Error::Cuda(CudaError::OutOfRange { .. }))), "{refused:?}");
+    part.deregister().unwrap();
+    region.deregister().unwrap();
+}
+
+#[test]
+fn a_users_region_keeps_its_gpu_open() {
+    let Some(gpu) = gpu() else { return };
+    let last = CudaGpu::open(CudaGpu::count().unwrap() - 1).unwrap();
+    if last.index() == gpu.index() {
+        return println!("SKIPPED: needs two CUDA devices");
+    }
+    let end = Endpoint::builder().build().unwrap();
+    let buffer = last.alloc(4096, 4096).unwrap();
+    // SAFETY: the buffer outlives the region.
+    let region = unsafe { end.register_raw(buffer.as_ptr(), 4096) }.unwrap();
+    drop(last);
+    region.write_at(0, b"still there").unwrap();
+    let mut seen = [0; 11];
+    region.read_at(0, &mut seen).unwrap();
+    assert_eq!(&seen, b"still there");
+    region.deregister().unwrap();
+}
+
+#[test]
+fn a_dma_buf_is_made_or_the_reason_is_told() {
+    let Some(gpu) = gpu() else { return };
+    let buffer = gpu.alloc(2 << 20, 2 << 20).unwrap();
+    match dmabuf_fd(buffer.address(), 2 << 20) {
+        Ok(fd) => println!("a dma-buf: {fd:?}"),
+        Err(error @ CudaError::DmaBuf { .. }) => println!("{error}"),
+        Err(error) => panic!("{error}"),
+    }
+    let why = |address, bytes| dmabuf_fd(address, bytes).unwrap_err().to_string();
+    assert!(why(buffer.address() + 1, 4096).contains("multiples of"));
+    assert!(why(buffer.address(), 100).contains("multiples of"));
+    assert!(why(buffer.address(), 0).contains("multiples of"));
+    assert!(why(&raw const gpu as u64, 4096).contains("no memory of a GPU"));
+}
+
+#[test]
+fn what_is_made_is_given_back() {
+    let Some(gpu) = gpu() else { return };
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let round = || {
+        let (_buffer, _pinned) = (gpu.alloc(1 << 20, 64 << 10).unwrap(), gpu.pinned(1 << 20).unwrap());
+        let (_stream, _event) = (gpu.stream().unwrap(), CudaEvent::new(&gpu).unwrap());
+    };
+    (0..10).for_each(|_| round());
+    let before = descriptors();
+    (0..200).for_each(|_| round());
+    // Other tests open some too: a leak would leave one per round.
+    assert!(descriptors() < before + 100, "{before} descriptors, then {}", descriptors());
+}

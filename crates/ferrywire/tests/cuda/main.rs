@@ -1,0 +1,30 @@
+//! Memory of CUDA GPUs.
+//!
+//! `device` needs a GPU and says `SKIPPED` without one; `without` runs the same tests again with a stand-in for the
+//! driver (`stand_in.c`), which does everything but kernels, and shows what is said where something is missing.
+
+mod device;
+mod without;
+
+use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use std::sync::Arc;
+
+/// GPU 0, or `None` and a word about it.
+fn gpu() -> Option<Arc<CudaGpu>> {
+    match CudaGpu::open(0) {
+        Ok(gpu) => Some(gpu),
+        Err(CudaError::NoDriver | CudaError::NoDevice) => {
+            println!("SKIPPED: needs a CUDA device");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// The GPU after it, if there is one; else the same again.
+fn other_gpu(gpu: &Arc<CudaGpu>) -> Arc<CudaGpu> {
+    CudaGpu::open(1).unwrap_or_else(|_| {
+        println!("SKIPPED in part: needs two CUDA devices");
+        gpu.clone()
+    })
+}

@@ -1,0 +1,133 @@
+//! Where something is missing: no driver, an old one, half of one, no device; and all other tests with a stand-in.
+
+use ferrywire::Error;
+use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
+
+/// A folder in which the driver's names lead to the stand-in, compiled with these options.
+fn stand_in(defines: &[&str]) -> PathBuf {
+    let name = format!("cuda-{}", defines.join("-").replace('=', "-"));
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let own = format!("{}.{:?}", std::process::id(), std::thread::current().id());
+    std::fs::create_dir_all(&folder).unwrap();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/stand_in.c");
+    let made = folder.join(own);
+    let mut cc = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    cc.args(["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1", "-o"]);
+    cc.arg(&made).arg(&source).args(defines.iter().map(|define| format!("-D{define}")));
+    let output = cc.output().expect("a C compiler, which Rust links with");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    // Others may be loading it under its names right now.
+    for name in ["libcuda.so.1", "libcuda.so"] {
+        let link = made.with_extension(name);
+        std::fs::hard_link(&made, &link).unwrap();
+        std::fs::rename(&link, folder.join(name)).unwrap();
+    }
+    std::fs::remove_file(&made).unwrap();
+    folder
+}
+
+/// Runs tests of this program in a process with that driver; returns what it says.
+fn child(folder: &Path, tests: &[&str]) -> String {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(tests).args(["--nocapture", "--test-threads=2"]);
+    let output = command.env("LD_LIBRARY_PATH", folder).env(CHILD, "1").output().unwrap();
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{:?}\n{said}", output.status);
+    said
+}
+
+/// Runs the body of a test in a process that finds this driver.
+fn with_driver(name: &str, defines: &[&str], body: impl FnOnce()) {
+    if std::env::var_os(CHILD).is_some() {
+        return body();
+    }
+    let said = child(&stand_in(defines), &["--exact", name]);
+    assert!(said.contains("1 passed"), "{said}");
+}
+
+fn why_not() -> CudaError {
+    let error = CudaGpu::open(0).unwrap_err();
+    assert_eq!(CudaGpu::open(0).unwrap_err(), error, "the same again");
+    assert_eq!(Error::from(error.clone()).fault(), ferrywire::Fault::Gpu);
+    let end = ferrywire::Endpoint::builder().build().unwrap();
+    assert_eq!(end.register_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
+    error
+}
+
+#[test]
+fn without_a_driver_host_memory_works_and_the_error_says_what_is_missing() {
+    if !matches!(CudaGpu::count(), Err(CudaError::NoDriver)) {
+        return println!("SKIPPED: needs a machine without a CUDA driver");
+    }
+    let error = why_not();
+    assert_eq!(error, CudaError::NoDriver);
+    assert!(error.to_string().contains("libcuda.so.1"), "{error}");
+    assert_eq!(pointer::of(&raw const error as u64), None);
+    assert!(CudaGpu::opened(0).is_none());
+}
+
+#[test]
+fn an_old_driver_is_refused_with_both_versions() {
+    with_driver("without::an_old_driver_is_refused_with_both_versions", &["VERSION=11080"], || {
+        let error = why_not();
+        assert_eq!(error, CudaError::OldDriver { found: 11080, needed: 12000 });
+        assert!(error.to_string().contains("CUDA 11.8"), "{error}");
+    });
+}
+
+#[test]
+fn a_driver_without_a_function_is_an_error_and_no_panic() {
+    with_driver("without::a_driver_without_a_function_is_an_error_and_no_panic", &["INCOMPLETE"], || {
+        let missing = CudaError::MissingSymbol { symbol: "cuPointerGetAttributes", version: 12040 };
+        assert_eq!(why_not(), missing);
+    });
+}
+
+#[test]
+fn a_driver_without_a_device_says_so() {
+    with_driver("without::a_driver_without_a_device_says_so", &["DEVICES=0"], || {
+        assert_eq!(why_not(), CudaError::NoDevice);
+    });
+}
+
+#[test]
+fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
+    let name = "without::host_memory_is_registered_without_loading_or_initialising_the_driver";
+    with_driver(name, &[], || {
+        let mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda");
+        let end = ferrywire::Endpoint::builder().build().unwrap();
+        let mut bytes = [0u8; 100];
+        // SAFETY: the bytes outlive the region.
+        let region = unsafe { end.register_raw(bytes.as_mut_ptr(), 100) }.unwrap();
+        assert_eq!(region.place(), ferrywire::Place::Host);
+        assert!(!mapped());
+        // Somebody else loads it, and does not use it.
+        // SAFETY: a name with its end.
+        assert!(!unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) }.is_null());
+        assert!(mapped());
+        assert_eq!(pointer::of(bytes.as_ptr() as u64), None);
+        let mut count = -1;
+        // SAFETY: room for a number; the stand-in has the function.
+        let asked = unsafe { cudarc::driver::sys::cuDeviceGetCount(&mut count) } as u32;
+        assert_eq!(asked, 3, "CUDA_ERROR_NOT_INITIALIZED");
+    });
+}
+
+/// All that needs no kernel, with drivers that copy one by one and in batches.
+#[test]
+fn the_devices_tests_pass_with_a_stand_in() {
+    if std::env::var_os(CHILD).is_some() {
+        return;
+    }
+    for defines in [&[][..], &["BATCHES", "VERSION=12080"]] {
+        let said = child(&stand_in(defines), &["device::"]);
+        assert!(!said.contains("needs a CUDA device\n"), "{said}");
+        let left = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, stack 0";
+        assert!(said.contains(left), "{said}");
+    }
+}
