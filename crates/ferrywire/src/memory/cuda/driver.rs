@@ -188,17 +188,11 @@ mod tests {
         let mut called = std::collections::BTreeSet::new();
         for file in std::fs::read_dir(folder).unwrap() {
             let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
-            for (at, _) in text.match_indices("call!(") {
-                let rest = &text[at..];
-                let function = rest.find("cu").map(|from| &rest[from..]).unwrap_or_default();
-                let end = function.find('(').unwrap_or(0);
-                called.insert(function[..end].to_owned());
-            }
-            for (at, _) in
-                text.match_indices("sys::cu").filter(|(at, _)| !text[at + 5..].starts_with("culib"))
-            {
-                let function = &text[at + 5..];
-                called.insert(function[..function.find('(').unwrap_or(0)].to_owned());
+            for word in text.split_inclusive(|c: char| !c.is_alphanumeric() && c != '_') {
+                let named = word.strip_suffix('(').filter(|name| name.starts_with("cu"));
+                called.extend(
+                    named.filter(|name| name[2..].starts_with(char::is_uppercase)).map(str::to_owned),
+                );
             }
         }
         let missing: Vec<_> = called.iter().filter(|name| !NEEDED.contains(&name.as_str())).collect();
