@@ -179,6 +179,10 @@ impl Channel {
     }
 
     /// Whether the lane has to be asked again and again: nobody is told when it moves.
+    pub fn lane_bytes_in_flight(&self) -> usize {
+        self.posted.as_ref().map_or(0, |posted| posted.bytes_in_flight())
+    }
+
     pub fn lane_active(&self) -> bool {
         self.posted.as_ref().is_some_and(|posted| posted.active())
     }

@@ -74,6 +74,11 @@ impl Posted {
         self.sending.active() || self.receiving.active()
     }
 
+    /// Bytes in the lane's hands, both ways: as long as they are many, nobody is late who asks a little later.
+    pub fn bytes_in_flight(&self) -> usize {
+        self.sending.bytes_in_flight() + self.receiving.bytes_in_flight()
+    }
+
     /// Whether messages are not sent yet.
     pub fn is_sending(&self) -> bool {
         self.sending.active()

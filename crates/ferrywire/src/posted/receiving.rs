@@ -101,6 +101,12 @@ impl Receiving {
         self.in_hand > 0
     }
 
+    /// Bytes that are to come into posted receives.
+    pub fn bytes_in_flight(&self) -> usize {
+        let posted = self.frames.iter().filter(|frame| matches!(frame.state, State::Posted(_)));
+        posted.map(|frame| frame.arrival.header.len as usize).sum()
+    }
+
     pub fn waiting(&self) -> usize {
         self.frames.len()
     }

@@ -83,6 +83,11 @@ impl Sending {
         !self.posted.is_empty()
     }
 
+    /// Bytes that the lane has and is not done with.
+    pub fn bytes_in_flight(&self) -> usize {
+        self.posted.iter().map(|(_, message)| message.bytes).sum()
+    }
+
     pub fn most(&self) -> usize {
         self.most
     }

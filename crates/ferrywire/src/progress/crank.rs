@@ -18,6 +18,8 @@ use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 const HOT_TURNS: u32 = 8;
 /// Turns in which every acknowledgement that is due goes out, however much else there is to do.
 const ACK_TURNS: u32 = 64;
+/// Bytes that keep a lane busy for longer than a nap.
+const NAP_BYTES: usize = 4 << 20;
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
@@ -135,6 +137,14 @@ impl Crank {
 
     pub(super) fn lanes_active(&self) -> bool {
         !self.abandoning.is_empty() || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
+    }
+
+    /// Whether every lane that does anything has so much to do that a nap makes nobody wait.
+    pub(super) fn lanes_in_bulk(&self) -> bool {
+        let mut active = self.slots.iter().flatten().filter(|slot| slot.channel.lane_active()).peekable();
+        self.abandoning.is_empty()
+            && active.peek().is_some()
+            && active.all(|slot| slot.channel.lane_bytes_in_flight() >= NAP_BYTES)
     }
 
     fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {

@@ -30,6 +30,13 @@ pub fn pin_current_thread(core: usize) -> io::Result<()> {
     Ok(sched_setaffinity(None, &set)?)
 }
 
+/// Lets the current thread's timed waits last longer than asked by at most this, instead of the usual 50 us.
+pub fn sharpen_timers(most: Duration) -> io::Result<()> {
+    let nanos = libc::c_ulong::try_from(most.as_nanos()).unwrap_or(libc::c_ulong::MAX).max(1);
+    // SAFETY: no memory is passed.
+    checked(unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanos) } as libc::ssize_t).map(drop)
+}
+
 /// The current thread, as the kernel numbers it.
 pub fn thread_id() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
