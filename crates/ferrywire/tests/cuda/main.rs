@@ -1,9 +1,12 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device` needs a GPU and says `SKIPPED` without one; `without` runs the same tests again with a stand-in for the
-//! driver (`stand_in.c`), which does everything but kernels, and shows what is said where something is missing.
+//! `device` and `gather` need a GPU and say `SKIPPED` without one. `without` runs `device` again with a stand-in for
+//! the driver (`stand_in.c`), which does everything but kernels, and shows what is said where something is missing;
+//! `kernel` runs the kernels' source on the CPU.
 
 mod device;
+mod gather;
+mod kernel;
 mod without;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu};

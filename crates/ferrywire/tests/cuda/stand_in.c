@@ -257,6 +257,7 @@ int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) 
     pthread_mutex_unlock(&lock);
     for (unsigned k = 0; k < count; k++) switch (asked[k]) {
         case 2: *(unsigned *)into[k] = range.kind == DEVICE ? 2 : range.kind == PINNED ? 1 : 0; break;
+        case 3: *(address *)into[k] = found ? at : 0; break;
         case 8: *(char *)into[k] = 0; break;
         case 9: *(int *)into[k] = found ? range.device : -2; break;
         case 11: *(address *)into[k] = range.base; break;

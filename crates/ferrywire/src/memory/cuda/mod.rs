@@ -34,6 +34,7 @@ mod error;
 mod event;
 mod gpu;
 mod module;
+mod pattern;
 mod pinned;
 pub mod pointer;
 mod stream;
@@ -45,6 +46,7 @@ pub use error::{CudaError, Result};
 pub use event::CudaEvent;
 pub use gpu::{CudaGpu, CurrentGuard};
 pub use module::{CudaFunction, CudaModule};
+pub use pattern::{CudaPattern, WordPattern};
 pub use pinned::PinnedBuffer;
 pub use stream::{CudaCopy, CudaStream};
 

@@ -39,37 +39,66 @@ impl Found {
     }
 }
 
+const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
-/// The GPU memory that an address lies in; `None` for host memory, pinned or not, and where no driver is loaded.
-pub fn of(address: u64) -> Option<Found> {
+/// What the driver says about an address; all zero where it knows nothing.
+#[derive(Default)]
+struct Answers {
+    memory_type: u32,
+    gpu: i32,
+    base: u64,
+    bytes: usize,
+    managed: u8,
+    /// Where GPUs find the same byte.
+    device_address: u64,
+}
+
+fn ask(address: u64) -> Option<Answers> {
     driver::library_if_mapped()?;
-    let (mut memory_type, mut gpu, mut base, mut bytes) = (0u32, -1i32, 0u64, 0usize);
-    let mut managed = false;
+    let mut answers = Answers::default();
     let mut asked = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
         Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
         Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
         Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
         Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
+        Attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
     ];
-    let mut answers: [*mut c_void; 5] = [
-        (&raw mut memory_type).cast(),
-        (&raw mut gpu).cast(),
-        (&raw mut base).cast(),
-        (&raw mut bytes).cast(),
-        (&raw mut managed).cast(),
+    let mut into: [*mut c_void; 6] = [
+        (&raw mut answers.memory_type).cast(),
+        (&raw mut answers.gpu).cast(),
+        (&raw mut answers.base).cast(),
+        (&raw mut answers.bytes).cast(),
+        (&raw mut answers.managed).cast(),
+        (&raw mut answers.device_address).cast(),
     ];
     // SAFETY: each attribute is written where there is room for its type; an address that the driver does not
-    // know, and a driver that is not initialised, are answers and no more. `managed` is written as 0 or 1.
+    // know, and a driver that is not initialised, are answers and no more.
     let code = unsafe {
-        sys::cuPointerGetAttributes(asked.len() as u32, asked.as_mut_ptr(), answers.as_mut_ptr(), address)
-            as u32
+        sys::cuPointerGetAttributes(asked.len() as u32, asked.as_mut_ptr(), into.as_mut_ptr(), address) as u32
     };
-    let known = code == 0 && (memory_type == MEMORY_TYPE_DEVICE || managed);
-    let gpu = u32::try_from(gpu).ok().filter(|_| known && bytes > 0)?;
-    let kind = if managed { Kind::Managed } else { Kind::Device };
+    (code == 0).then_some(answers)
+}
+
+/// The GPU memory that an address lies in; `None` for host memory, pinned or not, and where no driver is loaded.
+pub fn of(address: u64) -> Option<Found> {
+    let Answers { memory_type, gpu, base, bytes, managed, .. } = ask(address)?;
+    let kind = match (managed, memory_type) {
+        (1.., _) => Kind::Managed,
+        (0, MEMORY_TYPE_DEVICE) => Kind::Device,
+        _ => return None,
+    };
+    let gpu = u32::try_from(gpu).ok().filter(|_| bytes > 0)?;
     Some(Found { gpu, base, bytes: bytes as u64, kind })
+}
+
+/// First address and length of the pinned host memory that an address lies in, if GPUs reach it at the same
+/// address.
+pub fn pinned(address: u64) -> Option<(u64, u64)> {
+    let found = ask(address)?;
+    let same = found.memory_type == MEMORY_TYPE_HOST && found.device_address == address;
+    (same && found.bytes > 0).then_some((found.base, found.bytes as u64))
 }
 
 /// The GPU whose memory all of a range is; `None` when it does not begin in memory of a GPU. The range may go

@@ -13,19 +13,24 @@
 //!
 //! Invariant: no byte is copied by a fragment that was not checked against pool and message, and what was
 //! checked is what is copied: the plugin's table is not looked at a second time.
-//! Read next: `table.rs` (what is believed), `gather.rs` (the order of work), `device.rs` (the GPU's side).
+//! Read next: `table.rs` (what is believed), `gather.rs` (the order of work), `device.rs` (the GPU's side),
+//! `kernels.rs` (the kernel).
 
+mod cuda;
 mod device;
 mod error;
 mod gather;
 mod host;
+mod kernels;
 mod mode;
 mod sim;
 mod table;
 
+pub use cuda::CudaQueue;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;
+pub(crate) use kernels::{Kernels, PatternParameters};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};

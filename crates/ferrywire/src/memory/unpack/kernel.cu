@@ -1,0 +1,236 @@
+// Kernels: the gather of scattered receives, the pattern that the bench sends, and a delay for tests.
+//
+// kernel.ptx is made of this file (its head says how) and is what is loaded; nobody needs CUDA to build. The structures
+// are those of kernels.rs, where a test compares sizes and names.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Threads of a block, everywhere.
+#define BLOCK 256
+// Threads that work together at least.
+#define WARP 32
+// Runs of one launch, and fragments of one block, at most.
+#define RUNS 32
+#define BATCH 32
+// 16-byte words that a thread has under way.
+#define DEPTH 8
+
+// ---- gather ----
+
+// As the table has them: where in the pool, how long, where in the message.
+struct Fragment {
+    u32 source;
+    u32 bytes;
+    u64 target;
+};
+
+// Fragments in mapped memory, and the addresses that they count from.
+struct Run {
+    u64 fragments;
+    u64 count;
+    u64 source;
+    u64 target;
+};
+
+// Block b works on fragments [b / slices * batch, + batch) of all runs together, and of each of them on every
+// slices-th piece of piece_bytes, from piece b % slices on.
+struct Gather {
+    Run runs[RUNS];
+    u64 fragments;
+    u32 batch;
+    u32 slices;
+    u64 piece_bytes;
+};
+
+struct Copy {
+    const u8 *source;
+    u8 *target;
+    u64 bytes;
+};
+
+// `lanes` threads, of which this is number `lane`, copy bytes.
+__device__ __forceinline__ void copy_bytes(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lanes) {
+    for (u32 at = lane; at < bytes; at += lanes) target[at] = source[at];
+}
+
+// The same with 16-byte words, both sides aligned.
+__device__ __forceinline__ void copy_words(uint4 *target, const uint4 *source, u32 words, u32 lane, u32 lanes) {
+    for (u32 first = lane; first < words; first += lanes * DEPTH) {
+        uint4 held[DEPTH];
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; k++)
+            if (first + k * lanes < words) held[k] = source[first + k * lanes];
+#pragma unroll
+        for (u32 k = 0; k < DEPTH; k++)
+            if (first + k * lanes < words) target[first + k * lanes] = held[k];
+    }
+}
+
+// 16 bytes from byte 4 * SKIP + bits / 8 of two words on.
+template <u32 SKIP> __device__ __forceinline__ uint4 between(uint4 low, uint4 high, u32 bits) {
+    const u32 all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    uint4 out;
+    out.x = __funnelshift_r(all[SKIP], all[SKIP + 1], bits);
+    out.y = __funnelshift_r(all[SKIP + 1], all[SKIP + 2], bits);
+    out.z = __funnelshift_r(all[SKIP + 2], all[SKIP + 3], bits);
+    out.w = __funnelshift_r(all[SKIP + 3], all[SKIP + 4], bits);
+    return out;
+}
+
+// Target words of which each lies across two words of the source: words + 1 of them are read.
+template <u32 SKIP>
+__device__ __forceinline__ void copy_skewed(uint4 *target, const uint4 *source, u32 words, u32 bits, u32 lane, u32 lanes) {
+    for (u32 first = lane; first < words; first += lanes * (DEPTH / 2)) {
+        uint4 low[DEPTH / 2], high[DEPTH / 2];
+#pragma unroll
+        for (u32 k = 0; k < DEPTH / 2; k++)
+            if (first + k * lanes < words) {
+                low[k] = source[first + k * lanes];
+                high[k] = source[first + k * lanes + 1];
+            }
+#pragma unroll
+        for (u32 k = 0; k < DEPTH / 2; k++)
+            if (first + k * lanes < words) target[first + k * lanes] = between<SKIP>(low[k], high[k], bits);
+    }
+}
+
+// Any addresses, any length; nothing outside of the two ranges is read or written.
+__device__ void copy(u8 *target, const u8 *source, u32 bytes, u32 lane, u32 lanes) {
+    // Up to the first target word; and one word more, where the source's word there begins before its range.
+    u32 head = (0 - (u32)(u64)target) & 15;
+    const u32 skew = ((u32)(u64)source + head) & 15;
+    if (head < skew) head += 16;
+    if (head > bytes) head = bytes;
+    copy_bytes(target, source, head, lane, lanes);
+    target += head;
+    source += head;
+    bytes -= head;
+    u32 words = bytes / 16;
+    uint4 *const to = (uint4 *)target;
+    const uint4 *const from = (const uint4 *)(source - skew);
+    if (skew == 0) {
+        copy_words(to, from, words, lane, lanes);
+    } else if (words > 0) {
+        // The last word that is read ends inside.
+        words = (bytes + skew) / 16 - 1;
+        const u32 bits = skew % 4 * 8;
+        switch (skew / 4) {
+        case 0: copy_skewed<0>(to, from, words, bits, lane, lanes); break;
+        case 1: copy_skewed<1>(to, from, words, bits, lane, lanes); break;
+        case 2: copy_skewed<2>(to, from, words, bits, lane, lanes); break;
+        default: copy_skewed<3>(to, from, words, bits, lane, lanes); break;
+        }
+    }
+    copy_bytes(target + words * 16, source + words * 16, bytes - words * 16, lane, lanes);
+}
+
+// Fragment `index` of all runs together.
+__device__ __forceinline__ Copy find(const Gather &gather, u64 index) {
+    u32 run = 0;
+    while (index >= gather.runs[run].count) index -= gather.runs[run++].count;
+    const Fragment fragment = ((const Fragment *)gather.runs[run].fragments)[index];
+    Copy found;
+    found.source = (const u8 *)(gather.runs[run].source + fragment.source);
+    found.target = (u8 *)(gather.runs[run].target + fragment.target);
+    found.bytes = fragment.bytes;
+    return found;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_gather(const Gather gather) {
+    __shared__ Copy copies[BATCH];
+    const u64 first = (u64)(blockIdx.x / gather.slices) * gather.batch;
+    const u32 count = gather.fragments - first < gather.batch ? (u32)(gather.fragments - first) : gather.batch;
+    // Read together, since each access of mapped memory goes over PCIe.
+    if (threadIdx.x < count) copies[threadIdx.x] = find(gather, first + threadIdx.x);
+    __syncthreads();
+    u32 lanes = BLOCK;
+    while (lanes > WARP && BLOCK / lanes < count) lanes /= 2;
+    const u32 lane = threadIdx.x % lanes;
+    for (u32 k = threadIdx.x / lanes; k < count; k += BLOCK / lanes) {
+        const Copy each = copies[k];
+        const u64 stride = gather.slices * gather.piece_bytes;
+        for (u64 at = blockIdx.x % gather.slices * gather.piece_bytes; at < each.bytes; at += stride) {
+            const u64 left = each.bytes - at;
+            copy(each.target + at, each.source + at, (u32)(left < gather.piece_bytes ? left : gather.piece_bytes), lane,
+                 lanes);
+        }
+    }
+}
+
+// ---- the bench's pattern ----
+
+// Word w has key + w * step, its upper half mixed with the lower, its bits turned by flip. Byte `offset` of the words
+// belongs to `address`.
+struct Pattern {
+    u64 key;
+    u64 step;
+    u64 flip;
+    u64 offset;
+    u64 address;
+    u64 bytes;
+};
+
+__device__ __forceinline__ u64 word(const Pattern &pattern, u64 index) {
+    const u64 sum = pattern.key + index * pattern.step;
+    return sum ^ (sum << 32) ^ pattern.flip;
+}
+
+// The 8 bytes from an offset on.
+__device__ __forceinline__ u64 bytes_at(const Pattern &pattern, u64 offset) {
+    const u32 skew = (u32)(offset % 8) * 8;
+    const u64 low = word(pattern, offset / 8);
+    return skew == 0 ? low : low >> skew | word(pattern, offset / 8 + 1) << (64 - skew);
+}
+
+__device__ __forceinline__ u64 head_bytes(const Pattern &pattern) {
+    const u64 head = (0 - pattern.address) & 15;
+    return head < pattern.bytes ? head : pattern.bytes;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill(const Pattern pattern) {
+    const u64 thread = (u64)blockIdx.x * BLOCK + threadIdx.x, threads = (u64)gridDim.x * BLOCK;
+    const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
+    u8 *const bytes = (u8 *)pattern.address;
+    ulonglong2 *const target = (ulonglong2 *)(bytes + head);
+    for (u64 k = thread; k < words; k += threads) {
+        const u64 offset = pattern.offset + head + k * 16;
+        target[k] = make_ulonglong2(bytes_at(pattern, offset), bytes_at(pattern, offset + 8));
+    }
+    for (u64 k = thread; k < head; k += threads) bytes[k] = (u8)bytes_at(pattern, pattern.offset + k);
+    for (u64 k = head + words * 16 + thread; k < pattern.bytes; k += threads)
+        bytes[k] = (u8)bytes_at(pattern, pattern.offset + k);
+}
+
+// Lowers *first to the index of the first byte that is not the pattern's.
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check(const Pattern pattern, u64 *first) {
+    const u64 thread = (u64)blockIdx.x * BLOCK + threadIdx.x, threads = (u64)gridDim.x * BLOCK;
+    const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
+    const u8 *const bytes = (const u8 *)pattern.address;
+    const ulonglong2 *const found = (const ulonglong2 *)(bytes + head);
+    u64 wrong = ~0ull;
+    for (u64 k = thread; k < words && wrong == ~0ull; k += threads) {
+        const u64 at = head + k * 16;
+        const ulonglong2 pair = found[k];
+        const u64 low = pair.x ^ bytes_at(pattern, pattern.offset + at);
+        const u64 high = pair.y ^ bytes_at(pattern, pattern.offset + at + 8);
+        if (low) wrong = at + (__ffsll(low) - 1) / 8;
+        else if (high) wrong = at + 8 + (__ffsll(high) - 1) / 8;
+    }
+    for (u64 k = thread; k < head; k += threads)
+        if (bytes[k] != (u8)bytes_at(pattern, pattern.offset + k) && k < wrong) wrong = k;
+    for (u64 k = head + words * 16 + thread; k < pattern.bytes; k += threads)
+        if (bytes[k] != (u8)bytes_at(pattern, pattern.offset + k) && k < wrong) wrong = k;
+    if (wrong != ~0ull) atomicMin(first, wrong);
+}
+
+// ---- for tests ----
+
+// Keeps a stream busy for a time.
+extern "C" __global__ void ferrywire_delay(u64 nanoseconds) {
+    u64 begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begin < nanoseconds);
+}

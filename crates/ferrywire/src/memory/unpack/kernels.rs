@@ -1,0 +1,339 @@
+//! The kernels of `kernel.cu`, loaded once per GPU, and how a gather is laid out over its multiprocessors.
+//!
+//! A block takes some fragments, few enough that every multiprocessor has work; where fragments are so few and so
+//! long that this is not enough, several blocks share them piece by piece. The lengths that decide are looked at in
+//! a sample: a bad guess costs time, never bytes.
+//! Invariant: the structures here are those of `kernel.cu`, and `kernel.ptx` was made of it; tests compare them.
+//! Read next: `cuda.rs`, who launches.
+
+use super::device::GatherRun;
+use super::table::Fragment;
+use crate::limits::CUDA_GPUS_MAX;
+use crate::memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
+use std::ffi::{CStr, c_void};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => panic!("the text has a zero in it"),
+};
+
+/// Threads of a block.
+const BLOCK: u32 = 256;
+/// Runs of one launch.
+pub(super) const RUNS_PER_LAUNCH_MAX: usize = 32;
+/// Fragments of one block.
+const BATCH_MAX: u64 = 32;
+/// Blocks that a multiprocessor should find, and no more for the sake of slices.
+const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
+const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
+/// What a block copies at once; pieces of fragments are multiples of it.
+const PIECE_BYTES: u64 = 4096;
+/// Fragments of a run that are looked at.
+const SAMPLES: u64 = 32;
+
+/// What `ferrywire_gather` is given.
+#[derive(Debug)]
+#[repr(C)]
+struct GatherParameters {
+    runs: [GatherRun; RUNS_PER_LAUNCH_MAX],
+    fragments: u64,
+    batch: u32,
+    slices: u32,
+    piece_bytes: u64,
+}
+
+/// What `ferrywire_fill` and `ferrywire_check` are given.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct PatternParameters {
+    pub key: u64,
+    pub step: u64,
+    pub flip: u64,
+    pub offset: u64,
+    pub address: u64,
+    pub bytes: u64,
+}
+
+/// The kernels on one GPU.
+#[derive(Debug)]
+pub(crate) struct Kernels {
+    gather: CudaFunction,
+    fill: CudaFunction,
+    check: CudaFunction,
+    delay: CudaFunction,
+    multiprocessors: u32,
+}
+
+static LOADED: Mutex<[Weak<Kernels>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
+
+impl Kernels {
+    /// Those of a GPU: the same for everybody while somebody holds them.
+    pub fn of(gpu: &Arc<CudaGpu>) -> Result<Arc<Kernels>> {
+        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = &mut loaded[gpu.index() as usize];
+        if let Some(kernels) = slot.upgrade() {
+            return Ok(kernels);
+        }
+        let module = CudaModule::load(gpu, PTX)?;
+        let kernels = Arc::new(Kernels {
+            gather: module.function(c"ferrywire_gather")?,
+            fill: module.function(c"ferrywire_fill")?,
+            check: module.function(c"ferrywire_check")?,
+            delay: module.function(c"ferrywire_delay")?,
+            multiprocessors: gpu.multiprocessors().max(1),
+        });
+        *slot = Arc::downgrade(&kernels);
+        Ok(kernels)
+    }
+
+    /// Enqueues the copies of all fragments of some runs, at most [`RUNS_PER_LAUNCH_MAX`], in one launch.
+    ///
+    /// # Safety
+    /// Fragments lie where CPU and GPU read them at the same address, and stay as they are until the work is done;
+    /// what they name is memory that the GPU reaches, and no target overlaps with anything else named here.
+    pub unsafe fn gather(&self, stream: &CudaStream, runs: &[GatherRun]) -> Result<()> {
+        let fragments: u64 = runs.iter().map(|run| run.count).sum();
+        if fragments == 0 {
+            return Ok(());
+        }
+        // SAFETY: by the caller's promise.
+        let longest = runs.iter().map(|run| unsafe { longest_of(run) }).max().unwrap_or(0);
+        let Layout { blocks, batch, slices, piece_bytes } =
+            Layout::of(fragments, longest.into(), self.multiprocessors);
+        let mut parameters = GatherParameters {
+            runs: [GatherRun::default(); RUNS_PER_LAUNCH_MAX],
+            fragments,
+            batch,
+            slices,
+            piece_bytes,
+        };
+        parameters.runs[..runs.len()].copy_from_slice(runs);
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
+    }
+
+    /// Enqueues the writing of a pattern.
+    ///
+    /// # Safety
+    /// The range is memory that the GPU reaches, and nobody else's until the work is done.
+    pub unsafe fn fill(&self, stream: &CudaStream, mut pattern: PatternParameters) -> Result<()> {
+        let blocks = self.blocks_for(pattern.bytes);
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.fill, blocks, BLOCK, &mut [(&raw mut pattern).cast()]) }
+    }
+
+    /// Enqueues a comparison with a pattern: the word at `first` becomes the index of the first wrong byte, if that
+    /// is less than it was.
+    ///
+    /// # Safety
+    /// As for [`Kernels::fill`]; `first` is a device address of 8 aligned bytes.
+    pub unsafe fn check(
+        &self,
+        stream: &CudaStream,
+        mut pattern: PatternParameters,
+        mut first: u64,
+    ) -> Result<()> {
+        let blocks = self.blocks_for(pattern.bytes);
+        let mut parameters: [*mut c_void; 2] = [(&raw mut pattern).cast(), (&raw mut first).cast()];
+        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.check, blocks, BLOCK, &mut parameters) }
+    }
+
+    /// Keeps a stream busy for a time. These kernels have to be held until it is over.
+    pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
+        let mut nanoseconds = time.as_nanos() as u64;
+        // SAFETY: one parameter of the kernel's type; it touches no memory.
+        unsafe { stream.launch(&self.delay, 1, 1, &mut [(&raw mut nanoseconds).cast()]) }
+    }
+
+    fn blocks_for(&self, bytes: u64) -> u32 {
+        let most = u64::from(self.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
+        bytes.div_ceil(PIECE_BYTES).clamp(1, most) as u32
+    }
+}
+
+/// The longest of a run's fragments, as far as a sample shows.
+///
+/// # Safety
+/// The fragments can be read.
+unsafe fn longest_of(run: &GatherRun) -> u32 {
+    let first = run.fragments as *const Fragment;
+    let step = run.count.div_ceil(SAMPLES).max(1) as usize;
+    // SAFETY: entries of the run's own, by the caller's promise.
+    (0..run.count as usize).step_by(step).map(|at| unsafe { (*first.add(at)).bytes }).max().unwrap_or(0)
+}
+
+/// Which block does what: see `ferrywire_gather`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Layout {
+    blocks: u32,
+    batch: u32,
+    slices: u32,
+    piece_bytes: u64,
+}
+
+impl Layout {
+    fn of(fragments: u64, longest: u64, multiprocessors: u32) -> Layout {
+        let multiprocessors = u64::from(multiprocessors);
+        let batch = fragments.div_ceil(multiprocessors * BLOCKS_PER_MULTIPROCESSOR).clamp(1, BATCH_MAX);
+        let batches = fragments.div_ceil(batch);
+        let wanted = (multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR / batches).max(1);
+        let slices = longest.div_ceil(PIECE_BYTES).clamp(1, wanted);
+        let piece_bytes = longest.div_ceil(slices).next_multiple_of(PIECE_BYTES).max(PIECE_BYTES);
+        Layout { blocks: (batches * slices) as u32, batch: batch as u32, slices: slices as u32, piece_bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::offset_of;
+
+    const SOURCE: &str = include_str!("kernel.cu");
+
+    fn ptx() -> &'static str {
+        PTX.to_str().unwrap()
+    }
+
+    /// The parameters of an entry, as the text declares them.
+    fn parameters(entry: &str) -> Vec<&'static str> {
+        let from = ptx().find(&format!(".visible .entry {entry}(")).unwrap_or_else(|| panic!("no {entry}"));
+        let list = &ptx()[from..][..ptx()[from..].find(')').unwrap()];
+        list.lines().skip(1).map(|line| line.trim().trim_end_matches(',')).filter(|l| !l.is_empty()).collect()
+    }
+
+    #[test]
+    fn the_kernels_take_what_they_are_given() {
+        let gather =
+            format!(".param .align 8 .b8 ferrywire_gather_param_0[{}]", size_of::<GatherParameters>());
+        assert_eq!(parameters("ferrywire_gather"), [gather]);
+        let pattern =
+            |entry| format!(".param .align 8 .b8 {entry}_param_0[{}]", size_of::<PatternParameters>());
+        assert_eq!(parameters("ferrywire_fill"), [pattern("ferrywire_fill")]);
+        let first = ".param .u64 ferrywire_check_param_1".to_string();
+        assert_eq!(parameters("ferrywire_check"), [pattern("ferrywire_check"), first]);
+        assert_eq!(parameters("ferrywire_delay"), [".param .u64 ferrywire_delay_param_0"]);
+        // Read with their offsets: 8-byte words one by one, neighbours of 4 bytes together.
+        for (entry, offset, kind) in [
+            ("gather", offset_of!(GatherParameters, fragments), "u64"),
+            ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
+            ("fill", offset_of!(PatternParameters, step), "u64"),
+            ("fill", offset_of!(PatternParameters, flip), "u64"),
+            ("fill", offset_of!(PatternParameters, offset), "u64"),
+            ("fill", offset_of!(PatternParameters, address), "u64"),
+            ("fill", offset_of!(PatternParameters, bytes), "u64"),
+        ] {
+            let at = format!("[ferrywire_{entry}_param_0+{offset}]");
+            let read =
+                ptx().lines().any(|line| line.contains(&format!("ld.param.{kind}")) && line.contains(&at));
+            assert!(read, "nobody reads {kind} at {at}");
+        }
+        assert_eq!(offset_of!(GatherParameters, slices), offset_of!(GatherParameters, batch) + 4);
+        assert_eq!(offset_of!(GatherParameters, piece_bytes), 1040);
+    }
+
+    #[test]
+    fn the_source_has_the_same_structures_and_limits() {
+        for (name, value) in [("BLOCK", u64::from(BLOCK)), ("RUNS", 32), ("BATCH", BATCH_MAX)] {
+            assert!(SOURCE.contains(&format!("#define {name} {value}\n")), "{name} {value}");
+        }
+        assert_eq!(RUNS_PER_LAUNCH_MAX, 32);
+        let fields = |name: &str| -> Vec<&str> {
+            let from = SOURCE.find(&format!("struct {name} {{\n")).unwrap();
+            let body = &SOURCE[from..][..SOURCE[from..].find('}').unwrap()];
+            body.lines()
+                .skip(1)
+                .map(|line| line.trim().trim_end_matches(';'))
+                .filter(|l| !l.is_empty())
+                .collect()
+        };
+        assert_eq!(fields("Fragment"), ["u32 source", "u32 bytes", "u64 target"]);
+        assert_eq!(
+            [offset_of!(Fragment, source), offset_of!(Fragment, bytes), offset_of!(Fragment, target)],
+            [0, 4, 8]
+        );
+        assert_eq!(fields("Run"), ["u64 fragments", "u64 count", "u64 source", "u64 target"]);
+        let run = [
+            offset_of!(GatherRun, fragments),
+            offset_of!(GatherRun, count),
+            offset_of!(GatherRun, source),
+            offset_of!(GatherRun, target),
+        ];
+        assert_eq!(run, [0, 8, 16, 24]);
+        assert_eq!(
+            fields("Pattern"),
+            ["u64 key", "u64 step", "u64 flip", "u64 offset", "u64 address", "u64 bytes"]
+        );
+    }
+
+    #[test]
+    fn the_text_was_made_of_the_source_for_old_gpus() {
+        let sum = format!("// Of kernel.cu with CRC-32 {:08x}", crc32fast::hash(SOURCE.as_bytes()));
+        assert!(ptx().contains(&sum), "kernel.ptx is not of this kernel.cu: make it again; {sum}");
+        assert!(ptx().contains("\n.version 6.0\n.target sm_60\n"));
+    }
+
+    /// As the kernel does it: which pieces of which fragments each block copies.
+    fn pieces(layout: Layout, lengths: &[u64]) -> Vec<(usize, u64, u64)> {
+        let Layout { blocks, batch, slices, piece_bytes } = layout;
+        let mut out = Vec::new();
+        for block in 0..blocks {
+            let first = (block / slices) as usize * batch as usize;
+            for (fragment, length) in lengths.iter().enumerate().skip(first).take(batch as usize) {
+                let mut at = u64::from(block % slices) * piece_bytes;
+                while at < *length {
+                    out.push((fragment, at, piece_bytes.min(length - at)));
+                    at += u64::from(slices) * piece_bytes;
+                }
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn a_layout_covers_each_byte_once_even_when_the_sample_was_wrong() {
+        let mut rng = crate::transport::sim::rng::Rng::new(5);
+        for round in 0..2000 {
+            let count = 1 + rng.below(if round % 10 == 0 { 5000 } else { 50 }) as usize;
+            let most = [2, 100, 5000, 4 << 20][rng.below(4) as usize];
+            let lengths: Vec<u64> = (0..count).map(|_| rng.below(most)).collect();
+            let guessed =
+                [1, 4096, lengths[0], lengths.iter().copied().max().unwrap()][rng.below(4) as usize];
+            let layout = Layout::of(count as u64, guessed, 1 + rng.below(200) as u32);
+            let mut pieces = pieces(layout, &lengths);
+            pieces.sort_unstable();
+            let mut covered = vec![0; count];
+            for (fragment, at, bytes) in pieces {
+                assert_eq!(at, covered[fragment], "{layout:?}");
+                covered[fragment] += bytes;
+            }
+            assert_eq!(covered, lengths, "{layout:?}");
+        }
+    }
+
+    #[test]
+    fn short_and_long_lists_use_the_whole_gpu() {
+        let busy = |fragments, longest| Layout::of(fragments, longest, 132);
+        // 512 KiB in 128 fragments: a block each; merged into one: a block per piece.
+        assert_eq!(busy(128, 4096), Layout { blocks: 128, batch: 1, slices: 1, piece_bytes: 4096 });
+        assert_eq!(busy(1, 512 << 10), Layout { blocks: 128, batch: 1, slices: 128, piece_bytes: 4096 });
+        // 64 MiB in fragments of 4 KiB, and 1 GiB.
+        assert_eq!(busy(16_384, 4096), Layout { blocks: 1024, batch: 16, slices: 1, piece_bytes: 4096 });
+        assert_eq!(busy(262_144, 4096).blocks, 8192);
+        assert_eq!(busy(1, 1), Layout { blocks: 1, batch: 1, slices: 1, piece_bytes: 4096 });
+    }
+
+    #[test]
+    fn the_longest_of_a_short_run_is_known() {
+        let fragments: Vec<Fragment> = (0..32)
+            .map(|k| Fragment { bytes: if k == 17 { 9000 } else { 7 }, ..Default::default() })
+            .collect();
+        let run = GatherRun { fragments: fragments.as_ptr() as u64, count: 32, ..Default::default() };
+        // SAFETY: as many as there are.
+        assert_eq!(unsafe { longest_of(&run) }, 9000);
+        // SAFETY: none is read.
+        assert_eq!(unsafe { longest_of(&GatherRun::default()) }, 0);
+    }
+}

@@ -1,0 +1,143 @@
+// The kernels of kernel.cu, run thread by thread on the CPU, in memory of exactly the size that they may touch: the
+// sanitizers that this is compiled with find every access outside, and every one that is not aligned.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <sanitizer/asan_interface.h>
+#include <vector>
+
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
+static ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
+static struct { unsigned x; } threadIdx, blockIdx, gridDim;
+// Threads come to it one after another and end there, and go on from there in a second pass.
+static int pass;
+#define __syncthreads() \
+    if (pass == 0) return
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __shared__ static
+#define asm
+#define volatile(...) begin = now = nanoseconds
+static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
+    return (unsigned)(((unsigned long long)high << 32 | low) >> (bits & 31));
+}
+static int __ffsll(unsigned long long value) { return __builtin_ffsll(value); }
+static void atomicMin(unsigned long long *at, unsigned long long value) { *at = value < *at ? value : *at; }
+
+#include KERNELS
+
+static u64 state = 88172645463325252ull;
+static u64 random_below(u64 most) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return (state >> 11) % most;
+}
+
+template <typename Kernel> static void launch(unsigned blocks, int passes, Kernel kernel) {
+    gridDim.x = blocks;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (pass = passes == 1; pass < 2; pass++)
+            for (threadIdx.x = 0; threadIdx.x < BLOCK; threadIdx.x++) kernel();
+}
+
+static void fail(const char *what, int round) {
+    printf("%s, round %d\n", what, round);
+    exit(1);
+}
+
+// A length: of one byte, of some, of a packet, of a page, of many.
+static u32 length() {
+    switch (random_below(6)) {
+    case 0: return (u32)random_below(3);
+    case 1: return (u32)random_below(70);
+    case 2: return 1448;
+    case 3: return 4096;
+    case 4: return (u32)random_below(5000);
+    default: return (u32)random_below(40000);
+    }
+}
+
+static void gathers(int rounds) {
+    for (int round = 0; round < rounds; round++) {
+        // Each fragment's source and target is a block of its own, so that every edge is watched.
+        const u32 count = (u32)random_below(round % 8 == 0 ? 70 : 8), runs = 1 + (u32)random_below(3);
+        std::vector<Fragment> fragments;
+        std::vector<u8 *> sources, targets, places;
+        for (u32 k = 0; k < count; k++) {
+            const u32 bytes = length(), skew[2] = {(u32)random_below(16), (u32)random_below(16)};
+            // An allocation ends where the range does; it begins aligned to 16 bytes, and what is before the source
+            // may not be read either, as far as the sanitizer can tell bytes apart.
+            u8 *source = (u8 *)malloc(skew[0] + bytes), *target = (u8 *)malloc(skew[1] + bytes);
+            for (u32 i = 0; i < skew[0] + bytes; i++) source[i] = (u8)random_below(256);
+            memset(target, 0xA5, skew[1] + bytes);
+            ASAN_POISON_MEMORY_REGION(source, skew[0]);
+            sources.push_back(source + skew[0]);
+            targets.push_back(target + skew[1]);
+            places.push_back(source);
+            places.push_back(target);
+            fragments.push_back({0, bytes, 0});
+        }
+        // One run per fragment gives each bases of its own; then as many as fit, of none or one fragment.
+        Gather gather = {};
+        u32 used = 0;
+        for (u32 k = 0; k < count && used < RUNS; k++) {
+            used += (u32)random_below(runs);
+            if (used >= RUNS) break;
+            gather.runs[used++] = {(u64)&fragments[k], 1, (u64)sources[k], (u64)targets[k]};
+            gather.fragments++;
+        }
+        gather.batch = 1 + (u32)random_below(BATCH);
+        gather.slices = 1 + (u32)random_below(4);
+        gather.piece_bytes = random_below(2) ? 4096 : 1 + random_below(9000);
+        const u32 blocks = (u32)((gather.fragments + gather.batch - 1) / gather.batch) * gather.slices;
+        launch(blocks, 2, [&] { ferrywire_gather(gather); });
+        for (u32 k = 0; k < gather.fragments; k++) {
+            if (memcmp(sources[k], targets[k], fragments[k].bytes)) fail("a fragment differs", round);
+            for (u8 *at = places[2 * k + 1]; at < targets[k]; at++)
+                if (*at != 0xA5) fail("a byte before a target was written", round);
+        }
+        for (u8 *place : places) free(place);
+    }
+}
+
+static u8 expected(const Pattern &pattern, u64 offset) {
+    const u64 sum = pattern.key + offset / 8 * pattern.step;
+    return (u8)((sum ^ sum << 32 ^ pattern.flip) >> offset % 8 * 8);
+}
+
+static void patterns(int rounds) {
+    for (int round = 0; round < rounds; round++) {
+        const u64 bytes = length(), skew = random_below(16);
+        u8 *place = (u8 *)malloc(skew + bytes), *at = place + skew;
+        const Pattern pattern = {random_below(~0ull), random_below(~0ull), random_below(2) ? ~0ull : 0,
+                                 random_below(1ull << 40), (u64)at, bytes};
+        const unsigned blocks = 1 + (unsigned)random_below(4);
+        launch(blocks, 1, [&] { ferrywire_fill(pattern); });
+        for (u64 k = 0; k < bytes; k++)
+            if (at[k] != expected(pattern, pattern.offset + k)) fail("a wrong byte was filled in", round);
+        u64 first = ~0ull, wrong = ~0ull;
+        launch(blocks, 1, [&] { ferrywire_check(pattern, &first); });
+        if (first != ~0ull) fail("a right byte was found wrong", round);
+        for (u64 k = 0; k < 3 && k < bytes; k++) {
+            // Apart from each other, so that none is turned back.
+            const u64 damaged = k * (bytes / 3) + (bytes / 3 ? random_below(bytes / 3) : 0);
+            at[damaged] ^= 1 << random_below(8);
+            if (damaged < wrong) wrong = damaged;
+            if (bytes < 3 || random_below(2)) break;
+        }
+        launch(blocks, 1, [&] { ferrywire_check(pattern, &first); });
+        if (first != wrong) fail("the first wrong byte was not found", round);
+        free(place);
+    }
+}
+
+int main() {
+    gathers(3000);
+    patterns(500);
+    puts("all is right");
+}
