@@ -2,7 +2,7 @@
 
 use crate::transport::Conn;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -23,6 +23,8 @@ pub(crate) struct ChannelCounters {
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     pub rtt_us: AtomicU64,
+    send_buffer_bytes: AtomicUsize,
+    receive_buffer_bytes: AtomicUsize,
     /// Bytes in the window; [`NO_BACKLOG`] while the channel is down, so that it is nobody's least loaded.
     pub backlog: AtomicU64,
     pub generation: AtomicU32,
@@ -93,6 +95,14 @@ impl ChannelCounters {
         self.alive.store(true, Ordering::Relaxed);
         self.zero_copy.store(conn.zero_copy(), Ordering::Relaxed);
         self.rtt_us.store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
+        self.note_buffers(conn);
+    }
+
+    /// Socket buffers may be chosen anew while a connection runs.
+    pub fn note_buffers(&self, conn: &dyn Conn) {
+        let (send, receive) = conn.buffer_bytes();
+        self.send_buffer_bytes.store(send, Ordering::Relaxed);
+        self.receive_buffer_bytes.store(receive, Ordering::Relaxed);
     }
 
     /// Bytes on their way; none while the channel is down.
@@ -114,6 +124,8 @@ impl ChannelCounters {
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
             rtt: Duration::from_micros(self.rtt_us.load(Ordering::Relaxed)),
+            send_buffer_bytes: self.send_buffer_bytes.load(Ordering::Relaxed),
+            receive_buffer_bytes: self.receive_buffer_bytes.load(Ordering::Relaxed),
             congestion_control: path.congestion_control,
             generation: self.generation.load(Ordering::Relaxed),
             zero_copy: self.zero_copy.load(Ordering::Relaxed),
@@ -163,6 +175,10 @@ pub struct ChannelStats {
     pub received_bytes: u64,
     /// Smoothed round trip as the kernel measures it.
     pub rtt: Duration,
+    /// Size of its socket buffer for sending as the kernel counts it, which is twice what was asked for.
+    pub send_buffer_bytes: usize,
+    /// The same for receiving.
+    pub receive_buffer_bytes: usize,
     /// Congestion control in force.
     pub congestion_control: String,
     /// How often it has been connected anew.

@@ -7,7 +7,7 @@ use ferrywire::{Peer, PeerStats};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
-use super::protocol::{ChannelBytes, SideReport};
+use super::protocol::{ChannelBytes, SideReport, SocketBuffers};
 use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
@@ -185,6 +185,7 @@ impl Snapshot {
             nic: now.nic.clone(),
             tx_bytes: now.sent_bytes.saturating_sub(sent),
             rx_bytes: now.received_bytes.saturating_sub(received),
+            buffers: SocketBuffers { send: now.send_buffer_bytes, receive: now.receive_buffer_bytes },
         }
     }
 

@@ -150,6 +150,18 @@ pub struct ChannelBytes {
     pub rx_bytes: u64,
     /// Line rate of the NIC, where its driver tells one.
     pub line_bytes_per_s: Option<f64>,
+    /// Its socket buffers as the kernel counts them.
+    #[serde(default)]
+    pub buffers: SocketBuffers,
+}
+
+/// Sizes of a connection's socket buffers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SocketBuffers {
+    /// To send.
+    pub send: usize,
+    /// To receive.
+    pub receive: usize,
 }
 
 /// What one end measured of the flow it drove.

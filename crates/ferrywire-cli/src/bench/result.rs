@@ -10,7 +10,7 @@ use super::host::Host;
 use super::layout;
 use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
-use super::protocol::{FlowReport, Run, Side, SideReport};
+use super::protocol::{FlowReport, Run, Side, SideReport, SocketBuffers};
 use super::session::StepReport;
 use crate::args::{Op, Pattern, Unpack, Verify};
 use crate::carrier::Memory;
@@ -311,6 +311,8 @@ fn extra(
         extra.insert("verified_iterations".into(), json!(report.verified_iterations));
     }
     extra.insert("peer_per_nic".into(), json!(moved(&report.serve).0));
+    extra.insert("socket_buffer_bytes".into(), json!(least_buffers(share.members)));
+    extra.insert("peer_socket_buffer_bytes".into(), json!(least_buffers(&report.serve)));
     let sides = || report.members.iter().chain(&report.serve);
     let resent: u64 = sides().map(|side| side.resent_chunks).sum();
     if resent > 0 {
@@ -321,6 +323,12 @@ fn extra(
         extra.insert("lost_channels".into(), json!(lost));
     }
     extra
+}
+
+/// The smallest socket buffers of an end's data connections.
+fn least_buffers(members: &[SideReport]) -> Option<SocketBuffers> {
+    let buffers = members.iter().flat_map(|side| &side.channels).map(|channel| channel.buffers);
+    buffers.reduce(|a, b| SocketBuffers { send: a.send.min(b.send), receive: a.receive.min(b.receive) })
 }
 
 fn latency_us(latency: &LatencyCounts) -> Option<LatencyUs> {

@@ -10,6 +10,7 @@ mod clock;
 mod faults;
 mod kills;
 mod links;
+mod long;
 mod process;
 mod world;
 

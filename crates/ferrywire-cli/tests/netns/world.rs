@@ -144,6 +144,32 @@ impl World {
         }
     }
 
+    /// Makes packets take so long over a link, each way. Says why it cannot be had.
+    pub fn delay(&self, link: usize, delay_us: u32) -> Result<(), String> {
+        for host in [Host::A, Host::B] {
+            let (namespace, nic, delay) = (self.namespace(host), host.nic(link), format!("{delay_us}us"));
+            let within = ["netns", "exec", &namespace, "tc", "qdisc", "replace", "dev", &nic, "root"];
+            let output = ip(&[&within[..], &["netem", "delay", &delay]].concat());
+            if !output.status.success() {
+                return Err(said(&output));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives a NIC of host A to host B, under another name.
+    pub fn take_over(&self, nic: &str, name: &str) {
+        let (a, b) = (self.namespace(Host::A), self.namespace(Host::B));
+        self.must("ip", &["-n", &a, "link", "set", nic, "netns", &b, "name", name]);
+    }
+
+    /// Gives a NIC an address, and sets it up.
+    pub fn address(&self, host: Host, nic: &str, address: &str) {
+        let namespace = self.namespace(host);
+        self.must("ip", &["-n", &namespace, "addr", "add", address, "dev", nic]);
+        self.must("ip", &["-n", &namespace, "link", "set", nic, "up"]);
+    }
+
     /// Sets one end of a link up or down; the other end loses its carrier with it.
     pub fn set_link(&self, host: Host, link: usize, state: &str) {
         self.must("ip", &["-n", &self.namespace(host), "link", "set", &host.nic(link), state]);

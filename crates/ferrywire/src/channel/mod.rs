@@ -71,8 +71,6 @@ unsafe impl Send for Workspace {}
 /// A channel, owned by one worker.
 pub(crate) struct Channel {
     conn: Box<dyn Conn>,
-    /// Both ends are on this host, and by their addresses too: a forwarded port leads elsewhere.
-    within_host: bool,
     pub peer: Arc<PeerState>,
     pub index: u16,
     pub generation: u32,
@@ -106,7 +104,6 @@ impl Channel {
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
-            within_host: conn.within_host() && peer.same_host,
             conn,
             peer,
             index,
@@ -162,7 +159,9 @@ impl Channel {
     /// Bytes of bulk that this channel may take, and the longest chunk of it.
     fn bulk_share(&self) -> (u64, usize) {
         let chunk_bytes = self.peer.queue.chunk_bytes;
-        match self.within_host && self.posted.is_none() {
+        // By its addresses too, and by its round trip: a forwarded port leads elsewhere.
+        let within_host = self.peer.same_host && self.conn.within_host();
+        match within_host && self.posted.is_none() {
             true => schedule::local_share(self.peer.thread_backlog(self.index), chunk_bytes),
             false => (u64::MAX, chunk_bytes),
         }
@@ -483,6 +482,7 @@ impl Channel {
         let health = self.conn.health();
         self.unproven = health.waiting;
         self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        self.counters.note_buffers(&*self.conn);
         health.is_dead().then(|| {
             format!(
                 "no answer from the peer's host for {:.1} s after {} retransmissions",

@@ -42,9 +42,14 @@ pub(super) struct Announced {
 }
 
 impl Announced {
-    pub fn new(peer: &PeerState, nic: Option<&Nic>, address: SocketAddr) -> Result<Announced> {
+    pub fn new(
+        peer: &PeerState,
+        nic: Option<&Nic>,
+        address: SocketAddr,
+        options: &ConnOptions,
+    ) -> Result<Announced> {
         let to = named(nic, address);
-        let bound = peer.engine().transport.bind(nic, address, &bulk_options(peer));
+        let bound = peer.engine().transport.bind(nic, address, options);
         let bound = bound.map_err(|error| unreachable_at(&to, &error))?;
         Ok(Announced { bound, to })
     }
@@ -218,11 +223,12 @@ impl Dial {
     }
 }
 
-/// Options of a peer's data connections.
-pub(super) fn bulk_options(peer: &PeerState) -> ConnOptions {
+/// Options of a peer's data connections, with what its control connection says of the path.
+pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> ConnOptions {
     let engine = peer.engine();
     ConnOptions {
         same_host: peer.same_host,
+        round_trip: control.map_or(Duration::ZERO, |conn| conn.health().min_rtt),
         per_thread: peer.channels().div_ceil(engine.workers.len()),
         ..engine.config.bulk_options()
     }

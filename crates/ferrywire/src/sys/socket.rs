@@ -131,6 +131,26 @@ pub fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
+/// Sets both socket buffers whatever the system's limits are, which takes CAP_NET_ADMIN, and lets the window
+/// follow: the kernel keeps it to the buffer that a connection began with.
+pub fn force_buffers(fd: RawFd, send_bytes: usize, receive_bytes: usize) -> io::Result<()> {
+    let int = |bytes| libc::c_int::try_from(bytes).unwrap_or(libc::c_int::MAX);
+    set_int(fd, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, int(send_bytes))?;
+    set_int(fd, libc::SOL_SOCKET, libc::SO_RCVBUFFORCE, int(receive_bytes))?;
+    set_int(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, int(receive_bytes))
+}
+
+/// Lets the kernel size both buffers again after they were set. Kernels before 5.16 refuse.
+pub fn autotune_buffers(fd: RawFd) -> io::Result<()> {
+    set_int(fd, libc::SOL_SOCKET, libc::SO_BUF_LOCK, 0)
+}
+
+/// Both socket buffers as the kernel counts them, its own needs included: to send, to receive.
+pub fn buffers(fd: RawFd) -> io::Result<(usize, usize)> {
+    let bytes = |name| get_int(fd, libc::SOL_SOCKET, name).map(|bytes| usize::try_from(bytes).unwrap_or(0));
+    Ok((bytes(libc::SO_SNDBUF)?, bytes(libc::SO_RCVBUF)?))
+}
+
 /// The congestion control in force on a TCP socket.
 pub fn congestion_control(fd: RawFd) -> io::Result<String> {
     let mut name = [0; CONGESTION_NAME_BYTES_MAX];

@@ -51,6 +51,8 @@ pub struct PathHealth {
     pub silent_for: Duration,
     /// Smoothed round trip, zero where unknown.
     pub rtt: Duration,
+    /// The shortest round trip of the last minutes, zero where unknown.
+    pub min_rtt: Duration,
 }
 
 impl PathHealth {
@@ -124,6 +126,14 @@ pub trait Conn: Send {
     /// The other end's address.
     fn remote(&self) -> SocketAddr;
 
+    /// Applies options; see [`Transport::tune`].
+    fn tune(&mut self, _options: &ConnOptions) {}
+
+    /// Sizes of its socket buffers as the kernel counts them, to send and to receive; zero without any.
+    fn buffer_bytes(&self) -> (usize, usize) {
+        (0, 0)
+    }
+
     /// Which congestion control carries it, for reports.
     fn congestion_control(&self) -> String {
         String::from("none")
@@ -156,6 +166,8 @@ pub struct ConnOptions {
     pub bulk: bool,
     /// The peer is known to run on this host, whatever the addresses say (a container, a namespace).
     pub same_host: bool,
+    /// The shortest round trip that another connection to the peer has seen; zero: none is known.
+    pub round_trip: Duration,
     /// Data connections that share a progress thread, and with it a core's cache.
     pub per_thread: usize,
     /// Congestion control by name; `None` chooses.

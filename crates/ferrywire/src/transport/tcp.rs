@@ -77,12 +77,7 @@ impl Transport for TcpTransport {
     }
 
     fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
-        let Some(fd) = conn.fd() else { return };
-        let nics = nics::addresses().unwrap_or_default();
-        let path = Path::towards(&nics, Some(conn.local().ip()), conn.remote().ip()).or_by_round_trip(fd);
-        if let Err(e) = tuning::apply(fd, path, options) {
-            tracing::warn!("cannot tune the connection from {}: {e}", conn.remote());
-        }
+        conn.tune(options);
     }
 
     fn nics(&self) -> io::Result<Vec<Nic>> {
@@ -160,7 +155,7 @@ impl TcpTransport {
         let socket = new_socket(to)?;
         common_options(&socket)?;
         let path = Path::towards(&nics, nic.map(|nic| nic.address), to.ip());
-        tuning::apply(socket.as_raw_fd(), path, options)?;
+        tuning::apply(socket.as_raw_fd(), path, options.round_trip, options)?;
         if let Some(nic) = nic {
             self.bind_to_device(&socket, nic, to, nics::is_local(&nics, to.ip()))?;
         }

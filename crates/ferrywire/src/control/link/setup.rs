@@ -64,7 +64,8 @@ impl Link {
     /// first packet. All channels go in one round trip.
     pub(super) fn announce(&mut self, index: u16, pair: &Pair, now: Duration) {
         let (_, generation) = self.slots[usize::from(index)];
-        match Announced::new(&self.peer, pair.nic.as_ref(), pair.remote) {
+        let options = bulk_options(&self.peer, self.conn.as_deref());
+        match Announced::new(&self.peer, pair.nic.as_ref(), pair.remote, &options) {
             Ok(announced) => {
                 let source = announced.source();
                 tracing::debug!(peer = self.peer.name(), channel = index, %source, "data connection announced");
@@ -152,7 +153,7 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        engine.transport.tune(&mut *conn, &bulk_options(&self.peer));
+        engine.transport.tune(&mut *conn, &bulk_options(&self.peer, self.conn.as_deref()));
         self.compare_source(conn.remote(), index, generation);
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Lane && generation > current {

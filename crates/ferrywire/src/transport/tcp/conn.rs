@@ -13,12 +13,12 @@ use std::os::fd::{AsRawFd, RawFd};
 use socket2::Socket;
 
 use super::health::Watch;
-use super::tuning::{LateTuning, Path};
+use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{START, canonical, ip_address};
 use crate::limits::IOVECS_PER_CALL_MAX;
 use crate::sys::tcp_info::{self, TcpInfo};
-use crate::sys::{socket, zerocopy};
+use crate::sys::{nics, socket, zerocopy};
 use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
 
 /// Shorter sends are copied: pinning their pages would cost more than the copy.
@@ -34,8 +34,8 @@ pub struct TcpConn {
     within_host: bool,
     /// No byte has moved yet.
     connecting: bool,
-    /// While the round trip is still to be judged.
-    tune_late: Option<LateTuning>,
+    /// How a data connection is tuned as its round trip becomes known.
+    tuning: Option<Tuning>,
     /// The first error, which the kernel tells only once.
     failure: Option<i32>,
     shut: bool,
@@ -54,7 +54,7 @@ impl TcpConn {
     ) -> io::Result<TcpConn> {
         let mut conn = TcpConn::established(socket, remote, path == Path::SameHost)?;
         conn.connecting = true;
-        conn.tune_late = LateTuning::new(path, options);
+        conn.tuning = Tuning::new(path, options.round_trip, options);
         Ok(conn)
     }
 
@@ -68,7 +68,7 @@ impl TcpConn {
             remote,
             within_host,
             connecting: false,
-            tune_late: None,
+            tuning: None,
             failure: None,
             shut: false,
             sent_bytes: 0,
@@ -92,7 +92,9 @@ impl TcpConn {
     fn moved(&mut self, bytes: usize) -> usize {
         self.connecting = false;
         let fd = self.descriptor();
-        self.tune_late.take_if(|tuning| tuning.moved(fd));
+        if let Some(tuning) = &mut self.tuning {
+            tuning.moved(fd);
+        }
         bytes
     }
 
@@ -190,7 +192,7 @@ impl Conn for TcpConn {
     }
 
     fn within_host(&self) -> bool {
-        self.within_host
+        self.within_host && !self.tuning.as_ref().is_some_and(Tuning::is_long)
     }
 
     fn released(&mut self) -> u64 {
@@ -240,6 +242,21 @@ impl Conn for TcpConn {
 
     fn remote(&self) -> SocketAddr {
         self.remote
+    }
+
+    fn tune(&mut self, options: &ConnOptions) {
+        let fd = self.descriptor();
+        let nics = nics::addresses().unwrap_or_default();
+        let path = Path::towards(&nics, Some(self.local.ip()), self.remote.ip());
+        let round_trip = tuning::shorter(options.round_trip, tuning::round_trip(fd));
+        if let Err(e) = tuning::apply(fd, path, round_trip, options) {
+            tracing::warn!("cannot tune the connection from {}: {e}", self.remote);
+        }
+        self.tuning = Tuning::new(path, round_trip, options);
+    }
+
+    fn buffer_bytes(&self) -> (usize, usize) {
+        socket::buffers(self.descriptor()).unwrap_or_default()
     }
 
     fn congestion_control(&self) -> String {

@@ -38,6 +38,7 @@ impl Watch {
             unanswered: info.unanswered(),
             silent_for: if only_asked { Duration::ZERO } else { waited.min(info.last_ack_recv) },
             rtt: info.rtt,
+            min_rtt: info.min_rtt,
         }
     }
 }

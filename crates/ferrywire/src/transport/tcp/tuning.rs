@@ -4,7 +4,11 @@
 //! On short clean paths cubic beats a default of bbr by half and more; on long ones with a little loss it carries
 //! a fraction of bbr's. A subnet can span either, so the round trip decides. Within one host the two ends of a
 //! connection take turns on a core: about 2 MiB in flight to a core make turns few and keep the payload in its
-//! cache, more pushes it out. Elsewhere the kernel's autotuning knows better.
+//! cache, more pushes it out. A host can be one in name only (two ends of a test bed, with a line between them),
+//! so here too a long round trip outweighs it. Elsewhere the kernel's autotuning knows better, and where the round
+//! trip is long, a buffer that is large from the start.
+//! Invariant: what was asked for by name or number is never changed.
+//! Read next: `conn.rs`, which tells when bytes have moved.
 
 use std::fs;
 use std::io;
@@ -25,9 +29,15 @@ const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
 /// A round trip below this is a data centre's: cubic, losing one segment of 10,000, still carries some 3 Gbit/s
 /// on each connection.
 const SHORT_ROUND_TRIP: Duration = Duration::from_micros(500);
+/// Socket buffers of a bulk connection whose round trip is longer, if the system's autotuning ends below: at
+/// 10 ms they carry 6 Gbit/s, and are there at once, where autotuning takes many round trips.
+const LONG_PATH_BUFFER_BYTES: usize = 8 << 20;
 /// The round trip is looked at again, ever more rarely, until so many sends and receives are done: the first one
 /// may have waited for the address resolution.
-const LATE_MOVES_MAX: u32 = 64;
+const LATE_MOVES_MAX: u32 = 1024;
+/// After so many the handshakes are over, and buffers follow the shortest of several round trips: on a busy
+/// machine each of the first may have waited for a core.
+const PROVEN_MOVES: u32 = 16;
 /// The congestion control for short paths.
 const SHORT_PATH_CONTROL: &str = "cubic";
 
@@ -53,75 +63,151 @@ impl Path {
         if nics.iter().any(connected) { Path::Near } else { Path::Far }
     }
 
-    /// Judges an established connection by its round trip, which may differ from what addresses suggest.
-    pub(super) fn or_by_round_trip(self, fd: RawFd) -> Path {
-        TcpInfo::read(fd).map_or(self, |info| self.given(info.min_rtt))
-    }
-
-    /// With a round trip; zero: none known.
+    /// With a round trip, which may differ from what addresses suggest; zero: none known.
     fn given(self, round_trip: Duration) -> Path {
         match self {
-            Path::SameHost => Path::SameHost,
             unknown if round_trip == Duration::ZERO => unknown,
-            _ if round_trip < SHORT_ROUND_TRIP => Path::Near,
-            _ => Path::Far,
+            _ if is_long(round_trip) => Path::Far,
+            Path::SameHost => Path::SameHost,
+            _ => Path::Near,
         }
     }
 }
 
-/// The judgement of a dialled connection, which knows no round trip before its first bytes have moved.
-#[derive(Debug)]
-pub(super) struct LateTuning {
-    judged: Path,
-    moves: u32,
+/// The shortest round trip that a connection has seen; zero: none.
+pub(super) fn round_trip(fd: RawFd) -> Duration {
+    TcpInfo::read(fd).map_or(Duration::ZERO, |info| info.min_rtt)
 }
 
-impl LateTuning {
-    /// For a connection along this path, if there is anything to judge.
-    pub(super) fn new(path: Path, options: &ConnOptions) -> Option<LateTuning> {
-        let open = path != Path::SameHost && options.bulk && options.congestion_control.is_none();
-        open.then_some(LateTuning { judged: path, moves: 0 })
-    }
-
-    /// After each send or receive; true when there is nothing more to judge.
-    pub(super) fn moved(&mut self, fd: RawFd) -> bool {
-        self.moves += 1;
-        if self.moves.is_power_of_two() {
-            self.judge(fd, self.judged.or_by_round_trip(fd));
-        }
-        self.moves >= LATE_MOVES_MAX
-    }
-
-    fn judge(&mut self, fd: RawFd, path: Path) {
-        match (self.judged, path) {
-            (Path::Far, Path::Near) => prefer_short_path_control(fd),
-            (Path::Near, Path::Far) => restore_system_control(fd),
-            _ => {}
-        }
-        self.judged = path;
-    }
+/// The shorter of two round trips of which either may not be known.
+pub(super) fn shorter(one: Duration, other: Duration) -> Duration {
+    if one.is_zero() || other.is_zero() { one.max(other) } else { one.min(other) }
 }
 
-/// Applies the options. Fails only for what was asked for by name or number.
-pub(super) fn apply(fd: RawFd, path: Path, options: &ConnOptions) -> io::Result<()> {
-    let same_host = path == Path::SameHost || options.same_host;
-    // Between addresses of this host what is in flight on all connections of a thread is bounded together.
-    let sharing = if path == Path::SameHost { 1 } else { options.per_thread };
-    let local_buffer = (options.bulk && same_host).then(|| same_host_buffer_bytes(sharing));
-    if let Some(bytes) = options.socket_buffer_bytes.or(local_buffer) {
+fn is_long(round_trip: Duration) -> bool {
+    round_trip >= SHORT_ROUND_TRIP
+}
+
+/// Applies the options to a connection along a path, judged by its addresses, and with a round trip if one is
+/// known (else zero). Fails only for what was asked for by name or number.
+pub(super) fn apply(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
+    if let Some(bytes) = options.socket_buffer_bytes {
         socket::set_buffers(fd, bytes)
             .map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
+    }
+    if options.bulk {
+        fit(fd, path, is_long(round_trip), options);
     }
     match &options.congestion_control {
         Some(name) => socket::set_congestion_control(fd, name)
             .map_err(|e| explained(e, &format!("congestion control {name:?}")))?,
-        None if options.bulk && path != Path::Far => prefer_short_path_control(fd),
+        None if options.bulk && path.given(round_trip) != Path::Far => prefer_short_path_control(fd),
         None => {}
     }
-    if options.bulk && !same_host {
-        socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, UNSENT_BYTES_MAX)?;
-    }
     Ok(())
+}
+
+/// What a data connection was tuned for, and is tuned for anew when its round trip says otherwise.
+///
+/// Its life: judged by addresses, and by what the peer's other connections have seen -> judged by its own
+/// round trip, ever more rarely -> judged.
+#[derive(Debug)]
+pub(super) struct Tuning {
+    /// By its addresses.
+    path: Path,
+    options: ConnOptions,
+    judged: Path,
+    long: bool,
+    moves: u32,
+}
+
+impl Tuning {
+    /// Of a connection that these were applied to; nothing for one that carries no bulk.
+    pub(super) fn new(path: Path, round_trip: Duration, options: &ConnOptions) -> Option<Tuning> {
+        let (judged, long) = (path.given(round_trip), is_long(round_trip));
+        options.bulk.then(|| Tuning { path, options: options.clone(), judged, long, moves: 0 })
+    }
+
+    /// Whether it is tuned for a path that is known to be long.
+    pub(super) fn is_long(&self) -> bool {
+        self.long
+    }
+
+    /// After each send or receive.
+    pub(super) fn moved(&mut self, fd: RawFd) {
+        if self.moves >= LATE_MOVES_MAX {
+            return;
+        }
+        self.moves += 1;
+        if self.moves.is_power_of_two() {
+            let round_trip = round_trip(fd);
+            if round_trip > Duration::ZERO {
+                self.judge(fd, round_trip);
+            }
+        }
+    }
+
+    fn judge(&mut self, fd: RawFd, round_trip: Duration) {
+        let proven = self.moves >= PROVEN_MOVES;
+        if proven || self.path != Path::SameHost {
+            self.judge_control(fd, self.path.given(round_trip));
+        }
+        if proven && self.long != is_long(round_trip) {
+            self.long = !self.long;
+            fit(fd, self.path, self.long, &self.options);
+        }
+    }
+
+    fn judge_control(&mut self, fd: RawFd, path: Path) {
+        let (was_far, is_far) = (self.judged == Path::Far, path == Path::Far);
+        self.judged = path;
+        match (was_far, is_far) {
+            _ if self.options.congestion_control.is_some() => {}
+            (true, false) => prefer_short_path_control(fd),
+            (false, true) => restore_system_control(fd),
+            _ => {}
+        }
+    }
+}
+
+/// Fits buffers to the length of a path, unless they were asked for, and the bound on what waits in them.
+fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
+    let same_host = path == Path::SameHost || options.same_host;
+    let fitted = match options.socket_buffer_bytes {
+        Some(_) => Ok(()),
+        None if long => fit_for_long_path(fd),
+        None if same_host => socket::set_buffers(fd, same_host_buffer_bytes(path, options)),
+        // Older kernels refuse, and have what was set.
+        None => Ok(drop(socket::autotune_buffers(fd))),
+    };
+    let unsent_bytes = if same_host && !long { 0 } else { UNSENT_BYTES_MAX };
+    let fitted =
+        fitted.and_then(|()| socket::set_int(fd, libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT, unsent_bytes));
+    if let Err(e) = fitted {
+        tracing::debug!("socket buffers stay as they are: {e}");
+    }
+}
+
+/// Large buffers; where that takes a privilege that we lack, the kernel's own.
+fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
+    let [send, receive] = ["wmem", "rmem"].map(|name| LONG_PATH_BUFFER_BYTES.max(autotuned_bytes_max(name)));
+    match socket::force_buffers(fd, send, receive) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied => socket::autotune_buffers(fd),
+        result => result,
+    }
+}
+
+/// What the kernel's own sizing of a buffer can reach. It doubles what is asked for, and counts this doubled.
+fn autotuned_bytes_max(name: &str) -> usize {
+    let limits = fs::read_to_string(format!("/proc/sys/net/ipv4/tcp_{name}")).unwrap_or_default();
+    let last: Option<usize> = limits.split_whitespace().last().and_then(|max| max.parse().ok());
+    last.unwrap_or(0) / 2
+}
+
+fn same_host_buffer_bytes(path: Path, options: &ConnOptions) -> usize {
+    // Between addresses of this host what is in flight on all connections of a thread is bounded together.
+    let sharing = if path == Path::SameHost { 1 } else { options.per_thread.max(1) };
+    (SAME_HOST_BUFFER_BYTES / sharing).max(SAME_HOST_BUFFER_BYTES_MIN)
 }
 
 /// Whether this host gives us a congestion control. Asked of the kernel, which may load it for us.
@@ -142,10 +228,6 @@ pub(super) fn check_control(fd: RawFd, name: &str) -> io::Result<()> {
         };
         io::Error::new(e.kind(), what)
     })
-}
-
-fn same_host_buffer_bytes(per_thread: usize) -> usize {
-    (SAME_HOST_BUFFER_BYTES / per_thread.max(1)).max(SAME_HOST_BUFFER_BYTES_MIN)
 }
 
 /// Without it the system's own choice stays; the connection reports which one is in force.
@@ -201,35 +283,120 @@ mod tests {
         let us = Duration::from_micros;
         assert_eq!(Path::Near.given(us(10_000)), Path::Far);
         assert_eq!(Path::Far.given(us(100)), Path::Near);
-        assert_eq!(Path::SameHost.given(us(10_000)), Path::SameHost);
+        assert_eq!(Path::SameHost.given(us(10_000)), Path::Far);
+        assert_eq!(Path::SameHost.given(us(100)), Path::SameHost);
         assert_eq!(Path::Near.given(Duration::ZERO), Path::Near);
         assert_eq!(Path::Far.given(Duration::ZERO), Path::Far);
     }
 
     #[test]
+    fn the_shorter_round_trip_is_one_that_is_known() {
+        let us = Duration::from_micros;
+        assert_eq!(shorter(us(20), us(30)), us(20));
+        assert_eq!(shorter(us(0), us(30)), us(30));
+        assert_eq!(shorter(us(20), us(0)), us(20));
+    }
+
+    fn bulk() -> ConnOptions {
+        ConnOptions { bulk: true, ..ConnOptions::default() }
+    }
+
+    fn new_socket() -> socket2::Socket {
+        super::super::new_socket(([0, 0, 0, 0], 0).into()).unwrap()
+    }
+
+    /// A socket to which options were applied, and its tuning.
+    fn tuned(path: Path, round_trip: Duration, options: &ConnOptions) -> (socket2::Socket, Tuning) {
+        let socket = new_socket();
+        apply(socket.as_raw_fd(), path, round_trip, options).unwrap();
+        (socket, Tuning::new(path, round_trip, options).unwrap())
+    }
+
+    /// Shows a tuning such round trips, one for each look.
+    fn seen(tuning: &mut Tuning, socket: &socket2::Socket, moves: u32, round_trip: Duration) {
+        tuning.moves = moves;
+        tuning.judge(socket.as_raw_fd(), round_trip);
+    }
+
+    fn buffers(socket: &socket2::Socket) -> (usize, usize) {
+        socket::buffers(socket.as_raw_fd()).unwrap()
+    }
+
+    fn unsent_max(socket: &socket2::Socket) -> libc::c_int {
+        socket::get_int(socket.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_NOTSENT_LOWAT).unwrap()
+    }
+
+    const SHORT: Duration = Duration::from_micros(60);
+    const LONG: Duration = Duration::from_millis(10);
+
+    #[test]
     fn a_subnet_that_proves_long_gets_the_systems_congestion_control_back() {
-        let socket = || super::super::new_socket(([0, 0, 0, 0], 0).into()).unwrap();
-        let (tuned, fresh) = (socket(), socket());
         let control = |of: &socket2::Socket| socket::congestion_control(of.as_raw_fd()).unwrap();
-        socket::set_congestion_control(tuned.as_raw_fd(), "reno").unwrap();
-        let options = ConnOptions { bulk: true, ..ConnOptions::default() };
-        let mut late = LateTuning::new(Path::Near, &options).unwrap();
-        late.judge(tuned.as_raw_fd(), Path::Near);
-        assert_eq!(control(&tuned), "reno", "nothing new, nothing done");
-        late.judge(tuned.as_raw_fd(), Path::Far);
-        assert_eq!(control(&tuned), control(&fresh));
-        assert_ne!(control(&tuned), "reno");
+        let (socket, mut tuning) = tuned(Path::Near, Duration::ZERO, &bulk());
+        socket::set_congestion_control(socket.as_raw_fd(), "reno").unwrap();
+        seen(&mut tuning, &socket, 1, SHORT);
+        assert_eq!(control(&socket), "reno", "nothing new, nothing done");
+        seen(&mut tuning, &socket, 1, LONG);
+        assert_eq!(control(&socket), control(&new_socket()));
+        assert_ne!(control(&socket), "reno");
+    }
+
+    #[test]
+    fn a_host_in_name_only_gets_the_buffers_of_a_long_path_once_that_is_proven() {
+        let named = ConnOptions { same_host: true, per_thread: 2, ..bulk() };
+        for (path, options) in [(Path::SameHost, bulk()), (Path::Near, named)] {
+            let (socket, mut tuning) = tuned(path, Duration::ZERO, &options);
+            let short = buffers(&socket);
+            let unsent = unsent_max(&socket);
+            seen(&mut tuning, &socket, PROVEN_MOVES / 2, LONG);
+            assert_eq!((buffers(&socket), tuning.is_long()), (short, false), "the handshake may have waited");
+            seen(&mut tuning, &socket, PROVEN_MOVES, LONG);
+            assert!(tuning.is_long());
+            assert_ne!(buffers(&socket), short, "{path:?}");
+            assert_eq!(unsent_max(&socket), UNSENT_BYTES_MAX, "queues stay short");
+            seen(&mut tuning, &socket, 2 * PROVEN_MOVES, SHORT);
+            assert_eq!((buffers(&socket), unsent_max(&socket)), (short, unsent));
+            assert!(!tuning.is_long());
+        }
+    }
+
+    #[test]
+    fn what_other_connections_have_seen_counts_from_the_start() {
+        let named = ConnOptions { same_host: true, per_thread: 2, ..bulk() };
+        let (long, tuning) = tuned(Path::Near, LONG, &named);
+        let (short, _) = tuned(Path::Near, SHORT, &named);
+        assert!(tuning.is_long());
+        assert_ne!(buffers(&long), buffers(&short));
+        assert_eq!((unsent_max(&long), unsent_max(&short)), (UNSENT_BYTES_MAX, 0));
+    }
+
+    #[test]
+    fn large_buffers_are_no_smaller_than_autotuned_ones() {
+        let (socket, _) = tuned(Path::Far, LONG, &bulk());
+        if socket::force_buffers(new_socket().as_raw_fd(), 1 << 20, 1 << 20).is_err() {
+            println!("SKIPPED: needs CAP_NET_ADMIN to set large socket buffers");
+            assert_eq!(buffers(&socket), buffers(&new_socket()));
+            return;
+        }
+        let (send, receive) = buffers(&socket);
+        assert!(send >= 2 * LONG_PATH_BUFFER_BYTES && receive >= 2 * LONG_PATH_BUFFER_BYTES);
+        assert!(send / 2 >= autotuned_bytes_max("wmem") && receive / 2 >= autotuned_bytes_max("rmem"));
     }
 
     #[test]
     fn the_judgement_ends_and_what_was_asked_for_is_never_judged() {
-        let socket = super::super::new_socket(([0, 0, 0, 0], 0).into()).unwrap();
-        let options = ConnOptions { bulk: true, ..ConnOptions::default() };
-        let mut late = LateTuning::new(Path::Far, &options).unwrap();
-        let moves = (1..).find(|_| late.moved(socket.as_raw_fd())).unwrap();
-        assert_eq!(moves, LATE_MOVES_MAX);
-        let named = ConnOptions { congestion_control: Some("reno".into()), ..options.clone() };
-        assert!(LateTuning::new(Path::Near, &named).is_none());
-        assert!(LateTuning::new(Path::SameHost, &options).is_none());
+        let asked = ConnOptions {
+            congestion_control: Some("reno".into()),
+            socket_buffer_bytes: Some(100_000),
+            ..bulk()
+        };
+        let (socket, mut tuning) = tuned(Path::Near, SHORT, &asked);
+        let before = buffers(&socket);
+        seen(&mut tuning, &socket, PROVEN_MOVES, LONG);
+        assert_eq!(buffers(&socket), before);
+        assert_eq!(socket::congestion_control(socket.as_raw_fd()).unwrap(), "reno");
+        (0..2 * LATE_MOVES_MAX).for_each(|_| tuning.moved(socket.as_raw_fd()));
+        assert_eq!(tuning.moves, LATE_MOVES_MAX);
+        assert!(Tuning::new(Path::Near, SHORT, &ConnOptions::default()).is_none());
     }
 }
