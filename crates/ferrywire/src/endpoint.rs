@@ -102,7 +102,7 @@ impl Builder {
         self
     }
 
-    /// Silence after which a peer is lost; at least 3 s.
+    /// Silence within which a peer's loss is told: it is given up a second or a tenth earlier. At least 3 s.
     pub fn heartbeat_limit(mut self, limit: Duration) -> Builder {
         self.config.heartbeat_limit = limit;
         self

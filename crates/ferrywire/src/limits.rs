@@ -70,6 +70,8 @@ pub const HANDSHAKE_BYTES_MAX: usize = 4096;
 pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
 /// Control messages kept for a resumption.
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
+/// A peer that leaves more than this unread on its control connection is not heard until it has read half.
+pub const CONTROL_UNREAD_BYTES_MAX: usize = 1 << 20;
 /// Simulated GPUs of one process.
 pub const SIM_GPUS_MAX: usize = 16;
 /// Address ranges of freed simulated GPU memory that stay reserved, so that a late touch faults.
@@ -133,6 +135,9 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
 /// After this much silence a peer is lost (default; `Config::heartbeat_limit`).
 pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
+/// A silent peer is given up so much before the limit, or a tenth of it if that is less: its last words may have
+/// come late, and the control side looks only now and then, but at the limit the loss is to have been told.
+pub const HEARTBEAT_LIMIT_MARGIN: Duration = Duration::from_secs(1);
 /// Longer times between two turns of the control side do not count as silence: we were stopped ourselves.
 pub const CONTROL_TURNS_APART_MAX: Duration = Duration::from_secs(1);
 /// When every connection of a peer was closed by its kernel, it has this long to come back.
@@ -186,6 +191,9 @@ const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX + 16 <= 65535);
 const _: () = assert!(HANDSHAKE_BYTES_MAX < CONTROL_MESSAGE_BYTES_MAX);
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() * 2 < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAULT.as_millis());
+const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() < HEARTBEAT_LIMIT_MARGIN.as_millis());
+const _: () = assert!(HEARTBEAT_LIMIT_MARGIN.as_millis() * 10 <= HEARTBEAT_LIMIT_DEFAULT.as_millis());
+const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX < CONTROL_UNREAD_BYTES_MAX / 2);
 const _: () = assert!(CONTROL_TURNS_APART_MAX.as_millis() < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(PATH_DEAD_AFTER.as_millis() + 2 * PATH_CHECK_INTERVAL.as_millis() <= 2000);
 const _: () = assert!(GROUPED_RECEIVES_MAX <= TESTED_SIZES_MAX);

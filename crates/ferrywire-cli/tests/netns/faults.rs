@@ -8,7 +8,7 @@ use crate::process::{CONNECT, Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
 use crate::{RUN_DEADLINE, clock, long, nothing_is_left, skip, summarize, turn};
 
-/// After this much silence a peer is lost: 10 s, the engine's default, and a second for a busy machine.
+/// What is promised of a silent peer's loss: 10 s, the engine's default limit, and a second for a busy machine.
 const NOTICED_IN: Duration = Duration::from_secs(11);
 /// Speed of each link.
 const RATE: &str = "50mbit";

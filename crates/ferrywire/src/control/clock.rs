@@ -1,4 +1,5 @@
-//! A clock that stands still while nobody looks at it: the control side's, and each lane's.
+//! A clock that stands still while nobody looks at it: the control side's, and each lane's; and how much silence
+//! it may show.
 //!
 //! A process that was stopped (SIGSTOP, a suspended machine, callers that drive and did not) has heard
 //! nobody, and that says nothing about its peers: what they said meanwhile is still to be read, and if they
@@ -30,9 +31,22 @@ impl Clock {
     }
 }
 
+/// Silence after which a peer is given up, so that whoever waits for it is told within `limit`.
+pub(crate) fn silence_max(limit: Duration) -> Duration {
+    limit - limits::HEARTBEAT_LIMIT_MARGIN.min(limit / 10)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn silence_ends_a_little_before_its_limit() {
+        assert_eq!(silence_max(Duration::from_secs(10)), Duration::from_secs(9));
+        assert_eq!(silence_max(Duration::from_secs(60)), Duration::from_secs(59));
+        assert_eq!(silence_max(Duration::from_secs(3)), Duration::from_millis(2700));
+        assert!(silence_max(2 * limits::CONTROL_SUSPECT_AFTER) > limits::CONTROL_SUSPECT_AFTER);
+    }
 
     #[test]
     fn time_without_turns_does_not_pass() {

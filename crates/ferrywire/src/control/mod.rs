@@ -32,6 +32,7 @@ pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -40,6 +41,8 @@ use std::time::Duration;
 /// Longest the control thread sleeps while anything is under way, and while nothing is.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 const QUIET_SLEEP: Duration = Duration::from_millis(200);
+
+const _: () = assert!(2 * QUIET_SLEEP.as_millis() < limits::HEARTBEAT_LIMIT_MARGIN.as_millis());
 
 /// What the poller calls every listener; connections count from there.
 const LISTENER_TOKEN: u64 = 0;
@@ -368,6 +371,15 @@ impl Control {
         }
     }
 
+    /// Waits for something else on a connection than before.
+    fn rewatch(&mut self, fd: RawFd, interest: Interest) {
+        let token = self.next_token;
+        self.next_token += 1;
+        if let Err(error) = self.poller.modify(fd, token, interest) {
+            tracing::warn!(%error, "changing what a control connection waits for failed");
+        }
+    }
+
     fn unwatch(&self, conn: &dyn Conn) {
         if let Some(fd) = conn.fd() {
             drop(self.poller.remove(fd));
@@ -509,10 +521,13 @@ impl Control {
             let dials = link.take_dials(engine, &self.me, now);
             // What was announced is to be heard now, not after the next sleep.
             worked |= link.write(now);
-            let over = link.over();
+            let (over, interest) = (link.over(), link.changed_interest());
             self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
                 self.start(dial, what, now);
+            }
+            if let Some((fd, interest)) = interest {
+                self.rewatch(fd, interest);
             }
             if over {
                 self.unfinished |= self.links.remove(&session).is_some_and(|link| link.unfinished());

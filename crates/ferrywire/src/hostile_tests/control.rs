@@ -4,15 +4,15 @@ use super::evil::{Evil, channel, data, dial, evil_config};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
 use crate::bootstrap::tests::hello;
-use crate::bootstrap::{Config, Initiator};
+use crate::bootstrap::{Config, Initiator, Secure};
 use crate::memory::{Identity, Place};
 use crate::session::{ControlMessage, Frame};
 use crate::wire::Refusal;
 use crate::{Error, RemoteRegion, limits};
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -205,5 +205,75 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
     let whole = flooder.join().unwrap();
     assert!(slow < SLOW_MAX, "{slow} fresh peers took longer than {HELD_UP:?}");
     assert!(rounds > 1 || whole, "{rounds}");
+    scene.unharmed();
+}
+
+/// More than sockets and the victim's limit hold of questions and answers.
+const QUESTIONS: u64 = 1_000_000;
+
+/// Makes the victim answer for as long as it listens, and reads none of the answers. Counts what was taken; says
+/// whether all was.
+fn ask_without_end(control: &mut TcpStream, secure: &mut Secure, taken: &AtomicU64) -> bool {
+    /// Answers that are claimed to have come: fewer than were given, and enough that few are kept.
+    const BEHIND: u64 = 8192;
+    const BATCH: usize = 256;
+    control.set_write_timeout(Some(LIMIT)).unwrap();
+    let source = "1.2.3.4:5".parse().unwrap();
+    let question = ControlMessage::Dialling { channel: 0, generation: 1, source };
+    let mut seal = |number: u64| {
+        let received = number.saturating_sub(BEHIND);
+        secure.seal(&Frame { received, numbered: Some((number, &question)) }.encode()).unwrap()
+    };
+    let numbers: Vec<u64> = (1..=QUESTIONS).collect();
+    numbers.chunks(BATCH).all(|batch| {
+        let sealed: Vec<u8> = batch.iter().flat_map(|number| seal(*number)).collect();
+        taken.fetch_add(1, Ordering::SeqCst);
+        control.write_all(&sealed).is_ok()
+    })
+}
+
+#[test]
+fn a_peer_that_never_reads_its_control_connection_is_not_heard_and_then_lost() {
+    let scene = Scene::with_patience(Duration::from_secs(5));
+    let mut evil = Evil::new(&scene);
+    thread::scope(|scope| {
+        let Evil { control, established, here, .. } = &mut evil;
+        let asks = scope.spawn(|| ask_without_end(control, &mut established.secure, &AtomicU64::new(0)));
+        while here.error().is_none() && !asks.is_finished() {
+            scene.good_peer_is_served();
+        }
+        assert!(!asks.join().unwrap(), "all questions were heard: {:?}", here.error());
+    });
+    evil.lost_for("it does not read its control connection: ");
+    let error = evil.here.error().unwrap().to_string();
+    let waiting: Vec<usize> = error.split(' ').filter_map(|word| word.parse().ok()).collect();
+    assert!(waiting[0] > limits::CONTROL_UNREAD_BYTES_MAX / 2, "{error}");
+    assert!(waiting[0] < 2 * limits::CONTROL_UNREAD_BYTES_MAX, "{error}");
+    scene.unharmed();
+}
+
+#[test]
+fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let mut answers = evil.control.try_clone().unwrap();
+    let taken = AtomicU64::new(0);
+    thread::scope(|scope| {
+        let Evil { control, established, here, .. } = &mut evil;
+        let asks = scope.spawn(|| ask_without_end(control, &mut established.secure, &taken));
+        // It has come to a stop when nothing of it was taken for a while.
+        let (mut before, mut looks) = (0, 0);
+        while looks < 50 && !asks.is_finished() {
+            thread::sleep(Duration::from_millis(10));
+            let now = taken.load(Ordering::SeqCst);
+            looks = if now == before { looks + 1 } else { 0 };
+            before = now;
+        }
+        thread::spawn(move || while answers.read(&mut [0; 64 << 10]).is_ok_and(|count| count > 0) {});
+        assert!(asks.join().unwrap(), "{:?}", here.error());
+    });
+    evil.said = QUESTIONS;
+    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
     scene.unharmed();
 }

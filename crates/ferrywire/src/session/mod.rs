@@ -222,6 +222,11 @@ impl Session {
         now.saturating_sub(self.last_heard)
     }
 
+    /// Nobody listened until now, so that it says nothing about the peer that nothing was heard.
+    pub(crate) fn not_heard_until(&mut self, now: Duration) {
+        self.last_heard = now;
+    }
+
     /// When [`Session::tick`] has something to do; `None` without a connection.
     pub(crate) fn next_deadline(&self) -> Option<Duration> {
         self.link.as_ref().map(|link| link.last_said + HEARTBEAT_INTERVAL)

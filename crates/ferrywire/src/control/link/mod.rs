@@ -14,6 +14,7 @@ mod fences;
 mod session;
 mod setup;
 
+use super::clock::silence_max;
 use super::dial::Announced;
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
@@ -107,6 +108,10 @@ pub(super) struct Link {
     /// Resumptions of the other end, which dials several paths at once and speaks on the one it keeps.
     candidates: Vec<(Box<dyn Conn>, Box<Established>)>,
     output: Vec<u8>,
+    /// Since when the peer is not heard, because too much waits for it to be read.
+    unread_since: Option<Duration>,
+    /// Whether the poller waits for what the peer says, as it does on every new connection.
+    listens: bool,
     role: Role,
     data_key: DataKey,
     limit: Duration,
@@ -229,9 +234,11 @@ impl Link {
             conn: Some(conn),
             candidates: Vec::new(),
             output: Vec::new(),
+            unread_since: None,
+            listens: true,
             role,
             data_key,
-            limit: engine.config.heartbeat_limit,
+            limit: silence_max(engine.config.heartbeat_limit),
             stage: Stage::Settling,
             fences: BTreeMap::new(),
             lanes: Lanes::default(),
@@ -336,6 +343,9 @@ impl Link {
         // As much as others can wait for, so that a flood holds up nobody else.
         for _ in 0..READS_PER_TURN {
             let Some(conn) = &mut self.conn else { break };
+            if self.unread_since.is_some() {
+                break;
+            }
             match read_in(&mut **conn, &mut buffer) {
                 Ok(None) => break,
                 Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
@@ -394,7 +404,10 @@ impl Link {
             return false;
         }
         match write_out(&mut **conn, &mut self.output) {
-            Ok(_) => false,
+            Ok(_) => {
+                self.heed_unread(now);
+                false
+            }
             Err(error) => {
                 let closed =
                     matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);

@@ -6,19 +6,47 @@ use crate::control::dial::DialFailure;
 use crate::error::Error;
 use crate::limits;
 use crate::session::SessionError;
+use crate::sys::poll::Interest;
 use crate::transport::Conn;
 use std::net::IpAddr;
+use std::os::fd::RawFd;
 use std::time::Duration;
 
 impl Link {
     pub(super) fn control_lost(&mut self, why: &str, closed_by_peer: bool, now: Duration) {
         tracing::debug!(peer = self.peer.name(), why, "control connection lost");
         self.conn = None;
-        self.output.clear();
+        self.begin_output();
         self.session.detach();
         if closed_by_peer {
             self.closed_at.get_or_insert(now);
         }
+    }
+
+    /// Nothing of it has been written, and the peer is heard.
+    fn begin_output(&mut self) {
+        self.output.clear();
+        self.unread_since = None;
+        self.listens = true;
+    }
+
+    /// Whoever makes us answer and does not read the answers is not heard until it has.
+    pub(super) fn heed_unread(&mut self, now: Duration) {
+        let unread = self.output.len();
+        if unread > limits::CONTROL_UNREAD_BYTES_MAX {
+            self.unread_since.get_or_insert(now);
+        } else if unread <= limits::CONTROL_UNREAD_BYTES_MAX / 2 && self.unread_since.take().is_some() {
+            self.session.not_heard_until(now);
+        }
+    }
+
+    /// What the control connection has to be waited for from now on, if that has changed: a peer that is not
+    /// heard would wake us without end.
+    pub fn changed_interest(&mut self) -> Option<(RawFd, Interest)> {
+        let listens = self.unread_since.is_none();
+        let fd = self.conn.as_ref()?.fd()?;
+        let changed = std::mem::replace(&mut self.listens, listens) != listens;
+        changed.then_some((fd, Interest { read: listens, write: !listens }))
     }
 
     /// A connection that fails is replaced by another; what else the peer does wrong ends the session.
@@ -68,7 +96,7 @@ impl Link {
         }
         tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
         self.conn = Some(conn);
-        self.output.clear();
+        self.begin_output();
         self.closed_at = None;
         self.resuming = false;
         self.path_dead = false;
@@ -101,7 +129,9 @@ impl Link {
         if self.dying() {
             return;
         }
-        let silent = self.session.silent_for(now);
+        // Nobody is heard who does not read, which is no silence of theirs.
+        let unread_for = self.unread_since.map(|since| now.saturating_sub(since));
+        let silent = unread_for.map_or_else(|| self.session.silent_for(now), |_| Duration::ZERO);
         let closed_for = self.closed_at.map(|at| now.saturating_sub(at));
         // A process that ended has lost its channels too.
         let all_closed = !self.slots.iter().any(|(slot, _)| *slot == Slot::Up);
@@ -109,6 +139,11 @@ impl Link {
             self.fail(
                 "its host closed the control connection, and it did not come back: the process ended".into(),
             );
+        } else if unread_for.is_some_and(|time| time > self.limit) {
+            let (bytes, seconds) = (self.output.len(), self.limit.as_secs_f64());
+            self.fail(format!(
+                "it does not read its control connection: {bytes} bytes have waited there for {seconds:.1} s"
+            ));
         } else if silent > self.limit {
             self.fail(format!(
                 "no sign of life for {:.1} s: stopped, or out of reach over every NIC",
