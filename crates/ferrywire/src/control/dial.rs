@@ -271,6 +271,9 @@ fn unreachable_at(address: &str, error: &io::Error) -> Error {
         io::ErrorKind::TimedOut => "no answer: a firewall, or a wrong address?",
         io::ErrorKind::HostUnreachable | io::ErrorKind::NetworkUnreachable => "no route: is the NIC up?",
         io::ErrorKind::AddrNotAvailable => "the NIC's address is gone",
+        io::ErrorKind::AddrInUse => {
+            "each data connection takes one: fewer channels or peers, more NICs, or a wider range"
+        }
         io::ErrorKind::PermissionDenied => "forbidden by a local firewall rule?",
         _ => "check address, port and firewall",
     };

@@ -40,11 +40,17 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
 
 /// The local address that the routing table gives a connection towards `to`.
 pub fn route(to: IpAddr) -> io::Result<IpAddr> {
-    let to = to.to_canonical();
+    Ok(route_to(SocketAddr::new(to.to_canonical(), DISCARD_PORT))?.ip())
+}
+
+/// The same as an address to bind to, with any port. A link-local one names its link, and so does this.
+pub fn route_to(to: SocketAddr) -> io::Result<SocketAddr> {
     let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
     let socket = UdpSocket::bind(SocketAddr::new(any, 0))?;
-    socket.connect(SocketAddr::new(to, DISCARD_PORT))?;
-    Ok(socket.local_addr()?.ip())
+    socket.connect(to)?;
+    let mut local = socket.local_addr()?;
+    local.set_port(0);
+    Ok(local)
 }
 
 /// Which of the NICs has this address.

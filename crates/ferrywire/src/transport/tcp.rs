@@ -64,8 +64,9 @@ impl Transport for TcpTransport {
 
     fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
         let prepared = self.prepare(nic, to, options)?;
-        let address = nic.map_or_else(|| nics::route(prepared.to.ip()), |nic| Ok(nic.address))?;
-        prepared.bind(SocketAddr::new(address, 0))?;
+        let of_nic = |nic: &Nic| Ok(SocketAddr::new(nic.address, 0));
+        let address = nic.map_or_else(|| nics::route_to(prepared.to), of_nic)?;
+        prepared.bind(address).map_err(|e| no_port_left(e, address.ip()))?;
         let local = canonical(ip_address(&prepared.socket.local_addr()?)?);
         Ok(Box::new(TcpBound { prepared, local }))
     }
@@ -235,6 +236,15 @@ fn accepted(socket: Socket, remote: &socket2::SockAddr) -> io::Result<TcpConn> {
     let foreign = |nics: Vec<Nic>| !nics::is_local(&nics, remote.ip());
     let local_peer = remote.ip().is_loopback() || !nics::addresses().is_ok_and(foreign);
     TcpConn::established(socket, remote, local_peer)
+}
+
+/// A connection that has its port before it is dialled shares it with no other, whatever their destinations.
+fn no_port_left(error: io::Error, address: IpAddr) -> io::Error {
+    if error.kind() != io::ErrorKind::AddrInUse {
+        return error;
+    }
+    let why = format!("no port of {address} is free (sysctl net.ipv4.ip_local_port_range)");
+    io::Error::new(io::ErrorKind::AddrInUse, why)
 }
 
 /// Errors that accept() passes on from a connection that failed before it was taken.

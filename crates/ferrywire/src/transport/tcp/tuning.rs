@@ -14,6 +14,7 @@ use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::sys::tcp_info::TcpInfo;
@@ -92,8 +93,7 @@ fn is_long(round_trip: Duration) -> bool {
 /// known (else zero). Fails only for what was asked for by name or number.
 pub(super) fn apply(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
     if let Some(bytes) = options.socket_buffer_bytes {
-        socket::set_buffers(fd, bytes)
-            .map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
+        set_buffers(fd, bytes).map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
     }
     if options.bulk {
         fit(fd, path, is_long(round_trip), options);
@@ -176,9 +176,9 @@ fn fit(fd: RawFd, path: Path, long: bool, options: &ConnOptions) {
     let fitted = match options.socket_buffer_bytes {
         Some(_) => Ok(()),
         None if long => fit_for_long_path(fd),
-        None if same_host => socket::set_buffers(fd, same_host_buffer_bytes(path, options)),
+        None if same_host => set_buffers(fd, same_host_buffer_bytes(path, options)),
         // Older kernels refuse, and have what was set.
-        None => Ok(drop(socket::autotune_buffers(fd))),
+        None => socket::autotune_buffers(fd).or(Ok(())),
     };
     let unsent_bytes = if same_host && !long { 0 } else { UNSENT_BYTES_MAX };
     let fitted =
@@ -195,6 +195,27 @@ fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
         Err(e) if e.kind() == io::ErrorKind::PermissionDenied => socket::autotune_buffers(fd),
         result => result,
     }
+}
+
+/// Sets both buffers; says once, aloud, that the system allows ordinary users less.
+fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
+    static TOLD: AtomicBool = AtomicBool::new(false);
+    socket::set_buffers(fd, bytes)?;
+    if let Some(why) = socket::buffers(fd).ok().and_then(|given| shortfall(bytes, given))
+        && !TOLD.swap(true, Ordering::Relaxed)
+    {
+        tracing::warn!("{why}");
+    }
+    Ok(())
+}
+
+/// What is missing to buffers of so many bytes, when the kernel, which counts them doubled, gave these.
+fn shortfall(bytes: usize, given: (usize, usize)) -> Option<String> {
+    let short = [("wmem_max", given.0), ("rmem_max", given.1)].into_iter().filter(|(_, of)| *of < 2 * bytes);
+    let short: Vec<_> = short.map(|(name, of)| format!("net.core.{name} ({})", of / 2)).collect();
+    let hint = "larger ones make fewer turns: raise it to that many, or run with CAP_NET_ADMIN";
+    (!short.is_empty())
+        .then(|| format!("socket buffers of {bytes} bytes were cut short by {}; {hint}", short.join(" and ")))
 }
 
 /// What the kernel's own sizing of a buffer can reach. It doubles what is asked for, and counts this doubled.
@@ -381,6 +402,15 @@ mod tests {
         let (send, receive) = buffers(&socket);
         assert!(send >= 2 * LONG_PATH_BUFFER_BYTES && receive >= 2 * LONG_PATH_BUFFER_BYTES);
         assert!(send / 2 >= autotuned_bytes_max("wmem") && receive / 2 >= autotuned_bytes_max("rmem"));
+    }
+
+    #[test]
+    fn buffers_that_the_system_cuts_short_are_told_with_the_limit_to_raise() {
+        assert_eq!(shortfall(2 << 20, (4 << 20, 4 << 20)), None);
+        let told = shortfall(2 << 20, (425_984, 4 << 20)).unwrap();
+        assert!(told.contains("2097152 bytes") && told.contains("net.core.wmem_max (212992)"), "{told}");
+        assert!(!told.contains("rmem_max"), "{told}");
+        assert!(shortfall(2 << 20, (1, 1)).unwrap().contains("wmem_max (0) and net.core.rmem_max (0)"));
     }
 
     #[test]

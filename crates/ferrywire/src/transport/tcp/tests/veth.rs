@@ -1,6 +1,7 @@
 //! Between two network namespaces: two hosts as far as TCP can tell.
 
-use std::fs::File;
+use std::fs::{self, File};
+use std::net::SocketAddrV6;
 use std::os::fd::AsFd;
 use std::process::{self, Command, Stdio};
 use std::sync::atomic::AtomicU32;
@@ -186,4 +187,55 @@ fn a_path_without_a_carrier_is_found_dead() {
 fn a_path_that_swallows_everything_is_found_dead() {
     let wrong = format!("neigh replace {FAR} lladdr 02:00:00:00:00:99 nud permanent dev fw0");
     is_found_dead(|namespaces| ip(&format!("-n {} {wrong}", namespaces.near)).unwrap());
+}
+
+#[test]
+fn a_link_local_address_is_bound_to_with_its_link() {
+    const NEAR_V6: &str = "fe80::213:1";
+    const FAR_V6: &str = "fe80::213:2";
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let Namespaces { near, far } = &namespaces;
+    for (name, address) in [(near, NEAR_V6), (far, FAR_V6)] {
+        if ip(&format!("-n {name} addr add {address}/64 dev fw0 nodad")).is_none() {
+            return println!("SKIPPED: needs IPv6");
+        }
+    }
+    let link = within(near, || fs::read_to_string("/proc/thread-self/net/if_inet6")).unwrap();
+    let link = link.lines().find(|line| line.ends_with("fw0")).unwrap();
+    let link = u32::from_str_radix(link.split_whitespace().nth(1).unwrap(), 16).unwrap();
+    let any = SocketAddr::new(Ipv6Addr::UNSPECIFIED.into(), 0);
+    let mut listener = within(far, || TcpTransport::default().listen(any)).unwrap();
+    let to = SocketAddrV6::new(FAR_V6.parse().unwrap(), listener.local().port(), 0, link);
+    let mut dialled =
+        within(near, || TcpTransport::default().bind(None, to.into(), &bulk())?.connect()).unwrap();
+    let mut accepted = within(far, || accept(listener.as_mut()));
+    send_all(dialled.as_mut(), &mut pattern(1000));
+    recv_all(accepted.as_mut(), &mut [0; 1000]);
+    assert!(dialled.local().ip().to_string().starts_with("fe80::"), "{}", dialled.local());
+}
+
+#[test]
+fn ports_that_run_out_are_told_with_their_address() {
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let range = "/proc/sys/net/ipv4/ip_local_port_range";
+    let few = within(&namespaces.near, || fs::write(range, "40000 40003"));
+    few.expect("the namespace is ours");
+    let bind = || TcpTransport::default().bind(None, SocketAddr::new(FAR.into(), 1), &bulk());
+    let error = within(&namespaces.near, || {
+        let mut bound = Vec::new();
+        loop {
+            match bind() {
+                Ok(each) => bound.push(each),
+                Err(error) => return error,
+            }
+            assert!(bound.len() <= 4, "more ports than there are");
+        }
+    });
+    assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    let text = error.to_string();
+    assert!(text.contains(&NEAR.to_string()) && text.contains("ip_local_port_range"), "{text}");
 }
