@@ -6,6 +6,8 @@
 //! form lets the compiler fill and compare with vector instructions, at memory speed.
 //! The complement of a pattern differs from it in every byte: destinations are poisoned with it.
 
+use ferrywire::memory::cuda::WordPattern;
+
 /// Distance of neighbouring iterations (odd).
 const ITERATION_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Distance of neighbouring words (odd).
@@ -29,6 +31,12 @@ impl Pattern {
     /// The pattern that differs from this one in every byte.
     pub fn complement(self) -> Pattern {
         Pattern { flip: !self.flip, ..self }
+    }
+
+    /// The same pattern as GPUs write and compare it.
+    #[cfg_attr(not(test), expect(dead_code, reason = "memory of CUDA GPUs is not measured yet"))]
+    pub fn words(self) -> WordPattern {
+        WordPattern { key: self.key, step: WORD_STEP, flip: self.flip }
     }
 
     fn word(self, index: u64) -> u64 {
@@ -139,6 +147,15 @@ mod tests {
             let piece = bytes(pattern, offset as u64, len);
             assert_eq!(piece, whole[offset..offset + len], "{offset} {len}");
             assert_eq!(pattern.first_difference(offset as u64, &piece), None);
+        }
+    }
+
+    #[test]
+    fn a_gpu_writes_the_same_bytes() {
+        for pattern in [Pattern::new(7, 3), Pattern::new(8, 1 << 40).complement()] {
+            for offset in [0, 1 << 33, u64::MAX - 5000].into_iter().flat_map(|first| first..first + 40) {
+                assert_eq!(pattern.words().byte(offset), pattern.byte(offset), "{offset}");
+            }
         }
     }
 

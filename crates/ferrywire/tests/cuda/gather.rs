@@ -24,7 +24,7 @@ const LONG: Duration = Duration::from_secs(60);
 const GUARD: u8 = 0xA5;
 
 /// A queue of GPU 0, or `None` and a word about it: the stand-in for the driver has no kernels.
-fn queue() -> Option<(Arc<CudaGpu>, CudaQueue)> {
+pub fn queue() -> Option<(Arc<CudaGpu>, CudaQueue)> {
     let gpu = gpu()?;
     match CudaQueue::new(&gpu) {
         Ok(queue) => Some((gpu, queue)),

@@ -1,10 +1,11 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device` and `gather` need a GPU and say `SKIPPED` without one. `without` runs `device` again with a stand-in for
+//! `device`, `foreign` and `gather` need a GPU and say `SKIPPED` without one. `without` runs `device` again with a stand-in for
 //! the driver (`stand_in.c`), which does everything but kernels, and shows what is said where something is missing;
 //! `kernel` runs the kernels' source on the CPU.
 
 mod device;
+mod foreign;
 mod gather;
 mod kernel;
 mod without;

@@ -118,6 +118,22 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
     });
 }
 
+#[test]
+fn a_driver_that_pins_no_more_memory_is_told_with_what_to_try() {
+    with_driver("without::a_driver_that_pins_no_more_memory_is_told_with_what_to_try", &[], || {
+        let gpu = CudaGpu::open(0).unwrap();
+        let error = gpu.pinned((1 << 30) + 1).unwrap_err().to_string();
+        let call =
+            "cuMemHostRegister on CUDA GPU 0 (1073745920 bytes): CUDA_ERROR_OUT_OF_MEMORY (2): out of memory";
+        assert!(
+            error.contains(call)
+                && error.contains("1073741825 bytes of pinned")
+                && error.contains("ulimit -l")
+        );
+        assert_eq!(gpu.pinned(100).unwrap().len(), 100);
+    });
+}
+
 /// All that needs no kernel, with drivers that copy one by one and in batches.
 #[test]
 fn the_devices_tests_pass_with_a_stand_in() {

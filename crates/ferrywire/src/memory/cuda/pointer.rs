@@ -49,7 +49,8 @@ struct Answers {
     gpu: i32,
     base: u64,
     bytes: usize,
-    managed: u8,
+    /// A truth value, for which drivers write one byte or four.
+    managed: u32,
     /// Where GPUs find the same byte.
     device_address: u64,
 }
