@@ -1,7 +1,7 @@
 //! Memory that other libraries allocate: mapped piece by piece, managed, of another process.
 
 use crate::gather::queue;
-use crate::other_gpu;
+use crate::{is_real, other_gpu};
 use cudarc::driver::sys;
 use ferrywire::memory::cuda::{CudaGpu, pointer};
 use ferrywire::{Endpoint, Error, Place};
@@ -14,7 +14,7 @@ fn right(code: sys::CUresult) {
 
 /// GPU 0, if it is a real one: the stand-in has none of what is needed here.
 fn gpu() -> Option<Arc<CudaGpu>> {
-    queue().map(|(gpu, _)| gpu)
+    queue().map(|(gpu, _)| gpu).filter(|gpu| is_real(gpu))
 }
 
 /// A range of addresses behind which pieces of memory are mapped one after another.

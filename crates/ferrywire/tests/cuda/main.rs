@@ -1,7 +1,7 @@
 //! Memory of CUDA GPUs.
 //!
 //! `device`, `foreign` and `gather` need a GPU and say `SKIPPED` without one. `without` runs `device` again with a stand-in for
-//! the driver (`stand_in.c`), which does everything but kernels, and shows what is said where something is missing;
+//! the driver (`stand_in.c`), and `gather` with one that runs kernels on the CPU, and shows what is said where something is missing;
 //! `kernel` runs the kernels' source on the CPU.
 
 mod device;
@@ -23,6 +23,11 @@ fn gpu() -> Option<Arc<CudaGpu>> {
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// Whether it is a GPU's, and not what stands in for one.
+fn is_real(gpu: &CudaGpu) -> bool {
+    !gpu.name().starts_with("stand-in")
 }
 
 /// The GPU after it, if there is one; else the same again.

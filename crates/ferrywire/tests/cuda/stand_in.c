@@ -1,6 +1,6 @@
 /* A stand-in for the CUDA driver, for machines without a GPU: two devices whose memory the CPU cannot touch at its
- * device address, contexts that have to be current, streams that do their work at once, and no kernels. What is left
- * when the process ends is told on the error output. */
+ * device address, contexts that have to be current, and streams that do their work at once; kernels only where they are
+ * linked in. What is left when the process ends is told on the error output. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -314,7 +314,47 @@ int cuStreamWriteValue64_v2(void *stream, address at, address value, unsigned fl
     return cuMemcpyAsync(at, (address)&value, 8, stream);
 }
 
+#ifdef KERNELS
+int stand_in_kernel(const char *name);
+int stand_in_launch(int kernel, unsigned blocks, unsigned block, void **parameters);
+
+int cuModuleLoadData(void **module, const void *image) {
+    NEEDS_CONTEXT;
+    *module = &contexts[current()];
+    return strstr(image, ".visible .entry") ? DONE : INVALID_VALUE;
+}
+
+int cuModuleUnload(void *module) {
+    NEEDS_CONTEXT;
+    return DONE;
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    NEEDS_CONTEXT;
+    *function = (void *)(long)stand_in_kernel(name);
+    return *function ? DONE : NOT_FOUND;
+}
+
+/* Device memory is there for the kernel only. */
+static void show(int how) {
+    for (int k = 0; k < RANGES; k++)
+        if (ranges[k].kind == DEVICE) mprotect((void *)ranges[k].base, ranges[k].bytes, how);
+}
+
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
+                   unsigned shared, void *stream, void **parameters, void **extra) {
+    NEEDS_CONTEXT;
+    if (!x || y != 1 || z != 1 || block_y != 1 || block_z != 1 || shared || extra) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    show(PROT_READ | PROT_WRITE);
+    int launched = stand_in_launch((int)(long)function, x, block, parameters);
+    show(PROT_NONE);
+    pthread_mutex_unlock(&lock);
+    return launched;
+}
+#else
 int cuModuleLoadData(void **module, const void *image) { return NOT_SUPPORTED; }
 int cuModuleUnload(void *module) { return NOT_SUPPORTED; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { return NOT_FOUND; }
 int cuLaunchKernel(void *function, ...) { return NOT_SUPPORTED; }
+#endif

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
+/// A stand-in that runs kernels too.
+const WITH_KERNELS: &str = "KERNELS";
 
 /// A folder in which the driver's names lead to the stand-in, compiled with these options.
 fn stand_in(defines: &[&str]) -> PathBuf {
@@ -13,11 +15,26 @@ fn stand_in(defines: &[&str]) -> PathBuf {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let own = format!("{}.{:?}", std::process::id(), std::thread::current().id());
     std::fs::create_dir_all(&folder).unwrap();
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/stand_in.c");
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let source = |name| package.join("tests/cuda").join(name);
     let made = folder.join(own);
-    let mut cc = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
-    cc.args(["-shared", "-fPIC", "-pthread", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1", "-o"]);
-    cc.arg(&made).arg(&source).args(defines.iter().map(|define| format!("-D{define}")));
+    let kernels = defines.contains(&WITH_KERNELS);
+    let (variable, usual) = if kernels { ("CXX", "c++") } else { ("CC", "cc") };
+    let mut cc = Command::new(std::env::var_os(variable).unwrap_or_else(|| usual.into()));
+    cc.args(["-shared", "-fPIC", "-pthread", "-O2", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&made);
+    cc.args(defines.iter().filter(|define| **define != WITH_KERNELS).map(|define| format!("-D{define}")));
+    if kernels {
+        let file = package.join("src/memory/unpack/kernel.cu");
+        cc.arg(format!("-DKERNELS=\"{}\"", file.display()));
+        cc.args(["-w", "-std=c++17", "-x", "c++"]).arg(source("stand_in_kernels.cpp")).args([
+            "-std=gnu17",
+            "-x",
+            "c",
+        ]);
+    } else {
+        cc.args(["-Wall", "-Werror"]);
+    }
+    cc.arg(source("stand_in.c"));
     let output = cc.output().expect("a C compiler, which Rust links with");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     // Others may be loading it under its names right now.
@@ -132,6 +149,23 @@ fn a_driver_that_pins_no_more_memory_is_told_with_what_to_try() {
         );
         assert_eq!(gpu.pinned(100).unwrap().len(), 100);
     });
+}
+
+#[test]
+fn the_gathers_tests_pass_with_kernels_on_the_cpu() {
+    if std::env::var_os(CHILD).is_some() {
+        return;
+    }
+    if Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()))
+        .arg("--version")
+        .output()
+        .is_err()
+    {
+        return println!("SKIPPED: needs a C++ compiler");
+    }
+    let said = child(&stand_in(&[WITH_KERNELS]), &["gather::"]);
+    assert!(!said.contains("needs a CUDA device that runs kernels"), "{said}");
+    assert!(said.contains("stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, stack 0"), "{said}");
 }
 
 /// All that needs no kernel, with drivers that copy one by one and in batches.
