@@ -1,6 +1,6 @@
 // Kernels: the gather of scattered receives, the pattern that the bench sends, and a delay for tests.
 //
-// kernel.ptx is made of this file (its head says how) and is what is loaded; nobody needs CUDA to build. The structures
+// make_ptx.py makes kernel.ptx of this file, which is what is loaded; nobody needs CUDA to build. The structures
 // are those of kernels.rs, where a test compares sizes and names.
 
 typedef unsigned char u8;
