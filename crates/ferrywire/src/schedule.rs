@@ -38,8 +38,8 @@ const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 
 /// Bytes of bulk that a channel may take now whose two ends are on this host, and its longest chunk.
 ///
-/// The threads at its ends take turns on a core, or share a cache, which holds what is `in_flight` on all
-/// channels between the two. A bound on that, below the size of the socket buffers, keeps it there. It also lets
+/// The threads at its ends take turns on a core, or share a cache, which holds what is `in_flight` between
+/// the two. A bound on that, below the size of the socket buffers, keeps it there. It also lets
 /// the kernel take each call whole: a partial one ends at an odd byte, and the pages into which the kernel copies
 /// what a thread sends are shared by all its connections, so from then on everything lies askew in them and is
 /// copied out at half the speed.

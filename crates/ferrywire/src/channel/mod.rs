@@ -159,12 +159,15 @@ impl Channel {
     /// Bytes of bulk that this channel may take, and the longest chunk of it.
     fn bulk_share(&self) -> (u64, usize) {
         let chunk_bytes = self.peer.queue.chunk_bytes;
-        // By its addresses too, and by its round trip: a forwarded port leads elsewhere.
-        let within_host = self.peer.same_host && self.conn.within_host();
-        match within_host && self.posted.is_none() {
-            true => schedule::local_share(self.peer.thread_backlog(self.index), chunk_bytes),
-            false => (u64::MAX, chunk_bytes),
+        if self.posted.is_some() || !self.peer.same_host || self.conn.is_long() {
+            return (u64::MAX, chunk_bytes);
         }
+        // Between other addresses there may be a slow link, which must not hold up what others carry.
+        let in_flight = match self.conn.within_host() {
+            true => self.peer.thread_backlog(self.index),
+            false => self.window.bytes() as u64,
+        };
+        schedule::local_share(in_flight, chunk_bytes)
     }
 
     /// Bytes of small operations that this channel may take. While there is no bulk they keep to the

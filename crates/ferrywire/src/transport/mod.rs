@@ -101,8 +101,13 @@ pub trait Conn: Send {
     /// Each piece must be writable for the length of the call.
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
 
-    /// Whether both ends are on this host, one kernel's memory between them.
+    /// Whether both ends have addresses of this host, and nothing slow between them.
     fn within_host(&self) -> bool {
+        false
+    }
+
+    /// Whether its round trip is known to be long.
+    fn is_long(&self) -> bool {
         false
     }
 

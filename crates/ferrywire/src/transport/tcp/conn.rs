@@ -192,7 +192,11 @@ impl Conn for TcpConn {
     }
 
     fn within_host(&self) -> bool {
-        self.within_host && !self.tuning.as_ref().is_some_and(Tuning::is_long)
+        self.within_host && !self.is_long()
+    }
+
+    fn is_long(&self) -> bool {
+        self.tuning.as_ref().is_some_and(Tuning::is_long)
     }
 
     fn released(&mut self) -> u64 {
