@@ -22,6 +22,7 @@ def options():
     for name in ("tools", "venv", "cache", "bin", "source-ns", "target-ns"):
         p.add_argument("--" + name, required=True)
     p.add_argument("--mtu", type=int, default=1500)
+    p.add_argument("--loopback", action="store_true")
     p.add_argument("--quick", action="store_true")
     p.add_argument("--reps", type=int)
     p.add_argument("--seconds", type=float)
@@ -150,8 +151,9 @@ def number(value, digits=2):
 
 
 def footnotes(rows, o, quiet):
-    print(f"\nGB/s (1e9 bytes/s), median of {o.reps} interleaved runs of {o.seconds:g} s; veth between two namespaces, "
-          f"MTU {o.mtu}, cubic, {os.cpu_count()} cores.\nCPU-s/GB: both ends together, at 64M unless said. "
+    between = "loopback" if o.loopback else f"veth between two namespaces, MTU {o.mtu}"
+    print(f"\nGB/s (1e9 bytes/s), median of {o.reps} interleaved runs of {o.seconds:g} s; {between}, "
+          f"cubic, {os.cpu_count()} cores.\nCPU-s/GB: both ends together, at 64M unless said. "
           "8 B us: round trip, or one completed write where marked.")
     if quiet.disturbed:
         print(f"DISTURBED: other programs used more than {quiet.limit:.0%} of the cores when {quiet.disturbed} of "
@@ -174,7 +176,7 @@ def store(rows, o, quiet):
                         for s, ms in row.rates.items()],
             "round_trip_8b_us": row.latencies,
         }
-    result = {"schema": 1, "mtu": o.mtu, "congestion_control": "cubic", "repetitions": o.reps, "seconds": o.seconds,
+    result = {"schema": 1, "loopback": o.loopback, "mtu": o.mtu, "congestion_control": "cubic", "repetitions": o.reps, "seconds": o.seconds,
               "measurements": quiet.measurements, "disturbed": quiet.disturbed, "cores": os.cpu_count(), "kernel": os.uname().release, "time": int(time.time()),
               "tools": [one(r) for r in rows]}
     with open(o.json, "w") as f:
@@ -194,7 +196,7 @@ def main():
         sys.exit(f"compare: no tool named {', '.join(unknown)}; there are {', '.join(TOOLS)}")
     rows = [Row(TOOLS[n]()) for n in names]
     quiet = Quiet(o.patience)
-    network = Network(o.source_ns, o.target_ns, o.venv, o.cache, o.bin)
+    network = Network(o.source_ns, o.target_ns, o.venv, o.cache, o.bin, o.loopback)
     try:
         measure(rows, network, o, quiet)
     except KeyboardInterrupt:

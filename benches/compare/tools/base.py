@@ -72,11 +72,13 @@ def show_size(size):
 
 
 class Network:
-    """The two namespaces: data flows from `source` to `target`."""
+    """The two namespaces, or one with its loopback: data flows from `source` to `target`."""
 
     source_ip, target_ip, device = "10.213.7.1", "10.213.7.2", "fwcmp0"
 
-    def __init__(self, source_ns, target_ns, venv, cache, binaries):
+    def __init__(self, source_ns, target_ns, venv, cache, binaries, loopback=False):
+        if loopback:
+            self.source_ip, self.target_ip, self.device = "127.0.0.1", "127.0.0.1", "lo"
         self.source_ns, self.target_ns = source_ns, target_ns
         self.venv, self.cache, self.binaries = venv, cache, binaries
         self.next_port = 20000
