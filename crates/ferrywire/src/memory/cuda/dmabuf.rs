@@ -2,7 +2,8 @@
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
-use super::{gpu, pointer};
+use super::gpu::{self, CudaGpu};
+use super::pointer;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 
@@ -23,6 +24,9 @@ pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
         let why = format!("CUDA GPU {gpu} or its driver has no dma-buf: the open kernel modules are needed");
         return Err(refused(why));
     }
+    let opened = CudaGpu::open(gpu)?;
+    // The driver asks for some context of the GPU's.
+    let _current = opened.make_current()?;
     let mut fd: RawFd = -1;
     let kind = sys::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
     let about = About::gpu(gpu).bytes(bytes as usize);
