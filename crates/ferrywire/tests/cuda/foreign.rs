@@ -76,6 +76,11 @@ fn a_segment_of_several_pieces_is_one_region() {
     println!("a piece of an expandable segment at {:#x}: {found:x?}", segment.base);
     assert_eq!((found.gpu, found.kind), (gpu.index(), pointer::Kind::Device));
     assert_eq!(pointer::gpu_of_range(segment.base, 3 * bytes), Ok(Some(gpu.index())));
+    assert_eq!((found.base, found.bytes), (segment.base + bytes, bytes));
+    let reaches = |wanted| pointer::stretch(segment.base + 5, wanted).map(|found| found.base + found.bytes);
+    assert_eq!(reaches(bytes), Some(segment.base + 2 * bytes));
+    assert_eq!(reaches(u64::MAX), Some(segment.base + 3 * bytes), "the rest is not mapped");
+    assert_eq!(pointer::of(segment.base + 3 * bytes), None);
     let outside = pointer::gpu_of_range(segment.base + bytes, 2 * bytes + 1);
     assert!(outside.is_err(), "{outside:?}");
     let end = Endpoint::builder().build().unwrap();

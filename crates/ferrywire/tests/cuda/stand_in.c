@@ -110,7 +110,7 @@ int cuDeviceGetUuid_v2(char *uuid, int device) {
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 33 ? 0xAB + device : attribute == 16 ? 8 : 0;
+    *value = attribute == 33 ? 0xAB + device : attribute == 16 ? 8 : attribute == 124 ? 1 : 0;
     return DONE;
 }
 
@@ -214,6 +214,21 @@ int cuMemHostGetDevicePointer_v2(address *at, void *base, unsigned flags) {
     return DONE;
 }
 
+int cuMemHostAlloc(void **base, size_t bytes, unsigned flags) {
+    NEEDS_CONTEXT;
+    *base = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return *base == MAP_FAILED ? OUT_OF_MEMORY : cuMemHostRegister_v2(*base, bytes, flags);
+}
+
+int cuMemFreeHost(void *base) {
+    NEEDS_CONTEXT;
+    struct range *found = find((address)base);
+    size_t bytes = found ? found->bytes : 0;
+    int done = cuMemHostUnregister(base);
+    if (done == DONE) munmap(base, bytes);
+    return done;
+}
+
 int cuMemcpyAsync(address target, address source, size_t bytes, void *stream) {
     NEEDS_CONTEXT;
     pthread_mutex_lock(&lock);
@@ -247,7 +262,10 @@ int cuMemsetD8Async(address target, unsigned char byte, size_t bytes, void *stre
     return to ? DONE : INVALID_VALUE;
 }
 
-int cuMemGetHandleForAddressRange(void *into, address at, size_t bytes, int kind, address flags) { return NOT_SUPPORTED; }
+int cuMemGetHandleForAddressRange(void *into, address at, size_t bytes, int kind, address flags) {
+    NEEDS_CONTEXT;
+    return NOT_SUPPORTED;
+}
 
 #ifndef INCOMPLETE
 int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) {
@@ -257,11 +275,14 @@ int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) 
     pthread_mutex_unlock(&lock);
     for (unsigned k = 0; k < count; k++) switch (asked[k]) {
         case 2: *(unsigned *)into[k] = range.kind == DEVICE ? 2 : range.kind == PINNED ? 1 : 0; break;
-        case 3: *(address *)into[k] = found ? at : 0; break;
+        case 3: *(address *)into[k] = found && current() >= 0 ? at : 0; break;
         case 8: *(char *)into[k] = 0; break;
         case 9: *(int *)into[k] = found ? range.device : -2; break;
         case 11: *(address *)into[k] = range.base; break;
         case 12: *(size_t *)into[k] = range.bytes; break;
+        /* Mappings are of whole pages, and more than what was asked for. */
+        case 18: *(size_t *)into[k] = found ? range.bytes + (range.base & 4095) + 8192 : 0; break;
+        case 19: *(address *)into[k] = found ? (range.base & ~4095ull) - 4096 : 0; break;
         default: return INVALID_VALUE;
         }
     return DONE;

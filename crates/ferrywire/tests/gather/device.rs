@@ -128,7 +128,7 @@ unsafe impl GatherDevice for Device {
         Place::SimGpu(0)
     }
 
-    fn device_memory(&self, address: u64) -> Option<(Place, Extent)> {
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
         self.memory.holds(address, 1).then_some((Place::SimGpu(0), self.memory))
     }
 

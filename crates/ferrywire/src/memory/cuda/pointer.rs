@@ -7,6 +7,7 @@
 
 use super::driver;
 use super::error::{CudaError, Result};
+use super::gpu::CudaGpu;
 use cudarc::driver::sys::{self, CUpointer_attribute as Attribute};
 use std::ffi::c_void;
 
@@ -43,16 +44,62 @@ const MEMORY_TYPE_HOST: u32 = 1;
 const MEMORY_TYPE_DEVICE: u32 = 2;
 
 /// What the driver says about an address; all zero where it knows nothing.
-#[derive(Default)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Answers {
     memory_type: u32,
     gpu: i32,
+    /// The allocation, or all addresses that were reserved, whether anything is mapped there or not.
     base: u64,
     bytes: usize,
+    /// What is mapped there as a whole: often more than an allocation, and one piece of a reserved range.
+    mapping_base: u64,
+    mapping_bytes: usize,
     /// A truth value, for which drivers write one byte or four.
     managed: u32,
-    /// Where GPUs find the same byte.
+    /// Where the GPU whose context is current finds the same byte; 0 where none is current.
     device_address: u64,
+}
+
+impl Answers {
+    /// First address and end of what is both of the allocation and mapped.
+    fn piece(&self) -> (u64, u64) {
+        let end = self.base.saturating_add(self.bytes as u64);
+        let mapping_end = self.mapping_base.saturating_add(self.mapping_bytes as u64);
+        match (self.base.max(self.mapping_base), end.min(mapping_end)) {
+            (base, end) if base < end => (base, end),
+            // Of drivers that tell of no mapping.
+            _ => (self.base, end),
+        }
+    }
+
+    fn is_of_the_same_range(&self, other: &Answers) -> bool {
+        (self.base, self.bytes, self.memory_type, self.gpu)
+            == (other.base, other.bytes, other.memory_type, other.gpu)
+    }
+
+    /// The end of what is mapped from here on, in pieces side by side, as far as `wanted` and the allocation go.
+    fn end_of_pieces(&self, wanted: u64, ask: impl Fn(u64) -> Option<Answers>) -> u64 {
+        let (_, mut end) = self.piece();
+        let wanted = wanted.min(self.base.saturating_add(self.bytes as u64));
+        while end < wanted {
+            match ask(end).filter(|next| next.is_of_the_same_range(self)).map(|next| next.piece()) {
+                Some((_, next)) if next > end => end = next,
+                _ => break,
+            }
+        }
+        end
+    }
+
+    fn found(&self) -> Option<Found> {
+        let kind = match (self.managed, self.memory_type) {
+            (1.., _) => Kind::Managed,
+            (0, MEMORY_TYPE_DEVICE) => Kind::Device,
+            _ => return None,
+        };
+        let (base, end) = self.piece();
+        let bytes = end.checked_sub(base).filter(|bytes| *bytes > 0)?;
+        Some(Found { gpu: u32::try_from(self.gpu).ok()?, base, bytes, kind })
+    }
 }
 
 fn ask(address: u64) -> Option<Answers> {
@@ -65,14 +112,18 @@ fn ask(address: u64) -> Option<Answers> {
         Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
         Attribute::CU_POINTER_ATTRIBUTE_IS_MANAGED,
         Attribute::CU_POINTER_ATTRIBUTE_DEVICE_POINTER,
+        Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+        Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
     ];
-    let mut into: [*mut c_void; 6] = [
+    let mut into: [*mut c_void; 8] = [
         (&raw mut answers.memory_type).cast(),
         (&raw mut answers.gpu).cast(),
         (&raw mut answers.base).cast(),
         (&raw mut answers.bytes).cast(),
         (&raw mut answers.managed).cast(),
         (&raw mut answers.device_address).cast(),
+        (&raw mut answers.mapping_base).cast(),
+        (&raw mut answers.mapping_bytes).cast(),
     ];
     // SAFETY: each attribute is written where there is room for its type; an address that the driver does not
     // know, and a driver that is not initialised, are answers and no more.
@@ -84,22 +135,27 @@ fn ask(address: u64) -> Option<Answers> {
 
 /// The GPU memory that an address lies in; `None` for host memory, pinned or not, and where no driver is loaded.
 pub fn of(address: u64) -> Option<Found> {
-    let Answers { memory_type, gpu, base, bytes, managed, .. } = ask(address)?;
-    let kind = match (managed, memory_type) {
-        (1.., _) => Kind::Managed,
-        (0, MEMORY_TYPE_DEVICE) => Kind::Device,
-        _ => return None,
-    };
-    let gpu = u32::try_from(gpu).ok().filter(|_| bytes > 0)?;
-    Some(Found { gpu, base, bytes: bytes as u64, kind })
+    ask(address)?.found()
 }
 
-/// First address and length of the pinned host memory that an address lies in, if GPUs reach it at the same
+/// The same, with the pieces that are mapped behind it in the same reserved range, until `bytes` bytes from the
+/// address on are seen to be there. How many of them are there is for the caller to look.
+pub fn stretch(address: u64, bytes: u64) -> Option<Found> {
+    let first = ask(address)?;
+    let found = first.found()?;
+    let end = first.end_of_pieces(address.saturating_add(bytes), ask);
+    Some(Found { bytes: end - found.base, ..found })
+}
+
+/// First address and length of the pinned host memory that an address lies in, if a GPU reaches it at the same
 /// address.
-pub fn pinned(address: u64) -> Option<(u64, u64)> {
+pub fn pinned(gpu: &CudaGpu, address: u64) -> Option<(u64, u64)> {
+    // Where it reaches it is told of the current GPU only.
+    let _current = gpu.make_current().ok()?;
     let found = ask(address)?;
     let same = found.memory_type == MEMORY_TYPE_HOST && found.device_address == address;
-    (same && found.bytes > 0).then_some((found.base, found.bytes as u64))
+    let (base, end) = (found.piece().0, same.then(|| found.end_of_pieces(u64::MAX, ask))?);
+    (end > base).then_some((base, end - base))
 }
 
 /// The GPU whose memory all of a range is; `None` when it does not begin in memory of a GPU. The range may go
@@ -117,4 +173,55 @@ pub fn gpu_of_range(address: u64, bytes: u64) -> Result<Option<u32>> {
         }
     }
     Ok(Some(first.gpu))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// What a driver says of a reserved range of 8 MiB with pieces of 2 MiB mapped in the first 6.
+    fn reserved(address: u64) -> Option<Answers> {
+        let base = 64 * MIB;
+        let mapped = (base..base + 6 * MIB).contains(&address);
+        let mut answers = Answers { base, bytes: 8 << 20, gpu: -2, ..Answers::default() };
+        if mapped {
+            let (mapping_base, mapping_bytes) = (address - address % (2 * MIB), 2 << 20);
+            answers = Answers { memory_type: 2, gpu: 1, mapping_base, mapping_bytes, ..answers };
+        }
+        Some(answers)
+    }
+
+    #[test]
+    fn a_piece_ends_where_its_mapping_ends_and_a_part_of_a_mapping_where_it_ends_itself() {
+        let piece = reserved(67 * MIB).unwrap().found().unwrap();
+        assert_eq!((piece.gpu, piece.base, piece.bytes), (1, 66 * MIB, 2 * MIB));
+        assert_eq!(reserved(71 * MIB).unwrap().found(), None);
+        let part = Answers {
+            memory_type: 2,
+            base: 66 * MIB + 100,
+            bytes: 300,
+            mapping_base: 66 * MIB,
+            mapping_bytes: 2 << 20,
+            ..Answers::default()
+        };
+        assert_eq!(part.piece(), (66 * MIB + 100, 66 * MIB + 400));
+        // Of a driver that does not tell.
+        assert_eq!(Answers { mapping_bytes: 0, ..part }.piece(), part.piece());
+    }
+
+    #[test]
+    fn pieces_side_by_side_are_followed_as_far_as_needed() {
+        let first = reserved(65 * MIB).unwrap();
+        let end = |wanted| first.end_of_pieces(wanted, reserved);
+        assert_eq!([end(65 * MIB), end(66 * MIB), end(66 * MIB + 1)], [66 * MIB, 66 * MIB, 68 * MIB]);
+        assert_eq!([end(71 * MIB), end(u64::MAX)], [70 * MIB; 2]);
+        // Not into another allocation, nor to another GPU.
+        for other in [Answers { base: 66 * MIB, ..first }, Answers { gpu: 0, ..first }] {
+            assert_eq!(first.end_of_pieces(u64::MAX, |_| Some(other)), 66 * MIB);
+        }
+        // A driver that leads nowhere.
+        assert_eq!(first.end_of_pieces(u64::MAX, |_| Some(first)), 66 * MIB);
+    }
 }

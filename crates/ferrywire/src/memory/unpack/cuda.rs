@@ -65,13 +65,13 @@ unsafe impl GatherDevice for CudaQueue {
         Place::Cuda(self.gpu().index())
     }
 
-    fn device_memory(&self, address: u64) -> Option<(Place, Extent)> {
-        let found = pointer::of(address)?;
+    fn device_memory(&self, address: u64, bytes: u64) -> Option<(Place, Extent)> {
+        let found = pointer::stretch(address, bytes)?;
         Some((Place::Cuda(found.gpu), Extent { base: found.base, bytes: found.bytes }))
     }
 
     fn mapped_memory(&self, address: u64) -> Option<Extent> {
-        pointer::pinned(address).map(|(base, bytes)| Extent { base, bytes })
+        pointer::pinned(self.gpu(), address).map(|(base, bytes)| Extent { base, bytes })
     }
 
     fn read(&self, address: u64, into: &mut [u8]) -> Result<()> {

@@ -56,8 +56,9 @@ pub unsafe trait GatherDevice: Send + Debug {
     /// Whose queue it is.
     fn place(&self) -> Place;
 
-    /// The device memory, of any GPU, that an address lies in.
-    fn device_memory(&self, address: u64) -> Option<(Place, Extent)>;
+    /// The device memory, of any GPU, that an address lies in. Where it consists of pieces side by side, they are
+    /// followed until `bytes` bytes from the address on are inside, or no piece follows.
+    fn device_memory(&self, address: u64, bytes: u64) -> Option<(Place, Extent)>;
 
     /// The host memory at an address, if this GPU reaches it there too.
     fn mapped_memory(&self, address: u64) -> Option<Extent>;

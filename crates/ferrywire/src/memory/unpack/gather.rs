@@ -163,7 +163,7 @@ impl Gather {
     fn goes_to_host(&self, address: u64, bytes: u64) -> Result<bool> {
         let gpu = self.unpack.device.place();
         let wrong = |why: String| Err(Error::invalid("destination of a gather", why));
-        match self.unpack.device.device_memory(address) {
+        match self.unpack.device.device_memory(address, bytes) {
             _ if bytes == 0 => Ok(false),
             None => Ok(true),
             Some((place, _)) if place != gpu => wrong(format!("it is {place}, and {gpu} gathers")),

@@ -100,7 +100,7 @@ fn read_words(device: &dyn GatherDevice, address: u64) -> Result<[u64; 2], Unpac
 }
 
 fn pool_at(device: &dyn GatherDevice, base: u64) -> Result<Extent, UnpackError> {
-    match device.device_memory(base) {
+    match device.device_memory(base, u64::MAX) {
         Some((place, found)) if place == device.place() => {
             Ok(Extent { base, bytes: found.bytes_from(base).unwrap_or(0) })
         }

@@ -37,7 +37,7 @@ unsafe impl GatherDevice for SimQueue {
         Place::SimGpu(self.stream.gpu().index())
     }
 
-    fn device_memory(&self, address: u64) -> Option<(Place, Extent)> {
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
         SimGpu::of(address).map(|(index, base, bytes)| (Place::SimGpu(index), Extent { base, bytes }))
     }
 
