@@ -1,6 +1,7 @@
 //! The kernels on a GPU: gathers against the host's twin, patterns, and how fast they are.
 
-use crate::{gpu, is_real};
+use crate::{gpu, is_alone, is_real};
+use cudarc::driver::sys;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
 use ferrywire::memory::cuda::{
     CudaBuffer, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
@@ -16,6 +17,7 @@ use rand::seq::SliceRandom;
 use rand::{Rng, RngCore, SeedableRng};
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
@@ -167,30 +169,52 @@ fn marks_are_counted_in_order_and_limited() {
 }
 
 /// Waits behind a kernel that takes long: nothing comes early, neither a copy nor a flag.
+///
+/// In a process of its own: whoever frees or unpins memory waits for all of a GPU's work, and whoever enqueues
+/// waits for him, so that beside other tests the kernel may be over before anything is behind it.
 #[test]
 fn work_behind_a_slow_kernel_waits_for_it() {
     let Some((gpu, _queue)) = queue() else { return };
     if !is_real(&gpu) {
         return println!("SKIPPED: needs a CUDA device that works beside the CPU");
     }
+    if !is_alone("gather::work_behind_a_slow_kernel_waits_for_it") {
+        return;
+    }
     const BYTES: usize = 1 << 20;
     let pattern = CudaPattern::new(&gpu).unwrap();
     let (source, target) = (gpu.alloc(BYTES, 4096).unwrap(), gpu.pinned(BYTES).unwrap());
+    let flags = gpu.pinned(4096).unwrap();
+    // SAFETY: zeroed memory of the buffer, aligned to a page, that lives as long as the reference.
+    let flag = unsafe { &*flags.as_ptr().cast::<AtomicU32>() };
     let (producer, consumer): (CudaStream, CudaStream) = (gpu.stream().unwrap(), gpu.stream().unwrap());
     let produced = CudaEvent::new(&gpu).unwrap();
-    pattern.hold_up(&producer, Duration::from_millis(50)).unwrap();
-    // SAFETY: all of it lives until the streams are done; the consumer waits for the producer.
-    unsafe { producer.fill(source.address(), 0x77, BYTES) }.unwrap();
-    producer.record(&produced).unwrap();
-    consumer.wait_event(&produced).unwrap();
-    // SAFETY: as above.
-    unsafe { consumer.copy(source.address(), target.address(), BYTES) }.unwrap();
-    assert!(!consumer.query().unwrap() && !produced.query().unwrap(), "nobody waited for the kernel");
-    consumer.wait(LONG).unwrap();
-    assert!(produced.query().unwrap());
-    // SAFETY: memory of the buffer, with nothing under way.
-    let seen = unsafe { std::slice::from_raw_parts(target.as_ptr(), BYTES) };
-    assert!(seen.iter().all(|byte| *byte == 0x77));
+    for round in 1..=8u8 {
+        pattern.hold_up(&producer, Duration::from_millis(25 << round)).unwrap();
+        // SAFETY: all of it lives until the streams are done; the consumer waits for the producer.
+        unsafe { producer.fill(source.address(), round, BYTES) }.unwrap();
+        producer.record(&produced).unwrap();
+        consumer.wait_event(&produced).unwrap();
+        // SAFETY: as above.
+        unsafe {
+            consumer.copy(source.address(), target.address(), BYTES).unwrap();
+            consumer.write_flag_u32(flags.address(), round.into()).unwrap();
+        }
+        let early = consumer.query().unwrap() || flag.load(Ordering::Acquire) == round.into();
+        // Asked last: if the kernel runs even now, it ran when the others were looked at.
+        let in_time = !produced.query().unwrap();
+        assert!(!(in_time && early), "nobody waited for the kernel");
+        consumer.wait(LONG).unwrap();
+        assert!(produced.query().unwrap());
+        assert_eq!(flag.load(Ordering::Acquire), round.into());
+        // SAFETY: memory of the buffer, with nothing under way.
+        let seen = unsafe { std::slice::from_raw_parts(target.as_ptr(), BYTES) };
+        assert!(seen.iter().all(|byte| *byte == round), "round {round}");
+        if in_time {
+            return println!("seen while the kernel ran, in round {round}");
+        }
+    }
+    panic!("the kernel was always over before anybody looked");
 }
 
 #[test]
@@ -234,20 +258,57 @@ fn a_pattern_is_written_and_compared_as_the_host_would() {
     }
 }
 
+/// A plugin's table: host memory that it has pinned, or that the driver allocated for it.
+enum Table {
+    Registered(PinnedBuffer),
+    Allocated(Arc<CudaGpu>, *mut u8),
+}
+
+impl Table {
+    fn registered(gpu: &Arc<CudaGpu>) -> Table {
+        Table::Registered(gpu.pinned(METADATA_BYTES).unwrap())
+    }
+
+    fn allocated(gpu: &Arc<CudaGpu>) -> Table {
+        let _current = gpu.make_current().unwrap();
+        let mut base = std::ptr::null_mut();
+        // SAFETY: room for a pointer; 3: for every context, and with an address for devices.
+        let code = unsafe { sys::cuMemHostAlloc(&mut base, METADATA_BYTES, 3) };
+        assert_eq!(code as u32, 0, "{code:?}");
+        Table::Allocated(gpu.clone(), base.cast())
+    }
+
+    fn base(&self) -> *mut u8 {
+        match self {
+            Table::Registered(buffer) => buffer.as_ptr(),
+            Table::Allocated(_, base) => *base,
+        }
+    }
+}
+
+impl Drop for Table {
+    fn drop(&mut self) {
+        if let Table::Allocated(gpu, base) = self {
+            let _current = gpu.make_current().unwrap();
+            // SAFETY: allocated by the driver, freed once.
+            assert_eq!(unsafe { sys::cuMemFreeHost(base.cast()) } as u32, 0);
+        }
+    }
+}
+
 /// A plugin's pool, table and words, as `accept` would tell of them.
 struct Plugin {
     gpu: Arc<CudaGpu>,
     pool: CudaBuffer,
-    table: PinnedBuffer,
+    table: Table,
     words: CudaBuffer,
 }
 
 impl Plugin {
-    fn new(gpu: &Arc<CudaGpu>) -> Plugin {
+    fn new(gpu: &Arc<CudaGpu>, table: Table) -> Plugin {
         let (pool, words) = (gpu.alloc(16 << 20, 4096).unwrap(), gpu.alloc(24, 4096).unwrap());
-        let table = gpu.pinned(METADATA_BYTES).unwrap();
         let bytes: Vec<u8> =
-            [table.address(), pool.address(), !0].iter().flat_map(|word| word.to_ne_bytes()).collect();
+            [table.base() as u64, pool.address(), !0].iter().flat_map(|word| word.to_ne_bytes()).collect();
         gpu.write_from_slice(words.address(), &bytes).unwrap();
         Plugin { gpu: gpu.clone(), pool, table, words }
     }
@@ -284,9 +345,9 @@ impl Plugin {
         assert!(fragments.len() <= FRAGMENTS_PER_SLOT_MAX);
         // SAFETY: a slot and its count inside the table, aligned; nobody gathers now.
         unsafe {
-            let entries = self.table.as_ptr().cast::<Fragment>().add(slot * FRAGMENTS_PER_SLOT_MAX);
+            let entries = self.table.base().cast::<Fragment>().add(slot * FRAGMENTS_PER_SLOT_MAX);
             std::ptr::copy_nonoverlapping(fragments.as_ptr(), entries, fragments.len());
-            self.table.as_ptr().add(524_288 + slot * 8).cast::<u64>().write(fragments.len() as u64);
+            self.table.base().add(524_288 + slot * 8).cast::<u64>().write(fragments.len() as u64);
         }
     }
 }
@@ -294,8 +355,13 @@ impl Plugin {
 #[test]
 fn receives_in_fragments_are_gathered_in_every_mode() {
     let Some((gpu, _queue)) = queue() else { return };
-    let mut rng = StdRng::seed_from_u64(11);
-    let plugin = Plugin::new(&gpu);
+    for table in [Table::registered, Table::allocated] {
+        gathers_in_every_mode(&Plugin::new(&gpu, table(&gpu)));
+    }
+}
+
+fn gathers_in_every_mode(plugin: &Plugin) {
+    let (gpu, mut rng) = (&plugin.gpu, StdRng::seed_from_u64(11));
     let target = gpu.alloc(600_000, 4096).unwrap();
     for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
         let mut gather = plugin.gather(mode);

@@ -11,6 +11,7 @@ mod kernel;
 mod without;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use std::process::Command;
 use std::sync::Arc;
 
 /// GPU 0, or `None` and a word about it.
@@ -28,6 +29,21 @@ fn gpu() -> Option<Arc<CudaGpu>> {
 /// Whether it is a GPU's, and not what stands in for one.
 fn is_real(gpu: &CudaGpu) -> bool {
     !gpu.name().starts_with("stand-in")
+}
+
+/// Whether this is a process in which only that test runs. If not, starts one, sees it pass, and answers no.
+fn is_alone(test: &str) -> bool {
+    const ALONE: &str = "FERRYWIRE_CUDA_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        return true;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    let said =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    println!("{said}");
+    false
 }
 
 /// The GPU after it, if there is one; else the same again.
