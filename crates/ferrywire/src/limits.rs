@@ -133,7 +133,7 @@ pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
 pub const HEARTBEAT_INTERVAL: Duration = Duration::from_millis(500);
 /// After this much silence the control session is tried over another path.
 pub const CONTROL_SUSPECT_AFTER: Duration = Duration::from_millis(1500);
-/// After this much silence a peer is lost (default; `Config::heartbeat_limit`).
+/// Within so much silence a peer's loss is told (default; `Config::heartbeat_limit`).
 pub const HEARTBEAT_LIMIT_DEFAULT: Duration = Duration::from_secs(10);
 /// A silent peer is given up so much before the limit, or a tenth of it if that is less: its last words may have
 /// come late, and the control side looks only now and then, but at the limit the loss is to have been told.

@@ -180,11 +180,12 @@ impl Channel {
         }
     }
 
-    /// Whether the lane has to be asked again and again: nobody is told when it moves.
+    /// Bytes that are in the lane's hands.
     pub fn lane_bytes_in_flight(&self) -> usize {
         self.posted.as_ref().map_or(0, |posted| posted.bytes_in_flight())
     }
 
+    /// Whether the lane has to be asked again and again: nobody is told when it moves.
     pub fn lane_active(&self) -> bool {
         self.posted.as_ref().is_some_and(|posted| posted.active())
     }

@@ -383,13 +383,17 @@ impl Worker {
     /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
     fn nap(&self, crank: &mut Crank) {
         self.state.store(IN_POLL, Ordering::SeqCst);
-        if self.commands.is_empty() && !self.stop.load(Ordering::SeqCst) && !crank.has_work() {
-            let mut ready = std::mem::take(&mut crank.ready);
-            if let Err(error) = self.poller.wait(&mut ready, Some(NAP)) {
-                tracing::error!(%error, "waiting for sockets failed");
-            }
-            crank.ready = ready;
+        let mut ready = std::mem::take(&mut crank.ready);
+        let nothing_new = self.commands.is_empty() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
+        let waited = if nothing_new { self.poller.wait(&mut ready, Some(NAP)) } else { Ok(()) };
+        if let Err(error) = waited {
+            tracing::error!(%error, "waiting for sockets failed");
         }
+        if !nothing_new || !ready.is_empty() {
+            // No nap, or a short one: the plugin's threads get a core all the same.
+            thread::yield_now();
+        }
+        crank.ready = ready;
         self.state.store(RUNNING, Ordering::SeqCst);
     }
 

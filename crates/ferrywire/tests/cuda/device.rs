@@ -102,6 +102,22 @@ fn memory_is_zeroed_aligned_and_freed() {
 }
 
 #[test]
+fn copies_touch_memory_that_a_gpu_reaches_and_no_other() {
+    let Some(gpu) = gpu() else { return };
+    let mut host = vec![7_u8; 4096];
+    let address = host.as_mut_ptr() as u64;
+    let refused = CudaError::OutOfReach { address, bytes: 4096 };
+    assert_eq!(gpu.write_from_slice(address, &[1; 4096]), Err(refused.clone()));
+    assert_eq!(gpu.read_to_vec(address, 4096), Err(refused));
+    assert!(gpu.read_to_vec(u64::MAX - 10, 20).is_err());
+    assert_eq!(host, [7; 4096]);
+    let pinned = gpu.pinned(4096).unwrap();
+    gpu.write_from_slice(pinned.address() + 4000, &[9; 96]).unwrap();
+    assert_eq!(gpu.read_to_vec(pinned.address() + 3999, 2).unwrap(), [0, 9]);
+    assert!(gpu.write_from_slice(pinned.address() + 4000, &[9; 97]).is_err());
+}
+
+#[test]
 fn too_much_memory_is_refused_with_what_there_is() {
     let Some(gpu) = gpu() else { return };
     let bytes = gpu.total_bytes() as usize + (1 << 30);

@@ -96,6 +96,14 @@ pub enum CudaError {
         /// Where the memory of its first GPU ends.
         end: u64,
     },
+    /// A copy was asked for that no GPU can make.
+    #[error("no memory of a GPU, and no pinned memory, has {bytes} bytes at {address:#x}")]
+    OutOfReach {
+        /// First address of the range.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+    },
     /// Memory of a GPU cannot be handed to other devices as a dma-buf.
     #[error("no dma-buf of {bytes} bytes at {address:#x}: {why}")]
     DmaBuf {

@@ -6,7 +6,7 @@
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
-use super::{CudaBuffer, CudaStream, PinnedBuffer};
+use super::{CudaBuffer, CudaStream, PinnedBuffer, pointer};
 use crate::limits::CUDA_GPUS_MAX;
 use crate::sys::numa;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -174,23 +174,46 @@ impl CudaGpu {
         CudaStream::new(self)
     }
 
-    /// Copies device memory to the host, and waits.
+    /// Copies device or pinned memory to the host, and waits.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the source is not all of one or the other.
     pub fn read_to_vec(&self, source: u64, bytes: usize) -> Result<Vec<u8>> {
         let mut out = vec![0; bytes];
         self.read_into_slice(source, &mut out).map(|()| out)
     }
 
-    /// Copies device memory to the host, and waits.
+    /// Copies device or pinned memory to the host, and waits.
+    ///
+    /// # Errors
+    /// As for [`CudaGpu::read_to_vec`].
     pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
-        let (host, bytes) = (target.as_mut_ptr() as u64, target.len());
-        // SAFETY: `target` is borrowed until the copy is done.
-        unsafe { self.copy_and_wait(host, source, bytes) }
+        self.reaches(source, target.len())?;
+        // SAFETY: the source was just looked up; `target` is borrowed until the copy is done.
+        unsafe { self.copy_and_wait(target.as_mut_ptr() as u64, source, target.len()) }
     }
 
-    /// Copies host memory to the device, and waits.
+    /// Copies host memory to the device, or to pinned memory, and waits.
+    ///
+    /// # Errors
+    /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the target is not all of one or the other.
     pub fn write_from_slice(&self, target: u64, source: &[u8]) -> Result<()> {
-        // SAFETY: `source` is borrowed until the copy is done.
+        self.reaches(target, source.len())?;
+        // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
         unsafe { self.copy_and_wait(target, source.as_ptr() as u64, source.len()) }
+    }
+
+    /// Refuses an address that the driver would follow to wherever it leads in this process.
+    fn reaches(&self, address: u64, bytes: usize) -> Result<()> {
+        let bytes = bytes as u64;
+        if bytes == 0 || pointer::gpu_of_range(address, bytes)?.is_some() {
+            return Ok(());
+        }
+        let end = address.checked_add(bytes);
+        match pointer::pinned(self, address).zip(end) {
+            Some(((base, len), end)) if end <= base + len => Ok(()),
+            _ => Err(CudaError::OutOfReach { address, bytes }),
+        }
     }
 
     /// Sets device memory, and waits.
@@ -205,7 +228,7 @@ impl CudaGpu {
     }
 
     /// # Safety
-    /// One of the two addresses is host memory that is good for the copy; a wrong device address is an error.
+    /// Both ranges are memory that is good for the copy.
     unsafe fn copy_and_wait(&self, target: u64, source: u64, bytes: usize) -> Result<()> {
         self.blocking(bytes, |stream, about| {
             // SAFETY: by the caller's promise.

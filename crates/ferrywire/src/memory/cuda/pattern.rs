@@ -3,7 +3,7 @@
 
 use super::{CudaBuffer, CudaGpu, CudaStream, Result};
 use crate::memory::unpack::{Kernels, PatternParameters};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 /// An endless sequence of 8-byte words: with `sum = key + w * step`, word `w` is `sum ^ sum << 32 ^ flip`.
@@ -30,8 +30,8 @@ impl WordPattern {
 pub struct CudaPattern {
     stream: CudaStream,
     kernels: Arc<Kernels>,
-    /// The index of the first wrong byte.
-    first: CudaBuffer,
+    /// The index of the first wrong byte; held from its reset until it is read.
+    first: Mutex<CudaBuffer>,
 }
 
 /// A kernel that runs over all memory of a GPU takes less than a second.
@@ -40,7 +40,11 @@ const DEADLINE: Duration = Duration::from_secs(120);
 impl CudaPattern {
     /// What is needed for it, on this GPU.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaPattern> {
-        Ok(CudaPattern { stream: gpu.stream()?, kernels: Kernels::of(gpu)?, first: gpu.alloc(8, 8)? })
+        Ok(CudaPattern {
+            stream: gpu.stream()?,
+            kernels: Kernels::of(gpu)?,
+            first: Mutex::new(gpu.alloc(8, 8)?),
+        })
     }
 
     /// Writes `bytes` bytes of the pattern, from its byte `offset` on.
@@ -64,7 +68,8 @@ impl CudaPattern {
         address: u64,
         bytes: u64,
     ) -> Result<Option<u64>> {
-        let first = self.first.address();
+        let buffer = self.first.lock().unwrap_or_else(PoisonError::into_inner);
+        let first = buffer.address();
         // SAFETY: 8 bytes of our own; the rest by the caller's promise.
         unsafe {
             self.stream.fill(first, 0xFF, 8)?;
@@ -72,7 +77,7 @@ impl CudaPattern {
         }
         self.stream.wait(DEADLINE)?;
         let mut found = [0; 8];
-        self.first.gpu().read_into_slice(first, &mut found)?;
+        buffer.gpu().read_into_slice(first, &mut found)?;
         Ok(Some(u64::from_ne_bytes(found)).filter(|first| *first != u64::MAX))
     }
 
