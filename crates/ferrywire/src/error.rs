@@ -189,7 +189,7 @@ pub enum Error {
 fn way_out(transport: &str) -> String {
     match transport {
         "plugin" => "which is not the GPU that the plugin was told to use (PluginConfig::gpu)".into(),
-        _ => format!("which needs --transport plugin; staging over {transport} is not built yet"),
+        _ => format!("which is not open in this process, so that {transport} cannot stage it"),
     }
 }
 

@@ -8,7 +8,7 @@
 //! Read next: `queue.rs`, where operations wait to be cut.
 
 use crate::error::{Error, Result};
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 use crate::peer::PeerState;
 use crate::progress::{self, WaitList, WakeHandle};
 use crate::transfer::Pieces;
@@ -118,6 +118,11 @@ impl Op {
         self.state.store(state, Ordering::SeqCst);
         self.waiters.wake();
         true
+    }
+
+    /// Whether its bytes are in memory of a GPU.
+    pub fn on_gpu(&self) -> bool {
+        self.memory.as_ref().is_some_and(|memory| memory.place() != Place::Host)
     }
 
     /// Counts bytes that arrived.

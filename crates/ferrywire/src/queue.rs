@@ -6,10 +6,12 @@
 //! Invariant: each frame pulled is in exactly one window, or back in this queue, until the peer has
 //! acknowledged it. Read next: `channel/`, which pulls.
 
+use crate::error::Error;
 use crate::limits;
 use crate::memory::{Memory, Place};
 use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::schedule;
+use crate::staging::{Sending, Staged};
 use crate::transfer::{Chunk, ChunkLimits, Cutter};
 use crate::window::Window;
 use crate::wire::{self, HEADER_BYTES, Header, Kind};
@@ -22,6 +24,8 @@ pub(crate) const SMALL_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of small operations after which a bulk chunk has its turn.
 const SMALL_RUN_BYTES: u64 = 512 << 10;
 
+const _: () = assert!(SMALL_BYTES_MAX <= limits::STAGING_SLOT_BYTES as u64);
+
 /// A frame in a window: encoded head, and what its payload is taken from.
 pub(crate) struct Entry {
     pub header: Header,
@@ -29,6 +33,8 @@ pub(crate) struct Entry {
     pub placements: Box<[u8]>,
     pub body: Body,
     pub op: Option<Arc<Op>>,
+    /// Where the payload waits to be sent, if it comes from a GPU.
+    pub staged: Option<Staged>,
 }
 
 /// Where a frame's payload comes from.
@@ -40,7 +46,7 @@ pub(crate) enum Body {
 
 impl Entry {
     fn new(header: Header, placements: Box<[u8]>, body: Body, op: Option<Arc<Op>>) -> Entry {
-        Entry { head: header.encode(), header, placements, body, op }
+        Entry { head: header.encode(), header, placements, body, op, staged: None }
     }
 
     /// A frame of the engine's own, without payload.
@@ -297,21 +303,30 @@ impl SendQueue {
         ops
     }
 
-    /// Fills a window from the lanes, up to a number of bytes. Returns the bytes taken and the
-    /// operations that ended without needing a frame.
-    pub fn pull(&self, window: &mut Window<Entry>, mut pull: Pull) -> (u64, Vec<Arc<Op>>) {
+    /// Fills a window from the lanes, up to a number of bytes, and reserves room for payload of GPUs that goes
+    /// into the stream. Returns the bytes taken and the operations that ended without needing a frame.
+    pub fn pull(
+        &self,
+        window: &mut Window<Entry>,
+        staging: &mut Sending,
+        mut pull: Pull,
+    ) -> (u64, Vec<Arc<Op>>) {
         let mut lanes = self.lock();
         let mut taken = 0;
         let mut dropped = Vec::new();
         let mut messages = pull.messages;
         // Any frame may have a payload for the lane, so a full one takes none.
         while taken < pull.bytes && window.has_room() && messages != Some(0) {
-            let Some(mut entry) = lanes.next(pull, &mut dropped) else {
+            // A lane reaches the GPU itself.
+            let gpu = messages.is_some() || staging.has_room();
+            let Some(mut entry) = lanes.next(pull, gpu, &mut dropped) else {
                 break;
             };
             entry.post(messages.is_some());
             messages = messages.map(|room| room - usize::from(entry.header.is_posted()));
-            if self.crc {
+            staging.reserve(&mut entry);
+            // Of what is staged the checksum is made once it is there.
+            if self.crc && entry.staged.is_none() {
                 entry.add_crc();
             }
             let bytes = entry.bytes();
@@ -385,24 +400,30 @@ impl Lanes {
         }
     }
 
-    fn next(&mut self, pull: Pull, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
-        if let Some(entry) = self.resend.pop_front().or_else(|| self.own.pop_front()) {
+    /// The next frame; with `gpu`, also one whose payload is in memory of a GPU.
+    fn next(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+        if let Some(entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
+            return Some(entry);
+        }
+        if let Some(entry) = self.own.pop_front() {
             return Some(entry);
         }
         let bulk_waits = pull.bulk && !self.bulk.is_empty();
         if pull.small > 0
             && (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
-            && let Some(entry) = self.next_small(dropped)
+            && let Some(entry) = self.next_small(gpu, dropped)
         {
             self.small_run += entry.bytes() as u64;
             return Some(entry);
         }
         self.small_run = 0;
-        if bulk_waits { self.next_bulk(pull.chunk_bytes, pull.channels, dropped) } else { None }
+        if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
     }
 
-    fn next_small(&mut self, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
-        while let Some(op) = self.small.pop_front() {
+    fn next_small(&mut self, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+        // A send from a GPU is only announced.
+        let fits = |op: &mut Arc<Op>| gpu || op.verb == Verb::Send || !op.on_gpu();
+        while let Some(op) = self.small.pop_front_if(fits) {
             if op.unsendable() && op.verb != Verb::Send {
                 dropped.push(op);
                 continue;
@@ -433,9 +454,8 @@ impl Lanes {
         }
         let cost = op.total as usize + limits::EAGER_OVERHEAD_BYTES;
         // The stream carries what the CPU can read.
-        let on_gpu = op.memory.as_ref().is_some_and(|memory| memory.place() != Place::Host);
         if op.total > limits::EAGER_BYTES_MAX as u64
-            || (on_gpu && op.total > 0)
+            || (op.on_gpu() && op.total > 0)
             || cost > self.credit
             || op.pieces.as_slice().len() > limits::SEGMENTS_PER_CHUNK_MAX
         {
@@ -448,15 +468,14 @@ impl Lanes {
         Entry::new(header, Box::default(), Body::Chunk(whole(&op)), Some(op))
     }
 
-    fn next_bulk(
-        &mut self,
-        chunk_bytes: usize,
-        channels: usize,
-        dropped: &mut Vec<Arc<Op>>,
-    ) -> Option<Entry> {
+    fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         loop {
-            let bulk = self.bulk.front_mut()?;
-            let bytes = schedule::chunk_bytes(self.bulk_bytes, channels, chunk_bytes);
+            let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
+            let chunk_bytes = match bulk.op.on_gpu() && pull.messages.is_none() {
+                true => pull.chunk_bytes.min(limits::STAGING_SLOT_BYTES),
+                false => pull.chunk_bytes,
+            };
+            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, chunk_bytes);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,
@@ -555,7 +574,25 @@ impl Entry {
         }
     }
 
-    /// The pieces of local memory that follow head and placements in the stream.
+    /// The GPU whose memory the payload is to be staged from, if there is any.
+    pub fn gpu(&self) -> Option<Place> {
+        if self.header.len == 0 || self.header.is_posted() {
+            return None;
+        }
+        self.payload().map(|(memory, _)| memory.place()).filter(|place| *place != Place::Host)
+    }
+
+    /// The payload cannot be had: the operation fails, and the frame goes out as one that says nothing, so that
+    /// those behind it keep their numbers.
+    pub fn give_up(&mut self, error: Error) {
+        self.op.iter().for_each(|op| op.fail(error.clone()));
+        self.header = Header::new(Kind::Credit);
+        self.head = self.header.encode();
+        self.placements = Box::default();
+        self.body = Body::None;
+    }
+
+    /// The pieces of host memory that follow head and placements in the stream.
     pub fn stream_pieces(&self, each: impl FnMut(*mut u8, usize)) {
         self.pieces(!self.header.is_posted(), each);
     }
@@ -563,7 +600,10 @@ impl Entry {
     fn pieces(&self, with_payload: bool, mut each: impl FnMut(*mut u8, usize)) {
         let Some(op) = &self.op else { return };
         if let Some((memory, ranges)) = self.payload().filter(|_| with_payload) {
-            for (offset, len) in ranges {
+            if let Some(staged) = &self.staged {
+                each(staged.base(), self.header.len as usize);
+            }
+            for (offset, len) in ranges.filter(|_| self.staged.is_none()) {
                 match memory.span(offset, len) {
                     Some(base) => each(base, len as usize),
                     None => debug_assert!(false, "pieces are checked when an operation is posted"),
@@ -575,7 +615,8 @@ impl Entry {
         }
     }
 
-    fn add_crc(&mut self) {
+    /// Once the payload is where the CPU can read it.
+    pub fn add_crc(&mut self) {
         let mut crc = crc32fast::Hasher::new();
         // SAFETY: the pieces lie in memory that the operation keeps alive.
         self.pieces(true, |base, len| crc.update(unsafe { std::slice::from_raw_parts(base, len) }));

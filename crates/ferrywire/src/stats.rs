@@ -1,5 +1,6 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
+use crate::limits;
 use crate::transport::Conn;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -33,7 +34,30 @@ pub(crate) struct ChannelCounters {
     /// Name of the NIC, as it was when the connection was made: it may be gone when it is asked for.
     nic: Mutex<String>,
     pub lane: Arc<LaneCounters>,
+    pub staging: StagingCounters,
     path: Mutex<Option<Path>>,
+}
+
+/// Counters of what a channel stages, of its current connection but for `full`.
+#[derive(Default)]
+pub(crate) struct StagingCounters {
+    pub pinned_bytes: AtomicU64,
+    pub sent_bytes: AtomicU64,
+    pub received_bytes: AtomicU64,
+    pub full: AtomicU64,
+}
+
+impl StagingCounters {
+    fn snapshot(&self) -> Option<StagingStats> {
+        let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed);
+        (pinned_bytes > 0).then(|| StagingStats {
+            pinned_bytes,
+            slot_bytes: limits::STAGING_SLOT_BYTES as u64,
+            sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
+            received_bytes: self.received_bytes.load(Ordering::Relaxed),
+            full: self.full.load(Ordering::Relaxed),
+        })
+    }
 }
 
 /// Counters of a channel's lane, over all its connections.
@@ -130,6 +154,7 @@ impl ChannelCounters {
             generation: self.generation.load(Ordering::Relaxed),
             zero_copy: self.zero_copy.load(Ordering::Relaxed),
             lane: self.lane.snapshot(),
+            staging: self.staging.snapshot(),
         })
     }
 }
@@ -154,6 +179,22 @@ pub struct LaneStats {
     pub closing_results: u64,
     /// Time from the channel's connection until both directions stood.
     pub setup: Duration,
+}
+
+/// What a channel moves between GPUs and its connection, through pinned memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StagingStats {
+    /// Pinned memory it has, in bytes.
+    pub pinned_bytes: u64,
+    /// Largest run that is staged at once, in bytes.
+    pub slot_bytes: u64,
+    /// Payload staged to be sent, in bytes, over its current connection.
+    pub sent_bytes: u64,
+    /// Payload staged to GPUs, likewise.
+    pub received_bytes: u64,
+    /// How often a payload that arrived had to wait for room.
+    pub full: u64,
 }
 
 /// One channel of a peer, as it stands.
@@ -187,6 +228,8 @@ pub struct ChannelStats {
     pub zero_copy: bool,
     /// What carries the payload, if it is not this connection.
     pub lane: Option<LaneStats>,
+    /// What is staged, if anything was.
+    pub staging: Option<StagingStats>,
 }
 
 /// A peer, as it stands.

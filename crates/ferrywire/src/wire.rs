@@ -310,6 +310,8 @@ pub enum Refusal {
     Limit = 4,
     /// Its bytes live where the transport does not reach.
     OutOfReach = 5,
+    /// The copy to the GPU's memory failed.
+    Gpu = 6,
     /// Anything else.
     Other = 255,
 }
@@ -323,6 +325,7 @@ impl Refusal {
             3 => Refusal::NoSink,
             4 => Refusal::Limit,
             5 => Refusal::OutOfReach,
+            6 => Refusal::Gpu,
             _ => Refusal::Other,
         }
     }
@@ -337,8 +340,9 @@ impl Refusal {
             Refusal::NoSink => "its receive or read is over (cancelled or failed)",
             Refusal::Limit => "one of its limits was reached; have fewer operations outstanding",
             Refusal::OutOfReach => {
-                "its region is memory of a GPU, which needs --transport plugin; staging over this transport is not built yet"
+                "its region is memory of a GPU that its transport does not reach: over a plugin, the one that the plugin was told to use"
             }
+            Refusal::Gpu => "copying to its memory of a GPU failed: its log says why",
             Refusal::Other => "it gave no known reason",
         }
     }

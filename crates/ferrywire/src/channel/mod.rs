@@ -12,12 +12,14 @@
 mod batch;
 mod receiver;
 mod receiving;
+mod staged;
 
 use crate::limits;
 use crate::peer::PeerState;
 use crate::posted::{Arrival, Posted, Turned};
 use crate::queue::{Entry, Pull};
 use crate::schedule;
+use crate::staging::Staging;
 use crate::stats::ChannelCounters;
 use crate::transport::{Conn, IoVec};
 use crate::window::Window;
@@ -91,6 +93,8 @@ pub(crate) struct Channel {
     rx: Receiver,
     /// What carries the payload, if it is not the connection.
     posted: Option<Box<Posted>>,
+    /// What passes between GPUs and the connection.
+    staging: Staging,
     /// The connection has ended, with this error; the lane has still something to bring.
     ended: Option<io::Error>,
     lane_failed: bool,
@@ -119,6 +123,7 @@ impl Channel {
             ends: VecDeque::new(),
             rx: Receiver::new(),
             posted: None,
+            staging: Staging::default(),
             ended: None,
             lane_failed: false,
         }
@@ -146,6 +151,9 @@ impl Channel {
     /// Whether the queue has frames for this channel, and it would take another now.
     pub fn may_pull(&self) -> bool {
         if !self.window.has_room() || self.posted.as_ref().is_some_and(|posted| posted.room() == 0) {
+            return false;
+        }
+        if !self.staging.sending.has_room() {
             return false;
         }
         let small = self.small_share();
@@ -212,6 +220,9 @@ impl Channel {
     /// Sends what there is to send; with `flush`, also an acknowledgement that is due.
     /// Returns the bytes taken by the kernel.
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
+        if self.staging.sending.copying() {
+            self.staging.sending.look(self.window.from(self.sent));
+        }
         if self.blocked || self.ended.is_some() {
             return Ok(0);
         }
@@ -251,7 +262,8 @@ impl Channel {
             messages: self.posted.as_ref().map(|posted| posted.room()),
         };
         let first = self.window.next();
-        let (_, dropped) = self.peer.queue.pull(&mut self.window, pull);
+        let (_, dropped) = self.peer.queue.pull(&mut self.window, &mut self.staging.sending, pull);
+        self.stage(first);
         if let Some(posted) = &mut self.posted {
             for (entry, frame) in self.window.from(first).zip(first..) {
                 if entry.header.is_posted() {
@@ -301,7 +313,7 @@ impl Channel {
         let mut skip = self.sent_within;
         let mut fresh = false;
         for entry in self.window.from(self.sent) {
-            if batch.full() {
+            if batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
             }
             if skip == 0 {
@@ -311,15 +323,17 @@ impl Channel {
             batch.skip = std::mem::take(&mut skip);
             batch.add(entry.head.as_mut_ptr(), HEADER_BYTES, false);
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
-            entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN));
+            // What is staged is in the cache, and its room is needed again as soon as it is sent.
+            let copied = entry.staged.is_some();
+            entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN && !copied));
         }
         let (bytes, stable) = (batch.bytes, batch.stable == Some(true));
         if pieces.is_empty() {
             return Ok(0);
         }
         // SAFETY: the pieces point into the acknowledgement frame and into entries of the window, which
-        // stay until the peer has acknowledged them and `released` has passed them, and into the memory
-        // those entries' operations keep alive.
+        // stay until the peer has acknowledged them and `released` has passed them, into the memory those
+        // entries' operations keep alive, and, never as `stable`, into the rings of `staging`.
         let result = unsafe {
             match stable {
                 true => self.conn.send_stable(pieces),
@@ -360,6 +374,9 @@ impl Channel {
             if taken < rest {
                 self.sent_within += taken;
                 break;
+            }
+            if let Some(staged) = entry.staged.take() {
+                self.staging.sending.sent(&staged);
             }
             taken -= rest;
             position += rest as u64;

@@ -26,6 +26,13 @@ pub(super) struct Receiver {
     pub(super) pieces: Vec<IoVec>,
     pub(super) next: usize,
     pub(super) left: usize,
+    /// Bytes that the pieces take before the next part of a staged payload needs others.
+    pub(super) room: usize,
+    /// The payload goes to a GPU, and its next part has no room.
+    pub(super) staged: bool,
+    pub(super) stalled: bool,
+    /// What was received and could not be taken because of that.
+    pub(super) kept: Vec<u8>,
     pub(super) landing: Option<Landing>,
     /// Where a payload goes that comes over the lane.
     pub(super) target: Vec<Run>,
@@ -61,6 +68,10 @@ impl Receiver {
             pieces: Vec::new(),
             next: 0,
             left: 0,
+            room: usize::MAX,
+            staged: false,
+            stalled: false,
+            kept: Vec::new(),
             landing: None,
             target: Vec::new(),
             message: Vec::new(),
@@ -105,6 +116,9 @@ impl Receiver {
     /// So many bytes were received into the pieces.
     pub(super) fn advance(&mut self, mut bytes: usize) {
         self.left -= bytes;
+        if self.staged {
+            self.room -= bytes;
+        }
         while bytes > 0 {
             let piece = &mut self.pieces[self.next];
             let used = bytes.min(piece.len);
@@ -121,7 +135,7 @@ impl Receiver {
 
     /// Copies payload bytes that came through the scratch buffer to their place.
     pub(super) fn copy_in(&mut self, bytes: &[u8]) -> usize {
-        let used = self.left.min(bytes.len());
+        let used = self.left.min(self.room).min(bytes.len());
         if self.pieces.is_empty() {
             self.left -= used;
             return used;

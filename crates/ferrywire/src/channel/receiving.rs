@@ -19,7 +19,7 @@ impl Channel {
     /// Receives what is there, within a turn's bounds. Returns the bytes.
     pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
         let mut moved = 0;
-        while moved < TURN_BYTES && self.ended.is_none() {
+        while moved < TURN_BYTES && self.ended.is_none() && self.resume()? {
             let (bytes, room) = match self.receive_some(space) {
                 Ok(result) => result,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -32,6 +32,9 @@ impl Channel {
             if bytes < room {
                 break;
             }
+        }
+        if self.staging.receiving.begun() {
+            self.flush_parts();
         }
         self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
         Ok(moved)
@@ -56,12 +59,19 @@ impl Channel {
             self.finish_if_complete()?;
         }
         self.consume(&scratch[..bytes - placed])?;
+        if self.staging.receiving.begun() {
+            self.flush_parts();
+        }
         Ok((bytes, direct_bytes + tail))
     }
 
     /// Takes bytes that came through the scratch buffer.
-    fn consume(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    pub(super) fn consume(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
+            if self.rx.stalled {
+                self.rx.kept.extend_from_slice(bytes);
+                return Ok(());
+            }
             let used = match self.rx.stage {
                 Stage::Head => self.take_head(bytes)?,
                 Stage::Placements => self.take_placements(bytes)?,
@@ -118,6 +128,7 @@ impl Channel {
         rx.refusal = None;
         rx.left = rx.header.stream_bytes() - rx.header.placement_bytes();
         rx.target.clear();
+        (rx.room, rx.staged) = (usize::MAX, false);
         rx.stage = Stage::Body;
         rx.crc = crc32fast::Hasher::new();
         let bulk = rx.left >= limits::DIRECT_RECEIVE_BYTES_MIN;
@@ -126,6 +137,9 @@ impl Channel {
             Kind::Data => match self.peer.land(&rx.header, &rx.placements, &mut rx.pieces, rx.landing.take())
             {
                 Ok(landing) => {
+                    if let Some(place) = on_gpu(&rx.header, &landing) {
+                        return self.land_on_gpu(place, landing);
+                    }
                     if rx.header.is_posted() {
                         rx.target = runs(&landing, &mut rx.pieces);
                     }
@@ -142,7 +156,7 @@ impl Channel {
     }
 
     fn finish_if_complete(&mut self) -> io::Result<()> {
-        if self.rx.stage != Stage::Body || self.rx.left > 0 {
+        if self.rx.stage != Stage::Body || (self.rx.staged && !self.finish_part()) || self.rx.left > 0 {
             return Ok(());
         }
         self.rx.stage = Stage::Head;
@@ -159,6 +173,13 @@ impl Channel {
             // What comes behind a payload that is missing waits for it.
             Some(posted) if header.is_posted() || posted.waiting() > 0 => {
                 posted.expect(self.rx.arrival(message));
+                self.within_window()
+            }
+            _ if self.rx.staged || self.staging.receiving.waiting() > 0 => {
+                self.rx.staged = false;
+                self.rx.room = usize::MAX;
+                let arrival = self.rx.arrival(message);
+                self.staging.receiving.expect(arrival);
                 self.within_window()
             }
             _ => {
@@ -194,7 +215,8 @@ impl Channel {
     }
 
     fn within_window(&self) -> io::Result<()> {
-        let waiting = self.posted.as_ref().map_or(0, |posted| posted.waiting()) as u64;
+        let waiting = self.posted.as_ref().map_or(0, |posted| posted.waiting());
+        let waiting = (waiting + self.staging.receiving.waiting()) as u64;
         match self.rx.received + waiting - self.rx.acknowledged > limits::WINDOW_FRAMES_MAX as u64 {
             true => Err(broken("it sent more frames than its window holds")),
             false => Ok(()),
@@ -214,43 +236,43 @@ impl Channel {
     }
 
     /// Stops placing bytes into this memory: the rest of a payload under way is thrown away. True while a
-    /// lane may still write there.
+    /// lane, or a copy to a GPU, may still write there.
     pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> bool {
         if self.rx.landing.as_ref().is_some_and(&gone) {
-            self.rx.landing = None;
-            if self.rx.stage == Stage::Body && self.rx.header.kind == Kind::Data {
-                self.rx.pieces.clear();
-                self.rx.target.clear();
-                self.rx.next = 0;
-                self.rx.refusal = Some(Refusal::NoRegion);
-            }
+            self.break_off(Refusal::NoRegion);
         }
-        self.posted.as_mut().is_some_and(|posted| posted.abandon(&gone))
+        let staged = self.staging.receiving.abandon(&gone);
+        self.posted.as_mut().is_some_and(|posted| posted.abandon(&gone)) || staged
     }
 
     /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.
     pub fn end(mut self) -> Remains {
         self.conn.shutdown();
+        self.staging.end();
         let lane = self.posted.as_ref().map(|posted| posted.state());
         if let Some(mut posted) = self.posted.take() {
             posted.end().into_iter().for_each(|entry| self.peer.delivered(entry, None));
         }
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
+        self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
         drop(self.conn);
         self.held.drain(..).for_each(|(_, entry)| self.peer.delivered(entry, None));
+        let mut entries = self.window.drain();
+        // Over another channel they are staged again.
+        entries.iter_mut().for_each(|(_, entry)| entry.staged = None);
         let heard = self.rx.received.saturating_sub(limits::WINDOW_FRAMES_MAX as u64);
         let mut refused = self.rx.told;
         refused.append(&mut self.rx.refused);
         refused.retain(|(number, _)| *number >= heard);
-        Remains {
-            placed: self.rx.received,
-            refused,
-            entries: self.window.drain(),
-            lane,
-            lane_failed: self.lane_failed,
-        }
+        Remains { placed: self.rx.received, refused, entries, lane, lane_failed: self.lane_failed }
     }
+}
+
+/// The GPU that a payload of the stream goes to, if it goes to one.
+fn on_gpu(header: &Header, landing: &Landing) -> Option<Place> {
+    let place = landing.memory()?.place();
+    (place != Place::Host && header.len > 0 && !header.is_posted()).then_some(place)
 }
 
 /// Pieces of a landing as runs of its memory, for a lane; the pieces go.

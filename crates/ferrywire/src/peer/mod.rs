@@ -372,10 +372,7 @@ impl Peer {
             return Err(Error::invalid("remote region", why));
         }
         // Which GPUs the other end reaches is for it to say.
-        match self.state.engine.plugin.is_some() {
-            true => Ok(()),
-            false => remote.place().reached_by(&*self.state.engine.transport, "remote"),
-        }
+        Ok(())
     }
 }
 

@@ -46,6 +46,13 @@ impl Landing {
         }
     }
 
+    /// The operation that waits for the payload fails, if it is one of ours.
+    pub fn fail(&self, error: &Error) {
+        if let Landing::Sink { sink, .. } = self {
+            sink.op.fail(error.clone());
+        }
+    }
+
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
         matches!(self, Landing::Sink { sink, .. } if Arc::ptr_eq(&sink.op, op))
     }

@@ -191,7 +191,7 @@ impl Bench {
             bulk: true,
             messages: Some(room),
         };
-        queue.pull(window, pull);
+        queue.pull(window, &mut Default::default(), pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {
             self.posted.admit(frame, entry);

@@ -57,10 +57,14 @@ impl Worker {
         self.try_crank().map(|crank| self.claimed(crank))
     }
 
-    /// Turns the crank once, if nobody else does; true if anything moved.
+    /// Turns the crank once, if nobody else does; true if anything moved, or a GPU is at work for it.
     pub fn turn_once(&self, engine: &Engine) -> bool {
         match self.try_claim() {
-            Some(mut claim) => claim.crank().turn(self, engine, &mut || false) == Turn::Worked,
+            Some(mut claim) => {
+                let crank = claim.crank();
+                let worked = crank.turn(self, engine, &mut || false) == Turn::Worked;
+                worked || (crank.staging_active() && leave_the_core())
+            }
             None => false,
         }
     }
@@ -114,6 +118,12 @@ impl Worker {
     }
 }
 
+/// Lets whatever copies have the core for a moment.
+fn leave_the_core() -> bool {
+    thread::yield_now();
+    true
+}
+
 /// The crank in a caller's hands.
 struct Claim<'a> {
     worker: &'a Worker,
@@ -131,7 +141,9 @@ impl Claim<'_> {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let left = self.crank.as_ref().is_some_and(|crank| crank.has_work() || crank.acks_due());
+        let left =
+            |crank: &MutexGuard<'_, Crank>| crank.has_work() || crank.acks_due() || crank.staging_active();
+        let left = self.crank.as_ref().is_some_and(left);
         let worker = self.worker;
         worker.driven_by_caller.store(false, Ordering::SeqCst);
         self.crank = None;

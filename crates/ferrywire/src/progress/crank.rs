@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{Command, Crank, Worker};
+use super::{COPY_NAP, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::limits;
@@ -23,7 +23,7 @@ const NAP_BYTES: usize = 4 << 20;
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
-    pub(super) waits_to_write: bool,
+    pub(super) waits_for: Interest,
     pub(super) polled: bool,
 }
 
@@ -40,6 +40,7 @@ impl Crank {
         let mut worked = self.obey(worker, engine);
         worked |= self.receive(worker, engine);
         worked |= self.turn_lanes(worker, engine);
+        worked |= self.turn_staging(worker, engine);
         if done() {
             return Turn::Done;
         }
@@ -135,6 +136,36 @@ impl Crank {
         worked
     }
 
+    /// Looks what GPUs have copied, and places it.
+    fn turn_staging(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
+                continue;
+            };
+            match slot.channel.turn_staging() {
+                Ok(placed) => worked |= placed,
+                Err(error) => {
+                    self.fail(worker, engine, place, &error);
+                    worked = true;
+                    continue;
+                }
+            }
+            if slot.channel.holds_back() {
+                worked |= self.receive_at(worker, engine, place);
+            }
+        }
+        if !self.abandoning.is_empty() && !worker.thread_only {
+            self.let_go(worker, engine);
+        }
+        worked
+    }
+
+    /// Whether a GPU copies for a channel: somebody has to look whether it is done.
+    pub(super) fn staging_active(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.staging_active())
+    }
+
     pub(super) fn lanes_active(&self) -> bool {
         !self.abandoning.is_empty() || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }
@@ -154,7 +185,7 @@ impl Crank {
         });
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
-        self.slots[place] = Some(Slot { channel, waits_to_write: false, polled: fd.is_none() });
+        self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
         if worker.thread_only {
             worker.lanes.fetch_add(1, Ordering::SeqCst);
             if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
@@ -221,7 +252,7 @@ impl Crank {
         self.turns = self.turns.wrapping_add(1);
         let place = self.hot.filter(|_| !self.turns.is_multiple_of(HOT_TURNS))?;
         let slot = self.slots.get(place)?.as_ref()?;
-        if slot.waits_to_write || slot.polled {
+        if slot.waits_for != Interest::READ || slot.polled {
             return None;
         }
         match self.receive_at(worker, engine, place) {
@@ -337,6 +368,9 @@ impl Crank {
 
     /// How long the owner may sleep without looking at anything.
     pub(super) fn sleep_limit(&self) -> Option<Duration> {
+        if self.staging_active() {
+            return Some(COPY_NAP);
+        }
         if self.polled > 0 {
             return Some(Duration::from_millis(1));
         }
@@ -346,18 +380,17 @@ impl Crank {
 }
 
 impl Slot {
-    /// Waits for room in the socket only while there is none.
+    /// Waits for room in the socket only while there is none, and for bytes only while they can be taken.
     fn watch(&mut self, worker: &Worker, place: usize) {
-        let blocked = self.channel.blocked();
-        if blocked == self.waits_to_write {
+        let interest = Interest { read: !self.channel.stalled(), write: self.channel.blocked() };
+        if interest == self.waits_for {
             return;
         }
-        let interest = if blocked { Interest::BOTH } else { Interest::READ };
         if let Some(fd) = self.channel.conn().fd()
             && let Err(error) = worker.poller.modify(fd, place as u64, interest)
         {
             tracing::error!(%error, "changing what to wait for failed");
         }
-        self.waits_to_write = blocked;
+        self.waits_for = interest;
     }
 }

@@ -35,6 +35,8 @@ use crank::{Slot, Turn};
 const SPIN: Duration = Duration::from_micros(50);
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
 const NAP: Duration = Duration::from_micros(150);
+/// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
+const COPY_NAP: Duration = Duration::from_micros(30);
 /// How often a parked thread looks whether callers still drive.
 const TICK: Duration = Duration::from_micros(200);
 /// Likewise while a caller sleeps in the kernel as the owner.

@@ -16,6 +16,8 @@ pub mod tcp;
 
 use crate::limits;
 use crate::memory::Place;
+use crate::memory::cuda::CudaGpu;
+use crate::memory::sim::SimGpu;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -186,9 +188,14 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// A short name for reports: `tcp`, `sim`.
     fn name(&self) -> &'static str;
 
-    /// Whether it can move bytes that live there. Host memory always, by every transport.
+    /// Whether it can move bytes that live there. Host memory always, by every transport; memory of GPUs that are
+    /// open in this process is staged through host memory where the transport does not say otherwise.
     fn reaches(&self, place: Place) -> bool {
-        place == Place::Host
+        match place {
+            Place::Host => true,
+            Place::SimGpu(index) => SimGpu::opened(index).is_some(),
+            Place::Cuda(index) => CudaGpu::opened(index).is_some(),
+        }
     }
 
     /// Listens on an address; port 0 chooses one.

@@ -1,103 +1,289 @@
-//! Memory of a GPU on transports that do not reach it: refused by name, with nothing moved.
+//! Memory of GPUs, staged: any mix of places, copies that take long or fail, and memory that goes away.
+//!
+//! What a GPU does wrong in one scenario must not strike another: each has GPUs of its own.
 
-use crate::world::{World, assert_same, contents, pattern};
-use ferrywire::{Block, BlockList, Error, Place, Region, RemoteRegion, Result, Transfer};
+use crate::load::Load;
+use crate::world::{World, assert_same, contents, on_gpu, pattern};
+use ferrywire::memory::sim::{SimFaults, SimGpu};
+use ferrywire::{Block, BlockList, Error, Peer, Place, Region, RemoteRegion, Transfer};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 const BYTES: usize = 100_000;
 
-/// A region on simulated GPU 0 with bytes that follow from a salt.
-fn on_gpu(world: &impl World, index: usize, salt: u64) -> Region {
-    let region = world.end(index).register_sim(0, BYTES).unwrap();
-    region.write_at(0, &pattern(BYTES, salt)).unwrap();
-    region
+/// GPUs of one scenario, which runs once at a time.
+struct Own {
+    gpus: Vec<Arc<SimGpu>>,
+    _alone: MutexGuard<'static, ()>,
 }
 
-#[track_caller]
-fn out_of_reach(expected_side: &str, result: Result<Transfer>) {
-    let error = result.unwrap_err();
-    let Error::OutOfReach { side, place, .. } = &error else { panic!("{error}") };
-    assert_eq!((*side, *place), (expected_side, Place::SimGpu(0)));
-    let text = error.to_string();
-    assert!(text.contains("memory of simulated GPU 0, which needs --transport plugin"), "{text}");
-}
-
-/// The caller's own side, and what a peer's descriptor says.
-pub fn gpu_memory_is_refused_before_anything_moves(world: &mut impl World) {
-    let (near, far) = world.pair();
-    // From the end that connected, and from the end that accepted.
-    for (mine, theirs, peer) in [(0, 1, &near), (1, 0, &far)] {
-        let (gpu, host) = (on_gpu(world, mine, 1), world.patterned(mine, BYTES, 2));
-        let (remote_gpu, remote_host) = (on_gpu(world, theirs, 3), world.patterned(theirs, BYTES, 4));
-        let (to_gpu, to_host) = (remote_gpu.descriptor(), remote_host.descriptor());
-        let block = Block { local_offset: 5, remote_offset: 6, bytes: 700 };
-        for bytes in [0, 10, BYTES as u64] {
-            out_of_reach("local", peer.write(&gpu, 0, &to_host, 0, bytes));
-            out_of_reach("local", peer.write_notify(&gpu, 0, &to_host, 0, bytes, b"never"));
-            out_of_reach("local", peer.read(&gpu, 0, &to_host, 0, bytes));
-            out_of_reach("local", peer.send(1, &gpu, 0, bytes));
-            out_of_reach("local", peer.recv(1, &gpu, 0, bytes));
-            out_of_reach("remote", peer.write(&host, 0, &to_gpu, 0, bytes));
-            out_of_reach("remote", peer.read(&host, 0, &to_gpu, 0, bytes));
-        }
-        out_of_reach("local", peer.send_blocks(1, &gpu, &[(0, 10), (20, 10)]));
-        out_of_reach("local", peer.recv_blocks(1, &gpu, &[(0, 10), (20, 10)]));
-        for (region, remote, side) in [(&gpu, &to_host, "local"), (&host, &to_gpu, "remote")] {
-            let list = BlockList::new(region, remote, &[block]).unwrap();
-            out_of_reach(side, peer.write_blocks(&list, None, None));
-            out_of_reach(side, peer.read_blocks(&list, Some(&[0])));
-        }
-        world.linger();
-        for (region, salt) in [(&gpu, 1), (&host, 2), (&remote_gpu, 3), (&remote_host, 4)] {
-            assert_same(&contents(region), &pattern(BYTES, salt), "memory of refused operations");
-        }
-        // What was refused left nothing behind: the next message meets the next receive.
-        let (sent, source) = (world.patterned(theirs, 10, 5), if mine == 0 { &far } else { &near });
-        let transfers = [peer.recv(1, &host, 0, 10).unwrap(), source.send(1, &sent, 0, 10).unwrap()];
-        world.all_done(&transfers);
-        assert_same(&contents(&host)[..10], &pattern(10, 5), "a message after refused ones");
+impl Own {
+    fn open(alone: &'static Mutex<()>, numbers: &[u32]) -> Own {
+        let alone = alone.lock().unwrap_or_else(PoisonError::into_inner);
+        let gpus: Vec<_> = numbers.iter().map(|number| SimGpu::open(*number).unwrap()).collect();
+        gpus.iter().for_each(|gpu| gpu.set_faults(slow()));
+        Own { gpus, _alone: alone }
     }
-    assert_eq!((near.poll_notification(), far.poll_notification()), (Ok(None), Ok(None)));
 }
 
-/// A peer that says, or believes, that GPU memory is host memory is told otherwise.
-pub fn gpu_memory_is_refused_by_its_owner_too(world: &mut impl World) {
+impl Drop for Own {
+    fn drop(&mut self) {
+        self.gpus.iter().for_each(|gpu| gpu.set_faults(SimFaults::default()));
+    }
+}
+
+/// Copies that take their time.
+fn slow() -> SimFaults {
+    SimFaults { copy_delay: Duration::ZERO..=Duration::from_micros(100), ..SimFaults::default() }
+}
+
+/// Waits until something of this peer was staged, then until one of its rings was full.
+fn until_full(world: &mut impl World, peer: &Peer) {
+    let full = || peer.stats().channels.iter().any(|each| each.staging.as_ref().is_some_and(|s| s.full > 0));
+    world.until("a full ring", || full().then_some(()));
+}
+
+/// Two ends with chunks that are worth a slot.
+fn pair(world: &mut impl World) -> (Peer, Peer) {
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(2).chunk_bytes(256 << 10).crc(true)));
+    world.connect(ends[0], ends[1])
+}
+
+/// That a pair is as good as before, for memory of the host and of a GPU.
+fn still_works(world: &mut impl World, near: &Peer, gpu: u32) {
+    for (here, there) in [(None, None), (Some(gpu), None), (None, Some(gpu)), (Some(gpu), Some(gpu))] {
+        let register = |end: usize, gpu: Option<u32>, bytes: &[u8]| match gpu {
+            Some(gpu) => on_gpu(&world.end(end), gpu, bytes),
+            None => world.end(end).register(bytes).unwrap(),
+        };
+        let source = register(0, here, &pattern(BYTES, 9));
+        let target = register(1, there, &[0; BYTES]);
+        let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        world.all_done(&[write]);
+        assert_same(&contents(&target), &pattern(BYTES, 9), "a write after failed ones");
+    }
+}
+
+/// Several GPUs and the host at both ends, everything at once over few channels.
+pub fn many_places_at_once(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _own = Own::open(&ALONE, &[2, 3, 4]);
     let (near, far) = world.pair();
-    for (mine, theirs, peer) in [(0, 1, &near), (1, 0, &far)] {
-        let (host, gpu) = (world.patterned(mine, BYTES, 1), on_gpu(world, theirs, 2));
-        let mut descriptor = gpu.descriptor().to_bytes();
-        let place = descriptor.len() - 3;
-        descriptor[place..].fill(0);
-        let wrong = RemoteRegion::from_bytes(&descriptor).unwrap();
-        assert_eq!(wrong.place(), Place::Host);
-        let blocks = [(0, 10), (50, 20), (99, 300)];
-        let blocks =
-            blocks.map(|(offset, bytes)| Block { local_offset: offset, remote_offset: offset, bytes });
-        let list = BlockList::new(&host, &wrong, &blocks).unwrap();
-        let all = BYTES as u64;
-        let transfers = [
-            peer.write(&host, 0, &wrong, 0, 0),
-            peer.write(&host, 0, &wrong, 0, 10),
-            peer.write_notify(&host, 0, &wrong, 0, all, b"never"),
-            peer.write_blocks(&list, None, None),
-            peer.read(&host, 0, &wrong, 0, 10),
-            peer.read(&host, 0, &wrong, 0, all),
-            peer.read_blocks(&list, None),
-        ];
-        for transfer in transfers {
-            let transfer = transfer.unwrap();
-            match world.outcome(&transfer) {
-                Err(Error::AccessRefused { why, .. }) => assert!(why.contains("memory of a GPU"), "{why}"),
-                outcome => panic!("{transfer:?} ended in {outcome:?}"),
+    let places = [None, Some(2), Some(3), Some(4)];
+    let mut all: Vec<(Transfer, Region, Region, u64)> = Vec::new();
+    for round in 0..24u64 {
+        let (mine, theirs, peer, other) = [(0, 1, &near, &far), (1, 0, &far, &near)][world.below(2)];
+        let bytes = [1, 700, 65_536, 200_001][world.below(4)];
+        let (from, to) = (places[world.below(4)], places[world.below(4)]);
+        let register = |end: usize, gpu: Option<u32>, bytes: &[u8]| match gpu {
+            Some(gpu) => on_gpu(&world.end(end), gpu, bytes),
+            None => world.end(end).register(bytes).unwrap(),
+        };
+        let (what, salt) = (round % 3, 100 + round);
+        let (source_end, target_end) = if what == 1 { (theirs, mine) } else { (mine, theirs) };
+        let source = register(source_end, from, &pattern(bytes, salt));
+        let target = register(target_end, to, &vec![0; bytes]);
+        let transfer = match what {
+            0 => peer.write(&source, 0, &target.descriptor(), 0, bytes as u64),
+            1 => peer.read(&target, 0, &source.descriptor(), 0, bytes as u64),
+            _ => {
+                let received = other.recv(salt, &target, 0, bytes as u64).unwrap();
+                let sent = peer.send(salt, &source, 0, bytes as u64).unwrap();
+                all.push((sent, source.clone(), target.clone(), salt));
+                Ok(received)
+            }
+        };
+        all.push((transfer.unwrap(), source, target, salt));
+    }
+    for (transfer, _source, target, salt) in &all {
+        world.all_done(std::slice::from_ref(transfer));
+        if !format!("{transfer:?}").contains("send") {
+            let expected = pattern(target.len() as usize, *salt);
+            assert_same(&contents(target), &expected, &format!("{transfer:?}"));
+        }
+    }
+    let mut load = Load::default();
+    load.post(world, [(0, &near), (1, &far)], 1, BYTES);
+    load.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// Where memory is, is for its owner to know.
+pub fn descriptors_that_name_another_place(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let _own = Own::open(&ALONE, &[5]);
+    let (near, _far) = world.pair();
+    let (host, gpu) =
+        (world.end(0).register(pattern(BYTES, 1)).unwrap(), on_gpu(&world.end(1), 5, &[0; BYTES]));
+    let mut descriptor = gpu.descriptor().to_bytes();
+    let place = descriptor.len() - 3;
+    descriptor[place..].fill(0);
+    let wrong = RemoteRegion::from_bytes(&descriptor).unwrap();
+    assert_eq!((gpu.place(), wrong.place()), (Place::SimGpu(5), Place::Host));
+    let blocks = [(0, 10), (50, 20), (99, 30_000)];
+    let blocks = blocks.map(|(offset, bytes)| Block { local_offset: offset, remote_offset: offset, bytes });
+    let list = BlockList::new(&host, &wrong, &blocks).unwrap();
+    let write = near.write_blocks(&list, None, None).unwrap();
+    world.all_done(&[write]);
+    let mut expected = vec![0; BYTES];
+    for Block { local_offset, bytes, .. } in blocks {
+        let range = local_offset as usize..(local_offset + bytes) as usize;
+        expected[range.clone()].copy_from_slice(&pattern(BYTES, 1)[range]);
+    }
+    assert_same(&contents(&gpu), &expected, "blocks written to a GPU");
+}
+
+/// A GPU that stands still: nothing is lost, nothing counts as placed, and the rest follows when it goes on.
+pub fn full_rings_wait_for_the_gpu(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[6]);
+    let (near, far) = pair(world);
+    let bytes = 12 << 20;
+    let source = world.end(0).register(pattern(bytes, 1)).unwrap();
+    let target = world.end(1).register_sim(6, bytes).unwrap();
+    own.gpus[0].set_stall(true);
+    let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"all").unwrap();
+    until_full(world, &far);
+    assert_eq!((write.bytes_moved(), write.poll()), (0, None), "nothing is in the GPU's memory yet");
+    own.gpus[0].set_stall(false);
+    assert_eq!(world.outcome(&write), Ok(bytes as u64));
+    assert_eq!(world.notification(&far), Ok(b"all".to_vec()));
+    assert_same(&contents(&target), &pattern(bytes, 1), "a write through full rings");
+    // The other way round: what cannot be copied out is not sent.
+    own.gpus[0].set_stall(true);
+    let back = far.write(&target, 0, &source.descriptor(), 0, bytes as u64).unwrap();
+    world.linger();
+    assert_eq!((back.bytes_moved(), back.poll()), (0, None));
+    own.gpus[0].set_stall(false);
+    world.all_done(&[back]);
+    let staged: Vec<_> = far.stats().channels.into_iter().filter_map(|each| each.staging).collect();
+    assert!(staged.iter().any(|each| each.sent_bytes > 0 && each.received_bytes > 0), "{staged:?}");
+    assert!(staged.iter().all(|each| each.pinned_bytes <= 4 << 20), "{staged:?}");
+}
+
+/// Each operation whose bytes cannot be had ends with the GPU's error, and nothing else does.
+pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[7]);
+    let (near, far) = pair(world);
+    let bytes = 1 << 20;
+    let source = on_gpu(&world.end(0), 7, &pattern(bytes, 1));
+    for round in 0..6u64 {
+        let target = world.end(1).register(vec![0; bytes]).unwrap();
+        own.gpus[0].set_faults(SimFaults { fail_after: Some(round), ..slow() });
+        let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"never").unwrap();
+        let small = near.write(&source, 0, &target.descriptor(), 0, 100).unwrap();
+        let read = far.read(&target, 0, &source.descriptor(), 0, bytes as u64).unwrap();
+        let (received, sent) =
+            (far.recv(1, &target, 0, bytes as u64).unwrap(), near.send(1, &source, 0, bytes as u64).unwrap());
+        for transfer in [&write, &small, &sent] {
+            match world.outcome(transfer) {
+                Err(Error::SimGpu(_)) => {}
+                Ok(_) => assert!(round > 0, "{transfer:?} went well"),
+                Err(error) => panic!("{transfer:?}: {error}"),
             }
         }
-        world.linger();
-        assert_same(&contents(&host), &pattern(BYTES, 1), "the local side of refused accesses");
-        assert_same(&contents(&gpu), &pattern(BYTES, 2), "GPU memory that the transport does not reach");
-        // The connection is as good as before.
-        let target = world.zeroed(theirs, BYTES);
-        let write = peer.write(&host, 0, &target.descriptor(), 0, all).unwrap();
-        world.all_done(&[write]);
-        assert_same(&contents(&target), &pattern(BYTES, 1), "a write after refused ones");
+        for transfer in [read, received] {
+            let outcome = world.outcome(&transfer);
+            let told = matches!(&outcome, Err(Error::AccessRefused { why, .. }) if why.contains("gave the operation up"));
+            assert!(told || (outcome.is_ok() && round > 0), "{transfer:?}: {outcome:?}");
+        }
+        own.gpus[0].set_faults(slow());
+        still_works(world, &near, 7);
+        let told = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
+        assert!(told == usize::from(matches!(write.poll(), Some(Ok(_)))), "{told} notifications");
     }
-    assert_eq!((near.poll_notification(), far.poll_notification()), (Ok(None), Ok(None)));
+    assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
+}
+
+/// What the GPU does not take is refused to the peer; an operation of ours ends with the GPU's error.
+pub fn copies_that_fail_to_land(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[8]);
+    let (near, far) = pair(world);
+    let bytes = 1 << 20;
+    let source = world.end(0).register(pattern(bytes, 1)).unwrap();
+    let target = world.end(1).register_sim(8, bytes).unwrap();
+    for round in 0..6u64 {
+        own.gpus[0].set_faults(SimFaults { fail_after: Some(round), ..slow() });
+        let write = near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"never").unwrap();
+        let read = far.read(&target, 0, &source.descriptor(), 0, bytes as u64).unwrap();
+        let outcome = world.outcome(&write);
+        let refused =
+            matches!(&outcome, Err(Error::AccessRefused { why, .. }) if why.contains("memory of a GPU"));
+        assert!(refused || (outcome.is_ok() && round > 3), "{outcome:?}");
+        let outcome = world.outcome(&read);
+        assert!(matches!(outcome, Err(Error::SimGpu(_))) || (outcome.is_ok() && round > 3), "{outcome:?}");
+        own.gpus[0].set_faults(slow());
+        still_works(world, &near, 8);
+        let told = std::iter::from_fn(|| far.poll_notification().unwrap()).count();
+        assert!(told == usize::from(matches!(write.poll(), Some(Ok(_)))), "{told} notifications");
+    }
+    assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
+}
+
+/// When deregistration returns, no copy of the engine's touches the memory any more.
+pub fn memory_taken_back_while_it_is_copied(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[9]);
+    let (near, far) = pair(world);
+    let bytes = 2 << 20;
+    let source = world.end(0).register(pattern(bytes, 1)).unwrap();
+    for round in 0..4 {
+        let buffer = own.gpus[0].alloc(bytes, 4096).unwrap();
+        // SAFETY: the buffer outlives the region, which is deregistered below.
+        let target = unsafe { world.end(1).register_raw(buffer.as_ptr(), bytes) }.unwrap();
+        assert_eq!(target.place(), Place::SimGpu(9));
+        let write = match round % 2 {
+            0 => near.write(&source, 0, &target.descriptor(), 0, bytes as u64),
+            // As a source: what is being copied out of it is waited for.
+            _ => far.write(&target, 0, &source.descriptor(), 0, bytes as u64),
+        };
+        let write = write.unwrap();
+        let enough = (world.below(4) * bytes / 4) as u64;
+        world.until("some bytes", || (write.bytes_moved() >= enough || write.poll().is_some()).then_some(()));
+        world.blocking(|| target.deregister()).unwrap();
+        let poison = vec![0xEE; bytes];
+        own.gpus[0].write_from_slice(buffer.address(), &poison).unwrap();
+        match world.outcome(&write) {
+            Ok(moved) => assert_eq!(moved, bytes as u64),
+            Err(Error::AccessRefused { .. } | Error::Invalid { .. }) => {}
+            Err(error) => panic!("{error}"),
+        }
+        world.linger();
+        let left = own.gpus[0].read_to_vec(buffer.address(), bytes).unwrap();
+        assert_same(&left, &poison, "memory that is the caller's again");
+        source.write_at(0, &pattern(bytes, 1)).unwrap();
+    }
+    still_works(world, &near, 9);
+}
+
+/// Against the rules, and yet an error of the operation alone.
+pub fn memory_freed_in_mid_transfer(world: &mut impl World) {
+    static ALONE: Mutex<()> = Mutex::new(());
+    let own = Own::open(&ALONE, &[10]);
+    let (near, far) = pair(world);
+    let bytes = 4 << 20;
+    let host = world.end(0).register(pattern(bytes, 1)).unwrap();
+    for from_gpu in [false, true] {
+        let buffer = own.gpus[0].alloc(bytes, 4096).unwrap();
+        // SAFETY: the simulated GPU refuses addresses that are freed.
+        let region = unsafe { world.end(1).register_raw(buffer.as_ptr(), bytes) }.unwrap();
+        own.gpus[0].set_stall(true);
+        let write = match from_gpu {
+            false => near.write(&host, 0, &region.descriptor(), 0, bytes as u64),
+            true => far.write(&region, 0, &host.descriptor(), 0, bytes as u64),
+        };
+        let write = write.unwrap();
+        world.linger();
+        drop(buffer);
+        own.gpus[0].set_stall(false);
+        match world.outcome(&write) {
+            Err(Error::AccessRefused { why, .. }) if !from_gpu => assert!(why.contains("GPU"), "{why}"),
+            Err(Error::SimGpu(_)) if from_gpu => {}
+            outcome => panic!("{outcome:?}"),
+        }
+        world.blocking(|| region.deregister()).unwrap();
+    }
+    still_works(world, &near, 10);
+    assert!(near.stats().lost_channels.is_empty() && far.stats().lost_channels.is_empty());
 }

@@ -43,6 +43,22 @@ macro_rules! scenarios {
                 crate::sim::run(stringify!($sim_name), $sim_seeds, crate::$sim_module::$sim_name);
             })*)*
         }
+        mod on_sim_gpus {
+            $($(#[test]
+            fn $all_name() {
+                crate::sim::run_on_gpus(stringify!($all_name), $all_seeds / 10, crate::$all_module::$all_name);
+            })*)*
+            $($(#[test]
+            fn $sim_name() {
+                crate::sim::run_on_gpus(stringify!($sim_name), $sim_seeds / 10, crate::$sim_module::$sim_name);
+            })*)*
+        }
+        mod on_tcp_gpus {
+            $($(#[test]
+            fn $all_name() {
+                crate::tcp::run_on_gpus(crate::$all_module::$all_name);
+            })*)*
+        }
         mod on_plugin {
             $($(#[test]
             fn $all_name() {
@@ -102,8 +118,13 @@ scenarios! {
         endpoint_closed_with_work_under_way,
     };
     both(20): gpu::{
-        gpu_memory_is_refused_before_anything_moves,
-        gpu_memory_is_refused_by_its_owner_too,
+        many_places_at_once,
+        descriptors_that_name_another_place,
+        full_rings_wait_for_the_gpu,
+        copies_that_fail_to_be_sent,
+        copies_that_fail_to_land,
+        memory_taken_back_while_it_is_copied,
+        memory_freed_in_mid_transfer,
     };
     sim(100): faults::{
         channels_reset_one_by_one,

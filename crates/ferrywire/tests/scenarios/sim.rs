@@ -3,7 +3,7 @@
 //! Invariant: a scenario that hangs fails, at the latest after [`LIMIT`] of virtual time or [`TURNS_MAX`]
 //! turns, with its seed and the network's last events.
 
-use crate::world::{Faulty, World};
+use crate::world::{Faulty, Gpus, World};
 use ferrywire::transport::sim::{Faults, SimHost, SimNet};
 use ferrywire::{Builder, Endpoint, Error, Peer, Result, Transfer};
 use rand::SeedableRng;
@@ -33,6 +33,7 @@ struct Member {
 }
 
 pub struct SimWorld {
+    gpus: Gpus,
     net: Arc<SimNet>,
     rng: StdRng,
     members: Vec<Member>,
@@ -43,6 +44,16 @@ pub struct SimWorld {
 
 /// Runs a scenario with many seeds.
 pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
+    run_with(name, seeds, |_| Gpus::default(), scenario);
+}
+
+/// Likewise, with memory on GPUs at one end or both.
+pub fn run_on_gpus(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
+    let _open = Gpus::default().open();
+    run_with(name, seeds, |seed| Gpus::MIXES[(seed % 3) as usize], scenario);
+}
+
+fn run_with(name: &str, seeds: u64, gpus: impl Fn(u64) -> Gpus, scenario: impl Fn(&mut SimWorld)) {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     let seeds = match (number("FERRYWIRE_SEED"), number("FERRYWIRE_SEEDS")) {
         (Some(seed), _) => seed..seed + 1,
@@ -53,7 +64,7 @@ pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
         let _ = tracing_subscriber::fmt().with_max_level(tracing::Level::DEBUG).with_test_writer().try_init();
     }
     for seed in seeds {
-        let mut world = SimWorld::new(seed);
+        let mut world = SimWorld::new(seed, gpus(seed));
         let result = catch_unwind(AssertUnwindSafe(|| {
             scenario(&mut world);
             world.finish();
@@ -70,12 +81,13 @@ pub fn run(name: &str, seeds: u64, scenario: impl Fn(&mut SimWorld)) {
 }
 
 impl SimWorld {
-    fn new(seed: u64) -> SimWorld {
+    fn new(seed: u64, gpus: Gpus) -> SimWorld {
         let net = SimNet::new(seed);
         if seed > 0 {
             net.set_faults(Faults::benign(seed));
         }
         SimWorld {
+            gpus,
             net,
             rng: StdRng::seed_from_u64(seed),
             members: Vec::new(),
@@ -200,6 +212,10 @@ impl World for SimWorld {
 
     fn rng(&mut self) -> &mut StdRng {
         &mut self.rng
+    }
+
+    fn gpus(&self) -> Gpus {
+        self.gpus
     }
 
     fn bytes_max(&self) -> usize {

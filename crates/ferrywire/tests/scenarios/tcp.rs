@@ -1,7 +1,7 @@
 //! The real world: sockets over loopback, threads as by default, and calls that wait; payload over TCP, or
 //! over the simulated plugin.
 
-use crate::world::World;
+use crate::world::{Gpus, World};
 use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -16,11 +16,20 @@ pub struct TcpWorld {
     rng: StdRng,
     endpoints: Vec<Endpoint>,
     plugin: Option<PluginConfig>,
+    gpus: Gpus,
 }
 
 /// Runs a scenario once.
 pub fn run(scenario: impl Fn(&mut TcpWorld)) {
-    run_with(None, scenario);
+    run_with(None, Gpus::default(), scenario);
+}
+
+/// Runs a scenario with memory on GPUs at one end, at the other, and at both.
+pub fn run_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
+    for gpus in Gpus::MIXES {
+        let _open = gpus.open();
+        run_with(None, gpus, &scenario);
+    }
 }
 
 /// Runs a scenario once, with payload over the plugin that was built with these tests. In a process of its
@@ -28,11 +37,11 @@ pub fn run(scenario: impl Fn(&mut TcpWorld)) {
 pub fn run_over_plugin(scenario: impl Fn(&mut TcpWorld)) {
     let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
     // SAFETY: the file was built with these tests, and nobody else looks at the environment.
-    run_with(Some(unsafe { PluginConfig::at(library) }), scenario);
+    run_with(Some(unsafe { PluginConfig::at(library) }), Gpus::default(), scenario);
 }
 
-fn run_with(plugin: Option<PluginConfig>, scenario: impl Fn(&mut TcpWorld)) {
-    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new(), plugin };
+fn run_with(plugin: Option<PluginConfig>, gpus: Gpus, scenario: impl Fn(&mut TcpWorld)) {
+    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new(), plugin, gpus };
     scenario(&mut world);
 }
 
@@ -90,6 +99,10 @@ impl World for TcpWorld {
 
     fn rng(&mut self) -> &mut StdRng {
         &mut self.rng
+    }
+
+    fn gpus(&self) -> Gpus {
+        self.gpus
     }
 
     fn bytes_max(&self) -> usize {

@@ -1,11 +1,13 @@
 //! What a scenario needs of the world it runs in, and the tools that all scenarios share.
 
+use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::transport::sim::SimNet;
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// Makes endpoints, connects them, and drives them until something has happened.
 pub trait World {
@@ -73,14 +75,23 @@ pub trait World {
         self.rng().random_range(0..end)
     }
 
+    /// Which ends have their memory on GPUs.
+    fn gpus(&self) -> Gpus;
+
     /// Registers bytes that follow from a salt.
     fn patterned(&self, index: usize, bytes: usize, salt: u64) -> Region {
-        self.end(index).register(pattern(bytes, salt)).unwrap()
+        match self.gpus().of(index) {
+            Some(gpu) => on_gpu(&self.end(index), gpu, &pattern(bytes, salt)),
+            None => self.end(index).register(pattern(bytes, salt)).unwrap(),
+        }
     }
 
     /// Registers zeroes.
     fn zeroed(&self, index: usize, bytes: usize) -> Region {
-        self.end(index).register(vec![0; bytes]).unwrap()
+        match self.gpus().of(index) {
+            Some(gpu) => self.end(index).register_sim(gpu, bytes).unwrap(),
+            None => self.end(index).register(vec![0; bytes]).unwrap(),
+        }
     }
 }
 
@@ -93,7 +104,7 @@ pub trait Faulty: World {
     fn nic(&self, index: usize, nic: usize) -> IpAddr;
 
     /// Lets virtual time pass, everything turning.
-    fn pass(&mut self, time: std::time::Duration);
+    fn pass(&mut self, time: Duration);
 
     /// Kills the process of an endpoint: it is turned no more, and its connections break.
     fn kill(&mut self, index: usize);
@@ -106,6 +117,43 @@ pub trait Faulty: World {
 
     /// Starts a killed endpoint again, as a new one on the same host.
     fn restart(&mut self, index: usize, adapt: impl FnOnce(Builder) -> Builder);
+}
+
+/// Which ends have their memory on simulated GPUs: those with even numbers, those with odd ones.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Gpus {
+    pub even: bool,
+    pub odd: bool,
+}
+
+impl Gpus {
+    /// Every mix but that of hosts alone.
+    pub const MIXES: [Gpus; 3] =
+        [Gpus { even: true, odd: true }, Gpus { even: true, odd: false }, Gpus { even: false, odd: true }];
+
+    fn of(self, index: usize) -> Option<u32> {
+        let (on_gpu, gpu) = if index.is_multiple_of(2) { (self.even, 0) } else { (self.odd, 1) };
+        on_gpu.then_some(gpu)
+    }
+
+    /// Opens them, with copies that take their time: who does not wait for one sees what was there before.
+    pub fn open(self) -> [Arc<SimGpu>; 2] {
+        [0, 1].map(|index| {
+            let gpu = SimGpu::open(index).unwrap();
+            let copy_delay = Duration::ZERO..=Duration::from_micros(40);
+            if gpu.faults().copy_delay != copy_delay {
+                gpu.set_faults(SimFaults { copy_delay, ..SimFaults::default() });
+            }
+            gpu
+        })
+    }
+}
+
+/// Registers memory of a GPU, with these bytes.
+pub fn on_gpu(end: &Endpoint, gpu: u32, bytes: &[u8]) -> Region {
+    let region = end.register_sim(gpu, bytes.len()).unwrap();
+    region.write_at(0, bytes).unwrap();
+    region
 }
 
 /// Bytes that differ from position to position and from salt to salt, none of them 0.

@@ -8,6 +8,7 @@ use super::event::Mark;
 use super::work::{HostPointer, Work};
 use super::{Gather, Result, SimEvent, SimGpu};
 use crate::memory::unpack::GatherRun;
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -85,6 +86,11 @@ impl SimStream {
         self.enqueue(Work::Checksum { source, bytes, into: into.clone() })?;
         self.wait(deadline)?;
         Ok(*into.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Writes a number when everything enqueued so far is done: who reads it finds there what was copied before.
+    pub fn write_flag(&self, flag: &Arc<AtomicU64>, value: u64) -> Result<()> {
+        self.enqueue(Work::Flag(flag.clone(), value))
     }
 
     /// Puts the event here: it is done when everything enqueued so far is.

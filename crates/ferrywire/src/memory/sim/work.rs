@@ -8,6 +8,7 @@ use super::allocation::{Span, resolve};
 use super::event::Mark;
 use super::{Result, SimGpuError};
 use crate::memory::unpack::{Fragment, GatherRun};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// One piece of a gather: `bytes` bytes from one device address to another.
@@ -53,6 +54,7 @@ pub(super) enum Work {
         bytes: usize,
         into: Arc<Mutex<u32>>,
     },
+    Flag(Arc<AtomicU64>, u64),
     Record(Arc<Mark>),
     WaitFor(Arc<Mark>),
 }
@@ -60,7 +62,7 @@ pub(super) enum Work {
 impl Work {
     /// Whether faults strike it: it moves or reads bytes.
     pub fn is_operation(&self) -> bool {
-        !matches!(self, Work::Record(_) | Work::WaitFor(_))
+        !matches!(self, Work::Flag(..) | Work::Record(_) | Work::WaitFor(_))
     }
 
     /// Does it.
@@ -88,6 +90,7 @@ impl Work {
                 let from = resolve(*source, *bytes)?;
                 *into.lock().unwrap_or_else(PoisonError::into_inner) = checksum(&from, *bytes);
             }
+            Work::Flag(flag, value) => flag.store(*value, Ordering::Release),
             Work::Record(mark) => mark.complete(Ok(())),
             Work::WaitFor(mark) => return mark.outcome().unwrap_or(Ok(())),
         }

@@ -1,0 +1,256 @@
+//! Payload for GPU memory on its way in: from the stream into a ring, and from there to the GPU.
+//!
+//! A payload is received in *parts* of at most a slot. A part's life:
+//! `open -> whole -> copying -> in its place`; its bytes of the ring are free again after that. A frame counts
+//! as placed when its last part is, and so do the frames behind it: an acknowledgement is a count.
+//!
+//! Invariant: what a copy under way writes to is kept alive here.
+
+use std::collections::VecDeque;
+
+use super::copier::{Run, Way};
+use super::line::Line;
+use crate::error::Result;
+use crate::limits;
+use crate::memory::Place;
+use crate::peer::Landing;
+use crate::posted::Arrival;
+use crate::transport::IoVec;
+use crate::wire::Refusal;
+
+/// A ring with the parts in it.
+struct Lane {
+    line: Line,
+    /// The mark behind each part, oldest first; none of one that is open.
+    parts: VecDeque<Option<u64>>,
+}
+
+/// A whole frame that waits for its copies, or for a frame before it.
+struct Frame {
+    arrival: Arrival,
+    copy: Option<Copy>,
+}
+
+/// A mark of a lane.
+#[derive(Clone, Copy)]
+struct Copy {
+    lane: usize,
+    mark: u64,
+}
+
+/// The frame that is being received.
+struct Current {
+    lane: usize,
+    /// Runs of GPU memory that the rest of its payload goes to.
+    targets: VecDeque<IoVec>,
+    /// Payload that has no part yet.
+    rest: usize,
+    /// The part that is being filled.
+    open: Option<IoVec>,
+}
+
+/// What a channel receives into GPU memory.
+#[derive(Default)]
+pub(crate) struct Receiving {
+    lanes: Vec<Lane>,
+    current: Option<Current>,
+    frames: VecDeque<Frame>,
+    /// Targets of frames that were broken off while they were being copied.
+    lingering: Vec<(Landing, Copy)>,
+    staged_bytes: u64,
+}
+
+// SAFETY: the addresses in `current` are of GPU memory that the frame's landing keeps, and of the ring.
+unsafe impl Send for Receiving {}
+
+impl Receiving {
+    /// A frame's payload is about to come, for these runs of GPU memory; takes them.
+    pub fn begin(&mut self, place: Place, targets: &mut Vec<IoVec>) -> Result<()> {
+        let lane = self.lanes.iter().position(|lane| lane.line.place == place).unwrap_or_else(|| {
+            self.lanes.push(Lane { line: Line::new(place, Way::In), parts: VecDeque::new() });
+            self.lanes.len() - 1
+        });
+        self.lanes[lane].line.prepare()?;
+        let rest = targets.iter().map(|target| target.len).sum();
+        self.current = Some(Current { lane, targets: targets.drain(..).collect(), rest, open: None });
+        Ok(())
+    }
+
+    /// Room for the next part of the payload, and whether it is the last one; nothing while the ring is full.
+    pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
+        let current = self.current.as_mut()?;
+        let lane = &mut self.lanes[current.lane];
+        let bytes = current.rest.min(limits::STAGING_SLOT_BYTES);
+        let Some(offset) = lane.line.ring.take(bytes) else {
+            return None;
+        };
+        lane.parts.push_back(None);
+        let part = IoVec::new((lane.line.base() + offset) as *mut u8, bytes);
+        current.rest -= bytes;
+        current.open = Some(part);
+        Some((part, current.rest == 0))
+    }
+
+    /// The open part is whole: it is copied with the next batch. True if the frame has more.
+    pub fn close_part(&mut self) -> bool {
+        let Some(current) = &mut self.current else { return false };
+        let Some(part) = current.open.take() else { return current.rest > 0 };
+        let Lane { line, parts } = &mut self.lanes[current.lane];
+        if let Some(last) = parts.back_mut() {
+            *last = Some(line.next_mark());
+        }
+        self.staged_bytes += part.len as u64;
+        let (mut host, mut left) = (part.base as usize, part.len);
+        while let Some(target) = current.targets.front_mut().filter(|_| left > 0) {
+            let bytes = target.len.min(left);
+            // SAFETY: the frame's landing keeps the memory, here until the mark is reached; the part is left
+            // alone until then.
+            unsafe { line.add(Run { host, device: target.base as u64, bytes }) };
+            (host, left) = (host + bytes, left - bytes);
+            // An address of the GPU: nobody here looks at what is there.
+            *target = IoVec::new(target.base.wrapping_add(bytes), target.len - bytes);
+            if target.len == 0 {
+                current.targets.pop_front();
+            }
+        }
+        current.rest > 0
+    }
+
+    /// Whether anything was ever staged.
+    pub fn begun(&self) -> bool {
+        !self.lanes.is_empty()
+    }
+
+    /// Begins the copies of all parts that became whole.
+    pub fn flush(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.line.flush());
+    }
+
+    /// A frame is here, with all the stream brings of it. It waits if it is staged, or behind one that is.
+    pub fn expect(&mut self, arrival: Arrival) {
+        let copy = self
+            .current
+            .take()
+            .map(|current| Copy { lane: current.lane, mark: self.lanes[current.lane].line.next_mark() });
+        self.frames.push_back(Frame { arrival, copy });
+    }
+
+    /// The rest of the current frame's payload is thrown away; its landing is kept while parts are copied.
+    pub fn break_off(&mut self, landing: Option<Landing>) {
+        let Some(current) = self.current.take() else { return };
+        let Lane { line, parts } = &mut self.lanes[current.lane];
+        if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
+            *last = Some(0);
+        }
+        if let Some(landing) = landing.filter(|_| line.copying()) {
+            let copy = Copy { lane: current.lane, mark: line.next_mark() - 1 };
+            self.lingering.push((landing, copy));
+        }
+    }
+
+    /// Frames that wait.
+    pub fn waiting(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Whether it has to be looked after.
+    pub fn active(&self) -> bool {
+        !self.frames.is_empty() || self.copying()
+    }
+
+    /// Whether copies are under way.
+    pub fn copying(&self) -> bool {
+        self.lanes.iter().any(|lane| lane.line.copying())
+    }
+
+    /// Looks how far the copies have come. True if those of the frame that is being received have failed: break
+    /// it off, before [`Receiving::free`].
+    pub fn look(&mut self) -> bool {
+        let mut failed = false;
+        for at in 0..self.lanes.len() {
+            if self.lanes[at].line.look() {
+                failed |= self.fail(at);
+            }
+        }
+        failed
+    }
+
+    /// Frees what the copies are done with, and forgets failures: they have been told.
+    pub fn free(&mut self) {
+        for Lane { line, parts } in &mut self.lanes {
+            line.settle();
+            while parts.front().is_some_and(|mark| mark.is_some_and(|mark| line.done(mark))) {
+                parts.pop_front();
+                line.ring.give_back();
+            }
+        }
+        let lanes = &self.lanes;
+        self.lingering.retain(|(_, copy)| !lanes[copy.lane].line.done(copy.mark));
+    }
+
+    /// The copies of a lane have failed: refuses the frames whose copies are not done.
+    fn fail(&mut self, at: usize) -> bool {
+        let line = &mut self.lanes[at].line;
+        for frame in &mut self.frames {
+            if !frame.copy.is_some_and(|copy| copy.lane == at && !line.done(copy.mark)) {
+                continue;
+            }
+            frame.arrival.refusal.get_or_insert(Refusal::Gpu);
+            if let (Some(landing), Some(failure)) = (&frame.arrival.landing, line.failure()) {
+                landing.fail(failure);
+            }
+        }
+        self.current.as_ref().is_some_and(|current| current.lane == at)
+    }
+
+    /// Tells the landing of the current frame why its copies have failed.
+    pub fn blame(&self, landing: &Landing) {
+        let lane = self.current.as_ref().map(|current| &self.lanes[current.lane]);
+        if let Some(failure) = lane.and_then(|lane| lane.line.failure()) {
+            landing.fail(failure);
+        }
+    }
+
+    /// The next frame that has arrived, if its copies are done.
+    pub fn next(&mut self) -> Option<Arrival> {
+        let copy = self.frames.front()?.copy;
+        match copy.is_none_or(|copy| self.lanes[copy.lane].line.done(copy.mark)) {
+            true => self.frames.pop_front().map(|frame| frame.arrival),
+            false => None,
+        }
+    }
+
+    /// Stops placing bytes where `gone` says. True while a copy may still write there: ask again.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
+        let mut touched = self.lingering.iter().any(|(landing, _)| gone(landing));
+        for frame in &mut self.frames {
+            if !frame.arrival.landing.as_ref().is_some_and(gone) {
+                continue;
+            }
+            match frame.copy {
+                // It is placed when its turn comes, soon.
+                Some(_) => touched = true,
+                None => frame.arrival.landing = None,
+            }
+        }
+        touched
+    }
+
+    /// Bytes that were staged so far.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged_bytes
+    }
+
+    /// Bytes of pinned memory in use.
+    pub fn pinned_bytes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.line.pinned_bytes()).sum()
+    }
+
+    /// Ends all copying; frames that wait are not placed.
+    pub fn end(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.line.end());
+        self.frames.clear();
+        self.lingering.clear();
+        self.current = None;
+    }
+}

@@ -1,0 +1,172 @@
+//! Payload in GPU memory on its way out: from the GPU into a ring, and from there into the stream.
+//!
+//! A staged frame's life: `reserved -> copying -> ready -> sent`. Frames are sent in the order of their
+//! window, so the first that is not ready holds up those behind it.
+//!
+//! Invariant: a frame whose copy is under way is not sent, and so not acknowledged: its operation cannot end
+//! before the copy has, or the copier is dropped.
+
+use super::copier::{Run, Way};
+use super::line::Line;
+use crate::error::Error;
+use crate::limits;
+use crate::queue::Entry;
+
+/// Where a frame's payload is staged.
+pub(crate) struct Staged {
+    line: usize,
+    offset: usize,
+    /// Address in the ring.
+    host: usize,
+    state: State,
+}
+
+enum State {
+    Reserved,
+    /// Its copies are before this mark.
+    Copying(u64),
+    /// There is nothing to send: the operation has failed.
+    Lost,
+    Ready,
+}
+
+impl Staged {
+    /// The bytes to send, once they are there.
+    pub fn base(&self) -> *mut u8 {
+        self.host as *mut u8
+    }
+}
+
+/// What a channel sends from GPU memory.
+#[derive(Default)]
+pub(crate) struct Sending {
+    lines: Vec<Line>,
+    staged_bytes: u64,
+}
+
+impl Sending {
+    /// Whether another frame of the largest size can be reserved.
+    pub fn has_room(&self) -> bool {
+        self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
+    }
+
+    /// Takes room for a frame that has just left the queue. Arithmetic only: the queue is locked.
+    pub fn reserve(&mut self, entry: &mut Entry) {
+        let Some(place) = entry.gpu() else { return };
+        let line = self.lines.iter().position(|line| line.place == place).unwrap_or_else(|| {
+            self.lines.push(Line::new(place, Way::Out));
+            self.lines.len() - 1
+        });
+        match self.lines[line].ring.take(entry.header.len as usize) {
+            Some(offset) => entry.staged = Some(Staged { line, offset, host: 0, state: State::Reserved }),
+            None => entry.give_up(Error::Bug("a frame was staged without room".into())),
+        }
+    }
+
+    /// Begins the copies of all frames that were reserved, in one batch for each GPU.
+    pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) {
+        if self.lines.is_empty() {
+            return;
+        }
+        for entry in entries {
+            let Some(mut staged) = entry.staged.take() else { continue };
+            if matches!(staged.state, State::Reserved) {
+                let line = &mut self.lines[staged.line];
+                match line.prepare() {
+                    Ok(base) => {
+                        staged.host = base + staged.offset;
+                        staged.state = State::Copying(line.next_mark());
+                        copy_out(line, entry, staged.host);
+                        self.staged_bytes += u64::from(entry.header.len);
+                    }
+                    Err(error) => {
+                        entry.give_up(error);
+                        staged.state = State::Lost;
+                    }
+                }
+            }
+            entry.staged = Some(staged);
+        }
+        self.lines.iter_mut().for_each(Line::flush);
+    }
+
+    /// Looks how far the copies have come. The frames of those that failed carry nothing, and their operations
+    /// have failed.
+    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) {
+        let mut failed = false;
+        for line in &mut self.lines {
+            failed |= line.look();
+        }
+        if !failed {
+            return;
+        }
+        for entry in unsent {
+            let Some(staged) = &mut entry.staged else { continue };
+            let line = &self.lines[staged.line];
+            let lost = matches!(staged.state, State::Copying(mark) if !line.done(mark));
+            if let Some(failure) = line.failure().filter(|_| lost) {
+                staged.state = State::Lost;
+                entry.give_up(failure.clone());
+            }
+        }
+        for line in &mut self.lines {
+            line.settle();
+        }
+    }
+
+    /// Whether a frame may be sent: anything but one whose copy is under way.
+    pub fn ready(&self, entry: &mut Entry, crc: bool) -> bool {
+        let Some(staged) = &mut entry.staged else { return true };
+        match staged.state {
+            State::Ready => return true,
+            State::Lost => {}
+            State::Copying(mark) if self.lines[staged.line].done(mark) => {}
+            State::Copying(_) | State::Reserved => return false,
+        }
+        staged.state = State::Ready;
+        if crc {
+            entry.add_crc();
+        }
+        true
+    }
+
+    /// A frame is sent, in the order of the window.
+    pub fn sent(&mut self, staged: &Staged) {
+        self.lines[staged.line].ring.give_back();
+    }
+
+    /// Whether copies are under way.
+    pub fn copying(&self) -> bool {
+        self.lines.iter().any(Line::copying)
+    }
+
+    /// Bytes that were staged so far.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged_bytes
+    }
+
+    /// Bytes of pinned memory in use.
+    pub fn pinned_bytes(&self) -> usize {
+        self.lines.iter().map(Line::pinned_bytes).sum()
+    }
+
+    /// Ends all copying.
+    pub fn end(&mut self) {
+        self.lines.iter_mut().for_each(Line::end);
+    }
+}
+
+fn copy_out(line: &mut Line, entry: &Entry, mut host: usize) {
+    let Some((memory, ranges)) = entry.payload() else { return };
+    for (offset, len) in ranges {
+        let Some(device) = memory.span(offset, len) else {
+            debug_assert!(false, "pieces are checked when an operation is posted");
+            continue;
+        };
+        let run = Run { host, device: device as u64, bytes: len as usize };
+        // SAFETY: the operation keeps its memory until the frame has been sent and acknowledged, which is after
+        // the copy; the span of the ring is this frame's until it is sent.
+        unsafe { line.add(run) };
+        host += len as usize;
+    }
+}
