@@ -411,7 +411,7 @@ impl Lanes {
         let bulk_waits = pull.bulk && !self.bulk.is_empty();
         if pull.small > 0
             && (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
-            && let Some(entry) = self.next_small(gpu, dropped)
+            && let Some(entry) = self.next_small(pull, gpu, dropped)
         {
             self.small_run += entry.bytes() as u64;
             return Some(entry);
@@ -420,16 +420,15 @@ impl Lanes {
         if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
     }
 
-    fn next_small(&mut self, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
-        // A send from a GPU is only announced.
-        let fits = |op: &mut Arc<Op>| gpu || op.verb == Verb::Send || !op.on_gpu();
+    fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+        let fits = |op: &mut Arc<Op>| gpu || !op.on_gpu();
         while let Some(op) = self.small.pop_front_if(fits) {
             if op.unsendable() && op.verb != Verb::Send {
                 dropped.push(op);
                 continue;
             }
             return Some(match op.verb {
-                Verb::Send => self.send_entry(op, dropped),
+                Verb::Send => self.send_entry(op, pull.messages.is_some(), dropped),
                 Verb::Notify => {
                     self.next_notification += 1;
                     message_entry(op, self.next_notification - 1, 0)
@@ -441,7 +440,7 @@ impl Lanes {
     }
 
     /// A send goes out whole if it is small and credit allows; else it is announced and waits.
-    fn send_entry(&mut self, op: Arc<Op>, dropped: &mut Vec<Arc<Op>>) -> Entry {
+    fn send_entry(&mut self, op: Arc<Op>, lane: bool, dropped: &mut Vec<Arc<Op>>) -> Entry {
         let mut header = Header::new(Kind::Announce);
         header.transfer = op.id;
         header.key = op.key;
@@ -452,10 +451,10 @@ impl Lanes {
             dropped.push(op);
             return Entry::bare(header);
         }
-        let cost = op.total as usize + limits::EAGER_OVERHEAD_BYTES;
-        // The stream carries what the CPU can read.
+        let cost = eager_cost(op.total);
         if op.total > limits::EAGER_BYTES_MAX as u64
-            || (op.on_gpu() && op.total > 0)
+            // What a lane could reach itself is not staged.
+            || (lane && op.on_gpu() && op.total > 0)
             || cost > self.credit
             || op.pieces.as_slice().len() > limits::SEGMENTS_PER_CHUNK_MAX
         {
@@ -508,6 +507,11 @@ impl Lanes {
 /// The `total` of an announcement whose send was cancelled before it went out, and of a notification
 /// whose transfer has failed.
 pub(crate) const WITHDRAWN: u64 = u64::MAX;
+
+/// What an eager message of so many bytes takes of the credit.
+fn eager_cost(bytes: u64) -> usize {
+    bytes as usize + limits::EAGER_OVERHEAD_BYTES
+}
 
 fn whole(op: &Op) -> Chunk {
     let all = ChunkLimits { bytes: op.total, segments: limits::SEGMENTS_PER_CHUNK_MAX };
@@ -583,13 +587,20 @@ impl Entry {
     }
 
     /// The payload cannot be had: the operation fails, and the frame goes out as one that says nothing, so that
-    /// those behind it keep their numbers.
-    pub fn give_up(&mut self, error: Error) {
+    /// those behind it keep their numbers. Returns credit that it does not need after all.
+    pub fn give_up(&mut self, error: &Error) -> u64 {
         self.op.iter().for_each(|op| op.fail(error.clone()));
-        self.header = Header::new(Kind::Credit);
+        let old = std::mem::replace(&mut self.header, Header::new(Kind::Credit));
+        let mut credit = 0;
+        if old.kind == Kind::Send {
+            // The message keeps its turn, and is taken back.
+            self.header = Header { kind: Kind::Announce, len: 0, total: WITHDRAWN, ..old };
+            credit = eager_cost(old.len.into()) as u64;
+        }
         self.head = self.header.encode();
         self.placements = Box::default();
         self.body = Body::None;
+        credit
     }
 
     /// The pieces of host memory that follow head and placements in the stream.

@@ -221,7 +221,8 @@ impl Channel {
     /// Returns the bytes taken by the kernel.
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
         if self.staging.sending.copying() {
-            self.staging.sending.look(self.window.from(self.sent));
+            let credit = self.staging.sending.look(self.window.from(self.sent));
+            self.peer.queue.credit(credit);
         }
         if self.blocked || self.ended.is_some() {
             return Ok(0);

@@ -30,15 +30,20 @@ impl Channel {
 
     /// Begins the copies of what was pulled, from this frame on.
     pub(super) fn stage(&mut self, first: u64) {
-        self.staging.sending.begin(self.window.from(first));
-        self.count_staged();
+        let credit = self.staging.sending.begin(self.window.from(first));
+        if self.staging.pinned_bytes() > 0 {
+            self.count_staged();
+        }
+        if credit > 0 {
+            self.peer.queue.credit(credit);
+        }
     }
 
     fn count_staged(&self) {
         let (staging, counters) = (&self.staging, &self.counters.staging);
-        if staging.pinned_bytes() > 0 {
-            counters.pinned_bytes.store(staging.pinned_bytes() as u64, Ordering::Relaxed);
-        }
+        counters.pinned_bytes.store(staging.pinned_bytes() as u64, Ordering::Relaxed);
+        counters.sent_bytes.store(staging.sending.staged_bytes(), Ordering::Relaxed);
+        counters.received_bytes.store(staging.receiving.staged_bytes(), Ordering::Relaxed);
     }
 
     /// Places what was copied meanwhile. True if that was anything.
@@ -153,8 +158,6 @@ impl Channel {
     /// Begins the copies of what one socket call brought.
     pub(super) fn flush_parts(&mut self) {
         self.staging.receiving.flush();
-        let counters = &self.counters.staging;
-        counters.received_bytes.store(self.staging.receiving.staged_bytes(), Ordering::Relaxed);
-        counters.sent_bytes.store(self.staging.sending.staged_bytes(), Ordering::Relaxed);
+        self.count_staged();
     }
 }

@@ -8,7 +8,6 @@
 
 use super::copier::{Run, Way};
 use super::line::Line;
-use crate::error::Error;
 use crate::limits;
 use crate::queue::Entry;
 
@@ -59,14 +58,16 @@ impl Sending {
         });
         match self.lines[line].ring.take(entry.header.len as usize) {
             Some(offset) => entry.staged = Some(Staged { line, offset, host: 0, state: State::Reserved }),
-            None => entry.give_up(Error::Bug("a frame was staged without room".into())),
+            None => debug_assert!(false, "room is looked for before a frame is taken"),
         }
     }
 
-    /// Begins the copies of all frames that were reserved, in one batch for each GPU.
-    pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) {
+    /// Begins the copies of all frames that were reserved, in one batch for each GPU. Returns credit for messages
+    /// that will not be sent.
+    pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) -> u64 {
+        let mut credit = 0;
         if self.lines.is_empty() {
-            return;
+            return credit;
         }
         for entry in entries {
             let Some(mut staged) = entry.staged.take() else { continue };
@@ -80,7 +81,7 @@ impl Sending {
                         self.staged_bytes += u64::from(entry.header.len);
                     }
                     Err(error) => {
-                        entry.give_up(error);
+                        credit += entry.give_up(&error);
                         staged.state = State::Lost;
                     }
                 }
@@ -88,17 +89,18 @@ impl Sending {
             entry.staged = Some(staged);
         }
         self.lines.iter_mut().for_each(Line::flush);
+        credit
     }
 
     /// Looks how far the copies have come. The frames of those that failed carry nothing, and their operations
-    /// have failed.
-    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) {
-        let mut failed = false;
+    /// have failed. Returns credit as [`Sending::begin`] does.
+    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) -> u64 {
+        let (mut failed, mut credit) = (false, 0);
         for line in &mut self.lines {
             failed |= line.look();
         }
         if !failed {
-            return;
+            return credit;
         }
         for entry in unsent {
             let Some(staged) = &mut entry.staged else { continue };
@@ -106,12 +108,13 @@ impl Sending {
             let lost = matches!(staged.state, State::Copying(mark) if !line.done(mark));
             if let Some(failure) = line.failure().filter(|_| lost) {
                 staged.state = State::Lost;
-                entry.give_up(failure.clone());
+                credit += entry.give_up(failure);
             }
         }
         for line in &mut self.lines {
             line.settle();
         }
+        credit
     }
 
     /// Whether a frame may be sent: anything but one whose copy is under way.

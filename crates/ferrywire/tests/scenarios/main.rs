@@ -117,9 +117,11 @@ scenarios! {
         dropped_peers_finish_first,
         endpoint_closed_with_work_under_way,
     };
-    both(20): gpu::{
+    both(10): gpu::{
         many_places_at_once,
         descriptors_that_name_another_place,
+    };
+    both(4): gpu::{
         full_rings_wait_for_the_gpu,
         copies_that_fail_to_be_sent,
         copies_that_fail_to_land,
