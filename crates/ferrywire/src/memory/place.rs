@@ -1,7 +1,7 @@
 //! Where the bytes of a region live, and which transports get there.
 //!
-//! Invariant: [`Place::reached_by`] is the one rule. Operations ask it for both of their regions before
-//! anything moves, and what arrives from peers is asked for again: their word is not trusted.
+//! Invariant: [`Place::reached_by`] is the one rule. Each end asks it for its own region: operations before
+//! anything moves, and again when a peer names a region, since its word is not trusted.
 //! Read next: `mod.rs`, for regions; `peer/`, which asks.
 
 use crate::error::{Error, Result};

@@ -8,6 +8,7 @@
 
 use super::copier::{Run, Way};
 use super::line::Line;
+use crate::error::Error;
 use crate::limits;
 use crate::queue::Entry;
 
@@ -58,7 +59,8 @@ impl Sending {
         });
         match self.lines[line].ring.take(entry.header.len as usize) {
             Some(offset) => entry.staged = Some(Staged { line, offset, host: 0, state: State::Reserved }),
-            None => debug_assert!(false, "room is looked for before a frame is taken"),
+            // Room is looked for before a frame is taken.
+            None => drop(entry.give_up(&Error::Bug("a frame was to be staged without room".into()))),
         }
     }
 

@@ -349,3 +349,48 @@ fn what_is_made_is_given_back() {
     // Other tests open some too: a leak would leave one per round.
     assert!(descriptors() < before + 100, "{before} descriptors, then {}", descriptors());
 }
+
+/// Through rings of pinned memory at both ends, or at one.
+#[test]
+fn memory_of_gpus_moves_over_tcp() {
+    let Some(gpu) = gpu() else { return };
+    const BYTES: usize = 5 << 20;
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+    let connecting = Endpoint::builder().channels(2).crc(true).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let far = accepting.accept(LONG).unwrap();
+    let other = other_gpu(&gpu).index();
+    for (round, (from, to)) in [(true, true), (true, false), (false, true)].into_iter().enumerate() {
+        let register = |end: &Endpoint, gpu: Option<u32>| match gpu {
+            Some(gpu) => end.register_cuda(gpu, BYTES).unwrap(),
+            None => end.register_zeroed(BYTES).unwrap(),
+        };
+        let source = register(&connecting, from.then_some(0));
+        let (target, back) =
+            (register(&accepting, to.then_some(other)), connecting.register_zeroed(BYTES).unwrap());
+        let bytes = bytes_of(round as u64 + 1, BYTES);
+        source.write_at(0, &bytes).unwrap();
+        let (offset, len) = (13, BYTES as u64 - 100);
+        let write = near.write_notify(&source, offset, &target.descriptor(), 7, len, b"here").unwrap();
+        assert_eq!(far.wait_notification(LONG).unwrap(), b"here");
+        let mut seen = vec![0; BYTES];
+        target.read_at(0, &mut seen).unwrap();
+        assert!(seen[7..][..len as usize] == bytes[13..][..len as usize], "when told of it");
+        assert_eq!(write.wait(LONG), Ok(len));
+        let read = near.read(&back, 0, &target.descriptor(), 7, len).unwrap();
+        assert_eq!(read.wait(LONG), Ok(len));
+        let mut seen = vec![0; BYTES];
+        back.read_at(0, &mut seen).unwrap();
+        assert!(seen[..len as usize] == bytes[13..][..len as usize], "read back");
+        // A small message, which goes at once, and a large one, which waits.
+        for bytes_sent in [1000, len] {
+            let sent = near.send(3, &source, offset, bytes_sent).unwrap();
+            let received = far.recv(3, &target, 0, len).unwrap();
+            assert_eq!((received.wait(LONG), sent.wait(LONG)), (Ok(bytes_sent), Ok(bytes_sent)));
+            let mut seen = vec![0; bytes_sent as usize];
+            target.read_at(0, &mut seen).unwrap();
+            assert!(seen == bytes[13..][..bytes_sent as usize], "a message");
+        }
+    }
+    near.close(LONG).unwrap();
+}
