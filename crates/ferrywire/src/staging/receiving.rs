@@ -81,9 +81,7 @@ impl Receiving {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
         let bytes = current.rest.min(limits::STAGING_SLOT_BYTES);
-        let Some(offset) = lane.line.ring.take(bytes) else {
-            return None;
-        };
+        let offset = lane.line.ring.take(bytes)?;
         lane.parts.push_back(None);
         let part = IoVec::new((lane.line.base() + offset) as *mut u8, bytes);
         current.rest -= bytes;
