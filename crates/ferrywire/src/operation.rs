@@ -5,7 +5,7 @@
 //! left the last window. Operations that wait for the peer's data (`recv`, `read`) hold one token until
 //! their sink is full or taken away.
 //!
-//! Read next: `queue.rs`, where operations wait to be cut.
+//! Read next: `queue/`, where operations wait to be cut.
 
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};

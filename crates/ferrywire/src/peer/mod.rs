@@ -4,7 +4,7 @@
 //! share.
 //!
 //! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
-//! Read next: `state.rs`; `frames.rs`, for what arrives; `transfer.rs`, `queue.rs`, for what leaves.
+//! Read next: `state.rs`; `frames.rs`, for what arrives; `transfer.rs`, `queue/`, for what leaves.
 
 mod blocks;
 mod frames;

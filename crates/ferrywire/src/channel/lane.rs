@@ -1,0 +1,81 @@
+//! The channel's part in what goes over its lane, where it has one.
+//!
+//! Read next: `posted/`, which decides what is posted when.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use super::receiving::check_posted;
+use super::{Channel, broken};
+use crate::posted::{Arrival, Turned};
+use crate::wire::Header;
+
+impl Channel {
+    /// Bytes in the lane's hands.
+    pub fn lane_bytes_in_flight(&self) -> usize {
+        self.posted.as_ref().map_or(0, |posted| posted.bytes_in_flight())
+    }
+
+    /// Whether the lane has to be asked again and again: nobody is told when it moves.
+    pub fn lane_active(&self) -> bool {
+        self.posted.as_ref().is_some_and(|posted| posted.active())
+    }
+
+    /// Moves what goes over the lane on, if there is one. True if anything happened.
+    pub fn turn_lane(&mut self) -> io::Result<bool> {
+        let Some(posted) = self.posted.as_mut().filter(|posted| posted.active()) else {
+            return self.ended.take().map_or(Ok(false), Err);
+        };
+        let mut turned = Turned::default();
+        let result = posted.turn(self.peer.now(), &mut turned);
+        self.counters.sent_bytes.fetch_add(turned.sent_bytes, Ordering::Relaxed);
+        self.counters.received_bytes.fetch_add(turned.received_bytes, Ordering::Relaxed);
+        for entry in turned.delivered {
+            self.peer.delivered(entry, None);
+        }
+        for arrival in turned.arrived {
+            let Arrival { header, placements, landing, message, refusal, target } = arrival;
+            if refusal.is_none() {
+                check_posted(&header, &target, &message)?;
+            }
+            self.placed(&header, &placements, landing.as_ref(), message, refusal)?;
+        }
+        match result {
+            Ok(()) => Ok(turned.worked),
+            Err(why) => {
+                self.lane_failed = true;
+                Err(io::Error::other(why))
+            }
+        }
+    }
+
+    /// Registrations of regions that are gone go too.
+    pub fn forget_revoked(&mut self) {
+        if let Some(posted) = &mut self.posted {
+            posted.forget_revoked();
+        }
+    }
+
+    /// What the peer says of its receives; and whether the frame can be of this channel.
+    pub(super) fn hear_posted(&mut self, header: &Header) -> io::Result<()> {
+        match &mut self.posted {
+            Some(posted) => posted.fits(header).and_then(|()| posted.confirm(header.posted)).map_err(broken),
+            None if header.is_posted() || header.posted != 0 => {
+                Err(broken("it sends over a lane, and this channel has none"))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// The connection is at its end. What its heads have announced may still come over the lane.
+    pub(super) fn stream_ended(&mut self, error: io::Error) -> io::Result<()> {
+        match &mut self.posted {
+            Some(posted) if posted.waiting() > 0 && self.ended.is_none() => {
+                posted.companion_closed(self.peer.now(), &error.to_string());
+                self.ended = Some(error);
+                Ok(())
+            }
+            _ => Err(error),
+        }
+    }
+}
