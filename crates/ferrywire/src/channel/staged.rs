@@ -48,7 +48,7 @@ impl Channel {
 
     /// Places what was copied meanwhile. True if that was anything.
     pub fn turn_staging(&mut self) -> io::Result<bool> {
-        if !self.staging.receiving.active() {
+        if !self.staging.receiving.active() && !self.rx.stalled {
             return Ok(false);
         }
         if self.staging.receiving.look() {
@@ -96,8 +96,8 @@ impl Channel {
         rx.pieces.clear();
         rx.next = 0;
         let Some((part, last)) = self.staging.receiving.open_part() else {
-            rx.stalled = true;
-            self.counters.staging.full.fetch_add(1, Ordering::Relaxed);
+            let waited = std::mem::replace(&mut rx.stalled, true);
+            self.counters.staging.full.fetch_add(u64::from(!waited), Ordering::Relaxed);
             return;
         };
         rx.stalled = false;

@@ -25,6 +25,16 @@ struct Lane {
     parts: VecDeque<Option<u64>>,
 }
 
+impl Lane {
+    /// Gives back the oldest parts whose copies are done.
+    fn free(&mut self) {
+        while self.parts.front().is_some_and(|mark| mark.is_some_and(|mark| self.line.done(mark))) {
+            self.parts.pop_front();
+            self.line.ring.give_back();
+        }
+    }
+}
+
 /// A whole frame that waits for its copies, or for a frame before it.
 struct Frame {
     arrival: Arrival,
@@ -136,10 +146,13 @@ impl Receiving {
     /// The rest of the current frame's payload is thrown away; its landing is kept while parts are copied.
     pub fn break_off(&mut self, landing: Option<Landing>) {
         let Some(current) = self.current.take() else { return };
-        let Lane { line, parts } = &mut self.lanes[current.lane];
+        let parts = &mut self.lanes[current.lane].parts;
         if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
             *last = Some(0);
         }
+        // Nobody else looks while nothing is copied.
+        self.lanes[current.lane].free();
+        let line = &self.lanes[current.lane].line;
         if let Some(landing) = landing.filter(|_| line.copying()) {
             let copy = Copy { lane: current.lane, mark: line.next_mark() - 1 };
             self.lingering.push((landing, copy));
@@ -175,12 +188,9 @@ impl Receiving {
 
     /// Frees what the copies are done with, and forgets failures: they have been told.
     pub fn free(&mut self) {
-        for Lane { line, parts } in &mut self.lanes {
-            line.settle();
-            while parts.front().is_some_and(|mark| mark.is_some_and(|mark| line.done(mark))) {
-                parts.pop_front();
-                line.ring.give_back();
-            }
+        for lane in &mut self.lanes {
+            lane.line.settle();
+            lane.free();
         }
         let lanes = &self.lanes;
         self.lingering.retain(|(_, copy)| !lanes[copy.lane].line.done(copy.mark));
@@ -250,5 +260,27 @@ impl Receiving {
         self.frames.clear();
         self.lingering.clear();
         self.current = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::sim::SimGpu;
+
+    /// They filled the ring, and nobody looked: the channel read nothing any more.
+    #[test]
+    fn parts_of_frames_that_were_broken_off_are_free_again() {
+        let gpu = SimGpu::open(15).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        for _ in 0..20 {
+            let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
+            receiving.begin(Place::SimGpu(15), &mut targets).unwrap();
+            let (part, last) = receiving.open_part().expect("the ring is empty");
+            assert_eq!((part.len, last, targets.len()), (limits::STAGING_SLOT_BYTES, false, 0));
+            receiving.break_off(None);
+            assert!(!receiving.active(), "nothing is copied");
+        }
     }
 }
