@@ -86,6 +86,8 @@ pub const GATHER_LAUNCHES_MAX: usize = 2;
 pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 /// Largest run of GPU memory that is staged at once, and so the largest chunk of it.
 pub const STAGING_SLOT_BYTES: usize = 512 << 10;
+/// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.
+pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
 /// Pinned memory of one channel, for one GPU and direction.
 pub const STAGING_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// Shortest shared secret that is accepted.
@@ -180,7 +182,8 @@ const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX 
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
 const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
-const _: () = assert!(CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES && 2 * STAGING_SLOT_BYTES <= STAGING_RING_BYTES);
+const _: () =
+    assert!(STAGING_CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES && 2 * STAGING_SLOT_BYTES <= STAGING_RING_BYTES);
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);

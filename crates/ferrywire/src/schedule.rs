@@ -9,9 +9,9 @@
 use crate::limits;
 
 /// Bytes of the next chunk: an equal share of the rest, within the bounds, whole pages.
-pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_max: usize) -> u64 {
+pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_bytes_max: usize) -> u64 {
     let max = chunk_bytes_max as u64;
-    let min = (limits::CHUNK_BYTES_MIN as u64).min(max);
+    let min = (chunk_bytes_min as u64).min(max);
     let share = (rest / (2 * channels.max(1) as u64)).next_multiple_of(4096);
     share.clamp(min, max)
 }
@@ -42,9 +42,10 @@ const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 /// the two. A bound on that, below the size of the socket buffers, keeps it there. It also lets
 /// the kernel take each call whole: a partial one ends at an odd byte, and the pages into which the kernel copies
 /// what a thread sends are shared by all its connections, so from then on everything lies askew in them and is
-/// copied out at half the speed.
-pub fn local_share(in_flight: u64, chunk_bytes_max: usize) -> (u64, usize) {
-    (LOCAL_BYTES.saturating_sub(in_flight), chunk_bytes_max.min(LOCAL_BYTES as usize / 2))
+/// copied out at half the speed. What lies in a ring at an end that stages, and is copied there, comes on top.
+pub fn local_share(in_flight: u64, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
+    let bound = LOCAL_BYTES + ends_staged * limits::STAGING_RING_BYTES as u64;
+    (bound.saturating_sub(in_flight), chunk_bytes_max.min(LOCAL_BYTES as usize / 2))
 }
 
 /// Bulk in flight between two threads of one host.
@@ -69,14 +70,15 @@ mod tests {
     proptest! {
         #[test]
         fn a_chunk_is_within_bounds(rest: u64, channels in 0usize..300, max in 1usize..limits::CHUNK_BYTES_MAX) {
-            let bytes = chunk_bytes(rest / 2, channels, max);
+            let bytes = chunk_bytes(rest / 2, channels, limits::CHUNK_BYTES_MIN, max);
             prop_assert!(bytes >= 1 && bytes <= max as u64);
         }
 
         #[test]
         fn chunks_do_not_grow_towards_the_end(rest in 0u64..1 << 40, less in 0u64..1 << 40, channels in 1usize..64) {
             let (small, large) = (rest.min(less), rest.max(less));
-            prop_assert!(chunk_bytes(small, channels, 1 << 20) <= chunk_bytes(large, channels, 1 << 20));
+            let bytes = |rest| chunk_bytes(rest, channels, limits::CHUNK_BYTES_MIN, 1 << 20);
+            prop_assert!(bytes(small) <= bytes(large));
         }
 
         #[test]
@@ -87,10 +89,11 @@ mod tests {
 
     #[test]
     fn within_a_host_one_chunk_is_under_way_while_the_next_is_taken() {
-        let (share, chunk) = local_share(0, limits::CHUNK_BYTES_MAX);
+        let (share, chunk) = local_share(0, 0, limits::CHUNK_BYTES_MAX);
         assert_eq!(share, 2 * chunk as u64);
-        assert_eq!(local_share(chunk as u64, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
-        assert_eq!(local_share(share + 1, 4096), (0, 4096));
+        assert_eq!(local_share(chunk as u64, 0, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
+        assert_eq!(local_share(share + 1, 0, 4096), (0, 4096));
+        assert_eq!(local_share(share, 2, 4096), (2 * limits::STAGING_RING_BYTES as u64, 4096));
     }
 
     #[test]

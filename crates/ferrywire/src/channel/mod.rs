@@ -170,12 +170,14 @@ impl Channel {
         if self.posted.is_some() || !self.peer.same_host || self.conn.is_long() {
             return (u64::MAX, chunk_bytes);
         }
-        // Between other addresses there may be a slow link, which must not hold up what others carry.
-        let in_flight = match self.conn.within_host() {
+        let staged = u64::from(self.staging.sending.begun()) + u64::from(self.peer.writes_to_gpus());
+        // Between other addresses there may be a slow link, which must not hold up what others carry; and what is
+        // staged waits for a GPU, at no cost to the other channels.
+        let in_flight = match self.conn.within_host() && staged == 0 {
             true => self.peer.thread_backlog(self.index),
             false => self.window.bytes() as u64,
         };
-        schedule::local_share(in_flight, chunk_bytes)
+        schedule::local_share(in_flight, staged, chunk_bytes)
     }
 
     /// Bytes of small operations that this channel may take. While there is no bulk they keep to the

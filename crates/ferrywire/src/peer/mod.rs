@@ -16,7 +16,7 @@ pub(crate) use state::{Landing, PeerInfo, PeerState};
 use crate::error::{Error, Result};
 use crate::inbound::Reply;
 use crate::limits;
-use crate::memory::{Identity, Memory, Region, RemoteRegion, check_range};
+use crate::memory::{Identity, Memory, Place, Region, RemoteRegion, check_range};
 use crate::operation::{Op, Transfer, Verb};
 use crate::progress;
 use crate::queue::Entry;
@@ -146,6 +146,9 @@ impl Peer {
             ));
         }
         op.message = checked_message(message.unwrap_or_default())?;
+        if target.place() != Place::Host && !self.state.writes_to_gpus() {
+            self.state.writes_to_gpus.store(true, Ordering::Relaxed);
+        }
         self.state.post(Arc::new(op))
     }
 

@@ -112,6 +112,8 @@ pub(crate) struct PeerState {
     pub unfinished: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
     pub stuck: AtomicBool,
+    /// Something was written to memory of its GPUs, and it stages what comes.
+    pub(super) writes_to_gpus: AtomicBool,
 }
 
 impl PeerState {
@@ -138,6 +140,7 @@ impl PeerState {
             abandoned: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
+            writes_to_gpus: AtomicBool::new(false),
         }
     }
 
@@ -186,6 +189,11 @@ impl PeerState {
     /// Whether so much is under way that the threads should do it, and waiting callers sleep.
     pub fn in_bulk(&self) -> bool {
         self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
+    }
+
+    /// Whether the peer stages some of what is written to it.
+    pub fn writes_to_gpus(&self) -> bool {
+        self.writes_to_gpus.load(Ordering::Relaxed)
     }
 
     /// Whether a channel belongs to the home.

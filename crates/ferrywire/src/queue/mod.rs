@@ -426,11 +426,11 @@ impl Lanes {
     fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         loop {
             let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
-            let chunk_bytes = match bulk.op.on_gpu() && pull.messages.is_none() {
-                true => pull.chunk_bytes.min(limits::STAGING_SLOT_BYTES),
-                false => pull.chunk_bytes,
+            let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
+                true => (limits::STAGING_CHUNK_BYTES_MIN, pull.chunk_bytes.min(limits::STAGING_SLOT_BYTES)),
+                false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
             };
-            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, chunk_bytes);
+            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,

@@ -45,6 +45,11 @@ pub(crate) struct Sending {
 }
 
 impl Sending {
+    /// Whether anything was ever staged.
+    pub fn begun(&self) -> bool {
+        !self.lines.is_empty()
+    }
+
     /// Whether another frame of the largest size can be reserved.
     pub fn has_room(&self) -> bool {
         self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
