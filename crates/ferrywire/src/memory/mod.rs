@@ -11,6 +11,7 @@
 
 pub mod cuda;
 pub(crate) mod host;
+pub mod pattern;
 mod place;
 pub mod sim;
 #[cfg(test)]

@@ -46,9 +46,11 @@ pub use error::{CudaError, Result};
 pub use event::CudaEvent;
 pub use gpu::{CudaGpu, CurrentGuard};
 pub use module::{CudaFunction, CudaModule};
-pub use pattern::{CudaPattern, WordPattern};
+pub use pattern::CudaPattern;
 pub use pinned::PinnedBuffer;
 pub use stream::{CudaCopy, CudaStream};
+
+pub use crate::memory::pattern::WordPattern;
 
 /// A stream of the driver's, as other libraries hand it over (`CUstream`, `cudaStream_t`).
 pub type RawStream = cudarc::driver::sys::CUstream;

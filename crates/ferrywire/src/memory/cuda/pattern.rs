@@ -1,29 +1,10 @@
 //! Bytes that tell where they belong, written and compared by the GPU: for benchmarks and tests, which would else
 //! measure copies to the host.
 
-use super::{CudaBuffer, CudaGpu, CudaStream, Result};
+use super::{CudaBuffer, CudaGpu, CudaStream, Result, WordPattern};
 use crate::memory::unpack::{Kernels, PatternParameters};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-/// An endless sequence of 8-byte words: with `sum = key + w * step`, word `w` is `sum ^ sum << 32 ^ flip`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct WordPattern {
-    /// Word 0, before its halves are mixed.
-    pub key: u64,
-    /// Distance of neighbouring words.
-    pub step: u64,
-    /// Bits that are turned in every word.
-    pub flip: u64,
-}
-
-impl WordPattern {
-    /// The byte at `offset`, words being little-endian.
-    pub fn byte(self, offset: u64) -> u8 {
-        let sum = self.key.wrapping_add((offset / 8).wrapping_mul(self.step));
-        (sum ^ (sum << 32) ^ self.flip).to_le_bytes()[(offset % 8) as usize]
-    }
-}
 
 /// Writes and compares patterns on one GPU; each call waits until it is done.
 #[derive(Debug)]
@@ -68,12 +49,62 @@ impl CudaPattern {
         address: u64,
         bytes: u64,
     ) -> Result<Option<u64>> {
+        // SAFETY: by the caller's promise.
+        unsafe { self.least_difference(&[parameters(pattern, offset, address, bytes)]) }
+    }
+
+    /// Writes several stretches, with one launch for each and one wait for all.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    pub(crate) unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
+        for part in parts.iter().filter(|part| part.bytes > 0) {
+            // SAFETY: by the caller's promise.
+            unsafe { self.kernels.fill(&self.stream, *part) }?;
+        }
+        self.stream.wait(DEADLINE)
+    }
+
+    /// The first of several stretches that differs, and the index of its first wrong byte.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    pub(crate) unsafe fn first_difference_of_parts(
+        &self,
+        parts: &[PatternParameters],
+    ) -> Result<Option<(usize, u64)>> {
+        // SAFETY: by the caller's promise, here and below.
+        if unsafe { self.least_difference(parts) }?.is_none() {
+            return Ok(None);
+        }
+        // All together tell that there is one; halves of halves, which.
+        let (mut first, mut end) = (0, parts.len());
+        while end - first > 1 {
+            let middle = first.midpoint(end);
+            // SAFETY: as above.
+            match unsafe { self.least_difference(&parts[first..middle]) }? {
+                Some(_) => end = middle,
+                None => first = middle,
+            }
+        }
+        // SAFETY: as above.
+        let index = unsafe { self.least_difference(&parts[first..end]) }?;
+        // One that has gone meanwhile was there.
+        Ok(Some((first, index.unwrap_or(0))))
+    }
+
+    /// The least index of a wrong byte in any of several stretches, each counted from its own first byte.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn least_difference(&self, parts: &[PatternParameters]) -> Result<Option<u64>> {
         let buffer = self.first.lock().unwrap_or_else(PoisonError::into_inner);
         let first = buffer.address();
-        // SAFETY: 8 bytes of our own; the rest by the caller's promise.
-        unsafe {
-            self.stream.fill(first, 0xFF, 8)?;
-            self.kernels.check(&self.stream, parameters(pattern, offset, address, bytes), first)?;
+        // SAFETY: 8 bytes of our own.
+        unsafe { self.stream.fill(first, 0xFF, 8) }?;
+        for part in parts.iter().filter(|part| part.bytes > 0) {
+            // SAFETY: 8 bytes of our own; the rest by the caller's promise.
+            unsafe { self.kernels.check(&self.stream, *part, first) }?;
         }
         self.stream.wait(DEADLINE)?;
         let mut found = [0; 8];

@@ -33,6 +33,7 @@ mod engine;
 mod error;
 mod event;
 mod faults;
+mod pattern;
 mod stream;
 mod table;
 #[cfg(test)]
@@ -44,6 +45,7 @@ pub use current::{CurrentGuard, current, set_current};
 pub use error::{Result, SimGpuError};
 pub use event::SimEvent;
 pub use faults::{FAULTS_VARIABLE, SimFaults};
+pub(crate) use pattern::SimPattern;
 pub use stream::SimStream;
 pub use table::{SimGpuTable, TABLE_VARIABLE, TABLE_VERSION};
 pub use work::Gather;

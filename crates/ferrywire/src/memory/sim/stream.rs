@@ -35,7 +35,7 @@ impl SimStream {
         &self.gpu
     }
 
-    fn enqueue(&self, work: Work) -> Result<()> {
+    pub(super) fn enqueue(&self, work: Work) -> Result<()> {
         self.gpu.engine.enqueue(self.lane, work)
     }
 

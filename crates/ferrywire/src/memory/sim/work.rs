@@ -6,8 +6,9 @@
 
 use super::allocation::{Span, resolve};
 use super::event::Mark;
+use super::pattern::{self, Found};
 use super::{Result, SimGpuError};
-use crate::memory::unpack::{Fragment, GatherRun};
+use crate::memory::unpack::{Fragment, GatherRun, PatternParameters};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -54,6 +55,15 @@ pub(super) enum Work {
         bytes: usize,
         into: Arc<Mutex<u32>>,
     },
+    /// A kernel that writes patterns.
+    Pattern {
+        parts: Vec<PatternParameters>,
+    },
+    /// A kernel that compares memory with patterns.
+    Compare {
+        parts: Vec<PatternParameters>,
+        found: Found,
+    },
     Flag(Arc<AtomicU64>, u64),
     Record(Arc<Mark>),
     WaitFor(Arc<Mark>),
@@ -89,6 +99,10 @@ impl Work {
             Work::Checksum { source, bytes, into } => {
                 let from = resolve(*source, *bytes)?;
                 *into.lock().unwrap_or_else(PoisonError::into_inner) = checksum(&from, *bytes);
+            }
+            Work::Pattern { parts } => pattern::fill(parts)?,
+            Work::Compare { parts, found } => {
+                *found.lock().unwrap_or_else(PoisonError::into_inner) = pattern::first_difference(parts)?;
             }
             Work::Flag(flag, value) => flag.store(*value, Ordering::Release),
             Work::Record(mark) => mark.complete(Ok(())),

@@ -1,0 +1,68 @@
+//! Patterns in memory of a simulated GPU, written and compared by its own thread.
+
+use super::allocation::resolve;
+use super::work::Work;
+use super::{Result, SimGpu, SimStream};
+use crate::limits;
+use crate::memory::unpack::PatternParameters;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Bytes that are made or looked at together.
+const PART_BYTES: usize = 64 << 10;
+
+/// Where a comparison leaves the first difference: a part, and an index in it.
+pub(super) type Found = Arc<Mutex<Option<(usize, u64)>>>;
+
+/// Writes and compares patterns on one GPU; each call waits until it is done.
+pub(crate) struct SimPattern(SimStream);
+
+impl SimGpu {
+    pub(crate) fn pattern(self: &Arc<Self>) -> SimPattern {
+        SimPattern(self.stream())
+    }
+}
+
+impl SimPattern {
+    pub fn fill(&self, parts: Vec<PatternParameters>) -> Result<()> {
+        self.0.enqueue(Work::Pattern { parts })?;
+        self.0.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+    }
+
+    pub fn first_difference(&self, parts: Vec<PatternParameters>) -> Result<Option<(usize, u64)>> {
+        let found = Found::default();
+        self.0.enqueue(Work::Compare { parts, found: found.clone() })?;
+        self.0.wait(limits::SIM_GPU_BLOCKING_DEADLINE)?;
+        Ok(*found.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+pub(super) fn fill(parts: &[PatternParameters]) -> Result<()> {
+    let mut made = vec![0u8; PART_BYTES];
+    for part in parts {
+        let to = resolve(part.address, part.bytes as usize)?;
+        for at in (0..part.bytes as usize).step_by(PART_BYTES) {
+            let made = &mut made[..PART_BYTES.min(part.bytes as usize - at)];
+            part.pattern().fill(part.offset + at as u64, made);
+            // SAFETY: inside of the span, which is mapped while it is held; the source is ours.
+            unsafe { std::ptr::copy_nonoverlapping(made.as_ptr(), to.pointer.add(at), made.len()) };
+        }
+    }
+    Ok(())
+}
+
+/// Through a buffer of our own: NICs may write to the memory meanwhile, so no reference to it may exist.
+pub(super) fn first_difference(parts: &[PatternParameters]) -> Result<Option<(usize, u64)>> {
+    let mut found = vec![0u8; PART_BYTES];
+    for (number, part) in parts.iter().enumerate() {
+        let from = resolve(part.address, part.bytes as usize)?;
+        for at in (0..part.bytes as usize).step_by(PART_BYTES) {
+            let found = &mut found[..PART_BYTES.min(part.bytes as usize - at)];
+            // SAFETY: as above.
+            unsafe { std::ptr::copy_nonoverlapping(from.pointer.add(at), found.as_mut_ptr(), found.len()) };
+            if let Some(i) = part.pattern().first_difference(part.offset + at as u64, found) {
+                return Ok(Some((number, (at + i) as u64)));
+            }
+        }
+    }
+    Ok(None)
+}
