@@ -129,7 +129,7 @@ pub struct ServeFlags {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
     pub allow_same_host_gpu: Option<bool>,
-    /// Memory of this end that peers may ask for beside host memory: sim or sim:N, a simulated GPU, with --plugin
+    /// Memory of this end that peers may ask for beside host memory, and get if they do not ask: host, cuda or cuda:N, sim or sim:N (a simulated GPU) [default: any CUDA GPU that is here; with --plugin host]
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
     /// Longest message of the plugin, where the peer says another than the default [default: 512K]
@@ -163,10 +163,10 @@ pub struct ConnectFlags {
     /// One-sided write (default), one-sided read, or two-sided send
     #[arg(long)]
     pub op: Option<Op>,
-    /// Where this side's bytes lie: host (default), sim or sim:N, a simulated GPU, with --transport plugin
+    /// Where this side's bytes lie: host, cuda or cuda:N, sim or sim:N (a simulated GPU) [default: cuda where a GPU is present, else host; with --plugin host]
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
-    /// Where the peer's bytes lie: host (default), sim or sim:N, which its serve must offer with --memory
+    /// Where the peer's bytes lie: as for --memory; simulated GPUs its serve must offer with --memory [default: cuda where a GPU is present there, of two on one host the other one, else host; with --plugin host]
     #[arg(long, value_name = "KIND")]
     pub peer_memory: Option<String>,
     /// Message sizes, a list or a range by powers of two: 64K,1M or 4K..256M [default: 4K,64K,1M,16M,64M; latency: 8,4K,64K]

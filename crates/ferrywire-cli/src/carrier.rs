@@ -1,18 +1,17 @@
-//! What carries payload, and where bytes lie: the choice of transport, plugin and memory.
+//! What carries payload: the choice of transport and plugin.
 //!
 //! Invariant: the file of a plugin is this end's own word. Nothing here is filled in from a peer.
 //! Read next: [`crate::plan`], which asks; [`crate::bench::isolated`], where a plugin runs.
 
-use std::fmt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 use std::time::Duration;
 
 use ferrywire::memory::unpack::UnpackMode;
-use ferrywire::{Endpoint, Place, PluginConfig, Region, limits};
+use ferrywire::{Place, PluginConfig, limits};
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
 use crate::exit::{Failure, Outcome};
+use crate::memory::Memory;
 use crate::units::Bytes;
 
 /// A plugin, and how it is used.
@@ -24,8 +23,8 @@ pub struct PluginUse {
     pub message_bytes_max: Option<usize>,
     /// Requests posted per channel, where it is not the default.
     pub window: Option<usize>,
-    /// The simulated GPU whose memory is moved, beside host memory.
-    pub gpu: Option<u32>,
+    /// The GPU whose memory is moved, beside host memory.
+    pub gpu: Option<Place>,
     /// How scattered receives are gathered; `None`: by a kernel.
     pub unpack: Option<Unpack>,
     /// GPU memory within one host is allowed.
@@ -56,7 +55,7 @@ impl PluginUse {
             config = config.unpack(mode(unpack));
         }
         match self.gpu {
-            Some(index) => config.gpu(Place::SimGpu(index)),
+            Some(place) => config.gpu(place),
             None => config,
         }
     }
@@ -93,69 +92,11 @@ impl PluginUse {
     }
 }
 
-/// Where one end's bytes lie.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Memory {
-    /// Host memory.
-    Host,
-    /// Memory of a simulated GPU.
-    Sim(u32),
-}
-
-impl FromStr for Memory {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Memory, String> {
-        let (kind, number) = text.split_once(':').unwrap_or((text, "0"));
-        let index = number.parse().ok().filter(|index| (*index as usize) < limits::SIM_GPUS_MAX);
-        match (kind, index) {
-            ("host", _) if !text.contains(':') => Ok(Memory::Host),
-            ("sim", Some(index)) => Ok(Memory::Sim(index)),
-            ("sim", None) => Err(format!("GPUs are numbered 0 to {}", limits::SIM_GPUS_MAX - 1)),
-            ("cuda", _) => Err("this build moves memory of the host and of simulated GPUs only".to_owned()),
-            _ => Err("no such kind of memory; there are host and sim[:N]".to_owned()),
-        }
-    }
-}
-
-impl fmt::Display for Memory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Memory::Host => f.write_str("host"),
-            Memory::Sim(index) => write!(f, "sim:{index}"),
-        }
-    }
-}
-
-impl Memory {
-    /// What was typed behind a flag.
-    pub fn typed(flag: &str, text: Option<&str>) -> Outcome<Memory> {
-        let text = text.unwrap_or("host");
-        text.parse().map_err(|why| Failure::Usage(format!("{flag} {text}: {why}")))
-    }
-
-    /// The simulated GPU, if it is one.
-    pub fn gpu(self) -> Option<u32> {
-        match self {
-            Memory::Host => None,
-            Memory::Sim(index) => Some(index),
-        }
-    }
-
-    /// Allocates and registers memory there.
-    pub fn register(self, endpoint: &Endpoint, bytes: u64) -> Outcome<Region> {
-        let bytes = bytes as usize;
-        Ok(match self {
-            Memory::Host => endpoint.register_zeroed(bytes)?,
-            Memory::Sim(index) => endpoint.register_sim(index, bytes)?,
-        })
-    }
-}
-
 /// Chooses for `connect`: the plugin to use, if it is one.
 pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
-    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
+    // Without a word, a plugin moves host memory: not each of them can move a GPU's.
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
+    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?.unwrap_or(Memory::Host);
     let path = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Auto | Transport::Plugin, Some(path)) => path,
         (Transport::Plugin, None) => {
@@ -171,8 +112,6 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
             refuse_without_plugin(&[
                 ("--unpack", flags.unpack.is_some()),
                 ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
-                ("--memory sim", memory != Memory::Host),
-                ("--peer-memory sim", peer_memory != Memory::Host),
             ])?;
             return Ok(None);
         }
@@ -183,7 +122,7 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
     }
     if flags.crc == Some(true) && (memory, peer_memory) != (Memory::Host, Memory::Host) {
         return usage(
-            "--crc needs host memory on both ends: leave it out with --memory or --peer-memory sim",
+            "--crc over a plugin needs host memory on both ends: leave it out with memory of a GPU",
         );
     }
     Ok(Some(PluginUse {
@@ -205,7 +144,6 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
         refuse_without_plugin(&[
             ("--unpack", flags.unpack.is_some()),
             ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
-            ("--memory sim", memory != Memory::Host),
         ])?;
         // Chunk and window may stand in a file or environment for both ends; over TCP the peer's hold.
         return Ok(None);
@@ -214,7 +152,7 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
         path: existing(path)?,
         message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
         window: window(flags.window)?,
-        gpu: memory.gpu(),
+        gpu: memory.and_then(Memory::gpu),
         unpack: flags.unpack,
         allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
         call_limit,
@@ -276,16 +214,6 @@ fn usage<T>(message: impl Into<String>) -> Outcome<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn memory_is_read_as_it_is_shown() {
-        for (text, shown) in [("host", "host"), ("sim", "sim:0"), ("sim:3", "sim:3")] {
-            assert_eq!(text.parse::<Memory>().map(|memory| memory.to_string()), Ok(shown.to_owned()));
-        }
-        for text in ["", "host:0", "sim:", "sim:x", "sim:-1", "sim:99999", "cuda:1", "floppy"] {
-            assert!(text.parse::<Memory>().is_err(), "{text}");
-        }
-    }
 
     #[test]
     fn a_named_plugin_is_chosen_and_one_that_is_missing_refused() {

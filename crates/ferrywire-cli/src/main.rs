@@ -8,6 +8,7 @@ mod bench;
 mod carrier;
 mod exit;
 mod file;
+mod memory;
 mod nics;
 mod plan;
 mod plugin;

@@ -11,8 +11,9 @@ use crate::args::{
     self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
-use crate::carrier::{self, Memory, PluginUse};
+use crate::carrier::{self, PluginUse};
 use crate::exit::{Failure, Outcome};
+use crate::memory::Memory;
 use crate::units::Sizes;
 use crate::{bench, file};
 
@@ -108,6 +109,8 @@ pub struct ServePlan {
     pub listen: SocketAddr,
     /// Engine options of this end.
     pub engine: EnginePlan,
+    /// Memory that peers may ask for beside host memory, and get if they do not ask; `None`: what is here.
+    pub memory: Option<Memory>,
     /// Whether `engine.secret` was made up for this run and is to be printed.
     pub one_time_secret: bool,
     /// End after one peer.
@@ -129,7 +132,10 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
     match bench.end {
-        None => Ok(Plan::Demo(Box::new(plan_connect(bench.options, Vec::new(), verbose)?))),
+        None => {
+            let options = here_on_both_ends(bench.options)?;
+            Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), verbose)?)))
+        }
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;
@@ -161,6 +167,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
         Duration::from_secs_f64(seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     let engine = EnginePlan {
         plugin: carrier::for_serve(&flags, call_limit)?,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
@@ -171,14 +178,41 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     };
     let once = flags.once.unwrap_or(false);
     let child = flags.child.unwrap_or(false);
-    Ok(ServePlan { listen, engine, one_time_secret, once, verbose, inject: flags.inject, child })
+    Ok(ServePlan { listen, engine, memory, one_time_secret, once, verbose, inject: flags.inject, child })
+}
+
+/// The demo knows both ends: what lies where by default is decided once for both.
+fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
+    let mut flags = with_file(flags)?;
+    let memory = memory(&mut flags)?;
+    if flags.plugin.is_none() && flags.peer_memory.is_none() {
+        flags.peer_memory = Some(Memory::of_this_host(Some(memory)).to_string());
+    }
+    Ok(flags)
+}
+
+fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
+    match flags.config.clone() {
+        Some(path) => file::fill(flags, &path),
+        None => Ok(flags),
+    }
+}
+
+/// Where this end's bytes lie; noted in the flags, so that further processes of the run take the same.
+fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
+    let typed = Memory::typed("--memory", flags.memory.as_deref())?;
+    let memory = match (typed, &flags.plugin) {
+        (Some(memory), _) => memory,
+        (None, Some(_)) => Memory::Host,
+        (None, None) => Memory::of_this_host(None),
+    };
+    flags.memory = Some(memory.to_string());
+    Ok(memory)
 }
 
 fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) -> Outcome<ConnectPlan> {
-    let flags = match flags.config.clone() {
-        Some(path) => file::fill(flags, &path)?,
-        None => flags,
-    };
+    let mut flags = with_file(flags)?;
+    let memory = memory(&mut flags)?;
     let secret = secret(flags.secret_file.as_deref())?;
     if secret.is_none() && addresses.iter().any(|address| !address.ip().is_loopback()) {
         return usage(
@@ -190,7 +224,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
     let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
         addresses,
-        run: plan_run(&flags, deadline_s)?,
+        run: plan_run(&flags, memory, deadline_s)?,
         deadline: Duration::from_secs_f64(deadline_s),
         json: flags.json.as_ref().map(PathBuf::from),
         csv: flags.csv.as_ref().map(PathBuf::from),
@@ -222,7 +256,7 @@ fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
     }
 }
 
-fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
+fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Run> {
     let pattern = flags.pattern.unwrap_or(Pattern::Pair);
     let latency = pattern == Pattern::Latency;
     let sizes = flags.sizes.clone().unwrap_or_else(|| default_sizes(latency, flags.blocks));
@@ -235,14 +269,15 @@ fn plan_run(flags: &ConnectFlags, deadline_s: f64) -> Outcome<Run> {
     }
     let run_seconds = seconds("--seconds", flags.seconds)?;
     let iters = at_least_one("--iters", flags.iters.map(|n| n as usize))?.map(|n| n as u64);
-    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
-    let peer_memory = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
-    let scattered = (memory, peer_memory) != (Memory::Host, Memory::Host);
+    let typed = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
+    let peer_memory = typed.or(flags.plugin.as_ref().map(|_| Memory::Host));
+    let on_gpus = memory != Memory::Host || peer_memory != Some(Memory::Host);
+    let scattered = flags.plugin.is_some() && on_gpus;
     Ok(Run {
         op: flags.op.unwrap_or(Op::Write),
         pattern,
-        memory: memory.to_string(),
-        peer_memory: peer_memory.to_string(),
+        memory,
+        peer_memory,
         unpack: scattered.then(|| flags.unpack.unwrap_or(Unpack::Kernel)),
         blocks: blocks(flags.blocks, &sizes)?,
         sizes: sizes.0,
@@ -373,7 +408,8 @@ mod tests {
         let bad = [
             ConnectFlags { depth: Some(0), ..Default::default() },
             ConnectFlags { peers: Some(3), ..Default::default() },
-            ConnectFlags { memory: Some("cuda:0".into()), ..Default::default() },
+            ConnectFlags { memory: Some("cuda:x".into()), ..Default::default() },
+            ConnectFlags { peer_memory: Some("sim:99".into()), ..Default::default() },
             ConnectFlags { pattern: Some(Pattern::Mesh), ..Default::default() },
             ConnectFlags { pattern: Some(Pattern::Latency), depth: Some(2), ..Default::default() },
             ConnectFlags { blocks: Some(5), sizes: Some(Sizes(vec![4])), ..Default::default() },

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, PeerStats};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::host::{self, Host};
+use super::host::Host;
 use super::incast::Companions;
 use super::isolated;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
-use super::protocol::{self, Hello, Message, Side};
+use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
 use super::result::{self, Circumstances};
 use super::serve::region_from;
@@ -19,6 +19,7 @@ use super::session::Session;
 use super::table;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
+use crate::memory::Home;
 use crate::plan::ConnectPlan;
 use crate::sys;
 use crate::units::Bytes;
@@ -59,12 +60,13 @@ fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
 
 /// Connects and goes through the sizes; `tell` hears what was found out, `stage` what begins.
 pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&str)) -> Outcome {
-    host::check_memory(layout::region_bytes(&plan.run))?;
     let start = Instant::now();
+    let home = plan.run.memory.open()?;
+    home.check_room(layout::region_bytes(&plan.run))?;
     let endpoint = super::endpoint(&plan.engine, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
-    let outcome = converse(plan, &endpoint, &link, start, (tell, stage));
+    let outcome = converse(plan, (&endpoint, &home), &link, start, (tell, stage));
     stage("while closing");
     match &outcome {
         Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
@@ -79,29 +81,32 @@ type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
 
 fn converse(
     plan: &ConnectPlan,
-    endpoint: &Endpoint,
+    (endpoint, home): (&Endpoint, &Home),
     link: &Link,
     start: Instant,
     (tell, doing): Listeners<'_>,
 ) -> Outcome {
-    let run = &plan.run;
+    let (run, here) = (&plan.run, Host::this());
     let hello = Hello {
         version: protocol::VERSION,
         run_id: plan.run_id.clone(),
         member: plan.member,
+        boot_id: here.boot_id.clone(),
         run: run.clone(),
     };
     link.tell(&Message::Hello(Box::new(hello)))?;
-    let (peer_host, remote, peer_threads) =
+    let (peer_host, remote, peer_threads, peer_memory, peer_gpu) =
         match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
-            Message::Welcome { host, region, threads } => (*host, region_from(link, &region)?, threads),
+            Message::Welcome { host, region, threads, memory, gpu } => {
+                (*host, region_from(link, &region)?, threads, memory, gpu)
+            }
             _ => return Err(link.strange("no welcome")),
         };
-    let local = run.memory_of(Side::Connect).register(endpoint, layout::region_bytes(run))?;
-    link.tell(&Message::Region { region: protocol::to_hex(&local.descriptor().to_bytes()) })?;
+    let run = &Run { peer_memory: Some(peer_memory), ..run.clone() };
+    let local = home.register(endpoint, layout::region_bytes(run))?;
+    link.tell(&Message::Region { region: protocol::to_hex(&local.region.descriptor().to_bytes()) })?;
     let session =
         Session { link, side: Side::Connect, run, local: &local, remote: &remote, gate: None, inject: None };
-    let here = Host::this();
     tell(News::Peer(peer_host.clone(), peer_threads));
     let setup_s = start.elapsed().as_secs_f64();
     let progress = progress(plan);
@@ -111,7 +116,8 @@ fn converse(
             progress.set_message(format!("{}: {stage}", Bytes(*size)));
         };
         let report = session.step(step, &stage)?;
-        let now = circumstances(plan, endpoint, link.peer.stats(), setup_s);
+        let gpus = (home.gpu_name(), peer_gpu.clone());
+        let now = circumstances(plan, run, gpus, endpoint, link.peer.stats(), setup_s);
         let results = result::results(&now, &here, &peer_host, step, &report);
         if plan.verbose && plan.member == 0 {
             results.iter().for_each(|row| eprintln!("finished {}", table::line(row)));
@@ -128,7 +134,9 @@ fn converse(
 }
 
 fn circumstances<'a>(
-    plan: &'a ConnectPlan,
+    plan: &ConnectPlan,
+    run: &'a Run,
+    (gpu, peer_gpu): (Option<String>, Option<String>),
     endpoint: &Endpoint,
     stats: PeerStats,
     setup_s: f64,
@@ -136,9 +144,11 @@ fn circumstances<'a>(
     let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
     let plugin = plan.engine.plugin.as_ref();
     Circumstances {
-        run: &plan.run,
+        run,
+        gpu,
+        peer_gpu,
         transport: stats.transport.to_owned(),
-        unpack: plan.run.unpack,
+        unpack: run.unpack,
         lanes: stats.channels.iter().filter_map(|channel| channel.lane.clone()).collect(),
         channels: stats.channels.len(),
         chunk_bytes: stats.chunk_bytes as u64,

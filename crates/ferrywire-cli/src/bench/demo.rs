@@ -33,6 +33,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
     command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
+    command.args(plan.run.peer_memory.map(|memory| format!("--memory={memory}")));
     plugin_options(&mut command, plan);
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
@@ -62,7 +63,6 @@ fn read_on(child: &mut Child) {
 fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     let Some(plugin) = &plan.engine.plugin else { return };
     command.arg("--plugin").arg(&plugin.path);
-    command.arg(format!("--memory={}", plan.run.peer_memory));
     command.arg(format!("--deadline={}", plan.deadline.as_secs_f64()));
     command.arg(format!("--allow-same-host-gpu={}", plugin.allow_same_host_gpu));
     command.args(plan.engine.chunk_bytes.map(|bytes| format!("--chunk={bytes}")));

@@ -236,6 +236,7 @@ mod tests {
     use super::*;
     use crate::args::{Pattern, Verify};
     use crate::bench::layout::{flows, region_bytes};
+    use crate::memory::Memory;
     use ferrywire::Endpoint;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -244,8 +245,8 @@ mod tests {
         Run {
             op: Op::Send,
             pattern: Pattern::Pair,
-            memory: "host".into(),
-            peer_memory: "host".into(),
+            memory: Memory::Host,
+            peer_memory: Some(Memory::Host),
             unpack: None,
             sizes: vec![8],
             depth: Some(2),

@@ -165,13 +165,14 @@ impl Layout {
 mod tests {
     use super::*;
     use crate::args::Verify;
+    use crate::memory::Memory;
 
     fn run(sizes: &[u64], blocks: Option<u64>, pattern: Pattern) -> Run {
         Run {
             op: Op::Write,
             pattern,
-            memory: "host".into(),
-            peer_memory: "host".into(),
+            memory: Memory::Host,
+            peer_memory: Some(Memory::Host),
             unpack: None,
             sizes: sizes.to_vec(),
             depth: None,

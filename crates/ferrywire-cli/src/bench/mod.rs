@@ -31,7 +31,6 @@ pub mod verify;
 
 use std::net::SocketAddr;
 
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Builder, Endpoint};
 
 use crate::exit::{Failure, Outcome};
@@ -75,13 +74,9 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     Ok(builder)
 }
 
-/// Builds this end's endpoint.
+/// Builds this end's endpoint. Its GPU is open: a simulated one publishes itself to plugins through the environment,
+/// before there are threads.
 pub fn endpoint(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Endpoint> {
-    if let Some(index) = plan.plugin.as_ref().and_then(|plugin| plugin.gpu) {
-        let gpu = SimGpu::open(index).map_err(ferrywire::Error::from)?;
-        // It publishes itself to plugins through the environment: now, before there are threads, and for good.
-        std::mem::forget(gpu);
-    }
     builder(plan, listen)?.build().map_err(|error| match error {
         ferrywire::Error::Invalid { .. } => Failure::Usage(error.to_string()),
         other => other.into(),

@@ -1,115 +1,53 @@
 //! The bytes that are sent, as a function of run seed, iteration and offset.
 //!
-//! The 8-byte word at index `w` of iteration `i` is `key(seed) + i * I + w * W`, its upper half mixed with
-//! the lower. Both steps are odd, so that neighbouring iterations and offsets differ already in the lowest
-//! byte: even a message of one byte tells an old iteration from a new one (256 in a row differ). The sum
-//! form lets the compiler fill and compare with vector instructions, at memory speed.
-//! The complement of a pattern differs from it in every byte: destinations are poisoned with it.
+//! The 8-byte word at index `w` of iteration `i` is made of `key(seed) + i * I + w * W`. Both steps are odd, so
+//! that neighbouring iterations and offsets differ already in the lowest byte: even a message of one byte tells an
+//! old iteration from a new one (256 in a row differ). The complement of a pattern differs from it in every byte:
+//! destinations are poisoned with it. Seed and iteration are all that the two ends have to agree on: each writes
+//! and compares in its own memory, by the CPU or by the GPU there, see [`ferrywire::memory::pattern`].
 
-use ferrywire::memory::cuda::WordPattern;
+use ferrywire::memory::pattern::WordPattern;
 
 /// Distance of neighbouring iterations (odd).
 const ITERATION_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Distance of neighbouring words (odd).
 const WORD_STEP: u64 = 0xd1b5_4a32_d192_ed03;
-/// Words looked at together when comparing.
-const GROUP_BYTES: usize = 512;
 
 /// The contents of one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pattern {
-    key: u64,
-    flip: u64,
-}
+pub struct Pattern(WordPattern);
 
 impl Pattern {
     /// The pattern of one iteration of a run.
     pub fn new(seed: u64, iteration: u64) -> Pattern {
-        Pattern { key: mix(seed).wrapping_add(iteration.wrapping_mul(ITERATION_STEP)), flip: 0 }
+        let key = mix(seed).wrapping_add(iteration.wrapping_mul(ITERATION_STEP));
+        Pattern(WordPattern { key, step: WORD_STEP, flip: 0 })
     }
 
     /// The pattern that differs from this one in every byte.
     pub fn complement(self) -> Pattern {
-        Pattern { flip: !self.flip, ..self }
+        Pattern(WordPattern { flip: !self.0.flip, ..self.0 })
     }
 
     /// The same pattern as GPUs write and compare it.
-    #[cfg_attr(not(test), expect(dead_code, reason = "memory of CUDA GPUs is not measured yet"))]
     pub fn words(self) -> WordPattern {
-        WordPattern { key: self.key, step: WORD_STEP, flip: self.flip }
-    }
-
-    fn word(self, index: u64) -> u64 {
-        self.word_at(self.key.wrapping_add(index.wrapping_mul(WORD_STEP)))
-    }
-
-    #[inline(always)]
-    fn word_at(self, sum: u64) -> u64 {
-        sum ^ (sum << 32) ^ self.flip
+        self.0
     }
 
     /// The byte at `offset`.
     pub fn byte(self, offset: u64) -> u8 {
-        self.word(offset / 8).to_le_bytes()[(offset % 8) as usize]
+        self.0.byte(offset)
     }
 
     /// Writes the bytes from `offset` on.
     pub fn fill(self, offset: u64, into: &mut [u8]) {
-        let head = head_bytes(offset, into.len());
-        let (first, rest) = into.split_at_mut(head);
-        for (i, byte) in first.iter_mut().enumerate() {
-            *byte = self.byte(offset + i as u64);
-        }
-        let index = (offset + head as u64) / 8;
-        let mut sum = self.key.wrapping_add(index.wrapping_mul(WORD_STEP));
-        let mut words = rest.chunks_exact_mut(8);
-        for word in &mut words {
-            word.copy_from_slice(&self.word_at(sum).to_le_bytes());
-            sum = sum.wrapping_add(WORD_STEP);
-        }
-        let last = words.into_remainder();
-        let bytes = self.word_at(sum).to_le_bytes();
-        last.copy_from_slice(&bytes[..last.len()]);
+        self.0.fill(offset, into);
     }
 
     /// The first byte that is not what it should be from `offset` on, as an index into `found`.
     pub fn first_difference(self, offset: u64, found: &[u8]) -> Option<usize> {
-        let mut at = head_bytes(offset, found.len());
-        if let Some(i) = self.scan(offset, &found[..at]) {
-            return Some(i);
-        }
-        while at < found.len() {
-            let group = &found[at..found.len().min(at + GROUP_BYTES)];
-            if self.group_differs((offset + at as u64) / 8, group) {
-                return self.scan(offset + at as u64, group).map(|i| at + i);
-            }
-            at += group.len();
-        }
-        None
+        self.0.first_difference(offset, found)
     }
-
-    fn group_differs(self, index: u64, group: &[u8]) -> bool {
-        let mut sum = self.key.wrapping_add(index.wrapping_mul(WORD_STEP));
-        let mut difference = 0;
-        let words = group.chunks_exact(8);
-        let last = words.remainder();
-        for word in words {
-            let found =
-                u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
-            difference |= found ^ self.word_at(sum);
-            sum = sum.wrapping_add(WORD_STEP);
-        }
-        difference != 0 || self.word_at(sum).to_le_bytes()[..last.len()] != *last
-    }
-
-    fn scan(self, offset: u64, found: &[u8]) -> Option<usize> {
-        found.iter().enumerate().position(|(i, byte)| *byte != self.byte(offset + i as u64))
-    }
-}
-
-/// Bytes up to the next word boundary.
-fn head_bytes(offset: u64, available: usize) -> usize {
-    available.min((offset.wrapping_neg() % 8) as usize)
 }
 
 /// Spreads the bits of a seed (the finalizer of splitmix64).
@@ -151,10 +89,10 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_writes_the_same_bytes() {
+    fn single_bytes_are_those_of_the_whole() {
         for pattern in [Pattern::new(7, 3), Pattern::new(8, 1 << 40).complement()] {
             for offset in [0, 1 << 33, u64::MAX - 5000].into_iter().flat_map(|first| first..first + 40) {
-                assert_eq!(pattern.words().byte(offset), pattern.byte(offset), "{offset}");
+                assert_eq!(bytes(pattern, offset, 1), [pattern.byte(offset)], "{offset}");
             }
         }
     }

@@ -12,11 +12,11 @@ use super::host::Host;
 use super::measure::{Interval, LatencyCounts};
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Unpack, Verify};
-use crate::carrier::Memory;
+use crate::memory::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -35,9 +35,9 @@ pub struct Run {
     /// Who sends to whom.
     pub pattern: Pattern,
     /// Where the connecting end's bytes lie.
-    pub memory: String,
-    /// Where the serving end's bytes lie.
-    pub peer_memory: String,
+    pub memory: Memory,
+    /// Where the serving end's bytes lie; `None`: where that end chooses.
+    pub peer_memory: Option<Memory>,
     /// How scattered receives are gathered at both ends; `None`: none are.
     #[serde(default)]
     pub unpack: Option<Unpack>,
@@ -74,17 +74,7 @@ impl Run {
             && (1..=PEERS_MAX).contains(&self.peers)
             && seconds.into_iter().flatten().all(|s| s > 0.0 && s <= SECONDS_MAX)
             && (self.seconds.is_some() || self.iters.is_some());
-        match (good, self.peer_memory.parse::<Memory>()) {
-            (true, Ok(_)) => Ok(()),
-            (true, Err(why)) => Err(format!("memory {}: {why}", self.peer_memory)),
-            (false, _) => Err("the options of this run are out of range".to_owned()),
-        }
-    }
-
-    /// Where the bytes of one end lie.
-    pub fn memory_of(&self, side: Side) -> Memory {
-        let text = if side == Side::Connect { &self.memory } else { &self.peer_memory };
-        text.parse().unwrap_or(Memory::Host)
+        if good { Ok(()) } else { Err("the options of this run are out of range".to_owned()) }
     }
 }
 
@@ -117,6 +107,8 @@ pub struct Hello {
     pub run_id: String,
     /// Which peer of the run this is.
     pub member: usize,
+    /// The machine that it runs on, see [`Host`].
+    pub boot_id: String,
     /// What is to be done.
     pub run: Run,
 }
@@ -217,6 +209,10 @@ pub enum Message {
         region: String,
         /// Progress threads.
         threads: usize,
+        /// Where its bytes lie.
+        memory: Memory,
+        /// The GPU there.
+        gpu: Option<String>,
     },
     /// `connect` answers with the descriptor of its own region.
     Region {

@@ -10,10 +10,9 @@ use super::host::Host;
 use super::layout;
 use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
-use super::protocol::{FlowReport, Run, Side, SideReport, SocketBuffers};
+use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
 use crate::args::{Op, Pattern, Unpack, Verify};
-use crate::carrier::Memory;
 
 /// Least, middle and greatest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -83,10 +82,10 @@ pub struct ResultRow {
     pub unpack: Option<Unpack>,
     /// Who sends to whom.
     pub pattern: Pattern,
-    /// The GPU of this end; `all` for the sum over an incast.
+    /// The name of this end's GPU; `all` for the sum over an incast.
     pub gpu: Option<String>,
-    /// The GPU of the other end.
-    pub peer_gpu: Option<u32>,
+    /// The name of the other end's GPU.
+    pub peer_gpu: Option<String>,
     /// `to_peer`, `from_peer` or `both`.
     pub direction: String,
     /// Size of a message.
@@ -134,6 +133,10 @@ pub struct ResultRow {
 pub struct Circumstances<'a> {
     /// What was agreed on.
     pub run: &'a Run,
+    /// The name of this end's GPU, where its bytes lie on one.
+    pub gpu: Option<String>,
+    /// Likewise of the other end.
+    pub peer_gpu: Option<String>,
     /// How channels move bytes.
     pub transport: String,
     /// How scattered receives are gathered, where receives can be scattered.
@@ -227,13 +230,13 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
     let (per_nic, per_channel) = moved(share.members);
     ResultRow {
         op: run.op,
-        memory: run.memory.clone(),
-        peer_memory: run.peer_memory.clone(),
+        memory: run.memory.to_string(),
+        peer_memory: run.peer_memory.map_or_else(String::new, |memory| memory.to_string()),
         transport: now.transport.clone(),
         unpack: now.unpack,
         pattern: run.pattern,
-        gpu: gpu(share, run.memory_of(Side::Connect)),
-        peer_gpu: run.memory_of(Side::Serve).gpu(),
+        gpu: share.gpu.map(str::to_owned).or_else(|| now.gpu.clone()),
+        peer_gpu: now.peer_gpu.clone(),
         direction: share.direction.to_owned(),
         size_bytes: size,
         depth: layout::depth(run, size),
@@ -274,11 +277,6 @@ fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Optio
     } else {
         CpuPerGb { source: far, target: near }
     })
-}
-
-/// The GPU of this end, or that it is the sum of several.
-fn gpu(share: &Share, memory: Memory) -> Option<String> {
-    share.gpu.map(str::to_owned).or_else(|| memory.gpu().map(|index| index.to_string()))
 }
 
 fn extra(

@@ -12,15 +12,16 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
 use super::gate::Gate;
-use super::host::{self, Host};
+use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
 use crate::args::{Inject, Verify};
-use crate::carrier::{Memory, PluginUse};
+use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
+use crate::memory::{Home, Memory};
 use crate::plan::ServePlan;
 use crate::sys;
 
@@ -164,6 +165,8 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
     if plan.child {
         sys::die_with_parent();
     }
+    // As long as it serves: what was named to it is there from the beginning.
+    let _home = plan.memory.map(Memory::open).transpose()?;
     let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
     voice.listening(&plan, &endpoint);
     let hall = Arc::new(Hall::default());
@@ -229,10 +232,10 @@ fn attend_in_thread(
     over: Sender<Ended>,
 ) {
     let (endpoint, hall, inject, verbose) = (endpoint.clone(), hall.clone(), plan.inject, plan.verbose);
-    let (voice, plugin) = (voice.clone(), plan.engine.plugin.clone());
+    let (voice, plugin, memory) = (voice.clone(), plan.engine.plugin.clone(), plan.memory);
     let attend = move || {
         let link = Link::new(peer, HELLO_DEADLINE);
-        match admit(&link, &hall, plugin.as_ref()) {
+        match admit(&link, &hall, plugin.as_ref(), memory) {
             Err(failure) => {
                 let why = failure.message();
                 if verbose {
@@ -240,9 +243,9 @@ fn attend_in_thread(
                 }
                 link.tell_last(&Message::Refused { why });
             }
-            Ok((hello, active)) => {
+            Ok((hello, active, home)) => {
                 voice.run_begins(&link.peer.name());
-                attend(link, &endpoint, &hall, (&hello, &active), inject, &over);
+                attend(link, &endpoint, &hall, (&hello, &active, &home), inject, &over);
             }
         }
     };
@@ -252,13 +255,20 @@ fn attend_in_thread(
     }
 }
 
-/// Refuses memory that this end was not told to offer.
-fn offered(memory: Memory, gpu: Option<u32>) -> Outcome {
-    match memory {
-        Memory::Sim(index) if gpu != Some(index) => Err(Failure::failed(format!(
-            "this end offers no memory {memory}: start its serve with --memory {memory} and --plugin PATH"
+/// Where the bytes of this end shall lie: where the peer asks, if that is offered. Host memory always is; beside it
+/// the kind that was named to this end, or any GPU that is here.
+fn offered(hello: &Hello, own: Option<Memory>, has_plugin: bool) -> Outcome<Memory> {
+    let Some(asked) = hello.run.peer_memory else {
+        let neighbour = Some(hello.run.memory).filter(|_| hello.boot_id == Host::this().boot_id);
+        return Ok(own.unwrap_or_else(|| Memory::of_this_host(neighbour)));
+    };
+    match asked {
+        Memory::Host => Ok(asked),
+        _ if own == Some(asked) => Ok(asked),
+        Memory::Cuda(_) if own.is_none() && !has_plugin => Ok(asked),
+        _ => Err(Failure::failed(format!(
+            "this end offers no memory {asked}: start its serve with --memory {asked}"
         ))),
-        _ => Ok(()),
     }
 }
 
@@ -276,8 +286,13 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
 }
 
 /// Hears what the peer wants, and lets it in if there is room.
-fn admit(link: &Link, hall: &Hall, plugin: Option<&PluginUse>) -> Outcome<(Hello, Arc<ActiveRun>)> {
-    let hello = match link.hear()? {
+fn admit(
+    link: &Link,
+    hall: &Hall,
+    plugin: Option<&PluginUse>,
+    own: Option<Memory>,
+) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
+    let mut hello = match link.hear()? {
         Message::Hello(hello) => *hello,
         _ => return Err(link.strange("no greeting")),
     };
@@ -288,13 +303,15 @@ fn admit(link: &Link, hall: &Hall, plugin: Option<&PluginUse>) -> Outcome<(Hello
         )));
     }
     hello.run.check().map_err(Failure::Failed)?;
-    offered(hello.run.memory_of(Side::Serve), plugin.and_then(|plugin| plugin.gpu))?;
+    let memory = offered(&hello, own, plugin.is_some())?;
+    hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
-    host::check_memory(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
+    let home = memory.open()?;
+    home.check_room(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
     let since = Instant::now();
     loop {
         match hall.enter(&hello, &link.peer.name()) {
-            Ok(active) => return Ok((hello, active)),
+            Ok(active) => return Ok((hello, active, home)),
             Err(why) if since.elapsed() > BUSY_GRACE || sys::interrupted() => {
                 return Err(Failure::Failed(why));
             }
@@ -307,12 +324,12 @@ fn attend(
     link: Link,
     endpoint: &Endpoint,
     hall: &Hall,
-    (hello, active): (&Hello, &ActiveRun),
+    (hello, active, home): (&Hello, &ActiveRun, &Home),
     inject: Option<Inject>,
     over: &Sender<Ended>,
 ) {
     let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
-    let outcome = converse(&link, endpoint, hello, active, inject);
+    let outcome = converse(&link, endpoint, (hello, active, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
     if let Some(ended) = ended {
@@ -327,15 +344,18 @@ fn attend(
 fn converse(
     link: &Link,
     endpoint: &Endpoint,
-    hello: &Hello,
-    active: &ActiveRun,
+    (hello, active, home): (&Hello, &ActiveRun, &Home),
     inject: Option<Inject>,
 ) -> Outcome {
     let run = &hello.run;
-    let local = run.memory_of(Side::Serve).register(endpoint, layout::region_bytes(run))?;
-    let region = protocol::to_hex(&local.descriptor().to_bytes());
-    let threads = super::threads(endpoint);
-    link.tell(&Message::Welcome { host: Box::new(Host::this()), region, threads })?;
+    let local = home.register(endpoint, layout::region_bytes(run))?;
+    link.tell(&Message::Welcome {
+        host: Box::new(Host::this()),
+        region: protocol::to_hex(&local.region.descriptor().to_bytes()),
+        threads: super::threads(endpoint),
+        memory: run.peer_memory.unwrap_or(Memory::Host),
+        gpu: home.gpu_name(),
+    })?;
     let remote = match link.hear_from_one_who_prepares(layout::region_bytes(run))? {
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("no region")),
@@ -401,12 +421,13 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
 }
 
 fn effective_values(plan: &ServePlan) -> String {
-    let ServePlan { listen, engine, once, .. } = plan;
+    let ServePlan { listen, engine, memory, once, .. } = plan;
+    let memory = memory.map_or_else(|| "what peers ask for".to_owned(), |memory| memory.to_string());
     let threads = engine.threads.map_or_else(|| "chosen".to_owned(), |n| n.to_string());
     let congestion_control = engine.congestion_control.as_deref().unwrap_or("chosen");
     let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
     format!(
-        "listen = {listen}\nonce = {once}\nnics = {nics:?}\nthreads = {threads}\n\
+        "listen = {listen}\nonce = {once}\nmemory = {memory}\nnics = {nics:?}\nthreads = {threads}\n\
          congestion_control = {congestion_control}\nsecret = {secret}\n"
     )
 }

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Region, RemoteRegion};
+use ferrywire::RemoteRegion;
 
 use super::flow::{self, Poster};
 use super::gate::Gate;
@@ -20,6 +20,7 @@ use super::protocol::{FlowReport, Message, Point, Run, Side, SideReport};
 use super::verify::{Contents, timed_iteration};
 use crate::args::{Inject, Op, Pattern, Verify};
 use crate::exit::{Failure, Outcome};
+use crate::memory::Local;
 
 /// Length of the warm-up when no number of messages is given.
 const WARMUP: Duration = Duration::from_millis(200);
@@ -35,7 +36,7 @@ pub struct Session<'a> {
     /// What both agreed on.
     pub run: &'a Run,
     /// This end's memory.
-    pub local: &'a Region,
+    pub local: &'a Local,
     /// The other end's memory.
     pub remote: &'a RemoteRegion,
     /// Where the serving end waits for the run's other peers, and which peer this is.
@@ -100,8 +101,9 @@ impl<'a> Session<'a> {
     }
 
     fn prepare(&'a self, index: usize) -> Outcome<Step<'a>> {
-        let poster =
-            |flow| Poster::new(self.link, self.run, flow, self.side, index, (self.local, self.remote));
+        let poster = |flow| {
+            Poster::new(self.link, self.run, flow, self.side, index, (&self.local.region, self.remote))
+        };
         let posters = layout::flows(self.run).into_iter().map(|flow| Ok((flow, poster(flow)?)));
         let posters = posters.collect::<Outcome<_>>()?;
         Ok(Step { session: self, index, depth: layout::depth(self.run, self.run.sizes[index]), posters })
@@ -128,7 +130,7 @@ impl<'a> Step<'a> {
 
     /// This end's memory of a flow.
     pub fn contents(&self, poster: &'a Poster<'a>) -> Contents<'a> {
-        Contents { region: self.session.local, layout: poster.layout(), seed: self.session.run.seed }
+        Contents { local: self.session.local, layout: poster.layout(), seed: self.session.run.seed }
     }
 
     /// Fills what is sent and poisons what is written.

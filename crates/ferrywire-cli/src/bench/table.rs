@@ -14,8 +14,8 @@ type Column = (&'static str, fn(&ResultRow) -> String);
 const SIZE: Column = ("size", |row| Bytes(row.size_bytes).to_string());
 const DIRECTION: Column = ("direction", |row| {
     match (row.gpu.as_deref().filter(|_| row.pattern == Pattern::Incast), row.extra.get("member")) {
-        (Some(gpu), _) => format!("{} {gpu}", row.direction),
-        (None, Some(member)) => format!("{} {member}", row.direction),
+        (_, Some(member)) => format!("{} {member}", row.direction),
+        (Some(gpu), None) => format!("{} {gpu}", row.direction),
         (None, None) => row.direction.clone(),
     }
 });
@@ -109,7 +109,14 @@ fn headline(row: &ResultRow) -> String {
     };
     let op = format!("{:?}", row.op).to_lowercase();
     let blocks = row.blocks.map_or_else(String::new, |n| format!(", {n} blocks per message"));
-    format!("{op}, {pattern}{blocks}: {} here, {} there", row.memory, row.peer_memory)
+    let here = lies(&row.memory, row.gpu.as_deref());
+    let there = lies(&row.peer_memory, row.peer_gpu.as_deref());
+    format!("{op}, {pattern}{blocks}: {here} here, {there} there")
+}
+
+/// A kind of memory, with the name of its GPU.
+fn lies(memory: &str, gpu: Option<&str>) -> String {
+    gpu.map_or_else(|| memory.to_owned(), |gpu| format!("{memory} ({gpu})"))
 }
 
 fn setting(record: &Record, row: &ResultRow) -> String {
@@ -136,7 +143,8 @@ fn setting(record: &Record, row: &ResultRow) -> String {
 fn why(row: &ResultRow) -> String {
     match row.extra.get("plugin").and_then(|plugin| plugin.as_str()) {
         Some(plugin) => format!("one was named: {plugin}"),
-        None => "both ends are host memory".to_owned(),
+        None if row.memory == "host" && row.peer_memory == "host" => "both ends are host memory".to_owned(),
+        None => "no plugin was named: through pinned memory of the host".to_owned(),
     }
 }
 

@@ -1,19 +1,25 @@
 //! Fills memory with patterns, poisons it, and finds the first byte that is wrong.
+//!
+//! Memory of the host through a buffer of ours; memory of a GPU by that GPU, all stretches of a message at once.
 
 use ferrywire::Region;
+use ferrywire::memory::pattern::Stretch;
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Layout, Piece};
 use super::pattern::{Pattern, mix};
 use crate::args::{Inject, Verify};
 use crate::exit::Outcome;
+use crate::memory::Local;
 use crate::units::Bytes;
 
-/// Memory is filled and compared through a buffer of this size, which stays in the nearest cache.
+/// Host memory is filled and compared through a buffer of this size, which stays in the nearest cache.
 const BUFFER_BYTES: usize = 16 << 10;
 /// What `--verify sample` looks at: both ends of a message and some pages between.
 const SAMPLE_BYTES: u64 = 4096;
 const SAMPLES: u64 = 16;
+/// How much of wrong data is looked at to tell what it is.
+const NEAR_BYTES: u64 = 64;
 /// Iteration number of what lies in gaps.
 const GAP_ITERATION: u64 = u64::MAX;
 /// Iteration numbers of the timed part start here, one per slot; the verified pass counts from 0.
@@ -53,7 +59,7 @@ pub fn timed_iteration(slot: u64) -> u64 {
 /// The memory of one flow on one side, with what belongs into it.
 pub struct Contents<'a> {
     /// The memory.
-    pub region: &'a Region,
+    pub local: &'a Local,
     /// Where in it.
     pub layout: &'a Layout,
     /// Of the run.
@@ -72,15 +78,41 @@ impl Contents<'_> {
 
     /// Puts into a slot what differs from an iteration in every byte, and the gaps' bytes into the gaps.
     pub fn poison(&self, slot: u64, iteration: u64) -> Outcome {
-        let gaps = self.pattern(GAP_ITERATION);
-        for piece in self.layout.pieces(slot) {
-            put(self.region, gaps, piece.offset + piece.bytes, piece.offset + piece.bytes, gap_bytes(piece))?;
-        }
-        self.put(slot, self.pattern(iteration).complement())
+        let pattern = self.pattern(iteration).complement();
+        let both = |piece| [data_of(piece, pattern), self.gap_of(piece)];
+        self.write(self.layout.pieces(slot).flat_map(both))
     }
 
     fn put(&self, slot: u64, pattern: Pattern) -> Outcome {
-        self.layout.pieces(slot).try_for_each(|p| put(self.region, pattern, p.offset, p.logical, p.bytes))
+        self.write(self.layout.pieces(slot).map(|piece| data_of(piece, pattern)))
+    }
+
+    fn write(&self, mut stretches: impl Iterator<Item = Stretch>) -> Outcome {
+        match &self.local.patterns {
+            Some(gpu) => Ok(gpu.fill(&stretches.collect::<Vec<_>>())?),
+            None => stretches.try_for_each(|stretch| put(&self.local.region, stretch)),
+        }
+    }
+
+    /// The first stretch with a wrong byte, and the index of that byte.
+    fn find(&self, mut stretches: impl Iterator<Item = Stretch>) -> Outcome<Option<(Stretch, u64)>> {
+        let Some(gpu) = &self.local.patterns else {
+            let look = |stretch| first_difference(&self.local.region, stretch).transpose();
+            return stretches.find_map(look).transpose();
+        };
+        let all: Vec<Stretch> = stretches.collect();
+        Ok(gpu.first_difference(&all)?.map(|(stretch, index)| (all[stretch], index)))
+    }
+
+    fn gap_of(&self, piece: Piece) -> Stretch {
+        let Piece { offset, bytes, cell_end, .. } = piece;
+        let gap = offset + bytes;
+        Stretch {
+            pattern: self.pattern(GAP_ITERATION).words(),
+            from: gap,
+            offset: gap,
+            bytes: cell_end - gap,
+        }
     }
 
     /// Spoils a slot that holds an iteration's bytes.
@@ -93,7 +125,7 @@ impl Contents<'_> {
                     return Ok(());
                 };
                 let wrong = !self.pattern(iteration).byte(piece.logical + piece.bytes - 1);
-                Ok(self.region.write_at(piece.offset + piece.bytes - 1, &[wrong])?)
+                Ok(self.local.region.write_at(piece.offset + piece.bytes - 1, &[wrong])?)
             }
         }
     }
@@ -103,54 +135,40 @@ impl Contents<'_> {
         if how == Verify::Off {
             return Ok(None);
         }
-        for piece in self.layout.pieces(slot) {
-            for (start, bytes) in stretches(piece.bytes, how, mix(self.seed ^ iteration)) {
-                let (offset, logical) = (piece.offset + start, piece.logical + start);
-                if let Some(wrong) = self.check_stretch(iteration, offset, logical, bytes)? {
-                    return Ok(Some(wrong));
-                }
-            }
-            if let Some(wrong) = self.check_gap(piece)? {
-                return Ok(Some(wrong));
-            }
-        }
-        Ok(None)
-    }
-
-    fn check_stretch(
-        &self,
-        iteration: u64,
-        offset: u64,
-        logical: u64,
-        bytes: u64,
-    ) -> Outcome<Option<Mismatch>> {
         let pattern = self.pattern(iteration);
-        let Some((i, near)) = first_difference(self.region, pattern, offset, logical, bytes)? else {
-            return Ok(None);
+        let looked_at = |piece: Piece| {
+            let data = data_of(piece, pattern);
+            let parts = stretches(piece.bytes, how, mix(self.seed ^ iteration)).into_iter();
+            let part = move |(start, bytes)| Stretch {
+                from: data.from + start,
+                offset: data.offset + start,
+                bytes,
+                ..data
+            };
+            parts.map(part).chain([self.gap_of(piece)])
         };
-        let at = logical + i;
-        Ok(Some(Mismatch {
-            size_bytes: self.layout.size(),
-            offset: at,
-            expected: pattern.byte(at),
-            found: near[0],
-            likely: self.likely(iteration, at, &near),
-        }))
+        match self.find(self.layout.pieces(slot).flat_map(looked_at))? {
+            Some((stretch, index)) => self.mismatch(iteration, stretch, index).map(Some),
+            None => Ok(None),
+        }
     }
 
-    fn check_gap(&self, piece: Piece) -> Outcome<Option<Mismatch>> {
-        let (pattern, offset) = (self.pattern(GAP_ITERATION), piece.offset + piece.bytes);
-        let Some((i, near)) = first_difference(self.region, pattern, offset, offset, gap_bytes(piece))?
-        else {
-            return Ok(None);
+    fn mismatch(&self, iteration: u64, stretch: Stretch, index: u64) -> Outcome<Mismatch> {
+        let mut near = vec![0; (stretch.bytes - index).min(NEAR_BYTES) as usize];
+        self.local.region.read_at(stretch.offset + index, &mut near)?;
+        let offset = stretch.from + index;
+        let in_gap = stretch.pattern == self.pattern(GAP_ITERATION).words();
+        let likely = match in_gap {
+            true => "written to, though no message lies there".to_owned(),
+            false => self.likely(iteration, offset, &near),
         };
-        Ok(Some(Mismatch {
+        Ok(Mismatch {
             size_bytes: self.layout.size(),
-            offset: offset + i,
-            expected: pattern.byte(offset + i),
+            offset,
+            expected: stretch.pattern.byte(offset),
             found: near[0],
-            likely: "written to, though no message lies there".to_owned(),
-        }))
+            likely,
+        })
     }
 
     /// Tells what the bytes from `offset` on look like.
@@ -168,7 +186,7 @@ impl Contents<'_> {
     /// First bytes of a slot that one small write can mark, at most 8.
     pub fn stamp(&self, slot: u64, iteration: u64) -> Outcome {
         let (offset, stamp) = self.stamp_of(slot, iteration);
-        Ok(self.region.write_at(offset, &stamp)?)
+        Ok(self.local.region.write_at(offset, &stamp)?)
     }
 
     /// Whether a slot starts with an iteration's stamp.
@@ -176,7 +194,7 @@ impl Contents<'_> {
         let (offset, stamp) = self.stamp_of(slot, iteration);
         let mut found = [0; 8];
         let found = &mut found[..stamp.len()];
-        self.region.read_at(offset, found)?;
+        self.local.region.read_at(offset, found)?;
         let Some(i) = stamp.iter().zip(&*found).position(|(a, b)| a != b) else {
             return Ok(None);
         };
@@ -197,8 +215,9 @@ impl Contents<'_> {
     }
 }
 
-fn gap_bytes(piece: Piece) -> u64 {
-    piece.cell_end - piece.offset - piece.bytes
+fn data_of(piece: Piece, pattern: Pattern) -> Stretch {
+    let Piece { offset, logical, bytes, .. } = piece;
+    Stretch { pattern: pattern.words(), from: logical, offset, bytes }
 }
 
 /// The stretches of a piece that are looked at.
@@ -211,31 +230,26 @@ fn stretches(bytes: u64, how: Verify, seed: u64) -> Vec<(u64, u64)> {
     starts.map(|start| (start, SAMPLE_BYTES)).collect()
 }
 
-fn put(region: &Region, pattern: Pattern, offset: u64, logical: u64, bytes: u64) -> Outcome {
+fn put(region: &Region, stretch: Stretch) -> Outcome {
+    let Stretch { pattern, from, offset, bytes } = stretch;
     let mut buffer = [0; BUFFER_BYTES];
     for start in (0..bytes).step_by(BUFFER_BYTES) {
         let part = &mut buffer[..(bytes - start).min(BUFFER_BYTES as u64) as usize];
-        pattern.fill(logical + start, part);
+        pattern.fill(from + start, part);
         region.write_at(offset + start, part)?;
     }
     Ok(())
 }
 
-/// The index of the first wrong byte, and up to 64 bytes from there on.
-fn first_difference(
-    region: &Region,
-    pattern: Pattern,
-    offset: u64,
-    logical: u64,
-    bytes: u64,
-) -> Outcome<Option<(u64, Vec<u8>)>> {
+/// The stretch and the index of its first wrong byte.
+fn first_difference(region: &Region, stretch: Stretch) -> Outcome<Option<(Stretch, u64)>> {
+    let Stretch { pattern, from, offset, bytes } = stretch;
     let mut buffer = [0; BUFFER_BYTES];
     for start in (0..bytes).step_by(BUFFER_BYTES) {
         let part = &mut buffer[..(bytes - start).min(BUFFER_BYTES as u64) as usize];
         region.read_at(offset + start, part)?;
-        if let Some(i) = pattern.first_difference(logical + start, part) {
-            let near = &part[i..part.len().min(i + 64)];
-            return Ok(Some((start + i as u64, near.to_vec())));
+        if let Some(i) = pattern.first_difference(from + start, part) {
+            return Ok(Some((stretch, start + i as u64)));
         }
     }
     Ok(None)
@@ -247,13 +261,14 @@ mod tests {
     use super::super::protocol::{Run, Side};
     use super::*;
     use crate::args::{Op, Pattern as Traffic};
+    use crate::memory::Memory;
 
     fn run(size: u64, blocks: Option<u64>) -> Run {
         Run {
             op: Op::Write,
             pattern: Traffic::Pair,
-            memory: "host".into(),
-            peer_memory: "host".into(),
+            memory: Memory::Host,
+            peer_memory: Some(Memory::Host),
             unpack: None,
             sizes: vec![size],
             depth: Some(2),
@@ -268,14 +283,25 @@ mod tests {
         }
     }
 
-    /// Fills two slots with iterations 6 and 7, spoils the second, and checks both.
+    /// Fills two slots with iterations 6 and 7, spoils the second, and checks both: on the host and on a GPU.
     fn found_after(size: u64, blocks: Option<u64>, spoil: impl Fn(&Contents)) -> [Option<Mismatch>; 2] {
+        let [host, gpu] = [Memory::Host, Memory::Sim(8)].map(|memory| found_in(memory, size, blocks, &spoil));
+        assert_eq!(host, gpu);
+        host
+    }
+
+    fn found_in(
+        memory: Memory,
+        size: u64,
+        blocks: Option<u64>,
+        spoil: &impl Fn(&Contents),
+    ) -> [Option<Mismatch>; 2] {
         let run = run(size, blocks);
         let endpoint = ferrywire::Endpoint::builder().build().expect("an endpoint");
-        let region =
-            endpoint.register_zeroed(super::super::layout::region_bytes(&run) as usize).expect("memory");
+        let bytes = super::super::layout::region_bytes(&run);
+        let local = memory.open().and_then(|home| home.register(&endpoint, bytes)).expect("memory");
         let layout = Layout::new(&run, flows(&run)[0], Side::Serve, 0);
-        let contents = Contents { region: &region, layout: &layout, seed: run.seed };
+        let contents = Contents { local: &local, layout: &layout, seed: run.seed };
         for slot in 0..2 {
             contents.poison(slot, 6 + slot).expect("poisoned");
             contents.fill(slot, 6 + slot).expect("filled");
@@ -314,7 +340,7 @@ mod tests {
         for (size, blocks) in [(100, None), (1000, Some(7))] {
             let outside = |contents: &Contents| {
                 let piece = contents.layout.pieces(1).next().expect("a piece");
-                contents.region.write_at(piece.offset + piece.bytes, b"x").expect("written");
+                contents.local.region.write_at(piece.offset + piece.bytes, b"x").expect("written");
             };
             let [_, bad] = found_after(size, blocks, outside);
             assert!(bad.is_some_and(|bad| bad.likely.starts_with("written to")));

@@ -6,7 +6,10 @@ mod common;
 #[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]
 mod compile;
+#[path = "../../../ferrywire/tests/cuda/driver.rs"]
+mod driver;
 mod faults;
+mod gpu;
 mod hosted;
 mod kills;
 mod lanes;

@@ -46,8 +46,9 @@ fn bad_usage_is_status_2() {
 
 #[test]
 fn what_this_build_cannot_do_is_said() {
-    assert!(refused("bench --memory cuda:1").contains("simulated GPUs only"));
-    assert!(refused("bench --peer-memory sim").contains("--plugin PATH"));
+    assert!(refused("bench --memory floppy").contains("host, cuda[:N] and sim[:N]"));
+    assert!(refused("bench --peer-memory cuda:x").contains("numbered 0 to"));
+    assert!(refused("bench serve --memory sim:16").contains("numbered 0 to 15"));
     assert!(refused("bench --pattern mesh").contains("several endpoints"));
     for transport in ["devmem", "sim"] {
         assert!(refused(&format!("bench --transport {transport}")).contains("tcp and plugin only"));

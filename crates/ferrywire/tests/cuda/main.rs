@@ -5,6 +5,7 @@
 //! `kernel` runs the kernels' source on the CPU.
 
 mod device;
+mod driver;
 mod foreign;
 mod gather;
 mod kernel;

@@ -1,52 +1,12 @@
 //! Where something is missing: no driver, an old one, half of one, no device; and all other tests with a stand-in.
 
+use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
 use ferrywire::Error;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
-/// A stand-in that runs kernels too.
-const WITH_KERNELS: &str = "KERNELS";
-
-/// A folder in which the driver's names lead to the stand-in, compiled with these options.
-fn stand_in(defines: &[&str]) -> PathBuf {
-    let name = format!("cuda-{}", defines.join("-").replace('=', "-"));
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    let own = format!("{}.{:?}", std::process::id(), std::thread::current().id());
-    std::fs::create_dir_all(&folder).unwrap();
-    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let source = |name| package.join("tests/cuda").join(name);
-    let made = folder.join(own);
-    let kernels = defines.contains(&WITH_KERNELS);
-    let (variable, usual) = if kernels { ("CXX", "c++") } else { ("CC", "cc") };
-    let mut cc = Command::new(std::env::var_os(variable).unwrap_or_else(|| usual.into()));
-    cc.args(["-shared", "-fPIC", "-pthread", "-O2", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&made);
-    cc.args(defines.iter().filter(|define| **define != WITH_KERNELS).map(|define| format!("-D{define}")));
-    if kernels {
-        let file = package.join("src/memory/unpack/kernel.cu");
-        cc.arg(format!("-DKERNELS=\"{}\"", file.display()));
-        cc.args(["-w", "-std=c++17", "-x", "c++"]).arg(source("stand_in_kernels.cpp")).args([
-            "-std=gnu17",
-            "-x",
-            "c",
-        ]);
-    } else {
-        cc.args(["-Wall", "-Werror"]);
-    }
-    cc.arg(source("stand_in.c"));
-    let output = cc.output().expect("a C compiler, which Rust links with");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    // Others may be loading it under its names right now.
-    for name in ["libcuda.so.1", "libcuda.so"] {
-        let link = made.with_extension(name);
-        std::fs::hard_link(&made, &link).unwrap();
-        std::fs::rename(&link, folder.join(name)).unwrap();
-    }
-    std::fs::remove_file(&made).unwrap();
-    folder
-}
-
 /// Runs tests of this program in a process with that driver; returns what it says.
 fn child(folder: &Path, tests: &[&str]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -156,11 +116,7 @@ fn the_gathers_tests_pass_with_kernels_on_the_cpu() {
     if std::env::var_os(CHILD).is_some() {
         return;
     }
-    if Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()))
-        .arg("--version")
-        .output()
-        .is_err()
-    {
+    if !has_kernels() {
         return println!("SKIPPED: needs a C++ compiler");
     }
     let said = child(&stand_in(&[WITH_KERNELS]), &["gather::"]);

@@ -1,0 +1,218 @@
+//! Where one end's bytes lie: on the host, on a CUDA GPU or on a simulated one; how to get some there.
+//!
+//! [`Memory`] is what is typed and told, [`Home`] the same with its GPU open, [`Local`] bytes there that are
+//! registered, with whoever writes and compares patterns in them.
+//! Invariant: a GPU is open as long as its memory is in use, and a peer's wish is granted only after
+//! [`Home::check_room`].
+//! Read next: [`crate::bench::verify`], which fills and checks.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use ferrywire::memory::pattern::RegionPattern;
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::{Endpoint, Place, Region, limits};
+use serde::{Deserialize, Serialize};
+
+use crate::bench::host;
+use crate::exit::{Failure, Outcome};
+
+/// Where one end's bytes lie.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Memory {
+    /// Host memory.
+    Host,
+    /// Memory of a CUDA GPU.
+    Cuda(u32),
+    /// Memory of a simulated GPU.
+    Sim(u32),
+}
+
+impl FromStr for Memory {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Memory, String> {
+        let (kind, number) = text.split_once(':').unwrap_or((text, "0"));
+        let index = |most: usize| {
+            let index = number.parse().ok().filter(|index| (*index as usize) < most);
+            index.ok_or_else(|| format!("GPUs are numbered 0 to {}", most - 1))
+        };
+        match kind {
+            "host" if !text.contains(':') => Ok(Memory::Host),
+            "cuda" => index(limits::CUDA_GPUS_MAX).map(Memory::Cuda),
+            "sim" => index(limits::SIM_GPUS_MAX).map(Memory::Sim),
+            _ => Err("no such kind of memory; there are host, cuda[:N] and sim[:N]".to_owned()),
+        }
+    }
+}
+
+impl fmt::Display for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Memory::Host => f.write_str("host"),
+            Memory::Cuda(index) => write!(f, "cuda:{index}"),
+            Memory::Sim(index) => write!(f, "sim:{index}"),
+        }
+    }
+}
+
+impl TryFrom<String> for Memory {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Memory, String> {
+        text.parse()
+    }
+}
+
+impl From<Memory> for String {
+    fn from(memory: Memory) -> String {
+        memory.to_string()
+    }
+}
+
+impl Memory {
+    /// What was typed behind a flag, if it was.
+    pub fn typed(flag: &str, text: Option<&str>) -> Outcome<Option<Memory>> {
+        let parse = |text: &str| text.parse().map_err(|why| Failure::Usage(format!("{flag} {text}: {why}")));
+        text.map(parse).transpose()
+    }
+
+    /// The default of this host: its first GPU, if it has one. When the other end shares the host and its bytes
+    /// lie on a GPU, the GPU after that one.
+    pub fn of_this_host(neighbour: Option<Memory>) -> Memory {
+        let gpus = match CudaGpu::count() {
+            Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
+            Err(CudaError::NoDriver | CudaError::NoDevice) => 0,
+            Err(error) => {
+                eprintln!("warning: memory of the host is used: {error}");
+                0
+            }
+        };
+        match (gpus, neighbour) {
+            (0, _) => Memory::Host,
+            (_, Some(Memory::Cuda(index))) => Memory::Cuda(index.saturating_add(1) % gpus),
+            _ => Memory::Cuda(0),
+        }
+    }
+
+    /// The GPU's place, if it is one.
+    pub fn gpu(self) -> Option<Place> {
+        match self {
+            Memory::Host => None,
+            Memory::Cuda(index) => Some(Place::Cuda(index)),
+            Memory::Sim(index) => Some(Place::SimGpu(index)),
+        }
+    }
+
+    /// Opens the GPU.
+    pub fn open(self) -> Outcome<Home> {
+        let failed = |error: ferrywire::Error| Failure::failed(format!("memory {self}: {error}"));
+        Ok(match self {
+            Memory::Host => Home::Host,
+            Memory::Cuda(index) => Home::Cuda(CudaGpu::open(index).map_err(|error| failed(error.into()))?),
+            Memory::Sim(index) => Home::Sim(SimGpu::open(index).map_err(|error| failed(error.into()))?),
+        })
+    }
+}
+
+/// Memory whose GPU is open.
+#[derive(Clone, Debug)]
+pub enum Home {
+    /// The host's.
+    Host,
+    /// A CUDA GPU's.
+    Cuda(Arc<CudaGpu>),
+    /// A simulated GPU's.
+    Sim(Arc<SimGpu>),
+}
+
+impl Home {
+    /// The name of the GPU.
+    pub fn gpu_name(&self) -> Option<String> {
+        match self {
+            Home::Host => None,
+            Home::Cuda(gpu) => Some(gpu.name().to_owned()),
+            Home::Sim(_) => Some("simulated GPU".to_owned()),
+        }
+    }
+
+    /// Refuses to take nearly all that is free.
+    pub fn check_room(&self, bytes: u64) -> Outcome {
+        let Home::Cuda(gpu) = self else { return host::check_memory(bytes) };
+        let free_bytes = gpu.free_bytes().map_err(ferrywire::Error::from)?;
+        if bytes <= free_bytes / 10 * 9 {
+            return Ok(());
+        }
+        Err(Failure::failed(format!(
+            "the sizes and the depth need {} MiB on cuda:{} ({}) of {}, which has {} MiB free: choose smaller --sizes or \
+             --depth",
+            bytes >> 20,
+            gpu.index(),
+            gpu.name(),
+            host::hostname(),
+            free_bytes >> 20
+        )))
+    }
+
+    /// Allocates and registers memory there.
+    pub fn register(&self, endpoint: &Endpoint, bytes: u64) -> Outcome<Local> {
+        let region = match self {
+            Home::Host => endpoint.register_zeroed(bytes as usize),
+            Home::Cuda(gpu) => endpoint.register_cuda(gpu.index(), bytes as usize),
+            Home::Sim(gpu) => endpoint.register_sim(gpu.index(), bytes as usize),
+        }?;
+        Ok(Local { patterns: RegionPattern::of(&region)?, region })
+    }
+}
+
+/// Registered memory of this end.
+pub struct Local {
+    /// Writes and compares patterns there, where the CPU cannot.
+    pub patterns: Option<RegionPattern>,
+    /// The memory.
+    pub region: Region,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_as_it_is_shown() {
+        let good = [
+            ("host", "host"),
+            ("sim", "sim:0"),
+            ("sim:3", "sim:3"),
+            ("cuda", "cuda:0"),
+            ("cuda:7", "cuda:7"),
+        ];
+        for (text, shown) in good {
+            assert_eq!(text.parse::<Memory>().map(|memory| memory.to_string()), Ok(shown.to_owned()));
+            let told = serde_json::to_string(&text.parse::<Memory>().expect("it is good")).expect("JSON");
+            assert_eq!(told, format!("{shown:?}"));
+            assert_eq!(serde_json::from_str::<Memory>(&told).ok(), text.parse().ok());
+        }
+        for text in
+            ["", "host:0", "sim:", "sim:x", "sim:-1", "sim:99999", "cuda:", "cuda:a", "cuda:64", "floppy"]
+        {
+            assert!(text.parse::<Memory>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn patterns_in_memory_of_a_gpu_are_the_hosts() {
+        use crate::bench::pattern::Pattern;
+        use ferrywire::memory::pattern::Stretch;
+        let endpoint = Endpoint::builder().build().expect("an endpoint");
+        let local = Memory::Sim(9).open().and_then(|home| home.register(&endpoint, 10_000)).expect("memory");
+        let pattern = Pattern::new(7, 3);
+        let stretch = Stretch { pattern: pattern.words(), from: 13, offset: 1, bytes: 9_000 };
+        local.patterns.as_ref().expect("a GPU's").fill(&[stretch]).expect("filled");
+        let mut bytes = vec![0; 9_000];
+        local.region.read_at(1, &mut bytes).expect("read");
+        assert_eq!(pattern.first_difference(13, &bytes), None);
+    }
+}
