@@ -38,24 +38,37 @@ pub(crate) struct ChannelCounters {
     path: Mutex<Option<Path>>,
 }
 
-/// Counters of what a channel stages, of its current connection but for `full`.
+/// Counters of what a channel stages, of its current connection but for `full` and `wire_ns`.
 #[derive(Default)]
 pub(crate) struct StagingCounters {
     pub pinned_bytes: AtomicU64,
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     pub full: AtomicU64,
+    pub copy_out_ns: AtomicU64,
+    pub copy_in_ns: AtomicU64,
+    pub wire_ns: AtomicU64,
+    pub send_full_ns: AtomicU64,
+    pub receive_full_ns: AtomicU64,
+    pub driver_calls: AtomicU64,
 }
 
 impl StagingCounters {
     fn snapshot(&self) -> Option<StagingStats> {
         let pinned_bytes = self.pinned_bytes.load(Ordering::Relaxed);
+        let time = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed));
         (pinned_bytes > 0).then(|| StagingStats {
             pinned_bytes,
             slot_bytes: limits::STAGING_SLOT_BYTES as u64,
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
             full: self.full.load(Ordering::Relaxed),
+            copy_out: time(&self.copy_out_ns),
+            copy_in: time(&self.copy_in_ns),
+            wire: time(&self.wire_ns),
+            send_full: time(&self.send_full_ns),
+            receive_full: time(&self.receive_full_ns),
+            driver_calls: self.driver_calls.load(Ordering::Relaxed),
         })
     }
 }
@@ -195,6 +208,18 @@ pub struct StagingStats {
     pub received_bytes: u64,
     /// How often a payload that arrived had to wait for room.
     pub full: u64,
+    /// How long copies from GPUs were under way, until that was seen. Times of stages overlap.
+    pub copy_out: Duration,
+    /// How long copies to GPUs were, likewise.
+    pub copy_in: Duration,
+    /// Time in socket calls that took payload from or to a ring.
+    pub wire: Duration,
+    /// How long the rings had no room for another frame to be sent.
+    pub send_full: Duration,
+    /// How long payloads that arrived waited for room.
+    pub receive_full: Duration,
+    /// Calls of the driver for copies and marks behind them, and questions whether they have failed.
+    pub driver_calls: u64,
 }
 
 /// One channel of a peer, as it stands.

@@ -16,6 +16,7 @@ use super::report::{News, Output, Record};
 use super::result::{self, Circumstances};
 use super::serve::region_from;
 use super::session::Session;
+use super::staged;
 use super::table;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
@@ -120,7 +121,10 @@ fn converse(
         let now = circumstances(plan, run, gpus, endpoint, link.peer.stats(), setup_s);
         let results = result::results(&now, &here, &peer_host, step, &report);
         if plan.verbose && plan.member == 0 {
-            results.iter().for_each(|row| eprintln!("finished {}", table::line(row)));
+            for row in &results {
+                eprintln!("finished {}", table::line(row));
+                staged::line(row).into_iter().for_each(|line| eprintln!("{line}"));
+            }
         }
         tell(News::Results(results));
         progress.inc(1);

@@ -8,6 +8,7 @@ use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use super::protocol::{ChannelBytes, SideReport, SocketBuffers};
+use super::staged;
 use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
@@ -171,6 +172,7 @@ impl Snapshot {
             busiest_thread: self.busiest_thread(wall_s),
             driven: None,
             channels: now.channels.iter().map(|channel| self.channel_bytes(channel)).collect(),
+            staged: staged::between(&self.stats, &now),
             resent_chunks: now.resent_chunks - self.stats.resent_chunks,
             lost_channels: now.lost_channels,
         }

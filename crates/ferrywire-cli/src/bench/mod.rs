@@ -26,6 +26,7 @@ pub mod report;
 pub mod result;
 pub mod serve;
 pub mod session;
+pub mod staged;
 pub mod table;
 pub mod verify;
 

@@ -169,6 +169,25 @@ pub struct FlowReport {
     pub extra: BTreeMap<String, LatencyCounts>,
 }
 
+/// What one end staged between GPUs and its connections, over all channels; stages overlap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Staged {
+    /// Pinned memory of the rings at the end.
+    pub pinned_bytes: u64,
+    /// Payload that went through them.
+    pub bytes: u64,
+    /// Seconds in which copies from GPUs were under way.
+    pub copy_out_s: f64,
+    /// Seconds in socket calls with payload of the rings.
+    pub wire_s: f64,
+    /// Seconds in which copies to GPUs were under way.
+    pub copy_in_s: f64,
+    /// Seconds in which a ring had no room for what was to be sent, or had arrived.
+    pub waiting_s: f64,
+    /// Calls of the GPUs' drivers.
+    pub driver_calls: u64,
+}
+
 /// What one end saw of the timed part of one size.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideReport {
@@ -184,6 +203,9 @@ pub struct SideReport {
     pub driven: Option<FlowReport>,
     /// Bytes by channel.
     pub channels: Vec<ChannelBytes>,
+    /// What was staged, if anything was.
+    #[serde(default)]
+    pub staged: Option<Staged>,
     /// Chunks that were sent again.
     pub resent_chunks: u64,
     /// Channels lost so far, in words.

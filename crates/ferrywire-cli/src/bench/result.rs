@@ -12,6 +12,7 @@ use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
 use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
+use super::staged;
 use crate::args::{Op, Pattern, Unpack, Verify};
 
 /// Least, middle and greatest.
@@ -215,6 +216,13 @@ fn shares<'a>(run: &Run, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
     }
 }
 
+/// Of the whole size, and of what was staged in its timed part.
+fn stages_s(report: &StepReport, share: &Share) -> BTreeMap<String, f64> {
+    let mut stages_s = report.stages_s.clone();
+    stages_s.extend(staged::stages_s(share.members, &report.serve));
+    stages_s
+}
+
 /// Bytes of a flow; a ping-pong moves each message both ways.
 fn bytes(run: &Run, flow: &FlowReport, size: u64) -> u64 {
     let ways = if run.pattern == Pattern::Latency && run.op != Op::Read { 2 } else { 1 };
@@ -253,7 +261,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         cpu_s_per_gb: cpu_per_gb(run, size, report, share),
         limited_by: limit.to_owned(),
         setup_s: now.setup_s,
-        stages_s: report.stages_s.clone(),
+        stages_s: stages_s(report, share),
         per_nic,
         per_channel,
         extra: extra(now, size, report, share, gb_per_s),
@@ -307,6 +315,9 @@ fn extra(
     }
     if run.verify != Verify::Off {
         extra.insert("verified_iterations".into(), json!(report.verified_iterations));
+    }
+    if let Some(told) = staged::told(share.members, &report.serve) {
+        extra.insert("staging".into(), told);
     }
     extra.insert("peer_per_nic".into(), json!(moved(&report.serve).0));
     extra.insert("socket_buffer_bytes".into(), json!(least_buffers(share.members)));

@@ -29,6 +29,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use batch::Batch;
 use receiver::Receiver;
@@ -214,6 +215,7 @@ impl Channel {
     pub fn send(&mut self, flush: bool, space: &mut Workspace) -> io::Result<usize> {
         if self.staging.sending.copying() {
             let credit = self.staging.sending.look(self.window.from(self.sent));
+            self.count_copied_out();
             self.peer.queue.credit(credit);
         }
         if self.blocked || self.ended.is_some() {
@@ -304,7 +306,7 @@ impl Channel {
         let ack = self.rx.received_without_refusals() as u32;
         let posted = self.posted.as_ref().map_or(0, |posted| posted.told());
         let mut skip = self.sent_within;
-        let mut fresh = false;
+        let (mut fresh, mut staged) = (false, false);
         for entry in self.window.from(self.sent) {
             if batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
@@ -318,12 +320,14 @@ impl Channel {
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
             // What is staged is in the cache, and its room is needed again as soon as it is sent.
             let copied = entry.staged.is_some();
+            staged |= copied;
             entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN && !copied));
         }
         let (bytes, stable) = (batch.bytes, batch.stable == Some(true));
         if pieces.is_empty() {
             return Ok(0);
         }
+        let since = staged.then(Instant::now);
         // SAFETY: the pieces point into the acknowledgement frame and into entries of the window, which
         // stay until the peer has acknowledged them and `released` has passed them, into the memory those
         // entries' operations keep alive, and, never as `stable`, into the rings of `staging`.
@@ -333,6 +337,7 @@ impl Channel {
                 false => self.conn.send(pieces),
             }
         };
+        self.count_wire(since);
         match result {
             Ok(taken) => {
                 if fresh {

@@ -4,6 +4,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use super::receiver::{Stage, check_crc};
 use super::{Channel, Remains, TURN_BYTES, Workspace, broken};
@@ -47,9 +48,11 @@ impl Channel {
         let direct_bytes = self.rx.direct_pieces(pieces);
         let tail = self.rx.tail_bytes().min(scratch.len());
         pieces.push(IoVec::new(scratch.as_mut_ptr(), tail));
+        let since = self.rx.staged.then(Instant::now);
         // SAFETY: the direct pieces lie in memory that `rx.landing` keeps alive and unrevoked, or in
         // `rx.message`; the tail is the worker's own scratch buffer.
         let bytes = unsafe { self.conn.recv(pieces)? };
+        self.count_wire(since);
         if bytes == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
         }

@@ -4,7 +4,8 @@
 //! Read next: `staging/`.
 
 use std::io;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use super::Channel;
 use super::receiver::Stage;
@@ -39,11 +40,32 @@ impl Channel {
         }
     }
 
+    /// A socket call that moved staged payload began then, and has returned.
+    pub(super) fn count_wire(&self, since: Option<Instant>) {
+        if let Some(since) = since {
+            let spent_ns = since.elapsed().as_nanos() as u64;
+            self.counters.staging.wire_ns.fetch_add(spent_ns, Ordering::Relaxed);
+        }
+    }
+
+    /// Tells of copies out once they are all done.
+    pub(super) fn count_copied_out(&self) {
+        if !self.staging.sending.copying() {
+            self.count_staged();
+        }
+    }
+
     fn count_staged(&self) {
         let (staging, counters) = (&self.staging, &self.counters.staging);
         counters.pinned_bytes.store(staging.pinned_bytes() as u64, Ordering::Relaxed);
         counters.sent_bytes.store(staging.sending.staged_bytes(), Ordering::Relaxed);
         counters.received_bytes.store(staging.receiving.staged_bytes(), Ordering::Relaxed);
+        counters.driver_calls.store(staging.driver_calls(), Ordering::Relaxed);
+        let store = |into: &AtomicU64, time: Duration| into.store(time.as_nanos() as u64, Ordering::Relaxed);
+        store(&counters.copy_out_ns, staging.sending.copying_time());
+        store(&counters.copy_in_ns, staging.receiving.copying_time());
+        store(&counters.send_full_ns, staging.sending.full_time());
+        store(&counters.receive_full_ns, staging.receiving.full_time());
     }
 
     /// Places what was copied meanwhile. True if that was anything.
@@ -58,6 +80,9 @@ impl Channel {
             self.break_off(Refusal::Gpu);
         }
         self.staging.receiving.free();
+        if !self.staging.receiving.copying() {
+            self.count_staged();
+        }
         let mut worked = false;
         while let Some(arrival) = self.staging.receiving.next() {
             worked = true;

@@ -46,6 +46,9 @@ pub(super) trait Copier: Send {
 
     /// The last mark that was reached, and why no further one will be, if that is known.
     fn reached(&mut self) -> (u64, Option<Error>);
+
+    /// How often the driver was called to do something or asked about it.
+    fn calls(&self) -> u64;
 }
 
 /// Memory of the host that a GPU reaches.
@@ -80,12 +83,13 @@ pub(super) fn pinned(place: Place) -> Result<Pinned> {
 pub(super) fn copier(place: Place, way: Way) -> Result<Box<dyn Copier>> {
     match place {
         Place::SimGpu(index) => {
-            Ok(Box::new(SimCopier { stream: sim_gpu(index)?.stream(), flag: Arc::default(), marked: 0, way }))
+            let stream = sim_gpu(index)?.stream();
+            Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
         }
         Place::Cuda(index) => {
             let gpu = cuda_gpu(index)?;
             let (stream, flag) = (gpu.stream()?, gpu.pinned(size_of::<u64>())?);
-            Ok(Box::new(CudaCopier { stream, flag, marked: 0, asked: 0, batch: Vec::new(), way }))
+            Ok(Box::new(CudaCopier { stream, flag, marked: 0, asked: 0, calls: 0, batch: Vec::new(), way }))
         }
         Place::Host => Err(Error::Bug("host memory is not staged".into())),
     }
@@ -103,11 +107,13 @@ struct SimCopier {
     stream: SimStream,
     flag: Arc<AtomicU64>,
     marked: u64,
+    calls: u64,
     way: Way,
 }
 
 impl Copier for SimCopier {
     unsafe fn copy(&mut self, runs: &[Run]) -> Result<()> {
+        self.calls += runs.len() as u64;
         for run in runs {
             // SAFETY: by the caller's promise.
             unsafe {
@@ -122,6 +128,7 @@ impl Copier for SimCopier {
 
     fn mark(&mut self, number: u64) -> Result<()> {
         self.marked = number;
+        self.calls += 1;
         Ok(self.stream.write_flag(&self.flag, number)?)
     }
 
@@ -130,9 +137,14 @@ impl Copier for SimCopier {
         if reached >= self.marked {
             return (reached, None);
         }
+        self.calls += 1;
         let failed = self.stream.query().err().map(Error::from);
         // What was done before the failure is done.
         (self.flag.load(Ordering::Acquire), failed)
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
     }
 }
 
@@ -145,6 +157,7 @@ struct CudaCopier {
     flag: PinnedBuffer,
     marked: u64,
     asked: u32,
+    calls: u64,
     batch: Vec<CudaCopy>,
     way: Way,
 }
@@ -164,12 +177,13 @@ impl Copier for CudaCopier {
             Way::In => CudaCopy { source: run.host as u64, target: run.device, bytes: run.bytes },
         }));
         // SAFETY: by the caller's promise; ranges of a ring, or of a checked placement.
-        unsafe { self.stream.copy_batch(&self.batch) }?;
+        self.calls += unsafe { self.stream.copy_batch(&self.batch) }? as u64;
         Ok(())
     }
 
     fn mark(&mut self, number: u64) -> Result<()> {
         (self.marked, self.asked) = (number, 0);
+        self.calls += 1;
         // SAFETY: a device address of pinned memory, aligned to a page, which outlives the stream.
         Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), number) }?)
     }
@@ -180,8 +194,13 @@ impl Copier for CudaCopier {
         if self.asked == 0 || !self.asked.is_multiple_of(LOOKS_PER_QUESTION) {
             return (reached, None);
         }
+        self.calls += 1;
         let failed = self.stream.query().err().map(Error::from);
         (self.flag(), failed)
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
     }
 }
 

@@ -8,9 +8,11 @@
 
 use super::copier::{self, Copier, Pinned, Run, Way};
 use super::ring::Ring;
+use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
+use std::time::Duration;
 
 pub(super) struct Line {
     /// Dropped before the memory that it copies from or to.
@@ -22,6 +24,10 @@ pub(super) struct Line {
     batch: Vec<Run>,
     marked: u64,
     reached: u64,
+    /// How long copies were under way.
+    busy: Stopwatch,
+    /// Calls of copiers that were thrown away.
+    past_calls: u64,
     /// Why the copier failed, until that was told.
     failure: Option<Error>,
 }
@@ -38,6 +44,8 @@ impl Line {
             batch: Vec::new(),
             marked: 0,
             reached: 0,
+            busy: Stopwatch::default(),
+            past_calls: 0,
             failure: None,
         }
     }
@@ -86,6 +94,7 @@ impl Line {
         // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
         let enqueued = unsafe { copier.copy(&self.batch) }.and_then(|()| copier.mark(self.marked));
         self.batch.clear();
+        self.busy.set(true);
         if let Err(error) = enqueued {
             self.fail(error);
         }
@@ -100,6 +109,7 @@ impl Line {
             if let Some(error) = failed.filter(|_| self.reached < self.marked) {
                 self.fail(error);
             }
+            self.busy.set(self.reached < self.marked);
         }
         self.failure.is_some()
     }
@@ -107,6 +117,7 @@ impl Line {
     fn fail(&mut self, error: Error) {
         if let Some(mut copier) = self.copier.take() {
             self.reached = self.reached.max(copier.reached().0);
+            self.past_calls += copier.calls();
             // Waits for what has begun.
             drop(copier);
         }
@@ -124,10 +135,21 @@ impl Line {
         self.reached < self.marked || self.failure.is_some()
     }
 
+    /// How long copies were under way so far.
+    pub fn busy(&self) -> Duration {
+        self.busy.total()
+    }
+
+    /// How often the driver was called for them.
+    pub fn calls(&self) -> u64 {
+        self.past_calls + self.copier.as_ref().map_or(0, |copier| copier.calls())
+    }
+
     /// The failure has been told to all whose copies were not done: gives it, and starts afresh.
     pub fn settle(&mut self) -> Option<Error> {
         let failure = self.failure.take()?;
         self.reached = self.marked;
+        self.busy.set(false);
         Some(failure)
     }
 
@@ -138,7 +160,9 @@ impl Line {
 
     /// Ends all copying: when this returns, nothing touches the memory that was named here.
     pub fn end(&mut self) {
+        self.past_calls = self.calls();
         self.copier = None;
         self.reached = self.marked;
+        self.busy.set(false);
     }
 }

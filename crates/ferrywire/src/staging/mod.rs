@@ -19,6 +19,7 @@ mod line;
 mod receiving;
 mod ring;
 mod sending;
+mod stopwatch;
 
 pub(crate) use receiving::Receiving;
 pub(crate) use sending::{Sending, Staged};
@@ -34,6 +35,11 @@ impl Staging {
     /// Whether copies are under way, which nobody tells of when they are done: somebody has to look.
     pub fn copying(&self) -> bool {
         self.sending.copying() || self.receiving.active()
+    }
+
+    /// Calls of the GPUs' drivers for copies, their marks, and questions after them.
+    pub fn driver_calls(&self) -> u64 {
+        self.sending.driver_calls() + self.receiving.driver_calls()
     }
 
     /// Bytes of pinned memory in use.

@@ -7,9 +7,11 @@
 //! Invariant: what a copy under way writes to is kept alive here.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use super::copier::{Run, Way};
 use super::line::Line;
+use super::stopwatch::Stopwatch;
 use crate::error::Result;
 use crate::limits;
 use crate::memory::Place;
@@ -68,6 +70,8 @@ pub(crate) struct Receiving {
     /// Targets of frames that were broken off while they were being copied.
     lingering: Vec<(Landing, Copy)>,
     staged_bytes: u64,
+    /// How long a payload waited for room.
+    stalled: Stopwatch,
 }
 
 // SAFETY: the addresses in `current` are of GPU memory that the frame's landing keeps, and of the ring.
@@ -91,7 +95,9 @@ impl Receiving {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
         let bytes = current.rest.min(limits::STAGING_SLOT_BYTES);
-        let offset = lane.line.ring.take(bytes)?;
+        let taken = lane.line.ring.take(bytes);
+        self.stalled.set(taken.is_none());
+        let offset = taken?;
         lane.parts.push_back(None);
         let part = IoVec::new((lane.line.base() + offset) as *mut u8, bytes);
         current.rest -= bytes;
@@ -146,6 +152,7 @@ impl Receiving {
     /// The rest of the current frame's payload is thrown away; its landing is kept while parts are copied.
     pub fn break_off(&mut self, landing: Option<Landing>) {
         let Some(current) = self.current.take() else { return };
+        self.stalled.set(false);
         let parts = &mut self.lanes[current.lane].parts;
         if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
             *last = Some(0);
@@ -247,6 +254,21 @@ impl Receiving {
     /// Bytes that were staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes
+    }
+
+    /// How long copies were under way.
+    pub fn copying_time(&self) -> Duration {
+        self.lanes.iter().map(|lane| lane.line.busy()).sum()
+    }
+
+    /// How long a payload waited for room.
+    pub fn full_time(&self) -> Duration {
+        self.stalled.total()
+    }
+
+    /// How often drivers were called.
+    pub fn driver_calls(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.line.calls()).sum()
     }
 
     /// Bytes of pinned memory in use.

@@ -8,9 +8,11 @@
 
 use super::copier::{Run, Way};
 use super::line::Line;
+use super::stopwatch::Stopwatch;
 use crate::error::Error;
 use crate::limits;
 use crate::queue::Entry;
+use std::time::Duration;
 
 /// Where a frame's payload is staged.
 pub(crate) struct Staged {
@@ -42,6 +44,8 @@ impl Staged {
 pub(crate) struct Sending {
     lines: Vec<Line>,
     staged_bytes: u64,
+    /// How long there was no room for another frame.
+    full: Stopwatch,
 }
 
 impl Sending {
@@ -67,6 +71,7 @@ impl Sending {
             // Room is looked for before a frame is taken.
             None => drop(entry.give_up(&Error::Bug("a frame was to be staged without room".into()))),
         }
+        self.full.set(!self.has_room());
     }
 
     /// Begins the copies of all frames that were reserved, in one batch for each GPU. Returns credit for messages
@@ -143,6 +148,7 @@ impl Sending {
     /// A frame is sent, in the order of the window.
     pub fn sent(&mut self, staged: &Staged) {
         self.lines[staged.line].ring.give_back();
+        self.full.set(!self.has_room());
     }
 
     /// Whether copies are under way.
@@ -153,6 +159,21 @@ impl Sending {
     /// Bytes that were staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes
+    }
+
+    /// How long copies were under way.
+    pub fn copying_time(&self) -> Duration {
+        self.lines.iter().map(Line::busy).sum()
+    }
+
+    /// How long its rings were full.
+    pub fn full_time(&self) -> Duration {
+        self.full.total()
+    }
+
+    /// How often drivers were called.
+    pub fn driver_calls(&self) -> u64 {
+        self.lines.iter().map(Line::calls).sum()
     }
 
     /// Bytes of pinned memory in use.

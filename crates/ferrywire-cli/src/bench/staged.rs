@@ -1,0 +1,144 @@
+//! What was staged between GPUs and sockets in the timed part: seconds by stage, driver calls, pinned memory.
+//!
+//! Seconds are sums over channels and, in a result, over both ends; stages are under way at the same time, so they
+//! add up to more than the time that passed. Read next: `ferrywire::StagingStats`, which counts.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use ferrywire::{PeerStats, StagingStats};
+use serde_json::{Value, json};
+
+use super::protocol::{SideReport, Staged};
+use super::result::ResultRow;
+use crate::units::Bytes;
+
+/// What an end staged from one moment to another.
+pub fn between(before: &PeerStats, now: &PeerStats) -> Option<Staged> {
+    let stages = now.channels.iter().filter_map(|channel| {
+        let before = before.channels.iter().find(|c| c.index == channel.index);
+        // A channel that was connected anew counts from its beginning.
+        let before = before.filter(|before| before.generation == channel.generation);
+        Some(since(channel.staging.as_ref()?, before.and_then(|before| before.staging.as_ref())))
+    });
+    stages.reduce(sum)
+}
+
+fn since(now: &StagingStats, before: Option<&StagingStats>) -> Staged {
+    let count = |of: fn(&StagingStats) -> u64| of(now).saturating_sub(before.map_or(0, of));
+    let seconds = |of: fn(&StagingStats) -> Duration| {
+        of(now).saturating_sub(before.map_or(Duration::ZERO, of)).as_secs_f64()
+    };
+    Staged {
+        pinned_bytes: now.pinned_bytes,
+        bytes: count(|s| s.sent_bytes) + count(|s| s.received_bytes),
+        copy_out_s: seconds(|s| s.copy_out),
+        wire_s: seconds(|s| s.wire),
+        copy_in_s: seconds(|s| s.copy_in),
+        waiting_s: seconds(|s| s.send_full) + seconds(|s| s.receive_full),
+        driver_calls: count(|s| s.driver_calls),
+    }
+}
+
+fn sum(a: Staged, b: Staged) -> Staged {
+    Staged {
+        pinned_bytes: a.pinned_bytes + b.pinned_bytes,
+        bytes: a.bytes + b.bytes,
+        copy_out_s: a.copy_out_s + b.copy_out_s,
+        wire_s: a.wire_s + b.wire_s,
+        copy_in_s: a.copy_in_s + b.copy_in_s,
+        waiting_s: a.waiting_s + b.waiting_s,
+        driver_calls: a.driver_calls + b.driver_calls,
+    }
+}
+
+fn of(reports: &[SideReport]) -> Option<Staged> {
+    reports.iter().filter_map(|report| report.staged).reduce(sum)
+}
+
+/// Seconds by stage of a result, as far as there were such stages.
+pub fn stages_s(members: &[SideReport], serve: &[SideReport]) -> BTreeMap<String, f64> {
+    let Some(all) = of(members).into_iter().chain(of(serve)).reduce(sum) else { return BTreeMap::new() };
+    let stages = [
+        ("copy_out", all.copy_out_s),
+        ("wire", all.wire_s),
+        ("copy_in", all.copy_in_s),
+        ("waiting", all.waiting_s),
+    ];
+    stages.into_iter().map(|(name, seconds)| (name.to_owned(), seconds)).collect()
+}
+
+/// What else a result tells of staging.
+pub fn told(members: &[SideReport], serve: &[SideReport]) -> Option<Value> {
+    let (here, there) = (of(members), of(serve));
+    here.or(there)?;
+    let pinned = |end: Option<Staged>| end.map_or(0, |end| end.pinned_bytes);
+    Some(json!({
+        "pinned_bytes": pinned(here),
+        "peer_pinned_bytes": pinned(there),
+        "driver_calls_per_gb": here.and_then(calls_per_gb),
+        "peer_driver_calls_per_gb": there.and_then(calls_per_gb),
+    }))
+}
+
+fn calls_per_gb(end: Staged) -> Option<f64> {
+    (end.bytes > 0).then(|| end.driver_calls as f64 / (end.bytes as f64 / 1e9))
+}
+
+/// A result's staging in words.
+pub fn line(row: &ResultRow) -> Option<String> {
+    let told = row.extra.get("staging")?;
+    let seconds = |name: &str| row.stages_s.get(name).copied().unwrap_or(0.0);
+    let end = |bytes: &str, calls: &str| match (told[bytes].as_u64().unwrap_or(0), told[calls].as_f64()) {
+        (0, _) => "nothing".to_owned(),
+        (bytes, None) => format!("{} pinned", Bytes(bytes)),
+        (bytes, Some(calls)) => format!("{} pinned, {calls:.0} driver calls per GB", Bytes(bytes)),
+    };
+    Some(format!(
+        "staged over {:.2} s, sums over channels: copy out {:.2} s, wire {:.2} s, copy in {:.2} s, waiting {:.2} s; here {}; \
+         there {}",
+        seconds("timed"),
+        seconds("copy_out"),
+        seconds("wire"),
+        seconds("copy_in"),
+        seconds("waiting"),
+        end("pinned_bytes", "driver_calls_per_gb"),
+        end("peer_pinned_bytes", "peer_driver_calls_per_gb"),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn report(bytes: u64, seconds: f64) -> SideReport {
+        let staged = Staged {
+            pinned_bytes: 2 << 20,
+            bytes,
+            copy_out_s: seconds,
+            driver_calls: 30,
+            ..Staged::default()
+        };
+        SideReport { staged: Some(staged), ..SideReport::default() }
+    }
+
+    #[test]
+    fn both_ends_and_all_peers_add_up() {
+        let (members, serve) =
+            ([report(3_000_000_000, 1.0), report(3_000_000_000, 0.5)], [SideReport::default()]);
+        let stages = stages_s(&members, &serve);
+        assert_eq!((stages["copy_out"], stages["copy_in"]), (1.5, 0.0));
+        let told = told(&members, &serve).expect("something was staged");
+        assert_eq!((&told["pinned_bytes"], &told["peer_pinned_bytes"]), (&json!(4 << 20), &json!(0)));
+        assert_eq!(
+            (&told["driver_calls_per_gb"], &told["peer_driver_calls_per_gb"]),
+            (&json!(10.0), &json!(null))
+        );
+    }
+
+    #[test]
+    fn without_staging_nothing_is_told() {
+        let none = [SideReport::default()];
+        assert!(stages_s(&none, &none).is_empty() && told(&none, &none).is_none());
+    }
+}

@@ -1,0 +1,49 @@
+//! How long something was so, from its beginnings and ends: the clock is read when it changes, never between.
+
+use std::time::{Duration, Instant};
+
+#[derive(Default)]
+pub(super) struct Stopwatch {
+    total: Duration,
+    since: Option<Instant>,
+}
+
+impl Stopwatch {
+    /// It is so from now on, or not any more.
+    pub fn set(&mut self, on: bool) {
+        match self.since {
+            None if on => self.since = Some(Instant::now()),
+            Some(since) if !on => {
+                self.total += since.elapsed();
+                self.since = None;
+            }
+            _ => {}
+        }
+    }
+
+    /// How long it was so, up to when it last ended.
+    pub fn total(&self) -> Duration {
+        self.total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_counts_from_the_first_beginning_to_the_end() {
+        let (before, mut watch) = (Instant::now(), Stopwatch::default());
+        watch.set(false);
+        assert_eq!(watch.total(), Duration::ZERO);
+        watch.set(true);
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_millis(2) {}
+        watch.set(true);
+        watch.set(false);
+        let once = watch.total();
+        assert!(once >= Duration::from_millis(2) && once <= before.elapsed());
+        watch.set(false);
+        assert_eq!(watch.total(), once, "nothing is counted between");
+    }
+}
