@@ -86,6 +86,8 @@ pub const GATHER_LAUNCHES_MAX: usize = 2;
 pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 /// Largest run of GPU memory that is staged at once, and so the largest chunk of it.
 pub const STAGING_SLOT_BYTES: usize = 512 << 10;
+/// Pinned memory for the lists of scattered runs that a channel's copier has under way: room for 8192 runs.
+pub const STAGING_LIST_BYTES: usize = 24 * 8192;
 /// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.
 pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
 /// Pinned memory of one channel, for one GPU and direction.

@@ -62,7 +62,8 @@ impl Channel {
             self.finish_if_complete()?;
         }
         self.consume(&scratch[..bytes - placed])?;
-        if self.staging.receiving.begun() {
+        // Short parts wait for company, until there is nothing more to receive.
+        if self.staging.receiving.gathered_bytes() >= limits::STAGING_SLOT_BYTES {
             self.flush_parts();
         }
         Ok((bytes, direct_bytes + tail))

@@ -1,18 +1,19 @@
 //! Copies between pinned memory and a GPU that nobody waits for.
 //!
-//! A copier does its copies in the order in which they are enqueued. A mark behind some of them is a number
-//! that it writes into memory of the host once they are done: to look there costs a load, no call of a driver.
+//! A copier does its batches in the order in which they are enqueued. The mark behind a batch is a number
+//! that it writes into memory of the host once the batch is done: to look there costs a load, no call of a driver.
 //!
 //! Invariant: when a copier is dropped, it is done with all memory that was named to it.
-//! Read next: `line.rs`, its only user.
+//! Read next: `cuda.rs`; `line.rs`, the only user.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
-use crate::memory::cuda::{CudaCopy, CudaError, CudaGpu, CudaStream, PinnedBuffer};
+use crate::memory::cuda::{CudaError, CudaGpu, PinnedBuffer};
 use crate::memory::sim::{MappedBuffer, SimGpu, SimGpuError, SimStream};
 
 /// Which way a copier copies.
@@ -34,15 +35,12 @@ pub(super) struct Run {
 
 /// A queue of copies of one GPU, one way.
 pub(super) trait Copier: Send {
-    /// Enqueues copies, with as few calls as there can be.
+    /// Enqueues copies, with as few calls as there can be, and a mark behind them. Numbers rise.
     ///
     /// # Safety
-    /// Both sides of each run stay allocated, and nobody else writes to the source or uses the target, until a
-    /// mark behind them is reached or the copier is dropped.
-    unsafe fn copy(&mut self, runs: &[Run]) -> Result<()>;
-
-    /// Puts a mark behind all copies so far. Numbers rise.
-    fn mark(&mut self, number: u64) -> Result<()>;
+    /// Both sides of each run stay allocated, and nobody else writes to the source or uses the target, until the
+    /// mark is reached or the copier is dropped.
+    unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()>;
 
     /// The last mark that was reached, and why no further one will be, if that is known.
     fn reached(&mut self) -> (u64, Option<Error>);
@@ -86,11 +84,7 @@ pub(super) fn copier(place: Place, way: Way) -> Result<Box<dyn Copier>> {
             let stream = sim_gpu(index)?.stream();
             Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
         }
-        Place::Cuda(index) => {
-            let gpu = cuda_gpu(index)?;
-            let (stream, flag) = (gpu.stream()?, gpu.pinned(size_of::<u64>())?);
-            Ok(Box::new(CudaCopier { stream, flag, marked: 0, asked: 0, calls: 0, batch: Vec::new(), way }))
-        }
+        Place::Cuda(index) => Ok(Box::new(CudaCopier::new(&cuda_gpu(index)?, way)?)),
         Place::Host => Err(Error::Bug("host memory is not staged".into())),
     }
 }
@@ -112,8 +106,8 @@ struct SimCopier {
 }
 
 impl Copier for SimCopier {
-    unsafe fn copy(&mut self, runs: &[Run]) -> Result<()> {
-        self.calls += runs.len() as u64;
+    unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+        (self.marked, self.calls) = (mark, self.calls + runs.len() as u64 + 1);
         for run in runs {
             // SAFETY: by the caller's promise.
             unsafe {
@@ -123,13 +117,7 @@ impl Copier for SimCopier {
                 }
             }
         }
-        Ok(())
-    }
-
-    fn mark(&mut self, number: u64) -> Result<()> {
-        self.marked = number;
-        self.calls += 1;
-        Ok(self.stream.write_flag(&self.flag, number)?)
+        Ok(self.stream.write_flag(&self.flag, mark)?)
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
@@ -141,62 +129,6 @@ impl Copier for SimCopier {
         let failed = self.stream.query().err().map(Error::from);
         // What was done before the failure is done.
         (self.flag.load(Ordering::Acquire), failed)
-    }
-
-    fn calls(&self) -> u64 {
-        self.calls
-    }
-}
-
-/// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
-const LOOKS_PER_QUESTION: u32 = 4096;
-
-struct CudaCopier {
-    /// Dropped before the flag that its work writes to.
-    stream: CudaStream,
-    flag: PinnedBuffer,
-    marked: u64,
-    asked: u32,
-    calls: u64,
-    batch: Vec<CudaCopy>,
-    way: Way,
-}
-
-impl CudaCopier {
-    fn flag(&self) -> u64 {
-        // SAFETY: 8 bytes, page-aligned, alive as long as `self`; only the GPU writes there, and whole.
-        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.load(Ordering::Acquire)
-    }
-}
-
-impl Copier for CudaCopier {
-    unsafe fn copy(&mut self, runs: &[Run]) -> Result<()> {
-        self.batch.clear();
-        self.batch.extend(runs.iter().map(|run| match self.way {
-            Way::Out => CudaCopy { source: run.device, target: run.host as u64, bytes: run.bytes },
-            Way::In => CudaCopy { source: run.host as u64, target: run.device, bytes: run.bytes },
-        }));
-        // SAFETY: by the caller's promise; ranges of a ring, or of a checked placement.
-        self.calls += unsafe { self.stream.copy_batch(&self.batch) }? as u64;
-        Ok(())
-    }
-
-    fn mark(&mut self, number: u64) -> Result<()> {
-        (self.marked, self.asked) = (number, 0);
-        self.calls += 1;
-        // SAFETY: a device address of pinned memory, aligned to a page, which outlives the stream.
-        Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), number) }?)
-    }
-
-    fn reached(&mut self) -> (u64, Option<Error>) {
-        let reached = self.flag();
-        self.asked = if reached >= self.marked { 0 } else { self.asked.wrapping_add(1) };
-        if self.asked == 0 || !self.asked.is_multiple_of(LOOKS_PER_QUESTION) {
-            return (reached, None);
-        }
-        self.calls += 1;
-        let failed = self.stream.query().err().map(Error::from);
-        (self.flag(), failed)
     }
 
     fn calls(&self) -> u64 {
@@ -249,8 +181,7 @@ mod tests {
         gpu.set_stall(true);
         for (at, mark) in [(0, 1), (BYTES / 2, 2)] {
             // SAFETY: both sides outlive the copier, and nobody uses them before the mark.
-            unsafe { out.copy(&[run(at)]) }.unwrap();
-            out.mark(mark).unwrap();
+            unsafe { out.copy(&[run(at)], mark) }.unwrap();
         }
         assert!(matches!(out.reached(), (0, None)), "nothing moves");
         assert_eq!(host(&ring), [0; BYTES]);
@@ -262,8 +193,7 @@ mod tests {
         unsafe { std::ptr::write_bytes(ring.base() as *mut u8, 9, BYTES) };
         let mut into = copier(Place::SimGpu(11), Way::In).unwrap();
         // SAFETY: as above.
-        unsafe { into.copy(&[run(0), run(BYTES / 2)]) }.unwrap();
-        into.mark(5).unwrap();
+        unsafe { into.copy(&[run(0), run(BYTES / 2)], 5) }.unwrap();
         assert!(until(&mut *into, 5).is_none());
         assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [9; BYTES]);
     }
@@ -276,7 +206,7 @@ mod tests {
         let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
         for mark in 1..=4 {
             // SAFETY: both sides outlive the copier, and nobody uses them.
-            let enqueued = unsafe { out.copy(&[run]) }.and_then(|()| out.mark(mark));
+            let enqueued = unsafe { out.copy(&[run], mark) };
             assert!(enqueued.is_ok() || mark > 2, "{enqueued:?}");
         }
         assert!(matches!(until(&mut *out, 4), Some(Error::SimGpu(_))));
@@ -291,8 +221,7 @@ mod tests {
         let mut out = copier(Place::SimGpu(13), Way::Out).unwrap();
         let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
         // SAFETY: both sides outlive the copier.
-        unsafe { out.copy(&[run]) }.unwrap();
-        out.mark(1).unwrap();
+        unsafe { out.copy(&[run], 1) }.unwrap();
         drop(out);
         gpu.set_stall(false);
         // The GPU does whatever it has to do before this.

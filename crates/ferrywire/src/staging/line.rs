@@ -22,6 +22,7 @@ pub(super) struct Line {
     way: Way,
     pub ring: Ring,
     batch: Vec<Run>,
+    batch_bytes: usize,
     marked: u64,
     reached: u64,
     /// How long copies were under way.
@@ -42,6 +43,7 @@ impl Line {
             way,
             ring: Ring::new(limits::STAGING_RING_BYTES),
             batch: Vec::new(),
+            batch_bytes: 0,
             marked: 0,
             reached: 0,
             busy: Stopwatch::default(),
@@ -77,6 +79,12 @@ impl Line {
     /// What [`Copier::copy`] demands of a run, from now on.
     pub unsafe fn add(&mut self, run: Run) {
         self.batch.push(run);
+        self.batch_bytes += run.bytes;
+    }
+
+    /// Bytes of the next batch.
+    pub fn batch_bytes(&self) -> usize {
+        self.batch_bytes
     }
 
     /// The mark that stands behind the copies of the next batch.
@@ -90,9 +98,10 @@ impl Line {
             return;
         }
         self.marked += 1;
+        self.batch_bytes = 0;
         let Some(copier) = &mut self.copier else { return self.batch.clear() };
         // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
-        let enqueued = unsafe { copier.copy(&self.batch) }.and_then(|()| copier.mark(self.marked));
+        let enqueued = unsafe { copier.copy(&self.batch, self.marked) };
         self.batch.clear();
         self.busy.set(true);
         if let Err(error) = enqueued {

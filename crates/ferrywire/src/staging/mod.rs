@@ -15,6 +15,7 @@
 //! reached is neither sent nor counted as placed. Read next: `sending.rs`, `receiving.rs`, `line.rs`.
 
 mod copier;
+mod cuda;
 mod line;
 mod receiving;
 mod ring;

@@ -135,6 +135,11 @@ impl Receiving {
         !self.lanes.is_empty()
     }
 
+    /// Bytes of parts that became whole, and whose copies are not begun.
+    pub fn gathered_bytes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.line.batch_bytes()).sum()
+    }
+
     /// Begins the copies of all parts that became whole.
     pub fn flush(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.line.flush());

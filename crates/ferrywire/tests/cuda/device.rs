@@ -5,7 +5,7 @@ use cudarc::driver::sys;
 use ferrywire::memory::cuda::{
     CudaCopy, CudaError, CudaEvent, CudaGpu, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
-use ferrywire::{Endpoint, Error, Place};
+use ferrywire::{Block, BlockList, Endpoint, Error, Place};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -393,4 +393,56 @@ fn memory_of_gpus_moves_over_tcp() {
         }
     }
     near.close(LONG).unwrap();
+}
+
+/// Many runs of all lengths at once, from places to other places, both ways.
+#[test]
+fn blocks_of_gpus_move_over_tcp() {
+    let Some(gpu) = gpu() else { return };
+    const BLOCKS: usize = 3000;
+    const SPAN: usize = 5000;
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+    let connecting = Endpoint::builder().channels(2).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let _far = accepting.accept(LONG).unwrap();
+    let bytes = bytes_of(1, BLOCKS * SPAN);
+    let source = connecting.register_cuda(0, BLOCKS * SPAN).unwrap();
+    let target = accepting.register_cuda(other_gpu(&gpu).index(), BLOCKS * SPAN).unwrap();
+    source.write_at(0, &bytes).unwrap();
+    let lengths = bytes_of(2, 2 * BLOCKS);
+    let blocks: Vec<Block> = (0..BLOCKS)
+        .map(|k| {
+            let at = |step: usize, skew: u8| (k * step % BLOCKS * SPAN + usize::from(skew) % 16) as u64;
+            let bytes = match lengths[2 * k] % 4 {
+                0 => u64::from(lengths[2 * k + 1] % 40),
+                1 => 4096,
+                _ => u64::from(lengths[2 * k + 1]) * 19,
+            };
+            // Steps that share no divisor with their number: every place once.
+            let (local_offset, remote_offset) = (at(7, lengths[2 * k]), at(1013, lengths[2 * k + 1]));
+            Block { local_offset, remote_offset, bytes }
+        })
+        .collect();
+    let mut expected = vec![0; BLOCKS * SPAN];
+    for Block { local_offset, remote_offset, bytes: len } in &blocks {
+        let [from, to, len] = [*local_offset, *remote_offset, *len].map(|number| number as usize);
+        expected[to..][..len].copy_from_slice(&bytes[from..][..len]);
+    }
+    let total: u64 = blocks.iter().map(|block| block.bytes).sum();
+    let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    assert_eq!(near.write_blocks(&list, None, None).unwrap().wait(LONG), Ok(total));
+    let mut found = vec![1; BLOCKS * SPAN];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found == expected, "written");
+    // Back to where they came from, in memory that knows nothing of them.
+    let back = connecting.register_cuda(0, BLOCKS * SPAN).unwrap();
+    let list = BlockList::new(&back, &target.descriptor(), &blocks).unwrap();
+    assert_eq!(near.read_blocks(&list, None).unwrap().wait(LONG), Ok(total));
+    let mut expected = vec![0; BLOCKS * SPAN];
+    for Block { local_offset, bytes: len, .. } in &blocks {
+        let (from, len) = (*local_offset as usize, *len as usize);
+        expected[from..][..len].copy_from_slice(&bytes[from..][..len]);
+    }
+    back.read_at(0, &mut found).unwrap();
+    assert!(found == expected, "read");
 }

@@ -77,6 +77,43 @@ static void gathers(int rounds) {
     }
 }
 
+// Lists of copies: each byte where it belongs, none beside it, and the end told once, by the last block.
+static void copies(int rounds) {
+    u32 done = 0;
+    for (int round = 0; round < rounds; round++) {
+        const u32 count = 1 + (u32)random_below(round % 8 == 0 ? 70 : 8);
+        std::vector<Copy> list;
+        std::vector<u8 *> places;
+        for (u32 k = 0; k < count; k++) {
+            const u32 bytes = length(), skew[2] = {(u32)random_below(16), (u32)random_below(16)};
+            u8 *source = (u8 *)malloc(skew[0] + bytes), *target = (u8 *)malloc(skew[1] + bytes);
+            for (u32 i = 0; i < skew[0] + bytes; i++) source[i] = (u8)random_below(256);
+            memset(target, 0xA5, skew[1] + bytes);
+            ASAN_POISON_MEMORY_REGION(source, skew[0]);
+            list.push_back({source + skew[0], target + skew[1], bytes});
+            places.push_back(source);
+            places.push_back(target);
+        }
+        u64 flag = 0;
+        Copies all = {(u64)list.data(), count, (u64)&flag, 1 + random_below(1000), (u64)&done, 0, 0, 0};
+        all.batch = 1 + (u32)random_below(BATCH);
+        all.slices = 1 + (u32)random_below(4);
+        all.piece_bytes = random_below(2) ? 4096 : 1 + random_below(9000);
+        const u32 blocks = (count + all.batch - 1) / all.batch * all.slices;
+        launch(blocks, 2, [&] {
+            if (flag != 0 && threadIdx.x == 0) fail("the end was told before the last block", round);
+            ferrywire_copy(all);
+        });
+        if (flag != all.value || done != 0) fail("the end was not told", round);
+        for (u32 k = 0; k < count; k++) {
+            if (memcmp(list[k].source, list[k].target, list[k].bytes)) fail("a copy differs", round);
+            for (u8 *at = places[2 * k + 1]; at < list[k].target; at++)
+                if (*at != 0xA5) fail("a byte before a target was written", round);
+        }
+        for (u8 *place : places) free(place);
+    }
+}
+
 static u8 expected(const Pattern &pattern, u64 offset) {
     const u64 sum = pattern.key + offset / 8 * pattern.step;
     return (u8)((sum ^ sum << 32 ^ pattern.flip) >> offset % 8 * 8);
@@ -110,6 +147,7 @@ static void patterns(int rounds) {
 
 int main() {
     gathers(3000);
+    copies(3000);
     patterns(500);
     puts("all is right");
 }

@@ -20,6 +20,12 @@ static int pass;
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (bits & 31));
 }
+static void __threadfence_system() {}
+static unsigned atomicAdd(unsigned *at, unsigned value) {
+    unsigned before = *at;
+    *at += value;
+    return before;
+}
 static int __ffsll(unsigned long long value) { return __builtin_ffsll(value); }
 static void atomicMin(unsigned long long *at, unsigned long long value) { *at = value < *at ? value : *at; }
 

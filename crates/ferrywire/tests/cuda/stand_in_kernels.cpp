@@ -4,11 +4,12 @@
 
 #include "on_cpu.hpp"
 
-static const char *const NAMES[] = {"ferrywire_gather", "ferrywire_fill", "ferrywire_check", "ferrywire_delay"};
+static const char *const NAMES[] = {"ferrywire_gather", "ferrywire_fill", "ferrywire_check", "ferrywire_delay",
+                                    "ferrywire_copy"};
 
 // The kernel of this name, as the stand-in counts them: from 1; 0 where there is none.
 extern "C" int stand_in_kernel(const char *name) {
-    for (int k = 0; k < 4; k++)
+    for (int k = 0; k < 5; k++)
         if (!strcmp(name, NAMES[k])) return k + 1;
     return 0;
 }
@@ -20,6 +21,7 @@ extern "C" int stand_in_launch(int kernel, unsigned blocks, unsigned block, void
     case 1: launch(blocks, 2, [&] { ferrywire_gather(*(const Gather *)parameters[0]); }); break;
     case 2: launch(blocks, 1, [&] { ferrywire_fill(*pattern); }); break;
     case 3: launch(blocks, 1, [&] { ferrywire_check(*pattern, *(u64 **)parameters[1]); }); break;
+    case 5: launch(blocks, 2, [&] { ferrywire_copy(*(const Copies *)parameters[0]); }); break;
     default: break;
     }
     return 0;

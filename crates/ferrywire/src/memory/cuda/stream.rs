@@ -20,6 +20,7 @@ use std::time::Duration;
 
 /// One copy of a batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
 pub struct CudaCopy {
     /// Where from: an address of any kind.
     pub source: u64,

@@ -1,4 +1,4 @@
-// Kernels: the gather of scattered receives, the pattern that the bench sends, and a delay for tests.
+// Kernels: the gather of scattered receives, copies of many runs at once, the pattern that the bench sends, and a delay for tests.
 //
 // make_ptx.py makes kernel.ptx of this file, which is what is loaded; nobody needs CUDA to build. The structures
 // are those of kernels.rs, where a test compares sizes and names.
@@ -48,6 +48,19 @@ struct Copy {
     const u8 *source;
     u8 *target;
     u64 bytes;
+};
+
+// Runs in mapped memory, cut as above. The last block that is done writes `value` to the flag; `done` counts blocks, from
+// 0 and back to it.
+struct Copies {
+    u64 runs;
+    u64 count;
+    u64 flag;
+    u64 value;
+    u64 done;
+    u32 batch;
+    u32 slices;
+    u64 piece_bytes;
 };
 
 // `lanes` threads, of which this is number `lane`, copy bytes.
@@ -138,6 +151,21 @@ __device__ __forceinline__ Copy find(const Gather &gather, u64 index) {
     return found;
 }
 
+// This block's pieces of some copies.
+__device__ __forceinline__ void copy_all(const Copy *copies, u32 count, u32 slices, u64 piece_bytes) {
+    u32 lanes = BLOCK;
+    while (lanes > WARP && BLOCK / lanes < count) lanes /= 2;
+    const u32 lane = threadIdx.x % lanes;
+    for (u32 k = threadIdx.x / lanes; k < count; k += BLOCK / lanes) {
+        const Copy each = copies[k];
+        const u64 stride = slices * piece_bytes;
+        for (u64 at = blockIdx.x % slices * piece_bytes; at < each.bytes; at += stride) {
+            const u64 left = each.bytes - at;
+            copy(each.target + at, each.source + at, (u32)(left < piece_bytes ? left : piece_bytes), lane, lanes);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_gather(const Gather gather) {
     __shared__ Copy copies[BATCH];
     const u64 first = (u64)(blockIdx.x / gather.slices) * gather.batch;
@@ -145,18 +173,23 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_gather(const Gathe
     // Read together, since each access of mapped memory goes over PCIe.
     if (threadIdx.x < count) copies[threadIdx.x] = find(gather, first + threadIdx.x);
     __syncthreads();
-    u32 lanes = BLOCK;
-    while (lanes > WARP && BLOCK / lanes < count) lanes /= 2;
-    const u32 lane = threadIdx.x % lanes;
-    for (u32 k = threadIdx.x / lanes; k < count; k += BLOCK / lanes) {
-        const Copy each = copies[k];
-        const u64 stride = gather.slices * gather.piece_bytes;
-        for (u64 at = blockIdx.x % gather.slices * gather.piece_bytes; at < each.bytes; at += stride) {
-            const u64 left = each.bytes - at;
-            copy(each.target + at, each.source + at, (u32)(left < gather.piece_bytes ? left : gather.piece_bytes), lane,
-                 lanes);
-        }
-    }
+    copy_all(copies, count, gather.slices, gather.piece_bytes);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies list) {
+    __shared__ Copy copies[BATCH];
+    const u64 first = (u64)(blockIdx.x / list.slices) * list.batch;
+    const u32 count = list.count - first < list.batch ? (u32)(list.count - first) : list.batch;
+    if (threadIdx.x < count) copies[threadIdx.x] = ((const Copy *)list.runs)[first + threadIdx.x];
+    __syncthreads();
+    copy_all(copies, count, list.slices, list.piece_bytes);
+    // Each thread's bytes are visible to the CPU and to other GPUs before the block counts as done.
+    __threadfence_system();
+    __syncthreads();
+    if (threadIdx.x != 0 || atomicAdd((u32 *)list.done, 1) != gridDim.x - 1) return;
+    *(u32 *)list.done = 0;
+    __threadfence_system();
+    *(volatile u64 *)list.flag = list.value;
 }
 
 // ---- the bench's pattern ----

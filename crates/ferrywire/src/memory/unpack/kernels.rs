@@ -9,7 +9,7 @@
 use super::device::GatherRun;
 use super::table::Fragment;
 use crate::limits::CUDA_GPUS_MAX;
-use crate::memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
+use crate::memory::cuda::{CudaCopy, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -28,6 +28,8 @@ const BATCH_MAX: u64 = 32;
 /// Blocks that a multiprocessor should find, and no more for the sake of slices.
 const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
 const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
+/// Multiprocessors that a list of copies is laid out for.
+const COPY_MULTIPROCESSORS: u32 = 8;
 /// What a block copies at once; pieces of fragments are multiples of it.
 const PIECE_BYTES: u64 = 4096;
 /// Fragments of a run that are looked at.
@@ -44,6 +46,37 @@ struct GatherParameters {
     piece_bytes: u64,
 }
 
+/// What `ferrywire_copy` is given.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct CopyParameters {
+    runs: u64,
+    count: u64,
+    flag: u64,
+    value: u64,
+    done: u64,
+    batch: u32,
+    slices: u32,
+    piece_bytes: u64,
+}
+
+/// A list of copies in mapped memory, and how their end is told.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CopyList {
+    /// Address of the first [`CudaCopy`].
+    pub runs: u64,
+    /// How many there are.
+    pub count: u64,
+    /// Bytes of the longest.
+    pub longest: u64,
+    /// Where the GPU writes `value` when all are done and visible: 8 aligned bytes of pinned memory.
+    pub flag: u64,
+    /// What it writes.
+    pub value: u64,
+    /// 4 bytes of device memory that are zero, and the stream's own.
+    pub done: u64,
+}
+
 /// What `ferrywire_fill` and `ferrywire_check` are given.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
@@ -56,10 +89,13 @@ pub(crate) struct PatternParameters {
     pub bytes: u64,
 }
 
+const _: () = assert!(size_of::<CudaCopy>() == 24);
+
 /// The kernels on one GPU.
 #[derive(Debug)]
 pub(crate) struct Kernels {
     gather: CudaFunction,
+    copy: CudaFunction,
     fill: CudaFunction,
     check: CudaFunction,
     delay: CudaFunction,
@@ -79,6 +115,7 @@ impl Kernels {
         let module = CudaModule::load(gpu, PTX)?;
         let kernels = Arc::new(Kernels {
             gather: module.function(c"ferrywire_gather")?,
+            copy: module.function(c"ferrywire_copy")?,
             fill: module.function(c"ferrywire_fill")?,
             check: module.function(c"ferrywire_check")?,
             delay: module.function(c"ferrywire_delay")?,
@@ -112,6 +149,20 @@ impl Kernels {
         parameters.runs[..runs.len()].copy_from_slice(runs);
         // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
         unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
+    }
+
+    /// Enqueues copies between any memory that the GPU reaches, in one launch that tells its end itself. Over PCIe few
+    /// multiprocessors are enough, and the others are somebody's.
+    ///
+    /// # Safety
+    /// The list lies where CPU and GPU read it at the same address, and stays as it is until its end is told; so does
+    /// what it names, and no target overlaps with anything else there.
+    pub unsafe fn copy(&self, stream: &CudaStream, list: CopyList) -> Result<()> {
+        let CopyList { runs, count, longest, flag, value, done } = list;
+        let Layout { blocks, batch, slices, piece_bytes } = Layout::of(count, longest, COPY_MULTIPROCESSORS);
+        let mut parameters = CopyParameters { runs, count, flag, value, done, batch, slices, piece_bytes };
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.copy, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
     /// Enqueues the writing of a pattern.
@@ -209,6 +260,8 @@ mod tests {
         let gather =
             format!(".param .align 8 .b8 ferrywire_gather_param_0[{}]", size_of::<GatherParameters>());
         assert_eq!(parameters("ferrywire_gather"), [gather]);
+        let copy = format!(".param .align 8 .b8 ferrywire_copy_param_0[{}]", size_of::<CopyParameters>());
+        assert_eq!(parameters("ferrywire_copy"), [copy]);
         let pattern =
             |entry| format!(".param .align 8 .b8 {entry}_param_0[{}]", size_of::<PatternParameters>());
         assert_eq!(parameters("ferrywire_fill"), [pattern("ferrywire_fill")]);
@@ -219,6 +272,12 @@ mod tests {
         for (entry, offset, kind) in [
             ("gather", offset_of!(GatherParameters, fragments), "u64"),
             ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
+            ("copy", offset_of!(CopyParameters, count), "u64"),
+            ("copy", offset_of!(CopyParameters, flag), "u64"),
+            ("copy", offset_of!(CopyParameters, value), "u64"),
+            ("copy", offset_of!(CopyParameters, done), "u64"),
+            ("copy", offset_of!(CopyParameters, batch), "v2.u32"),
+            ("copy", offset_of!(CopyParameters, piece_bytes), "u64"),
             ("fill", offset_of!(PatternParameters, step), "u64"),
             ("fill", offset_of!(PatternParameters, flip), "u64"),
             ("fill", offset_of!(PatternParameters, offset), "u64"),
@@ -231,6 +290,7 @@ mod tests {
             assert!(read, "nobody reads {kind} at {at}");
         }
         assert_eq!(offset_of!(GatherParameters, slices), offset_of!(GatherParameters, batch) + 4);
+        assert_eq!(offset_of!(CopyParameters, slices), offset_of!(CopyParameters, batch) + 4);
         assert_eq!(offset_of!(GatherParameters, piece_bytes), 1040);
     }
 
@@ -262,6 +322,22 @@ mod tests {
             offset_of!(GatherRun, target),
         ];
         assert_eq!(run, [0, 8, 16, 24]);
+        assert_eq!(fields("Copy"), ["const u8 *source", "u8 *target", "u64 bytes"]);
+        let copy = [offset_of!(CudaCopy, source), offset_of!(CudaCopy, target), offset_of!(CudaCopy, bytes)];
+        assert_eq!(copy, [0, 8, 16]);
+        assert_eq!(
+            fields("Copies"),
+            [
+                "u64 runs",
+                "u64 count",
+                "u64 flag",
+                "u64 value",
+                "u64 done",
+                "u32 batch",
+                "u32 slices",
+                "u64 piece_bytes"
+            ]
+        );
         assert_eq!(
             fields("Pattern"),
             ["u64 key", "u64 step", "u64 flip", "u64 offset", "u64 address", "u64 bytes"]
