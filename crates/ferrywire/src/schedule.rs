@@ -51,15 +51,32 @@ pub fn local_share(in_flight: u64, ends_staged: u64, chunk_bytes_max: usize) -> 
 /// Bulk in flight between two threads of one host.
 const LOCAL_BYTES: u64 = 2 << 20;
 
+/// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of what is
+/// queued and of what all `channels` have together, and a chunk to go on with.
+///
+/// A copy and its mark are begun long before the first byte can be sent, so a channel would take much more than it
+/// sends, and a few of them everything there is.
+pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: u64) -> u64 {
+    let equal = queued.saturating_add(backlog_of_all) / channels.max(1) as u64;
+    equal.saturating_add(limits::STAGING_CHUNK_BYTES_MIN as u64).saturating_sub(backlog)
+}
+
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
 pub fn channels_default(cores: usize, pairs: usize) -> usize {
-    let by_cores = cores.clamp(1, 8);
-    by_cores.next_multiple_of(pairs.max(1)).min(limits::CHANNELS_MAX)
+    workers(cores).next_multiple_of(pairs.max(1)).min(limits::CHANNELS_MAX)
 }
 
 /// Progress threads: one per core that can be kept busy.
 pub fn threads_default(cores: usize) -> usize {
-    cores.clamp(1, 8)
+    workers(cores)
+}
+
+/// All cores of a small host, half of those of a large one: the rest has other work.
+fn workers(cores: usize) -> usize {
+    match cores {
+        0..=8 => cores.max(1),
+        _ => (cores / 2).clamp(8, 16),
+    }
 }
 
 #[cfg(test)]
@@ -97,9 +114,38 @@ mod tests {
     }
 
     #[test]
+    fn hosts_keep_as_many_threads_busy_as_they_have_cores_to_spare() {
+        let threads = [0, 1, 2, 8, 12, 16, 24, 32, 208].map(threads_default);
+        assert_eq!(threads, [1, 1, 2, 8, 8, 8, 12, 16, 16]);
+    }
+
+    #[test]
+    fn what_is_staged_is_shared_equally() {
+        let chunk = limits::STAGING_CHUNK_BYTES_MIN as u64;
+        assert_eq!(staged_share(1 << 20, 0, 4, 0), (256 << 10) + chunk);
+        // Who has more than the others waits, until they have as much.
+        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 8 << 20), 0);
+        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), (9 << 18) + chunk);
+        // All alone it takes everything.
+        assert_eq!(staged_share(1 << 30, 0, 1, 0), (1 << 30) + chunk);
+    }
+
+    proptest! {
+        /// Whatever is queued finds somebody who may take it, a chunk at a time.
+        #[test]
+        fn the_least_loaded_channel_may_take_what_is_staged(
+            queued in 1u64..1 << 40,
+            backlogs in proptest::collection::vec(0u64..1 << 30, 1..64),
+        ) {
+            let least = backlogs.iter().copied().min().unwrap_or(0);
+            prop_assert!(staged_share(queued, backlogs.iter().sum(), backlogs.len(), least) > 0);
+        }
+    }
+
+    #[test]
     fn every_pair_of_nics_gets_as_many_channels() {
         assert_eq!(channels_default(2, 1), 2);
         assert_eq!(channels_default(2, 4), 4);
-        assert_eq!(channels_default(208, 3), 9);
+        assert_eq!(channels_default(208, 3), 18);
     }
 }

@@ -168,17 +168,29 @@ impl Channel {
     /// Bytes of bulk that this channel may take, and the longest chunk of it.
     fn bulk_share(&self) -> (u64, usize) {
         let chunk_bytes = self.peer.queue.chunk_bytes;
-        if self.posted.is_some() || !self.peer.same_host || self.conn.is_long() {
+        if self.posted.is_some() {
             return (u64::MAX, chunk_bytes);
         }
         let staged = u64::from(self.staging.sending.begun()) + u64::from(self.peer.writes_to_gpus());
+        let (share, chunk_bytes) = match self.peer.same_host && !self.conn.is_long() {
+            true => self.local_share(staged),
+            false => (u64::MAX, chunk_bytes),
+        };
+        match staged {
+            0 => (share, chunk_bytes),
+            _ => (share.min(self.peer.staged_share(self.window.bytes() as u64)), chunk_bytes),
+        }
+    }
+
+    /// The same between two ends of one host, of which some stage.
+    fn local_share(&self, staged: u64) -> (u64, usize) {
         // Between other addresses there may be a slow link, which must not hold up what others carry; and what is
         // staged waits for a GPU, at no cost to the other channels.
         let in_flight = match self.conn.within_host() && staged == 0 {
             true => self.peer.thread_backlog(self.index),
             false => self.window.bytes() as u64,
         };
-        schedule::local_share(in_flight, staged, chunk_bytes)
+        schedule::local_share(in_flight, staged, self.peer.queue.chunk_bytes)
     }
 
     /// Bytes of small operations that this channel may take. While there is no bulk they keep to the

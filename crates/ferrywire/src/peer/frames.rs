@@ -177,7 +177,9 @@ impl PeerState {
     /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
     pub(super) fn rouse_for(&self, bytes: u64) {
         match bytes > crate::queue::SMALL_BYTES_MAX {
-            true => self.engine.workers.iter().for_each(|worker| worker.rouse()),
+            true => self.engine.workers.iter().for_each(|worker| {
+                worker.rouse();
+            }),
             false => self.rouse_home(),
         }
     }

@@ -14,6 +14,7 @@ use crate::memory::{Identity, Memory};
 use crate::operation::{Op, Transfer, Verb};
 use crate::progress::{self, Worker};
 use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
+use crate::schedule;
 use crate::stats::ChannelCounters;
 use crate::wire::{Header, Kind, Refusal};
 
@@ -112,6 +113,8 @@ pub(crate) struct PeerState {
     pub unfinished: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
     pub stuck: AtomicBool,
+    /// The worker that is roused first for the next operation.
+    pub rouse_first: AtomicUsize,
     /// Something was written to memory of its GPUs, and it stages what comes.
     pub(super) writes_to_gpus: AtomicBool,
 }
@@ -140,6 +143,7 @@ impl PeerState {
             abandoned: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
+            rouse_first: AtomicUsize::new(0),
             writes_to_gpus: AtomicBool::new(false),
         }
     }
@@ -234,6 +238,14 @@ impl PeerState {
         let worker = self.engine_worker(index);
         let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
         shared.map(|(_, channel)| channel.in_flight()).sum()
+    }
+
+    /// What a channel with so much in its window may take of what is staged.
+    pub fn staged_share(&self, backlog: u64) -> u64 {
+        let live = self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed));
+        let (channels, all) =
+            live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()));
+        schedule::staged_share(self.queue.bulk_bytes(), all, channels, backlog)
     }
 
     /// A channel was lost, in words; the oldest are forgotten.

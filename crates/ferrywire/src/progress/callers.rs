@@ -273,15 +273,28 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
     } else {
         match home.try_claim() {
             Some(mut claim) => claim.crank().send_for(home, engine, peer),
-            None => home.rouse(),
+            None => {
+                home.rouse();
+            }
         }
     }
     if bulk && peer.queue.has_work() {
-        for worker in engine.workers.iter().filter(|worker| worker.index != home.index) {
-            worker.rouse();
+        let (count, mut left) = (engine.workers.len(), bytes.div_ceil(ROUSE_BYTES));
+        // With each operation it begins at another one.
+        let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
+        for step in 0..count {
+            let worker = &engine.workers[(first.wrapping_add(step)) % count];
+            if left == 0 {
+                break;
+            }
+            left -= u64::from(worker.index != home.index && worker.rouse());
         }
     }
 }
+
+/// Bytes of bulk for which one more thread is roused: to rouse a thread that sleeps costs the caller microseconds, as
+/// much as to send so many.
+const ROUSE_BYTES: u64 = 256 << 10;
 
 /// A caller asks after an operation without waiting: moves things on if the thread stands back.
 pub(crate) fn nudge(peer: &Arc<PeerState>) {

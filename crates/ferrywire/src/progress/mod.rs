@@ -224,14 +224,21 @@ impl Worker {
         self.rouse();
     }
 
-    /// Makes sure that somebody looks at the worker soon.
-    pub fn rouse(&self) {
-        match self.state.load(Ordering::SeqCst) {
-            IN_POLL => self.waker.wake(),
-            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => self.unpark(),
-            _ => {}
-        }
+    /// Makes sure that somebody looks at the worker soon. True if its thread slept.
+    pub fn rouse(&self) -> bool {
+        let slept = match self.state.load(Ordering::SeqCst) {
+            IN_POLL => {
+                self.waker.wake();
+                true
+            }
+            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => {
+                self.unpark();
+                true
+            }
+            _ => false,
+        };
         self.wake_owner();
+        slept
     }
 
     /// Whether what is posted now may be left: a caller has the crank, or had it just now, and nobody sleeps on

@@ -18,7 +18,7 @@ use crate::transfer::{ChunkLimits, Cutter};
 use crate::window::Window;
 use crate::wire::{Header, Kind};
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use entry::{chunk_entry, eager_cost, message_entry, small_entry, whole};
@@ -67,6 +67,8 @@ pub(crate) struct SendQueue {
     /// Items that wait, and those of them that are not small operations.
     waiting: AtomicUsize,
     waiting_for_any: AtomicUsize,
+    /// Bytes of bulk operations that are not cut yet.
+    bulk_bytes: AtomicU64,
     pub chunk_bytes: usize,
     pub crc: bool,
     /// Bytes up to which an operation travels as one frame.
@@ -91,9 +93,9 @@ pub(crate) struct Pull {
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
         let lanes = Lanes { credit: limits::EAGER_CREDIT_BYTES, ..Lanes::default() };
-        let (waiting, waiting_for_any) = Default::default();
+        let (waiting, waiting_for_any, bulk_bytes) = Default::default();
         let (lanes, small_bytes_max) = (Mutex::new(lanes), SMALL_BYTES_MAX);
-        SendQueue { lanes, waiting, waiting_for_any, chunk_bytes, crc, small_bytes_max }
+        SendQueue { lanes, waiting, waiting_for_any, bulk_bytes, chunk_bytes, crc, small_bytes_max }
     }
 
     /// Of a peer whose channels have lanes: no message is larger than a chunk.
@@ -116,6 +118,11 @@ impl SendQueue {
         if small { self.has_work() } else { self.waiting_for_any.load(Ordering::SeqCst) > 0 }
     }
 
+    /// Bytes of bulk that wait to be pulled.
+    pub fn bulk_bytes(&self) -> u64 {
+        self.bulk_bytes.load(Ordering::Relaxed)
+    }
+
     /// Items that wait to be pulled.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::SeqCst)
@@ -124,6 +131,7 @@ impl SendQueue {
     fn publish(&self, lanes: &Lanes) {
         self.waiting.store(lanes.len(), Ordering::SeqCst);
         self.waiting_for_any.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
+        self.bulk_bytes.store(lanes.bulk_bytes, Ordering::Relaxed);
     }
 
     /// Queues an operation; false when the peer is gone.

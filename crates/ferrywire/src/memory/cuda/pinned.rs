@@ -6,10 +6,12 @@
 
 use super::error::{CudaError, Result, call};
 use super::gpu::CudaGpu;
-use crate::sys::mapping::AddressRange;
+use crate::sys::mapping::{self, AddressRange};
 use crate::sys::numa;
 use std::sync::Arc;
 
+/// The smaller kind, of x86-64 and most others.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// For every context, and with an address for devices.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 
@@ -26,8 +28,11 @@ impl PinnedBuffer {
     pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize) -> Result<PinnedBuffer> {
         let failed = |why: String| CudaError::Pinned { bytes: len as u64, why };
         let system = |error: std::io::Error| failed(format!("the system: {error}"));
-        let mut range = AddressRange::reserve(len, 1).map_err(system)?;
+        // A ring in one huge page is read and written up to a quarter faster than in small ones.
+        let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
+        let mut range = AddressRange::reserve(len, align).map_err(system)?;
         range.back().map_err(system)?;
+        mapping::prefer_huge_pages(range.base() as *mut u8, range.len());
         if let Some(node) = gpu.numa_node() {
             // Near is faster, far works too.
             let _ = numa::prefer_node(&mut range, node);
