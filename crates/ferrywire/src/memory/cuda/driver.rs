@@ -4,36 +4,16 @@
 //!   not loaded ── library(): is it there, new enough, complete? ──> found ── driver(): cuInit ──> usable
 //! ```
 //!
-//! Invariant: no function of the driver is called before `library` has found all of `NEEDED`, so that an absent
+//! Invariant: no function of the driver is called before `library` has found all of [`Functions`], so that an absent
 //! one is an error; and registering host memory never loads the driver, nor initialises it.
-//! Read next: `gpu.rs`, the first who needs it.
+//! Read next: `functions.rs`; `gpu.rs`, the first who needs it.
 
-use super::error::{About, CudaError, NO_DEVICE, Result, call};
+use super::error::{About, CudaError, NO_DEVICE, Result, call, check};
+use super::functions::Functions;
 use crate::limits::CUDA_DRIVER_VERSION_MIN;
 use cudarc::driver::sys;
-use std::ffi::{CStr, c_char};
+use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
-
-macro_rules! needed {
-    ($($name:ident)+) => {
-        /// Every function that is called without asking whether it is there.
-        const NEEDED: &[&str] = &[$(stringify!($name)),+];
-    };
-}
-
-needed! {
-    cuInit cuDriverGetVersion cuGetErrorName cuGetErrorString
-    cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid_v2 cuDeviceGetAttribute cuDeviceTotalMem_v2
-    cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2
-    cuCtxGetCurrent cuCtxPushCurrent_v2 cuCtxPopCurrent_v2
-    cuMemGetInfo_v2 cuMemAlloc_v2 cuMemFree_v2 cuMemcpyAsync cuMemsetD8Async
-    cuMemHostRegister_v2 cuMemHostUnregister cuMemHostGetDevicePointer_v2
-    cuMemGetHandleForAddressRange cuPointerGetAttributes
-    cuStreamCreate cuStreamDestroy_v2 cuStreamQuery cuStreamSynchronize cuStreamWaitEvent
-    cuStreamWriteValue32_v2 cuStreamWriteValue64_v2
-    cuEventCreate cuEventDestroy_v2 cuEventRecord cuEventQuery
-    cuModuleLoadData cuModuleUnload cuModuleGetFunction cuLaunchKernel
-}
 
 /// `CUmemcpyAttributes`, which drivers have since CUDA 12.8.
 #[repr(C)]
@@ -66,6 +46,7 @@ pub(super) type CopyBatch = unsafe extern "C" fn(
 #[derive(Debug)]
 pub(super) struct Library {
     pub version: u32,
+    pub functions: Functions,
     /// Only newer drivers have it.
     pub copy_batch: Option<CopyBatch>,
 }
@@ -121,29 +102,23 @@ fn find() -> Result<Library> {
     if version < CUDA_DRIVER_VERSION_MIN {
         return Err(CudaError::OldDriver { found: version, needed: CUDA_DRIVER_VERSION_MIN });
     }
-    if let Some(symbol) = NEEDED.iter().copied().find(|symbol| !has(symbol)) {
-        return Err(CudaError::MissingSymbol { symbol, version });
-    }
+    // SAFETY: it is there, and is never unloaded.
+    let functions = unsafe { Functions::of(version) }?;
     // SAFETY: the library is there; the function has had this type since it first appeared.
     let copy_batch = unsafe { sys::culib().get::<CopyBatch>(b"cuMemcpyBatchAsync\0") };
-    Ok(Library { version, copy_batch: copy_batch.ok().map(|found| *found) })
-}
-
-fn has(symbol: &str) -> bool {
-    // SAFETY: the library is there; nothing is called.
-    unsafe { sys::culib().get::<*const ()>(symbol.as_bytes()) }.is_ok()
+    Ok(Library { version, functions, copy_batch: copy_batch.ok().map(|found| *found) })
 }
 
 fn version() -> Result<u32> {
-    for symbol in ["cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString"] {
-        if !has(symbol) {
-            return Err(CudaError::MissingSymbol { symbol, version: 0 });
-        }
-    }
+    type Version = unsafe extern "C" fn(*mut c_int) -> u32;
+    let symbol = "cuDriverGetVersion";
     let mut version = 0;
-    // SAFETY: the function is there; room for a number.
-    unsafe { call!(About::default(), cuDriverGetVersion(&mut version)) }?;
-    Ok(u32::try_from(version).unwrap_or(0))
+    // SAFETY: the library is there; the function has had this type since it first appeared; room for a number.
+    let code = unsafe {
+        let asked = sys::culib().get::<Version>(symbol.as_bytes());
+        asked.map_err(|_| CudaError::MissingSymbol { symbol, version: 0 })?(&mut version)
+    };
+    check(symbol, About::default(), code).map(|()| u32::try_from(version).unwrap_or(0))
 }
 
 fn initialise() -> Result<Driver> {
@@ -180,25 +155,6 @@ pub(super) fn words(code: u32) -> (&'static str, &'static str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A call that is not in the list would panic on a driver without it.
-    #[test]
-    fn every_function_that_is_called_is_looked_for_first() {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("src/memory/cuda");
-        let mut called = std::collections::BTreeSet::new();
-        for file in std::fs::read_dir(folder).unwrap() {
-            let text = std::fs::read_to_string(file.unwrap().path()).unwrap();
-            for word in text.split_inclusive(|c: char| !c.is_alphanumeric() && c != '_') {
-                let named = word.strip_suffix('(').filter(|name| name.starts_with("cu"));
-                called.extend(
-                    named.filter(|name| name[2..].starts_with(char::is_uppercase)).map(str::to_owned),
-                );
-            }
-        }
-        let missing: Vec<_> = called.iter().filter(|name| !NEEDED.contains(&name.as_str())).collect();
-        assert!(missing.is_empty(), "{missing:?}");
-        assert!(called.len() > 25, "the search found only {called:?}");
-    }
 
     #[test]
     fn asking_does_not_load_the_driver() {

@@ -199,16 +199,22 @@ pub(super) fn check(call: &'static str, about: About, code: u32) -> Result<()> {
     Err(CudaError::Call { failure: Failure { call, gpu, bytes, code, name, text } })
 }
 
-/// Calls the driver, and makes an error of what it answers. Only functions named in `driver.rs` may be called,
-/// after it has found them.
+/// Calls the driver, once it is found; the number that it answers with.
+macro_rules! ask {
+    ($function:ident($($argument:expr),* $(,)?)) => {
+        match $crate::memory::cuda::driver::library() {
+            Ok(library) => Ok((library.functions.$function)($($argument),*)),
+            Err(missing) => Err(missing),
+        }
+    };
+}
+pub(super) use ask;
+
+/// Calls the driver, and makes an error of what it answers.
 macro_rules! call {
     ($about:expr, $function:ident($($argument:expr),* $(,)?)) => {
-        $crate::memory::cuda::error::check(
-            stringify!($function),
-            $about,
-            // A newer driver may answer with a code that the enumeration lacks: only its number is looked at.
-            cudarc::driver::sys::$function($($argument),*) as u32,
-        )
+        $crate::memory::cuda::error::ask!($function($($argument),*))
+            .and_then(|code| $crate::memory::cuda::error::check(stringify!($function), $about, code))
     };
 }
 pub(super) use call;

@@ -1,7 +1,7 @@
 //! Marks in a stream: whether everything before them is done.
 
 use super::RawStream;
-use super::error::{CudaError, NOT_READY, Result, call};
+use super::error::{CudaError, NOT_READY, Result, ask, call, check};
 use super::gpu::CudaGpu;
 use cudarc::driver::sys;
 use std::ptr;
@@ -38,7 +38,7 @@ impl CudaEvent {
     pub fn query(&self) -> Result<bool> {
         let _current = self.gpu.make_current()?;
         // SAFETY: an event that lives.
-        done(unsafe { call!(self.gpu.about(), cuEventQuery(self.raw)) })
+        done("cuEventQuery", &self.gpu, unsafe { ask!(cuEventQuery(self.raw)) }?)
     }
 
     /// Waits until everything before it is done.
@@ -76,11 +76,10 @@ impl CudaEvent {
 }
 
 /// What a query's answer says.
-pub(super) fn done(answer: Result<()>) -> Result<bool> {
-    match answer {
-        Ok(()) => Ok(true),
-        Err(error) if error.code() == Some(NOT_READY) => Ok(false),
-        Err(error) => Err(error),
+pub(super) fn done(call: &'static str, gpu: &CudaGpu, code: u32) -> Result<bool> {
+    match code {
+        NOT_READY => Ok(false),
+        code => check(call, gpu.about(), code).map(|()| true),
     }
 }
 

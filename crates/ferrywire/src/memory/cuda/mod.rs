@@ -32,6 +32,7 @@ mod dmabuf;
 mod driver;
 mod error;
 mod event;
+mod functions;
 mod gpu;
 mod module;
 mod pattern;

@@ -8,7 +8,7 @@
 use super::driver;
 use super::error::{CudaError, Result};
 use super::gpu::CudaGpu;
-use cudarc::driver::sys::{self, CUpointer_attribute as Attribute};
+use cudarc::driver::sys::CUpointer_attribute as Attribute;
 use std::ffi::c_void;
 
 /// What kind of memory an address is of.
@@ -103,7 +103,7 @@ impl Answers {
 }
 
 fn ask(address: u64) -> Option<Answers> {
-    driver::library_if_mapped()?;
+    let functions = &driver::library_if_mapped()?.functions;
     let mut answers = Answers::default();
     let mut asked = [
         Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -128,7 +128,8 @@ fn ask(address: u64) -> Option<Answers> {
     // SAFETY: each attribute is written where there is room for its type; an address that the driver does not
     // know, and a driver that is not initialised, are answers and no more.
     let code = unsafe {
-        sys::cuPointerGetAttributes(asked.len() as u32, asked.as_mut_ptr(), into.as_mut_ptr(), address) as u32
+        let count = asked.len() as u32;
+        (functions.cuPointerGetAttributes)(count, asked.as_mut_ptr(), into.as_mut_ptr(), address)
     };
     (code == 0).then_some(answers)
 }

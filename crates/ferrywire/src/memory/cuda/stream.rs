@@ -6,7 +6,7 @@
 //! Read next: `event.rs`.
 
 use super::driver::{self, CopyAttributes, SOURCE_ACCESS_STREAM};
-use super::error::{NOT_SUPPORTED, Result, call, check};
+use super::error::{NOT_SUPPORTED, Result, ask, call, check};
 use super::event::{self, CudaEvent};
 use super::gpu::CudaGpu;
 use super::module::CudaFunction;
@@ -249,7 +249,7 @@ impl CudaStream {
     pub fn query(&self) -> Result<bool> {
         let _current = self.gpu.make_current()?;
         // SAFETY: a stream that lives.
-        event::done(unsafe { call!(self.gpu.about(), cuStreamQuery(self.raw)) })
+        event::done("cuStreamQuery", &self.gpu, unsafe { ask!(cuStreamQuery(self.raw)) }?)
     }
 
     /// Waits until everything enqueued is done.

@@ -1,0 +1,115 @@
+//! The driver's functions, as they are called: each answers with a number.
+//!
+//! Bindings that make an enumeration of the answer cannot be called: a newer driver has codes that no list of
+//! today knows, and a value outside of an enumeration is undefined behaviour as soon as it comes back.
+//!
+//! Invariant: the types are those of the bindings, which are made of the driver's header; the compiler compares them.
+//! Read next: `driver.rs`, which finds them; `error.rs`, what becomes of an answer.
+
+use super::error::{CudaError, Result};
+use cudarc::driver::sys::{
+    self, CUcontext, CUdevice, CUdevice_attribute, CUdeviceptr, CUevent, CUfunction, CUmemRangeHandleType,
+    CUmodule, CUpointer_attribute, CUstream, CUuuid,
+};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+
+macro_rules! functions {
+    ($($name:ident($($argument:ty),*);)+) => {
+        /// Every function that is called without asking whether it is there.
+        #[derive(Debug)]
+        #[allow(non_snake_case, reason = "these are their names")]
+        pub(super) struct Functions {
+            $(pub $name: unsafe extern "C" fn($($argument),*) -> u32,)+
+        }
+
+        impl Functions {
+            /// All of them, or the first that is missing.
+            ///
+            /// # Safety
+            /// The library is there, and of that version.
+            pub(super) unsafe fn of(version: u32) -> Result<Functions> {
+                Ok(Functions {
+                    $($name: {
+                        let symbol = stringify!($name);
+                        // SAFETY: the function of this name has this type; see below.
+                        *unsafe { sys::culib().get(symbol.as_bytes()) }
+                            .map_err(|_| CudaError::MissingSymbol { symbol, version })?
+                    },)+
+                })
+            }
+        }
+
+        const _: () = {
+            $(let _: unsafe fn($($argument),*) -> sys::CUresult = sys::$name;)+
+        };
+    };
+}
+
+functions! {
+    cuInit(c_uint);
+    cuDeviceGetCount(*mut c_int);
+    cuDeviceGet(*mut CUdevice, c_int);
+    cuDeviceGetName(*mut c_char, c_int, CUdevice);
+    cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
+    cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice);
+    cuDeviceTotalMem_v2(*mut usize, CUdevice);
+    cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+    cuDevicePrimaryCtxRelease_v2(CUdevice);
+    cuCtxGetCurrent(*mut CUcontext);
+    cuCtxPushCurrent_v2(CUcontext);
+    cuCtxPopCurrent_v2(*mut CUcontext);
+    cuMemGetInfo_v2(*mut usize, *mut usize);
+    cuMemAlloc_v2(*mut CUdeviceptr, usize);
+    cuMemFree_v2(CUdeviceptr);
+    cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
+    cuMemHostRegister_v2(*mut c_void, usize, c_uint);
+    cuMemHostUnregister(*mut c_void);
+    cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint);
+    cuMemGetHandleForAddressRange(*mut c_void, CUdeviceptr, usize, CUmemRangeHandleType, c_ulonglong);
+    cuPointerGetAttributes(c_uint, *mut CUpointer_attribute, *mut *mut c_void, CUdeviceptr);
+    cuStreamCreate(*mut CUstream, c_uint);
+    cuStreamDestroy_v2(CUstream);
+    cuStreamQuery(CUstream);
+    cuStreamSynchronize(CUstream);
+    cuStreamWaitEvent(CUstream, CUevent, c_uint);
+    cuStreamWriteValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
+    cuStreamWriteValue64_v2(CUstream, CUdeviceptr, u64, c_uint);
+    cuEventCreate(*mut CUevent, c_uint);
+    cuEventDestroy_v2(CUevent);
+    cuEventRecord(CUevent, CUstream);
+    cuEventQuery(CUevent);
+    cuModuleLoadData(*mut CUmodule, *const c_void);
+    cuModuleUnload(CUmodule);
+    cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
+    cuLaunchKernel(
+        CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+        *mut *mut c_void
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    /// A function of the bindings would make an enumeration of whatever the driver answers.
+    #[test]
+    fn the_driver_is_called_through_the_table_alone() {
+        let (mut folders, mut calls) = (vec![Path::new(env!("CARGO_MANIFEST_DIR")).join("src")], 0);
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                    continue;
+                }
+                let Ok(text) = std::fs::read_to_string(&path) else { continue };
+                calls += text.matches("call!(").count() + text.matches("ask!(").count();
+                let binding = concat!("sys", "::cu");
+                let direct = text.split(binding).skip(1).find(|rest| rest.starts_with(char::is_uppercase));
+                assert!(direct.is_none(), "{}: {binding}{:.20}", path.display(), direct.unwrap());
+            }
+        }
+        assert!(calls > 30, "the search found only {calls}");
+    }
+}
