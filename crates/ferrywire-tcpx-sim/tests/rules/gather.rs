@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use ferrywire::Error;
-use ferrywire::memory::sim::{CurrentGuard, SimBuffer, SimGpu};
+use ferrywire::memory::sim::{SimBuffer, SimGpu, set_current};
 use ferrywire::memory::unpack::{DeviceUnpack, Gather, SimQueue, UnpackError, UnpackMode};
 
 use crate::case::case;
@@ -20,7 +20,6 @@ struct Bench {
     pair: Pair,
     gpu: Arc<SimGpu>,
     received: u64,
-    _current: CurrentGuard,
 }
 
 /// A receive that was not given back.
@@ -33,12 +32,12 @@ struct Open {
 
 impl Bench {
     fn new(pair: Pair, gpu: &Arc<SimGpu>, mode: UnpackMode) -> Bench {
-        let current = CurrentGuard::set(gpu.index()).unwrap();
+        set_current(gpu.index()).unwrap();
         let queue = Box::new(SimQueue::new(gpu));
         // SAFETY: the handle is from `accept`, and the connection is not closed before the process ends.
         let unpack = unsafe { DeviceUnpack::read(queue, &pair.device_handle).unwrap() };
         let gather = Gather::new(mode, unpack).unwrap();
-        Bench { gather, pair, gpu: gpu.clone(), received: 0, _current: current }
+        Bench { gather, pair, gpu: gpu.clone(), received: 0 }
     }
 
     /// Sends and receives, and starts the gather, whose answer is given too.
@@ -79,9 +78,8 @@ impl Bench {
 /// Receives of many sizes, up to `depth` of them gathered and not given back.
 fn many_sizes(mode: UnpackMode, depth: usize) {
     let gpu = SimGpu::open(0).unwrap();
-    let current = CurrentGuard::set(0).unwrap();
+    set_current(0).unwrap();
     let mut bench = Bench::new(Plugin::start().pair(), &gpu, mode);
-    drop(current);
     let sizes = [0, 1, 4095, 65_536, 4096, 0, 4097, 10_000, 100_001, 524_288, 7];
     let mut open = VecDeque::new();
     for (k, size) in sizes.into_iter().cycle().take(50).enumerate() {
@@ -113,7 +111,7 @@ fn a_lying_plugin_is_an_error_and_nothing_is_written() {
         move || {
             for mode in MODES {
                 let gpu = SimGpu::open(0).unwrap();
-                let _current = CurrentGuard::set(0).unwrap();
+                set_current(0).unwrap();
                 let plugin: &'static Plugin = Box::leak(Box::new(Plugin::load()));
                 plugin.init();
                 let mut bench = Bench::new(plugin.pair(), &gpu, mode);

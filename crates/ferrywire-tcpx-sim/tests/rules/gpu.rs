@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use ferrywire::memory::sim::{CurrentGuard, SimBuffer, SimGpu, SimGpuTable};
+use ferrywire::memory::sim::{SimBuffer, SimGpu, SimGpuTable, set_current};
 use ferrywire::nccl::abi::{DeviceHandle, PTR_CUDA};
 
 use crate::case::case;
@@ -18,7 +18,6 @@ pub struct Bench {
     pair: Pair,
     /// How many receives there were.
     received: Cell<u64>,
-    _current: CurrentGuard,
 }
 
 /// An entry of the metadata.
@@ -36,8 +35,8 @@ impl Bench {
 
     fn on(index: u32) -> Bench {
         let gpu = SimGpu::open(index).unwrap();
-        let current = CurrentGuard::set(index).unwrap();
-        Bench { pair: Plugin::start().pair(), gpu, received: Cell::new(0), _current: current }
+        set_current(index).unwrap();
+        Bench { pair: Plugin::start().pair(), gpu, received: Cell::new(0) }
     }
 
     /// GPU memory with these bytes, registered for sending.
@@ -287,9 +286,8 @@ fn a_closed_comm_gives_its_pages_back() {
         let first = Bench::new();
         [b"a", b"b"].iter().for_each(|byte| assert!(!first.transfer(*byte).is_null()));
         first.pair.recv.close();
-        let current = CurrentGuard::set(0).unwrap();
-        let second =
-            Bench { pair: second_pair(), gpu: first.gpu.clone(), received: Cell::new(0), _current: current };
+        set_current(0).unwrap();
+        let second = Bench { pair: second_pair(), gpu: first.gpu.clone(), received: Cell::new(0) };
         [b"c", b"d"].iter().for_each(|byte| assert!(!second.transfer(*byte).is_null()));
         assert_eq!([second.gather(0), second.gather(1)], [b"c", b"d"]);
     });
@@ -349,7 +347,7 @@ fn memory_of_a_gpu_that_is_not_current_is_refused() {
         let buffer = other.alloc(4096, 4096).unwrap();
         let register = || bench.pair.recv.register(buffer.address(), 4096, PTR_CUDA);
         assert_eq!(register(), Err(1));
-        let _current = CurrentGuard::set(1).unwrap();
+        set_current(1).unwrap();
         assert!(register().is_ok());
     });
 }
@@ -360,7 +358,7 @@ fn a_send_comm_belongs_to_the_gpu_of_its_first_connect() {
         let bench = Bench::on(0);
         let other = SimGpu::open(1).unwrap();
         let buffer = other.alloc(4096, 4096).unwrap();
-        let _current = CurrentGuard::set(1).unwrap();
+        set_current(1).unwrap();
         bench.pair.send.register(buffer.address(), 4096, PTR_CUDA).is_ok()
     };
     case!("").passes(|| assert!(!register()));
@@ -373,13 +371,11 @@ fn packets_land_where_listen_said_and_the_host_reads_where_accept_said() {
         let gpus = [0, 1].map(|index| SimGpu::open(index).unwrap());
         let plugin = Plugin::start();
         let mut handle = Handle([0; 128]);
-        let listen = {
-            let _current = CurrentGuard::set(of_listen).unwrap();
-            plugin.listen(0, &mut handle).unwrap()
-        };
-        let current = CurrentGuard::set(of_accept).unwrap();
+        set_current(of_listen).unwrap();
+        let listen = plugin.listen(0, &mut handle).unwrap();
+        set_current(of_accept).unwrap();
         let pair = plugin.pair_over(listen, handle);
-        Bench { gpu: gpus[of_accept as usize].clone(), pair, received: Cell::new(0), _current: current }
+        Bench { gpu: gpus[of_accept as usize].clone(), pair, received: Cell::new(0) }
     };
     case!(ALLOW).passes(|| {
         let bench = pair_over(1, 1);
@@ -432,8 +428,9 @@ fn comms_share_a_pool_without_mixing_their_bytes() {
             let gpu = SimGpu::open(0).unwrap();
             let plugin = Plugin::start();
             let one_comm = |seed: u8| {
-                let (gpu, current) = (gpu.clone(), CurrentGuard::set(0).unwrap());
-                let bench = Bench { pair: plugin.pair(), gpu, received: Cell::new(0), _current: current };
+                let gpu = gpu.clone();
+                set_current(0).unwrap();
+                let bench = Bench { pair: plugin.pair(), gpu, received: Cell::new(0) };
                 for k in 0..30 {
                     bench.gather_one(&pattern(200_001, seed.wrapping_mul(31) ^ k));
                 }

@@ -10,6 +10,7 @@
 //! try things with), [`unpack`] (receives that arrive in fragments).
 
 pub mod cuda;
+mod gpu;
 pub(crate) mod host;
 pub mod pattern;
 mod place;
@@ -18,13 +19,15 @@ pub mod sim;
 mod tests;
 pub mod unpack;
 
+pub(crate) use gpu::Gpu;
+pub use gpu::GpuCopy;
 pub use place::Place;
 
 use crate::error::{Error, Result};
 use crate::wire::Refusal;
-use cuda::{CudaBuffer, CudaError, CudaGpu};
+use cuda::CudaBuffer;
 use host::HostBuffer;
-use sim::{SimBuffer, SimGpu, SimGpuError};
+use sim::SimBuffer;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -62,7 +65,7 @@ enum Keeper {
     },
     /// The user, who promised so when registering; of GPU memory, with the GPU.
     User {
-        _gpu: Option<Arc<CudaGpu>>,
+        _gpu: Option<Gpu>,
     },
 }
 
@@ -110,8 +113,7 @@ impl Memory {
             Place::Host => unsafe {
                 std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
             },
-            Place::SimGpu(index) => sim_gpu(index)?.write_from_slice(to as u64, from)?,
-            Place::Cuda(index) => cuda_gpu(index)?.write_from_slice(to as u64, from)?,
+            place => Gpu::opened(place)?.write_from_slice(to as u64, from)?,
         }
         Ok(())
     }
@@ -133,11 +135,13 @@ impl Memory {
         Ok(Arc::new(Memory::new(base, len, Place::Host, 0, Keeper::Owned { _buffer: buffer })))
     }
 
-    /// Likewise on a simulated GPU.
-    pub fn private_sim(gpu: &Arc<SimGpu>, bytes: usize) -> Result<Arc<Memory>> {
-        let buffer = gpu.alloc(bytes, PAGE_BYTES)?;
-        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::SimGpu(gpu.index()));
-        Ok(Arc::new(Memory::new(base, len, place, 0, Keeper::Sim { _buffer: buffer })))
+    /// Likewise on a GPU.
+    pub fn private_on(gpu: &Gpu, bytes: usize) -> Result<Arc<Memory>> {
+        let (base, len, place, keeper) = match gpu {
+            Gpu::Sim(gpu) => of_sim(gpu.alloc(bytes, PAGE_BYTES)?),
+            Gpu::Cuda(gpu) => of_cuda(gpu.alloc(bytes, PAGE_BYTES)?),
+        };
+        Ok(Arc::new(Memory::new(base, len, place, 0, keeper)))
     }
 
     fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
@@ -280,13 +284,13 @@ impl Region {
     }
 
     pub(crate) fn sim(home: &Arc<dyn RegionHome>, buffer: SimBuffer) -> Region {
-        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::SimGpu(buffer.gpu().index()));
-        Region::new(home, base, len, place, Keeper::Sim { _buffer: buffer })
+        let (base, len, place, keeper) = of_sim(buffer);
+        Region::new(home, base, len, place, keeper)
     }
 
     pub(crate) fn cuda(home: &Arc<dyn RegionHome>, buffer: CudaBuffer) -> Region {
-        let (base, len, place) = (buffer.as_ptr(), buffer.len() as u64, Place::Cuda(buffer.gpu().index()));
-        Region::new(home, base, len, place, Keeper::Cuda { _buffer: buffer })
+        let (base, len, place, keeper) = of_cuda(buffer);
+        Region::new(home, base, len, place, keeper)
     }
 
     /// Opens the GPU that the memory is of, and keeps it.
@@ -301,7 +305,7 @@ impl Region {
         place: Place,
     ) -> Result<Region> {
         let gpu = match place {
-            Place::Cuda(index) => Some(CudaGpu::open(index)?),
+            Place::Cuda(_) => Some(Gpu::open(place)?),
             _ => None,
         };
         Ok(Region::new(home, base, len, place, Keeper::User { _gpu: gpu }))
@@ -366,8 +370,7 @@ impl Region {
             Place::Host => unsafe {
                 std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
             },
-            Place::SimGpu(index) => sim_gpu(index)?.read_into_slice(from as u64, into)?,
-            Place::Cuda(index) => cuda_gpu(index)?.read_into_slice(from as u64, into)?,
+            place => Gpu::opened(place)?.read_into_slice(from as u64, into)?,
         }
         Ok(())
     }
@@ -395,12 +398,19 @@ impl Region {
     }
 }
 
-fn sim_gpu(index: u32) -> Result<Arc<SimGpu>> {
-    Ok(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?)
+fn of_sim(buffer: SimBuffer) -> (*mut u8, u64, Place, Keeper) {
+    let place = Place::SimGpu(buffer.gpu().index());
+    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Sim { _buffer: buffer })
 }
 
-fn cuda_gpu(index: u32) -> Result<Arc<CudaGpu>> {
-    Ok(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?)
+fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, Place, Keeper) {
+    let place = Place::Cuda(buffer.gpu().index());
+    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Cuda { _buffer: buffer })
+}
+
+/// Of those who would take host memory for a GPU's.
+fn host_has_no_gpu() -> Error {
+    Error::Bug("a GPU is asked for host memory".into())
 }
 
 /// Checks that a range lies inside a region of `region_bytes`.

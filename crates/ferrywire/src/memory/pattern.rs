@@ -7,12 +7,11 @@
 //! Invariant: what is written or read lies inside of the region, which is checked before anything begins.
 //! Read next: `cuda/pattern.rs`, `sim/work.rs`.
 
-use super::cuda::{CudaGpu, CudaPattern};
-use super::sim::{SimGpu, SimPattern};
+use super::cuda::CudaPattern;
+use super::sim::SimPattern;
 use super::unpack::PatternParameters;
-use super::{Place, Region, cuda_gpu, sim_gpu};
+use super::{Gpu, Place, Region};
 use crate::error::Result;
-use std::sync::Arc;
 
 /// Words looked at together when comparing.
 const GROUP_BYTES: usize = 512;
@@ -132,16 +131,12 @@ enum By {
 impl RegionPattern {
     /// For a region of GPU memory; nothing for host memory, where the caller can do it as well.
     pub fn of(region: &Region) -> Result<Option<RegionPattern>> {
-        let by = match region.place() {
-            Place::Host => return Ok(None),
-            Place::SimGpu(index) => {
-                let gpu: Arc<SimGpu> = sim_gpu(index)?;
-                By::Sim(gpu.pattern())
-            }
-            Place::Cuda(index) => {
-                let gpu: Arc<CudaGpu> = cuda_gpu(index)?;
-                By::Cuda(CudaPattern::new(&gpu)?)
-            }
+        if region.place() == Place::Host {
+            return Ok(None);
+        }
+        let by = match Gpu::opened(region.place())? {
+            Gpu::Sim(gpu) => By::Sim(gpu.pattern()),
+            Gpu::Cuda(gpu) => By::Cuda(CudaPattern::new(&gpu)?),
         };
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }

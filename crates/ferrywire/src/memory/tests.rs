@@ -1,5 +1,6 @@
 //! Regions of GPU memory, and descriptors.
 
+use super::sim::{SimGpu, SimGpuError};
 use super::*;
 use crate::Endpoint;
 

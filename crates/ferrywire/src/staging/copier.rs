@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::Place;
-use crate::memory::cuda::{CudaError, CudaGpu, PinnedBuffer};
-use crate::memory::sim::{MappedBuffer, SimGpu, SimGpuError, SimStream};
+use crate::memory::cuda::PinnedBuffer;
+use crate::memory::sim::{MappedBuffer, SimStream};
+use crate::memory::{Gpu, Place};
 
 /// Which way a copier copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,34 +67,21 @@ impl Pinned {
 /// Pinned memory near a GPU that is open. For set-up only.
 pub(super) fn pinned(place: Place) -> Result<Pinned> {
     let bytes = limits::STAGING_RING_BYTES;
-    match place {
-        Place::SimGpu(index) => {
-            sim_gpu(index)?;
-            Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?))
-        }
-        Place::Cuda(index) => Ok(Pinned::Cuda(cuda_gpu(index)?.pinned(bytes)?)),
-        Place::Host => Err(Error::Bug("host memory is not staged".into())),
+    match Gpu::opened(place)? {
+        Gpu::Sim(_) => Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?)),
+        Gpu::Cuda(gpu) => Ok(Pinned::Cuda(gpu.pinned(bytes)?)),
     }
 }
 
 /// A copier of a GPU that is open. For set-up only.
 pub(super) fn copier(place: Place, way: Way) -> Result<Box<dyn Copier>> {
-    match place {
-        Place::SimGpu(index) => {
-            let stream = sim_gpu(index)?.stream();
+    match Gpu::opened(place)? {
+        Gpu::Sim(gpu) => {
+            let stream = gpu.stream();
             Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
         }
-        Place::Cuda(index) => Ok(Box::new(CudaCopier::new(&cuda_gpu(index)?, way)?)),
-        Place::Host => Err(Error::Bug("host memory is not staged".into())),
+        Gpu::Cuda(gpu) => Ok(Box::new(CudaCopier::new(&gpu, way)?)),
     }
-}
-
-fn sim_gpu(index: u32) -> Result<Arc<SimGpu>> {
-    Ok(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?)
-}
-
-fn cuda_gpu(index: u32) -> Result<Arc<CudaGpu>> {
-    Ok(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?)
 }
 
 struct SimCopier {
@@ -139,7 +126,7 @@ impl Copier for SimCopier {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::sim::SimFaults;
+    use crate::memory::sim::{SimFaults, SimGpu, SimGpuError};
     use std::time::{Duration, Instant};
 
     const BYTES: usize = 4096;

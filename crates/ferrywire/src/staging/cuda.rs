@@ -15,7 +15,8 @@ use super::copier::{Copier, Run, Way};
 use super::ring::Ring;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::cuda::{CudaBuffer, CudaCopy, CudaGpu, CudaStream, PinnedBuffer};
+use crate::memory::GpuCopy;
+use crate::memory::cuda::{CudaBuffer, CudaGpu, CudaStream, PinnedBuffer};
 use crate::memory::unpack::{CopyList, Kernels};
 
 /// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
@@ -31,7 +32,7 @@ pub(super) struct CudaCopier {
     marked: u64,
     asked: u32,
     calls: u64,
-    batch: Vec<CudaCopy>,
+    batch: Vec<GpuCopy>,
     way: Way,
 }
 
@@ -78,7 +79,7 @@ impl CudaCopier {
                 {
                     last.bytes += run.bytes;
                 }
-                _ => self.batch.push(CudaCopy { source, target, bytes: run.bytes }),
+                _ => self.batch.push(GpuCopy { source, target, bytes: run.bytes }),
             }
         }
     }
@@ -141,7 +142,7 @@ impl ListKernel {
     unsafe fn copy(
         &mut self,
         stream: &CudaStream,
-        copies: &[CudaCopy],
+        copies: &[GpuCopy],
         flag: &PinnedBuffer,
         mark: u64,
     ) -> Result<bool> {
@@ -149,7 +150,7 @@ impl ListKernel {
         self.marks.push_back(mark);
         // SAFETY: the ring gave so many bytes, aligned, which nobody reads until the launch.
         unsafe {
-            let to = self.list.as_ptr().add(offset).cast::<CudaCopy>();
+            let to = self.list.as_ptr().add(offset).cast::<GpuCopy>();
             to.copy_from_nonoverlapping(copies.as_ptr(), copies.len());
         }
         let list = CopyList {

@@ -15,9 +15,7 @@ pub mod sim;
 pub mod tcp;
 
 use crate::limits;
-use crate::memory::Place;
-use crate::memory::cuda::CudaGpu;
-use crate::memory::sim::SimGpu;
+use crate::memory::{Gpu, Place};
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -191,11 +189,7 @@ pub trait Transport: Send + Sync + fmt::Debug {
     /// Whether it can move bytes that live there. Host memory always, by every transport; memory of GPUs that are
     /// open in this process is staged through host memory where the transport does not say otherwise.
     fn reaches(&self, place: Place) -> bool {
-        match place {
-            Place::Host => true,
-            Place::SimGpu(index) => SimGpu::opened(index).is_some(),
-            Place::Cuda(index) => CudaGpu::opened(index).is_some(),
-        }
+        place == Place::Host || Gpu::opened(place).is_ok()
     }
 
     /// Listens on an address; port 0 chooses one.

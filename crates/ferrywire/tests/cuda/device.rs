@@ -2,8 +2,9 @@
 
 use crate::{gpu, other_gpu};
 use cudarc::driver::sys;
+use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
-    CudaCopy, CudaError, CudaEvent, CudaGpu, PinnedBuffer, dmabuf_fd, driver_version, pointer,
+    CudaError, CudaEvent, CudaGpu, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
 use ferrywire::{Block, BlockList, Endpoint, Error, Place};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -74,26 +75,33 @@ fn every_call_leaves_the_threads_context_as_it_was() {
     };
     work();
     assert_eq!(current_context(), 0);
-    let outer = other.make_current().unwrap();
-    let context = current_context();
-    assert_ne!(context, 0);
-    work();
-    assert_eq!(current_context(), context);
-    {
-        let _inner = gpu.make_current().unwrap();
+    let in_other = || {
+        let context = current_context();
+        assert_ne!(context, 0);
         work();
-    }
-    assert_eq!(current_context(), context);
-    drop(outer);
+        assert_eq!(current_context(), context);
+        gpu.with_current(work).unwrap();
+        assert_eq!(current_context(), context);
+        let panics = || gpu.with_current(|| panic!("on purpose"));
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).unwrap_err();
+        assert_eq!(current_context(), context);
+    };
+    other.with_current(in_other).unwrap();
     assert_eq!(current_context(), 0);
 }
 
 #[test]
 fn memory_is_zeroed_aligned_and_freed() {
     let Some(gpu) = gpu() else { return };
-    for (bytes, align) in [(0, 1), (1, 1), (5000, 4096), (100_000, 64 << 10), (3 << 20, 2 << 20)] {
+    for (bytes, align) in
+        [(0, 1), (1, 1), (5000, 4096), (4097, 64 << 10), (100_000, 64 << 10), (3 << 20, 2 << 20)]
+    {
         let buffer = gpu.alloc(bytes, align).unwrap();
         assert_eq!((buffer.len(), buffer.address() % align.max(4096) as u64), (bytes, 0));
+        // Its last page is its own too.
+        let found = pointer::of(buffer.address()).unwrap();
+        let end = buffer.address() + bytes.next_multiple_of(4096) as u64;
+        assert!(end <= found.base + found.bytes, "{bytes} bytes aligned to {align}: {found:x?}");
         assert!(gpu.read_to_vec(buffer.address(), bytes).unwrap().iter().all(|byte| *byte == 0));
         gpu.write_from_slice(buffer.address(), &bytes_of(7, bytes)).unwrap();
         assert_eq!(gpu.read_to_vec(buffer.address(), bytes).unwrap(), bytes_of(7, bytes));
@@ -169,13 +177,13 @@ fn a_batch_copies_every_piece_and_nothing_else() {
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), source.as_ptr(), bytes.len()) };
     let mut expected = vec![0; PIECE * PIECES];
     let order = bytes_of(6, 2 * PIECES);
-    let copies: Vec<CudaCopy> = (0..PIECES)
+    let copies: Vec<GpuCopy> = (0..PIECES)
         .map(|index| {
             // 7 is prime to the number of pieces; each has a ragged begin and end, some have nothing.
             let (from, to) = (index * 7 % PIECES * PIECE, index * PIECE);
             let (skip, len) = (order[index] as usize % 64, order[PIECES + index] as usize);
             expected[to + skip..][..len].copy_from_slice(&bytes[from + skip..][..len]);
-            CudaCopy {
+            GpuCopy {
                 source: source.address() + (from + skip) as u64,
                 target: target.address() + (to + skip) as u64,
                 bytes: len,
@@ -191,10 +199,10 @@ fn a_batch_copies_every_piece_and_nothing_else() {
     println!("{PIECES} pieces in {calls} calls");
     assert!(if batches { calls == 1 } else { calls > PIECES / 2 && calls <= PIECES }, "{calls}");
     // SAFETY: nothing is named.
-    assert_eq!(unsafe { stream.copy_batch(&[CudaCopy::default(); 9]) }.unwrap(), 0);
+    assert_eq!(unsafe { stream.copy_batch(&[GpuCopy::default(); 9]) }.unwrap(), 0);
     // SAFETY: as above; it all touches.
     let touching = unsafe {
-        stream.copy_batch(&std::array::from_fn::<_, 9, _>(|index| CudaCopy {
+        stream.copy_batch(&std::array::from_fn::<_, 9, _>(|index| GpuCopy {
             source: source.address() + index as u64 * 100,
             target: target.address() + index as u64 * 100,
             bytes: 100,

@@ -26,7 +26,11 @@ struct Expandable {
 
 impl Expandable {
     fn new(gpu: &CudaGpu, count: usize) -> Expandable {
-        let _current = gpu.make_current().unwrap();
+        gpu.with_current(|| Expandable::mapped(gpu, count)).unwrap()
+    }
+
+    /// With its context current.
+    fn mapped(gpu: &CudaGpu, count: usize) -> Expandable {
         let location = sys::CUmemLocation {
             type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
             id: gpu.index() as i32,
@@ -99,16 +103,15 @@ fn a_segment_of_several_pieces_is_one_region() {
 #[test]
 fn managed_memory_is_memory_of_a_gpu() {
     let Some(gpu) = gpu() else { return };
-    let _current = gpu.make_current().unwrap();
     let mut base = 0;
     // SAFETY: room for an address; 1: for every stream.
-    right(unsafe { sys::cuMemAllocManaged(&mut base, 10_000, 1) });
+    right(gpu.with_current(|| unsafe { sys::cuMemAllocManaged(&mut base, 10_000, 1) }).unwrap());
     let found = pointer::of(base + 10).unwrap();
     assert_eq!((found.gpu, found.kind), (gpu.index(), pointer::Kind::Managed));
     gpu.write_from_slice(base + 10, b"managed").unwrap();
     assert_eq!(gpu.read_to_vec(base + 10, 7).unwrap(), b"managed");
     // SAFETY: what was allocated above.
-    right(unsafe { sys::cuMemFree_v2(base) });
+    right(gpu.with_current(|| unsafe { sys::cuMemFree_v2(base) }).unwrap());
     assert_eq!(pointer::of(base + 10), None);
 }
 
@@ -117,10 +120,14 @@ fn managed_memory_is_memory_of_a_gpu() {
 fn memory_of_another_process_is_registered() {
     const HANDLE: &str = "FERRYWIRE_CUDA_IPC";
     let Some(gpu) = gpu() else { return };
-    let _current = gpu.make_current().unwrap();
-    if let Ok(text) = std::env::var(HANDLE) {
-        return write_into(&text);
-    }
+    gpu.with_current(|| match std::env::var(HANDLE) {
+        Ok(text) => write_into(&text),
+        Err(_) => share_with_a_child(&gpu, HANDLE),
+    })
+    .unwrap();
+}
+
+fn share_with_a_child(gpu: &CudaGpu, variable: &str) {
     let mut base = 0;
     let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
     // SAFETY: room for what is given; IPC shares whole allocations that the driver itself made.
@@ -135,7 +142,7 @@ fn memory_of_another_process_is_registered() {
     let text: String = handle.reserved.iter().map(|byte| format!("{:02x}", *byte as u8)).collect();
     let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "foreign::memory_of_another_process_is_registered", "--nocapture"])
-        .env(HANDLE, text)
+        .env(variable, text)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);

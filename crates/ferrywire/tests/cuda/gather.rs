@@ -3,6 +3,7 @@
 use crate::{gpu, is_alone, is_real};
 use cudarc::driver::sys;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
+use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
     CudaBuffer, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
 };
@@ -270,10 +271,10 @@ impl Table {
     }
 
     fn allocated(gpu: &Arc<CudaGpu>) -> Table {
-        let _current = gpu.make_current().unwrap();
         let mut base = std::ptr::null_mut();
         // SAFETY: room for a pointer; 3: for every context, and with an address for devices.
-        let code = unsafe { sys::cuMemHostAlloc(&mut base, METADATA_BYTES, 3) };
+        let alloc = || unsafe { sys::cuMemHostAlloc(&mut base, METADATA_BYTES, 3) };
+        let code = gpu.with_current(alloc).unwrap();
         assert_eq!(code as u32, 0, "{code:?}");
         Table::Allocated(gpu.clone(), base.cast())
     }
@@ -289,9 +290,9 @@ impl Table {
 impl Drop for Table {
     fn drop(&mut self) {
         if let Table::Allocated(gpu, base) = self {
-            let _current = gpu.make_current().unwrap();
             // SAFETY: allocated by the driver, freed once.
-            assert_eq!(unsafe { sys::cuMemFreeHost(base.cast()) } as u32, 0);
+            let code = gpu.with_current(|| unsafe { sys::cuMemFreeHost(base.cast()) }).unwrap();
+            assert_eq!(code as u32, 0, "{code:?}");
         }
     }
 }
@@ -427,7 +428,9 @@ fn speed() {
                 let start = Instant::now();
                 match kind {
                     0 => queue.gather(&runs).unwrap(),
-                    _ => queue.copy(pool.address(), target.address(), bytes as u64).unwrap(),
+                    _ => queue
+                        .copy(&[GpuCopy { source: pool.address(), target: target.address(), bytes }])
+                        .unwrap(),
                 }
                 queue.mark().unwrap();
                 marks += 1;

@@ -121,7 +121,7 @@ fn the_gathers_tests_pass_with_kernels_on_the_cpu() {
     }
     let said = child(&stand_in(&[WITH_KERNELS]), &["gather::", "device::blocks_of_gpus_move_over_tcp"]);
     assert!(!said.contains("needs a CUDA device that runs kernels"), "{said}");
-    assert!(said.contains("stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, stack 0"), "{said}");
+    assert!(said.contains("stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed"), "{said}");
 }
 
 /// All that needs no kernel, with drivers that copy one by one and in batches.
@@ -133,7 +133,7 @@ fn the_devices_tests_pass_with_a_stand_in() {
     for defines in [&[][..], &["BATCHES", "VERSION=12080"]] {
         let said = child(&stand_in(defines), &["device::"]);
         assert!(!said.contains("needs a CUDA device\n"), "{said}");
-        let left = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, stack 0";
+        let left = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed";
         assert!(said.contains(left), "{said}");
     }
 }

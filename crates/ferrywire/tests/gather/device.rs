@@ -1,11 +1,11 @@
 //! A device of ordinary memory that does its work at once, counts its calls, and can be told to keep quiet about
 //! marks or to fail: what a real GPU does by chance.
 
-use ferrywire::memory::Place;
 use ferrywire::memory::sim::SimGpuError;
 use ferrywire::memory::unpack::{
     DeviceUnpack, Extent, Fragment, Gather, GatherDevice, GatherRun, METADATA_BYTES, Mapped, UnpackMode,
 };
+use ferrywire::memory::{GpuCopy, Place};
 use ferrywire::nccl::abi::DeviceHandle;
 use ferrywire::{Error, Result};
 use std::sync::Arc;
@@ -157,16 +157,19 @@ unsafe impl GatherDevice for Device {
             let all =
                 unsafe { std::slice::from_raw_parts(run.fragments as *const Fragment, run.count as usize) };
             for one in all {
-                self.copy(run.source + u64::from(one.source), run.target + one.target, one.bytes.into())?;
+                let (source, target) = (run.source + u64::from(one.source), run.target + one.target);
+                self.copy(&[GpuCopy { source, target, bytes: one.bytes as usize }])?;
             }
         }
         Ok(())
     }
 
-    fn copy(&mut self, source: u64, target: u64, bytes: u64) -> Result<()> {
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
         self.working()?;
-        // SAFETY: device memory or mapped memory, as the trait says, all of it ordinary here.
-        unsafe { std::ptr::copy(source as *const u8, target as *mut u8, bytes as usize) };
+        for GpuCopy { source, target, bytes } in copies {
+            // SAFETY: device memory or mapped memory, as the trait says, all of it ordinary here.
+            unsafe { std::ptr::copy(*source as *const u8, *target as *mut u8, *bytes) };
+        }
         Ok(())
     }
 

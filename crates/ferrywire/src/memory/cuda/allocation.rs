@@ -8,7 +8,7 @@ use std::sync::Arc;
 const DRIVER_ALIGN_BYTES: usize = 256;
 const PAGE_BYTES: usize = 4096;
 
-/// Memory of a GPU; freed when dropped, which waits for the GPU's work.
+/// Memory of a GPU, in pages of its own; freed when dropped, which waits for the GPU's work.
 ///
 /// The CPU may not touch it.
 pub struct CudaBuffer {
@@ -26,7 +26,9 @@ impl CudaBuffer {
             return Err(CudaError::Alignment { align });
         }
         let align = align.max(PAGE_BYTES);
-        let padded = len.max(1).saturating_add(align - DRIVER_ALIGN_BYTES);
+        // Whole pages, which a NIC can be given.
+        let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
+        let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES);
         let _current = gpu.make_current()?;
         let mut raw = 0;
         // SAFETY: room for an address.

@@ -139,9 +139,19 @@ impl CudaGpu {
         About::gpu(self.index)
     }
 
+    /// Does something with the GPU's context current on this thread; then what was current before is so again.
+    ///
+    /// # Errors
+    /// The driver's, when it cannot make it so; nothing was done then.
+    pub fn with_current<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
+        let _current = self.make_current()?;
+        Ok(body())
+    }
+
     /// Makes the GPU's context current on this thread until the guard is dropped. Where it is current already,
-    /// that costs one look.
-    pub fn make_current(&self) -> Result<CurrentGuard<'_>> {
+    /// that costs one look. Guards have to go in the reverse order in which they came, so they stay in here,
+    /// each in a function of its own.
+    pub(super) fn make_current(&self) -> Result<CurrentGuard<'_>> {
         let mut current = ptr::null_mut();
         // SAFETY: the driver is initialised; room for a pointer.
         unsafe { call!(self.about(), cuCtxGetCurrent(&mut current)) }?;
@@ -280,7 +290,7 @@ impl fmt::Debug for CudaGpu {
 /// Makes a GPU current on this thread until it is dropped; then what was before is so again.
 #[derive(Debug)]
 #[must_use = "the GPU is current only as long as the guard lives"]
-pub struct CurrentGuard<'a> {
+pub(super) struct CurrentGuard<'a> {
     pushed: bool,
     _gpu: PhantomData<&'a CudaGpu>,
     /// It belongs to its thread.

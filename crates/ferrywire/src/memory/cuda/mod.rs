@@ -45,11 +45,11 @@ pub use dmabuf::dmabuf_fd;
 pub use driver::driver_version;
 pub use error::{CudaError, Result};
 pub use event::CudaEvent;
-pub use gpu::{CudaGpu, CurrentGuard};
+pub use gpu::CudaGpu;
 pub use module::{CudaFunction, CudaModule};
 pub use pattern::CudaPattern;
 pub use pinned::PinnedBuffer;
-pub use stream::{CudaCopy, CudaStream};
+pub use stream::CudaStream;
 
 pub use crate::memory::pattern::WordPattern;
 

@@ -11,24 +11,13 @@ use super::event::{self, CudaEvent};
 use super::gpu::CudaGpu;
 use super::module::CudaFunction;
 use super::{RawEvent, RawStream};
+use crate::memory::GpuCopy;
 use cudarc::driver::sys;
 use std::ffi::c_void;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-
-/// One copy of a batch.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[repr(C)]
-pub struct CudaCopy {
-    /// Where from: an address of any kind.
-    pub source: u64,
-    /// Where to.
-    pub target: u64,
-    /// How much.
-    pub bytes: usize,
-}
 
 /// A queue of asynchronous work, beside the default stream. Dropping it waits for its work.
 pub struct CudaStream {
@@ -98,7 +87,7 @@ impl CudaStream {
     ///
     /// # Safety
     /// As for [`CudaStream::copy`], for each of them; no target overlaps with anything else of the batch.
-    pub unsafe fn copy_batch(&self, copies: &[CudaCopy]) -> Result<usize> {
+    pub unsafe fn copy_batch(&self, copies: &[GpuCopy]) -> Result<usize> {
         let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
         batch.fill(copies);
         if batch.sizes.is_empty() {
@@ -263,12 +252,12 @@ impl CudaStream {
 }
 
 impl Batch {
-    fn fill(&mut self, copies: &[CudaCopy]) {
+    fn fill(&mut self, copies: &[GpuCopy]) {
         self.targets.clear();
         self.sources.clear();
         self.sizes.clear();
         let mut end = None;
-        for CudaCopy { source, target, bytes } in copies.iter().copied().filter(|copy| copy.bytes > 0) {
+        for GpuCopy { source, target, bytes } in copies.iter().copied().filter(|copy| copy.bytes > 0) {
             match self.sizes.last_mut() {
                 Some(last) if end == Some((source, target)) => *last += bytes,
                 _ => {
@@ -305,7 +294,7 @@ mod tests {
 
     #[test]
     fn neighbours_of_a_batch_become_one_copy() {
-        let copy = |source, target, bytes| CudaCopy { source, target, bytes };
+        let copy = |source, target, bytes| GpuCopy { source, target, bytes };
         let mut batch = Batch::default();
         batch.fill(&[copy(9, 9, 9)]);
         batch.fill(&[

@@ -5,7 +5,6 @@
 
 use super::{Result, SimGpu, SimGpuError};
 use std::cell::Cell;
-use std::marker::PhantomData;
 
 thread_local! {
     static CURRENT: Cell<Option<u32>> = const { Cell::new(None) };
@@ -23,25 +22,17 @@ pub fn set_current(index: u32) -> Result<()> {
     Ok(())
 }
 
-/// Makes a GPU current on this thread until it is dropped; then what was before is so again.
-#[derive(Debug)]
-#[must_use = "the GPU is current only as long as the guard lives"]
-pub struct CurrentGuard {
-    before: Option<u32>,
-    /// It belongs to its thread.
-    _thread: PhantomData<*const ()>,
+/// Does something with a GPU current on this thread; then what was current before is so again.
+pub fn with_current<T>(index: u32, body: impl FnOnce() -> T) -> Result<T> {
+    let _before = Before(current());
+    set_current(index).map(|()| body())
 }
 
-impl CurrentGuard {
-    /// Sets it.
-    pub fn set(index: u32) -> Result<CurrentGuard> {
-        let before = current();
-        set_current(index).map(|()| CurrentGuard { before, _thread: PhantomData })
-    }
-}
+/// What was current, and is so again when this is dropped.
+struct Before(Option<u32>);
 
-impl Drop for CurrentGuard {
+impl Drop for Before {
     fn drop(&mut self) {
-        CURRENT.set(self.before);
+        CURRENT.set(self.0);
     }
 }

@@ -41,14 +41,13 @@ mod tests;
 mod work;
 
 pub use allocation::{MappedBuffer, SimBuffer};
-pub use current::{CurrentGuard, current, set_current};
+pub use current::{current, set_current, with_current};
 pub use error::{Result, SimGpuError};
 pub use event::SimEvent;
 pub use faults::{FAULTS_VARIABLE, SimFaults};
 pub(crate) use pattern::SimPattern;
 pub use stream::SimStream;
 pub use table::{SimGpuTable, TABLE_VARIABLE, TABLE_VERSION};
-pub use work::Gather;
 
 use crate::limits;
 use engine::Engine;

@@ -6,7 +6,8 @@
 use super::allocation::check_host;
 use super::event::Mark;
 use super::work::{HostPointer, Work};
-use super::{Gather, Result, SimEvent, SimGpu};
+use super::{Result, SimEvent, SimGpu};
+use crate::memory::GpuCopy;
 use crate::memory::unpack::GatherRun;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -61,11 +62,11 @@ impl SimStream {
 
     /// Copies from device to device.
     pub fn copy(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
-        self.gather(vec![Gather { source, target, bytes }])
+        self.gather(vec![GpuCopy { source, target, bytes }])
     }
 
     /// Runs a kernel that copies all pieces, in order; none of them if one is out of bounds.
-    pub fn gather(&self, pieces: Vec<Gather>) -> Result<()> {
+    pub fn gather(&self, pieces: Vec<GpuCopy>) -> Result<()> {
         self.enqueue(Work::Gather(pieces))
     }
 

@@ -8,20 +8,10 @@ use super::allocation::{Span, resolve};
 use super::event::Mark;
 use super::pattern::{self, Found};
 use super::{Result, SimGpuError};
+use crate::memory::GpuCopy;
 use crate::memory::unpack::{Fragment, GatherRun, PatternParameters};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// One piece of a gather: `bytes` bytes from one device address to another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gather {
-    /// Where they are: memory of any simulated GPU, or mapped host memory.
-    pub source: u64,
-    /// Where they go.
-    pub target: u64,
-    /// How many.
-    pub bytes: usize,
-}
 
 /// A pointer into host memory that outlives the item, as its enqueuer has promised.
 pub(super) struct HostPointer(pub *mut u8);
@@ -47,7 +37,7 @@ pub(super) enum Work {
         bytes: usize,
     },
     /// A kernel that gathers; a copy from device to device is one with a single piece.
-    Gather(Vec<Gather>),
+    Gather(Vec<GpuCopy>),
     /// The same, with its pieces in device or mapped memory.
     GatherRuns(Vec<GatherRun>),
     Checksum {
@@ -119,7 +109,7 @@ impl Work {
     }
 }
 
-fn gather(pieces: &[Gather]) -> Result<()> {
+fn gather(pieces: &[GpuCopy]) -> Result<()> {
     let spans: Result<Vec<(Span, Span, usize)>> = pieces
         .iter()
         .map(|piece| {
@@ -134,7 +124,7 @@ fn gather(pieces: &[Gather]) -> Result<()> {
 }
 
 /// The pieces that runs name, as they are now.
-fn read_runs(runs: &[GatherRun]) -> Result<Vec<Gather>> {
+fn read_runs(runs: &[GatherRun]) -> Result<Vec<GpuCopy>> {
     let mut pieces = Vec::new();
     for run in runs {
         let bytes = (run.count as usize).saturating_mul(size_of::<Fragment>());
@@ -142,7 +132,7 @@ fn read_runs(runs: &[GatherRun]) -> Result<Vec<Gather>> {
         pieces.extend((0..run.count as usize).map(|index| {
             // SAFETY: inside the span, which is mapped while it is held; any bytes are a fragment.
             let fragment = unsafe { table.pointer.cast::<Fragment>().add(index).read_unaligned() };
-            Gather {
+            GpuCopy {
                 source: run.source.saturating_add(fragment.source.into()),
                 target: run.target.saturating_add(fragment.target),
                 bytes: fragment.bytes as usize,

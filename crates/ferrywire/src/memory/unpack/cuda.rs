@@ -10,8 +10,8 @@ use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::Place;
 use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
+use crate::memory::{GpuCopy, Place};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -96,9 +96,10 @@ unsafe impl GatherDevice for CudaQueue {
         Ok(())
     }
 
-    fn copy(&mut self, source: u64, target: u64, bytes: u64) -> Result<()> {
-        // SAFETY: both are of device or mapped memory, which outlives the queue, as the trait asks.
-        Ok(unsafe { self.stream.copy(source, target, bytes as usize) }?)
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+        // SAFETY: all are of device or mapped memory, which outlives the queue, as the trait asks.
+        unsafe { self.stream.copy_batch(copies) }?;
+        Ok(())
     }
 
     fn mark(&mut self) -> Result<()> {

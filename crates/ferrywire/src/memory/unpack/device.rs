@@ -9,7 +9,7 @@
 
 use super::table::Fragment;
 use crate::error::Result;
-use crate::memory::Place;
+use crate::memory::{GpuCopy, Place};
 use std::fmt::Debug;
 
 /// A range of memory, as its allocator knows it.
@@ -73,8 +73,8 @@ pub unsafe trait GatherDevice: Send + Debug {
     /// when the kernel runs.
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()>;
 
-    /// Enqueues a copy; both addresses are of device or of mapped memory.
-    fn copy(&mut self, source: u64, target: u64, bytes: u64) -> Result<()>;
+    /// Enqueues copies, which may be done in any order; addresses are of device or of mapped memory.
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()>;
 
     /// Enqueues a mark, reached once everything before it is done. At most
     /// [`GATHER_LAUNCHES_MAX`](crate::limits::GATHER_LAUNCHES_MAX) are under way.

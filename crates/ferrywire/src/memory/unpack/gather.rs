@@ -18,6 +18,7 @@ use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
 use crate::error::{Error, Result};
 use crate::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
+use crate::memory::GpuCopy;
 use std::collections::VecDeque;
 use std::fmt;
 use std::task::Poll;
@@ -33,6 +34,8 @@ pub struct Gather {
     checked: Checked,
     table: FragmentTable,
     host: Option<HostTwin>,
+    /// The copies of the launch that is being made.
+    batch: Vec<GpuCopy>,
     jobs: [Job; SLOTS],
     /// Slots with work that the GPU does not have yet, in order.
     waiting: VecDeque<usize>,
@@ -88,6 +91,7 @@ impl Gather {
             checked: Checked::new(),
             table,
             host,
+            batch: Vec::with_capacity(GATHER_COPIES_PER_LAUNCH_MAX),
             jobs: [Job::default(); SLOTS],
             waiting: VecDeque::with_capacity(SLOTS),
             down: VecDeque::with_capacity(SLOTS),
@@ -245,28 +249,34 @@ impl Gather {
 
     /// Copies from the pool to where they belong, of as many receives as fit.
     fn launch_copies(&mut self) -> Result<bool> {
-        let (mut room, launch) = (GATHER_COPIES_PER_LAUNCH_MAX, self.next_launch());
-        while let Some(&slot) = self.waiting.front().filter(|_| room > 0) {
+        let (launch, pool) = (self.next_launch(), self.unpack.pool.base);
+        self.batch.clear();
+        while let Some(&slot) =
+            self.waiting.front().filter(|_| self.batch.len() < GATHER_COPIES_PER_LAUNCH_MAX)
+        {
             let job = &mut self.jobs[slot];
             let base = job.target;
-            room -= job.copy_next(&mut self.unpack, &self.table, slot, room, |to, _| base + to.target)?;
+            job.copy_next(&mut self.batch, pool, &self.table, slot, |to, _| base + to.target);
             if job.all_enqueued() {
                 job.step = Step::Launched { launch };
                 self.waiting.pop_front();
             }
         }
-        Ok(room < GATHER_COPIES_PER_LAUNCH_MAX)
+        self.unpack.device.copy(&self.batch)?;
+        Ok(!self.batch.is_empty())
     }
 
     /// Copies from the pool to a stage, of one receive.
     fn launch_down(&mut self) -> Result<bool> {
         let (Some(&slot), Some(host)) = (self.waiting.front(), &mut self.host) else { return Ok(false) };
-        let (job, launch, room) = (&mut self.jobs[slot], self.launched + 1, GATHER_COPIES_PER_LAUNCH_MAX);
+        let (job, launch, pool) = (&mut self.jobs[slot], self.launched + 1, self.unpack.pool.base);
         let Some(stage) = job.stage.or_else(|| host.take()) else { return Ok(false) };
         job.stage = Some(stage);
-        job.copy_next(&mut self.unpack, &self.table, slot, room, |fragment, before| {
+        self.batch.clear();
+        job.copy_next(&mut self.batch, pool, &self.table, slot, |fragment, before| {
             host.down(stage, before, fragment.bytes)
-        })?;
+        });
+        self.unpack.device.copy(&self.batch)?;
         if job.all_enqueued() {
             job.step = Step::Down { stage, launch };
             self.waiting.pop_front();
@@ -284,7 +294,8 @@ impl Gather {
             return Ok(false);
         }
         let message = host.put_in_order(stage, &self.table, slot, job.fragments);
-        self.unpack.device.copy(message, job.target, job.bytes)?;
+        let copy = GpuCopy { source: message, target: job.target, bytes: job.bytes as usize };
+        self.unpack.device.copy(&[copy])?;
         host.give_back(stage);
         job.step = Step::Launched { launch: up };
         self.down.pop_front();
@@ -293,24 +304,24 @@ impl Gather {
 }
 
 impl Job {
-    /// Enqueues copies of its next fragments, `room` at most; returns how many. `target` says where to, of a
+    /// Puts copies of its next fragments into a batch, as many as it has room for. `target` says where to, of a
     /// fragment and of how many bytes of the receive lie before it in the table.
     fn copy_next(
         &mut self,
-        unpack: &mut DeviceUnpack,
+        batch: &mut Vec<GpuCopy>,
+        pool: u64,
         table: &FragmentTable,
         slot: usize,
-        room: usize,
         target: impl Fn(&Fragment, u64) -> u64,
-    ) -> Result<usize> {
-        let next = self.fragments.min(self.enqueued + room);
+    ) {
+        let next = self.fragments.min(self.enqueued + GATHER_COPIES_PER_LAUNCH_MAX - batch.len());
         for fragment in (self.enqueued..next).map(|index| table.get(slot, index)) {
-            let source = unpack.pool.base + u64::from(fragment.source);
-            let bytes = u64::from(fragment.bytes);
-            unpack.device.copy(source, target(&fragment, self.enqueued_bytes), bytes)?;
-            self.enqueued_bytes += bytes;
+            let (source, target) =
+                (pool + u64::from(fragment.source), target(&fragment, self.enqueued_bytes));
+            batch.push(GpuCopy { source, target, bytes: fragment.bytes as usize });
+            self.enqueued_bytes += u64::from(fragment.bytes);
         }
-        Ok(next - std::mem::replace(&mut self.enqueued, next))
+        self.enqueued = next;
     }
 
     fn all_enqueued(&self) -> bool {

@@ -9,7 +9,8 @@
 use super::device::GatherRun;
 use super::table::Fragment;
 use crate::limits::CUDA_GPUS_MAX;
-use crate::memory::cuda::{CudaCopy, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
+use crate::memory::GpuCopy;
+use crate::memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -63,7 +64,7 @@ struct CopyParameters {
 /// A list of copies in mapped memory, and how their end is told.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CopyList {
-    /// Address of the first [`CudaCopy`].
+    /// Address of the first [`GpuCopy`].
     pub runs: u64,
     /// How many there are.
     pub count: u64,
@@ -89,7 +90,7 @@ pub(crate) struct PatternParameters {
     pub bytes: u64,
 }
 
-const _: () = assert!(size_of::<CudaCopy>() == 24);
+const _: () = assert!(size_of::<GpuCopy>() == 24);
 
 /// The kernels on one GPU.
 #[derive(Debug)]
@@ -323,7 +324,7 @@ mod tests {
         ];
         assert_eq!(run, [0, 8, 16, 24]);
         assert_eq!(fields("Copy"), ["const u8 *source", "u8 *target", "u64 bytes"]);
-        let copy = [offset_of!(CudaCopy, source), offset_of!(CudaCopy, target), offset_of!(CudaCopy, bytes)];
+        let copy = [offset_of!(GpuCopy, source), offset_of!(GpuCopy, target), offset_of!(GpuCopy, bytes)];
         assert_eq!(copy, [0, 8, 16]);
         assert_eq!(
             fields("Copies"),

@@ -10,7 +10,7 @@ pub enum UnpackMode {
     /// One kernel for all fragments of the receives that have arrived.
     #[default]
     Kernel,
-    /// One copy in the GPU's queue per fragment: for comparison.
+    /// A copy in the GPU's queue for each fragment, many of them in one call: for comparison.
     Copy,
     /// Down to the host, gathered there, up again: for checking the others.
     Host,

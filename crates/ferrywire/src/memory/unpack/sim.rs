@@ -6,8 +6,8 @@
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::Place;
 use crate::memory::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
+use crate::memory::{GpuCopy, Place};
 use std::sync::Arc;
 
 /// A queue of a simulated GPU.
@@ -59,8 +59,12 @@ unsafe impl GatherDevice for SimQueue {
         Ok(self.stream.gather_runs(runs.to_vec())?)
     }
 
-    fn copy(&mut self, source: u64, target: u64, bytes: u64) -> Result<()> {
-        Ok(self.stream.copy(source, target, bytes as usize)?)
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+        // One by one, so that faults strike between them too.
+        for GpuCopy { source, target, bytes } in copies {
+            self.stream.copy(*source, *target, *bytes)?;
+        }
+        Ok(())
     }
 
     fn mark(&mut self) -> Result<()> {

@@ -146,9 +146,6 @@ impl PluginConfig {
         }
         match self.gpu {
             Some(Place::Host) => Err(Error::invalid("GPU of the plugin", "host memory needs no GPU")),
-            Some(place @ Place::Cuda(_)) => {
-                Err(Error::invalid("GPU of the plugin", format!("{place} over a plugin is not built yet")))
-            }
             _ => Ok(()),
         }
     }

@@ -9,9 +9,8 @@ use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::Place;
-use crate::memory::sim::{CurrentGuard, SimGpu};
-use crate::memory::unpack::{DeviceUnpack, Gather, SimQueue};
+use crate::memory::unpack::{DeviceUnpack, Gather, GatherDevice};
+use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
 use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
@@ -38,7 +37,7 @@ pub(crate) struct Host {
     pub message_bytes_max: usize,
     devices: Vec<Properties>,
     /// Held open as long as the plugin may look for it.
-    sim_gpu: Option<Arc<SimGpu>>,
+    gpu: Option<Gpu>,
     environment: Vec<Variable>,
     /// Listeners that have to stay open because their accept did not end.
     pub listeners_leaked: AtomicUsize,
@@ -58,11 +57,9 @@ impl Host {
         // SAFETY: by the caller's promise.
         let environment = unsafe { environment::set(&facts(&plugin, config, nics)) };
         let message_bytes_max = message_bytes_max(&environment)?;
-        // Before the plugin is there: it finds a simulated GPU through the environment.
-        let sim_gpu = match plugin.gpu {
-            Some(Place::SimGpu(index)) => Some(SimGpu::open(index)?),
-            _ => None,
-        };
+        // Before the plugin is there, which finds a simulated GPU through the environment, and a real one's driver
+        // where it is loaded.
+        let gpu = plugin.gpu.map(Gpu::open).transpose()?;
         // SAFETY: by the caller's promise the file is trusted.
         let loaded = unsafe {
             let library = match &plugin.file {
@@ -86,7 +83,7 @@ impl Host {
             config: plugin,
             message_bytes_max,
             devices,
-            sim_gpu,
+            gpu,
             environment,
             listeners_leaked: AtomicUsize::new(0),
         };
@@ -175,21 +172,35 @@ impl Host {
         Ok(())
     }
 
-    /// Makes its GPU current on this thread, if it has one.
-    pub fn current_gpu(&self) -> Result<Option<CurrentGuard>, String> {
-        match self.config.gpu {
-            Some(Place::SimGpu(index)) => {
-                CurrentGuard::set(index).map(Some).map_err(|error| error.to_string())
-            }
-            _ => Ok(None),
+    /// Does something with its GPU current on this thread, if it has one.
+    pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+        match &self.gpu {
+            Some(gpu) => gpu.with_current(body).map_err(|error| error.to_string())?,
+            None => body(),
         }
+    }
+
+    /// A queue of work of its GPU. May wait for the GPU.
+    pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
+        let gpu = self.gpu.as_ref().ok_or("the plugin has no GPU")?;
+        gpu.queue().map_err(|error| error.to_string())
+    }
+
+    /// Memory of the engine's own, of its GPU if the place is one.
+    pub fn memory(&self, place: Place, bytes: usize) -> Result<Arc<Memory>, String> {
+        let made = match &self.gpu {
+            _ if place == Place::Host => Memory::private(bytes),
+            Some(gpu) => Memory::private_on(gpu, bytes),
+            None => return Err(format!("no slots in {place}")),
+        };
+        made.map_err(|error| format!("memory for slots: {error}"))
     }
 
     /// What gathers the receives of a fresh connection, where they arrive in fragments of GPU memory. May
     /// wait for the GPU.
     pub fn gather_for(&self, comm: &RecvComm) -> Result<Option<Gather>, String> {
-        let (Some(gpu), Some(handle)) = (&self.sim_gpu, comm.device_handle()) else { return Ok(None) };
-        let device = Box::new(SimQueue::new(gpu));
+        let (Some(_), Some(handle)) = (&self.gpu, comm.device_handle()) else { return Ok(None) };
+        let device = self.gpu_queue()?;
         // SAFETY: the handle is what `accept` gave for this connection, and a lane drops its gather before
         // it closes the connection.
         let unpack = unsafe { DeviceUnpack::read(device, &handle) };

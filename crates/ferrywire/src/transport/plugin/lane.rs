@@ -5,9 +5,9 @@
 
 use super::host::Host;
 use super::registration::Registrations;
-use crate::memory::sim::{Gather as Piece, SimGpu, SimStream};
-use crate::memory::unpack::Gather;
-use crate::memory::{Memory, Place};
+use crate::error::Result;
+use crate::memory::unpack::{Gather, GatherDevice};
+use crate::memory::{GpuCopy, Memory, Place};
 use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use crate::stats::LaneBy;
@@ -54,8 +54,8 @@ pub(crate) struct PluginLane {
     targets: Registrations,
     /// What gathers receives that arrive in fragments; dropped before the connection is closed.
     gather: Option<Gather>,
-    /// What the GPU is copying, each way.
-    copies: [Option<SimStream>; 2],
+    /// What copies on the GPU, each way, once something had to be copied.
+    copiers: [Option<Copier>; 2],
     device: i32,
     device_name: String,
 }
@@ -71,7 +71,7 @@ impl PluginLane {
             sources: Registrations::default(),
             targets: Registrations::default(),
             gather,
-            copies: [None, None],
+            copiers: [None, None],
             device,
             device_name,
         }
@@ -185,22 +185,13 @@ impl Lane for PluginLane {
                 copy_on_host(way, slot, ranges);
                 Poll::Ready(Ok(()))
             }
-            Place::SimGpu(index) => self.copy_on_gpu(way, index, slot, ranges),
-            place => Poll::Ready(Err(format!("{place} cannot be packed for a plugin"))),
+            _ => self.copy_on_gpu(way, slot, ranges),
         }
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
         let place = like.map(Memory::place).or(self.host.config.gpu).unwrap_or(Place::Host);
-        let made = match place {
-            Place::Host => Memory::private(bytes),
-            Place::SimGpu(index) => match SimGpu::opened(index) {
-                Some(gpu) => Memory::private_sim(&gpu, bytes),
-                None => return Err(format!("simulated GPU {index} is not open any more")),
-            },
-            place => return Err(format!("no slots in {place}")),
-        };
-        made.map_err(|error| format!("memory for slots: {error}"))
+        self.host.memory(place, bytes)
     }
 
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
@@ -214,7 +205,7 @@ impl Lane for PluginLane {
         let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
         // Their GPU is done with pool and memory when they are gone.
         self.gather = None;
-        self.copies = [None, None];
+        self.copiers = [None, None];
         // With requests in flight a registration may be in use: it goes with the connection, or stays.
         if idle {
             self.sources.undo_all(&send);
@@ -235,32 +226,52 @@ impl Lane for PluginLane {
 }
 
 impl PluginLane {
-    fn copy_on_gpu(&mut self, way: Way, index: u32, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
-        let copying = &mut self.copies[way as usize];
-        let result = match copying {
-            Some(stream) => stream.query(),
-            None => SimGpu::opened(index).ok_or(crate::memory::sim::SimGpuError::NotOpen { index }).and_then(
-                |gpu| {
-                    let stream = gpu.stream();
-                    stream.gather(pieces(way, slot, ranges))?;
-                    *copying = Some(stream);
-                    Ok(false)
-                },
-            ),
+    fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        let copier = &mut self.copiers[way as usize];
+        let begun = match copier.take() {
+            Some(copier) => Ok(copier),
+            None => self.host.gpu_queue().map(Copier::new),
         };
-        match result {
+        let progress = begun.and_then(|mut begun| {
+            let progress = begun.go_on(|| pieces(way, slot, ranges));
+            // One that has failed is of no more use.
+            progress.inspect(|_| *copier = Some(begun)).map_err(|error| error.to_string())
+        });
+        match progress {
+            Ok(true) => Poll::Ready(Ok(())),
             Ok(false) => Poll::Pending,
-            Ok(true) => {
-                *copying = None;
-                Poll::Ready(Ok(()))
-            }
-            Err(error) => Poll::Ready(Err(error.to_string())),
+            Err(why) => Poll::Ready(Err(why)),
         }
     }
 }
 
+/// Copies of one message at a time, in a queue of the GPU.
+struct Copier {
+    queue: Box<dyn GatherDevice>,
+    /// Messages that were begun.
+    begun: u64,
+    copying: bool,
+}
+
+impl Copier {
+    fn new(queue: Box<dyn GatherDevice>) -> Copier {
+        Copier { queue, begun: 0, copying: false }
+    }
+
+    /// Begins with a message if none is under way; whether it is copied.
+    fn go_on(&mut self, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
+        if !self.copying {
+            self.queue.copy(&pieces())?;
+            self.queue.mark()?;
+            (self.begun, self.copying) = (self.begun + 1, true);
+        }
+        self.copying = self.queue.reached()? < self.begun;
+        Ok(!self.copying)
+    }
+}
+
 /// What the GPU copies between a slot and the ranges of one message.
-fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Piece> {
+fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<GpuCopy> {
     let mut at = slot.base() as u64;
     let mut out = Vec::with_capacity(ranges.len());
     for range in ranges {
@@ -269,7 +280,7 @@ fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<Piece> {
             Way::Pack => (address, at),
             Way::Unpack => (at, address),
         };
-        out.push(Piece { source, target, bytes });
+        out.push(GpuCopy { source, target, bytes });
         at += bytes as u64;
     }
     out

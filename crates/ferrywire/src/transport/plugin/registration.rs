@@ -55,11 +55,12 @@ impl Registrations {
         let (address, bytes) = pages(base, memory.len(), part);
         let kind = if memory.place() == Place::Host { PointerType::Host } else { PointerType::Cuda };
         tracing::debug!(comm = %comm.id(), address, bytes, "memory is registered");
-        let _current = host.current_gpu()?;
-        // SAFETY: these pages hold the region, which the registration keeps; what else is in its first and
-        // last page is mapped, and no message touches it.
-        let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) };
-        let handle = handle.map_err(|error| error.to_string())?;
+        let handle = host.with_gpu_current(|| {
+            // SAFETY: these pages hold the region, which the registration keeps; what else is in its first and
+            // last page is mapped, and no message touches it.
+            let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) };
+            handle.map_err(|error| error.to_string())
+        })?;
         self.list[at].parts[slot] = Some(handle);
         Ok(handle)
     }

@@ -92,7 +92,7 @@ impl Setup {
     ) -> Result<(), String> {
         let (host, device, shared) = (self.host.clone(), self.device, self.shared.clone());
         let thread = thread::Builder::new().name(format!("ferrywire-{what}")).spawn(move || {
-            let result = host.current_gpu().and_then(|_current| body(&host, device, &shared));
+            let result = host.with_gpu_current(|| body(&host, device, &shared));
             if let Err(why) = result {
                 shared.lock().failed.get_or_insert(why);
             }

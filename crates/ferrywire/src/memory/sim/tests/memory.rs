@@ -1,4 +1,5 @@
 use super::*;
+use crate::memory::GpuCopy;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -124,8 +125,8 @@ fn a_gather_with_one_piece_out_of_bounds_moves_none() {
     let gpu = SimGpu::open(0).unwrap();
     let (source, target) = (gpu.alloc(100, 4096).unwrap(), gpu.alloc(100, 4096).unwrap());
     gpu.fill(source.address(), 7, 100).unwrap();
-    let good = Gather { source: source.address(), target: target.address(), bytes: 50 };
-    let bad = Gather { source: source.address() + 60, target: target.address() + 50, bytes: 50 };
+    let good = GpuCopy { source: source.address(), target: target.address(), bytes: 50 };
+    let bad = GpuCopy { source: source.address() + 60, target: target.address() + 50, bytes: 50 };
     let stream = gpu.stream();
     stream.gather(vec![good, bad]).unwrap();
     let error = stream.wait(SOON).unwrap_err();

@@ -199,12 +199,14 @@ fn the_current_gpu_is_the_threads_own() {
     std::thread::spawn(|| {
         assert_eq!(current(), None);
         set_current(1).unwrap();
-        let guard = CurrentGuard::set(0).unwrap();
-        assert_eq!(current(), Some(0));
-        assert_eq!(std::thread::spawn(current).join().unwrap(), None);
-        assert_eq!(CurrentGuard::set(16).unwrap_err(), SimGpuError::NotOpen { index: 16 });
-        assert_eq!(current(), Some(0));
-        drop(guard);
+        let seen = with_current(0, || {
+            assert_eq!(with_current(1, current), Ok(Some(1)));
+            assert_eq!(std::thread::spawn(current).join().unwrap(), None);
+            assert_eq!(with_current(16, || panic!("done")), Err(SimGpuError::NotOpen { index: 16 }));
+            current()
+        });
+        assert_eq!((seen, current()), (Ok(Some(0)), Some(1)));
+        std::panic::catch_unwind(|| with_current(0, || panic!("on purpose"))).unwrap_err();
         assert_eq!(current(), Some(1));
     })
     .join()

@@ -1,0 +1,84 @@
+//! A GPU, real or simulated, as the rest of the engine knows it.
+//!
+//! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
+//! `cuda` and `sim`. Read next: `mod.rs`, for memory; `unpack/device.rs`, for queues of work.
+
+use super::cuda::{CudaError, CudaGpu};
+use super::sim::{self, SimGpu, SimGpuError};
+use super::unpack::{CudaQueue, GatherDevice, SimQueue};
+use super::{Place, host_has_no_gpu};
+use crate::error::Result;
+use std::sync::Arc;
+
+/// One copy of a batch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct GpuCopy {
+    /// Where from: memory of any GPU of the same kind, or host memory that GPUs reach.
+    pub source: u64,
+    /// Where to.
+    pub target: u64,
+    /// How much.
+    pub bytes: usize,
+}
+
+/// A GPU that is open, and stays so as long as this is held.
+#[derive(Clone, Debug)]
+pub(crate) enum Gpu {
+    Sim(Arc<SimGpu>),
+    Cuda(Arc<CudaGpu>),
+}
+
+impl Gpu {
+    /// The GPU of a place, opened if nobody has.
+    pub fn open(place: Place) -> Result<Gpu> {
+        match place {
+            Place::SimGpu(index) => Ok(Gpu::Sim(SimGpu::open(index)?)),
+            Place::Cuda(index) => Ok(Gpu::Cuda(CudaGpu::open(index)?)),
+            Place::Host => Err(host_has_no_gpu()),
+        }
+    }
+
+    /// The GPU of a place, if somebody holds it open.
+    pub fn opened(place: Place) -> Result<Gpu> {
+        match place {
+            Place::SimGpu(index) => {
+                Ok(Gpu::Sim(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?))
+            }
+            Place::Cuda(index) => Ok(Gpu::Cuda(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?)),
+            Place::Host => Err(host_has_no_gpu()),
+        }
+    }
+
+    /// Copies its memory to the host, and waits.
+    pub fn read_into_slice(&self, source: u64, target: &mut [u8]) -> Result<()> {
+        match self {
+            Gpu::Sim(gpu) => Ok(gpu.read_into_slice(source, target)?),
+            Gpu::Cuda(gpu) => Ok(gpu.read_into_slice(source, target)?),
+        }
+    }
+
+    /// Copies from the host to its memory, and waits.
+    pub fn write_from_slice(&self, target: u64, source: &[u8]) -> Result<()> {
+        match self {
+            Gpu::Sim(gpu) => Ok(gpu.write_from_slice(target, source)?),
+            Gpu::Cuda(gpu) => Ok(gpu.write_from_slice(target, source)?),
+        }
+    }
+
+    /// Does something with the GPU current on this thread.
+    pub fn with_current<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
+        match self {
+            Gpu::Sim(gpu) => Ok(sim::with_current(gpu.index(), body)?),
+            Gpu::Cuda(gpu) => Ok(gpu.with_current(body)?),
+        }
+    }
+
+    /// A queue of work of its own. For set-up.
+    pub fn queue(&self) -> Result<Box<dyn GatherDevice>> {
+        match self {
+            Gpu::Sim(gpu) => Ok(Box::new(SimQueue::new(gpu))),
+            Gpu::Cuda(gpu) => Ok(Box::new(CudaQueue::new(gpu)?)),
+        }
+    }
+}
