@@ -1,18 +1,18 @@
 //! Memory of real GPUs: what the plugin does with it, through the raw table.
 //!
-//! Where there is no NVIDIA GPU these tests say so, and run with a stand-in for the driver (`cuda_stand_in.c`)
-//! whose device memory the CPU cannot touch either.
+//! Where there is no NVIDIA GPU these tests say so, and run with a stand-in for the driver (the engine's, `tests/cuda/stand_in.c`
+//! there) whose device memory the CPU cannot touch either.
 
 use std::cell::Cell;
 use std::ffi::{c_int, c_void};
-use std::path::Path;
+use std::path::PathBuf;
 use std::ptr;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
 
 use ferrywire::nccl::abi::PTR_CUDA;
 
 use crate::case::{Case, case};
-use crate::compile::compile_in;
+use crate::cuda_driver::stand_in;
 use crate::driver::{Memory, OK, Pair, Plugin, Ptr, pattern};
 
 /// Where the counts begin in the metadata.
@@ -130,12 +130,8 @@ fn on_a_gpu(case: Case) -> Case {
     }
     let Err(why) = Driver::find() else { return case };
     println!("SKIPPED: needs an NVIDIA GPU ({why}); this runs with a stand-in for its driver");
-    let library = compile_in("tests/rules", "cuda_stand_in.c", &[]);
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_stand_in");
-    std::fs::create_dir_all(&folder).unwrap();
-    // Other tests may be making the same link.
-    let _ = std::os::unix::fs::symlink(&library, folder.join("libcuda.so.1"));
-    case.with("LD_LIBRARY_PATH", folder.to_str().unwrap())
+    static STAND_IN: LazyLock<PathBuf> = LazyLock::new(|| stand_in(&[]));
+    case.with("LD_LIBRARY_PATH", STAND_IN.to_str().unwrap())
 }
 
 /// A connection whose both ends are one device's.
@@ -270,7 +266,10 @@ fn pages_of_a_gpu_are_poisoned_when_recycled() {
             let recv = bench.transfer(&source, &target, bytes.len());
             assert!(bench.gather(round) == bytes, "until it is consumed");
             assert_eq!(bench.pair.recv.consumed(recv), OK);
-            assert!(bench.gather(round).iter().all(|byte| *byte == 0xDE), "round {round}");
+            // By the GPU, which nobody waits for here: a case that hangs is killed.
+            while !bench.gather(round).iter().all(|byte| *byte == 0xDE) {
+                std::thread::yield_now();
+            }
         }
     });
 }

@@ -6,10 +6,10 @@ mod case;
 mod driver;
 
 mod closing;
-#[allow(dead_code, reason = "other tests use all of it")]
-#[path = "../../../ferrywire/tests/nccl/compile.rs"]
-mod compile;
 mod cuda;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "../../../ferrywire/tests/cuda/driver.rs"]
+mod cuda_driver;
 mod data;
 mod faults;
 mod gather;

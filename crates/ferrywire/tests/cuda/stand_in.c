@@ -1,24 +1,30 @@
 /* A stand-in for the CUDA driver, for machines without a GPU: two devices whose memory the CPU cannot touch at its
- * device address, contexts that have to be current, and streams that do their work at once; kernels only where they are
+ * device address, contexts that have to be current, and streams that do their work late; kernels only where they are
  * linked in. What is left when the process ends is told on the error output. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #ifndef VERSION
 #define VERSION 12040
+#endif
+#ifndef PINNED_MAX
+#define PINNED_MAX (1ull << 30)
 #endif
 #ifndef DEVICES
 #define DEVICES 2
 #endif
 
 enum { DONE = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101 };
-enum { INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_SUPPORTED = 801, RANGES = 8192 };
-enum { FREE, DEVICE, PINNED };
+enum { INVALID_CONTEXT = 201, NOT_FOUND = 500, NOT_READY = 600, NOT_SUPPORTED = 801, RANGES = 8192, GONE = 64 };
+/* Of what is being freed, work that was given before goes on; nothing more is given. */
+enum { FREE, DEVICE, PINNED, GOING };
 typedef unsigned long long address;
 
 static struct range {
@@ -27,18 +33,22 @@ static struct range {
     char *view;
     size_t bytes;
 } ranges[RANGES];
+/* Addresses of device memory that was freed: no copy follows them, for a while. */
+static struct { address base; size_t bytes; } gone[GONE];
+static int ranges_used, next_gone;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static int contexts[DEVICES + 1], retained, streams, events, pushed, initialised;
+static int contexts[DEVICES + 1], retained[DEVICES + 1], streams, events, pushed, initialised;
 static const size_t TOTAL = 1ull << 30;
-static size_t taken;
+static size_t taken, pinned;
 static __thread void *stack[16];
 static __thread int depth;
 
 __attribute__((destructor)) static void told(void) {
-    int memory = 0;
+    int memory = 0, open = 0;
     for (int k = 0; k < RANGES; k++) memory += ranges[k].kind != FREE;
+    for (int k = 0; k < DEVICES; k++) open += retained[k];
     /* Pushed by whatever thread, most of which are gone. */
-    fprintf(stderr, "stand-in: left %d contexts, %d streams, %d events, %d ranges, %d pushed\n", retained, streams, events,
+    fprintf(stderr, "stand-in: left %d contexts, %d streams, %d events, %d ranges, %d pushed\n", open, streams, events,
             memory, pushed);
 }
 
@@ -50,23 +60,28 @@ static int add(int kind, address base, char *view, size_t bytes) {
     for (int k = 0; k < RANGES; k++)
         if (ranges[k].kind == FREE) {
             ranges[k] = (struct range){kind, current(), base, view, bytes};
+            if (k >= ranges_used) ranges_used = k + 1;
             return DONE;
         }
     return OUT_OF_MEMORY;
 }
 
 static struct range *find(address at) {
-    for (int k = 0; k < RANGES; k++)
-        if (ranges[k].kind != FREE && at >= ranges[k].base && at < ranges[k].base + ranges[k].bytes) return &ranges[k];
+    for (int k = 0; k < ranges_used; k++)
+        if ((ranges[k].kind == DEVICE || ranges[k].kind == PINNED) && at >= ranges[k].base && at < ranges[k].base + ranges[k].bytes) return &ranges[k];
     return NULL;
 }
 
 /* Where the bytes of an address are: unknown ones are the host's. */
 static char *view(address at, size_t bytes) {
     struct range *found = find(at);
+    for (int k = 0; !found && k < GONE; k++)
+        if (at >= gone[k].base && at < gone[k].base + gone[k].bytes) return NULL;
     if (!found) return (char *)at;
     return at + bytes <= found->base + found->bytes ? found->view + (at - found->base) : NULL;
 }
+
+#include "stand_in_streams.h"
 
 int cuInit(unsigned flags) {
     if (flags) return INVALID_VALUE;
@@ -121,13 +136,15 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) {
 }
 
 int cuDevicePrimaryCtxRetain(void **context, int device) {
+    if (device < 0 || device >= DEVICES) return INVALID_DEVICE;
     *context = &contexts[device];
-    retained++;
+    __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     return DONE;
 }
 
 int cuDevicePrimaryCtxRelease_v2(int device) {
-    retained--;
+    if (device < 0 || device >= DEVICES || !retained[device]) return INVALID_DEVICE;
+    __atomic_sub_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     return DONE;
 }
 
@@ -148,6 +165,24 @@ int cuCtxPopCurrent_v2(void **context) {
     *context = stack[--depth];
     __atomic_sub_fetch(&pushed, 1, __ATOMIC_SEQ_CST);
     return DONE;
+}
+
+int cuCtxSetCurrent(void *context) {
+    void *before;
+    if (depth) cuCtxPopCurrent_v2(&before);
+    return context ? cuCtxPushCurrent_v2(context) : DONE;
+}
+
+int cuCtxGetDevice(int *device) {
+    NEEDS_CONTEXT;
+    *device = current();
+    return DONE;
+}
+
+int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
+    *flags = 0;
+    *active = retained[device] > 0;
+    return device >= 0 && device < DEVICES ? DONE : INVALID_DEVICE;
 }
 
 int cuMemGetInfo_v2(size_t *available, size_t *total) {
@@ -182,21 +217,28 @@ int cuMemFree_v2(address at) {
     int right = found && found->kind == DEVICE && found->base == at;
     if (right) {
         old = *found;
+        found->kind = GOING;
+        /* Nobody else gets the addresses while they are remembered. */
+        if (gone[next_gone].bytes) munmap((void *)gone[next_gone].base, gone[next_gone].bytes);
+        gone[next_gone].base = old.base, gone[next_gone].bytes = old.bytes;
+        next_gone = (next_gone + 1) % GONE;
+        finish_all();
         found->kind = FREE;
         taken -= old.bytes;
+        mmap((void *)old.base, old.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
     }
     pthread_mutex_unlock(&lock);
     if (!right) return INVALID_VALUE;
     munmap(old.view, old.bytes);
-    munmap((void *)old.base, old.bytes);
     return DONE;
 }
 
 int cuMemHostRegister_v2(void *base, size_t bytes, unsigned flags) {
     NEEDS_CONTEXT;
-    if (bytes > TOTAL) return OUT_OF_MEMORY;
     pthread_mutex_lock(&lock);
-    int added = flags == 3 ? add(PINNED, (address)base, base, bytes) : INVALID_VALUE;
+    int added = bytes > PINNED_MAX - pinned ? OUT_OF_MEMORY : INVALID_VALUE;
+    if (added != OUT_OF_MEMORY && flags == 3) added = add(PINNED, (address)base, base, bytes);
+    if (added == DONE) pinned += bytes;
     pthread_mutex_unlock(&lock);
     return added;
 }
@@ -206,7 +248,7 @@ int cuMemHostUnregister(void *base) {
     pthread_mutex_lock(&lock);
     struct range *found = find((address)base);
     int right = found && found->kind == PINNED && found->base == (address)base;
-    if (right) found->kind = FREE;
+    if (right) found->kind = GOING, finish_all(), found->kind = FREE, pinned -= found->bytes;
     pthread_mutex_unlock(&lock);
     return right ? DONE : INVALID_VALUE;
 }
@@ -225,44 +267,13 @@ int cuMemHostAlloc(void **base, size_t bytes, unsigned flags) {
 
 int cuMemFreeHost(void *base) {
     NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
     struct range *found = find((address)base);
     size_t bytes = found ? found->bytes : 0;
+    pthread_mutex_unlock(&lock);
     int done = cuMemHostUnregister(base);
     if (done == DONE) munmap(base, bytes);
     return done;
-}
-
-int cuMemcpyAsync(address target, address source, size_t bytes, void *stream) {
-    NEEDS_CONTEXT;
-    pthread_mutex_lock(&lock);
-    char *to = view(target, bytes), *from = view(source, bytes);
-    int right = to && from;
-    if (right) memmove(to, from, bytes);
-    pthread_mutex_unlock(&lock);
-    return right ? DONE : INVALID_VALUE;
-}
-
-#ifdef BATCHES
-int cuMemcpyBatchAsync(address *targets, address *sources, size_t *sizes, size_t count, unsigned *attributes, size_t *first,
-                       size_t sets, size_t *failed, void *stream) {
-    NEEDS_CONTEXT;
-    if (sets != 1 || *first != 0 || attributes[0] != 1 || attributes[5] != 0 || !stream) return INVALID_VALUE;
-    for (size_t k = 0; k < count; k++) {
-        int done = sizes[k] ? cuMemcpyAsync(targets[k], sources[k], sizes[k], stream) : INVALID_VALUE;
-        *failed = k;
-        if (done != DONE) return done;
-    }
-    return DONE;
-}
-#endif
-
-int cuMemsetD8Async(address target, unsigned char byte, size_t bytes, void *stream) {
-    NEEDS_CONTEXT;
-    pthread_mutex_lock(&lock);
-    char *to = find(target) ? view(target, bytes) : NULL;
-    if (to) memset(to, byte, bytes);
-    pthread_mutex_unlock(&lock);
-    return to ? DONE : INVALID_VALUE;
 }
 
 int cuMemGetHandleForAddressRange(void *into, address at, size_t bytes, int kind, address flags) {
@@ -290,95 +301,13 @@ int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) 
         }
     return DONE;
 }
-#endif
 
-int cuStreamCreate(void **stream, unsigned flags) {
-    NEEDS_CONTEXT;
-    *stream = &contexts[current()];
-    __atomic_add_fetch(&streams, 1, __ATOMIC_SEQ_CST);
-    return flags == 1 ? DONE : INVALID_VALUE;
+int cuPointerGetAttribute(void *into, int asked, address at) {
+    unsigned kind;
+    int about_kind = 2;
+    void *room = &kind;
+    int done = cuPointerGetAttributes(1, &about_kind, &room, at);
+    if (done == DONE && !kind) return INVALID_VALUE;
+    return done == DONE ? cuPointerGetAttributes(1, &asked, &into, at) : done;
 }
-
-int cuStreamDestroy_v2(void *stream) {
-    NEEDS_CONTEXT;
-    __atomic_sub_fetch(&streams, 1, __ATOMIC_SEQ_CST);
-    return DONE;
-}
-
-int cuEventCreate(void **event, unsigned flags) {
-    NEEDS_CONTEXT;
-    *event = &contexts[current()];
-    __atomic_add_fetch(&events, 1, __ATOMIC_SEQ_CST);
-    return flags == 2 ? DONE : INVALID_VALUE;
-}
-
-int cuEventDestroy_v2(void *event) {
-    NEEDS_CONTEXT;
-    __atomic_sub_fetch(&events, 1, __ATOMIC_SEQ_CST);
-    return DONE;
-}
-
-/* Everything is done at once. */
-#define AT_ONCE(name, ...) \
-    int name(__VA_ARGS__) { \
-        NEEDS_CONTEXT; \
-        return DONE; \
-    }
-AT_ONCE(cuStreamQuery, void *stream)
-AT_ONCE(cuStreamSynchronize, void *stream)
-AT_ONCE(cuStreamWaitEvent, void *stream, void *event, unsigned flags)
-AT_ONCE(cuEventRecord, void *event, void *stream)
-AT_ONCE(cuEventQuery, void *event)
-
-int cuStreamWriteValue32_v2(void *stream, address at, unsigned value, unsigned flags) {
-    return cuMemcpyAsync(at, (address)&value, 4, stream);
-}
-
-int cuStreamWriteValue64_v2(void *stream, address at, address value, unsigned flags) {
-    return cuMemcpyAsync(at, (address)&value, 8, stream);
-}
-
-#ifdef KERNELS
-int stand_in_kernel(const char *name);
-int stand_in_launch(int kernel, unsigned blocks, unsigned block, void **parameters);
-
-int cuModuleLoadData(void **module, const void *image) {
-    NEEDS_CONTEXT;
-    *module = &contexts[current()];
-    return strstr(image, ".visible .entry") ? DONE : INVALID_VALUE;
-}
-
-int cuModuleUnload(void *module) {
-    NEEDS_CONTEXT;
-    return DONE;
-}
-
-int cuModuleGetFunction(void **function, void *module, const char *name) {
-    NEEDS_CONTEXT;
-    *function = (void *)(long)stand_in_kernel(name);
-    return *function ? DONE : NOT_FOUND;
-}
-
-/* Device memory is there for the kernel only. */
-static void show(int how) {
-    for (int k = 0; k < RANGES; k++)
-        if (ranges[k].kind == DEVICE) mprotect((void *)ranges[k].base, ranges[k].bytes, how);
-}
-
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
-                   unsigned shared, void *stream, void **parameters, void **extra) {
-    NEEDS_CONTEXT;
-    if (!x || y != 1 || z != 1 || block_y != 1 || block_z != 1 || shared || extra) return INVALID_VALUE;
-    pthread_mutex_lock(&lock);
-    show(PROT_READ | PROT_WRITE);
-    int launched = stand_in_launch((int)(long)function, x, block, parameters);
-    show(PROT_NONE);
-    pthread_mutex_unlock(&lock);
-    return launched;
-}
-#else
-int cuModuleLoadData(void **module, const void *image) { return NOT_SUPPORTED; }
-int cuModuleUnload(void *module) { return NOT_SUPPORTED; }
-int cuModuleGetFunction(void **function, void *module, const char *name) { return NOT_FOUND; }
-int cuLaunchKernel(void *function, ...) { return NOT_SUPPORTED; }
 #endif

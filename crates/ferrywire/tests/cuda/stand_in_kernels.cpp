@@ -14,15 +14,35 @@ extern "C" int stand_in_kernel(const char *name) {
     return 0;
 }
 
-extern "C" int stand_in_launch(int kernel, unsigned blocks, unsigned block, void **parameters) {
-    if (block != BLOCK && kernel != 4) return 1;
-    const Pattern *pattern = (const Pattern *)parameters[0];
+// The parameters as the kernels are given them.
+union Parameters {
+    Gather gather;
+    Copies copies;
+    struct {
+        Pattern pattern;
+        u64 *first;
+    } check;
+};
+
+extern "C" int stand_in_take(int kernel, unsigned block, void **parameters, char *into, u64 *delay_ns) {
+    static_assert(sizeof(Parameters) <= 2048, "the room in stand_in_streams.h");
+    Parameters *taken = (Parameters *)into;
+    if (kernel == 4) *delay_ns = *(u64 *)parameters[0];
+    if (kernel == 4) return 1;
+    if (kernel == 1) taken->gather = *(const Gather *)parameters[0];
+    if (kernel == 2 || kernel == 3) taken->check.pattern = *(const Pattern *)parameters[0];
+    if (kernel == 3) taken->check.first = *(u64 **)parameters[1];
+    if (kernel == 5) taken->copies = *(const Copies *)parameters[0];
+    return block == BLOCK;
+}
+
+extern "C" void stand_in_launch(int kernel, unsigned blocks, char *parameters) {
+    const Parameters *taken = (const Parameters *)parameters;
     switch (kernel) {
-    case 1: launch(blocks, 2, [&] { ferrywire_gather(*(const Gather *)parameters[0]); }); break;
-    case 2: launch(blocks, 1, [&] { ferrywire_fill(*pattern); }); break;
-    case 3: launch(blocks, 1, [&] { ferrywire_check(*pattern, *(u64 **)parameters[1]); }); break;
-    case 5: launch(blocks, 2, [&] { ferrywire_copy(*(const Copies *)parameters[0]); }); break;
+    case 1: launch(blocks, 2, [&] { ferrywire_gather(taken->gather); }); break;
+    case 2: launch(blocks, 1, [&] { ferrywire_fill(taken->check.pattern); }); break;
+    case 3: launch(blocks, 1, [&] { ferrywire_check(taken->check.pattern, taken->check.first); }); break;
+    case 5: launch(blocks, 2, [&] { ferrywire_copy(taken->copies); }); break;
     default: break;
     }
-    return 0;
 }

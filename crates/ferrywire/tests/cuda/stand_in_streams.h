@@ -1,0 +1,368 @@
+/* Streams and events of the stand-in: work that is done late, by a thread of its own, in the order of each stream and
+ * in no order among them. Whoever uses memory before its copy is done finds the wrong bytes in it.
+ *
+ * Part of stand_in.c, whose `lock` guards all of this. Streams and events are numbers in disguise. */
+
+enum { COPY, FILL, FLAG, KERNEL, AWAIT, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
+
+struct work {
+    int what;
+    char *to, *from;
+    size_t bytes;
+    address value;
+    int other, kernel, blocks, begun;
+    struct timespec until;
+    char *parameters;
+    struct work *next;
+};
+
+/* What was given to a stream and what of it is done are counted for ever: an event is a stream and a count. */
+static struct stream {
+    int open;
+    struct work *first, **end;
+    address given, done;
+} all_streams[STREAMS];
+static struct event {
+    int open, stream;
+    address at;
+} all_events[EVENTS];
+static pthread_cond_t more = PTHREAD_COND_INITIALIZER, less = PTHREAD_COND_INITIALIZER;
+static int worker_runs;
+
+#ifdef KERNELS
+int stand_in_kernel(const char *name);
+/* Copies the parameters, and says whether the kernel can be launched so. */
+int stand_in_take(int kernel, unsigned block, void **parameters, char *into, address *delay_ns);
+void stand_in_launch(int kernel, unsigned blocks, char *parameters);
+#else
+static void stand_in_launch(int kernel, unsigned blocks, char *parameters) {}
+#endif
+
+static struct stream *stream_of(void *handle) {
+    long number = (long)handle - 1;
+    return number >= 0 && number < STREAMS && all_streams[number].open ? &all_streams[number] : NULL;
+}
+
+static struct event *event_of(void *handle) {
+    long number = (long)handle - 1;
+    return number >= 0 && number < EVENTS && all_events[number].open ? &all_events[number] : NULL;
+}
+
+/* Device memory is there for kernels only. */
+static void show(int how) {
+    for (int k = 0; k < ranges_used; k++)
+        if (ranges[k].kind == DEVICE || (ranges[k].kind == GOING && (char *)ranges[k].base != ranges[k].view))
+            mprotect((void *)ranges[k].base, ranges[k].bytes, how);
+}
+
+static int is_ready(struct work *work) {
+    struct timespec now;
+    if (work->what != AWAIT) return 1;
+    if (work->other >= 0) return all_streams[work->other].done >= work->value;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (!work->begun) {
+        work->begun = 1;
+        work->until.tv_sec = now.tv_sec + (now.tv_nsec + work->value) / 1000000000;
+        work->until.tv_nsec = (now.tv_nsec + work->value) % 1000000000;
+    }
+    return now.tv_sec > work->until.tv_sec || (now.tv_sec == work->until.tv_sec && now.tv_nsec >= work->until.tv_nsec);
+}
+
+static void perform(struct work *work) {
+    switch (work->what) {
+    case COPY: memmove(work->to, work->from, work->bytes); break;
+    case FILL: memset(work->to, (int)work->value, work->bytes); break;
+    case FLAG:
+        if (work->bytes == 8) __atomic_store_n((address *)work->to, work->value, __ATOMIC_RELEASE);
+        else __atomic_store_n((unsigned *)work->to, (unsigned)work->value, __ATOMIC_RELEASE);
+        break;
+    case KERNEL:
+        show(PROT_READ | PROT_WRITE);
+        stand_in_launch(work->kernel, work->blocks, work->parameters);
+        show(PROT_NONE);
+        break;
+    }
+}
+
+static void *work_on(void *unused) {
+    unsigned random = 1, from = 0;
+    pthread_mutex_lock(&lock);
+    for (;;) {
+        struct stream *next = NULL;
+        int waiting = 0;
+        for (int k = 0; k < STREAMS && !next; k++) {
+            struct stream *each = &all_streams[(from + k) % STREAMS];
+            waiting |= each->first != NULL;
+            if (each->first && is_ready(each->first)) next = each;
+        }
+        random = random * 1664525 + 1013904223;
+        from = random >> 8;
+        if (!next && !waiting) {
+            pthread_cond_wait(&more, &lock);
+        } else if (!next || random >> 29 == 0) {
+            /* Late, and not in the order in which it came. */
+            pthread_mutex_unlock(&lock);
+            usleep(random >> 24 & 63);
+            pthread_mutex_lock(&lock);
+        } else {
+            struct work *work = next->first;
+            perform(work);
+            next->first = work->next;
+            if (!next->first) next->end = &next->first;
+            next->done++;
+            free(work->parameters);
+            free(work);
+            pthread_cond_broadcast(&less);
+        }
+    }
+    return unused;
+}
+
+/* With the lock held. */
+static int give(struct stream *stream, struct work work) {
+    struct work *copy = malloc(sizeof *copy);
+    *copy = work;
+    copy->next = NULL;
+    *stream->end = copy;
+    stream->end = &copy->next;
+    stream->given++;
+    if (!worker_runs) {
+        pthread_t worker;
+        worker_runs = !pthread_create(&worker, NULL, work_on, NULL) && !pthread_detach(worker);
+    }
+    pthread_cond_signal(&more);
+    return worker_runs ? DONE : OUT_OF_MEMORY;
+}
+
+/* With the lock held, which others get meanwhile. */
+static void finish(struct stream *stream) {
+    address given = stream->given;
+    while (stream->done < given) pthread_cond_wait(&less, &lock);
+}
+
+/* Whoever frees memory, or unpins it, waits for all that was given before. */
+static void finish_all(void) {
+    for (int k = 0; k < STREAMS; k++) finish(&all_streams[k]);
+}
+
+/* Unknown addresses are the host's, and the work is done when this returns. */
+static int move(void *handle, address target, address source, size_t bytes) {
+    NEEDS_CONTEXT;
+    if (!bytes) return DONE;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    char *to = view(target, bytes), *from = view(source, bytes);
+    int given = !to || !from || (handle && !stream) ? INVALID_VALUE : DONE;
+    int at_once = !stream || !find(target) || !find(source);
+    if (given == DONE && stream) {
+        given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes});
+        if (at_once) finish(stream);
+    } else if (given == DONE) {
+        memmove(to, from, bytes);
+    }
+    pthread_mutex_unlock(&lock);
+    return given;
+}
+
+static int fill_or_flag(void *handle, int what, address target, address value, size_t bytes) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    char *to = find(target) ? view(target, bytes) : NULL;
+    struct work work = {.what = what, .to = to, .value = value, .bytes = bytes};
+    int given = to && stream ? give(stream, work) : INVALID_VALUE;
+    pthread_mutex_unlock(&lock);
+    return given;
+}
+
+int cuMemcpyAsync(address target, address source, size_t bytes, void *stream) { return move(stream, target, source, bytes); }
+
+int cuMemcpyHtoDAsync_v2(address target, void *source, size_t bytes, void *stream) {
+    return stream ? move(stream, target, (address)source, bytes) : INVALID_VALUE;
+}
+
+int cuMemcpyDtoHAsync_v2(void *target, address source, size_t bytes, void *stream) {
+    return stream ? move(stream, (address)target, source, bytes) : INVALID_VALUE;
+}
+
+int cuMemcpyHtoD_v2(address target, void *source, size_t bytes) { return move(NULL, target, (address)source, bytes); }
+
+int cuMemcpyDtoH_v2(void *target, address source, size_t bytes) { return move(NULL, (address)target, source, bytes); }
+
+#ifdef BATCHES
+int cuMemcpyBatchAsync(address *targets, address *sources, size_t *sizes, size_t count, unsigned *attributes, size_t *first,
+                       size_t sets, size_t *failed, void *stream) {
+    NEEDS_CONTEXT;
+    if (sets != 1 || *first != 0 || attributes[0] != 1 || attributes[5] != 0 || !stream) return INVALID_VALUE;
+    for (size_t k = 0; k < count; k++) {
+        int done = sizes[k] ? move(stream, targets[k], sources[k], sizes[k]) : INVALID_VALUE;
+        *failed = k;
+        if (done != DONE) return done;
+    }
+    return DONE;
+}
+#endif
+
+int cuMemsetD8Async(address target, unsigned char byte, size_t bytes, void *stream) {
+    return fill_or_flag(stream, FILL, target, byte, bytes);
+}
+
+int cuStreamWriteValue32_v2(void *stream, address at, unsigned value, unsigned flags) {
+    return at % 4 || flags ? INVALID_VALUE : fill_or_flag(stream, FLAG, at, value, 4);
+}
+
+int cuStreamWriteValue64_v2(void *stream, address at, address value, unsigned flags) {
+    return at % 8 || flags ? INVALID_VALUE : fill_or_flag(stream, FLAG, at, value, 8);
+}
+
+int cuStreamCreate(void **stream, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (flags != 1) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    long found = -1;
+    for (int k = 0; k < STREAMS && found < 0; k++)
+        if (!all_streams[k].open) found = k;
+    if (found >= 0) {
+        all_streams[found].open = 1;
+        if (!all_streams[found].first) all_streams[found].end = &all_streams[found].first;
+        streams++;
+    }
+    pthread_mutex_unlock(&lock);
+    *stream = (void *)(found + 1);
+    return found < 0 ? OUT_OF_MEMORY : DONE;
+}
+
+/* Its work goes on, as with a real one. */
+int cuStreamDestroy_v2(void *handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    if (stream) {
+        stream->open = 0;
+        streams--;
+    }
+    pthread_mutex_unlock(&lock);
+    return stream ? DONE : INVALID_VALUE;
+}
+
+int cuStreamQuery(void *handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    int answer = !stream ? INVALID_VALUE : stream->done < stream->given ? NOT_READY : DONE;
+    pthread_mutex_unlock(&lock);
+    return answer;
+}
+
+int cuStreamSynchronize(void *handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    if (stream) finish(stream);
+    pthread_mutex_unlock(&lock);
+    return stream ? DONE : INVALID_VALUE;
+}
+
+int cuStreamWaitEvent(void *handle, void *event_handle, unsigned flags) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    struct event *event = event_of(event_handle);
+    int given = (handle && !stream) || !event || flags ? INVALID_VALUE : DONE;
+    if (given == DONE && stream && event->stream >= 0)
+        given = give(stream, (struct work){.what = AWAIT, .other = event->stream, .value = event->at});
+    pthread_mutex_unlock(&lock);
+    return given;
+}
+
+int cuEventCreate(void **event, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (flags != 2) return INVALID_VALUE;
+    pthread_mutex_lock(&lock);
+    long found = -1;
+    for (int k = 0; k < EVENTS && found < 0; k++)
+        if (!all_events[k].open) found = k;
+    if (found >= 0) {
+        all_events[found] = (struct event){1, -1, 0};
+        events++;
+    }
+    pthread_mutex_unlock(&lock);
+    *event = (void *)(found + 1);
+    return found < 0 ? OUT_OF_MEMORY : DONE;
+}
+
+int cuEventDestroy_v2(void *handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct event *event = event_of(handle);
+    if (event) {
+        event->open = 0;
+        events--;
+    }
+    pthread_mutex_unlock(&lock);
+    return event ? DONE : INVALID_VALUE;
+}
+
+/* In the default stream, where nothing is ever under way, it is done at once. */
+int cuEventRecord(void *handle, void *stream_handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct event *event = event_of(handle);
+    struct stream *stream = stream_of(stream_handle);
+    int right = event && (stream || !stream_handle);
+    if (right) {
+        event->stream = stream ? (int)(stream - all_streams) : -1;
+        event->at = stream ? stream->given : 0;
+    }
+    pthread_mutex_unlock(&lock);
+    return right ? DONE : INVALID_VALUE;
+}
+
+int cuEventQuery(void *handle) {
+    NEEDS_CONTEXT;
+    pthread_mutex_lock(&lock);
+    struct event *event = event_of(handle);
+    int pending = event && event->stream >= 0 && all_streams[event->stream].done < event->at;
+    pthread_mutex_unlock(&lock);
+    return !event ? INVALID_VALUE : pending ? NOT_READY : DONE;
+}
+
+#ifdef KERNELS
+int cuModuleLoadData(void **module, const void *image) {
+    NEEDS_CONTEXT;
+    *module = &contexts[current()];
+    return strstr(image, ".visible .entry") ? DONE : INVALID_VALUE;
+}
+
+int cuModuleUnload(void *module) {
+    NEEDS_CONTEXT;
+    return DONE;
+}
+
+int cuModuleGetFunction(void **function, void *module, const char *name) {
+    NEEDS_CONTEXT;
+    *function = (void *)(long)stand_in_kernel(name);
+    return *function ? DONE : NOT_FOUND;
+}
+
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
+                   unsigned shared, void *handle, void **parameters, void **extra) {
+    NEEDS_CONTEXT;
+    if (!x || y != 1 || z != 1 || block_y != 1 || block_z != 1 || shared || extra) return INVALID_VALUE;
+    struct work work = {.what = KERNEL, .kernel = (int)(long)function, .blocks = x, .parameters = malloc(PARAMETERS)};
+    address delay_ns = 0;
+    int given = stand_in_take(work.kernel, block, parameters, work.parameters, &delay_ns) ? DONE : INVALID_VALUE;
+    if (delay_ns) work.what = AWAIT, work.other = -1, work.value = delay_ns;
+    pthread_mutex_lock(&lock);
+    struct stream *stream = stream_of(handle);
+    given = given == DONE && stream ? give(stream, work) : INVALID_VALUE;
+    pthread_mutex_unlock(&lock);
+    if (given != DONE) free(work.parameters);
+    return given;
+}
+#else
+int cuModuleLoadData(void **module, const void *image) { return NOT_SUPPORTED; }
+int cuModuleUnload(void *module) { return NOT_SUPPORTED; }
+int cuModuleGetFunction(void **function, void *module, const char *name) { return NOT_FOUND; }
+int cuLaunchKernel(void *function, ...) { return NOT_SUPPORTED; }
+#endif
