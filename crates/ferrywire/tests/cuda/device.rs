@@ -134,6 +134,9 @@ fn too_much_memory_is_refused_with_what_there_is() {
     assert!(failure.gpu == Some(0) && failure.bytes >= Some(bytes as u64), "{error}");
     assert!(free_bytes <= total_bytes && *total_bytes == gpu.total_bytes(), "{error}");
     assert!(error.to_string().starts_with("cuMemAlloc on CUDA GPU 0 ("), "{error}");
+    let end = Endpoint::builder().build().unwrap();
+    let error = end.register_cuda(0, bytes).unwrap_err();
+    assert!(matches!(error, Error::Cuda(CudaError::OutOfMemory { .. })), "{error}");
     // More than there are addresses: a driver that is asked for all memory may take the machine with it.
     let error = gpu.pinned(1 << 62).unwrap_err();
     assert!(matches!(error, CudaError::Pinned { bytes: 0x4000_0000_0000_0000, .. }), "{error}");

@@ -1,12 +1,16 @@
 //! Where something is missing: no driver, an old one, half of one, no device; and all other tests with a stand-in.
 
 use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
-use ferrywire::Error;
+use crate::ends;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
+use ferrywire::{Endpoint, Error, Place};
 use std::path::Path;
 use std::process::Command;
+use std::time::Duration;
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
+/// Far more than anything here takes.
+const LONG: Duration = Duration::from_secs(60);
 /// Runs tests of this program in a process with that driver; returns what it says.
 fn child(folder: &Path, tests: &[&str]) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
@@ -31,7 +35,7 @@ fn why_not() -> CudaError {
     let error = CudaGpu::open(0).unwrap_err();
     assert_eq!(CudaGpu::open(0).unwrap_err(), error, "the same again");
     assert_eq!(Error::from(error.clone()).fault(), ferrywire::Fault::Gpu);
-    let end = ferrywire::Endpoint::builder().build().unwrap();
+    let end = Endpoint::builder().build().unwrap();
     assert_eq!(end.register_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
     error
 }
@@ -53,6 +57,9 @@ fn an_old_driver_is_refused_with_both_versions() {
     with_driver("without::an_old_driver_is_refused_with_both_versions", &["VERSION=11080"], || {
         let error = why_not();
         assert_eq!(error, CudaError::OldDriver { found: 11080, needed: 12000 });
+        // Before a plugin is looked for.
+        let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(Place::Cuda(0)));
+        assert_eq!(with_gpu.build().unwrap_err(), Error::Cuda(error.clone()));
         assert!(error.to_string().contains("CUDA 11.8"), "{error}");
     });
 }
@@ -77,11 +84,11 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
     let name = "without::host_memory_is_registered_without_loading_or_initialising_the_driver";
     with_driver(name, &[], || {
         let mapped = || std::fs::read_to_string("/proc/self/maps").unwrap().contains("libcuda");
-        let end = ferrywire::Endpoint::builder().build().unwrap();
+        let end = Endpoint::builder().build().unwrap();
         let mut bytes = [0u8; 100];
         // SAFETY: the bytes outlive the region.
         let region = unsafe { end.register_raw(bytes.as_mut_ptr(), 100) }.unwrap();
-        assert_eq!(region.place(), ferrywire::Place::Host);
+        assert_eq!(region.place(), Place::Host);
         assert!(!mapped());
         // Somebody else loads it, and does not use it.
         // SAFETY: a name with its end.
@@ -112,6 +119,33 @@ fn a_driver_that_pins_no_more_memory_is_told_with_what_to_try() {
 }
 
 #[test]
+fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goes_on() {
+    let name = "without::a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goes_on";
+    with_driver(name, &["PINNED_MAX=1000000"], || {
+        let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = Endpoint::builder().build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let (host, far) =
+            (connecting.register(vec![7; 1 << 20]).unwrap(), accepting.register_zeroed(1 << 20));
+        let (on_gpu, far) = (connecting.register_cuda(0, 1 << 20).unwrap(), far.unwrap());
+        for _ in 0..3 {
+            let write = near.write(&on_gpu, 0, &far.descriptor(), 0, 1 << 20).unwrap();
+            let error = write.wait(LONG).unwrap_err();
+            assert!(matches!(error, Error::Cuda(CudaError::Pinned { .. })), "{error}");
+            assert!(error.to_string().contains("ulimit -l"), "{error}");
+            let write = near.write(&host, 0, &far.descriptor(), 0, 1 << 20).unwrap();
+            assert_eq!(write.wait(LONG), Ok(1 << 20));
+        }
+        // And where the other end is the one without.
+        let there = accepting.register_cuda(1, 1 << 20).unwrap();
+        let write = near.write(&host, 0, &there.descriptor(), 0, 1 << 20).unwrap();
+        assert!(write.wait(LONG).is_err());
+        let write = near.write(&host, 0, &far.descriptor(), 0, 1 << 20).unwrap();
+        assert_eq!(write.wait(LONG), Ok(1 << 20));
+    });
+}
+
+#[test]
 fn the_gathers_tests_pass_with_kernels_on_the_cpu() {
     if std::env::var_os(CHILD).is_some() {
         return;
@@ -131,7 +165,7 @@ fn the_devices_tests_pass_with_a_stand_in() {
         return;
     }
     for defines in [&[][..], &["BATCHES", "VERSION=12080"]] {
-        let said = child(&stand_in(defines), &["device::"]);
+        let said = child(&stand_in(defines), &["device::", "rounds::"]);
         assert!(!said.contains("needs a CUDA device\n"), "{said}");
         let left = "stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed";
         assert!(said.contains(left), "{said}");

@@ -1,22 +1,42 @@
-//! Memory of simulated GPUs over the plugin: scattered receives are gathered, in every mode.
+//! Memory of GPUs over the plugin: scattered receives are gathered, in every mode.
+//!
+//! These are tests of two programs: here the GPUs are simulated, in `tests/cuda` they are real, or the stand-in's.
+//! `gpus.rs` of each says which there are.
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
+use crate::gpus::{MANY, on_gpus, place};
 use ferrywire::memory::unpack::UnpackMode;
-use ferrywire::{Block, BlockList, Endpoint, Error, Place, Region};
+use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Place, PluginConfig, Region};
 
 const CHUNK: usize = 512 << 10;
 /// Both ends are in one process, so nothing crosses a NIC.
 const SAME_HOST: &str = "same_host=allow";
 
+fn with_gpu(index: u32) -> PluginConfig {
+    plugin().gpu(place(index)).allow_same_host_gpu(true)
+}
+
 /// Ends with a GPU each, whose scattered receives are gathered so.
 fn with_gpus(mode: UnpackMode) -> Ends {
-    let end = |index| plugin().gpu(Place::SimGpu(index)).unpack(mode).allow_same_host_gpu(true);
-    Ends::of(loopback(builder().plugin(end(1))), loopback(builder().plugin(end(0))))
+    ends_of(2, mode)
+}
+
+fn ends_of(channels: usize, mode: UnpackMode) -> Ends {
+    let end = |index| builder().channels(channels).plugin(with_gpu(index).unpack(mode));
+    Ends::of(loopback(end(1)), end(0))
+}
+
+fn register(end: &Endpoint, index: u32, bytes: usize) -> Region {
+    match place(index) {
+        Place::SimGpu(index) => end.register_sim(index, bytes).unwrap(),
+        Place::Cuda(index) => end.register_cuda(index, bytes).unwrap(),
+        place => panic!("{place}"),
+    }
 }
 
 fn on_gpu(end: &Endpoint, index: u32, bytes: &[u8]) -> Region {
-    let region = end.register_sim(index, bytes.len()).unwrap();
+    let region = register(end, index, bytes.len());
     region.write_at(0, bytes).unwrap();
     region
 }
@@ -33,7 +53,7 @@ fn write(ends: &Ends, source: &Region, target: &Region, bytes: usize, salt: u64)
 #[test]
 fn writes_from_gpu_to_gpu_arrive_in_every_mode() {
     for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
-        case!(SAME_HOST).passes(|| {
+        on_gpus(case!(SAME_HOST)).passes(|| {
             let ends = with_gpus(mode);
             let sizes = [1, 777, 4095, 4096, 65_537, CHUNK - 1, CHUNK, CHUNK + 1, 20 * CHUNK + 13];
             for (salt, bytes) in sizes.into_iter().enumerate() {
@@ -46,9 +66,58 @@ fn writes_from_gpu_to_gpu_arrive_in_every_mode() {
     }
 }
 
+/// Eight channels, both ways at once, from a byte to what no window holds.
+#[test]
+fn eight_channels_carry_messages_of_every_size_both_ways() {
+    for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+        on_gpus(case!(SAME_HOST)).passes(|| {
+            let ends = ends_of(8, mode);
+            let most = MANY - 64;
+            let sources = [(&ends.connecting, 0, 1), (&ends.accepting, 1, 2)]
+                .map(|(end, index, salt)| on_gpu(end, index, &pattern(most, salt)));
+            let targets = [(&ends.accepting, 1), (&ends.connecting, 0)]
+                .map(|(end, index)| on_gpu(end, index, &vec![0; MANY]));
+            let sizes =
+                std::iter::successors(Some(1), |bytes| Some(bytes * 9 + 4)).take_while(|bytes| *bytes < most);
+            for bytes in sizes.chain([most]) {
+                // Not at the beginning of a page at the one end.
+                let begin = |peer: &Peer, way: usize| {
+                    peer.write(&sources[way], 0, &targets[way].descriptor(), 33, bytes as u64).unwrap()
+                };
+                let writes = [begin(&ends.near, 0), begin(&ends.far, 1)];
+                writes.iter().for_each(|write| assert_eq!(write.wait(LIMIT), Ok(bytes as u64)));
+                for (target, salt) in targets.iter().zip([1, 2]) {
+                    let mut seen = vec![1; bytes + 2];
+                    target.read_at(32, &mut seen).unwrap();
+                    assert!(seen[1..=bytes] == pattern(bytes, salt), "{bytes} bytes, {mode}");
+                    assert_eq!([seen[0], seen[bytes + 1]], [0, 0], "beside {bytes} bytes, {mode}");
+                }
+            }
+            ends.close();
+        });
+    }
+}
+
+/// So few pages that each is recycled, and spoiled, many times over.
+#[test]
+fn pages_are_given_back_after_their_bytes_were_gathered_and_not_before() {
+    for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+        on_gpus(case!(&format!("{SAME_HOST},pool_pages=1024"))).passes(|| {
+            let ends = ends_of(2, mode);
+            for salt in 0..4 {
+                let bytes = 30 * CHUNK + 5;
+                let source = on_gpu(&ends.connecting, 0, &pattern(bytes, salt));
+                let target = on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]);
+                write(&ends, &source, &target, bytes, salt);
+            }
+            ends.close();
+        });
+    }
+}
+
 #[test]
 fn host_and_gpu_memory_mix() {
-    case!(SAME_HOST).passes(|| {
+    on_gpus(case!(SAME_HOST)).passes(|| {
         let ends = with_gpus(UnpackMode::Kernel);
         let bytes = 3_000_001;
         for (salt, (from_gpu, to_gpu)) in
@@ -71,7 +140,7 @@ fn host_and_gpu_memory_mix() {
 
 #[test]
 fn reads_messages_and_blocks_of_gpu_memory() {
-    case!(SAME_HOST).passes(|| {
+    on_gpus(case!(SAME_HOST)).passes(|| {
         let ends = with_gpus(UnpackMode::Kernel);
         let bytes = 2_000_003;
         let there = on_gpu(&ends.accepting, 1, &pattern(bytes, 1));
@@ -116,12 +185,12 @@ fn reads_messages_and_blocks_of_gpu_memory() {
 
 #[test]
 fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
-    case!("").passes(|| {
+    on_gpus(case!("")).passes(|| {
         let accepting = loopback(builder()).build().unwrap();
-        let connecting = builder().plugin(plugin().gpu(Place::SimGpu(0))).build().unwrap();
+        let connecting = builder().plugin(plugin().gpu(place(0))).build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
         assert!(error.contains("both ends are on one host"), "{error}");
-        let accepting = loopback(builder().plugin(plugin().gpu(Place::SimGpu(0)))).build().unwrap();
+        let accepting = loopback(builder().plugin(plugin().gpu(place(0)))).build().unwrap();
         let connecting = builder().build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
         assert!(error.contains("both ends are on one host"), "{error}");
@@ -130,14 +199,19 @@ fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
 
 #[test]
 fn memory_of_another_gpu_is_refused_by_either_end() {
-    case!(SAME_HOST).passes(|| {
+    on_gpus(case!(SAME_HOST)).passes(|| {
         let ends = with_gpus(UnpackMode::Kernel);
         let host = ends.connecting.register(pattern(1000, 1)).unwrap();
-        let wrong_here = ends.connecting.register_sim(5, 1000).unwrap();
-        let wrong_there = ends.accepting.register_sim(5, 1000).unwrap();
+        if place(0) == place(1) {
+            return println!("SKIPPED: needs two GPUs");
+        }
+        // Each is the other end's.
+        let wrong_here = register(&ends.connecting, 1, 1000);
+        let wrong_there = register(&ends.accepting, 0, 1000);
         let good = ends.accepting.register(vec![0; 1000]).unwrap();
         let error = ends.near.write(&wrong_here, 0, &good.descriptor(), 0, 1000).unwrap_err();
-        assert!(matches!(error, Error::OutOfReach { side: "local", place: Place::SimGpu(5), .. }), "{error}");
+        let Error::OutOfReach { side: "local", place: of, .. } = error else { panic!("{error}") };
+        assert_eq!(of, place(1));
         let error = ends.near.write(&host, 0, &wrong_there.descriptor(), 0, 1000).unwrap().wait(LIMIT);
         assert!(matches!(error, Err(Error::AccessRefused { .. })), "{error:?}");
         assert!(contents(&wrong_there) == [0; 1000]);
@@ -148,10 +222,9 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
 #[test]
 fn fragments_that_lie_are_an_error_and_no_stray_write() {
     for lie in ["range", "dst", "len"] {
-        case!(&format!("{SAME_HOST},lie_fragment={lie},lie_after=3,fault_side=recv")).passes(|| {
-            let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
-            let one = |index| loopback(builder().channels(1).plugin(end(index)));
-            let ends = Ends::of(one(1), one(0));
+        let switches = format!("{SAME_HOST},lie_fragment={lie},lie_after=3,fault_side=recv");
+        on_gpus(case!(&switches)).passes(|| {
+            let ends = ends_of(1, UnpackMode::Kernel);
             let bytes = 10 * CHUNK;
             let source = on_gpu(&ends.connecting, 0, &pattern(bytes, 1));
             let target = on_gpu(&ends.accepting, 1, &vec![0; bytes]);
@@ -164,10 +237,9 @@ fn fragments_that_lie_are_an_error_and_no_stray_write() {
 
 #[test]
 fn checksums_are_refused_where_a_gpu_is_involved() {
-    case!(SAME_HOST).passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
-        let accepting = loopback(builder().plugin(end(0))).build().unwrap();
-        let connecting = builder().crc(true).plugin(end(1)).build().unwrap();
+    on_gpus(case!(SAME_HOST)).passes(|| {
+        let accepting = loopback(builder().plugin(with_gpu(0))).build().unwrap();
+        let connecting = builder().crc(true).plugin(with_gpu(1)).build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
         assert!(error.contains("checksums need host memory at both ends"), "{error}");
     });

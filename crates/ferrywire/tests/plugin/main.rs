@@ -14,6 +14,7 @@ mod cores;
 mod ends;
 mod failures;
 mod gpu;
+mod gpus;
 mod listeners;
 mod rules;
 mod transfers;

@@ -48,7 +48,7 @@ pub use event::CudaEvent;
 pub use gpu::CudaGpu;
 pub use module::{CudaFunction, CudaModule};
 pub use pattern::CudaPattern;
-pub use pinned::PinnedBuffer;
+pub use pinned::{PinnedBuffer, pinned_bytes};
 pub use stream::CudaStream;
 
 pub use crate::memory::pattern::WordPattern;

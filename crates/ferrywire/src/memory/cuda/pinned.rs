@@ -9,11 +9,19 @@ use super::gpu::CudaGpu;
 use crate::sys::mapping::{self, AddressRange};
 use crate::sys::numa;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// The smaller kind, of x86-64 and most others.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// For every context, and with an address for devices.
 const PORTABLE_AND_MAPPED: u32 = 1 | 2;
+
+static PINNED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of host memory that are pinned now, by all of this library in this process.
+pub fn pinned_bytes() -> u64 {
+    PINNED_BYTES.load(Ordering::Relaxed)
+}
 
 /// Pinned host memory; freed when dropped. Work of any GPU that names it has to be done by then.
 #[derive(Debug)]
@@ -42,6 +50,7 @@ impl PinnedBuffer {
         // SAFETY: mapped memory of this length, which is unregistered before it is unmapped.
         unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) }
             .map_err(|error| failed(error.to_string()))?;
+        PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
         let mut buffer = PinnedBuffer { gpu: gpu.clone(), range, address: 0, len };
         // SAFETY: memory that was just registered; room for an address.
         unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut buffer.address, base, 0)) }
@@ -82,8 +91,9 @@ impl Drop for PinnedBuffer {
         let freed = self.gpu.make_current().and_then(|_current| unsafe {
             call!(self.gpu.about().bytes(self.range.len()), cuMemHostUnregister(base))
         });
-        if let Err(error) = freed {
-            tracing::warn!(%error, "pinned memory could not be given back");
+        match freed {
+            Ok(()) => _ = PINNED_BYTES.fetch_sub(self.range.len() as u64, Ordering::Relaxed),
+            Err(error) => tracing::warn!(%error, "pinned memory could not be given back"),
         }
     }
 }

@@ -1,0 +1,140 @@
+//! What endpoints take from GPUs and their driver comes back, and what goes wrong on the way is told.
+
+use crate::{gpu, is_alone, is_real, other_gpu};
+use cudarc::driver::sys;
+use ferrywire::memory::cuda::{CudaGpu, pinned_bytes};
+use ferrywire::{Endpoint, Error, Peer};
+use std::time::Duration;
+
+/// Far more than anything here takes.
+const LONG: Duration = Duration::from_secs(60);
+const BYTES: usize = 3 << 20;
+
+/// Two endpoints over TCP, and the peer that one of them is to the other.
+fn connected() -> (Endpoint, Endpoint, Peer) {
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+    let connecting = Endpoint::builder().channels(2).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    (accepting, connecting, near)
+}
+
+/// Opens, registers, connects, transfers, closes.
+fn round(salt: u8, other: u32) {
+    let (accepting, connecting, near) = connected();
+    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let target = accepting.register_cuda(other, BYTES).unwrap();
+    source.write_at(0, &vec![salt; BYTES]).unwrap();
+    let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    assert_eq!(write.wait(LONG), Ok(BYTES as u64));
+    let mut seen = vec![0; BYTES];
+    target.read_at(0, &mut seen).unwrap();
+    assert!(seen.iter().all(|byte| *byte == salt));
+    near.close(LONG).unwrap();
+    connecting.close(LONG).unwrap();
+    accepting.close(LONG).unwrap();
+}
+
+/// What is held while no GPU is open.
+#[derive(Debug, PartialEq)]
+struct Held {
+    /// Whether each GPU's primary context exists.
+    contexts: Vec<bool>,
+    pinned_bytes: u64,
+}
+
+fn held() -> Held {
+    let is_active = |device: u32| {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: room for two numbers; the driver is initialised.
+        let code = unsafe { sys::cuDevicePrimaryCtxGetState(device as i32, &mut flags, &mut active) };
+        assert_eq!(code as u32, 0, "{code:?}");
+        active != 0
+    };
+    Held { contexts: (0..CudaGpu::count().unwrap()).map(is_active).collect(), pinned_bytes: pinned_bytes() }
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn free_bytes() -> Vec<u64> {
+    let free = |index| CudaGpu::open(index).unwrap().free_bytes().unwrap();
+    (0..CudaGpu::count().unwrap()).map(free).collect()
+}
+
+/// In a process of its own, where nobody else takes anything.
+#[test]
+fn a_thousand_rounds_leave_nothing_behind() {
+    let Some(gpu) = gpu() else { return };
+    if !is_alone("rounds::a_thousand_rounds_leave_nothing_behind") {
+        return;
+    }
+    let (real, other) = (is_real(&gpu), other_gpu(&gpu).index());
+    let rounds = if real { 1000 } else { 60 };
+    drop(gpu);
+    // Contexts are made a few times only: that takes longer than all the rest.
+    let some_rounds = |count: usize| {
+        let _open = [CudaGpu::open(0).unwrap(), CudaGpu::open(other).unwrap()];
+        (0..count).for_each(|salt| round(salt as u8, other));
+    };
+    some_rounds(3);
+    let (before, free, open) = (held(), free_bytes(), descriptors());
+    assert_eq!(before.contexts, vec![false; before.contexts.len()]);
+    assert_eq!(before.pinned_bytes, 0);
+    for _ in 0..10 {
+        some_rounds(rounds / 10);
+        assert_eq!(held(), before);
+    }
+    // A real driver may keep a little for itself; a leak would be some of it for each round.
+    let (bytes, files) = if real { (64 << 20, 8) } else { (0, 0) };
+    let after = free_bytes();
+    assert!(
+        after.iter().zip(&free).all(|(after, before)| after + bytes >= *before),
+        "{free:?}, then {after:?}"
+    );
+    assert!(descriptors() <= open + files, "{open} descriptors, then {}", descriptors());
+    assert_eq!(held(), before);
+    println!("{rounds} rounds; {free:?} bytes were free, then {after:?}");
+}
+
+/// Memory that a user has registered, and frees while it is being sent: an error of those transfers, and the
+/// connection goes on. In a process of its own, since a driver could also follow the address.
+#[test]
+fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
+    let Some(gpu) = gpu() else { return };
+    if !is_alone("rounds::memory_that_its_owner_frees_during_transfers_ends_them_with_an_error") {
+        return;
+    }
+    const LARGE: usize = 64 << 20;
+    let mut address = 0;
+    // SAFETY: room for an address.
+    let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut address, LARGE) }).unwrap();
+    assert_eq!(code as u32, 0, "{code:?}");
+    let (accepting, connecting, near) = connected();
+    // SAFETY: it is not: that is the test. Nobody but the GPU's copies looks there.
+    let source = unsafe { connecting.register_raw(address as *mut u8, LARGE) }.unwrap();
+    let target = accepting.register_zeroed(LARGE).unwrap();
+    let write = || near.write(&source, 0, &target.descriptor(), 0, LARGE as u64).unwrap();
+    let writes: Vec<_> = (0..20).map(|_| write()).collect();
+    assert_eq!(writes[0].wait(LONG), Ok(LARGE as u64));
+    // SAFETY: freed once.
+    let code = gpu.with_current(|| unsafe { sys::cuMemFree_v2(address) }).unwrap();
+    assert_eq!(code as u32, 0, "{code:?}");
+    let outcomes: Vec<_> = writes[1..].iter().map(|write| write.wait(LONG)).collect();
+    let last = outcomes.last().unwrap();
+    println!(
+        "{} of {} ended well; then {last:?}",
+        outcomes.iter().filter(|one| one.is_ok()).count(),
+        outcomes.len()
+    );
+    assert!(matches!(last, Err(Error::Cuda(_))), "{last:?}");
+    assert!(outcomes.iter().all(|one| one.is_ok() || matches!(one, Err(Error::Cuda(_)))), "{outcomes:?}");
+    // The connection is as good as before, and the GPU too.
+    let other = connecting.register_cuda(0, BYTES).unwrap();
+    other.write_at(0, &vec![7; BYTES]).unwrap();
+    let write = near.write(&other, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    assert_eq!(write.wait(LONG), Ok(BYTES as u64));
+    let mut seen = vec![0; BYTES];
+    target.read_at(0, &mut seen).unwrap();
+    assert!(seen.iter().all(|byte| *byte == 7));
+}

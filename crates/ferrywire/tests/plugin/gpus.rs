@@ -1,0 +1,17 @@
+//! Which GPUs the plugin's tests have: simulated ones.
+
+use crate::case::Case;
+use ferrywire::Place;
+
+/// Bytes that are much for these GPUs.
+pub const MANY: usize = 24 << 20;
+
+/// The GPU with this number.
+pub fn place(index: u32) -> Place {
+    Place::SimGpu(index)
+}
+
+/// The case, with such GPUs.
+pub fn on_gpus(case: Case) -> Case {
+    case
+}
