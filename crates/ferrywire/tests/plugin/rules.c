@@ -6,6 +6,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#ifndef PTR_SUPPORT
+#define PTR_SUPPORT 1
+#endif
+
 typedef void (*slot)(void);
 #define F(function) ((slot)(function))
 
@@ -46,7 +50,8 @@ static int p_properties(int device, struct properties *p) {
     memset(p, 0, sizeof *p);
     p->name = names[device];
     p->guid = device;
-    p->ptr_support = p->port = p->max_recvs = 1;
+    p->ptr_support = PTR_SUPPORT;
+    p->port = p->max_recvs = 1;
     p->speed = 10000;
     p->max_comms = 65536;
     return 0;

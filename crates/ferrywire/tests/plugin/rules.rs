@@ -47,6 +47,20 @@ fn the_environment_is_set_before_the_file_is_opened() {
 }
 
 #[test]
+fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
+    for (support, why) in [("1", "takes host memory only"), ("3", "takes a flush behind each receive")] {
+        case!("").passes(|| {
+            let define = format!("PTR_SUPPORT={support}");
+            let file = compile_in("../ferrywire/tests/plugin", "rules.c", &[&define]);
+            // SAFETY: as above.
+            let plugin = unsafe { PluginConfig::at(file) }.gpu(Place::SimGpu(0));
+            let error = Endpoint::builder().plugin(plugin).build().unwrap_err().to_string();
+            assert!(error.contains("GPU of the plugin") && error.contains(why), "{error}");
+        });
+    }
+}
+
+#[test]
 fn a_nics_device_is_found_by_its_name() {
     case!("").passes(|| {
         attempt(1);

@@ -16,6 +16,7 @@
 //! Read next: `table.rs` (what is believed), `gather.rs` (the order of work), `device.rs` (the GPU's side),
 //! `kernels.rs` (the kernel).
 
+mod copies;
 mod cuda;
 mod device;
 mod error;
@@ -26,6 +27,7 @@ mod mode;
 mod sim;
 mod table;
 
+pub(crate) use copies::CopyQueue;
 pub use cuda::CudaQueue;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;

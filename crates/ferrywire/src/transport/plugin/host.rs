@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::unpack::{DeviceUnpack, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
+use crate::nccl::abi::PointerType;
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
 use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
@@ -77,6 +78,9 @@ impl Host {
         let mut devices = Vec::new();
         for device in 0..loaded.devices() {
             devices.push(loaded.properties(device)?);
+        }
+        if plugin.gpu.is_some() {
+            moves_gpu_memory(loaded.name(), &devices)?;
         }
         let host = Host {
             plugin: loaded,
@@ -242,6 +246,24 @@ fn window_fits(name: &str, window: usize) -> Result<()> {
         }
         None => Ok(()),
     }
+}
+
+/// Refuses devices that get no bytes to a GPU, or do so in a way that nobody here completes.
+fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
+    let refused = |why: String| Err(Error::invalid("GPU of the plugin", why));
+    for device in devices {
+        let of = format!("device {} of {name}", device.name);
+        if !device.takes(PointerType::Cuda) {
+            return refused(format!("{of} takes host memory only; leave the GPU out, and use host memory"));
+        }
+        if !device.unpacks() {
+            return refused(format!(
+                "{of} writes to GPU memory itself, which takes a flush behind each receive that is not built yet; \
+                 leave the GPU out, and use host memory"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The variables that a plugin would be loaded with; nothing is set.

@@ -6,7 +6,7 @@
 use super::host::Host;
 use super::registration::Registrations;
 use crate::error::Result;
-use crate::memory::unpack::{Gather, GatherDevice};
+use crate::memory::unpack::{CopyQueue, Gather};
 use crate::memory::{GpuCopy, Memory, Place};
 use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
@@ -55,7 +55,7 @@ pub(crate) struct PluginLane {
     /// What gathers receives that arrive in fragments; dropped before the connection is closed.
     gather: Option<Gather>,
     /// What copies on the GPU, each way, once something had to be copied.
-    copiers: [Option<Copier>; 2],
+    copiers: [Option<CopyQueue>; 2],
     device: i32,
     device_name: String,
 }
@@ -228,14 +228,14 @@ impl Lane for PluginLane {
 impl PluginLane {
     fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
         let copier = &mut self.copiers[way as usize];
-        let begun = match copier.take() {
+        let ready = match copier.take() {
             Some(copier) => Ok(copier),
-            None => self.host.gpu_queue().map(Copier::new),
+            None => self.host.gpu_queue().map(CopyQueue::new),
         };
-        let progress = begun.and_then(|mut begun| {
-            let progress = begun.go_on(|| pieces(way, slot, ranges));
+        let progress = ready.and_then(|mut ready| {
+            let progress = go_on(&mut ready, || pieces(way, slot, ranges));
             // One that has failed is of no more use.
-            progress.inspect(|_| *copier = Some(begun)).map_err(|error| error.to_string())
+            progress.inspect(|_| *copier = Some(ready)).map_err(|error| error.to_string())
         });
         match progress {
             Ok(true) => Poll::Ready(Ok(())),
@@ -245,29 +245,12 @@ impl PluginLane {
     }
 }
 
-/// Copies of one message at a time, in a queue of the GPU.
-struct Copier {
-    queue: Box<dyn GatherDevice>,
-    /// Messages that were begun.
-    begun: u64,
-    copying: bool,
-}
-
-impl Copier {
-    fn new(queue: Box<dyn GatherDevice>) -> Copier {
-        Copier { queue, begun: 0, copying: false }
+/// Begins with a message if none is under way; whether it is copied.
+fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
+    if !copier.copying() {
+        copier.begin(&pieces())?;
     }
-
-    /// Begins with a message if none is under way; whether it is copied.
-    fn go_on(&mut self, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
-        if !self.copying {
-            self.queue.copy(&pieces())?;
-            self.queue.mark()?;
-            (self.begun, self.copying) = (self.begun + 1, true);
-        }
-        self.copying = self.queue.reached()? < self.begun;
-        Ok(!self.copying)
-    }
+    copier.is_done()
 }
 
 /// What the GPU copies between a slot and the ranges of one message.
