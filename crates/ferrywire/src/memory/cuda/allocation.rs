@@ -1,7 +1,9 @@
 //! Memory of a GPU that we allocate ourselves.
 
+use super::dmabuf::dmabuf_fd;
 use super::error::{CudaError, OUT_OF_MEMORY, Result, call};
 use super::gpu::CudaGpu;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// What the driver aligns every allocation to.
@@ -58,6 +60,14 @@ impl CudaBuffer {
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// The whole of it, in pages of 4096 bytes, as a dma-buf.
+    ///
+    /// # Errors
+    /// As for [`dmabuf_fd`].
+    pub fn dmabuf_fd(&self) -> Result<OwnedFd> {
+        dmabuf_fd(self.address, self.len.max(1).next_multiple_of(PAGE_BYTES) as u64)
     }
 
     /// The GPU it belongs to.
