@@ -53,11 +53,17 @@ impl PingPong<'_> {
     }
 
     /// Answers messages until the other end stops; gives their number.
+    ///
+    /// In memory of a GPU a stamp is a copy, which is made before the message that it answers is here.
     pub fn answer(&self, op: Op) -> Outcome<u64> {
+        let ahead = self.out_memory.is_on_gpu();
         let mut last: Option<Transfer> = None;
         let mut iteration = 0;
         let mut expected = self.expect(op)?;
         loop {
+            if ahead {
+                self.make_ready(&mut last, iteration)?;
+            }
             match self.next_message(iteration, expected.as_ref())? {
                 Some(count) if count == iteration => break,
                 Some(_) => return Err(self.out.link().strange("a wrong number of messages")),
@@ -65,11 +71,9 @@ impl PingPong<'_> {
             }
             self.look(iteration)?;
             expected = self.expect(op)?;
-            // The other end has the answer before, but only now is its source surely free.
-            if let Some(transfer) = last.take() {
-                self.out.finish(&transfer)?;
+            if !ahead {
+                self.make_ready(&mut last, iteration)?;
             }
-            self.out_memory.stamp(0, iteration)?;
             last = Some(self.post(op, iteration)?);
             iteration += 1;
         }
@@ -80,6 +84,14 @@ impl PingPong<'_> {
             Some(receive) => flow::withdraw(self.back, receive).map(|()| iteration),
             None => Ok(iteration),
         }
+    }
+
+    /// Stamps what is sent next. The other end has the answer before, but only now is its source surely free.
+    fn make_ready(&self, last: &mut Option<Transfer>, iteration: u64) -> Outcome {
+        if let Some(transfer) = last.take() {
+            self.out.finish(&transfer)?;
+        }
+        self.out_memory.stamp(0, iteration)
     }
 
     fn expect(&self, op: Op) -> Outcome<Option<Transfer>> {

@@ -58,7 +58,7 @@ impl Hall {
         let mut active = self.lock();
         if let Some((run, inside, _)) = active.as_mut() {
             if run.run_id != hello.run_id {
-                return Err(format!("busy with a run of {}; try again when it has ended", run.name));
+                return Err(busy(&run.name));
             }
             run.admit(hello)?;
             *inside += 1;
@@ -68,6 +68,12 @@ impl Hall {
         run.admit(hello)?;
         *active = Some((run.clone(), 1, Ok(())));
         Ok(run)
+    }
+
+    /// Whether a run takes place that the peer does not belong to; gives whose.
+    fn occupied(&self, run_id: &str) -> Option<String> {
+        let active = self.lock();
+        active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
     }
 
     /// A peer has left; gives the run when it was the last.
@@ -306,18 +312,27 @@ fn admit(
     let memory = offered(&hello, own, plugin.is_some())?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
+    // Not before: a run that is about to end still has its memory.
+    wait_for_hall(hall, &hello.run_id)?;
     let home = memory.open()?;
     home.check_room(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
+    let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
+    Ok((hello, active, home))
+}
+
+fn wait_for_hall(hall: &Hall, run_id: &str) -> Outcome {
     let since = Instant::now();
-    loop {
-        match hall.enter(&hello, &link.peer.name()) {
-            Ok(active) => return Ok((hello, active, home)),
-            Err(why) if since.elapsed() > BUSY_GRACE || sys::interrupted() => {
-                return Err(Failure::Failed(why));
-            }
-            Err(_) => std::thread::sleep(Duration::from_millis(20)),
+    while let Some(name) = hall.occupied(run_id) {
+        if since.elapsed() > BUSY_GRACE || sys::interrupted() {
+            return Err(Failure::Failed(busy(&name)));
         }
+        std::thread::sleep(Duration::from_millis(20));
     }
+    Ok(())
+}
+
+fn busy(name: &str) -> String {
+    format!("busy with a run of {name}; try again when it has ended")
 }
 
 fn attend(
@@ -380,8 +395,9 @@ pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
 fn describe(run: &Run) -> String {
     let sizes = run.sizes.len();
     let checked = if run.verify == Verify::Off { "not verified" } else { "verified" };
-    format!("{:?} {:?}, {sizes} size{}, {checked}", run.pattern, run.op, if sizes == 1 { "" } else { "s" })
-        .to_lowercase()
+    let memory = run.peer_memory.unwrap_or(Memory::Host);
+    let plural = if sizes == 1 { "" } else { "s" };
+    format!("{:?} {:?}, {sizes} size{plural}, {memory} here, {checked}", run.pattern, run.op).to_lowercase()
 }
 
 /// Says where this end listens, and how to connect to it.

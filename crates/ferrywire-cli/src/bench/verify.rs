@@ -183,6 +183,11 @@ impl Contents<'_> {
         }
     }
 
+    /// Whether to touch it takes a copy.
+    pub fn is_on_gpu(&self) -> bool {
+        self.local.patterns.is_some()
+    }
+
     /// First bytes of a slot that one small write can mark, at most 8.
     pub fn stamp(&self, slot: u64, iteration: u64) -> Outcome {
         let (offset, stamp) = self.stamp_of(slot, iteration);

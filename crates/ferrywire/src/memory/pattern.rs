@@ -115,7 +115,7 @@ pub struct Stretch {
 }
 
 /// Writes and compares patterns in a region of a GPU's memory, by that GPU. Each call waits until it is done, and
-/// costs the host no more than a launch for each stretch.
+/// costs the host one launch for all short stretches and one for each long one.
 ///
 /// What peers write to the region at the same time may be overwritten, or found half.
 pub struct RegionPattern {

@@ -1,9 +1,9 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device`, `foreign`, `gather` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows what is said
-//! where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`), `gather` with one
-//! that runs kernels on the CPU. `over_plugin` needs `libferrywire_tcpx_sim.so` beside this program, and takes a GPU
-//! where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
+//! `device`, `foreign`, `gather`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows
+//! what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
+//! `gather` and `pattern` with one that runs kernels on the CPU. `over_plugin` needs `libferrywire_tcpx_sim.so` beside
+//! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
 
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
@@ -19,6 +19,7 @@ mod gpus;
 mod kernel;
 #[path = "../plugin/gpu.rs"]
 mod over_plugin;
+mod pattern;
 mod rounds;
 mod without;
 

@@ -5,11 +5,11 @@
 #include "on_cpu.hpp"
 
 static const char *const NAMES[] = {"ferrywire_gather", "ferrywire_fill", "ferrywire_check", "ferrywire_delay",
-                                    "ferrywire_copy"};
+                                    "ferrywire_copy", "ferrywire_fill_list", "ferrywire_check_list"};
 
 // The kernel of this name, as the stand-in counts them: from 1; 0 where there is none.
 extern "C" int stand_in_kernel(const char *name) {
-    for (int k = 0; k < 5; k++)
+    for (int k = 0; k < 7; k++)
         if (!strcmp(name, NAMES[k])) return k + 1;
     return 0;
 }
@@ -22,6 +22,11 @@ union Parameters {
         Pattern pattern;
         u64 *first;
     } check;
+    struct {
+        const Pattern *patterns;
+        u64 count;
+        u64 *first;
+    } list;
 };
 
 extern "C" int stand_in_take(int kernel, unsigned block, void **parameters, char *into, u64 *delay_ns) {
@@ -33,6 +38,9 @@ extern "C" int stand_in_take(int kernel, unsigned block, void **parameters, char
     if (kernel == 2 || kernel == 3) taken->check.pattern = *(const Pattern *)parameters[0];
     if (kernel == 3) taken->check.first = *(u64 **)parameters[1];
     if (kernel == 5) taken->copies = *(const Copies *)parameters[0];
+    if (kernel == 6 || kernel == 7) taken->list.patterns = *(const Pattern **)parameters[0];
+    if (kernel == 6 || kernel == 7) taken->list.count = *(u64 *)parameters[1];
+    if (kernel == 7) taken->list.first = *(u64 **)parameters[2];
     return block == BLOCK;
 }
 
@@ -43,6 +51,12 @@ extern "C" void stand_in_launch(int kernel, unsigned blocks, char *parameters) {
     case 2: launch(blocks, 1, [&] { ferrywire_fill(taken->check.pattern); }); break;
     case 3: launch(blocks, 1, [&] { ferrywire_check(taken->check.pattern, taken->check.first); }); break;
     case 5: launch(blocks, 2, [&] { ferrywire_copy(taken->copies); }); break;
+    case 6: launch(blocks, 1, [&] { ferrywire_fill_list(taken->list.patterns, taken->list.count); }); break;
+    case 7:
+        launch(blocks, 1, [&] {
+            ferrywire_check_list(taken->list.patterns, taken->list.count, taken->list.first);
+        });
+        break;
     default: break;
     }
 }

@@ -3,7 +3,8 @@
 
 use super::{CudaBuffer, CudaGpu, CudaStream, Result, WordPattern};
 use crate::memory::unpack::{Kernels, PatternParameters};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::slice;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// Writes and compares patterns on one GPU; each call waits until it is done.
@@ -11,9 +12,21 @@ use std::time::Duration;
 pub struct CudaPattern {
     stream: CudaStream,
     kernels: Arc<Kernels>,
-    /// The index of the first wrong byte; held from its reset until it is read.
-    first: Mutex<CudaBuffer>,
+    /// Held from when it is written until the work is done.
+    room: Mutex<Room>,
 }
+
+/// What kernels read and write beside the memory itself.
+#[derive(Debug)]
+struct Room {
+    /// The index of the first wrong byte, or the number of the first stretch that differs.
+    first: CudaBuffer,
+    /// Stretches, once there were some.
+    list: Option<CudaBuffer>,
+}
+
+/// Longest stretch that is the work of one block; a longer one has a launch of its own.
+const SHORT_BYTES_MAX: u64 = 256 << 10;
 
 /// A kernel that runs over all memory of a GPU takes less than a second.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -24,7 +37,7 @@ impl CudaPattern {
         Ok(CudaPattern {
             stream: gpu.stream()?,
             kernels: Kernels::of(gpu)?,
-            first: Mutex::new(gpu.alloc(8, 8)?),
+            room: Mutex::new(Room { first: gpu.alloc(8, 8)?, list: None }),
         })
     }
 
@@ -50,17 +63,27 @@ impl CudaPattern {
         bytes: u64,
     ) -> Result<Option<u64>> {
         // SAFETY: by the caller's promise.
-        unsafe { self.least_difference(&[parameters(pattern, offset, address, bytes)]) }
+        unsafe { self.least_difference(&mut self.room(), &[parameters(pattern, offset, address, bytes)]) }
     }
 
-    /// Writes several stretches, with one launch for each and one wait for all.
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes several stretches, which do not overlap: all short ones with one launch, and one wait for all.
     ///
     /// # Safety
     /// As for [`CudaPattern::fill`], for each.
     pub(crate) unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
-        for part in parts.iter().filter(|part| part.bytes > 0) {
+        let mut room = self.room();
+        let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
+        for part in parts.iter().filter(|part| part.bytes > SHORT_BYTES_MAX) {
             // SAFETY: by the caller's promise.
             unsafe { self.kernels.fill(&self.stream, *part) }?;
+        }
+        if let Some(list) = room.put(&short)? {
+            // SAFETY: as above; the list stays until the wait is over.
+            unsafe { self.kernels.fill_list(&self.stream, list, short.len() as u64) }?;
         }
         self.stream.wait(DEADLINE)
     }
@@ -73,43 +96,66 @@ impl CudaPattern {
         &self,
         parts: &[PatternParameters],
     ) -> Result<Option<(usize, u64)>> {
+        let mut room = self.room();
         // SAFETY: by the caller's promise, here and below.
-        if unsafe { self.least_difference(parts) }?.is_none() {
+        let (short, long) =
+            unsafe { (self.first_short(&mut room, parts)?, self.first_long(&mut room, parts)?) };
+        let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
+        // SAFETY: as above.
+        let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
+        // One that has gone meanwhile was there.
+        Ok(Some((number, index.unwrap_or(0))))
+    }
+
+    /// The number of the first short stretch that differs.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn first_short(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
+        let numbers: Vec<usize> = (0..parts.len()).filter(|number| is_short(&parts[*number])).collect();
+        let short: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
+        let Some(list) = room.put(&short)? else { return Ok(None) };
+        let first = room.reset(&self.stream)?;
+        // SAFETY: a list and a word of our own, which stay until the wait is over; the rest by the caller's promise.
+        unsafe { self.kernels.check_list(&self.stream, list, short.len() as u64, first) }?;
+        self.stream.wait(DEADLINE)?;
+        Ok(room.first()?.and_then(|at| numbers.get(at as usize).copied()))
+    }
+
+    /// The number of the first long stretch that differs.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn first_long(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
+        let numbers: Vec<usize> =
+            (0..parts.len()).filter(|number| parts[*number].bytes > SHORT_BYTES_MAX).collect();
+        let long: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
+        // SAFETY: by the caller's promise, here and below.
+        if long.is_empty() || unsafe { self.least_difference(room, &long) }?.is_none() {
             return Ok(None);
         }
-        // All together tell that there is one; halves of halves, which.
-        let (mut first, mut end) = (0, parts.len());
-        while end - first > 1 {
-            let middle = first.midpoint(end);
+        for (part, number) in long.chunks(1).zip(&numbers) {
             // SAFETY: as above.
-            match unsafe { self.least_difference(&parts[first..middle]) }? {
-                Some(_) => end = middle,
-                None => first = middle,
+            if unsafe { self.least_difference(room, part) }?.is_some() {
+                return Ok(Some(*number));
             }
         }
-        // SAFETY: as above.
-        let index = unsafe { self.least_difference(&parts[first..end]) }?;
         // One that has gone meanwhile was there.
-        Ok(Some((first, index.unwrap_or(0))))
+        Ok(numbers.first().copied())
     }
 
     /// The least index of a wrong byte in any of several stretches, each counted from its own first byte.
     ///
     /// # Safety
     /// As for [`CudaPattern::fill`], for each.
-    unsafe fn least_difference(&self, parts: &[PatternParameters]) -> Result<Option<u64>> {
-        let buffer = self.first.lock().unwrap_or_else(PoisonError::into_inner);
-        let first = buffer.address();
-        // SAFETY: 8 bytes of our own.
-        unsafe { self.stream.fill(first, 0xFF, 8) }?;
+    unsafe fn least_difference(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<u64>> {
+        let first = room.reset(&self.stream)?;
         for part in parts.iter().filter(|part| part.bytes > 0) {
             // SAFETY: 8 bytes of our own; the rest by the caller's promise.
             unsafe { self.kernels.check(&self.stream, *part, first) }?;
         }
         self.stream.wait(DEADLINE)?;
-        let mut found = [0; 8];
-        buffer.gpu().read_into_slice(first, &mut found)?;
-        Ok(Some(u64::from_ne_bytes(found)).filter(|first| *first != u64::MAX))
+        room.first()
     }
 
     /// For tests: keeps a stream of the same GPU busy for a time, so that what comes behind is seen to be waited
@@ -117,6 +163,42 @@ impl CudaPattern {
     #[doc(hidden)]
     pub fn hold_up(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         self.kernels.delay(stream, time)
+    }
+}
+
+fn is_short(part: &PatternParameters) -> bool {
+    (1..=SHORT_BYTES_MAX).contains(&part.bytes)
+}
+
+impl Room {
+    /// Puts a list where kernels read it; nothing if it is empty. Gives its address.
+    fn put(&mut self, parts: &[PatternParameters]) -> Result<Option<u64>> {
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let gpu = self.first.gpu().clone();
+        // SAFETY: plain words, without padding between them.
+        let bytes = unsafe { slice::from_raw_parts(parts.as_ptr().cast::<u8>(), size_of_val(parts)) };
+        let list = match self.list.take().filter(|list| list.len() >= bytes.len()) {
+            Some(list) => list,
+            None => gpu.alloc(bytes.len().next_power_of_two(), 8)?,
+        };
+        gpu.write_from_slice(list.address(), bytes)?;
+        Ok(Some(self.list.insert(list).address()))
+    }
+
+    /// Nothing is found yet; gives where kernels tell what they find.
+    fn reset(&mut self, stream: &CudaStream) -> Result<u64> {
+        let first = self.first.address();
+        // SAFETY: 8 bytes of our own.
+        unsafe { stream.fill(first, 0xFF, 8) }?;
+        Ok(first)
+    }
+
+    fn first(&self) -> Result<Option<u64>> {
+        let mut found = [0; 8];
+        self.first.gpu().read_into_slice(self.first.address(), &mut found)?;
+        Ok(Some(u64::from_ne_bytes(found)).filter(|first| *first != u64::MAX))
     }
 }
 

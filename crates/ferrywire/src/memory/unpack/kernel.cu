@@ -222,8 +222,8 @@ __device__ __forceinline__ u64 head_bytes(const Pattern &pattern) {
     return head < pattern.bytes ? head : pattern.bytes;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill(const Pattern pattern) {
-    const u64 thread = (u64)blockIdx.x * BLOCK + threadIdx.x, threads = (u64)gridDim.x * BLOCK;
+// Thread `thread` of `threads` writes its share.
+__device__ __forceinline__ void fill(const Pattern &pattern, u64 thread, u64 threads) {
     const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
     u8 *const bytes = (u8 *)pattern.address;
     ulonglong2 *const target = (ulonglong2 *)(bytes + head);
@@ -236,9 +236,8 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill(const Pattern
         bytes[k] = (u8)bytes_at(pattern, pattern.offset + k);
 }
 
-// Lowers *first to the index of the first byte that is not the pattern's.
-extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check(const Pattern pattern, u64 *first) {
-    const u64 thread = (u64)blockIdx.x * BLOCK + threadIdx.x, threads = (u64)gridDim.x * BLOCK;
+// The index of a byte in this thread's share that is not the pattern's, the first of its words and of its single bytes.
+__device__ __forceinline__ u64 differs(const Pattern &pattern, u64 thread, u64 threads) {
     const u64 head = head_bytes(pattern), words = (pattern.bytes - head) / 16;
     const u8 *const bytes = (const u8 *)pattern.address;
     const ulonglong2 *const found = (const ulonglong2 *)(bytes + head);
@@ -255,7 +254,33 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check(const Patter
         if (bytes[k] != (u8)bytes_at(pattern, pattern.offset + k) && k < wrong) wrong = k;
     for (u64 k = head + words * 16 + thread; k < pattern.bytes; k += threads)
         if (bytes[k] != (u8)bytes_at(pattern, pattern.offset + k) && k < wrong) wrong = k;
+    return wrong;
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill(const Pattern pattern) {
+    fill(pattern, (u64)blockIdx.x * BLOCK + threadIdx.x, (u64)gridDim.x * BLOCK);
+}
+
+// Lowers *first to the index of the first byte that is not the pattern's.
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check(const Pattern pattern, u64 *first) {
+    const u64 wrong = differs(pattern, (u64)blockIdx.x * BLOCK + threadIdx.x, (u64)gridDim.x * BLOCK);
     if (wrong != ~0ull) atomicMin(first, wrong);
+}
+
+// Many short stretches in one launch: each is the work of one block.
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_fill_list(const Pattern *list, u64 count) {
+    for (u64 k = blockIdx.x; k < count; k += gridDim.x) {
+        const Pattern pattern = list[k];
+        fill(pattern, threadIdx.x, BLOCK);
+    }
+}
+
+// Lowers *first to the number of the first one of the list that differs.
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check_list(const Pattern *list, u64 count, u64 *first) {
+    for (u64 k = blockIdx.x; k < count; k += gridDim.x) {
+        const Pattern pattern = list[k];
+        if (differs(pattern, threadIdx.x, BLOCK) != ~0ull) atomicMin(first, k);
+    }
 }
 
 // ---- for tests ----

@@ -99,6 +99,8 @@ pub(crate) struct Kernels {
     copy: CudaFunction,
     fill: CudaFunction,
     check: CudaFunction,
+    fill_list: CudaFunction,
+    check_list: CudaFunction,
     delay: CudaFunction,
     multiprocessors: u32,
 }
@@ -119,6 +121,8 @@ impl Kernels {
             copy: module.function(c"ferrywire_copy")?,
             fill: module.function(c"ferrywire_fill")?,
             check: module.function(c"ferrywire_check")?,
+            fill_list: module.function(c"ferrywire_fill_list")?,
+            check_list: module.function(c"ferrywire_check_list")?,
             delay: module.function(c"ferrywire_delay")?,
             multiprocessors: gpu.multiprocessors().max(1),
         });
@@ -193,11 +197,45 @@ impl Kernels {
         unsafe { stream.launch(&self.check, blocks, BLOCK, &mut parameters) }
     }
 
+    /// Enqueues the writing of `count` patterns, one block each.
+    ///
+    /// # Safety
+    /// As many [`PatternParameters`] at a device address, which stay there until the work is done; each of them as
+    /// for [`Kernels::fill`], and they do not overlap.
+    pub unsafe fn fill_list(&self, stream: &CudaStream, mut list: u64, mut count: u64) -> Result<()> {
+        let mut parameters: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut count).cast()];
+        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.fill_list, self.blocks_of(count), BLOCK, &mut parameters) }
+    }
+
+    /// Enqueues the comparison of `count` patterns: the word at `first` becomes the number of the first that differs, if
+    /// that is less than it was.
+    ///
+    /// # Safety
+    /// As for [`Kernels::fill_list`] and [`Kernels::check`].
+    pub unsafe fn check_list(
+        &self,
+        stream: &CudaStream,
+        mut list: u64,
+        mut count: u64,
+        mut first: u64,
+    ) -> Result<()> {
+        let mut parameters: [*mut c_void; 3] =
+            [(&raw mut list).cast(), (&raw mut count).cast(), (&raw mut first).cast()];
+        // SAFETY: three parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.check_list, self.blocks_of(count), BLOCK, &mut parameters) }
+    }
+
     /// Keeps a stream busy for a time. These kernels have to be held until it is over.
     pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
         let mut nanoseconds = time.as_nanos() as u64;
         // SAFETY: one parameter of the kernel's type; it touches no memory.
         unsafe { stream.launch(&self.delay, 1, 1, &mut [(&raw mut nanoseconds).cast()]) }
+    }
+
+    fn blocks_of(&self, stretches: u64) -> u32 {
+        let most = u64::from(self.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
+        stretches.clamp(1, most) as u32
     }
 
     fn blocks_for(&self, bytes: u64) -> u32 {
@@ -268,6 +306,10 @@ mod tests {
         assert_eq!(parameters("ferrywire_fill"), [pattern("ferrywire_fill")]);
         let first = ".param .u64 ferrywire_check_param_1".to_string();
         assert_eq!(parameters("ferrywire_check"), [pattern("ferrywire_check"), first]);
+        for (entry, count) in [("ferrywire_fill_list", 2), ("ferrywire_check_list", 3)] {
+            let words = (0..count).map(|k| format!(".param .u64 {entry}_param_{k}"));
+            assert!(words.eq(parameters(entry)), "{entry}");
+        }
         assert_eq!(parameters("ferrywire_delay"), [".param .u64 ferrywire_delay_param_0"]);
         // Read with their offsets: 8-byte words one by one, neighbours of 4 bytes together.
         for (entry, offset, kind) in [
