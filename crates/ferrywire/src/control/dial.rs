@@ -229,7 +229,7 @@ pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> Conn
     ConnOptions {
         same_host: peer.same_host,
         round_trip: control.map_or(Duration::ZERO, |conn| conn.health().min_rtt),
-        per_thread: peer.channels().div_ceil(engine.workers.len()),
+        per_thread: peer.channels_per_thread(),
         ..engine.config.bulk_options()
     }
 }

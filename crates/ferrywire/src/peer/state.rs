@@ -185,9 +185,9 @@ impl PeerState {
         self.in_flight.load(Ordering::Relaxed) > 0
     }
 
-    /// Likewise, beside the operation just posted.
-    pub fn in_flight_beside_one(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) > 1
+    /// How many, beside the operation just posted.
+    pub fn in_flight_beside_one(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed).saturating_sub(1)
     }
 
     /// Whether so much is under way that the threads should do it, and waiting callers sleep.
@@ -219,9 +219,9 @@ impl PeerState {
         self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
-    /// Channels that it was set up with.
-    pub fn channels(&self) -> usize {
-        self.counters.len()
+    /// How many of them share a thread.
+    pub fn channels_per_thread(&self) -> usize {
+        self.counters.len().div_ceil(self.engine.workers.len())
     }
 
     pub fn live_channels(&self) -> usize {

@@ -13,15 +13,23 @@ use super::{Crank, IN_POLL, NO_THREAD, PARKED, SPIN, WakeHandle, Worker};
 use crate::engine::Engine;
 use crate::peer::PeerState;
 use crate::queue::SMALL_BYTES_MAX;
+use crate::wire::HEADER_BYTES;
 
 /// Longest a caller spins for a crank that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
 const DRIVE_BYTES: u64 = 4 << 20;
-/// Frames that may wait for the driving caller before they are sent at once.
-const DEFERRED_FRAMES_MAX: usize = 16;
-/// Operations that may wait so are at most this long.
+/// Operations that may wait for the driving caller are at most this long.
 const DEFERRED_BYTES_MAX: u64 = 4 << 10;
+/// Frames that may wait so before they are sent at once: as many as the kernel puts into one packet. One more,
+/// and each call makes a second packet with next to nothing in it, which costs as much as the first.
+const DEFERRED_FRAMES_MAX: usize = 15;
+/// The least that it puts into one: whole segments within 64 KiB, seven of them at an MTU of 9000.
+const PACKET_BYTES: usize = 7 * 8948;
+/// While so many are sent and not ended, the peer has something to do until a call of two packets is made.
+const SENT_FOR_TWO: u64 = 2 * DEFERRED_FRAMES_MAX as u64;
+
+const _: () = assert!(DEFERRED_FRAMES_MAX * (DEFERRED_BYTES_MAX as usize + HEADER_BYTES) <= PACKET_BYTES);
 
 impl Worker {
     /// Takes the crank for a caller; `None` when another caller has it, or no caller may.
@@ -262,7 +270,8 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
     let engine = peer.engine();
     let home = peer.home();
     // A caller that drives sends several small operations in one call, when it waits.
-    let company = peer.in_flight_beside_one() && peer.queue.waiting() < DEFERRED_FRAMES_MAX;
+    let waiting = peer.queue.waiting();
+    let company = waiting < frames_in_company(peer.in_flight_beside_one(), waiting);
     if company && bytes <= DEFERRED_BYTES_MAX && home.may_leave_behind() {
         return;
     }
@@ -296,11 +305,44 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
 /// much as to send so many.
 const ROUSE_BYTES: u64 = 256 << 10;
 
+/// Frames that a call to the socket waits for, with so many operations in flight beside the one just posted, and so
+/// many frames waiting.
+fn frames_in_company(in_flight: u64, waiting: usize) -> usize {
+    match in_flight {
+        0 => 0,
+        _ if in_flight.saturating_sub(waiting as u64) < SENT_FOR_TWO => DEFERRED_FRAMES_MAX,
+        _ => 2 * DEFERRED_FRAMES_MAX,
+    }
+}
+
 /// A caller asks after an operation without waiting: moves things on if the thread stands back.
 pub(crate) fn nudge(peer: &Arc<PeerState>) {
     let engine = peer.engine();
     let home = peer.home();
     if matches!(home.state.load(Ordering::SeqCst), PARKED | NO_THREAD) {
         home.turn_once(engine);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_operation_alone_goes_at_once_and_many_go_in_whole_packets() {
+        assert_eq!(frames_in_company(0, 1), 0);
+        let frame = DEFERRED_BYTES_MAX as usize + HEADER_BYTES;
+        for in_flight in [1, 15, 31, 63, 1000] {
+            for waiting in [1, 14, 29] {
+                let frames = frames_in_company(in_flight, waiting);
+                let packets = (frames * frame).div_ceil(PACKET_BYTES);
+                assert!(packets * PACKET_BYTES - frames * frame < frame, "{in_flight}: packets are not full");
+                let sent = in_flight.saturating_sub(waiting as u64);
+                assert!(
+                    packets == 1 || sent as usize >= frames,
+                    "{in_flight}: the peer has too little to do"
+                );
+            }
+        }
     }
 }
