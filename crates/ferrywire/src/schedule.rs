@@ -36,20 +36,28 @@ pub fn small_share(backlog: u64, least: u64) -> u64 {
 /// Backlog of small operations by which a channel may be ahead of the least loaded one.
 const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 
-/// Bytes of bulk that a channel may take now whose two ends are on this host, and its longest chunk.
+/// Bytes of bulk that a channel may take now whose two ends are on this host, and its longest chunk, where so many
+/// channels have such a bound of their own on one thread.
 ///
 /// The threads at its ends take turns on a core, or share a cache, which holds what is `in_flight` between
-/// the two. A bound on that, below the size of the socket buffers, keeps it there. It also lets
+/// the two. A bound on that, no larger than the socket buffers, keeps it there. It also lets
 /// the kernel take each call whole: a partial one ends at an odd byte, and the pages into which the kernel copies
 /// what a thread sends are shared by all its connections, so from then on everything lies askew in them and is
 /// copied out at half the speed. What lies in a ring at an end that stages, and is copied there, comes on top.
-pub fn local_share(in_flight: u64, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
-    let bound = LOCAL_BYTES + ends_staged * limits::STAGING_RING_BYTES as u64;
-    (bound.saturating_sub(in_flight), chunk_bytes_max.min(LOCAL_BYTES as usize / 2))
+pub fn local_share(in_flight: u64, sharing: usize, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
+    let local = local_bytes(sharing);
+    let bound = local + ends_staged * limits::STAGING_RING_BYTES as u64;
+    (bound.saturating_sub(in_flight), chunk_bytes_max.min(local as usize / 2))
 }
 
-/// Bulk in flight between two threads of one host.
+/// Bulk in flight on each of so many channels of two threads of one host, and the size of their socket buffers.
+pub fn local_bytes(sharing: usize) -> u64 {
+    (LOCAL_BYTES / sharing.max(1) as u64).max(LOCAL_BYTES_MIN)
+}
+
+/// Bulk in flight between two threads of one host, and the least of one channel.
 const LOCAL_BYTES: u64 = 2 << 20;
+const LOCAL_BYTES_MIN: u64 = 512 << 10;
 
 /// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of what is
 /// queued and of what all `channels` have together, and a chunk to go on with.
@@ -106,11 +114,15 @@ mod tests {
 
     #[test]
     fn within_a_host_one_chunk_is_under_way_while_the_next_is_taken() {
-        let (share, chunk) = local_share(0, 0, limits::CHUNK_BYTES_MAX);
-        assert_eq!(share, 2 * chunk as u64);
-        assert_eq!(local_share(chunk as u64, 0, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
-        assert_eq!(local_share(share + 1, 0, 4096), (0, 4096));
-        assert_eq!(local_share(share, 2, 4096), (2 * limits::STAGING_RING_BYTES as u64, 4096));
+        for sharing in [0, 1, 2, 4, 64] {
+            let (share, chunk) = local_share(0, sharing, 0, limits::CHUNK_BYTES_MAX);
+            assert_eq!(share, 2 * chunk as u64);
+            assert_eq!(local_share(chunk as u64, sharing, 0, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
+            assert_eq!(local_share(share + 1, sharing, 0, 4096), (0, 4096));
+            let staged = 2 * limits::STAGING_RING_BYTES as u64;
+            assert_eq!(local_share(share, sharing, 2, 4096), (staged, 4096));
+        }
+        assert!(local_bytes(4) < local_bytes(1) && local_bytes(64) == local_bytes(4));
     }
 
     #[test]

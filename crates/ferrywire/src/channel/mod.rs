@@ -190,7 +190,8 @@ impl Channel {
             true => self.peer.thread_backlog(self.index),
             false => self.window.bytes() as u64,
         };
-        schedule::local_share(in_flight, staged, self.peer.queue.chunk_bytes)
+        let sharing = if self.conn.within_host() { 1 } else { self.peer.channels_per_thread() };
+        schedule::local_share(in_flight, sharing, staged, self.peer.queue.chunk_bytes)
     }
 
     /// Bytes of small operations that this channel may take. While there is no bulk they keep to the

@@ -117,6 +117,7 @@ impl Prepared {
             Err(e) if e.raw_os_error() != Some(libc::EINPROGRESS) => return Err(e),
             _ => {}
         }
+        tuning::complete(self.socket.as_raw_fd(), self.path, self.options.round_trip, &self.options);
         TcpConn::dialled(self.socket, self.to, self.path, &self.options)
     }
 }
@@ -156,7 +157,7 @@ impl TcpTransport {
         let socket = new_socket(to)?;
         common_options(&socket)?;
         let path = Path::towards(&nics, nic.map(|nic| nic.address), to.ip());
-        tuning::apply(socket.as_raw_fd(), path, options.round_trip, options)?;
+        tuning::prepare(socket.as_raw_fd(), path, options.round_trip, options)?;
         if let Some(nic) = nic {
             self.bind_to_device(&socket, nic, to, nics::is_local(&nics, to.ip()))?;
         }

@@ -14,6 +14,23 @@ use crate::transport::{IoVec, PathHealth};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 
+/// How far a connection's window can be opened: so many bits beyond the 16 of the header.
+fn window_scale(fd: RawFd) -> u8 {
+    let mut info = [0; 8];
+    socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_INFO, &mut info).unwrap();
+    info[6] >> 4
+}
+
+#[test]
+fn a_path_that_seems_short_can_still_open_its_window_wide() {
+    let plain = pair();
+    for options in [bulk(), ConnOptions { same_host: true, per_thread: 4, ..bulk() }] {
+        let (dialled, _accepted) = pair_with(&options);
+        assert_eq!(window_scale(dialled.fd().unwrap()), window_scale(plain.0.fd().unwrap()));
+        assert_ne!(dialled.buffer_bytes(), plain.0.buffer_bytes(), "it is tuned all the same");
+    }
+}
+
 fn localhost(port: u16) -> SocketAddr {
     SocketAddr::new(Ipv4Addr::LOCALHOST.into(), port)
 }

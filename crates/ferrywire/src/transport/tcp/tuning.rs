@@ -6,7 +6,8 @@
 //! connection take turns on a core: about 2 MiB in flight to a core make turns few and keep the payload in its
 //! cache, more pushes it out. A host can be one in name only (two ends of a test bed, with a line between them),
 //! so here too a long round trip outweighs it. Elsewhere the kernel's autotuning knows better, and where the round
-//! trip is long, a buffer that is large from the start.
+//! trip is long, a buffer that is large from the start. What is to be small is set once the connection is under way:
+//! a receive buffer that is set before bounds the window for good.
 //! Invariant: what was asked for by name or number is never changed.
 //! Read next: `conn.rs`, which tells when bytes have moved.
 
@@ -17,13 +18,11 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::schedule;
 use crate::sys::tcp_info::TcpInfo;
 use crate::sys::{nics, socket};
 use crate::transport::{ConnOptions, Nic};
 
-/// Socket buffers of the bulk connections within this host that share a thread, and the least of one.
-const SAME_HOST_BUFFER_BYTES: usize = 2 << 20;
-const SAME_HOST_BUFFER_BYTES_MIN: usize = 512 << 10;
 /// Data a bulk connection between hosts may hold unsent: enough to keep the NIC busy, and little to lose
 /// or to wait behind.
 const UNSENT_BYTES_MAX: libc::c_int = 256 << 10;
@@ -33,11 +32,13 @@ const SHORT_ROUND_TRIP: Duration = Duration::from_micros(500);
 /// Socket buffers of a bulk connection whose round trip is longer, if the system's autotuning ends below: at
 /// 10 ms they carry 6 Gbit/s, and are there at once, where autotuning takes many round trips.
 const LONG_PATH_BUFFER_BYTES: usize = 8 << 20;
+/// What large buffers are brought back to on a path that proves short, where the kernel sizes them from then on.
+const SHORT_PATH_BUFFER_BYTES: usize = 2 << 20;
 /// The round trip is looked at again, ever more rarely, until so many sends and receives are done: the first one
 /// may have waited for the address resolution.
 const LATE_MOVES_MAX: u32 = 1024;
-/// After so many the handshakes are over, and buffers follow the shortest of several round trips: on a busy
-/// machine each of the first may have waited for a core.
+/// After so many the handshakes are over, and a round trip is believed to be long: on a busy machine each of the
+/// first may have waited for a core. A short one is believed at once, since none seems shorter than it is.
 const PROVEN_MOVES: u32 = 16;
 /// The congestion control for short paths.
 const SHORT_PATH_CONTROL: &str = "cubic";
@@ -92,11 +93,18 @@ fn is_long(round_trip: Duration) -> bool {
 /// Applies the options to a connection along a path, judged by its addresses, and with a round trip if one is
 /// known (else zero). Fails only for what was asked for by name or number.
 pub(super) fn apply(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
+    prepare(fd, path, round_trip, options)?;
+    complete(fd, path, round_trip, options);
+    Ok(())
+}
+
+/// What has to be there before a connection is dialled: then the kernel chooses how far its window will reach.
+pub(super) fn prepare(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) -> io::Result<()> {
     if let Some(bytes) = options.socket_buffer_bytes {
         set_buffers(fd, bytes).map_err(|e| explained(e, &format!("socket buffers of {bytes} bytes")))?;
     }
-    if options.bulk {
-        fit(fd, path, is_long(round_trip), options);
+    if options.bulk && is_long(round_trip) {
+        fit(fd, path, true, options);
     }
     match &options.congestion_control {
         Some(name) => socket::set_congestion_control(fd, name)
@@ -105,6 +113,13 @@ pub(super) fn apply(fd: RawFd, path: Path, round_trip: Duration, options: &ConnO
         None => {}
     }
     Ok(())
+}
+
+/// What has to wait until it is dialled: a path that seems short may prove long.
+pub(super) fn complete(fd: RawFd, path: Path, round_trip: Duration, options: &ConnOptions) {
+    if options.bulk && !is_long(round_trip) {
+        fit(fd, path, false, options);
+    }
 }
 
 /// What a data connection was tuned for, and is tuned for anew when its round trip says otherwise.
@@ -148,12 +163,15 @@ impl Tuning {
     }
 
     fn judge(&mut self, fd: RawFd, round_trip: Duration) {
-        let proven = self.moves >= PROVEN_MOVES;
+        let proven = self.moves >= PROVEN_MOVES || !is_long(round_trip);
         if proven || self.path != Path::SameHost {
             self.judge_control(fd, self.path.given(round_trip));
         }
         if proven && self.long != is_long(round_trip) {
             self.long = !self.long;
+            if !self.long {
+                take_back(fd, &self.options);
+            }
             fit(fd, self.path, self.long, &self.options);
         }
     }
@@ -197,6 +215,13 @@ fn fit_for_long_path(fd: RawFd) -> io::Result<()> {
     }
 }
 
+/// Makes forced buffers small again, which the kernel's own sizing never does. Without the privilege none were.
+fn take_back(fd: RawFd, options: &ConnOptions) {
+    if options.socket_buffer_bytes.is_none() {
+        let _ = socket::force_buffers(fd, SHORT_PATH_BUFFER_BYTES, SHORT_PATH_BUFFER_BYTES);
+    }
+}
+
 /// Sets both buffers; says once, aloud, that the system allows ordinary users less.
 fn set_buffers(fd: RawFd, bytes: usize) -> io::Result<()> {
     static TOLD: AtomicBool = AtomicBool::new(false);
@@ -227,8 +252,8 @@ fn autotuned_bytes_max(name: &str) -> usize {
 
 fn same_host_buffer_bytes(path: Path, options: &ConnOptions) -> usize {
     // Between addresses of this host what is in flight on all connections of a thread is bounded together.
-    let sharing = if path == Path::SameHost { 1 } else { options.per_thread.max(1) };
-    (SAME_HOST_BUFFER_BYTES / sharing).max(SAME_HOST_BUFFER_BYTES_MIN)
+    let sharing = if path == Path::SameHost { 1 } else { options.per_thread };
+    schedule::local_bytes(sharing) as usize
 }
 
 /// Whether this host gives us a congestion control. Asked of the kernel, which may load it for us.
@@ -404,6 +429,40 @@ mod tests {
         let (send, receive) = buffers(&socket);
         assert!(send >= 2 * LONG_PATH_BUFFER_BYTES && receive >= 2 * LONG_PATH_BUFFER_BYTES);
         assert!(send / 2 >= autotuned_bytes_max("wmem") && receive / 2 >= autotuned_bytes_max("rmem"));
+    }
+
+    #[test]
+    fn large_buffers_are_taken_back_as_soon_as_a_path_proves_short() {
+        let (socket, mut tuning) = tuned(Path::Near, LONG, &bulk());
+        let (large, privileged) = (buffers(&socket), buffers(&socket) != buffers(&new_socket()));
+        seen(&mut tuning, &socket, 1, SHORT);
+        assert!(!tuning.is_long(), "no round trip seems shorter than it is");
+        if !privileged {
+            println!("SKIPPED: needs CAP_NET_ADMIN to set large socket buffers");
+            return;
+        }
+        let small = 2 * SHORT_PATH_BUFFER_BYTES;
+        assert!(large.0 > small && large.1 > small, "{large:?}");
+        assert_eq!(buffers(&socket), (small, small));
+        let lock = socket::get_int(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_BUF_LOCK);
+        assert!(lock.is_err() || lock.is_ok_and(|lock| lock == 0), "the kernel sizes them from now on");
+    }
+
+    #[test]
+    fn what_may_be_in_flight_within_a_host_fits_into_the_buffers() {
+        for per_thread in [0, 1, 2, 4, 16] {
+            for (path, sharing) in [(Path::SameHost, 1), (Path::Near, per_thread)] {
+                let options = ConnOptions { same_host: true, per_thread, ..bulk() };
+                let (socket, _) = tuned(path, Duration::ZERO, &options);
+                let (in_flight, chunk) = schedule::local_share(0, sharing, 0, usize::MAX);
+                // The kernel counts buffers doubled, for what it needs beside the bytes.
+                let (send, receive) = buffers(&socket);
+                let cut = shortfall(in_flight as usize, (send, receive)).is_some();
+                let given = same_host_buffer_bytes(path, &options);
+                assert!(given as u64 == in_flight && chunk as u64 <= in_flight, "{path:?}, {per_thread}");
+                assert!(cut || (send as u64 >= 2 * in_flight && receive as u64 >= 2 * in_flight));
+            }
+        }
     }
 
     #[test]
