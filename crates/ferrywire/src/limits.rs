@@ -70,7 +70,10 @@ pub const HANDSHAKE_BYTES_MAX: usize = 4096;
 pub const CONTROL_MESSAGE_BYTES_MAX: usize = 60_000;
 /// Control messages kept for a resumption.
 pub const CONTROL_UNACKED_MAX: usize = 16 << 10;
-/// A peer that leaves more than this unread on its control connection is not heard until it has read half.
+/// Bytes of control messages kept for a resumption.
+pub const CONTROL_UNACKED_BYTES_MAX: usize = 16 << 20;
+/// A peer that leaves more than this unread on its control connection, beside what it has not acknowledged, is not
+/// heard until it has read half.
 pub const CONTROL_UNREAD_BYTES_MAX: usize = 1 << 20;
 /// Simulated GPUs of one process.
 pub const SIM_GPUS_MAX: usize = 16;
@@ -204,6 +207,7 @@ const _: () = assert!(CONTROL_SUSPECT_AFTER.as_millis() < HEARTBEAT_LIMIT_DEFAUL
 const _: () = assert!(HEARTBEAT_INTERVAL.as_millis() < HEARTBEAT_LIMIT_MARGIN.as_millis());
 const _: () = assert!(HEARTBEAT_LIMIT_MARGIN.as_millis() * 10 <= HEARTBEAT_LIMIT_DEFAULT.as_millis());
 const _: () = assert!(CONTROL_MESSAGE_BYTES_MAX < CONTROL_UNREAD_BYTES_MAX / 2);
+const _: () = assert!(CHANNELS_MAX * CONTROL_MESSAGE_BYTES_MAX <= CONTROL_UNACKED_BYTES_MAX);
 const _: () = assert!(CONTROL_TURNS_APART_MAX.as_millis() < CONTROL_SUSPECT_AFTER.as_millis());
 const _: () = assert!(PATH_DEAD_AFTER.as_millis() + 2 * PATH_CHECK_INTERVAL.as_millis() <= 2000);
 const _: () = assert!(GROUPED_RECEIVES_MAX <= TESTED_SIZES_MAX);

@@ -39,6 +39,11 @@ impl Secure {
         Ok(Secure(Box::new(noise.into_transport_mode()?)))
     }
 
+    /// Bytes of the frame that carries so many.
+    pub(crate) fn sealed_bytes(plain_bytes: usize) -> usize {
+        2 + plain_bytes + TAG_BYTES
+    }
+
     /// The frame that carries `plain`: its length, then the sealed bytes.
     pub(crate) fn seal(&mut self, plain: &[u8]) -> Result<Vec<u8>, SecureError> {
         let bytes = plain.len();

@@ -112,7 +112,8 @@ pub(super) fn evil_peer(input: &mut Input<'_>) {
         heard.extend(session.take_output());
         if let Err(error) = result {
             check_text(&error.to_string());
-            let ours = matches!(error, SessionError::Full | SessionError::Unusable(_));
+            let ours =
+                matches!(error, SessionError::Full | SessionError::FullOfBytes | SessionError::Unusable(_));
             assert!(ours || !session.is_attached(), "after {error} the connection is closed");
             break;
         }

@@ -1,16 +1,18 @@
 //! The control session: gaps, forgeries, fences of what never was, floods.
 
-use super::evil::{Evil, channel, data, dial, evil_config};
+use super::evil::{Data, Evil, channel, data, dial, evil_config};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
 use crate::bootstrap::tests::hello;
 use crate::bootstrap::{Config, Initiator, Secure};
 use crate::memory::{Identity, Place};
 use crate::session::{ControlMessage, Frame};
+use crate::sys::socket;
 use crate::wire::Refusal;
 use crate::{Error, RemoteRegion, limits};
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread;
@@ -211,12 +213,14 @@ fn a_flood_of_control_messages_holds_up_nobody_else() {
 /// More than sockets and the victim's limit hold of questions and answers.
 const QUESTIONS: u64 = 1_000_000;
 
+/// Questions that are written at once.
+const BATCH: usize = 256;
+
 /// Makes the victim answer for as long as it listens, and reads none of the answers. Counts what was taken; says
 /// whether all was.
 fn ask_without_end(control: &mut TcpStream, secure: &mut Secure, taken: &AtomicU64) -> bool {
     /// Answers that are claimed to have come: fewer than were given, and enough that few are kept.
     const BEHIND: u64 = 8192;
-    const BATCH: usize = 256;
     control.set_write_timeout(Some(LIMIT)).unwrap();
     let source = "1.2.3.4:5".parse().unwrap();
     let question = ControlMessage::Dialling { channel: 0, generation: 1, source };
@@ -269,10 +273,48 @@ fn a_peer_that_reads_its_control_connection_late_is_heard_again() {
             looks = if now == before { looks + 1 } else { 0 };
             before = now;
         }
+        assert!(looks == 50 && before < QUESTIONS / BATCH as u64, "it went on hearing: {before} batches");
         thread::spawn(move || while answers.read(&mut [0; 64 << 10]).is_ok_and(|count| count > 0) {});
         assert!(asks.join().unwrap(), "{:?}", here.error());
     });
     evil.said = QUESTIONS;
+    evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
+    eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
+    scene.unharmed();
+}
+
+/// Ends of channels, each told with as many refusals as a window holds: together more than the kernel takes and a
+/// peer may leave unread beside what is kept for it.
+const LONG_FENCES: u32 = 600;
+
+/// The channel's next connection: one that is dialled too early is closed unheard.
+fn next_channel(evil: &Evil, generation: u32) -> Data {
+    let mut next = None;
+    eventually("the next connection is taken", || {
+        let Ok(stream) = channel(evil.address, &evil.established, 0, generation) else { return false };
+        let mut data = Data::new(stream);
+        data.send(self::data(0, 0, 0), &[]);
+        eventually("it is heard or closed", || data.heard().acknowledged > 0 || data.heard().closed);
+        let taken = data.heard().acknowledged > 0;
+        next = taken.then_some(data);
+        taken
+    });
+    next.unwrap()
+}
+
+#[test]
+fn a_peer_to_which_we_have_much_to_say_ourselves_is_heard_though_it_reads_late() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    // The kernel holds as little of it as may be.
+    socket::set_int(evil.control.as_raw_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 1).unwrap();
+    for generation in 0..LONG_FENCES {
+        evil.data[0].flood(data(scene.key() ^ 1, 0, 0), &[], limits::WINDOW_FRAMES_MAX as u64, |_, _| ());
+        evil.data[0].answers();
+        evil.data[0].stream.shutdown(Shutdown::Both).unwrap();
+        evil.say(&fence(0, generation));
+        evil.data[0] = next_channel(&evil, generation + 1);
+    }
     evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
     eventually("it said goodbye", || matches!(evil.here.error(), Some(Error::PeerClosed { .. })));
     scene.unharmed();

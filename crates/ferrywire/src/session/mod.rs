@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use crate::Error;
 use crate::bootstrap::{Secure, SecureError};
-use crate::limits::{CONTROL_UNACKED_MAX, HEARTBEAT_INTERVAL};
+use crate::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX, HEARTBEAT_INTERVAL};
 
 /// Received messages after which an acknowledgement goes out at once: well before the other end has to
 /// keep too many.
@@ -66,6 +66,9 @@ pub(crate) enum SessionError {
     /// Too many messages wait for the peer.
     #[error("{CONTROL_UNACKED_MAX} control messages are unacknowledged")]
     Full,
+    /// Too much waits for the peer.
+    #[error("{CONTROL_UNACKED_BYTES_MAX} bytes of control messages are unacknowledged")]
+    FullOfBytes,
     /// A message of ours that cannot be sent.
     #[error("{0} cannot be sent")]
     Unusable(String),
@@ -88,6 +91,11 @@ impl SessionError {
                 limit: CONTROL_UNACKED_MAX as u64,
                 why: format!("peer {peer} acknowledges no control messages"),
             },
+            SessionError::FullOfBytes => Error::Limit {
+                name: "CONTROL_UNACKED_BYTES_MAX",
+                limit: CONTROL_UNACKED_BYTES_MAX as u64,
+                why: format!("peer {peer} acknowledges no control messages"),
+            },
             SessionError::Unusable(_) | SessionError::Detached => {
                 Error::Bug(format!("control session with {peer}: {self}"))
             }
@@ -102,12 +110,21 @@ pub(crate) struct Session {
     id: u64,
     link: Option<Link>,
     /// Messages the peer is not known to have, oldest first; the last one has number `sent`.
-    kept: VecDeque<ControlMessage>,
+    kept: VecDeque<Kept>,
+    /// Bytes that saying all of them takes.
+    kept_bytes: usize,
     /// Messages ever pushed.
     sent: u64,
     /// Messages of the peer handed out.
     received: u64,
     last_heard: Duration,
+}
+
+/// A message, and the bytes that saying it takes.
+#[derive(Debug)]
+struct Kept {
+    message: ControlMessage,
+    bytes: usize,
 }
 
 /// The connection that carries a session now.
@@ -124,7 +141,8 @@ struct Link {
 impl Session {
     /// A session that nothing has been said on, without a connection.
     pub(crate) fn new(id: u64, now: Duration) -> Session {
-        Session { id, link: None, kept: VecDeque::new(), sent: 0, received: 0, last_heard: now }
+        let kept = VecDeque::new();
+        Session { id, link: None, kept, kept_bytes: 0, sent: 0, received: 0, last_heard: now }
     }
 
     /// Its id.
@@ -142,6 +160,11 @@ impl Session {
         self.kept.len()
     }
 
+    /// Bytes that saying all of those takes. What an honest peer has yet to read is part of them, heartbeats apart.
+    pub(crate) fn unacknowledged_bytes(&self) -> usize {
+        self.kept_bytes
+    }
+
     /// Whether a connection carries it now.
     pub(crate) fn is_attached(&self) -> bool {
         self.link.is_some()
@@ -149,17 +172,25 @@ impl Session {
 
     /// Says a message, now or as soon as there is a connection.
     ///
-    /// Fails with [`SessionError::Full`] when the peer has left too many unacknowledged. After a
+    /// Fails with [`SessionError::Full`], or [`SessionError::FullOfBytes`], when the peer has left too many
+    /// unacknowledged, or too much. After a
     /// [`SessionError::Connection`] the message is kept all the same, for the next connection.
     pub(crate) fn push(&mut self, message: ControlMessage, now: Duration) -> Result<(), SessionError> {
         message.check()?;
         if self.kept.len() >= CONTROL_UNACKED_MAX {
             return Err(SessionError::Full);
         }
+        let frame = Frame { received: self.received, numbered: Some((self.sent + 1, &message)) };
+        let plain = frame.encode();
+        let bytes = Secure::sealed_bytes(plain.len());
+        if self.kept_bytes + bytes > CONTROL_UNACKED_BYTES_MAX {
+            return Err(SessionError::FullOfBytes);
+        }
         self.sent += 1;
-        let frame = Frame { received: self.received, numbered: Some((self.sent, &message)) };
-        let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&frame, now));
-        self.kept.push_back(message);
+        let received = self.received;
+        let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&plain, received, now));
+        self.kept_bytes += bytes;
+        self.kept.push_back(Kept { message, bytes });
         self.settle(said)
     }
 
@@ -178,8 +209,9 @@ impl Session {
         let (incoming, output) = (Vec::new(), Vec::new());
         let mut link = Link { secure, incoming, output, last_said: now, acknowledged: self.received };
         let first = self.sent - self.kept.len() as u64 + 1;
-        let said = (first..).zip(&self.kept).try_for_each(|(number, message)| {
-            link.say(&Frame { received: self.received, numbered: Some((number, message)) }, now)
+        let said = (first..).zip(&self.kept).try_for_each(|(number, kept)| {
+            let frame = Frame { received: self.received, numbered: Some((number, &kept.message)) };
+            link.say(&frame.encode(), self.received, now)
         });
         self.link = Some(link);
         self.settle(said)
@@ -280,13 +312,15 @@ impl Session {
             return Err(SessionError::AheadOfUs { received, sent: self.sent });
         }
         let missing = (self.sent - received).min(self.kept.len() as u64) as usize;
-        self.kept.drain(..self.kept.len() - missing);
+        let had = self.kept.drain(..self.kept.len() - missing);
+        self.kept_bytes -= had.map(|kept| kept.bytes).sum::<usize>();
         Ok(())
     }
 
     fn heartbeat(&mut self, now: Duration) -> Result<(), SessionError> {
-        let frame = Frame { received: self.received, numbered: None };
-        let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&frame, now));
+        let received = self.received;
+        let plain = Frame { received, numbered: None }.encode();
+        let said = self.link.as_mut().map_or(Ok(()), |link| link.say(&plain, received, now));
         self.settle(said)
     }
 
@@ -300,10 +334,10 @@ impl Session {
 }
 
 impl Link {
-    fn say(&mut self, frame: &Frame<&ControlMessage>, now: Duration) -> Result<(), SessionError> {
-        self.output.extend(self.secure.seal(&frame.encode())?);
+    fn say(&mut self, plain: &[u8], received: u64, now: Duration) -> Result<(), SessionError> {
+        self.output.extend(self.secure.seal(plain)?);
         self.last_said = now;
-        self.acknowledged = frame.received;
+        self.acknowledged = received;
         Ok(())
     }
 }

@@ -30,9 +30,11 @@ impl Link {
         self.listens = true;
     }
 
-    /// Whoever makes us answer and does not read the answers is not heard until it has.
+    /// Whoever makes us answer and does not read the answers is not heard until it has. What is kept for it does
+    /// not count, however much that is: an honest peer acknowledges no more than it has read, and two that stopped
+    /// hearing each other for what they have to say themselves would wait for ever.
     pub(super) fn heed_unread(&mut self, now: Duration) {
-        let unread = self.output.len();
+        let unread = self.output.len().saturating_sub(self.session.unacknowledged_bytes());
         if unread > limits::CONTROL_UNREAD_BYTES_MAX {
             self.unread_since.get_or_insert(now);
         } else if unread <= limits::CONTROL_UNREAD_BYTES_MAX / 2 && self.unread_since.take().is_some() {

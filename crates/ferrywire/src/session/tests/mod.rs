@@ -114,6 +114,29 @@ fn what_waits_for_the_peer_is_bounded() {
 }
 
 #[test]
+fn the_bytes_that_wait_for_the_peer_are_bounded_too() {
+    let refused = (0..FENCE_REFUSED_MAX as u64).map(|frame| (frame, 1)).collect();
+    let fence = ControlMessage::Fence { channel: 1, generation: 2, placed: 3, refused, reason: "x".into() };
+    let (mut session, mut peer) = half();
+    let mut sealed = session.take_output().len();
+    let error = loop {
+        match session.push(fence.clone(), T0) {
+            Ok(()) => sealed += session.take_output().len(),
+            Err(error) => break error,
+        }
+        assert_eq!(session.unacknowledged_bytes(), sealed);
+    };
+    assert_eq!(error, SessionError::FullOfBytes);
+    assert!(matches!(error.with("gpu1"), Error::Limit { name: "CONTROL_UNACKED_BYTES_MAX", .. }));
+    let count = session.unacknowledged();
+    assert!(count < CONTROL_UNACKED_MAX && sealed <= CONTROL_UNACKED_BYTES_MAX, "{count}, {sealed} bytes");
+    let heard = Frame::<&ControlMessage> { received: count as u64, numbered: None }.encode();
+    session.on_bytes(&peer.seal(&heard).unwrap(), T0, &mut Vec::new()).unwrap();
+    assert_eq!(session.unacknowledged_bytes(), 0);
+    assert_eq!(session.push(fence, T0), Ok(()));
+}
+
+#[test]
 fn repetitions_are_dropped_and_gaps_refused() {
     let (mut session, mut peer) = half();
     let mut out = Vec::new();
