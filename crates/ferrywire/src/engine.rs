@@ -8,6 +8,7 @@ use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::{Identity, Memory, RegionHome, RegionTable};
+use crate::ordering::Gates;
 use crate::patience::Patience;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
@@ -37,6 +38,8 @@ pub(crate) struct Engine {
     pub plugin: Option<Arc<Host>>,
     /// Whether a thread turns the control side; else callers do.
     pub threaded: bool,
+    /// What streams of GPUs wait for.
+    pub gates: Gates,
     regions: RegionTable,
     next_id: AtomicU64,
     control_waker: OnceLock<Waker>,
@@ -63,6 +66,7 @@ impl Engine {
             closing: AtomicBool::new(false),
             threaded,
             plugin,
+            gates: Gates::default(),
             regions: RegionTable::default(),
             next_id: AtomicU64::new(1),
             control_waker: OnceLock::new(),

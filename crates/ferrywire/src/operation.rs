@@ -8,13 +8,16 @@
 //! Read next: `queue/`, where operations wait to be cut.
 
 use crate::error::{Error, Result};
+use crate::memory::cuda::{CudaGpu, CudaStream, RawStream};
+use crate::memory::sim::SimStream;
 use crate::memory::{Memory, Place};
+use crate::ordering::Gate;
 use crate::peer::PeerState;
 use crate::progress::{self, WaitList, WakeHandle};
 use crate::transfer::Pieces;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 /// What an operation does.
@@ -77,6 +80,9 @@ pub(crate) struct Op {
     cancelled: AtomicBool,
     error: OnceLock<Error>,
     waiters: WaitList,
+    /// Streams of GPUs that wait for the end.
+    gates: Mutex<Vec<Gate>>,
+    gated: AtomicBool,
 }
 
 impl Op {
@@ -99,6 +105,8 @@ impl Op {
             cancelled: AtomicBool::new(false),
             error: OnceLock::new(),
             waiters: WaitList::default(),
+            gates: Mutex::default(),
+            gated: AtomicBool::new(false),
         }
     }
 
@@ -116,8 +124,25 @@ impl Op {
         self.memory.iter().for_each(|memory| memory.leave());
         let state = if self.failed() { FAILED } else { DONE };
         self.state.store(state, Ordering::SeqCst);
+        self.open_gates();
         self.waiters.wake();
         true
+    }
+
+    /// Opens a gate at the end, which may have been.
+    pub fn open_at_end(&self, gate: Gate) {
+        self.gates.lock().unwrap_or_else(PoisonError::into_inner).push(gate);
+        self.gated.store(true, Ordering::SeqCst);
+        if self.ended() {
+            self.open_gates();
+        }
+    }
+
+    fn open_gates(&self) {
+        if self.gated.swap(false, Ordering::SeqCst) {
+            let gates = std::mem::take(&mut *self.gates.lock().unwrap_or_else(PoisonError::into_inner));
+            gates.into_iter().for_each(Gate::open);
+        }
     }
 
     /// Whether its bytes are in memory of a GPU.
@@ -252,6 +277,39 @@ impl Transfer {
             }
             moved = now;
         }
+    }
+
+    /// Lets a stream wait, on the device, until the transfer has ended: what is enqueued from here on finds what was
+    /// received. It goes on after a failure too; the outcome says which it was.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn hold(&self, stream: &CudaStream) -> Result<()> {
+        // SAFETY: a stream that lives.
+        unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
+    }
+
+    /// The same with somebody else's stream, such as PyTorch's; null is the default one.
+    ///
+    /// # Errors
+    /// The driver's.
+    ///
+    /// # Safety
+    /// A live stream of this GPU's primary context, or null.
+    pub unsafe fn hold_raw(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        let gate = unsafe { self.peer.engine().gates.hold(gpu, stream) }?;
+        self.op.open_at_end(gate);
+        Ok(())
+    }
+
+    /// The same with a stream of a simulated GPU.
+    ///
+    /// # Errors
+    /// The stream's, when it has failed.
+    pub fn hold_sim(&self, stream: &SimStream) -> Result<()> {
+        self.op.open_at_end(Gate::Sim(stream.hold()?));
+        Ok(())
     }
 
     /// Bytes that have arrived so far.

@@ -16,7 +16,12 @@ use crate::wire::{Kind, Refusal};
 impl Channel {
     /// Whether copies are under way, or bytes are here that wait for them: nobody tells when they are done.
     pub fn staging_active(&self) -> bool {
-        self.staging.copying() || self.rx.stalled || !self.rx.kept.is_empty()
+        self.staging.copying() || self.rx.stalled || !self.rx.kept.is_empty() || self.asks_for_held()
+    }
+
+    /// Whether it is for the owner of this channel to ask whether held operations may begin.
+    fn asks_for_held(&self) -> bool {
+        self.peer.held.any() && self.peer.is_home(self.index)
     }
 
     /// Whether there may be something to receive although the connection does not say so.
@@ -70,8 +75,9 @@ impl Channel {
 
     /// Places what was copied meanwhile. True if that was anything.
     pub fn turn_staging(&mut self) -> io::Result<bool> {
+        let begun = self.asks_for_held() && self.peer.release_held();
         if !self.staging.receiving.active() && !self.rx.stalled {
-            return Ok(false);
+            return Ok(begun);
         }
         if self.staging.receiving.look() {
             if let Some(landing) = &self.rx.landing {
@@ -83,7 +89,7 @@ impl Channel {
         if !self.staging.receiving.copying() {
             self.count_staged();
         }
-        let mut worked = false;
+        let mut worked = begun;
         while let Some(arrival) = self.staging.receiving.next() {
             worked = true;
             let landing = arrival.landing.as_ref();

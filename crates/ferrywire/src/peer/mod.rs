@@ -6,8 +6,10 @@
 //! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
 //! Read next: `state.rs`; `frames.rs`, for what arrives; `transfer.rs`, `queue/`, for what leaves.
 
+mod asking;
 mod blocks;
 mod frames;
+mod held;
 mod state;
 
 pub use blocks::{Block, BlockList};
@@ -18,11 +20,10 @@ use crate::inbound::Reply;
 use crate::limits;
 use crate::memory::{Identity, Memory, Place, Region, RemoteRegion, check_range};
 use crate::operation::{Op, Transfer, Verb};
+use crate::ordering::Ready;
 use crate::progress;
-use crate::queue::Entry;
 use crate::stats::PeerStats;
 use crate::transfer::{Piece, Pieces, merge};
-use crate::wire::{self, Header, Kind};
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -37,6 +38,8 @@ use blocks::pieces_of;
 pub struct Peer {
     pub(crate) state: Arc<PeerState>,
     _handle: Arc<Handle>,
+    /// When what is posted through this handle may begin.
+    after: Option<Ready>,
 }
 
 struct Handle(Arc<PeerState>);
@@ -56,7 +59,17 @@ impl fmt::Debug for Peer {
 
 impl Peer {
     pub(crate) fn new(state: Arc<PeerState>) -> Peer {
-        Peer { _handle: Arc::new(Handle(state.clone())), state }
+        Peer { _handle: Arc::new(Handle(state.clone())), state, after: None }
+    }
+
+    /// The same peer; what is posted through this handle uses memory only once `ready` is so: a write or send
+    /// reads its source then, a read or receive asks for what goes to its target then. The caller goes on at once.
+    /// Messages keep the order in which they were posted, so those behind such a send wait with it; a receive
+    /// has its place among those of its tag from then on.
+    ///
+    /// When the GPU's work fails before, the operation fails with its error, and memory is not touched.
+    pub fn after(&self, ready: Ready) -> Peer {
+        Peer { after: Some(ready), ..self.clone() }
     }
 
     /// Its address and label.
@@ -149,7 +162,14 @@ impl Peer {
         if target.place() != Place::Host && !self.state.writes_to_gpus() {
             self.state.writes_to_gpus.store(true, Ordering::Relaxed);
         }
-        self.state.post(Arc::new(op))
+        self.post(op)
+    }
+
+    fn post(&self, op: Op) -> Result<Transfer> {
+        match &self.after {
+            None => self.state.post(Arc::new(op)),
+            Some(ready) => self.state.post_after(ready.clone(), Arc::new(op)),
+        }
     }
 
     /// Reads `bytes` of the peer's region into `target`.
@@ -186,74 +206,45 @@ impl Peer {
             self.state.let_go(&op);
             return Ok(transfer);
         }
-        self.state.inbound.open_sink(op.clone(), op.total);
-        self.ask(&op, source.key);
-        if let Some(error) = self.error() {
-            op.fail(error);
-            self.state.end_sink(&op);
+        let start = |state: &Arc<PeerState>, op: Arc<Op>| {
+            state.inbound.open_sink(op.clone(), op.total);
+            state.ask(&op, op.key);
+            if let Some(error) = state.failure() {
+                op.fail(error);
+                state.end_sink(&op);
+            }
+        };
+        if let Some(ready) = &self.after {
+            return self.state.hold(ready.clone(), op, move |state, op| {
+                start(state, op);
+                state.rouse_home();
+            });
         }
+        start(&self.state, op.clone());
         progress::kick(&self.state, op.total);
         Ok(transfer)
-    }
-
-    /// Queues the requests of a read; each names a bounded number of ranges and bytes.
-    fn ask(&self, op: &Arc<Op>, key: u64) {
-        let mut position = 0;
-        let mut ranges = Vec::new();
-        let mut start = 0;
-        for piece in op.pieces.as_slice() {
-            let mut done = 0;
-            while done < piece.len {
-                let len = (piece.len - done).min(READ_RANGE_BYTES_MAX);
-                ranges.push(wire::Placement { offset: piece.remote + done, len: len as u32 });
-                done += len;
-                position += len;
-                if ranges.len() == limits::SEGMENTS_PER_CHUNK_MAX || position - start >= READ_REQUEST_BYTES {
-                    self.ask_one(op, key, start, &ranges);
-                    ranges.clear();
-                    start = position;
-                }
-            }
-        }
-        if !ranges.is_empty() {
-            self.ask_one(op, key, start, &ranges);
-        }
-    }
-
-    fn ask_one(&self, op: &Arc<Op>, key: u64, start: u64, ranges: &[wire::Placement]) {
-        let mut header = Header::new(Kind::Read);
-        header.transfer = op.id;
-        header.key = key;
-        header.offset = start;
-        header.total = op.id;
-        header.segments = ranges.len() as u16;
-        let mut entry = Entry::bare(header);
-        let mut placements = Vec::new();
-        ranges.iter().for_each(|range| range.encode_into(&mut placements));
-        entry.placements = placements.into();
-        op.hold();
-        entry.op = Some(op.clone());
-        self.state.drop_entries(self.state.queue.push_entry(entry));
     }
 
     /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
     pub fn send(&self, tag: u64, source: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
         self.send_blocks(tag, source, &[(offset, bytes)])
     }
-
     /// Sends one message gathered from `(offset, bytes)` pieces.
     pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
         self.check_local(source)?;
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = &self.state;
-        let posted = state.queue.post_send(|number| {
+        let posted = state.queue.post_send(self.after.is_some(), |number| {
             let mut op = self.op(Verb::Send, pieces, memory, tag);
             op.number = number;
             state.begin(&op);
             Arc::new(op)
         });
         let op = posted.ok_or_else(|| state.gone())?;
+        if let Some(ready) = &self.after {
+            return state.hold(ready.clone(), op, |state, op| state.start(op));
+        }
         progress::kick(state, op.total);
         Ok(Transfer { op, peer: state.clone() })
     }
@@ -269,6 +260,17 @@ impl Peer {
         let pieces = lined_up("target", target, blocks)?;
         let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
         self.state.begin(&op);
+        if let Some(ready) = &self.after {
+            return self.state.hold(ready.clone(), op, |state, op| {
+                let replies = state.inbound.post(op.clone());
+                state.reply(replies);
+                if let Some(error) = state.failure().filter(|_| state.inbound.unpost(&op)) {
+                    op.fail(error);
+                    state.let_go(&op);
+                }
+                state.rouse_home();
+            });
+        }
         let replies = self.state.inbound.post(op.clone());
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
         self.state.reply(replies);
@@ -290,7 +292,7 @@ impl Peer {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Verb::Notify, pieces, None, 0);
         op.message = checked_message(message)?;
-        self.state.post(Arc::new(op))
+        self.post(op)
     }
 
     /// The next notification, if one is here. Those that came before a peer was lost are still given.
@@ -378,10 +380,6 @@ impl Peer {
         Ok(())
     }
 }
-
-/// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
-const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
-const READ_REQUEST_BYTES: u64 = 64 << 20;
 
 fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Result<Pieces> {
     let mut position = 0;

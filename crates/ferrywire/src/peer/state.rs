@@ -18,6 +18,8 @@ use crate::schedule;
 use crate::stats::ChannelCounters;
 use crate::wire::{Header, Kind, Refusal};
 
+use super::held::Held;
+
 /// Where the payload of a frame goes, kept alive while it is filled.
 pub(crate) enum Landing {
     Region { key: u64, memory: Arc<Memory> },
@@ -113,6 +115,8 @@ pub(crate) struct PeerState {
     pub unfinished: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
     pub stuck: AtomicBool,
+    /// Operations that wait for a GPU.
+    pub held: Held,
     /// The worker that is roused first for the next operation.
     pub rouse_first: AtomicUsize,
     /// Something was written to memory of its GPUs, and it stages what comes.
@@ -143,6 +147,7 @@ impl PeerState {
             abandoned: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
+            held: Held::default(),
             rouse_first: AtomicUsize::new(0),
             writes_to_gpus: AtomicBool::new(false),
         }
@@ -369,6 +374,9 @@ impl PeerState {
         }
         op.cancel();
         match op.verb {
+            _ if self.held.knows(op) => {
+                self.release_held();
+            }
             Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
             Verb::Recv | Verb::Read => {
                 self.end_sink(op);
@@ -398,7 +406,7 @@ impl PeerState {
     /// placed any more.
     pub fn fail(&self) {
         let error = self.gone();
-        for op in self.queue.close() {
+        for op in self.held.close().into_iter().chain(self.queue.close()) {
             op.fail(error.clone());
             self.let_go(&op);
         }

@@ -159,9 +159,9 @@ impl SendQueue {
         op.epoch.store(self.lock().join_epoch(), Ordering::Relaxed);
     }
 
-    /// Numbers and queues a send.
+    /// Numbers a send, and queues it, unless it is held.
     #[must_use]
-    pub fn post_send(&self, make: impl FnOnce(u64) -> Arc<Op>) -> Option<Arc<Op>> {
+    pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Arc<Op>) -> Option<Arc<Op>> {
         let mut lanes = self.lock();
         if lanes.closed {
             return None;
@@ -169,9 +169,27 @@ impl SendQueue {
         let op = make(lanes.next_number);
         lanes.next_number += 1;
         op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
-        lanes.small.push_back(op.clone());
-        self.publish(&lanes);
+        if !held {
+            lanes.small.push_back(op.clone());
+            self.publish(&lanes);
+        }
         Some(op)
+    }
+
+    /// Queues an operation that was held, with all that was done for it before; false when the peer is gone.
+    #[must_use]
+    pub fn post_held(&self, op: Arc<Op>) -> bool {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return false;
+        }
+        match op.verb {
+            Verb::Notify => lanes.fence(op),
+            Verb::Send => lanes.small.push_back(op),
+            _ => lanes.enqueue(op, self.small_bytes_max),
+        }
+        self.publish(&lanes);
+        true
     }
 
     /// Queues a frame of the engine's own.

@@ -1,14 +1,14 @@
 //! Memory, copies, flags and pointers, on a GPU or on what stands in for one.
 
-use crate::{gpu, other_gpu};
+use crate::{gpu, is_real, other_gpu};
 use cudarc::driver::sys;
 use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
-    CudaError, CudaEvent, CudaGpu, PinnedBuffer, dmabuf_fd, driver_version, pointer,
+    CudaError, CudaEvent, CudaGpu, CudaPattern, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
-use ferrywire::{Block, BlockList, Endpoint, Error, Place};
+use ferrywire::{Block, BlockList, Endpoint, Error, Place, Ready};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Far more than anything here takes.
 const LONG: Duration = Duration::from_secs(60);
@@ -460,4 +460,56 @@ fn blocks_of_gpus_move_over_tcp() {
     }
     back.read_at(0, &mut found).unwrap();
     assert!(found == expected, "read");
+}
+
+/// Behind a kernel that takes its time, and before one that waits on the GPU: nobody on the host waits for either.
+#[test]
+fn transfers_keep_their_place_in_the_work_of_streams() {
+    let Some(gpu) = gpu() else { return };
+    let Ok(slow) = CudaPattern::new(&gpu) else {
+        return println!("SKIPPED: needs a CUDA device that runs kernels");
+    };
+    const BYTES: usize = 3 << 20;
+    let len = BYTES as u64;
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+    let connecting = Endpoint::builder().channels(2).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let far = accepting.accept(LONG).unwrap();
+    let other = other_gpu(&gpu);
+    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let [target, copy] = [(); 2].map(|()| accepting.register_cuda(other.index(), BYTES).unwrap());
+    let (producer, consumer) = (gpu.stream().unwrap(), other.stream().unwrap());
+    let real = is_real(&gpu);
+    let received = far.recv(1, &target, 0, len).unwrap();
+    if real {
+        // Before anything was staged: what is made for that must not wait for this stream.
+        received.hold(&consumer).unwrap();
+        // SAFETY: two regions of so many bytes, which live.
+        unsafe { consumer.copy(target.as_ptr() as u64, copy.as_ptr() as u64, BYTES) }.unwrap();
+    }
+    slow.hold_up(&producer, Duration::from_millis(300)).unwrap();
+    // SAFETY: a region of so many bytes, which lives.
+    unsafe { producer.fill(source.as_ptr() as u64, 7, BYTES) }.unwrap();
+    let after = near.after(Ready::after_stream(&producer).unwrap());
+    let begun = Instant::now();
+    let sent = after.send(1, &source, 0, len).unwrap();
+    let posted = begun.elapsed();
+    assert!(!real || posted < Duration::from_millis(200), "the caller waited {posted:?}");
+    assert_eq!((sent.wait(LONG), received.wait(LONG)), (Ok(len), Ok(len)));
+    let mut found = vec![0; BYTES];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found.iter().all(|byte| *byte == 7), "what the slow kernel wrote");
+    if real {
+        assert!(begun.elapsed() >= Duration::from_millis(290));
+        consumer.wait(LONG).unwrap();
+        copy.read_at(0, &mut found).unwrap();
+        assert!(found.iter().all(|byte| *byte == 7), "what the waiting stream found");
+        // Somebody else's stream, here the default one; and one that has nothing to wait for.
+        // SAFETY: null is the default stream.
+        let ready = unsafe { Ready::after_raw_stream(&gpu, std::ptr::null_mut()) }.unwrap();
+        let write = near.after(ready).write(&source, 0, &target.descriptor(), 0, len).unwrap();
+        write.hold(&consumer).unwrap();
+        consumer.wait(LONG).unwrap();
+        assert_eq!(write.poll(), Some(Ok(len)));
+    }
 }

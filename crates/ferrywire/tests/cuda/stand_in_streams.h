@@ -3,7 +3,7 @@
  *
  * Part of stand_in.c, whose `lock` guards all of this. Streams and events are numbers in disguise. */
 
-enum { COPY, FILL, FLAG, KERNEL, AWAIT, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
+enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
 
 struct work {
     int what;
@@ -57,6 +57,7 @@ static void show(int how) {
 
 static int is_ready(struct work *work) {
     struct timespec now;
+    if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
     if (work->what != AWAIT) return 1;
     if (work->other >= 0) return all_streams[work->other].done >= work->value;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -213,6 +214,11 @@ int cuStreamWriteValue32_v2(void *stream, address at, unsigned value, unsigned f
 
 int cuStreamWriteValue64_v2(void *stream, address at, address value, unsigned flags) {
     return at % 8 || flags ? INVALID_VALUE : fill_or_flag(stream, FLAG, at, value, 8);
+}
+
+/* The default stream waits for nothing: nothing is ever given to it. */
+int cuStreamWaitValue64_v2(void *stream, address at, address value, unsigned flags) {
+    return at % 8 || flags ? INVALID_VALUE : fill_or_flag(stream, HOLD, at, value, 8);
 }
 
 int cuStreamCreate(void **stream, unsigned flags) {

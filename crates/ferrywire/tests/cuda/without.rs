@@ -153,7 +153,12 @@ fn the_gathers_tests_pass_with_kernels_on_the_cpu() {
     if !has_kernels() {
         return println!("SKIPPED: needs a C++ compiler");
     }
-    let tests = ["gather::", "pattern::", "device::blocks_of_gpus_move_over_tcp"];
+    let tests = [
+        "gather::",
+        "pattern::",
+        "device::blocks_of_gpus_move_over_tcp",
+        "device::transfers_keep_their_place_in_the_work_of_streams",
+    ];
     let said = child(&stand_in(&[WITH_KERNELS]), &tests);
     assert!(!said.contains("needs a CUDA device that runs kernels"), "{said}");
     assert!(said.contains("stand-in: left 0 contexts, 0 streams, 0 events, 0 ranges, 0 pushed"), "{said}");

@@ -16,6 +16,7 @@ mod faults;
 mod gpu;
 mod load;
 mod messages;
+mod ordering;
 mod regions;
 mod sim;
 mod tcp;
@@ -127,6 +128,13 @@ scenarios! {
         copies_that_fail_to_land,
         memory_taken_back_while_it_is_copied,
         memory_freed_in_mid_transfer,
+    };
+    both(5): ordering::{
+        what_a_slow_kernel_makes_is_sent,
+        what_a_slow_kernel_reads_is_not_overwritten,
+        a_stream_waits_for_what_is_received,
+        what_waits_for_a_kernel_may_end_before,
+        closing_with_operations_that_wait,
     };
     sim(100): faults::{
         channels_reset_one_by_one,

@@ -75,6 +75,7 @@ functions! {
     cuStreamWaitEvent(CUstream, CUevent, c_uint);
     cuStreamWriteValue32_v2(CUstream, CUdeviceptr, u32, c_uint);
     cuStreamWriteValue64_v2(CUstream, CUdeviceptr, u64, c_uint);
+    cuStreamWaitValue64_v2(CUstream, CUdeviceptr, u64, c_uint);
     cuEventCreate(*mut CUevent, c_uint);
     cuEventDestroy_v2(CUevent);
     cuEventRecord(CUevent, CUstream);

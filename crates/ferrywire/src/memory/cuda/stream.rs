@@ -185,6 +185,23 @@ impl CudaStream {
         unsafe { call!(self.gpu.about(), cuStreamWriteValue64_v2(self.raw, address, value, 0)) }
     }
 
+    /// What is enqueued in somebody's stream from here on waits, on the device, until 8 bytes of pinned memory hold
+    /// this value or a larger one.
+    ///
+    /// # Safety
+    /// A live stream of this GPU's primary context, or null for the default one; an address as for
+    /// [`CudaStream::write_flag_u64`].
+    pub unsafe fn wait_flag_raw(
+        gpu: &Arc<CudaGpu>,
+        stream: RawStream,
+        address: u64,
+        value: u64,
+    ) -> Result<()> {
+        let _current = gpu.make_current()?;
+        // SAFETY: by the caller's promise. No flags: until it is reached or passed.
+        unsafe { call!(gpu.about(), cuStreamWaitValue64_v2(stream, address, value, 0)) }
+    }
+
     /// Enqueues a kernel with `grid` blocks of `block` threads.
     ///
     /// # Safety

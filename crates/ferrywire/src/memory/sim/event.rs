@@ -66,6 +66,20 @@ impl Mark {
     }
 }
 
+/// What a stream waits for until the host says so.
+pub(crate) struct HostGate(Arc<Mark>);
+
+impl HostGate {
+    pub(super) fn new(mark: Arc<Mark>) -> HostGate {
+        HostGate(mark)
+    }
+
+    /// Everything behind it in the stream goes on.
+    pub fn open(self) {
+        self.0.complete(Ok(()));
+    }
+}
+
 /// A mark that can be put into streams again and again; it stands for the last place where it was put.
 #[derive(Default)]
 pub struct SimEvent {

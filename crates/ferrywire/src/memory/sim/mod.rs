@@ -43,6 +43,7 @@ mod work;
 pub use allocation::{MappedBuffer, SimBuffer};
 pub use current::{current, set_current, with_current};
 pub use error::{Result, SimGpuError};
+pub(crate) use event::HostGate;
 pub use event::SimEvent;
 pub use faults::{FAULTS_VARIABLE, SimFaults};
 pub(crate) use pattern::SimPattern;

@@ -4,7 +4,7 @@
 //! Read next: `engine.rs`.
 
 use super::allocation::check_host;
-use super::event::Mark;
+use super::event::{HostGate, Mark};
 use super::work::{HostPointer, Work};
 use super::{Result, SimEvent, SimGpu};
 use crate::memory::GpuCopy;
@@ -106,6 +106,14 @@ impl SimStream {
         let Some(mark) = event.mark() else { return Ok(()) };
         mark.watch(&self.gpu.engine);
         self.enqueue(Work::WaitFor(mark))
+    }
+
+    /// What is enqueued from here on waits until the host opens the gate.
+    pub(crate) fn hold(&self) -> Result<HostGate> {
+        let mark = Arc::new(Mark::new(self.gpu.index()));
+        mark.watch(&self.gpu.engine);
+        self.enqueue(Work::WaitFor(mark.clone()))?;
+        Ok(HostGate::new(mark))
     }
 
     /// Whether everything enqueued is done. Does not block.
