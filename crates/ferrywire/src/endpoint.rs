@@ -197,8 +197,10 @@ impl Endpoint {
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
         let thread_only = plugin.is_some();
+        let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
+        let spin = schedule::spin(cores, config.threads);
         let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
-            .map(|index| Worker::new(index, threaded, thread_only).map(Arc::new))
+            .map(|index| Worker::new(index, threaded, thread_only, spin).map(Arc::new))
             .collect();
         let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
         let engine = Engine::new(identity, config, transport, workers, threaded, plugin);
@@ -348,6 +350,7 @@ impl Endpoint {
     /// [`Error::Cuda`].
     pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
+        self.inner.engine.prepared.prepare(Place::Cuda(index));
         Ok(Region::cuda(&self.inner.home, buffer))
     }
 
@@ -367,7 +370,9 @@ impl Endpoint {
         }
         let place = Place::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the place is what the address says.
-        unsafe { Region::user(&self.inner.home, base, bytes as u64, place) }
+        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place) }?;
+        self.inner.engine.prepared.prepare(place);
+        Ok(region)
     }
 
     /// Turns everything once that no thread turns; true if anything happened. Only needed in an

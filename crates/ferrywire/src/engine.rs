@@ -12,6 +12,7 @@ use crate::ordering::Gates;
 use crate::patience::Patience;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
+use crate::staging::Prepared;
 use crate::sys::poll::Waker;
 use crate::transport::SharedTransport;
 use crate::transport::plugin::Host;
@@ -38,6 +39,7 @@ pub(crate) struct Engine {
     pub plugin: Option<Arc<Host>>,
     /// Whether a thread turns the control side; else callers do.
     pub threaded: bool,
+    pub prepared: Prepared,
     /// What streams of GPUs wait for.
     pub gates: Gates,
     regions: RegionTable,
@@ -66,6 +68,7 @@ impl Engine {
             closing: AtomicBool::new(false),
             threaded,
             plugin,
+            prepared: Prepared::default(),
             gates: Gates::default(),
             regions: RegionTable::default(),
             next_id: AtomicU64::new(1),

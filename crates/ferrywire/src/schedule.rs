@@ -7,6 +7,7 @@
 //! Pure: numbers in, numbers out. Read next: `queue/`, which applies the rules.
 
 use crate::limits;
+use std::time::Duration;
 
 /// Bytes of the next chunk: an equal share of the rest, within the bounds, whole pages.
 pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_bytes_max: usize) -> u64 {
@@ -79,6 +80,18 @@ pub fn threads_default(cores: usize) -> usize {
     workers(cores)
 }
 
+/// How long a thread without work spins before it sleeps. To be woken takes longer than to send 64 KiB, and where
+/// cores are left over a thread had better wait for the next message of a few in flight.
+pub fn spin(cores: usize, threads: usize) -> Duration {
+    match cores >= 2 * threads.max(1) && cores > 4 {
+        true => SPIN_ON_SPARE_CORES,
+        false => SPIN,
+    }
+}
+
+const SPIN: Duration = Duration::from_micros(50);
+const SPIN_ON_SPARE_CORES: Duration = Duration::from_micros(500);
+
 /// All cores of a small host, half of those of a large one: the rest has other work.
 fn workers(cores: usize) -> usize {
     match cores {
@@ -129,6 +142,12 @@ mod tests {
     fn hosts_keep_as_many_threads_busy_as_they_have_cores_to_spare() {
         let threads = [0, 1, 2, 8, 12, 16, 24, 32, 208].map(threads_default);
         assert_eq!(threads, [1, 1, 2, 8, 8, 8, 12, 16, 16]);
+    }
+
+    #[test]
+    fn threads_spin_for_long_only_where_others_have_cores() {
+        assert!(spin(32, 16) > spin(32, 17));
+        assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [SPIN; 4]);
     }
 
     #[test]

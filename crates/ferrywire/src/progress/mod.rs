@@ -31,7 +31,7 @@ pub(crate) use abandon::{abandon, abandon_memory};
 pub(crate) use callers::{kick, nudge, wait};
 use crank::{Slot, Turn};
 
-/// How long an owner without work spins before it sleeps in the kernel.
+/// How long a caller that drives spins without work before it sleeps in the kernel.
 const SPIN: Duration = Duration::from_micros(50);
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
 const NAP: Duration = Duration::from_micros(150);
@@ -149,6 +149,7 @@ pub(crate) struct Worker {
     lanes: AtomicUsize,
     /// The thread keeps to one core.
     kept: AtomicBool,
+    spin: Duration,
 }
 
 /// The channels of a worker. Only its owner touches them.
@@ -171,7 +172,8 @@ pub(crate) struct Crank {
 }
 
 impl Worker {
-    pub fn new(index: usize, threaded: bool, thread_only: bool) -> io::Result<Worker> {
+    /// Its thread spins for `spin` without work before it sleeps in the kernel.
+    pub fn new(index: usize, threaded: bool, thread_only: bool, spin: Duration) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let waker = poller.waker();
         let crank = Crank {
@@ -207,6 +209,7 @@ impl Worker {
             stuck: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
             kept: AtomicBool::new(false),
+            spin,
         })
     }
 
@@ -380,7 +383,7 @@ impl Worker {
                 self.nap(crank);
                 continue;
             }
-            if idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+            if idle_since.get_or_insert_with(Instant::now).elapsed() > self.spin {
                 return false;
             }
             thread::yield_now();

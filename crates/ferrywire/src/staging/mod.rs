@@ -17,11 +17,13 @@
 mod copier;
 mod cuda;
 mod line;
+mod prepared;
 mod receiving;
 mod ring;
 mod sending;
 mod stopwatch;
 
+pub(crate) use prepared::Prepared;
 pub(crate) use receiving::Receiving;
 pub(crate) use sending::{Sending, Staged};
 

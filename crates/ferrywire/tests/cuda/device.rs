@@ -4,7 +4,7 @@ use crate::{gpu, is_real, other_gpu};
 use cudarc::driver::sys;
 use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
-    CudaError, CudaEvent, CudaGpu, CudaPattern, PinnedBuffer, dmabuf_fd, driver_version, pointer,
+    CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
 use ferrywire::{Block, BlockList, Endpoint, Error, Place, Ready};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -481,12 +481,10 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     let (producer, consumer) = (gpu.stream().unwrap(), other.stream().unwrap());
     let real = is_real(&gpu);
     let received = far.recv(1, &target, 0, len).unwrap();
-    if real {
-        // Before anything was staged: what is made for that must not wait for this stream.
-        received.hold(&consumer).unwrap();
-        // SAFETY: two regions of so many bytes, which live.
-        unsafe { consumer.copy(target.as_ptr() as u64, copy.as_ptr() as u64, BYTES) }.unwrap();
-    }
+    // Before anything was staged: what is made for that must not wait for this stream.
+    received.hold(&consumer).unwrap();
+    // SAFETY: two regions of so many bytes, which live.
+    unsafe { consumer.copy(target.as_ptr() as u64, copy.as_ptr() as u64, BYTES) }.unwrap();
     slow.hold_up(&producer, Duration::from_millis(300)).unwrap();
     // SAFETY: a region of so many bytes, which lives.
     unsafe { producer.fill(source.as_ptr() as u64, 7, BYTES) }.unwrap();
@@ -499,11 +497,11 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
     let mut found = vec![0; BYTES];
     target.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte == 7), "what the slow kernel wrote");
+    assert!(begun.elapsed() >= Duration::from_millis(290), "it waited for the kernel");
+    consumer.wait(LONG).unwrap();
+    copy.read_at(0, &mut found).unwrap();
+    assert!(found.iter().all(|byte| *byte == 7), "what the waiting stream found");
     if real {
-        assert!(begun.elapsed() >= Duration::from_millis(290));
-        consumer.wait(LONG).unwrap();
-        copy.read_at(0, &mut found).unwrap();
-        assert!(found.iter().all(|byte| *byte == 7), "what the waiting stream found");
         // Somebody else's stream, here the default one; and one that has nothing to wait for.
         // SAFETY: null is the default stream.
         let ready = unsafe { Ready::after_raw_stream(&gpu, std::ptr::null_mut()) }.unwrap();
@@ -512,4 +510,44 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
         consumer.wait(LONG).unwrap();
         assert_eq!(write.poll(), Some(Ok(len)));
     }
+}
+
+/// What a channel makes when it first stages something: none of it may wait for streams that wait for us.
+#[test]
+fn rings_are_made_while_a_stream_waits() {
+    let Some(gpu) = gpu() else { return };
+    // What is made is made in time, or once the stream goes on: then the test ends, and says which it was.
+    let _kernels = CudaPattern::new(&gpu);
+    let word = gpu.pinned(8).unwrap();
+    let waiting = gpu.stream().unwrap();
+    // SAFETY: 8 aligned bytes of pinned memory, which live as long as the stream.
+    unsafe { CudaStream::wait_flag_raw(&gpu, waiting.raw(), word.address(), 1) }.unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    let maker = gpu.clone();
+    let making = std::thread::spawn(move || {
+        let step = |what: &str, begun: Instant| tell.send((what.to_string(), begun.elapsed())).unwrap();
+        let mut begun = Instant::now();
+        let _stream = maker.stream().unwrap();
+        step("a stream", std::mem::replace(&mut begun, Instant::now()));
+        let _pinned = maker.pinned(2 << 20).unwrap();
+        step("pinned memory", std::mem::replace(&mut begun, Instant::now()));
+        let _event = CudaEvent::new(&maker).unwrap();
+        step("an event", std::mem::replace(&mut begun, Instant::now()));
+        let _memory = maker.alloc(4, 8).unwrap();
+        step("device memory", std::mem::replace(&mut begun, Instant::now()));
+        step("end", begun);
+    });
+    let mut made = Vec::new();
+    while let Ok(step) = told.recv_timeout(Duration::from_secs(5)) {
+        if step.0 == "end" {
+            break;
+        }
+        made.push(step);
+    }
+    // SAFETY: the word of before.
+    unsafe { AtomicU64::from_ptr(word.as_ptr().cast()) }.store(1, Ordering::Release);
+    waiting.wait(LONG).unwrap();
+    making.join().unwrap();
+    println!("made while a stream waited: {made:?}");
+    assert_eq!(made.len(), 4, "the next thing waited for the stream: {made:?}");
 }
