@@ -16,7 +16,7 @@ use super::ring::Ring;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaBuffer, CudaGpu, CudaStream, PinnedBuffer};
+use crate::memory::cuda::{CudaBuffer, CudaError, CudaGpu, CudaStream, PinnedBuffer, pointer};
 use crate::memory::unpack::{CopyList, Kernels};
 
 /// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
@@ -85,10 +85,32 @@ impl CudaCopier {
     }
 }
 
+impl CudaCopier {
+    /// Sees that the memory of GPUs is still there: its owner may have freed it without a word, and neither a copy engine
+    /// nor a kernel would forgive that. One question per allocation and batch.
+    fn check(&mut self) -> Result<()> {
+        let mut known = 0..0;
+        for GpuCopy { source, target, bytes } in &self.batch {
+            let (address, bytes) = (if self.way == Way::Out { *source } else { *target }, *bytes as u64);
+            let end = address + bytes;
+            if known.start <= address && end <= known.end {
+                continue;
+            }
+            self.calls += 1;
+            known = pointer::stretch(address, bytes)
+                .map(|found| found.base..found.base + found.bytes)
+                .filter(|found| end <= found.end)
+                .ok_or(CudaError::Freed { address, bytes })?;
+        }
+        Ok(())
+    }
+}
+
 impl Copier for CudaCopier {
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
         self.fill(runs);
         (self.marked, self.asked) = (mark, 0);
+        self.check()?;
         if self.batch.len() >= KERNEL_RUNS_MIN
             && let Some(kernel) = &mut self.kernel
             // SAFETY: the flag outlives the stream; the rest by the caller's promise.

@@ -1,6 +1,6 @@
 //! Memory, copies, flags and pointers, on a GPU or on what stands in for one.
 
-use crate::{gpu, is_real, other_gpu};
+use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
 use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
@@ -516,6 +516,10 @@ fn transfers_keep_their_place_in_the_work_of_streams() {
 #[test]
 fn rings_are_made_while_a_stream_waits() {
     let Some(gpu) = gpu() else { return };
+    // What other tests free waits for this stream, and holds up what is made here.
+    if !is_alone("device::rings_are_made_while_a_stream_waits") {
+        return;
+    }
     // What is made is made in time, or once the stream goes on: then the test ends, and says which it was.
     let _kernels = CudaPattern::new(&gpu);
     let word = gpu.pinned(8).unwrap();

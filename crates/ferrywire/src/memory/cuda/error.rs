@@ -53,6 +53,17 @@ pub enum CudaError {
         /// The GPU.
         index: u32,
     },
+    /// Memory is used that was there when it was registered.
+    #[error(
+        "there is no GPU memory of {bytes} bytes at {address:#x} any more: deregister a region before its memory is \
+         freed"
+    )]
+    Freed {
+        /// First address.
+        address: u64,
+        /// How many.
+        bytes: u64,
+    },
     /// Alignments are powers of two.
     #[error("alignment {align} is not a power of two")]
     Alignment {
