@@ -219,6 +219,7 @@ impl Drop for Op {
         // One that was never posted has no other end.
         if !self.ended() {
             self.memory.iter().for_each(|memory| memory.leave());
+            self.open_gates();
         }
     }
 }
@@ -280,7 +281,11 @@ impl Transfer {
     }
 
     /// Lets a stream wait, on the device, until the transfer has ended: what is enqueued from here on finds what was
-    /// received. It goes on after a failure too; the outcome says which it was.
+    /// received. It goes on after a failure too; the outcome says which it was. Only a call of a plugin that never
+    /// returns keeps it waiting.
+    ///
+    /// While a stream waits, no memory of a GPU may be freed or unpinned in the process (`cudaFree`, PyTorch's
+    /// `empty_cache`): the driver would wait for the stream, and with it all that could end the transfer.
     ///
     /// # Errors
     /// The driver's.

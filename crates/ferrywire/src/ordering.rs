@@ -69,6 +69,15 @@ impl Ready {
         Ok(Ready(Mark::Sim(Arc::new(event))))
     }
 
+    /// Whether both stand for the same place in a stream.
+    pub(crate) fn is_same(&self, other: &Ready) -> bool {
+        match (&self.0, &other.0) {
+            (Mark::Sim(mine), Mark::Sim(theirs)) => Arc::ptr_eq(mine, theirs),
+            (Mark::Cuda(mine), Mark::Cuda(theirs)) => Arc::ptr_eq(mine, theirs),
+            _ => false,
+        }
+    }
+
     /// Whether it is so; an error when it never will be. Does not block.
     pub(crate) fn poll(&self) -> Result<bool> {
         match &self.0 {

@@ -5,6 +5,7 @@
 //! Invariant: an operation is here or it has begun; one that is cancelled, fails or loses its memory meanwhile
 //! ends as if it had begun. Read next: `ordering.rs`, what they wait for.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -33,6 +34,34 @@ struct List {
 pub(crate) struct Held {
     any: AtomicBool,
     list: Mutex<List>,
+    /// One at a time begins them, so that they begin in their order.
+    releasing: Mutex<()>,
+}
+
+/// What has been seen to wait on, in one look through the list: what the GPU finishes meanwhile keeps its order.
+#[derive(Default)]
+struct Order {
+    last: Option<Ready>,
+    tags: HashSet<u64>,
+    notification: bool,
+}
+
+impl Order {
+    fn is_behind(&self, waiting: &Waiting) -> bool {
+        let op = &waiting.op;
+        self.last.as_ref().is_some_and(|last| last.is_same(&waiting.ready))
+            || (op.verb == Verb::Recv && self.tags.contains(&op.key))
+            || (op.verb == Verb::Notify && self.notification)
+    }
+
+    fn stays(&mut self, waiting: &Waiting) {
+        match waiting.op.verb {
+            Verb::Recv => drop(self.tags.insert(waiting.op.key)),
+            Verb::Notify => self.notification = true,
+            _ => {}
+        }
+        self.last = Some(waiting.ready.clone());
+    }
 }
 
 impl Held {
@@ -65,14 +94,19 @@ impl Held {
     fn take(&self) -> Vec<(Waiting, Option<Error>)> {
         let mut list = self.lock();
         let mut taken = Vec::new();
+        let mut order = Order::default();
         let mut at = 0;
         while let Some(waiting) = list.waiting.get(at) {
             let answer = match waiting.op.unsendable() {
                 true => Ok(true),
+                false if order.is_behind(waiting) => Ok(false),
                 false => waiting.ready.poll(),
             };
             match answer {
-                Ok(false) => at += 1,
+                Ok(false) => {
+                    order.stays(waiting);
+                    at += 1;
+                }
                 Ok(true) => taken.push((list.waiting.remove(at), None)),
                 Err(error) => taken.push((list.waiting.remove(at), Some(error))),
             }
@@ -133,6 +167,8 @@ impl PeerState {
         if !self.held.any() {
             return false;
         }
+        // Somebody else is at it, and will be again soon.
+        let Ok(_alone) = self.held.releasing.try_lock() else { return false };
         let taken = self.held.take();
         let worked = !taken.is_empty();
         for (Waiting { op, start, .. }, error) in taken {

@@ -67,7 +67,8 @@ impl Peer {
     /// Messages keep the order in which they were posted, so those behind such a send wait with it; a receive
     /// has its place among those of its tag from then on.
     ///
-    /// When the GPU's work fails before, the operation fails with its error, and memory is not touched.
+    /// When the GPU's work fails before, the operation fails with its error, and memory is not touched. A notification
+    /// of its own counts as posted when it begins.
     pub fn after(&self, ready: Ready) -> Peer {
         Peer { after: Some(ready), ..self.clone() }
     }
@@ -264,9 +265,11 @@ impl Peer {
             return self.state.hold(ready.clone(), op, |state, op| {
                 let replies = state.inbound.post(op.clone());
                 state.reply(replies);
-                if let Some(error) = state.failure().filter(|_| state.inbound.unpost(&op)) {
-                    op.fail(error);
-                    state.let_go(&op);
+                // Whoever cancelled it in between has found it nowhere.
+                let error = state.failure();
+                if (error.is_some() || op.unsendable()) && state.inbound.unpost(&op) {
+                    error.into_iter().for_each(|error| op.fail(error));
+                    state.cut_short(&op);
                 }
                 state.rouse_home();
             });

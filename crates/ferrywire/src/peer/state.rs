@@ -229,6 +229,11 @@ impl PeerState {
         self.counters.len().div_ceil(self.engine.workers.len())
     }
 
+    /// Channels that it was set up with: the worker of each is told by its number.
+    pub fn channels(&self) -> usize {
+        self.counters.len()
+    }
+
     pub fn live_channels(&self) -> usize {
         self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
     }

@@ -288,7 +288,9 @@ pub(crate) fn kick(peer: &Arc<PeerState>, bytes: u64) {
         }
     }
     if bulk && peer.queue.has_work() {
-        let (count, mut left) = (engine.workers.len(), bytes.div_ceil(ROUSE_BYTES));
+        // The others have no channel of this peer.
+        let count = engine.workers.len().min(peer.channels()).max(1);
+        let mut left = bytes.div_ceil(ROUSE_BYTES);
         // With each operation it begins at another one.
         let first = peer.rouse_first.fetch_add(1, Ordering::Relaxed);
         for step in 0..count {

@@ -34,6 +34,20 @@ static u32 length() {
     }
 }
 
+// A source and a target of one random length, each in a block of its own: the allocation ends where the range does; it
+// begins aligned to 16 bytes, and what is before the source may not be read either, as far as the sanitizer can tell bytes
+// apart.
+static Copy scattered(std::vector<u8 *> &places) {
+    const u32 bytes = length(), skew[2] = {(u32)random_below(16), (u32)random_below(16)};
+    u8 *source = (u8 *)malloc(skew[0] + bytes), *target = (u8 *)malloc(skew[1] + bytes);
+    for (u32 i = 0; i < skew[0] + bytes; i++) source[i] = (u8)random_below(256);
+    memset(target, 0xA5, skew[1] + bytes);
+    ASAN_POISON_MEMORY_REGION(source, skew[0]);
+    places.push_back(source);
+    places.push_back(target);
+    return {source + skew[0], target + skew[1], bytes};
+}
+
 static void gathers(int rounds) {
     for (int round = 0; round < rounds; round++) {
         // Each fragment's source and target is a block of its own, so that every edge is watched.
@@ -41,18 +55,10 @@ static void gathers(int rounds) {
         std::vector<Fragment> fragments;
         std::vector<u8 *> sources, targets, places;
         for (u32 k = 0; k < count; k++) {
-            const u32 bytes = length(), skew[2] = {(u32)random_below(16), (u32)random_below(16)};
-            // An allocation ends where the range does; it begins aligned to 16 bytes, and what is before the source
-            // may not be read either, as far as the sanitizer can tell bytes apart.
-            u8 *source = (u8 *)malloc(skew[0] + bytes), *target = (u8 *)malloc(skew[1] + bytes);
-            for (u32 i = 0; i < skew[0] + bytes; i++) source[i] = (u8)random_below(256);
-            memset(target, 0xA5, skew[1] + bytes);
-            ASAN_POISON_MEMORY_REGION(source, skew[0]);
-            sources.push_back(source + skew[0]);
-            targets.push_back(target + skew[1]);
-            places.push_back(source);
-            places.push_back(target);
-            fragments.push_back({0, bytes, 0});
+            const Copy each = scattered(places);
+            sources.push_back((u8 *)each.source);
+            targets.push_back(each.target);
+            fragments.push_back({0, (u32)each.bytes, 0});
         }
         // One run per fragment gives each bases of its own; then as many as fit, of none or one fragment.
         Gather gather = {};
@@ -84,16 +90,7 @@ static void copies(int rounds) {
         const u32 count = 1 + (u32)random_below(round % 8 == 0 ? 70 : 8);
         std::vector<Copy> list;
         std::vector<u8 *> places;
-        for (u32 k = 0; k < count; k++) {
-            const u32 bytes = length(), skew[2] = {(u32)random_below(16), (u32)random_below(16)};
-            u8 *source = (u8 *)malloc(skew[0] + bytes), *target = (u8 *)malloc(skew[1] + bytes);
-            for (u32 i = 0; i < skew[0] + bytes; i++) source[i] = (u8)random_below(256);
-            memset(target, 0xA5, skew[1] + bytes);
-            ASAN_POISON_MEMORY_REGION(source, skew[0]);
-            list.push_back({source + skew[0], target + skew[1], bytes});
-            places.push_back(source);
-            places.push_back(target);
-        }
+        for (u32 k = 0; k < count; k++) list.push_back(scattered(places));
         u64 flag = 0;
         Copies all = {(u64)list.data(), count, (u64)&flag, 1 + random_below(1000), (u64)&done, 0, 0, 0};
         all.batch = 1 + (u32)random_below(BATCH);

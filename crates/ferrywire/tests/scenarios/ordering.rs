@@ -94,8 +94,9 @@ pub fn what_a_slow_kernel_reads_is_not_overwritten(world: &mut impl World) {
     let (near, far) = pair(world);
     let len = BYTES as u64;
     let there = world.end(1).register(pattern(BYTES, 5)).unwrap();
-    let targets = [(); 2].map(|()| on_gpu(&world.end(0), 12, &[1; BYTES]));
-    let kept = on_gpu(&world.end(0), 12, &[0; 2 * BYTES]);
+    let second = world.end(1).register(pattern(BYTES, 6)).unwrap();
+    let targets = [(); 3].map(|()| on_gpu(&world.end(0), 12, &[1; BYTES]));
+    let kept = on_gpu(&world.end(0), 12, &[0; 3 * BYTES]);
     let kernel = slow.stream();
     for (at, target) in targets.iter().enumerate() {
         let to = kept.as_ptr() as u64 + (at * BYTES) as u64;
@@ -105,15 +106,17 @@ pub fn what_a_slow_kernel_reads_is_not_overwritten(world: &mut impl World) {
     let all = [
         after.read(&targets[0], 0, &there.descriptor(), 0, len).unwrap(),
         after.recv(2, &targets[1], 0, len).unwrap(),
+        after.recv(2, &targets[2], 0, len).unwrap(),
         far.send(2, &there, 0, len).unwrap(),
+        far.send(2, &second, 0, len).unwrap(),
     ];
     world.linger();
     assert_eq!(all.iter().filter_map(|each| each.poll()).count(), 0);
     slow.go();
     world.all_done(&all);
-    assert_same(&contents(&kept), &[1; 2 * BYTES], "what the kernel read");
-    for target in &targets {
-        assert_same(&contents(target), &pattern(BYTES, 5), "what came after it");
+    assert_same(&contents(&kept), &[1; 3 * BYTES], "what the kernel read");
+    for (target, salt) in targets.iter().zip([5, 5, 6]) {
+        assert_same(&contents(target), &pattern(BYTES, salt), "what came after it, in its order");
     }
 }
 
