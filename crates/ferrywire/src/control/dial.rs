@@ -166,7 +166,7 @@ impl Dial {
         &*self.conn
     }
 
-    /// Whether it is to resume this session.
+    /// Whether it is to resume the control session of this number.
     pub fn resumes(&self, session: u64) -> bool {
         matches!(self.what, DialFor::Resume { session: mine } if mine == session)
     }

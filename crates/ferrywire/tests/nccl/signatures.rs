@@ -37,7 +37,7 @@ fn request(n: usize) -> *mut c_void {
 struct Round {
     version: Version,
     plugin: Plugin,
-    library: libloading::Library,
+    object: libloading::Library,
 }
 
 fn round(version: Version) {
@@ -75,7 +75,7 @@ impl Round {
         assert_eq!((plugin.name(), plugin.name_before_init()), ("Test plugin, started", "Test plugin"));
         assert_eq!((plugin.version(), plugin.devices()), (version, 5));
         assert_eq!(plugin.path(), path.to_str().expect("text"));
-        Round { version, plugin, library }
+        Round { version, plugin, object: library }
     }
 
     fn since(&self, version: Version) -> bool {
@@ -84,14 +84,14 @@ impl Round {
 
     /// The plugin saw nothing wrong, and saw something at all since the last time.
     fn checked(&self, before: c_int) -> c_int {
-        let (calls, failures) = checks(&self.library);
+        let (calls, failures) = checks(&self.object);
         assert_eq!(failures, "", "{}", self.version);
         assert!(calls > before, "{}: nothing was checked", self.version);
         calls
     }
 
     fn properties(&self) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         for device in [0, DEVICE] {
             let read = self.plugin.properties(device).expect("properties");
             assert_eq!(read.name, format!("nic{device}"));
@@ -119,7 +119,7 @@ impl Round {
     }
 
     fn connect(&self) -> (SendComm, RecvComm) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         let (mut listen, handle) = self.plugin.listen(DEVICE).expect("listens");
         assert!(handle.bytes().iter().enumerate().all(|(i, &byte)| byte == (i * 7 + 1) as u8));
         let mut connecting = self.plugin.connect(DEVICE, &handle);
@@ -164,7 +164,7 @@ impl Round {
     }
 
     fn registration(&self, send: &SendComm, recv: &RecvComm) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         let v8 = self.since(Version::V8);
         let bytes = if v8 { 0x1_2345_6789 } else { 0x7fff_f000 };
         // SAFETY: plugin.c looks at the numbers only; so in all that follows.
@@ -193,7 +193,7 @@ impl Round {
     }
 
     fn sending(&self, send: &SendComm) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         // SAFETY: as above.
         let isend = |bytes| unsafe { send.isend(data(1), bytes, TAG, memory(0)) };
         let posted = request_of(isend(self.message_bytes()));
@@ -221,7 +221,7 @@ impl Round {
     }
 
     fn receiving(&self, recv: &RecvComm) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         // SAFETY: as above.
         let irecv = |n, first| unsafe { recv.irecv(&self.buffers(n, |i| first - i)) };
         // SAFETY: as above; each request is tested as often as the plugin expects.
@@ -309,7 +309,7 @@ impl Round {
     }
 
     fn ending(self, send: SendComm, recv: RecvComm) {
-        let before = checks(&self.library).0;
+        let before = checks(&self.object).0;
         if self.since(Version::V11) {
             let busy = self.plugin.clone().finalize().expect_err("connections are open");
             assert!(matches!(busy.cause, Cause::Misuse(_)), "{busy}");
