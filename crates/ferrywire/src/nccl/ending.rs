@@ -14,8 +14,8 @@ use std::panic::catch_unwind;
 use std::sync::{Mutex, Once, PoisonError};
 
 use super::clock::{self, PluginId};
-use super::log;
-use super::watched::{self, said};
+use super::log::{self, LastLines, LogLine};
+use super::watched;
 
 /// The likely cause of a plugin's end, from how the process ended and what was said before, in words.
 pub fn likely_cause(how: &str, said: &str) -> &'static str {
@@ -80,8 +80,8 @@ fn told() -> Option<String> {
     if watched::tell_exit(&plugin, &place) || log::is_teed() {
         return None;
     }
-    let lines = log::last_lines();
-    let said = said(lines.iter().filter(|line| line.plugin.as_ref().is_none_or(|name| *name == plugin)));
+    let of_plugin = |line: &LogLine| line.plugin.as_ref().is_none_or(|name| *name == plugin);
+    let said = log::last_lines().into_iter().filter(of_plugin).collect::<LastLines>().told();
     let likely = likely_cause("exit", &said);
     Some(format!("ferrywire: plugin {plugin} ended this process by exit {place}; {said}; likely: {likely}\n"))
 }

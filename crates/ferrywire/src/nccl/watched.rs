@@ -12,7 +12,6 @@
 //! Invariant: nothing that the plugin does ends, blocks or changes the caller's process.
 //! Read next: `ending.rs`.
 
-use std::collections::VecDeque;
 use std::io::{self, BufRead, BufReader, PipeReader};
 use std::os::fd::AsRawFd;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -21,8 +20,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
 use super::ending::likely_cause;
-use super::log::{self, LogLine};
-use crate::limits::PLUGIN_LOG_LINES_TOLD;
+use super::log::{self, LastLines, LogLine};
 
 /// `pid:descriptor`: the process that watches, and where the lines go.
 const VARIABLE: &str = "FERRYWIRE_PLUGIN_WATCHED";
@@ -36,7 +34,7 @@ static WATCHED: AtomicBool = AtomicBool::new(false);
 #[derive(Debug)]
 pub struct Watched {
     child: Child,
-    said: JoinHandle<VecDeque<LogLine>>,
+    said: JoinHandle<(LastLines, Option<String>)>,
 }
 
 /// How it ended.
@@ -46,8 +44,8 @@ pub struct Ended {
     pub status: ExitStatus,
     /// Where the plugin called `exit`, if it did: "in isend on device 0".
     pub exit: Option<String>,
-    /// What plugins logged last, oldest first.
-    pub last_lines: Vec<LogLine>,
+    /// What plugins logged last.
+    pub last_lines: LastLines,
 }
 
 impl Watched {
@@ -85,9 +83,8 @@ impl Watched {
     /// The system's.
     pub fn wait(mut self) -> io::Result<Ended> {
         let status = self.child.wait()?;
-        let mut lines = self.said.join().unwrap_or_default();
-        let exit = lines.iter().position(|line| line.file == EXIT).and_then(|at| lines.remove(at));
-        Ok(Ended { status, exit: exit.map(|line| line.text), last_lines: lines.into() })
+        let (last_lines, exit) = self.said.join().unwrap_or_default();
+        Ok(Ended { status, exit, last_lines })
     }
 }
 
@@ -100,18 +97,9 @@ impl Ended {
             (None, Some(signal)) => format!("died by signal {signal}{}", signal_name(signal)),
             (None, None) => return None,
         };
-        let said = said(self.last_lines.iter());
+        let said = self.last_lines.told();
         let likely = likely_cause(&how, &said);
         Some(format!("{how}; {said}; likely: {likely}"))
-    }
-}
-
-/// What plugins logged last, in words.
-pub(super) fn said<'a>(lines: impl Iterator<Item = &'a LogLine>) -> String {
-    let texts: Vec<&str> = lines.map(|line| line.text.as_str()).collect();
-    match &texts[texts.len().saturating_sub(PLUGIN_LOG_LINES_TOLD)..] {
-        [] => "it had logged nothing".to_owned(),
-        last => format!("it logged last: {}", last.join(" | ")),
     }
 }
 
@@ -131,18 +119,17 @@ pub fn signal_name(signal: i32) -> String {
     format!(" ({name})")
 }
 
-fn last_lines(reader: PipeReader) -> VecDeque<LogLine> {
-    let mut kept = VecDeque::new();
+/// What plugins logged last, and where one called `exit`.
+fn last_lines(reader: PipeReader) -> (LastLines, Option<String>) {
+    let (mut kept, mut exit) = Default::default();
     for line in BufReader::new(reader).split(b'\n').map_while(Result::ok) {
-        let Some(line) = LogLine::parse(&String::from_utf8_lossy(&line)) else { continue };
-        let exit = line.file == EXIT;
-        kept.push_back(line);
-        // The line about an exit is the last one, and goes apart.
-        if kept.len() > PLUGIN_LOG_LINES_TOLD + usize::from(exit) {
-            kept.pop_front();
+        match LogLine::parse(&String::from_utf8_lossy(&line)) {
+            Some(line) if line.file == EXIT => exit = Some(line.text),
+            Some(line) => LastLines::keep(&mut kept, line),
+            None => {}
         }
     }
-    kept
+    (kept, exit)
 }
 
 /// From now on lines go to the process that watches this one, if there is one.

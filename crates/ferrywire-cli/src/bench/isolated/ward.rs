@@ -1,15 +1,13 @@
 //! The parent's watch over one child: what it says, how it ends, and whether its plugin still returns.
 
-use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferrywire::limits::PLUGIN_LOG_LINES_TOLD;
 use ferrywire::nccl::likely_cause;
-use ferrywire::nccl::log::LogLine;
+use ferrywire::nccl::log::{LastLines, LogLine};
 use ferrywire::transport::plugin::{SetBy, Variable};
 
 use super::Order;
@@ -52,7 +50,7 @@ pub struct Ward<'a> {
     child: Child,
     seen: Receiver<Seen>,
     stage: String,
-    logged: VecDeque<String>,
+    logged: LastLines,
     call: Option<Call>,
     overdue_reports: u32,
     /// Time without a word, and since Ctrl-C; time in which this process was stopped does not count.
@@ -89,7 +87,7 @@ impl<'a> Ward<'a> {
             child,
             seen,
             stage: "before it was started".to_owned(),
-            logged: VecDeque::new(),
+            logged: LastLines::new(),
             call: None,
             overdue_reports: 0,
             silent: Duration::ZERO,
@@ -108,7 +106,7 @@ impl<'a> Ward<'a> {
                         return event;
                     }
                 }
-                Ok(Seen::Logged(line)) => self.note(line),
+                Ok(Seen::Logged(line)) => self.logged.keep(line),
                 Err(RecvTimeoutError::Disconnected) => return self.died(),
                 Err(RecvTimeoutError::Timeout) if matches!(self.child.try_wait(), Ok(Some(_))) => {
                     return self.last_words();
@@ -148,13 +146,6 @@ impl<'a> Ward<'a> {
         None
     }
 
-    fn note(&mut self, line: LogLine) {
-        self.logged.push_back(line.text);
-        if self.logged.len() > PLUGIN_LOG_LINES_TOLD {
-            self.logged.pop_front();
-        }
-    }
-
     /// Looks for what the child does not say.
     fn look(&mut self, passed: Duration) -> Option<Failure> {
         self.silent += passed;
@@ -176,7 +167,7 @@ impl<'a> Ward<'a> {
     fn last_words(&mut self) -> Event {
         while let Ok(seen) = self.seen.recv_timeout(LAST_WORDS) {
             match seen {
-                Seen::Logged(line) => self.note(line),
+                Seen::Logged(line) => self.logged.keep(line),
                 Seen::Message(message) => {
                     if let Some(event) = self.hear(message) {
                         return event;
@@ -203,12 +194,7 @@ impl<'a> Ward<'a> {
 
     fn failure(&self, how: &str) -> Failure {
         let path = self.plugin.path.display();
-        let said = match self.logged.is_empty() {
-            true => "it had logged nothing".to_owned(),
-            false => {
-                format!("it logged last: {}", self.logged.iter().cloned().collect::<Vec<_>>().join(" | "))
-            }
-        };
+        let said = self.logged.told();
         let likely = likely_cause(how, &said);
         Failure::failed(format!("{path}: {how} {}; {said}; likely: {likely}", self.stage))
     }

@@ -105,6 +105,11 @@ impl LogLine {
         LogLine { sequence: 0, level, plugin, device, file, line, held_back: 0, text }
     }
 
+    /// Whether the same statement of the plugin's source wrote both.
+    pub(super) fn same_place(&self, other: &LogLine) -> bool {
+        (self.level, self.line, &self.file) == (other.level, other.line, &other.file)
+    }
+
     /// As one line for a pipe.
     pub(super) fn to_line(&self) -> String {
         let LogLine { sequence, file, line, held_back, text, .. } = self;

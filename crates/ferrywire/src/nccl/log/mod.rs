@@ -15,12 +15,12 @@
 //! counted, and the next line that passes says in `held_back` how many there were. `abort` always passes.
 //!
 //! Invariant: nothing unwinds into the plugin, and no lock is held while `tracing` runs.
-//! Read next: `log.c`, which formats; `throttle.rs`; `line.rs`.
+//! Read next: `log.c`, which formats; `throttle.rs`; `line.rs`; `last.rs`.
 
+mod last;
 mod line;
 mod throttle;
 
-use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_ulong};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::RawFd;
@@ -29,13 +29,13 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+pub use last::LastLines;
 pub use line::{LogLevel, LogLine};
 use throttle::Throttle;
 
 use super::{abi, clock};
 #[allow(unused_imports, reason = "named in the documentation")]
-use crate::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL};
-use crate::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE};
+use crate::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL, PLUGIN_LOG_LINES_KEPT};
 
 unsafe extern "C" {
     fn ferrywire_nccl_log(
@@ -61,7 +61,7 @@ pub fn logger() -> abi::Log {
 
 /// The last lines of all plugins, oldest first, at most [`PLUGIN_LOG_LINES_KEPT`].
 pub fn last_lines() -> Vec<LogLine> {
-    state().kept.iter().map(|kept| kept.line.clone()).collect()
+    state().kept.iter().cloned().collect()
 }
 
 /// From now on every line that passes is written to this descriptor too, for a process that supervises
@@ -99,18 +99,13 @@ pub(super) fn next_sequence() -> u64 {
 
 static TEE: AtomicI32 = AtomicI32::new(-1);
 static STATE: Mutex<State> =
-    Mutex::new(State { kept: VecDeque::new(), next_sequence: 0, throttle: None, began: None });
+    Mutex::new(State { kept: LastLines::new(), next_sequence: 0, throttle: None, began: None });
 
 struct State {
-    kept: VecDeque<Kept>,
+    kept: LastLines,
     next_sequence: u64,
     throttle: Option<Throttle>,
     began: Option<Instant>,
-}
-
-struct Kept {
-    place: u64,
-    line: LogLine,
 }
 
 fn state() -> MutexGuard<'static, State> {
@@ -162,20 +157,8 @@ impl State {
             _ => self.throttle.get_or_insert_default().admit(place, now),
         };
         line.held_back = held_back.unwrap_or(0);
-        self.keep(place, line.clone());
+        self.kept.keep(line.clone());
         held_back.map(|_| line)
-    }
-
-    /// One place that floods must not wash everything else out.
-    fn keep(&mut self, place: u64, line: LogLine) {
-        let of_place = self.kept.iter().filter(|kept| kept.place == place).count();
-        if of_place >= PLUGIN_LOG_LINES_PER_PLACE {
-            let oldest = self.kept.iter().position(|kept| kept.place == place);
-            oldest.map(|at| self.kept.remove(at));
-        } else if self.kept.len() >= PLUGIN_LOG_LINES_KEPT {
-            self.kept.pop_front();
-        }
-        self.kept.push_back(Kept { place, line });
     }
 }
 
@@ -197,26 +180,11 @@ mod tests {
     use super::*;
 
     fn empty() -> State {
-        State { kept: VecDeque::new(), next_sequence: 0, throttle: None, began: None }
+        State { kept: LastLines::new(), next_sequence: 0, throttle: None, began: None }
     }
 
     fn line(level: LogLevel, text: &str) -> LogLine {
         LogLine::new(level, None, None, b"x.c", 1, text.as_bytes())
-    }
-
-    #[test]
-    fn one_place_cannot_wash_out_the_others() {
-        let mut state = empty();
-        state.admit(1, line(LogLevel::Warn, "the cause"), Duration::ZERO);
-        for n in 0..1000 {
-            state.admit(2, line(LogLevel::Warn, &format!("flood {n}")), Duration::ZERO);
-        }
-        let texts: Vec<_> = state.kept.iter().map(|kept| kept.line.text.as_str()).collect();
-        assert_eq!(texts, ["the cause", "flood 996", "flood 997", "flood 998", "flood 999"]);
-        for place in 10..100 {
-            state.admit(place, line(LogLevel::Info, "other"), Duration::ZERO);
-        }
-        assert_eq!(state.kept.len(), PLUGIN_LOG_LINES_KEPT);
     }
 
     #[test]

@@ -1,0 +1,104 @@
+//! The lines of a log that are worth telling when its plugin has died.
+//!
+//! What a plugin says of its end need not be its last line: threads of its own may go on for a moment, and
+//! some warn of every piece they receive. So places, not lines, are told: the newest line of each place
+//! before a second line of any.
+
+use std::collections::VecDeque;
+
+use super::LogLine;
+use crate::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE, PLUGIN_LOG_LINES_TOLD};
+
+/// A bounded memory of lines, oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LastLines(VecDeque<LogLine>);
+
+impl LastLines {
+    /// With nothing in it.
+    pub const fn new() -> LastLines {
+        LastLines(VecDeque::new())
+    }
+
+    /// Keeps a line. One place that floods does not wash everything else out.
+    pub fn keep(&mut self, line: LogLine) {
+        let of_place = self.0.iter().filter(|kept| kept.same_place(&line)).count();
+        if of_place >= PLUGIN_LOG_LINES_PER_PLACE {
+            let oldest = self.0.iter().position(|kept| kept.same_place(&line));
+            oldest.map(|at| self.0.remove(at));
+        } else if self.0.len() >= PLUGIN_LOG_LINES_KEPT {
+            self.0.pop_front();
+        }
+        self.0.push_back(line);
+    }
+
+    /// All that is kept, oldest first.
+    pub fn iter(&self) -> impl DoubleEndedIterator<Item = &LogLine> {
+        self.0.iter()
+    }
+
+    /// In words, at most [`PLUGIN_LOG_LINES_TOLD`] lines.
+    pub fn told(&self) -> String {
+        let mut places = self.by_age_in_their_place();
+        places.truncate(PLUGIN_LOG_LINES_TOLD);
+        places.sort_by_key(|&(_, at)| at);
+        let texts: Vec<&str> = places.iter().map(|&(_, at)| self.0[at].text.as_str()).collect();
+        match texts.is_empty() {
+            true => "it had logged nothing".to_owned(),
+            false => format!("it logged last: {}", texts.join(" | ")),
+        }
+    }
+
+    /// Each line's place among the lines, those that are the newest of their place first, newest first.
+    fn by_age_in_their_place(&self) -> Vec<(usize, usize)> {
+        let newer = |at: usize| self.0.range(at + 1..).filter(|line| line.same_place(&self.0[at])).count();
+        let mut lines: Vec<_> = (0..self.0.len()).rev().map(|at| (newer(at), at)).collect();
+        lines.sort_by_key(|&(newer, _)| newer);
+        lines
+    }
+}
+
+impl FromIterator<LogLine> for LastLines {
+    fn from_iter<I: IntoIterator<Item = LogLine>>(lines: I) -> LastLines {
+        let mut last = LastLines::new();
+        lines.into_iter().for_each(|line| last.keep(line));
+        last
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nccl::log::LogLevel;
+
+    fn line(place: i32, text: &str) -> LogLine {
+        LogLine::new(LogLevel::Warn, None, None, b"x.c", place, text.as_bytes())
+    }
+
+    #[test]
+    fn one_place_cannot_wash_out_the_others() {
+        let flood = (0..1000).map(|n| line(2, &format!("flood {n}")));
+        let mut last: LastLines = [line(1, "the cause")].into_iter().chain(flood).collect();
+        let texts: Vec<_> = last.iter().map(|line| line.text.as_str()).collect();
+        assert_eq!(texts, ["the cause", "flood 996", "flood 997", "flood 998", "flood 999"]);
+        (10..100).for_each(|place| last.keep(line(place, "other")));
+        assert_eq!(last.iter().count(), PLUGIN_LOG_LINES_KEPT);
+    }
+
+    #[test]
+    fn what_other_threads_say_behind_the_cause_does_not_hide_it() {
+        let last: LastLines = [
+            line(1, "half a page"),
+            line(2, "isend is faulty"),
+            line(3, "giving up"),
+            line(1, "1 page"),
+            line(1, "2 pages"),
+            line(1, "3 pages"),
+        ]
+        .into_iter()
+        .collect();
+        assert_eq!(last.told(), "it logged last: isend is faulty | giving up | 3 pages");
+        let one_place: LastLines = (0..5).map(|n| line(1, &format!("line {n}"))).collect();
+        assert_eq!(one_place.told(), "it logged last: line 2 | line 3 | line 4");
+        assert_eq!(LastLines::new().told(), "it had logged nothing");
+    }
+}
