@@ -8,7 +8,7 @@ use crate::control::{self, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::cuda::CudaGpu;
+use crate::memory::cuda::{CudaGpu, idle};
 use crate::memory::host::HostBuffer;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Identity, Place, Region, RegionHome};
@@ -449,11 +449,11 @@ impl Inner {
         let now = engine.transport.now();
         engine.with_control(|control| control.close_all(engine, deadline));
         let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
-        let mut idle = self.wait_idle(until);
-        if !idle {
+        let mut is_idle = self.wait_idle(until);
+        if !is_idle {
             // Nothing may wait for this endpoint for ever, however its peers are.
             engine.with_control(|control| control.abort_all(engine));
-            idle = self.wait_idle(engine.transport.now().saturating_add(limits::HEARTBEAT_INTERVAL));
+            is_idle = self.wait_idle(engine.transport.now().saturating_add(limits::HEARTBEAT_INTERVAL));
         }
         let finished = !engine.with_control(|control| control.unfinished()).unwrap_or(false);
         // Nobody accepts them any more; they would keep the engine, which keeps them.
@@ -464,11 +464,13 @@ impl Inner {
         for (index, thread) in threads.into_iter().enumerate() {
             // A thread that is in a call that does not return is left behind.
             let stuck = engine.workers.get(index).is_some_and(|worker| worker.stuck());
-            if idle && !stuck && thread.thread().id() != thread::current().id() {
+            if is_idle && !stuck && thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }
         }
-        match idle && finished {
+        // What the threads left to somebody who may wait.
+        idle::clear();
+        match is_idle && finished {
             true => Ok(()),
             false => Err(Error::Deadline { what: "closing all peers".into(), waited: deadline }),
         }

@@ -20,6 +20,7 @@ use crate::endpoint::advertised;
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::memory::cuda::idle;
 use crate::peer::PeerState;
 use crate::sys::poll::{Interest, Poller};
 use crate::transport::plugin::CallWatch;
@@ -140,6 +141,7 @@ impl Control {
 
     /// One turn; true if anything happened.
     pub fn turn(&mut self, engine: &Engine) -> bool {
+        let _moving = idle::moving();
         let now = self.now(engine);
         let mut worked = self.take_events(engine, now);
         worked |= self.accept(engine, now);
@@ -655,6 +657,7 @@ fn full(why: &str) -> Refusal {
 
 /// The control thread's whole life.
 pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
+    let _moving = idle::moving();
     let mut ready = Vec::new();
     loop {
         let (poller, limit) = {

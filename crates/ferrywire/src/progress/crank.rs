@@ -11,6 +11,7 @@ use super::{COPY_NAP, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::limits;
+use crate::memory::cuda::idle;
 use crate::peer::PeerState;
 use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
@@ -37,6 +38,7 @@ pub(super) enum Turn {
 impl Crank {
     /// One turn: commands, what can be received, then, unless `done`, what can be sent.
     pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
+        let _moving = idle::moving();
         let mut worked = self.obey(worker, engine);
         worked |= self.receive(worker, engine);
         worked |= self.turn_lanes(worker, engine);

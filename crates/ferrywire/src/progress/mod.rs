@@ -17,6 +17,7 @@ mod crank;
 
 use crate::channel::{Channel, Workspace};
 use crate::engine::Engine;
+use crate::memory::cuda::idle;
 use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Poller, Waker};
 use crossbeam_queue::SegQueue;
@@ -312,6 +313,7 @@ impl Worker {
 
     /// The worker thread's whole life.
     pub fn run(self: &Arc<Worker>, engine: &Engine) {
+        let _moving = idle::moving();
         let _ = self.thread.set(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
         if !self.thread_only {

@@ -238,6 +238,16 @@ int cuStreamCreate(void **stream, unsigned flags) {
     return found < 0 ? OUT_OF_MEMORY : DONE;
 }
 
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) {
+    NEEDS_CONTEXT;
+    *least = 0, *greatest = -5;
+    return DONE;
+}
+
+int cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
+    return priority > 0 || priority < -5 ? INVALID_VALUE : cuStreamCreate(stream, flags);
+}
+
 /* Its work goes on, as with a real one. */
 int cuStreamDestroy_v2(void *handle) {
     NEEDS_CONTEXT;
@@ -334,14 +344,23 @@ int cuEventQuery(void *handle) {
 }
 
 #ifdef KERNELS
+/* A driver may do so before it loads a kernel, or unloads one. */
+static void wait_for_all(void) {
+    pthread_mutex_lock(&lock);
+    finish_all();
+    pthread_mutex_unlock(&lock);
+}
+
 int cuModuleLoadData(void **module, const void *image) {
     NEEDS_CONTEXT;
+    wait_for_all();
     *module = &contexts[current()];
     return strstr(image, ".visible .entry") ? DONE : INVALID_VALUE;
 }
 
 int cuModuleUnload(void *module) {
     NEEDS_CONTEXT;
+    wait_for_all();
     return DONE;
 }
 

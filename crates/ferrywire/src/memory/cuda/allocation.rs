@@ -3,6 +3,7 @@
 use super::dmabuf::dmabuf_fd;
 use super::error::{CudaError, OUT_OF_MEMORY, Result, call};
 use super::gpu::CudaGpu;
+use super::idle::{self, Idle};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -10,16 +11,45 @@ use std::sync::Arc;
 const DRIVER_ALIGN_BYTES: usize = 256;
 const PAGE_BYTES: usize = 4096;
 
-/// Memory of a GPU, in pages of its own; freed when dropped, which waits for the GPU's work.
+/// Memory of a GPU, in pages of its own. Dropping it waits for the GPU's work and frees it, unless that could hold up
+/// a transfer: then it is freed later.
 ///
 /// The CPU may not touch it.
 pub struct CudaBuffer {
+    /// Until it is dropped.
+    block: Option<Block>,
     gpu: Arc<CudaGpu>,
-    /// What the driver gave.
-    raw: u64,
     /// The first address in it that is aligned as asked for.
     address: u64,
     len: usize,
+}
+
+/// What the driver gave.
+pub(super) struct Block {
+    gpu: Arc<CudaGpu>,
+    raw: u64,
+    bytes: usize,
+}
+
+impl Block {
+    fn new(gpu: &Arc<CudaGpu>, bytes: usize) -> Result<Block> {
+        let _current = gpu.make_current()?;
+        let mut raw = 0;
+        // SAFETY: room for an address.
+        unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) }
+            .map_err(|error| with_what_is_free(gpu, error))?;
+        Ok(Block { gpu: gpu.clone(), raw, bytes })
+    }
+
+    /// One that nobody uses any more.
+    fn again(gpu: &CudaGpu, bytes: usize) -> Option<Block> {
+        let fits = |block: &Block| block.gpu.index() == gpu.index() && block.bytes == bytes;
+        let fits = |idle: &Idle| matches!(idle, Idle::Block(block) if fits(block));
+        idle::take(fits, |idle| match idle {
+            Idle::Block(block) => Some(block),
+            _ => None,
+        })
+    }
 }
 
 impl CudaBuffer {
@@ -31,13 +61,13 @@ impl CudaBuffer {
         // Whole pages, which a NIC can be given.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
         let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES);
-        let _current = gpu.make_current()?;
-        let mut raw = 0;
-        // SAFETY: room for an address.
-        unsafe { call!(gpu.about().bytes(padded), cuMemAlloc_v2(&mut raw, padded)) }
-            .map_err(|error| with_what_is_free(gpu, error))?;
-        let buffer = CudaBuffer { gpu: gpu.clone(), raw, address: raw.next_multiple_of(align as u64), len };
-        // SAFETY: fresh memory of this length.
+        let block = match Block::again(gpu, padded) {
+            Some(block) => block,
+            None => Block::new(gpu, padded)?,
+        };
+        let address = block.raw.next_multiple_of(align as u64);
+        let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };
+        // SAFETY: memory of this length that nobody else uses.
         unsafe { gpu.fill(buffer.address, 0, len) }?;
         Ok(buffer)
     }
@@ -89,11 +119,18 @@ fn with_what_is_free(gpu: &CudaGpu, error: CudaError) -> CudaError {
 
 impl Drop for CudaBuffer {
     fn drop(&mut self) {
+        if let Some(block) = self.block.take() {
+            idle::leave(Idle::Block(block));
+        }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
         // SAFETY: allocated by `new`, freed once, with its context current.
-        let freed = self
-            .gpu
-            .make_current()
-            .and_then(|_current| unsafe { call!(self.gpu.about().bytes(self.len), cuMemFree_v2(self.raw)) });
+        let freed = self.gpu.make_current().and_then(|_current| unsafe {
+            call!(self.gpu.about().bytes(self.bytes), cuMemFree_v2(self.raw))
+        });
         if let Err(error) = freed {
             tracing::warn!(%error, "memory of a GPU could not be freed");
         }

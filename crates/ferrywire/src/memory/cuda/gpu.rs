@@ -184,6 +184,11 @@ impl CudaGpu {
         CudaStream::new(self)
     }
 
+    /// One for the work of transfers, which no stream of the user's holds up.
+    pub(crate) fn urgent_stream(self: &Arc<Self>) -> Result<CudaStream> {
+        CudaStream::urgent(self)
+    }
+
     /// Copies device or pinned memory to the host, and waits.
     ///
     /// # Errors
@@ -256,7 +261,7 @@ impl CudaGpu {
         let _current = self.make_current()?;
         let stream = match &*blocking {
             Some(Blocking(stream)) => *stream,
-            None => blocking.insert(Blocking(super::stream::create(self)?)).0,
+            None => blocking.insert(Blocking(super::stream::create_urgent(self)?)).0,
         };
         let enqueued = enqueue(stream, about);
         // Also after a failure: the memory is the caller's again when this returns.

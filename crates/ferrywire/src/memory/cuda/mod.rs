@@ -34,6 +34,7 @@ mod error;
 mod event;
 mod functions;
 mod gpu;
+pub(crate) mod idle;
 mod module;
 mod pattern;
 mod pinned;

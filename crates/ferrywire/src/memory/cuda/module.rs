@@ -2,22 +2,26 @@
 
 use super::error::{Result, call};
 use super::gpu::CudaGpu;
+use super::idle::{self, Idle};
 use cudarc::driver::sys;
 use std::ffi::CStr;
 use std::ptr;
 use std::sync::Arc;
 
-/// Kernels that are loaded on one GPU; unloaded when it and its functions are dropped.
+/// Kernels that are loaded on one GPU; unloaded after it and its functions are dropped.
 #[derive(Debug)]
-pub struct CudaModule {
+pub struct CudaModule(Option<Loaded>);
+
+#[derive(Debug)]
+pub(super) struct Loaded {
     gpu: Arc<CudaGpu>,
     raw: sys::CUmodule,
 }
 
 // SAFETY: modules of the driver may be used on any thread.
-unsafe impl Send for CudaModule {}
+unsafe impl Send for Loaded {}
 // SAFETY: as above.
-unsafe impl Sync for CudaModule {}
+unsafe impl Sync for Loaded {}
 
 /// A kernel.
 #[derive(Debug)]
@@ -41,20 +45,31 @@ impl CudaModule {
         let (mut raw, bytes) = (ptr::null_mut(), ptx.count_bytes());
         // SAFETY: a text with its end; room for a pointer.
         unsafe { call!(gpu.about().bytes(bytes), cuModuleLoadData(&mut raw, ptx.as_ptr().cast())) }?;
-        Ok(Arc::new(CudaModule { gpu: gpu.clone(), raw }))
+        Ok(Arc::new(CudaModule(Some(Loaded { gpu: gpu.clone(), raw }))))
     }
 
     /// The kernel of this name.
     pub fn function(self: &Arc<Self>, name: &CStr) -> Result<CudaFunction> {
-        let _current = self.gpu.make_current()?;
+        let Some(Loaded { gpu, raw: module }) = &self.0 else {
+            unreachable!("it is loaded until it is dropped")
+        };
+        let _current = gpu.make_current()?;
         let mut raw = ptr::null_mut();
         // SAFETY: a module that lives, a name with its end, room for a pointer.
-        unsafe { call!(self.gpu.about(), cuModuleGetFunction(&mut raw, self.raw, name.as_ptr())) }?;
+        unsafe { call!(gpu.about(), cuModuleGetFunction(&mut raw, *module, name.as_ptr())) }?;
         Ok(CudaFunction { raw, _module: self.clone() })
     }
 }
 
 impl Drop for CudaModule {
+    fn drop(&mut self) {
+        if let Some(loaded) = self.0.take() {
+            idle::leave(Idle::Module(loaded));
+        }
+    }
+}
+
+impl Drop for Loaded {
     fn drop(&mut self) {
         if let Ok(_current) = self.gpu.make_current() {
             // SAFETY: loaded by `load`, unloaded once; its functions are gone.

@@ -2,15 +2,18 @@
 //!
 //! It is mapped here and then registered with the driver, rather than allocated by it, so that the pages can be
 //! put on the NUMA node of the GPU, whatever thread asks for them.
-//! Invariant: the driver has let go of the pages before they are unmapped.
+//! Invariant: the driver has let go of the pages before they are unmapped. Read next: `idle.rs`, when that is.
 
 use super::error::{CudaError, Result, call};
 use super::gpu::CudaGpu;
+use super::idle::{self, Idle};
 use crate::sys::mapping::{self, AddressRange};
 use crate::sys::numa;
+use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+const PAGE_BYTES: usize = 4096;
 /// The smaller kind, of x86-64 and most others.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// For every context, and with an address for devices.
@@ -18,26 +21,40 @@ const PORTABLE_AND_MAPPED: u32 = 1 | 2;
 
 static PINNED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-/// Bytes of host memory that are pinned now, by all of this library in this process.
+/// Bytes of host memory that are pinned now, by all of this library in this process, those not used included.
 pub fn pinned_bytes() -> u64 {
     PINNED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Pinned host memory; freed when dropped. Work of any GPU that names it has to be done by then.
+/// Pinned host memory. Work of any GPU that names it has to be done when it is dropped; when it is freed then is told
+/// in `idle.rs`.
 #[derive(Debug)]
 pub struct PinnedBuffer {
+    /// Until it is dropped.
+    pages: Option<Pages>,
     gpu: Arc<CudaGpu>,
-    range: AddressRange,
+    base: *mut u8,
     address: u64,
     len: usize,
 }
 
-impl PinnedBuffer {
-    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize) -> Result<PinnedBuffer> {
+// SAFETY: ordinary memory of this process, which is touched through raw pointers alone.
+unsafe impl Send for PinnedBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedBuffer {}
+
+/// Pages that the driver knows.
+#[derive(Debug)]
+pub(super) struct Pages {
+    gpu: Arc<CudaGpu>,
+    range: AddressRange,
+    address: u64,
+}
+
+impl Pages {
+    fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize) -> Result<Pages> {
         let failed = |why: String| CudaError::Pinned { bytes: len as u64, why };
         let system = |error: std::io::Error| failed(format!("the system: {error}"));
-        // A ring in one huge page is read and written up to a quarter faster than in small ones.
-        let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
         let mut range = AddressRange::reserve(len, align).map_err(system)?;
         range.back().map_err(system)?;
         mapping::prefer_huge_pages(range.base() as *mut u8, range.len());
@@ -51,16 +68,47 @@ impl PinnedBuffer {
         unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) }
             .map_err(|error| failed(error.to_string()))?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
-        let mut buffer = PinnedBuffer { gpu: gpu.clone(), range, address: 0, len };
+        let mut pages = Pages { gpu: gpu.clone(), range, address: 0 };
         // SAFETY: memory that was just registered; room for an address.
-        unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut buffer.address, base, 0)) }
+        unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
             .map_err(|error| failed(error.to_string()))?;
-        Ok(buffer)
+        Ok(pages)
+    }
+
+    /// Pages that nobody uses any more, zeroed.
+    fn again(gpu: &CudaGpu, len: usize, align: usize) -> Option<Pages> {
+        let fits = |pages: &Pages| {
+            let big_enough = pages.range.len() >= len && pages.range.len() < len + align.max(PAGE_BYTES);
+            pages.gpu.index() == gpu.index()
+                && big_enough
+                && (pages.range.base() as usize).is_multiple_of(align)
+        };
+        let fits = |idle: &Idle| matches!(idle, Idle::Pages(pages) if fits(pages));
+        let pages = idle::take(fits, |idle| match idle {
+            Idle::Pages(pages) => Some(pages),
+            _ => None,
+        })?;
+        // SAFETY: mapped, and nobody's but ours.
+        unsafe { ptr::write_bytes(pages.range.base() as *mut u8, 0, pages.range.len()) };
+        Some(pages)
+    }
+}
+
+impl PinnedBuffer {
+    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize) -> Result<PinnedBuffer> {
+        // A ring in one huge page is read and written up to a quarter faster than in small ones.
+        let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
+        let pages = match Pages::again(gpu, len, align) {
+            Some(pages) => pages,
+            None => Pages::new(gpu, len, align)?,
+        };
+        let (base, address) = (pages.range.base() as *mut u8, pages.address);
+        Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
     }
 
     /// The first byte, for the CPU.
     pub fn as_ptr(&self) -> *mut u8 {
-        self.range.base() as *mut u8
+        self.base
     }
 
     /// The first byte, for GPUs. It is the same number on all current systems.
@@ -85,6 +133,14 @@ impl PinnedBuffer {
 }
 
 impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if let Some(pages) = self.pages.take() {
+            idle::leave(Idle::Pages(pages));
+        }
+    }
+}
+
+impl Drop for Pages {
     fn drop(&mut self) {
         let base = self.range.base() as *mut libc::c_void;
         // SAFETY: registered by `new`, and unregistered once.

@@ -43,19 +43,34 @@ struct Batch {
 /// Whether the driver has refused batches, though it has the function.
 static BATCHES_REFUSED: AtomicBool = AtomicBool::new(false);
 
-/// A raw stream of a GPU whose context is current.
-pub(super) fn create(gpu: &CudaGpu) -> Result<sys::CUstream> {
-    let mut raw = ptr::null_mut();
-    let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-    // SAFETY: room for a pointer.
-    unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, flags)) }?;
+const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+
+/// A raw stream, before all others, of a GPU whose context is current.
+///
+/// Streams share a few queues of the hardware, one set for each priority. Behind a stream of the user's that waits for
+/// a transfer, the copies of that transfer would wait too.
+pub(super) fn create_urgent(gpu: &CudaGpu) -> Result<sys::CUstream> {
+    let (mut raw, mut least, mut greatest) = (ptr::null_mut(), 0, 0);
+    // SAFETY: room for two numbers, and for a pointer.
+    unsafe {
+        call!(gpu.about(), cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+        call!(gpu.about(), cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, greatest))?;
+    }
     Ok(raw)
 }
 
 impl CudaStream {
     pub(super) fn new(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
         let _current = gpu.make_current()?;
-        Ok(CudaStream { gpu: gpu.clone(), raw: create(gpu)?, batch: Mutex::default() })
+        let mut raw = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
+        Ok(CudaStream { gpu: gpu.clone(), raw, batch: Mutex::default() })
+    }
+
+    pub(super) fn urgent(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
+        let _current = gpu.make_current()?;
+        Ok(CudaStream { gpu: gpu.clone(), raw: create_urgent(gpu)?, batch: Mutex::default() })
     }
 
     /// The GPU that does the work.
