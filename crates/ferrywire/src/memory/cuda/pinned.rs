@@ -79,9 +79,7 @@ impl Pages {
     fn again(gpu: &CudaGpu, len: usize, align: usize) -> Option<Pages> {
         let fits = |pages: &Pages| {
             let big_enough = pages.range.len() >= len && pages.range.len() < len + align.max(PAGE_BYTES);
-            pages.gpu.index() == gpu.index()
-                && big_enough
-                && (pages.range.base() as usize).is_multiple_of(align)
+            pages.gpu.index() == gpu.index() && big_enough && pages.range.base().is_multiple_of(align)
         };
         let fits = |idle: &Idle| matches!(idle, Idle::Pages(pages) if fits(pages));
         let pages = idle::take(fits, |idle| match idle {
