@@ -19,6 +19,7 @@ use crate::sys::affinity;
 use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable, environment_for};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::{Listener, SharedTransport, Transport};
+use crate::wakeup::Wakeup;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -325,6 +326,15 @@ impl Endpoint {
         self.inner.lobby.take()
     }
 
+    /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
+    /// Also when it already is so.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        self.inner.lobby.wake_at_arrival(wakeup.handle());
+        if self.inner.engine.closing.load(Ordering::SeqCst) {
+            wakeup.wake();
+        }
+    }
+
     /// Registers a buffer, which the region then owns.
     pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
         Ok(Region::vector(&self.inner.home, memory.into()))
@@ -420,6 +430,11 @@ impl Connecting {
     /// The result, if it is there.
     pub fn poll(&self) -> Option<Result<Peer>> {
         self.lobby.take()
+    }
+
+    /// Makes `wakeup` readable once the result is there, also when it already is.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        self.lobby.wake_at_arrival(wakeup.handle());
     }
 }
 

@@ -74,11 +74,12 @@ mod stats;
 pub mod sys;
 mod transfer;
 pub mod transport;
+mod wakeup;
 mod window;
 mod wire;
 
 pub use config::Config;
-pub use endpoint::{Builder, Endpoint};
+pub use endpoint::{Builder, Connecting, Endpoint};
 pub use error::{Error, Fault, Result};
 pub use memory::{Identity, Place, Region, RemoteRegion};
 pub use operation::Transfer;
@@ -86,3 +87,4 @@ pub use ordering::Ready;
 pub use peer::{Block, BlockList, Peer};
 pub use stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use transport::plugin::PluginConfig;
+pub use wakeup::Wakeup;

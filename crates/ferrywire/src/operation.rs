@@ -15,6 +15,7 @@ use crate::ordering::Gate;
 use crate::peer::PeerState;
 use crate::progress::{self, WaitList, WakeHandle};
 use crate::transfer::Pieces;
+use crate::wakeup::Wakeup;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -278,6 +279,13 @@ impl Transfer {
             }
             moved = now;
         }
+    }
+
+    /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
+    /// transfers would notice; attached twice it is attached once.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        self.peer.wake_at_loss(wakeup);
+        self.op.wake_at_end(wakeup.handle_on(self.peer.home()));
     }
 
     /// Lets a stream wait, on the device, until the transfer has ended: what is enqueued from here on finds what was

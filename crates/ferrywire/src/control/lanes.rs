@@ -158,7 +158,7 @@ impl Link {
         if channels.is_empty() {
             return;
         }
-        self.peer().stuck.store(true, Ordering::SeqCst);
+        self.peer().mark_stuck();
         let why = format!("{why}; it carried channels {}", channels.join(", "));
         self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
     }

@@ -53,6 +53,15 @@ impl Lobby {
     /// Lets go of everybody: the endpoint is closed.
     pub fn clear(&self) {
         self.lock().clear();
+        self.waiters.wake();
+    }
+
+    /// Asks to be woken when somebody is here.
+    pub fn wake_at_arrival(&self, handle: WakeHandle) {
+        self.waiters.add(handle);
+        if !self.lock().is_empty() {
+            self.waiters.wake();
+        }
     }
 
     /// A seat for one more peer; the oldest that has ended makes room for it. `None` when all are taken.

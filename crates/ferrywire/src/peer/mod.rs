@@ -24,6 +24,7 @@ use crate::ordering::Ready;
 use crate::progress;
 use crate::stats::PeerStats;
 use crate::transfer::{Piece, Pieces, merge};
+use crate::wakeup::Wakeup;
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -332,6 +333,16 @@ impl Peer {
                 |handle| inbound.wake_at_notification(handle),
                 || inbound.has_notification(),
             );
+        }
+    }
+
+    /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
+    /// will come any more. Also when it already has.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        self.state.wake_at_loss(wakeup);
+        self.state.inbound.wake_at_notification(wakeup.handle());
+        if self.error().is_some() {
+            wakeup.wake();
         }
     }
 

@@ -12,10 +12,11 @@ use crate::inbound::{Inbound, Sink};
 use crate::limits;
 use crate::memory::{Identity, Memory};
 use crate::operation::{Op, Transfer, Verb};
-use crate::progress::{self, Worker};
+use crate::progress::{self, WaitList, Worker};
 use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
 use crate::schedule;
 use crate::stats::ChannelCounters;
+use crate::wakeup::Wakeup;
 use crate::wire::{Header, Kind, Refusal};
 
 use super::held::Held;
@@ -114,7 +115,9 @@ pub(crate) struct PeerState {
     /// It was closed here before all was finished.
     pub unfinished: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
-    pub stuck: AtomicBool,
+    stuck: AtomicBool,
+    /// Who wants to hear of operations that are lost to such a call: these never end.
+    lost_waiters: WaitList,
     /// Operations that wait for a GPU.
     pub held: Held,
     /// The worker that is roused first for the next operation.
@@ -147,6 +150,7 @@ impl PeerState {
             abandoned: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
+            lost_waiters: WaitList::default(),
             held: Held::default(),
             rouse_first: AtomicUsize::new(0),
             writes_to_gpus: AtomicBool::new(false),
@@ -288,6 +292,23 @@ impl PeerState {
         self.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
     }
 
+    /// A call of a plugin does not return.
+    pub fn mark_stuck(&self) {
+        self.stuck.store(true, Ordering::SeqCst);
+        self.lost_waiters.wake();
+    }
+
+    /// Asks to be woken when operations are lost to such a call.
+    pub fn wake_at_loss(&self, wakeup: &Wakeup) {
+        if self.engine.plugin.is_none() {
+            return;
+        }
+        self.lost_waiters.add(wakeup.handle());
+        if self.lost_to_a_call().is_some() {
+            self.lost_waiters.wake();
+        }
+    }
+
     // ---- operations ----
 
     /// An operation's token comes back; if it was the last, the operation has ended.
@@ -405,6 +426,9 @@ impl PeerState {
     /// The peer is gone, or about to be: nothing more is accepted for it.
     pub fn doom(&self, error: Error) {
         let _ = self.failure.set(error);
+        if self.stuck.load(Ordering::SeqCst) {
+            self.lost_waiters.wake();
+        }
     }
 
     /// Ends all that waits for a doomed peer. Called once its channels are closed, so that nothing is

@@ -19,11 +19,11 @@ use crate::channel::{Channel, Workspace};
 use crate::engine::Engine;
 use crate::memory::cuda::idle;
 use crate::sys::affinity;
-use crate::sys::poll::{Event as Ready, Poller, Waker};
+use crate::sys::poll::{Event as Ready, Poller, Wake, Waker};
 use crossbeam_queue::SegQueue;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
@@ -51,6 +51,27 @@ pub(crate) enum WakeHandle {
     Thread(Thread),
     /// A caller that sleeps in this worker's poller.
     Owner(Arc<Worker>),
+    /// A descriptor that somebody may look at, if it is still there.
+    Descriptor { wake: Weak<Wake>, _nobody_drives: Option<NobodyDrives> },
+}
+
+/// While this lives somebody waits without driving: the worker's thread does not stand back for callers.
+pub(crate) struct NobodyDrives(Arc<Worker>);
+
+impl NobodyDrives {
+    pub fn on(worker: &Arc<Worker>) -> NobodyDrives {
+        worker.left_behind.fetch_add(1, Ordering::SeqCst);
+        if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
+            worker.unpark();
+        }
+        NobodyDrives(worker.clone())
+    }
+}
+
+impl Drop for NobodyDrives {
+    fn drop(&mut self) {
+        self.0.left_behind.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 impl WakeHandle {
@@ -58,6 +79,9 @@ impl WakeHandle {
         match (self, other) {
             (WakeHandle::Thread(one), WakeHandle::Thread(two)) => one.id() == two.id(),
             (WakeHandle::Owner(one), WakeHandle::Owner(two)) => Arc::ptr_eq(one, two),
+            (WakeHandle::Descriptor { wake: one, .. }, WakeHandle::Descriptor { wake: two, .. }) => {
+                one.ptr_eq(two)
+            }
             _ => false,
         }
     }
@@ -66,7 +90,17 @@ impl WakeHandle {
         match self {
             WakeHandle::Thread(thread) => thread.unpark(),
             WakeHandle::Owner(worker) => worker.wake_owner(),
+            WakeHandle::Descriptor { wake, .. } => {
+                if let Some(wake) = wake.upgrade() {
+                    wake.wake();
+                }
+            }
         }
+    }
+
+    /// Whether nobody is left to be woken.
+    fn is_gone(&self) -> bool {
+        matches!(self, WakeHandle::Descriptor { wake, .. } if wake.strong_count() == 0)
     }
 }
 
@@ -81,11 +115,17 @@ impl WaitList {
     /// Adds somebody; check the condition again afterwards. Who is there already is there once.
     pub fn add(&self, handle: WakeHandle) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|other| !other.is_gone());
         if !list.iter().any(|other| other.is(&handle)) {
             list.push(handle);
         }
         drop(list);
         self.any.store(true, Ordering::SeqCst);
+    }
+
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Wakes everybody, once. Costs one load when nobody waits.

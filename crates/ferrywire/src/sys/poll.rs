@@ -6,12 +6,12 @@
 //! Read next: `transport/tcp/conn.rs`.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::checked;
 
@@ -78,8 +78,9 @@ pub struct Poller {
 #[derive(Clone, Debug)]
 pub struct Waker(Arc<Wake>);
 
+/// A descriptor that is readable from the first wake until it is drained.
 #[derive(Debug)]
-struct Wake {
+pub(crate) struct Wake {
     eventfd: OwnedFd,
     pending: AtomicBool,
 }
@@ -91,8 +92,7 @@ impl Poller {
         let fd = checked(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) } as libc::ssize_t)?;
         // SAFETY: the kernel has just made this descriptor, and nobody else has it.
         let epoll = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
-        let eventfd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
-        let wake = Arc::new(Wake { eventfd, pending: AtomicBool::new(false) });
+        let wake = Arc::new(Wake::new()?);
         let poller = Poller { epoll, wake, fine: AtomicBool::new(true) };
         poller.control(libc::EPOLL_CTL_ADD, poller.wake.eventfd.as_raw_fd(), WAKE_TOKEN, Interest::READ)?;
         Ok(poller)
@@ -229,18 +229,46 @@ impl Waker {
     /// Only the first of several wakes in a row makes a system call. What the caller wrote before is
     /// visible to the thread whose wait it ends.
     pub fn wake(&self) {
-        if !self.0.pending.swap(true, Ordering::AcqRel) {
-            // The counter can hold 2^64 - 2 wakes, and one is written between two drains: it never fails.
-            let written = rustix::io::write(&self.0.eventfd, &1_u64.to_ne_bytes());
-            debug_assert_eq!(written, Ok(8));
-        }
+        self.0.wake();
     }
 }
 
 impl Wake {
+    pub fn new() -> io::Result<Wake> {
+        let eventfd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        Ok(Wake { eventfd, pending: AtomicBool::new(false) })
+    }
+
+    /// What to wait on.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
+    }
+
+    /// Makes it readable. Only the first of several in a row makes a system call.
+    pub fn wake(&self) {
+        if !self.pending.swap(true, Ordering::AcqRel) {
+            // The counter can hold 2^64 - 2 wakes, and one is written between two drains: it never fails.
+            let written = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
+            debug_assert_eq!(written, Ok(8));
+        }
+    }
+
+    /// Waits until it is readable; false when the time was up before.
+    pub fn wait(&self, limit: Duration) -> io::Result<bool> {
+        let start = Instant::now();
+        loop {
+            let left = limit.saturating_sub(start.elapsed());
+            let left = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: i64::MAX, tv_nsec: 0 });
+            match poll(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], Some(&left)) {
+                Err(rustix::io::Errno::INTR) => {}
+                result => return Ok(result? > 0),
+            }
+        }
+    }
+
     /// Empties the counter, and only then lets wakers write again: in the other order a wake in between
     /// would be swallowed, and every later one would think that it is still pending.
-    fn drain(&self) {
+    pub fn drain(&self) {
         let mut counter = [0; 8];
         let read = rustix::io::read(&self.eventfd, &mut counter);
         debug_assert!(matches!(read, Ok(8) | Err(rustix::io::Errno::AGAIN)));
