@@ -157,12 +157,14 @@ impl Channel {
         if !self.staging.sending.has_room() {
             return false;
         }
-        let small = self.small_share();
+        let queue = &self.peer.queue;
+        if queue.has_work_beside_bulk() && self.small_share() > 0 {
+            return true;
+        }
         let (backlog, least) = (self.window.bytes() as u64, self.peer.least_backlog());
-        self.peer.queue.has_work_for(small > 0)
-            && (small > 0
-                || (self.bulk_share().0 > 0
-                    && schedule::may_take(backlog, least, self.peer.queue.chunk_bytes)))
+        queue.has_work_beside_small()
+            && self.bulk_share().0 > 0
+            && schedule::may_take(backlog, least, queue.chunk_bytes)
     }
 
     /// Bytes of bulk that this channel may take, and the longest chunk of it.
@@ -254,7 +256,9 @@ impl Channel {
     fn pull(&mut self) {
         let unsent = self.unsent();
         let small = self.small_share();
-        if unsent >= READY_BYTES || !self.peer.queue.has_work_for(small > 0) {
+        let queue = &self.peer.queue;
+        let waits = (small > 0 && queue.has_work_beside_bulk()) || queue.has_work_beside_small();
+        if unsent >= READY_BYTES || !waits {
             return;
         }
         let backlog = self.window.bytes() as u64;

@@ -64,9 +64,10 @@ pub(crate) struct Lanes {
 /// The queue of one peer.
 pub(crate) struct SendQueue {
     lanes: Mutex<Lanes>,
-    /// Items that wait, and those of them that are not small operations.
+    /// Items that wait, and those of them that are not small operations, or not bulk.
     waiting: AtomicUsize,
-    waiting_for_any: AtomicUsize,
+    waiting_beside_small: AtomicUsize,
+    waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut yet.
     bulk_bytes: AtomicU64,
     pub chunk_bytes: usize,
@@ -93,9 +94,18 @@ pub(crate) struct Pull {
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
         let lanes = Lanes { credit: limits::EAGER_CREDIT_BYTES, ..Lanes::default() };
-        let (waiting, waiting_for_any, bulk_bytes) = Default::default();
+        let (waiting, waiting_beside_small, waiting_beside_bulk, bulk_bytes) = Default::default();
         let (lanes, small_bytes_max) = (Mutex::new(lanes), SMALL_BYTES_MAX);
-        SendQueue { lanes, waiting, waiting_for_any, bulk_bytes, chunk_bytes, crc, small_bytes_max }
+        SendQueue {
+            lanes,
+            waiting,
+            waiting_beside_small,
+            waiting_beside_bulk,
+            bulk_bytes,
+            chunk_bytes,
+            crc,
+            small_bytes_max,
+        }
     }
 
     /// Of a peer whose channels have lanes: no message is larger than a chunk.
@@ -113,9 +123,14 @@ impl SendQueue {
         self.waiting() > 0
     }
 
-    /// Whether something waits for a channel that may take small operations, or may not.
-    pub fn has_work_for(&self, small: bool) -> bool {
-        if small { self.has_work() } else { self.waiting_for_any.load(Ordering::SeqCst) > 0 }
+    /// Whether something waits that a channel takes which may take small operations.
+    pub fn has_work_beside_bulk(&self) -> bool {
+        self.waiting_beside_bulk.load(Ordering::SeqCst) > 0
+    }
+
+    /// Whether something waits that a channel takes which may take bulk.
+    pub fn has_work_beside_small(&self) -> bool {
+        self.waiting_beside_small.load(Ordering::SeqCst) > 0
     }
 
     /// Bytes of bulk that wait to be pulled.
@@ -130,7 +145,8 @@ impl SendQueue {
 
     fn publish(&self, lanes: &Lanes) {
         self.waiting.store(lanes.len(), Ordering::SeqCst);
-        self.waiting_for_any.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
+        self.waiting_beside_small.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
+        self.waiting_beside_bulk.store(lanes.len() - lanes.bulk.len(), Ordering::SeqCst);
         self.bulk_bytes.store(lanes.bulk_bytes, Ordering::Relaxed);
     }
 

@@ -45,6 +45,11 @@ pub(super) trait Copier: Send {
     /// The last mark that was reached, and why no further one will be, if that is known.
     fn reached(&mut self) -> (u64, Option<Error>);
 
+    /// Ends the work that has begun, and begins no other; gives the last mark that was reached.
+    fn stop(&mut self) -> u64 {
+        self.reached().0
+    }
+
     /// How often the driver was called to do something or asked about it.
     fn calls(&self) -> u64;
 }

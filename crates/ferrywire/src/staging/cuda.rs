@@ -142,6 +142,11 @@ impl Copier for CudaCopier {
         (reached, failed)
     }
 
+    fn stop(&mut self) -> u64 {
+        self.stream.finish();
+        self.flag()
+    }
+
     fn calls(&self) -> u64 {
         self.calls
     }

@@ -125,10 +125,9 @@ impl Line {
 
     fn fail(&mut self, error: Error) {
         if let Some(mut copier) = self.copier.take() {
-            self.reached = self.reached.max(copier.reached().0);
+            // The batches before the one that failed are as good as ever.
+            self.reached = self.reached.max(copier.stop());
             self.past_calls += copier.calls();
-            // Waits for what has begun.
-            drop(copier);
         }
         tracing::warn!(%error, place = %self.place, "copying between a GPU and the host failed");
         self.failure.get_or_insert(error);

@@ -57,7 +57,7 @@ const BY: &str = "ferrywire: plugin Broken plugin ended this process by exit";
 
 #[test]
 fn an_exit_inside_a_call_is_told() {
-    let lines = "it logged last: no page is left: 0 | no page is left: 1 | no page is left: 2";
+    let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
     let likely = "likely: an error after which the plugin gives up";
     let told = format!("{BY} in listen on device 0; {lines}; {likely}");
     assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![told]));
@@ -105,7 +105,7 @@ fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
 
 #[test]
 fn a_watched_process_is_told_of_by_its_watcher() {
-    let lines = "it logged last: no page is left: 0 | no page is left: 1 | no page is left: 2";
+    let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
     let likely = "likely: an error after which the plugin gives up";
     let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}; {likely}");
     assert_eq!(watched("LISTEN_EXITS", "listen"), (Some(1), Some(cause), 0));

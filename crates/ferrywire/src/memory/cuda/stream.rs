@@ -83,6 +83,14 @@ impl CudaStream {
         self.raw
     }
 
+    /// Waits until nothing of it runs: also when its context is lost, or its work has failed.
+    pub(crate) fn finish(&self) {
+        if let Ok(_current) = self.gpu.make_current() {
+            // SAFETY: a stream that lives.
+            let _ = unsafe { call!(self.gpu.about(), cuStreamSynchronize(self.raw)) };
+        }
+    }
+
     /// Enqueues a copy between any two of device memory and pinned memory.
     ///
     /// # Safety
@@ -305,12 +313,10 @@ impl Batch {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        self.finish();
         let Ok(_current) = self.gpu.make_current() else { return };
-        // SAFETY: a stream that lives, and after this no more; when its context is lost, nothing of it runs.
-        unsafe {
-            let _ = call!(self.gpu.about(), cuStreamSynchronize(self.raw));
-            let _ = call!(self.gpu.about(), cuStreamDestroy_v2(self.raw));
-        }
+        // SAFETY: a stream that lives, and after this no more.
+        let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
     }
 }
 
