@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::cuda::{CudaGpu, idle};
 use crate::memory::host::HostBuffer;
+use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Identity, Place, Region, RegionHome};
 use crate::peer::Peer;
@@ -20,6 +21,7 @@ use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable, en
 use crate::transport::tcp::TcpTransport;
 use crate::transport::{Listener, SharedTransport, Transport};
 use crate::wakeup::Wakeup;
+use std::any::Any;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
@@ -375,12 +377,45 @@ impl Endpoint {
     /// region is deregistered or its last clone dropped, and nothing may rely on their values while peers
     /// can write to them.
     pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region> {
+        // SAFETY: the caller's promise.
+        unsafe { self.register_user(base, bytes, None) }
+    }
+
+    /// Likewise, with whoever keeps the memory alive: `owner` is dropped when no thread, NIC, GPU or peer can touch the
+    /// memory any more. That is after the last clone of the region is gone (block lists hold one) and all operations
+    /// on it have ended; to drop the region never waits for them.
+    ///
+    /// It is dropped by a thread of the endpoint's own that does nothing else (`ferrywire-own`), holding no lock, so
+    /// that it may block: Python's GIL can be taken there. [`Region::deregister`] drops it on the thread that calls;
+    /// so does the end of the region after that of the endpoint, and an error here. In an endpoint without threads
+    /// somebody has to call [`Endpoint::progress`] for the memory to be let go.
+    ///
+    /// # Errors
+    /// As [`Endpoint::register_raw`], and [`Error::Io`] when the thread cannot be started.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until `owner` is dropped,
+    /// and nothing may rely on their values while peers can write to them.
+    pub unsafe fn register_with(
+        &self,
+        base: *mut u8,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Region> {
+        self.inner.engine.start_releaser()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.register_user(base, bytes, Some(owner)) }
+    }
+
+    /// # Safety
+    /// As of [`Endpoint::register_raw`] and [`Endpoint::register_with`].
+    unsafe fn register_user(&self, base: *mut u8, bytes: usize, owner: Option<Owner>) -> Result<Region> {
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "a null pointer with a size"));
         }
         let place = Place::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the place is what the address says.
-        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place) }?;
+        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place, owner) }?;
         self.inner.engine.prepared.prepare(place);
         Ok(region)
     }

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::memory::owner::Releaser;
 use crate::memory::{Identity, Memory, RegionHome, RegionTable};
 use crate::ordering::Gates;
 use crate::patience::Patience;
@@ -43,6 +44,8 @@ pub(crate) struct Engine {
     /// What streams of GPUs wait for.
     pub gates: Gates,
     regions: RegionTable,
+    /// Drops owners of memory; started with the first of them.
+    releaser: OnceLock<Releaser>,
     next_id: AtomicU64,
     control_waker: OnceLock<Waker>,
     control: OnceLock<Arc<Mutex<Control>>>,
@@ -71,6 +74,7 @@ impl Engine {
             prepared: Prepared::default(),
             gates: Gates::default(),
             regions: RegionTable::default(),
+            releaser: OnceLock::new(),
             next_id: AtomicU64::new(1),
             control_waker: OnceLock::new(),
             control: OnceLock::new(),
@@ -83,6 +87,16 @@ impl Engine {
             Some(engine) => engine,
             None => unreachable!("whoever calls a method of the engine keeps it alive"),
         }
+    }
+
+    /// Makes sure that there is somebody to drop owners of memory.
+    pub fn start_releaser(&self) -> Result<()> {
+        if self.releaser.get().is_none() {
+            let started = Releaser::start(self.this.clone());
+            // Where two start one, the second ends at once.
+            drop(self.releaser.set(started.map_err(|error| Error::io("start a thread", &error))?));
+        }
+        Ok(())
     }
 
     pub fn attach_control(&self, control: Arc<Mutex<Control>>, waker: Waker) {
@@ -167,6 +181,12 @@ impl RegionHome for Engine {
         match self.workers.iter().any(|worker| worker.has_lanes()) {
             true => progress::abandon_memory(self, memory),
             false => Ok(()),
+        }
+    }
+
+    fn release_later(&self, memory: Arc<Memory>) {
+        if let Some(releaser) = self.releaser.get() {
+            releaser.give(memory);
         }
     }
 }

@@ -40,7 +40,7 @@ impl Sink {
     /// Local memory for `len` bytes at `position` of the message.
     pub fn locate(&self, position: u64, len: u64, out: &mut Vec<IoVec>) -> Result<(), Refusal> {
         let memory: &Memory = self.op.memory.as_deref().ok_or(Refusal::NoSink)?;
-        if self.gone() || memory.revoked() {
+        if self.gone() || memory.taken_back() {
             return Err(Refusal::NoSink);
         }
         for (offset, len) in self.scatter.locate(position, len).ok_or(Refusal::OutOfRegion)? {

@@ -184,7 +184,7 @@ impl Op {
 
     /// Whether it must not be sent: it has failed, or the user has taken its memory back.
     pub fn unsendable(&self) -> bool {
-        if self.memory.as_ref().is_some_and(|memory| memory.user_owned() && memory.revoked()) {
+        if self.memory.as_ref().is_some_and(|memory| memory.lost_to_user()) {
             self.fail(Error::invalid("region", "it was deregistered before the operation had ended"));
         }
         self.failing()

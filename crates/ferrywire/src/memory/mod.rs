@@ -12,6 +12,7 @@
 pub mod cuda;
 mod gpu;
 pub(crate) mod host;
+pub(crate) mod owner;
 pub mod pattern;
 mod place;
 pub mod sim;
@@ -27,11 +28,12 @@ use crate::error::{Error, Result};
 use crate::wire::Refusal;
 use cuda::CudaBuffer;
 use host::HostBuffer;
+use owner::Owner;
 use sim::SimBuffer;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
 
 /// The random name of an endpoint: new at each start, so a restarted peer is a new one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -63,9 +65,10 @@ enum Keeper {
     Cuda {
         _buffer: CudaBuffer,
     },
-    /// The user, who promised so when registering; of GPU memory, with the GPU.
+    /// The user, who promised so when registering, or somebody that the user gave us; of GPU memory, with the GPU.
     User {
         _gpu: Option<Gpu>,
+        owner: Mutex<Option<Owner>>,
     },
 }
 
@@ -76,6 +79,8 @@ pub(crate) struct Memory {
     place: Place,
     key: u64,
     revoked: AtomicBool,
+    /// Nothing may be placed into it any more, whoever waits for that.
+    taken_back: AtomicBool,
     /// Operations under way that name it.
     users: AtomicUsize,
     keeper: Keeper,
@@ -100,6 +105,22 @@ impl Memory {
         }
         // SAFETY: offset <= len of the allocation, just checked.
         Some(unsafe { self.base.add(offset as usize) })
+    }
+
+    /// Copies bytes at `offset` into `into`, if they are all inside. Memory of a GPU is read through its copy engine,
+    /// and waited for.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+        let Some(from) = self.span(offset, into.len() as u64) else {
+            return Ok(());
+        };
+        match self.place {
+            // SAFETY: the span is inside live host memory, `into` is a distinct buffer of the caller's.
+            Place::Host => unsafe {
+                std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
+            },
+            place => Gpu::opened(place)?.read_into_slice(from as u64, into)?,
+        }
+        Ok(())
     }
 
     /// Copies `from` to `offset`, if it all fits. Memory of a GPU is written through its copy engine, and
@@ -145,8 +166,8 @@ impl Memory {
     }
 
     fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
-        let (revoked, users) = (AtomicBool::new(false), AtomicUsize::new(0));
-        Memory { base, len, place, key, revoked, users, keeper }
+        let (revoked, taken_back, users) = Default::default();
+        Memory { base, len, place, key, revoked, taken_back, users, keeper }
     }
 
     /// Whether the region may not be touched by peers any more.
@@ -178,6 +199,44 @@ impl Memory {
     /// Whether the user owns the bytes, so that they may vanish after deregistration.
     pub fn user_owned(&self) -> bool {
         matches!(self.keeper, Keeper::User { .. })
+    }
+
+    /// Whether it was deregistered, so that what it waits for does not come any more.
+    pub fn taken_back(&self) -> bool {
+        self.taken_back.load(Ordering::SeqCst)
+    }
+
+    /// Whether the bytes are the user's again, or are asked for: what is not sent yet must not be.
+    pub fn lost_to_user(&self) -> bool {
+        self.user_owned() && self.taken_back()
+    }
+
+    /// What keeps the user's bytes alive, if it is still here.
+    fn owner(&self) -> Option<MutexGuard<'_, Option<Owner>>> {
+        match &self.keeper {
+            Keeper::User { owner, .. } => Some(owner.lock().unwrap_or_else(PoisonError::into_inner)),
+            _ => None,
+        }
+    }
+
+    fn has_owner(&self) -> bool {
+        self.owner().is_some_and(|owner| owner.is_some())
+    }
+
+    /// To be dropped: nothing touches the memory any more.
+    pub fn take_owner(&self) -> Option<Owner> {
+        self.owner()?.take()
+    }
+
+    /// Runs `body` while the memory stays, unless the user has it back.
+    fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.enter();
+        let result = match self.lost_to_user() {
+            false => body(),
+            true => Err(Error::invalid("region", "it is deregistered")),
+        };
+        self.leave();
+        result
     }
 }
 
@@ -220,6 +279,8 @@ pub(crate) trait RegionHome: Send + Sync {
     fn regions(&self) -> &RegionTable;
     /// Returns when no thread or NIC of this endpoint touches the memory any more.
     fn release(&self, memory: &Arc<Memory>) -> Result<()>;
+    /// Sees to it that its owner is dropped when that is so, and returns at once.
+    fn release_later(&self, memory: Arc<Memory>);
 }
 
 struct Registration {
@@ -232,21 +293,35 @@ struct Registration {
 
 impl Registration {
     fn end(&self) -> Result<()> {
-        let Some(home) = self.home.upgrade() else {
-            return Ok(());
-        };
-        if self.released.load(Ordering::SeqCst) {
-            return Ok(());
+        if let Some(home) = self.home.upgrade()
+            && !self.released.load(Ordering::SeqCst)
+        {
+            self.memory.taken_back.store(true, Ordering::SeqCst);
+            home.regions().remove(&self.memory);
+            home.release(&self.memory)?;
+            self.released.store(true, Ordering::SeqCst);
         }
-        home.regions().remove(&self.memory);
-        home.release(&self.memory)?;
-        self.released.store(true, Ordering::SeqCst);
+        drop(self.memory.take_owner());
         Ok(())
+    }
+
+    /// Nobody names the region any more: operations under way go on, and its owner stays until they have ended.
+    fn end_later(&self) {
+        match self.home.upgrade() {
+            Some(home) => {
+                home.regions().remove(&self.memory);
+                home.release_later(self.memory.clone());
+            }
+            None => drop(self.memory.take_owner()),
+        }
     }
 }
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.memory.has_owner() {
+            return self.end_later();
+        }
         // One that failed to end has been waited for, and told of, already.
         if !self.memory.revoked()
             && let Err(error) = self.end()
@@ -256,7 +331,9 @@ impl Drop for Registration {
     }
 }
 
-/// Registered local memory. Clones share it; the last one dropped deregisters it.
+/// Registered local memory. Clones share it; the last one dropped deregisters it. Of memory that the caller keeps
+/// that waits for operations under way; with an owner ([`Endpoint::register_with`](crate::Endpoint::register_with)),
+/// and of memory that the region owns, they go on, and nobody waits for them.
 ///
 /// Peers that hold its descriptor can write to it and read from it at any time, so its bytes are read
 /// and written through [`Region::read_at`] and [`Region::write_at`], or through raw pointers by callers
@@ -297,18 +374,20 @@ impl Region {
     ///
     /// # Safety
     /// `len` bytes at `base` must live in `place` and stay readable and writable there until the region is
-    /// deregistered.
+    /// deregistered, or `owner` dropped.
     pub(crate) unsafe fn user(
         home: &Arc<dyn RegionHome>,
         base: *mut u8,
         len: u64,
         place: Place,
+        owner: Option<Owner>,
     ) -> Result<Region> {
         let gpu = match place {
             Place::Cuda(_) => Some(Gpu::open(place)?),
             _ => None,
         };
-        Ok(Region::new(home, base, len, place, Keeper::User { _gpu: gpu }))
+        let keeper = Keeper::User { _gpu: gpu, owner: Mutex::new(owner) };
+        Ok(Region::new(home, base, len, place, keeper))
     }
 
     fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Region {
@@ -362,23 +441,14 @@ impl Region {
     /// Memory of a GPU is read through its copy engine, and waited for.
     pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         self.check("source", offset, into.len() as u64)?;
-        let Some(from) = self.memory().span(offset, into.len() as u64) else {
-            return Ok(());
-        };
-        match self.place() {
-            // SAFETY: the span is inside live host memory, `into` is a distinct buffer of this caller.
-            Place::Host => unsafe {
-                std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
-            },
-            place => Gpu::opened(place)?.read_into_slice(from as u64, into)?,
-        }
-        Ok(())
+        let memory = self.memory();
+        memory.while_it_stays(|| memory.read(offset, into))
     }
 
     /// Copies `from` to `offset`. Memory of a GPU is written through its copy engine, and waited for.
     pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
         self.check("target", offset, from.len() as u64)?;
-        self.memory().write(offset, from)
+        self.memory().while_it_stays(|| self.memory().write(offset, from))
     }
 
     /// The first byte: of host memory, where peers may write at any time; else a device address, which
@@ -387,12 +457,13 @@ impl Region {
         self.inner.memory.base
     }
 
-    /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory.
+    /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory. An owner that
+    /// was given with it is dropped before that, on this thread.
     ///
     /// # Errors
     /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::HeldUp`] when
     /// a thread does not let go of it. Peers are refused all the same, but the memory is not free: a clone
-    /// can be deregistered again.
+    /// can be deregistered again; an owner that was given with it is dropped later, once it is free.
     pub fn deregister(self) -> Result<()> {
         self.inner.end()
     }

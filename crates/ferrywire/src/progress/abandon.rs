@@ -24,6 +24,11 @@ impl Abandon {
     fn missing(&self) -> Option<usize> {
         self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
     }
+
+    /// Whether all have.
+    pub fn is_answered(&self) -> bool {
+        self.missing().is_none()
+    }
 }
 
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
@@ -36,11 +41,7 @@ pub(crate) fn abandon(
     what: impl FnOnce() -> String,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
-    let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
-    let request = Arc::new(Abandon { gone: Box::new(gone), answered });
-    for worker in &engine.workers {
-        worker.command(Command::Abandon(request.clone()));
-    }
+    let request = ask(engine, gone);
     let mut patience = Patience::new(limits::ABANDON_DEADLINE);
     let start = Instant::now();
     // Each worker answers at its next turn; whoever has no owner is turned from here.
@@ -57,6 +58,23 @@ pub(crate) fn abandon(
         thread::yield_now();
     }
     Ok(())
+}
+
+/// Asks every worker to stop placing bytes where `gone` says.
+fn ask(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static) -> Arc<Abandon> {
+    let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
+    let request = Arc::new(Abandon { gone: Box::new(gone), answered });
+    for worker in &engine.workers {
+        worker.command(Command::Abandon(request.clone()));
+    }
+    request
+}
+
+/// Asks every worker to place nothing more into a region that peers name, while operations of ours may go on
+/// there; who asks looks for the answers.
+pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Abandon> {
+    let memory = memory.clone();
+    ask(engine, move |landing| !landing.once() && landing.is_in(&memory))
 }
 
 /// Makes every worker let go of a span of memory.

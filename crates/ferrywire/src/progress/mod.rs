@@ -27,8 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Wea
 use std::thread::{self, Thread};
 use std::time::{Duration, Instant};
 
-use abandon::Abandon;
-pub(crate) use abandon::{abandon, abandon_memory};
+pub(crate) use abandon::{Abandon, abandon, abandon_memory, ask_for_region};
 pub(crate) use callers::{kick, nudge, wait};
 use crank::{Slot, Turn};
 

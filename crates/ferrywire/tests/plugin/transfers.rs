@@ -103,3 +103,37 @@ fn reads_messages_and_notifications_go_over_it_too() {
         ends.close();
     });
 }
+
+#[test]
+fn an_owner_of_memory_is_dropped_when_the_plugin_has_let_go_of_it() {
+    struct Tells(Vec<u8>, std::sync::mpsc::Sender<Vec<u8>>);
+    impl Drop for Tells {
+        fn drop(&mut self) {
+            self.0.fill(0xEE);
+            self.1.send(std::mem::take(&mut self.0)).unwrap();
+        }
+    }
+    case!("").passes(|| {
+        let ends = Ends::new();
+        let bytes = 3_000_000;
+        let (sender, told) = std::sync::mpsc::channel();
+        let owned = |endpoint: &ferrywire::Endpoint| {
+            let mut owner = Box::new(Tells(pattern(bytes, 3), sender.clone()));
+            let base = owner.0.as_mut_ptr();
+            // SAFETY: the owner keeps the bytes, whose place on the heap does not change.
+            unsafe { endpoint.register_with(base, bytes, owner) }.unwrap()
+        };
+        for _ in 0..5 {
+            let (source, target) = (owned(&ends.connecting), owned(&ends.accepting));
+            let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+            drop(source);
+            assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+            drop(target);
+            for _ in 0..2 {
+                let after = told.recv_timeout(LIMIT).expect("an owner is not dropped");
+                assert!(after.iter().all(|byte| *byte == 0xEE));
+            }
+        }
+        ends.close();
+    });
+}

@@ -1,0 +1,231 @@
+//! Memory that somebody else owns: its owner is dropped when nothing can touch it any more, and where that may block.
+
+use crate::{LIMIT, listening, pair};
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::{Endpoint, Error, Region};
+use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
+use std::sync::{Arc, Mutex};
+use std::thread::{self, ThreadId};
+
+/// Tells where it is dropped, and what it had.
+struct Owner {
+    bytes: Vec<u8>,
+    gone: Sender<Gone>,
+}
+
+struct Gone {
+    bytes: Vec<u8>,
+    thread: (ThreadId, Option<String>),
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        // Whoever still wrote there would be seen.
+        self.bytes.fill(0xEE);
+        let here = thread::current();
+        let thread = (here.id(), here.name().map(str::to_owned));
+        let _ = self.gone.send(Gone { bytes: std::mem::take(&mut self.bytes), thread });
+    }
+}
+
+fn owned(endpoint: &Endpoint, bytes: Vec<u8>) -> (Region, Receiver<Gone>) {
+    let (gone, told) = mpsc::channel();
+    let mut owner = Box::new(Owner { bytes, gone });
+    let (base, len) = (owner.bytes.as_mut_ptr(), owner.bytes.len());
+    // SAFETY: the owner keeps the bytes, whose place on the heap does not change.
+    let region = unsafe { endpoint.register_with(base, len, owner) }.unwrap();
+    (region, told)
+}
+
+#[track_caller]
+fn kept(told: &Receiver<Gone>) {
+    assert!(matches!(told.try_recv(), Err(TryRecvError::Empty)), "the owner is gone too early");
+}
+
+#[track_caller]
+fn gone(told: &Receiver<Gone>) -> Gone {
+    told.recv_timeout(LIMIT).expect("the owner is not dropped")
+}
+
+#[test]
+fn the_last_handle_waits_for_nobody_and_operations_go_on() {
+    let pair = pair();
+    let (region, told) = owned(&pair.ends[1], vec![0; 300_000]);
+    let descriptor = region.descriptor();
+    let receive = pair.far.recv(1, &region, 0, 300_000).unwrap();
+    let clone = region.clone();
+    drop((region, clone));
+    kept(&told);
+    // The region is gone for the peer, and the receive is not.
+    let source = pair.ends[0].register(vec![7u8; 300_000]).unwrap();
+    let refused = pair.near.write(&source, 0, &descriptor, 0, 10).unwrap().wait(LIMIT);
+    assert!(matches!(refused, Err(Error::AccessRefused { .. })), "{refused:?}");
+    kept(&told);
+    pair.near.send(1, &source, 0, 300_000).unwrap().wait(LIMIT).unwrap();
+    assert_eq!(receive.wait(LIMIT), Ok(300_000));
+    // A handle of an operation that has ended keeps nothing.
+    let gone = gone(&told);
+    assert_eq!(gone.thread.1.as_deref(), Some("ferrywire-own"));
+    assert_eq!(gone.bytes, vec![0xEE; 300_000]);
+    drop(receive);
+}
+
+#[test]
+fn a_cancelled_receive_and_a_lost_peer_let_go() {
+    let pair = pair();
+    let (first, first_told) = owned(&pair.ends[1], vec![0; 100]);
+    let (second, second_told) = owned(&pair.ends[1], vec![0; 100]);
+    let cancelled = pair.far.recv(1, &first, 0, 100).unwrap();
+    let _never = pair.far.recv(2, &second, 0, 100).unwrap();
+    drop((first, second));
+    cancelled.cancel();
+    gone(&first_told);
+    kept(&second_told);
+    pair.near.close(LIMIT).unwrap();
+    gone(&second_told);
+}
+
+#[test]
+fn nothing_is_placed_once_the_owner_is_gone() {
+    let pair = pair();
+    let bytes = 4 << 20;
+    let source = pair.ends[0].register(vec![7u8; bytes]).unwrap();
+    for round in 0..20 {
+        let (target, told) = owned(&pair.ends[1], vec![0; bytes]);
+        let writes: Vec<_> = (0..3)
+            .map(|_| pair.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap())
+            .collect();
+        while round % 4 > 0 && writes[0].bytes_moved() == 0 && writes[0].poll().is_none() {
+            thread::yield_now();
+        }
+        drop(target);
+        let gone = gone(&told);
+        let outcomes: Vec<_> = writes.iter().map(|write| write.wait(LIMIT)).collect();
+        for outcome in &outcomes {
+            assert!(matches!(outcome, Ok(_) | Err(Error::AccessRefused { .. })), "{outcome:?}");
+        }
+        assert!(gone.bytes.iter().all(|byte| *byte == 0xEE), "round {round}: written to after its end");
+    }
+}
+
+#[test]
+fn deregistering_drops_the_owner_on_the_spot() {
+    let pair = pair();
+    let (region, told) = owned(&pair.ends[0], vec![7; 1000]);
+    let clone = region.clone();
+    let target = pair.ends[1].register_zeroed(1000).unwrap();
+    pair.near.write(&region, 0, &target.descriptor(), 0, 1000).unwrap().wait(LIMIT).unwrap();
+    region.deregister().unwrap();
+    assert_eq!(told.try_recv().unwrap().thread.0, thread::current().id());
+    // What another handle reads now would be somebody else's.
+    let mut out = [0; 10];
+    assert!(matches!(clone.read_at(0, &mut out), Err(Error::Invalid { .. })));
+    assert!(matches!(clone.write_at(0, &out), Err(Error::Invalid { .. })));
+    assert!(pair.near.write(&clone, 0, &target.descriptor(), 0, 10).is_err());
+    assert_eq!(clone.deregister(), Ok(()));
+}
+
+#[test]
+fn an_owner_may_wait_for_a_lock_that_a_user_of_the_endpoint_holds() {
+    let pair = pair();
+    let gil = Arc::new(Mutex::new(()));
+    struct Waits(Arc<Mutex<()>>, Sender<()>, Vec<u8>);
+    impl Drop for Waits {
+        fn drop(&mut self) {
+            let _held = self.0.lock().unwrap();
+            self.1.send(()).unwrap();
+        }
+    }
+    let (sender, dropped) = mpsc::channel();
+    let held = gil.lock().unwrap();
+    for _ in 0..3 {
+        let mut owner = Box::new(Waits(gil.clone(), sender.clone(), vec![0; 64]));
+        let base = owner.2.as_mut_ptr();
+        // SAFETY: the owner keeps the bytes.
+        drop(unsafe { pair.ends[1].register_with(base, 64, owner) }.unwrap());
+    }
+    // The endpoint works on meanwhile.
+    let source = pair.ends[0].register(vec![7u8; 1 << 20]).unwrap();
+    let target = pair.ends[1].register_zeroed(1 << 20).unwrap();
+    for _ in 0..50 {
+        pair.near.write(&source, 0, &target.descriptor(), 0, 1 << 20).unwrap().wait(LIMIT).unwrap();
+    }
+    assert_eq!(dropped.try_recv(), Err(TryRecvError::Empty));
+    drop(held);
+    (0..3).for_each(|_| dropped.recv_timeout(LIMIT).unwrap());
+}
+
+#[test]
+fn owners_are_dropped_whichever_goes_first_the_endpoint_or_the_region() {
+    for endpoint_first in [false, true] {
+        for close in [false, true] {
+            let pair = pair();
+            let (region, told) = owned(&pair.ends[1], vec![0; 5000]);
+            let source = pair.ends[0].register(vec![7u8; 5000]).unwrap();
+            let write = pair.near.write(&source, 0, &region.descriptor(), 0, 5000).unwrap();
+            write.wait(LIMIT).unwrap();
+            if close {
+                pair.ends[1].close(LIMIT).unwrap();
+            }
+            let rest = (write, source, pair.near, pair.far);
+            match endpoint_first {
+                true => drop((rest, pair.ends, region)),
+                false => drop((region, rest, pair.ends)),
+            }
+            gone(&told);
+        }
+    }
+}
+
+#[test]
+fn an_endpoint_without_threads_lets_go_when_it_is_turned() {
+    let endpoint = Endpoint::builder().threads(0).build().unwrap();
+    let (region, told) = owned(&endpoint, vec![0; 100]);
+    drop(region);
+    loop {
+        endpoint.progress();
+        match told.try_recv() {
+            Ok(_) => break,
+            Err(error) => assert_eq!(error, TryRecvError::Empty),
+        }
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_panic_of_an_owner_harms_no_other() {
+    struct Panics(Vec<u8>);
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            panic!("an owner that panics on purpose");
+        }
+    }
+    let endpoint = listening();
+    let mut owner = Box::new(Panics(vec![0; 64]));
+    let base = owner.0.as_mut_ptr();
+    // SAFETY: the owner keeps the bytes.
+    drop(unsafe { endpoint.register_with(base, 64, owner) }.unwrap());
+    let (region, told) = owned(&endpoint, vec![0; 100]);
+    drop(region);
+    gone(&told);
+}
+
+#[test]
+fn memory_of_a_gpu_may_have_an_owner_too() {
+    let pair = pair();
+    let gpu = SimGpu::open(5).unwrap();
+    let buffer = gpu.alloc(100_000, 4096).unwrap();
+    let base = buffer.as_ptr();
+    let (gone_sender, told) = mpsc::channel();
+    let owner = Box::new((buffer, Owner { bytes: Vec::new(), gone: gone_sender }));
+    // SAFETY: the owner keeps the allocation.
+    let region = unsafe { pair.ends[1].register_with(base, 100_000, owner) }.unwrap();
+    assert_eq!(region.place(), ferrywire::Place::SimGpu(5));
+    let source = pair.ends[0].register(vec![7u8; 100_000]).unwrap();
+    pair.near.write(&source, 0, &region.descriptor(), 0, 100_000).unwrap().wait(LIMIT).unwrap();
+    let mut found = vec![0; 100_000];
+    region.read_at(0, &mut found).unwrap();
+    assert_eq!(found, vec![7; 100_000]);
+    drop(region);
+    gone(&told);
+}
