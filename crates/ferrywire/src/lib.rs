@@ -84,7 +84,7 @@ pub use error::{Error, Fault, Result};
 pub use memory::{Identity, Place, Region, RemoteRegion};
 pub use operation::Transfer;
 pub use ordering::Ready;
-pub use peer::{Block, BlockList, Peer};
+pub use peer::{Block, BlockList, Lengths, Peer};
 pub use stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use transport::plugin::PluginConfig;
 pub use wakeup::Wakeup;

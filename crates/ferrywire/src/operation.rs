@@ -18,7 +18,7 @@ use crate::transfer::Pieces;
 use crate::wakeup::Wakeup;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 /// What an operation does.
@@ -75,6 +75,10 @@ pub(crate) struct Op {
     pub epoch: AtomicU64,
     /// The peer's sink, once an announced send is matched.
     pub sink: AtomicU64,
+    /// The operation that it is a part of; see `peer/joint.rs`.
+    pub whole: Option<Arc<Op>>,
+    /// Its own parts, if it is a whole.
+    parts: OnceLock<Box<[Weak<Op>]>>,
     tokens: AtomicU32,
     moved: AtomicU64,
     state: AtomicU8,
@@ -100,6 +104,8 @@ impl Op {
             number: 0,
             epoch: AtomicU64::new(NO_EPOCH),
             sink: AtomicU64::new(0),
+            whole: None,
+            parts: OnceLock::new(),
             tokens: AtomicU32::new(1),
             moved: AtomicU64::new(0),
             state: AtomicU8::new(RUNNING),
@@ -109,6 +115,31 @@ impl Op {
             gates: Mutex::default(),
             gated: AtomicBool::new(false),
         }
+    }
+
+    /// Bytes that are cut for it: a whole leaves them to its parts.
+    pub fn bytes_to_cut(&self) -> u64 {
+        if self.is_whole() { 0 } else { self.total }
+    }
+
+    /// Makes it the whole of these.
+    pub fn set_parts(&self, parts: &[Arc<Op>]) {
+        let _ = self.parts.set(parts.iter().map(Arc::downgrade).collect());
+    }
+
+    /// Its parts that are still under way.
+    pub fn parts(&self) -> impl Iterator<Item = Arc<Op>> + '_ {
+        self.parts.get().into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
+    /// Whether it is nothing but its parts.
+    pub fn is_whole(&self) -> bool {
+        self.parts.get().is_some()
+    }
+
+    /// Whether a notification of its own follows its bytes, or those of the whole.
+    pub fn notifies(&self) -> bool {
+        !self.message.is_empty() || self.whole.as_ref().is_some_and(|whole| !whole.message.is_empty())
     }
 
     /// Takes a token: something more holds the operation's memory.
@@ -154,10 +185,12 @@ impl Op {
     /// Counts bytes that arrived.
     pub fn count(&self, bytes: u64) {
         self.moved.fetch_add(bytes, Ordering::Relaxed);
+        self.whole.iter().for_each(|whole| whole.count(bytes));
     }
 
     /// Notes a failure; the first one stays.
     pub fn fail(&self, error: Error) {
+        self.whole.iter().for_each(|whole| whole.fail(error.clone()));
         let _ = self.error.set(error);
     }
 
@@ -179,7 +212,9 @@ impl Op {
 
     /// Whether it has failed or is to end early, so that no further chunk should be cut.
     pub fn failing(&self) -> bool {
-        self.failed() || self.cancelled.load(Ordering::SeqCst)
+        self.failed()
+            || self.cancelled.load(Ordering::SeqCst)
+            || self.whole.as_ref().is_some_and(|whole| whole.failing())
     }
 
     /// Whether it must not be sent: it has failed, or the user has taken its memory back.

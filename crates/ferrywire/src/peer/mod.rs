@@ -10,9 +10,10 @@ mod asking;
 mod blocks;
 mod frames;
 mod held;
+mod joint;
 mod state;
 
-pub use blocks::{Block, BlockList};
+pub use blocks::{Block, BlockList, Lengths};
 pub(crate) use state::{Landing, PeerInfo, PeerState};
 
 use crate::error::{Error, Result};
@@ -135,14 +136,19 @@ impl Peer {
         self.write_pieces(source, target, pieces, message)
     }
 
-    /// Writes the blocks of a prepared list, or those that `indices` name, as one operation.
+    /// Writes the blocks of a prepared list, or those that `indices` name, as one operation. `message` is delivered
+    /// to the peer once all their bytes are in its memory, whatever regions they are of.
     pub fn write_blocks(
         &self,
         list: &BlockList,
         indices: Option<&[u32]>,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.write_pieces(&list.local, &list.remote, list.select(Verb::Write, indices)?, message)
+        let mut chosen = list.select(Verb::Write, indices)?;
+        match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.write_pieces(&part.local, &part.remote, pieces, message),
+            (_, last) => self.write_joined(chosen.into_iter().chain(last), message),
+        }
     }
 
     fn write_pieces(
@@ -152,19 +158,19 @@ impl Peer {
         pieces: Pieces,
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
-        self.check(source, target)?;
+        self.check_write(source, target)?;
         let mut op = self.op(Verb::Write, pieces, Some(source.memory().clone()), target.key);
-        if message.is_some_and(<[u8]>::is_empty) {
-            return Err(Error::invalid(
-                "notification",
-                "an empty one cannot go with a write: give it a byte",
-            ));
-        }
-        op.message = checked_message(message.unwrap_or_default())?;
+        op.message = message_behind_bytes(message)?;
+        self.post(op)
+    }
+
+    /// Whether bytes may go this way; notes what the peer will have to stage.
+    fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
+        self.check(source, target)?;
         if target.place() != Place::Host && !self.state.writes_to_gpus() {
             self.state.writes_to_gpus.store(true, Ordering::Relaxed);
         }
-        self.post(op)
+        Ok(())
     }
 
     fn post(&self, op: Op) -> Result<Transfer> {
@@ -191,13 +197,20 @@ impl Peer {
 
     /// Reads the blocks of a prepared list, or those that `indices` name, as one operation.
     pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
-        self.read_pieces(&list.local, &list.remote, list.select(Verb::Read, indices)?)
+        let mut chosen = list.select(Verb::Read, indices)?;
+        match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.read_pieces(&part.local, &part.remote, pieces),
+            (_, last) => self.read_joined(chosen.into_iter().chain(last)),
+        }
     }
 
     fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
         self.check(target, source)?;
         let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
-        let op = Arc::new(op);
+        self.post_read(Arc::new(op))
+    }
+
+    fn post_read(&self, op: Arc<Op>) -> Result<Transfer> {
         let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
         if let Some(error) = self.error() {
             return Err(error);
@@ -404,6 +417,13 @@ fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Resul
         position += bytes;
     }
     Ok(pieces_of(merge(pieces)))
+}
+
+fn message_behind_bytes(message: Option<&[u8]>) -> Result<Box<[u8]>> {
+    if message.is_some_and(<[u8]>::is_empty) {
+        return Err(Error::invalid("notification", "an empty one cannot go with a write: give it a byte"));
+    }
+    checked_message(message.unwrap_or_default())
 }
 
 fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {

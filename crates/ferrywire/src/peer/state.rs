@@ -216,14 +216,14 @@ impl PeerState {
 
     /// An operation of ours begins.
     pub(super) fn begin(&self, op: &Op) {
-        self.in_flight_bytes.fetch_add(op.total, Ordering::Relaxed);
+        self.in_flight_bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
         self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
         self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
     /// It has ended, or could not begin.
     pub(super) fn end(&self, op: &Op) {
-        self.in_flight_bytes.fetch_sub(op.total, Ordering::Relaxed);
+        self.in_flight_bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
         self.in_flight.fetch_sub(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
         self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
@@ -332,6 +332,9 @@ impl PeerState {
         self.queue.ended(op);
         // A notification may have waited for this one.
         self.rouse_home();
+        if let Some(whole) = &op.whole {
+            self.let_go(whole);
+        }
     }
 
     /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
@@ -399,7 +402,9 @@ impl PeerState {
             return;
         }
         op.cancel();
+        op.parts().for_each(|part| self.cancel(&part));
         match op.verb {
+            Verb::Read if op.is_whole() => {}
             _ if self.held.knows(op) => {
                 self.release_held();
             }

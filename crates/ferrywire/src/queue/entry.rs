@@ -144,7 +144,10 @@ pub(super) fn whole(op: &Op) -> Chunk {
 pub(super) fn small_entry(op: Arc<Op>) -> Entry {
     let chunk = whole(&op);
     let mut entry = chunk_entry(op, chunk);
-    entry.header.flags &= !wire::FLAG_COUNTED;
+    // The notification of a whole comes behind all its parts.
+    if entry.op.as_ref().is_none_or(|op| op.whole.is_none()) {
+        entry.header.flags &= !wire::FLAG_COUNTED;
+    }
     entry.header.notify = entry.op.as_ref().map_or(0, |op| op.message.len() as u16);
     entry.head = entry.header.encode();
     entry
@@ -164,7 +167,7 @@ pub(super) fn chunk_entry(op: Arc<Op>, chunk: Chunk) -> Entry {
         }
         _ => {
             header.key = op.key;
-            if !op.message.is_empty() {
+            if op.notifies() {
                 header.flags |= wire::FLAG_COUNTED;
             }
             match chunk.single(op.pieces.as_slice()) {

@@ -170,6 +170,19 @@ impl SendQueue {
         true
     }
 
+    /// Queues what follows the parts of an operation, which are queued or done: its notification. False when the
+    /// peer is gone.
+    #[must_use]
+    pub fn post_behind_parts(&self, whole: Arc<Op>) -> bool {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return false;
+        }
+        lanes.push_bulk(whole);
+        self.publish(&lanes);
+        true
+    }
+
     /// Lets later notifications wait for an operation that is not queued itself.
     pub fn join(&self, op: &Op) {
         op.epoch.store(self.lock().join_epoch(), Ordering::Relaxed);
@@ -281,7 +294,8 @@ impl SendQueue {
         if op.verb == Verb::Write || op.verb == Verb::Serve {
             lanes.small.retain(|small| !Arc::ptr_eq(small, op));
         }
-        lanes.bulk_bytes = lanes.bulk.iter().map(|bulk| bulk.op.total - bulk.cutter.position()).sum();
+        lanes.bulk_bytes =
+            lanes.bulk.iter().map(|bulk| bulk.op.bytes_to_cut() - bulk.cutter.position()).sum();
         let taken = lanes.len() < before;
         self.publish(&lanes);
         taken
@@ -351,7 +365,7 @@ impl Lanes {
     }
 
     fn push_bulk(&mut self, op: Arc<Op>) {
-        self.bulk_bytes += op.total;
+        self.bulk_bytes += op.bytes_to_cut();
         self.bulk.push_back(Bulk { op, cutter: Cutter::default() });
     }
 
@@ -480,7 +494,7 @@ impl Lanes {
             };
             let last = bulk.cutter.position() == bulk.op.total;
             let cut = chunk.map_or(0, |chunk| u64::from(chunk.bytes));
-            let rest = bulk.op.total - bulk.cutter.position();
+            let rest = bulk.op.bytes_to_cut() - bulk.cutter.position();
             self.bulk_bytes -= if chunk.is_none() { rest } else { cut };
             let op = bulk.op.clone();
             if chunk.is_none() || (last && op.message.is_empty()) {

@@ -105,6 +105,62 @@ pub fn blocks_are_written_and_read(world: &mut impl World) {
     }
 }
 
+/// One operation and one notification over several pairs of regions, written, read, and in part.
+pub fn joined_lists_are_written_and_read(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    for (round, counts) in
+        [vec![40, 0, 3, 300], vec![0, 0], vec![0, 1, 0], vec![1; 30]].into_iter().enumerate()
+    {
+        let mut lists = Vec::new();
+        let mut expected = Vec::new();
+        let mut blocks_of_all = Vec::new();
+        for (index, count) in counts.iter().enumerate() {
+            let (blocks, bytes) = shuffled_blocks(world, *count);
+            let salt = (round * 100 + index) as u64;
+            let (source, target) = (world.patterned(0, bytes, salt), world.zeroed(1, bytes));
+            lists.push(BlockList::new(&source, &target.descriptor(), &blocks).unwrap());
+            expected.push((source, target, moved(blocks.iter(), &pattern(bytes, salt), true)));
+            blocks_of_all.extend(blocks.into_iter().map(|block| (index, block)));
+        }
+        let list = BlockList::join(&lists.iter().collect::<Vec<_>>()).unwrap();
+        let total: u64 = blocks_of_all.iter().map(|(_, block)| block.bytes).sum();
+        assert_eq!((list.len(), list.bytes()), (blocks_of_all.len(), total));
+        let transfer = peer.write_blocks(&list, None, Some(b"all of it")).unwrap();
+        let behind = peer.notify(b"behind").unwrap();
+        assert_eq!(world.notification(&far), Ok(b"all of it".to_vec()));
+        for (_, target, expected) in &expected {
+            assert_same(&contents(target), expected, "at the moment of notification");
+        }
+        assert_eq!(world.outcome(&transfer), Ok(total));
+        assert_eq!(transfer.bytes_moved(), total);
+        assert_eq!(world.notification(&far), Ok(b"behind".to_vec()));
+        world.all_done(&[behind]);
+
+        // Every third block back, by its number among all.
+        let mut chosen: Vec<u32> = (0..list.len() as u32).step_by(3).collect();
+        chosen.shuffle(world.rng());
+        let mut back = Vec::new();
+        for (source, _, written) in &expected {
+            source.write_at(0, &vec![0; written.len()]).unwrap();
+            back.push(vec![0; written.len()]);
+        }
+        let mut bytes = 0;
+        for (index, block) in chosen.iter().map(|index| &blocks_of_all[*index as usize]) {
+            let (local, remote) = (block.local_offset as usize, block.remote_offset as usize);
+            let run = expected[*index].2[remote..][..block.bytes as usize].to_vec();
+            back[*index][local..][..run.len()].copy_from_slice(&run);
+            bytes += block.bytes;
+        }
+        let transfer = peer.read_blocks(&list, Some(&chosen)).unwrap();
+        assert_eq!(world.outcome(&transfer), Ok(bytes));
+        for ((source, ..), back) in expected.iter().zip(&back) {
+            assert_same(&contents(source), back, "blocks read back");
+        }
+        assert!(peer.read_blocks(&list, Some(&[list.len() as u32])).is_err());
+    }
+    assert_eq!(far.poll_notification(), Ok(None));
+}
+
 pub fn notifications_come_after_their_bytes(world: &mut impl World) {
     let (peer, far) = world.pair();
     let sizes = [0, 10, 64 << 10, world.bytes_max() / 2];

@@ -4,17 +4,17 @@
 //! error; each notification comes at most once, and exactly once if its operation succeeded.
 
 use crate::world::{World, contents, pattern};
-use ferrywire::{Error, Peer, Region, Transfer};
+use ferrywire::{Block, BlockList, Error, Peer, Region, Transfer};
 use std::collections::BTreeMap;
 
 struct Move {
     /// The endpoint that posted it.
     end: usize,
     transfer: Transfer,
-    /// What the target holds afterwards, from its start on.
-    check: Option<(Region, usize, u64)>,
+    /// What the targets hold afterwards, from their start on.
+    check: Vec<(Region, usize, u64)>,
     /// Where its bytes come from: registered until the end.
-    _source: Option<Region>,
+    _source: Vec<Region>,
     /// The number of the notification that goes with it, and the side that gets it.
     notified: Option<(usize, u64)>,
     /// Of a send and its receive the other one.
@@ -64,33 +64,33 @@ impl Load {
         let bytes = world.below(if small { bytes_max.min(4000) } else { bytes_max } + 1);
         self.next += 1;
         let salt = self.next;
-        match world.below(5) {
+        match world.below(6) {
             0 => {
                 let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
                 let message = salt.to_le_bytes();
                 let transfer =
                     peer.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, &message)?;
-                self.add(here, transfer, Some(source), Some((target, bytes, salt)), Some((to, salt)));
+                self.add(here, transfer, [source], [(target, bytes, salt)], Some((to, salt)));
             }
             1 => {
                 let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
                 let transfer = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64)?;
-                self.add(here, transfer, Some(source), Some((target, bytes, salt)), None);
+                self.add(here, transfer, [source], [(target, bytes, salt)], None);
             }
             2 => {
                 let (source, target) = (world.patterned(there, bytes, salt), world.zeroed(here, bytes));
                 let transfer = peer.read(&target, 0, &source.descriptor(), 0, bytes as u64)?;
-                self.add(here, transfer, Some(source), Some((target, bytes, salt)), None);
+                self.add(here, transfer, [source], [(target, bytes, salt)], None);
             }
             3 => {
                 let (source, target) = (world.patterned(here, bytes, salt), world.zeroed(there, bytes));
                 // Its own tag, so that a send that fails takes no other's receive.
                 let received = other.recv(salt, &target, 0, bytes as u64)?;
-                self.add(there, received, None, Some((target, bytes, salt)), None);
+                self.add(there, received, [], [(target, bytes, salt)], None);
                 let at = self.moves.len();
                 match peer.send(salt, &source, 0, bytes as u64) {
                     Ok(sent) => {
-                        self.add(here, sent.clone(), Some(source), None, None);
+                        self.add(here, sent.clone(), [source], [], None);
                         self.moves[at].pair = Some(self.moves[at - 1].transfer.clone());
                         self.moves[at - 1].pair = Some(sent);
                     }
@@ -100,9 +100,32 @@ impl Load {
                     }
                 }
             }
-            _ => {
+            4 => {
                 let transfer = peer.notify(&salt.to_le_bytes())?;
-                self.add(here, transfer, None, None, Some((to, salt)));
+                self.add(here, transfer, [], [], Some((to, salt)));
+            }
+            _ => {
+                // Written or read, between several pairs of regions.
+                let write = world.below(2) == 0;
+                let (end, other) = if write { (here, there) } else { (there, here) };
+                let sizes =
+                    [bytes / 2, 0, bytes / 3, bytes.min(100)].map(|bytes| (bytes, salt + bytes as u64));
+                let sources = sizes.map(|(bytes, salt)| world.patterned(end, bytes, salt));
+                let targets = sizes.map(|(bytes, _)| world.zeroed(other, bytes));
+                let (local, remote) = if write { (&sources, &targets) } else { (&targets, &sources) };
+                let lists = [0, 1, 2, 3].map(|index| {
+                    let block = Block { local_offset: 0, remote_offset: 0, bytes: sizes[index].0 as u64 };
+                    BlockList::new(&local[index], &remote[index].descriptor(), &[block]).unwrap()
+                });
+                let list = BlockList::join(&lists.each_ref())?;
+                let message = salt.to_le_bytes();
+                let transfer = match write {
+                    true => peer.write_blocks(&list, None, Some(&message))?,
+                    false => peer.read_blocks(&list, None)?,
+                };
+                let check =
+                    targets.into_iter().zip(sizes).map(|(target, (bytes, salt))| (target, bytes, salt));
+                self.add(here, transfer, sources, check, write.then_some((to, salt)));
             }
         }
         Ok(())
@@ -112,15 +135,15 @@ impl Load {
         &mut self,
         end: usize,
         transfer: Transfer,
-        source: Option<Region>,
-        check: Option<(Region, usize, u64)>,
+        source: impl IntoIterator<Item = Region>,
+        check: impl IntoIterator<Item = (Region, usize, u64)>,
         notified: Option<(usize, u64)>,
     ) {
         self.moves.push(Move {
             end,
             transfer,
-            check,
-            _source: source,
+            check: check.into_iter().collect(),
+            _source: source.into_iter().collect(),
             notified,
             pair: None,
             cancelled: false,
@@ -145,8 +168,11 @@ impl Load {
             match world.outcome(&each.transfer) {
                 Err(error) => failed.push(error),
                 Ok(moved) => {
-                    if let Some((target, bytes, salt)) = &each.check {
-                        assert_eq!(moved, *bytes as u64, "{:?}", each.transfer);
+                    if !each.check.is_empty() {
+                        let bytes: usize = each.check.iter().map(|(_, bytes, _)| bytes).sum();
+                        assert_eq!(moved, bytes as u64, "{:?}", each.transfer);
+                    }
+                    for (target, bytes, salt) in &each.check {
                         crate::world::assert_same(
                             &contents(target),
                             &pattern(*bytes, *salt),

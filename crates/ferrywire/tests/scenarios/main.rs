@@ -84,6 +84,7 @@ scenarios! {
         writes_of_every_size,
         reads_of_every_size,
         blocks_are_written_and_read,
+        joined_lists_are_written_and_read,
         notifications_come_after_their_bytes,
         both_sides_at_once,
         many_peers,
@@ -98,6 +99,7 @@ scenarios! {
         cancelled_receives_leave_their_memory_alone,
         cancelled_reads_leave_their_memory_alone,
         cancelled_writes_change_nothing_later,
+        cancelled_joined_lists_end_in_every_part,
         notifications_keep_their_place,
         notification_after_serving_a_read,
         many_notifications_keep_their_order,
@@ -106,6 +108,7 @@ scenarios! {
     all(100): regions::{
         deregistered_regions_are_refused,
         refused_writes_do_not_notify,
+        a_refused_part_fails_the_whole,
         deregistered_during_a_write,
         deregistered_while_ended_transfers_are_held,
         wrong_regions_and_offsets_are_refused_at_once,
@@ -131,6 +134,7 @@ scenarios! {
     };
     both(5): ordering::{
         what_a_slow_kernel_makes_is_sent,
+        joined_lists_wait_for_a_kernel,
         what_a_slow_kernel_reads_is_not_overwritten,
         a_stream_waits_for_what_is_received,
         what_waits_for_a_kernel_may_end_before,

@@ -1,7 +1,7 @@
 //! Tagged messages and standalone notifications: order, credit, truncation, withdrawal.
 
 use crate::world::{World, assert_same, contents, pattern};
-use ferrywire::{Error, Region, Transfer};
+use ferrywire::{Block, BlockList, Error, Region, Transfer};
 use rand::Rng;
 
 /// Posts a receive into fresh memory.
@@ -278,6 +278,47 @@ pub fn cancelled_writes_change_nothing_later(world: &mut impl World) {
         untouched_from_now_on(world, &target);
     }
     assert_eq!(far.poll_notification(), Ok(None), "{cancelled} cancelled writes do not notify");
+    let notify = peer.notify(b"after").unwrap();
+    assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
+    world.all_done(&[notify]);
+}
+
+/// A cancelled operation over several pairs of regions ends in all of them.
+pub fn cancelled_joined_lists_end_in_every_part(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    let bytes = world.bytes_max() / 3;
+    for round in 0..4 {
+        let here = [1, 2, 3].map(|salt| world.patterned(0, bytes, salt));
+        let there = [4, 5, 6].map(|salt| world.patterned(1, bytes, salt));
+        let lists = [0, 1, 2].map(|index| {
+            let block = Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 };
+            BlockList::new(&here[index], &there[index].descriptor(), &[block]).unwrap()
+        });
+        let list = BlockList::join(&lists.each_ref()).unwrap();
+        let write = round % 2 == 0;
+        let transfer = match write {
+            true => peer.write_blocks(&list, None, Some(b"x")).unwrap(),
+            false => peer.read_blocks(&list, None).unwrap(),
+        };
+        let enough = world.below(3 * bytes) as u64;
+        world.until("some bytes", || {
+            (transfer.bytes_moved() >= enough / 4 || transfer.poll().is_some()).then_some(())
+        });
+        transfer.cancel();
+        match world.outcome(&transfer) {
+            Ok(moved) => {
+                assert_eq!(moved, 3 * bytes as u64);
+                if write {
+                    assert_eq!(world.notification(&far), Ok(b"x".to_vec()));
+                }
+            }
+            Err(error) => assert_eq!(error, Error::Cancelled),
+        }
+        for target in if write { &there } else { &here } {
+            untouched_from_now_on(world, target);
+        }
+    }
+    assert_eq!(far.poll_notification(), Ok(None), "cancelled writes do not notify");
     let notify = peer.notify(b"after").unwrap();
     assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
     world.all_done(&[notify]);

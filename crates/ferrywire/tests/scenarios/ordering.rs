@@ -4,7 +4,7 @@
 
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
 use ferrywire::memory::sim::{SimEvent, SimFaults, SimGpu, SimStream};
-use ferrywire::{Error, Peer, Ready};
+use ferrywire::{Block, BlockList, Error, Peer, Ready};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const BYTES: usize = 300_000;
@@ -45,6 +45,38 @@ impl Drop for Slow {
         self.clock.set_stall(false);
         self.gpu.set_faults(SimFaults::default());
     }
+}
+
+/// Operations over several pairs of regions wait as one: written, read, and cancelled before they begin.
+pub fn joined_lists_wait_for_a_kernel(world: &mut impl World) {
+    let slow = Slow::open();
+    let (near, far) = pair(world);
+    let sources = [0, 1].map(|_| on_gpu(&world.end(0), 12, &[1; BYTES]));
+    let targets = [0, 1].map(|_| world.end(1).register_zeroed(BYTES).unwrap());
+    let lists = [0, 1].map(|index| {
+        let block = Block { local_offset: 0, remote_offset: 0, bytes: BYTES as u64 };
+        BlockList::new(&sources[index], &targets[index].descriptor(), &[block]).unwrap()
+    });
+    let list = BlockList::join(&lists.each_ref()).unwrap();
+    let kernel = slow.stream();
+    sources.iter().for_each(|source| kernel.fill(source.as_ptr() as u64, 7, BYTES).unwrap());
+    let after = near.after(Ready::after_sim(&kernel).unwrap());
+    let cancelled = [
+        after.write_blocks(&list, None, Some(b"never")).unwrap(),
+        after.read_blocks(&list, None).unwrap(),
+        after.write_blocks(&list, None, None).unwrap(),
+    ];
+    let write = after.write_blocks(&list, None, Some(b"all")).unwrap();
+    world.linger();
+    assert_eq!((write.poll(), far.poll_notification()), (None, Ok(None)));
+    for each in &cancelled {
+        each.cancel();
+        assert_eq!(world.outcome(each), Err(Error::Cancelled));
+    }
+    slow.go();
+    assert_eq!(world.notification(&far), Ok(b"all".to_vec()));
+    targets.iter().for_each(|target| assert_same(&contents(target), &[7; BYTES], "what the kernel made"));
+    assert_eq!(world.outcome(&write), Ok(2 * BYTES as u64));
 }
 
 fn pair(world: &mut impl World) -> (Peer, Peer) {

@@ -44,6 +44,34 @@ pub fn refused_writes_do_not_notify(world: &mut impl World) {
     }
 }
 
+/// Of a joined list one target is gone: all of it has failed, nobody is notified, and the others' memory is let go.
+pub fn a_refused_part_fails_the_whole(world: &mut impl World) {
+    let (peer, far) = world.pair();
+    for gone in 0..3 {
+        let bytes = [10, world.bytes_max() / 2, 100_000];
+        let sources = bytes.map(|bytes| world.patterned(0, bytes, 1));
+        let mut targets: Vec<_> = bytes.map(|bytes| world.zeroed(1, bytes)).into();
+        let lists = [0, 1, 2].map(|index| {
+            let block = Block { local_offset: 0, remote_offset: 0, bytes: bytes[index] as u64 };
+            BlockList::new(&sources[index], &targets[index].descriptor(), &[block]).unwrap()
+        });
+        let list = BlockList::join(&lists.each_ref()).unwrap();
+        targets.remove(gone).deregister().unwrap();
+        let write = peer.write_blocks(&list, None, Some(b"never")).unwrap();
+        let read = peer.read_blocks(&list, None).unwrap();
+        let after = peer.notify(b"after").unwrap();
+        for transfer in [write, read] {
+            let outcome = world.outcome(&transfer);
+            assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+        }
+        assert_eq!(world.notification(&far), Ok(b"after".to_vec()));
+        world.all_done(&[after]);
+        drop((list, lists));
+        sources.into_iter().for_each(|source| source.deregister().unwrap());
+    }
+    assert_eq!(far.poll_notification(), Ok(None));
+}
+
 /// When deregistration returns nothing more is placed, however much is under way.
 pub fn deregistered_during_a_write(world: &mut impl World) {
     let (peer, _far) = world.pair();
