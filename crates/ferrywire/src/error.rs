@@ -164,6 +164,16 @@ pub enum Error {
         /// How long was waited.
         waited: Duration,
     },
+    /// One of several endpoints that work together failed, and so have all.
+    #[error("{phase} {endpoint}: {error}")]
+    Phase {
+        /// What they were doing.
+        phase: &'static str,
+        /// The name of the endpoint.
+        endpoint: String,
+        /// What happened to it.
+        error: Box<Error>,
+    },
     /// The caller cancelled it.
     #[error("cancelled")]
     Cancelled,
@@ -207,6 +217,7 @@ impl Error {
                 Fault::Peer
             }
             Error::Refused { .. } => Fault::Stranger,
+            Error::Phase { error, .. } => error.fault(),
             Error::Bug(_) => Fault::Bug,
         }
     }

@@ -16,6 +16,7 @@ mod faults;
 mod gpu;
 mod load;
 mod messages;
+mod orchestrator;
 mod ordering;
 mod regions;
 mod sim;

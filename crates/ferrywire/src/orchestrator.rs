@@ -1,0 +1,275 @@
+//! The endpoints of a process, one per GPU, that start, connect and stop together.
+//!
+//! ```text
+//!   start (listen) ──> connect │ accept ──> each (register, move data) ──> close
+//! ```
+//!
+//! In every phase all endpoints are at work at once, so a phase takes as long as its slowest endpoint, not as long as all
+//! of them together. A phase has one deadline, and one endpoint that fails, or is late, fails the phase, by name.
+//!
+//! Invariant: a phase that fails leaves nothing behind: endpoints that had started are closed, and so are peers that were
+//! connected in it. Read next: `endpoint.rs`.
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::endpoint::{Builder, Connecting, Endpoint};
+use crate::error::{Error, Result};
+use crate::peer::Peer;
+
+/// How often connections on their way are looked at.
+const LOOK_INTERVAL: Duration = Duration::from_micros(200);
+/// Time for peers and endpoints to finish with what a failed phase leaves.
+const RETREAT_DEADLINE: Duration = Duration::from_secs(1);
+
+/// All endpoints of a process. Dropped, it closes them.
+#[derive(Debug)]
+pub struct Orchestrator {
+    names: Vec<String>,
+    endpoints: Vec<Endpoint>,
+}
+
+/// What an endpoint connects to.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// Which endpoint connects, by its place in [`Orchestrator::endpoints`].
+    pub endpoint: usize,
+    /// Where to: the first of these that answers.
+    pub addresses: Vec<std::net::SocketAddr>,
+}
+
+impl Orchestrator {
+    /// Builds all endpoints, each with a name for messages.
+    ///
+    /// # Errors
+    /// [`Error::Phase`] with the name of the first that failed, or was not there in time.
+    pub fn start(builders: Vec<(String, Builder)>, deadline: Duration) -> Result<Orchestrator> {
+        let phase = "starting";
+        let names: Vec<String> = builders.iter().map(|(name, _)| name.clone()).collect();
+        let (built, endpoints) = channel();
+        for (index, (name, builder)) in builders.into_iter().enumerate() {
+            let built = built.clone();
+            // A builder that comes too late finds nobody who takes its endpoint, and drops it.
+            let build = move || drop(built.send((index, builder.build())));
+            let spawned = thread::Builder::new().name("ferrywire-start".into()).spawn(build);
+            spawned.map_err(|error| failed(phase, &name, Error::io("start a thread", &error)))?;
+        }
+        let until = Instant::now() + deadline;
+        let mut started: Vec<Option<Endpoint>> = names.iter().map(|_| None).collect();
+        while let Some(missing) = started.iter().position(Option::is_none) {
+            match endpoints.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok((index, Ok(endpoint))) => started[index] = Some(endpoint),
+                Ok((index, Err(error))) => return Err(failed(phase, &names[index], error)),
+                Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], deadline)),
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(failed(phase, &names[missing], Error::Bug("a builder panicked".into())));
+                }
+            }
+        }
+        Ok(Orchestrator { names, endpoints: started.into_iter().flatten().collect() })
+    }
+
+    /// The endpoints, in the order of their builders.
+    pub fn endpoints(&self) -> &[Endpoint] {
+        &self.endpoints
+    }
+
+    /// The name of an endpoint.
+    pub fn name(&self, endpoint: usize) -> &str {
+        self.names.get(endpoint).map_or("?", String::as_str)
+    }
+
+    /// Connects all targets at once; gives the peers in their order.
+    ///
+    /// # Errors
+    /// [`Error::Phase`] with the endpoint of the first that failed, or was not connected in time.
+    pub fn connect(&self, targets: &[Target], deadline: Duration) -> Result<Vec<Peer>> {
+        let mut dials = Vec::with_capacity(targets.len());
+        for target in targets {
+            let dial = Dial::begin(self, target)
+                .map_err(|error| self.failed("connecting", target.endpoint, error))?;
+            dials.push(dial);
+        }
+        let outcome = self.look_until(deadline, || {
+            let mut missing = None;
+            for dial in &mut dials {
+                if let Err(error) = dial.look() {
+                    return Err(self.failed("connecting", dial.target.endpoint, error));
+                }
+                if dial.peer.is_none() {
+                    missing.get_or_insert(dial.target.endpoint);
+                }
+            }
+            Ok(missing)
+        });
+        let peers = dials.into_iter().filter_map(|dial| dial.peer);
+        self.settle("connecting", deadline, outcome, peers.collect())
+    }
+
+    /// Takes in so many peers at each endpoint; gives them by endpoint, in the order in which they came.
+    ///
+    /// # Errors
+    /// [`Error::Phase`] with the endpoint that had too few in time, and how many.
+    pub fn accept(&self, peers_of_each: usize, deadline: Duration) -> Result<Vec<Vec<Peer>>> {
+        let mut accepted: Vec<Vec<Peer>> = self.endpoints.iter().map(|_| Vec::new()).collect();
+        let outcome = self.look_until(deadline, || {
+            let mut missing = None;
+            for (index, peers) in accepted.iter_mut().enumerate() {
+                while peers.len() < peers_of_each
+                    && let Some(peer) = self.endpoints[index].try_accept()
+                {
+                    peers.push(peer.map_err(|error| self.failed("accepting", index, error))?);
+                }
+                if peers.len() < peers_of_each {
+                    missing.get_or_insert(index);
+                }
+            }
+            Ok(missing)
+        });
+        match outcome {
+            Ok(None) => Ok(accepted),
+            other => {
+                let came = |index: usize| accepted[index].len();
+                let error = match other {
+                    Ok(Some(index)) => {
+                        let what = format!("peers: {} of {peers_of_each} have come", came(index));
+                        self.failed("accepting", index, Error::Deadline { what, waited: deadline })
+                    }
+                    Err(error) => error,
+                    Ok(None) => unreachable!("handled above"),
+                };
+                retreat(accepted.into_iter().flatten().collect());
+                Err(error)
+            }
+        }
+    }
+
+    /// Does the same with all endpoints at once, such as registering memory; gives what came of it, in order.
+    ///
+    /// # Errors
+    /// [`Error::Phase`] with the name of the first endpoint, in order, with which it failed.
+    pub fn each<T: Send>(
+        &self,
+        phase: &'static str,
+        work: impl Fn(usize, &Endpoint) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
+        let work = &work;
+        let results: Vec<Result<T>> = thread::scope(|scope| {
+            let spawn = |(index, endpoint)| scope.spawn(move || work(index, endpoint));
+            let threads: Vec<_> = self.endpoints.iter().enumerate().map(spawn).collect();
+            let join = |thread: thread::ScopedJoinHandle<'_, Result<T>>| {
+                thread.join().unwrap_or_else(|_| Err(Error::Bug(format!("{phase} panicked"))))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        let named =
+            |(index, result): (usize, Result<T>)| result.map_err(|error| self.failed(phase, index, error));
+        results.into_iter().enumerate().map(named).collect()
+    }
+
+    /// Finishes with all peers and ends all endpoints, at once.
+    ///
+    /// # Errors
+    /// [`Error::Phase`] with the first that did not finish in time; all are closed nevertheless.
+    pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.each("closing", |_, endpoint| endpoint.close(deadline)).map(drop)
+    }
+
+    /// Looks until nothing is missing, something fails, or the time has come; gives who is missing then.
+    fn look_until(
+        &self,
+        deadline: Duration,
+        mut look: impl FnMut() -> Result<Option<usize>>,
+    ) -> Result<Option<usize>> {
+        let until = Instant::now() + deadline;
+        loop {
+            let missing = look()?;
+            if missing.is_none() || Instant::now() >= until {
+                return Ok(missing);
+            }
+            // Those without threads are turned here.
+            let turned = self.endpoints.iter().filter(|endpoint| endpoint.config().threads == 0);
+            let worked = turned.map(Endpoint::progress).fold(false, |some, worked| some | worked);
+            if !worked {
+                thread::sleep(LOOK_INTERVAL);
+            }
+        }
+    }
+
+    fn settle(
+        &self,
+        phase: &'static str,
+        deadline: Duration,
+        outcome: Result<Option<usize>>,
+        peers: Vec<Peer>,
+    ) -> Result<Vec<Peer>> {
+        let error = match outcome {
+            Ok(None) => return Ok(peers),
+            Ok(Some(missing)) => late(phase, self.name(missing), deadline),
+            Err(error) => error,
+        };
+        retreat(peers);
+        Err(error)
+    }
+
+    fn failed(&self, phase: &'static str, endpoint: usize, error: Error) -> Error {
+        failed(phase, self.name(endpoint), error)
+    }
+}
+
+/// A connection on its way, through the addresses of its target.
+struct Dial<'a> {
+    all: &'a Orchestrator,
+    target: &'a Target,
+    next: usize,
+    connecting: Option<Connecting>,
+    peer: Option<Peer>,
+}
+
+impl<'a> Dial<'a> {
+    fn begin(all: &'a Orchestrator, target: &'a Target) -> Result<Dial<'a>> {
+        let mut dial = Dial { all, target, next: 0, connecting: None, peer: None };
+        dial.dial_next()?;
+        Ok(dial)
+    }
+
+    fn dial_next(&mut self) -> Result<()> {
+        let endpoint = self.all.endpoints.get(self.target.endpoint);
+        let endpoint = endpoint.ok_or_else(|| Error::invalid("target", "there is no such endpoint"))?;
+        let address = self.target.addresses.get(self.next);
+        let address = *address.ok_or_else(|| Error::invalid("target", "it has no address"))?;
+        self.next += 1;
+        self.connecting = Some(endpoint.connecting(address)?);
+        Ok(())
+    }
+
+    fn look(&mut self) -> Result<()> {
+        match self.connecting.as_ref().and_then(Connecting::poll) {
+            None => Ok(()),
+            Some(Ok(peer)) => {
+                (self.peer, self.connecting) = (Some(peer), None);
+                Ok(())
+            }
+            Some(Err(_)) if self.next < self.target.addresses.len() => self.dial_next(),
+            Some(Err(error)) => Err(error),
+        }
+    }
+}
+
+/// Closes what a failed phase had connected, all at once.
+fn retreat(peers: Vec<Peer>) {
+    thread::scope(|scope| {
+        for peer in &peers {
+            scope.spawn(|| peer.close(RETREAT_DEADLINE));
+        }
+    });
+}
+
+fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
+    Error::Phase { phase, endpoint: endpoint.to_owned(), error: Box::new(error) }
+}
+
+fn late(phase: &'static str, endpoint: &str, waited: Duration) -> Error {
+    failed(phase, endpoint, Error::Deadline { what: phase.to_owned(), waited })
+}

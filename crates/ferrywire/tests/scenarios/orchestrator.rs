@@ -1,0 +1,145 @@
+//! Several endpoints of a process, as one.
+
+use std::net::{SocketAddr, TcpListener};
+use std::time::{Duration, Instant};
+
+use ferrywire::orchestrator::Target;
+use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer, Region};
+
+const LONG: Duration = Duration::from_secs(60);
+const SHORT: Duration = Duration::from_millis(300);
+const GPUS: usize = 8;
+
+fn builders(count: usize, build: impl Fn(usize) -> Builder) -> Vec<(String, Builder)> {
+    (0..count).map(|gpu| (format!("gpu {gpu}"), build(gpu).threads(1).channels(1))).collect()
+}
+
+fn loopback(port: u16) -> SocketAddr {
+    ([127, 0, 0, 1], port).into()
+}
+
+fn listening(count: usize) -> Orchestrator {
+    let builders = builders(count, |_| Endpoint::builder().listen(loopback(0)));
+    Orchestrator::start(builders, LONG).expect("they start")
+}
+
+fn connecting(count: usize) -> Orchestrator {
+    Orchestrator::start(builders(count, |_| Endpoint::builder()), LONG).expect("they start")
+}
+
+fn address(end: &Orchestrator, endpoint: usize) -> SocketAddr {
+    end.endpoints()[endpoint].listen_addresses()[0]
+}
+
+/// What a phase that failed says.
+fn parts(error: Error) -> (&'static str, String, Error) {
+    match error {
+        Error::Phase { phase, endpoint, error } => (phase, endpoint, *error),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn endpoints_of_a_process_start_connect_register_and_move_together() {
+    let (there, here) = (listening(GPUS), connecting(GPUS));
+    // Every one to every one.
+    let pairs = (0..GPUS * GPUS).map(|pair| (pair / GPUS, pair % GPUS));
+    let target = |(from, to)| Target { endpoint: from, addresses: vec![address(&there, to)] };
+    let targets: Vec<Target> = pairs.clone().map(target).collect();
+    let (peers, accepted) = std::thread::scope(|scope| {
+        let accepting = scope.spawn(|| there.accept(GPUS, LONG).expect("all come"));
+        let peers = here.connect(&targets, LONG).expect("all connect");
+        (peers, accepting.join().expect("it accepts"))
+    });
+    assert_eq!((peers.len(), accepted.iter().map(Vec::len).collect::<Vec<_>>()), (64, vec![GPUS; GPUS]));
+    let regions = |end: &Orchestrator, seed: usize| -> Vec<Region> {
+        let register =
+            |gpu: usize, endpoint: &Endpoint| endpoint.register(vec![(seed + gpu) as u8; GPUS << 10]);
+        end.each("registering", register).expect("memory")
+    };
+    let (sources, targets) = (regions(&here, 1), regions(&there, 100));
+    let write = |((from, to), peer): ((usize, usize), &Peer)| {
+        let (remote, at) = (targets[to].descriptor(), (from as u64) << 10);
+        peer.write(&sources[from], at, &remote, at, 1 << 10).expect("a transfer")
+    };
+    let transfers: Vec<_> = pairs.zip(&peers).map(write).collect();
+    assert!(transfers.iter().all(|transfer| transfer.wait(LONG) == Ok(1 << 10)));
+    for target in &targets {
+        let mut found = vec![0; GPUS << 10];
+        target.read_at(0, &mut found).expect("it lies inside");
+        assert!(
+            found
+                .chunks(1 << 10)
+                .enumerate()
+                .all(|(from, part)| part.iter().all(|byte| *byte == 1 + from as u8))
+        );
+    }
+    here.close(LONG).expect("they close");
+    there.close(LONG).expect("they close");
+}
+
+#[test]
+fn an_endpoint_that_cannot_start_is_named_and_the_others_leave_nothing() {
+    let taken = TcpListener::bind(loopback(0)).expect("a port");
+    let free: Vec<u16> = {
+        let ports = [(); 2].map(|()| TcpListener::bind(loopback(0)).expect("a port"));
+        ports.iter().map(|port| port.local_addr().expect("it has one").port()).collect()
+    };
+    let port = [free[0], taken.local_addr().expect("it has one").port(), free[1]];
+    let start =
+        || Orchestrator::start(builders(3, |gpu| Endpoint::builder().listen(loopback(port[gpu]))), LONG);
+    let (phase, endpoint, error) = parts(start().expect_err("a port is taken"));
+    assert_eq!((phase, endpoint.as_str()), ("starting", "gpu 1"));
+    assert!(error.to_string().contains("in use"), "{error}");
+    drop(taken);
+    // Those that had started let go of their ports, soon.
+    let since = Instant::now();
+    while let Err(error) = start() {
+        assert!(since.elapsed() < LONG, "{error}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn a_target_that_does_not_answer_is_named_and_the_other_peers_are_closed() {
+    let (there, here) = (listening(1), connecting(2));
+    let nobody = TcpListener::bind(loopback(0)).and_then(|port| port.local_addr()).expect("a port");
+    let targets = [
+        Target { endpoint: 0, addresses: vec![nobody, address(&there, 0)] },
+        Target { endpoint: 1, addresses: vec![nobody] },
+    ];
+    let (phase, endpoint, error) = parts(here.connect(&targets, LONG).expect_err("nobody is there"));
+    assert_eq!((phase, endpoint.as_str()), ("connecting", "gpu 1"));
+    assert!(matches!(error, Error::Unreachable { .. }), "{error}");
+    // The first had another address to go to, unless the failure came before it got there.
+    if let Ok(peer) = there.endpoints()[0].accept(LONG.min(Duration::from_secs(2))) {
+        let gone = peer.wait_notification(LONG).expect_err("it goes");
+        assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+    }
+    let good = [Target { endpoint: 1, addresses: vec![address(&there, 0)] }];
+    assert_eq!(here.connect(&good, LONG).expect("it is there").len(), 1, "the endpoints go on");
+}
+
+#[test]
+fn peers_that_do_not_come_are_counted() {
+    let (there, here) = (listening(2), connecting(1));
+    let only = [Target { endpoint: 0, addresses: vec![address(&there, 0)] }];
+    let peers = here.connect(&only, LONG).expect("it is there");
+    let (phase, endpoint, error) = parts(there.accept(1, SHORT).expect_err("only one of two"));
+    assert_eq!((phase, endpoint.as_str()), ("accepting", "gpu 1"));
+    assert!(error.to_string().contains("0 of 1"), "{error}");
+    let gone = peers[0].wait_notification(LONG).expect_err("it is closed");
+    assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+}
+
+#[test]
+fn work_that_fails_on_one_endpoint_names_it() {
+    let here = connecting(3);
+    let fail = |gpu: usize, _: &Endpoint| match gpu {
+        1 => Err(Error::invalid("memory", "there is none")),
+        other => Ok(other),
+    };
+    let (phase, endpoint, _) = parts(here.each("registering", fail).expect_err("one fails"));
+    assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
+    assert_eq!(here.each("registering", |gpu, _| Ok(gpu)), Ok(vec![0, 1, 2]));
+}
