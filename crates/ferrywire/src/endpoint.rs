@@ -257,6 +257,7 @@ impl Endpoint {
 
     /// Starts to connect, without waiting.
     pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
+        self.check_origin()?;
         let lobby = Arc::new(Lobby::default());
         let engine = &self.inner.engine;
         if engine.closing.load(Ordering::SeqCst) {
@@ -310,6 +311,7 @@ impl Endpoint {
 
     /// Waits for the next peer that connects.
     pub fn accept(&self, deadline: Duration) -> Result<Peer> {
+        self.check_origin()?;
         let engine = &self.inner.engine;
         if self.inner.listen_addresses.is_empty() {
             return Err(Error::invalid("accept", "this endpoint does not listen: build it with an address"));
@@ -325,12 +327,23 @@ impl Endpoint {
 
     /// The next peer that has connected, if there is one.
     pub fn try_accept(&self) -> Option<Result<Peer>> {
-        self.inner.lobby.take()
+        match self.check_origin() {
+            Ok(()) => self.inner.lobby.take(),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// In a forked child nothing here works: neither threads nor connections are there.
+    fn check_origin(&self) -> Result<()> {
+        self.inner.engine.origin.check()
     }
 
     /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
     /// Also when it already is so.
     pub fn wake(&self, wakeup: &Wakeup) {
+        if self.check_origin().is_err() {
+            return wakeup.wake();
+        }
         self.inner.lobby.wake_at_arrival(wakeup.handle());
         if self.inner.engine.closing.load(Ordering::SeqCst) {
             wakeup.wake();
@@ -339,11 +352,13 @@ impl Endpoint {
 
     /// Registers a buffer, which the region then owns.
     pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
+        self.check_origin()?;
         Ok(Region::vector(&self.inner.home, memory.into()))
     }
 
     /// Allocates and registers `bytes` zeroed, page-aligned bytes.
     pub fn register_zeroed(&self, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
         Ok(Region::owned(&self.inner.home, HostBuffer::zeroed(bytes)?))
     }
 
@@ -352,6 +367,7 @@ impl Endpoint {
     /// # Errors
     /// [`Error::SimGpu`].
     pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         Ok(Region::sim(&self.inner.home, buffer))
     }
@@ -361,6 +377,7 @@ impl Endpoint {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         self.inner.engine.prepared.prepare(Place::Cuda(index));
         Ok(Region::cuda(&self.inner.home, buffer))
@@ -402,6 +419,7 @@ impl Endpoint {
         bytes: usize,
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Region> {
+        self.check_origin()?;
         self.inner.engine.start_releaser()?;
         // SAFETY: the caller's promise.
         unsafe { self.register_user(base, bytes, Some(owner)) }
@@ -410,6 +428,7 @@ impl Endpoint {
     /// # Safety
     /// As of [`Endpoint::register_raw`] and [`Endpoint::register_with`].
     unsafe fn register_user(&self, base: *mut u8, bytes: usize, owner: Option<Owner>) -> Result<Region> {
+        self.check_origin()?;
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "a null pointer with a size"));
         }
@@ -423,11 +442,14 @@ impl Endpoint {
     /// Turns everything once that no thread turns; true if anything happened. Only needed in an
     /// endpoint without threads.
     pub fn progress(&self) -> bool {
-        self.inner.engine.progress()
+        self.check_origin().is_ok() && self.inner.engine.progress()
     }
 
     /// Number of peers, those that are being set up or closed included.
     pub fn peer_count(&self) -> usize {
+        if self.check_origin().is_err() {
+            return 0;
+        }
         self.inner.engine.with_control(|control| control.peer_count()).unwrap_or(0)
     }
 
@@ -436,6 +458,7 @@ impl Endpoint {
     /// # Errors
     /// [`Error::Deadline`] when a peer did not finish in time; all is closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.check_origin()?;
         self.inner.close(deadline)
     }
 }
@@ -456,6 +479,7 @@ impl fmt::Debug for Connecting {
 impl Connecting {
     /// Waits until the peer is up.
     pub fn wait(&self, deadline: Duration) -> Result<Peer> {
+        self.engine.origin.check()?;
         self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
             Err(Error::Deadline { what, waited: deadline })
@@ -464,11 +488,17 @@ impl Connecting {
 
     /// The result, if it is there.
     pub fn poll(&self) -> Option<Result<Peer>> {
-        self.lobby.take()
+        match self.engine.origin.check() {
+            Ok(()) => self.lobby.take(),
+            Err(error) => Some(Err(error)),
+        }
     }
 
     /// Makes `wakeup` readable once the result is there, also when it already is.
     pub fn wake(&self, wakeup: &Wakeup) {
+        if self.engine.origin.is_elsewhere() {
+            return wakeup.wake();
+        }
         self.lobby.wake_at_arrival(wakeup.handle());
     }
 }
@@ -529,6 +559,13 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if self.engine.origin.is_elsewhere() {
+            // All of it is the parent's. Even to close a copy of a descriptor would tell its pollers.
+            std::mem::forget((self.engine.clone(), self.lobby.clone()));
+            return std::mem::forget(std::mem::take(
+                self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
+            ));
+        }
         if let Err(error) = self.close(limits::DRAIN_DEADLINE) {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }

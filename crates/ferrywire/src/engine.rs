@@ -14,6 +14,7 @@ use crate::patience::Patience;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
 use crate::staging::Prepared;
+use crate::sys::fork::Origin;
 use crate::sys::poll::Waker;
 use crate::transport::SharedTransport;
 use crate::transport::plugin::Host;
@@ -31,6 +32,8 @@ pub(crate) enum Event {
 /// The shared parts of one endpoint.
 pub(crate) struct Engine {
     pub identity: Identity,
+    /// The process that it works in.
+    pub origin: Origin,
     pub config: Config,
     pub transport: SharedTransport,
     pub workers: Vec<Arc<Worker>>,
@@ -64,6 +67,7 @@ impl Engine {
         Arc::new_cyclic(|this| Engine {
             this: this.clone(),
             identity,
+            origin: Origin::here(),
             config,
             transport,
             workers,
@@ -182,6 +186,10 @@ impl RegionHome for Engine {
             true => progress::abandon_memory(self, memory),
             false => Ok(()),
         }
+    }
+
+    fn origin(&self) -> Origin {
+        self.origin
     }
 
     fn release_later(&self, memory: Arc<Memory>) {

@@ -154,6 +154,25 @@ pub enum Error {
         /// How long.
         waited: Duration,
     },
+    /// It did not end within the time that the caller gave it, although something moved. The operation goes on.
+    #[error("not done within {limit:?}: {what}")]
+    TimedOut {
+        /// What was waited for, and its state.
+        what: String,
+        /// How long.
+        limit: Duration,
+    },
+    /// What is used here belongs to the process that this one was forked from.
+    #[error(
+        "the endpoint was built in process {built_in}, and this is process {here}, forked from it: threads and \
+         connections stayed there; build an endpoint here, or start processes afresh (\"spawn\") instead of forking"
+    )]
+    Forked {
+        /// The process with the endpoint.
+        built_in: u32,
+        /// This one.
+        here: u32,
+    },
     /// A thread or device of this host does not let go of something.
     #[error("{what} is still held by {by} after {waited:.1?}: is it stuck in the kernel or a driver?")]
     HeldUp {
@@ -208,14 +227,15 @@ impl Error {
     pub fn fault(&self) -> Fault {
         match self {
             Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
-            Error::Cancelled | Error::Closed | Error::OutOfReach { .. } => Fault::Usage,
+            Error::Cancelled | Error::Closed | Error::OutOfReach { .. } | Error::Forked { .. } => {
+                Fault::Usage
+            }
             Error::SimGpu(_) | Error::Cuda(_) => Fault::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
             Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
-            Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } | Error::Deadline { .. } => {
-                Fault::Peer
-            }
+            Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } => Fault::Peer,
+            Error::Deadline { .. } | Error::TimedOut { .. } => Fault::Peer,
             Error::Refused { .. } => Fault::Stranger,
             Error::Phase { error, .. } => error.fault(),
             Error::Bug(_) => Fault::Bug,

@@ -288,7 +288,8 @@ impl Transfer {
 
     /// How it ended, or that it never will.
     fn outcome(&self) -> Option<Result<u64>> {
-        self.op.outcome().or_else(|| self.peer.lost_to_a_call().map(Err))
+        let elsewhere = || self.peer.engine().origin.check().err().map(Err);
+        self.op.outcome().or_else(|| self.peer.lost_to_a_call().map(Err)).or_else(elsewhere)
     }
 
     /// Waits for the end; `deadline` is the longest time without progress.
@@ -297,20 +298,35 @@ impl Transfer {
     /// The operation's own error, or [`Error::Deadline`]: then it is still under way, and can be waited
     /// for again or cancelled.
     pub fn wait(&self, deadline: Duration) -> Result<u64> {
+        self.wait_for(Duration::MAX, deadline)
+    }
+
+    /// Waits for the end, at most `total` altogether and `stall` without progress. Time in which the process is
+    /// stopped counts towards `total`.
+    ///
+    /// # Errors
+    /// As [`Transfer::wait`], and [`Error::TimedOut`]: then too it is still under way.
+    pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
+        // Without a limit on the whole nobody asks for the time.
+        let until = (total < Duration::MAX).then(|| self.peer.now().saturating_add(total));
         let mut moved = self.op.moved();
         loop {
             if let Some(outcome) = self.outcome() {
                 return outcome;
             }
+            let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer.now()));
+            if left.is_zero() {
+                return Err(Error::TimedOut { what: self.describe(), limit: total });
+            }
             let ended = progress::wait(
                 &self.peer,
-                deadline,
+                stall.min(left),
                 |handle| self.op.wake_at_end(handle),
                 || self.outcome().is_some(),
             );
             let now = self.op.moved();
-            if !ended && now == moved {
-                return Err(self.overdue(deadline));
+            if !ended && now == moved && stall <= left {
+                return Err(Error::Deadline { what: self.describe(), waited: stall });
             }
             moved = now;
         }
@@ -319,6 +335,9 @@ impl Transfer {
     /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
     /// transfers would notice; attached twice it is attached once.
     pub fn wake(&self, wakeup: &Wakeup) {
+        if self.peer.engine().origin.is_elsewhere() {
+            return wakeup.wake();
+        }
         self.peer.wake_at_loss(wakeup);
         self.op.wake_at_end(wakeup.handle_on(self.peer.home()));
     }
@@ -345,6 +364,7 @@ impl Transfer {
     /// # Safety
     /// A live stream of this GPU's primary context, or null.
     pub unsafe fn hold_raw(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
+        self.peer.engine().origin.check()?;
         // SAFETY: by the caller's promise.
         let gate = unsafe { self.peer.engine().gates.hold(gpu, stream) }?;
         self.op.open_at_end(gate);
@@ -356,6 +376,7 @@ impl Transfer {
     /// # Errors
     /// The stream's, when it has failed.
     pub fn hold_sim(&self, stream: &SimStream) -> Result<()> {
+        self.peer.engine().origin.check()?;
         self.op.open_at_end(Gate::Sim(stream.hold()?));
         Ok(())
     }
@@ -368,18 +389,19 @@ impl Transfer {
     /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait
     /// gives [`Error::Cancelled`], or success if everything had arrived.
     pub fn cancel(&self) {
-        self.peer.cancel(&self.op);
+        if !self.peer.engine().origin.is_elsewhere() {
+            self.peer.cancel(&self.op);
+        }
     }
 
-    fn overdue(&self, waited: Duration) -> Error {
-        let what = format!(
+    fn describe(&self) -> String {
+        format!(
             "{} with {}: {} of {} bytes moved; {}",
             self.op.verb,
             self.peer.name(),
             self.op.moved(),
             self.op.total,
             self.peer.describe()
-        );
-        Error::Deadline { what, waited }
+        )
     }
 }

@@ -17,6 +17,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::progress::{NobodyDrives, WakeHandle, Worker};
+use crate::sys::fork::Origin;
 use crate::sys::poll::Wake;
 
 /// A descriptor to wait on, readable when one of the things attached to it has something to give.
@@ -47,7 +48,10 @@ use crate::sys::poll::Wake;
 /// # outcome?; near.accept(limit)?; Ok(()) }
 /// ```
 #[derive(Clone, Debug)]
-pub struct Wakeup(Arc<Wake>);
+pub struct Wakeup {
+    wake: Arc<Wake>,
+    origin: Origin,
+}
 
 impl Wakeup {
     /// A new one, not readable.
@@ -56,18 +60,21 @@ impl Wakeup {
     /// [`Error::Io`] when the process has no descriptor left.
     pub fn new() -> Result<Wakeup> {
         let wake = Wake::new().map_err(|error| Error::io("make an eventfd", &error))?;
-        Ok(Wakeup(Arc::new(wake)))
+        Ok(Wakeup { wake: Arc::new(wake), origin: Origin::here() })
     }
 
     /// Makes it not readable; look at what is attached *afterwards*. Who reads the descriptor instead of calling this
     /// misses what comes next.
     pub fn clear(&self) {
-        self.0.drain();
+        // A forked child shares the descriptor with its parent, whose wakes these are.
+        if !self.origin.is_elsewhere() {
+            self.wake.drain();
+        }
     }
 
     /// Makes it readable: another thread has something to tell.
     pub fn wake(&self) {
-        self.0.wake();
+        self.wake.wake();
     }
 
     /// Waits until it is readable; false when the time was up before.
@@ -75,30 +82,30 @@ impl Wakeup {
     /// # Errors
     /// [`Error::Io`].
     pub fn wait(&self, limit: Duration) -> Result<bool> {
-        self.0.wait(limit).map_err(|error| Error::io("wait for an eventfd", &error))
+        self.wake.wait(limit).map_err(|error| Error::io("wait for an eventfd", &error))
     }
 
     /// What goes into a list of those who wait.
     pub(crate) fn handle(&self) -> WakeHandle {
-        WakeHandle::Descriptor { wake: Arc::downgrade(&self.0), _nobody_drives: None }
+        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _nobody_drives: None }
     }
 
     /// Likewise of somebody who waits for work that this worker has to do.
     pub(crate) fn handle_on(&self, worker: &Arc<Worker>) -> WakeHandle {
         let drives = Some(NobodyDrives::on(worker));
-        WakeHandle::Descriptor { wake: Arc::downgrade(&self.0), _nobody_drives: drives }
+        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _nobody_drives: drives }
     }
 }
 
 impl AsFd for Wakeup {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.fd()
+        self.wake.fd()
     }
 }
 
 impl AsRawFd for Wakeup {
     fn as_raw_fd(&self) -> RawFd {
-        self.0.fd().as_raw_fd()
+        self.wake.fd().as_raw_fd()
     }
 }
 
@@ -129,7 +136,7 @@ mod tests {
             .map(|_| {
                 let wakeup = Wakeup::new().unwrap();
                 list.add(wakeup.handle());
-                Arc::downgrade(&wakeup.0)
+                Arc::downgrade(&wakeup.wake)
             })
             .collect();
         assert!(gone.iter().all(|gone| gone.upgrade().is_none()));

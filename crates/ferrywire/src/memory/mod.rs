@@ -25,6 +25,7 @@ pub use gpu::GpuCopy;
 pub use place::Place;
 
 use crate::error::{Error, Result};
+use crate::sys::fork::Origin;
 use crate::wire::Refusal;
 use cuda::CudaBuffer;
 use host::HostBuffer;
@@ -277,6 +278,7 @@ impl RegionTable {
 pub(crate) trait RegionHome: Send + Sync {
     fn identity(&self) -> Identity;
     fn regions(&self) -> &RegionTable;
+    fn origin(&self) -> Origin;
     /// Returns when no thread or NIC of this endpoint touches the memory any more.
     fn release(&self, memory: &Arc<Memory>) -> Result<()>;
     /// Sees to it that its owner is dropped when that is so, and returns at once.
@@ -296,6 +298,7 @@ impl Registration {
         if let Some(home) = self.home.upgrade()
             && !self.released.load(Ordering::SeqCst)
         {
+            home.origin().check()?;
             self.memory.taken_back.store(true, Ordering::SeqCst);
             home.regions().remove(&self.memory);
             home.release(&self.memory)?;
@@ -319,6 +322,9 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if self.home.upgrade().is_some_and(|home| home.origin().is_elsewhere()) {
+            return;
+        }
         if self.memory.has_owner() {
             return self.end_later();
         }

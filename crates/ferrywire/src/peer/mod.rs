@@ -28,6 +28,7 @@ use crate::transfer::{Piece, Pieces, merge};
 use crate::wakeup::Wakeup;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
@@ -48,8 +49,10 @@ struct Handle(Arc<PeerState>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.abandoned.store(true, Ordering::SeqCst);
-        self.0.engine.wake_control();
+        if !self.0.engine.origin.is_elsewhere() {
+            self.0.abandoned.store(true, Ordering::SeqCst);
+            self.0.engine.wake_control();
+        }
     }
 }
 
@@ -75,9 +78,20 @@ impl Peer {
         Peer { after: Some(ready), ..self.clone() }
     }
 
-    /// Its address and label.
+    /// Its address and label, for people.
     pub fn name(&self) -> String {
         self.state.name.clone()
+    }
+
+    /// The label that it was given where it was built; empty without one.
+    pub fn label(&self) -> &str {
+        &self.state.label
+    }
+
+    /// The other end of its control connection, as it was set up: where it listens, if we connected, else a port that
+    /// it has just for this.
+    pub fn address(&self) -> SocketAddr {
+        self.state.address
     }
 
     /// The remote endpoint's identity: another one after a restart.
@@ -306,6 +320,7 @@ impl Peer {
 
     /// Delivers a small message after everything posted to this peer before it.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
+        self.state.engine.origin.check()?;
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Verb::Notify, pieces, None, 0);
         op.message = checked_message(message)?;
@@ -314,6 +329,7 @@ impl Peer {
 
     /// The next notification, if one is here. Those that came before a peer was lost are still given.
     pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
+        self.state.engine.origin.check()?;
         if let Some(message) = self.state.inbound.take_notification() {
             return Ok(Some(message));
         }
@@ -326,6 +342,7 @@ impl Peer {
 
     /// Waits for the next notification.
     pub fn wait_notification(&self, deadline: Duration) -> Result<Vec<u8>> {
+        self.state.engine.origin.check()?;
         let inbound = &self.state.inbound;
         let start = self.state.engine.transport.now();
         loop {
@@ -352,6 +369,9 @@ impl Peer {
     /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
     /// will come any more. Also when it already has.
     pub fn wake(&self, wakeup: &Wakeup) {
+        if self.state.engine.origin.is_elsewhere() {
+            return wakeup.wake();
+        }
         self.state.wake_at_loss(wakeup);
         self.state.inbound.wake_at_notification(wakeup.handle());
         if self.error().is_some() {
@@ -379,6 +399,7 @@ impl Peer {
     /// # Errors
     /// [`Error::Deadline`] when the peer did not finish in time; it is closed all the same.
     pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.state.engine.origin.check()?;
         crate::control::close_peer(&self.state, deadline)
     }
 
@@ -388,6 +409,7 @@ impl Peer {
 
     /// Whether the region is ours, and the transport gets there.
     fn check_local(&self, local: &Region) -> Result<()> {
+        self.state.engine.origin.check()?;
         local.belongs_to(self.state.engine.identity)?;
         local.place().reached_by(&*self.state.engine.transport, "local")
     }

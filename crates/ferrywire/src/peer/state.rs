@@ -2,6 +2,7 @@
 //!
 //! Invariant: an operation ends once, when its last token comes back. Read next: `frames.rs`.
 
+use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -81,6 +82,8 @@ pub(crate) struct PeerInfo {
     pub session: u64,
     pub identity: Identity,
     pub name: String,
+    pub label: String,
+    pub address: SocketAddr,
     pub channels: usize,
     pub chunk_bytes: usize,
     pub window: usize,
@@ -96,6 +99,8 @@ pub(crate) struct PeerState {
     pub session: u64,
     pub identity: Identity,
     pub(super) name: String,
+    pub(super) label: String,
+    pub(super) address: SocketAddr,
     pub queue: SendQueue,
     pub inbound: Inbound,
     pub window_frames: usize,
@@ -134,6 +139,8 @@ impl PeerState {
             session: info.session,
             identity: info.identity,
             name: info.name,
+            label: info.label,
+            address: info.address,
             queue: if info.lanes { queue.with_lanes() } else { queue },
             inbound: Inbound::default(),
             window_frames: info.window,

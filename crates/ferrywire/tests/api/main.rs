@@ -2,6 +2,11 @@
 //! owns, blocks in arrays, limits on time, and processes that fork.
 
 mod blocks;
+#[allow(dead_code, reason = "the plugin's own tests use all of it")]
+#[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
+mod case;
+mod forks;
+mod limits;
 mod owners;
 mod wakeups;
 

@@ -205,6 +205,8 @@ impl Link {
             session: id,
             identity: Identity(peer_hello.identity),
             name,
+            label: peer_hello.label.clone(),
+            address: remote,
             channels: usize::from(config.channels),
             chunk_bytes: config.chunk_bytes as usize,
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),

@@ -1,0 +1,181 @@
+//! An endpoint in a forked child: an error at once that names the cause, and the parent's works on.
+//!
+//! Each test has a process of its own, and forks while its endpoint is busy.
+
+use crate::case::case;
+use crate::{LIMIT, listening, pair};
+use ferrywire::{Endpoint, Error, Fault, Peer, Wakeup};
+use std::time::{Duration, Instant};
+
+/// Runs `body` in a forked child, which has to end well.
+fn in_child(body: impl FnOnce()) {
+    // SAFETY: the child runs what a child of a process with threads may, as long as no lock of the library is held
+    // where it asks: that is what is tested. It never returns from here.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "fork failed");
+    if child == 0 {
+        let good = std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)).is_ok();
+        // SAFETY: ends the process at once, without the parent's handlers.
+        unsafe { libc::_exit(i32::from(!good)) };
+    }
+    let start = Instant::now();
+    let mut status = 0;
+    // SAFETY: our own child, and a place for its status.
+    while unsafe { libc::waitpid(child, &mut status, libc::WNOHANG) } == 0 {
+        if start.elapsed() > LIMIT {
+            // SAFETY: our own child, which has not been waited for.
+            unsafe { libc::kill(child, libc::SIGKILL) };
+            panic!("the child hangs");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "the child failed: {status:#x}");
+}
+
+#[track_caller]
+fn forked<T: std::fmt::Debug>(result: Result<T, Error>) {
+    let error = result.expect_err("it works in a forked child");
+    assert_eq!(error.fault(), Fault::Usage);
+    let Error::Forked { built_in, here } = error else { panic!("{error}") };
+    assert_eq!((built_in, here), (std::os::unix::process::parent_id(), std::process::id()));
+    assert!(error.to_string().contains(&format!("process {built_in}")), "{error}");
+}
+
+fn write_through(near: &Peer, ends: &[Endpoint; 2]) {
+    let source = ends[0].register(vec![7u8; 1 << 20]).unwrap();
+    let target = ends[1].register_zeroed(1 << 20).unwrap();
+    near.write(&source, 0, &target.descriptor(), 0, 1 << 20).unwrap().wait(LIMIT).unwrap();
+    let mut found = vec![0; 1 << 20];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found == vec![7; 1 << 20]);
+}
+
+#[test]
+fn everything_is_refused_at_once_and_dropping_is_harmless() {
+    case!("").passes(|| {
+        let pair = pair();
+        let (near, far) = (pair.near.clone(), pair.far.clone());
+        let region = pair.ends[1].register_zeroed(1 << 20).unwrap();
+        // SAFETY: the owner keeps the bytes, which nobody touches.
+        let owned = unsafe {
+            let mut bytes = Box::new([0u8; 64]);
+            pair.ends[1].register_with(bytes.as_mut_ptr(), 64, bytes)
+        };
+        let owned = owned.unwrap();
+        let remote = region.descriptor();
+        let waiting = far.recv(1, &region, 0, 64).unwrap();
+        let source = pair.ends[0].register(vec![7u8; 1 << 20]).unwrap();
+        let ended = near.notify(b"x").unwrap();
+        ended.wait(LIMIT).unwrap();
+        assert_eq!(far.wait_notification(LIMIT).unwrap(), b"x");
+        let wakeup = Wakeup::new().unwrap();
+        let mut writes = Vec::new();
+        for round in 0..10 {
+            writes.push(near.write(&source, 0, &remote, 64, (1 << 20) - 64).unwrap());
+            let at_work = (pair.ends.clone(), near.clone(), far.clone(), region.clone(), owned.clone());
+            in_child(|| {
+                let (ends, near, far, region, owned) = at_work;
+                forked(near.write(&source, 0, &remote, 0, 10));
+                forked(near.read(&source, 0, &remote, 0, 10));
+                forked(near.send(1, &source, 0, 10));
+                forked(far.recv(1, &region, 0, 10));
+                forked(near.notify(b"x"));
+                forked(far.poll_notification());
+                forked(far.wait_notification(LIMIT));
+                forked(near.close(LIMIT));
+                forked(waiting.wait(LIMIT));
+                forked(waiting.wait_for(LIMIT, LIMIT));
+                forked(waiting.poll().unwrap());
+                waiting.cancel();
+                assert_eq!(ended.wait(LIMIT), Ok(0));
+                let address = ends[1].listen_addresses()[0];
+                forked(ends[0].connect(address, LIMIT));
+                forked(ends[0].connect_metadata(&ends[1].metadata(), LIMIT));
+                forked(ends[1].accept(LIMIT));
+                forked(ends[1].try_accept().unwrap());
+                forked(ends[1].register(vec![1]));
+                forked(ends[1].register_zeroed(1));
+                assert!(!ends[1].progress());
+                let new = Wakeup::new().unwrap();
+                far.wake(&new);
+                waiting.wake(&new);
+                ends[1].wake(&new);
+                assert_eq!(new.wait(LIMIT), Ok(true));
+                // The parent's wakes are not swallowed here.
+                wakeup.clear();
+                forked(region.clone().deregister());
+                forked(ends[0].close(LIMIT));
+                if round == 9 {
+                    // An endpoint of the child's own works, with the parent's too.
+                    let mine = Endpoint::builder().channels(1).build().unwrap();
+                    let source = mine.register(vec![9u8; 64]).unwrap();
+                    let peer = mine.connect(address, LIMIT).unwrap();
+                    peer.write(&source, 0, &remote, 0, 64).unwrap().wait(LIMIT).unwrap();
+                    peer.close(LIMIT).unwrap();
+                    mine.close(LIMIT).unwrap();
+                }
+                drop((ends, near, far, region, owned));
+            });
+        }
+        for write in &writes {
+            write.wait(LIMIT).unwrap();
+        }
+        let mut found = [0; 65];
+        region.read_at(0, &mut found).unwrap();
+        assert_eq!((found[0], found[63], found[64]), (9, 9, 7));
+        let sent = near.send(1, &source, 0, 64).unwrap();
+        assert_eq!((waiting.wait(LIMIT), sent.wait(LIMIT)), (Ok(64), Ok(64)));
+        write_through(&near, &pair.ends);
+        pair.near.close(LIMIT).unwrap();
+        pair.ends.iter().for_each(|end| end.close(LIMIT).unwrap());
+    });
+}
+
+/// Turns endpoints that have no threads.
+fn turn(ends: &[Endpoint; 2]) {
+    for end in ends {
+        end.progress();
+    }
+}
+
+/// The last handles are dropped in the child, and go on in the parent.
+#[test]
+fn the_last_handle_may_be_dropped_in_the_child() {
+    case!("").passes(|| {
+        for threads in [0, 2] {
+            let build = |builder: ferrywire::Builder| builder.channels(2).threads(threads).build().unwrap();
+            let address = "127.0.0.1:0".parse().unwrap();
+            let mut ends = Some([build(Endpoint::builder().listen(address)), build(Endpoint::builder())]);
+            let connected = {
+                let ends = ends.as_ref().unwrap();
+                let connecting = ends[1].connecting(ends[0].listen_addresses()[0]).unwrap();
+                loop {
+                    turn(ends);
+                    if let Some(peer) = connecting.poll() {
+                        break peer.unwrap();
+                    }
+                }
+            };
+            let mut peer = Some(connected);
+            in_child(|| {
+                let (ends, peer) = (ends.take().unwrap(), peer.take().unwrap());
+                let other = listening();
+                drop((peer, ends));
+                other.close(LIMIT).unwrap();
+            });
+            assert_eq!(peer.as_ref().unwrap().error(), None);
+            let ends = ends.as_ref().unwrap();
+            let far = ends[0].accept(LIMIT).unwrap();
+            far.notify(b"x").unwrap();
+            while peer.as_ref().unwrap().poll_notification().unwrap().is_none() {
+                turn(ends);
+            }
+            // Without threads each needs the other to be turned.
+            std::thread::scope(|scope| {
+                for end in ends {
+                    scope.spawn(|| end.close(LIMIT).unwrap());
+                }
+            });
+        }
+    });
+}

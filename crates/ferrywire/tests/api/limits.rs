@@ -1,0 +1,62 @@
+//! Limits on time, and names.
+
+use crate::{LIMIT, pair};
+use ferrywire::{Block, BlockList, Endpoint, Error};
+use std::time::Duration;
+
+#[test]
+fn a_wait_has_a_limit_in_all_and_one_without_progress() {
+    let pair = pair();
+    let target = pair.ends[1].register_zeroed(100).unwrap();
+    let receive = pair.far.recv(1, &target, 0, 100).unwrap();
+    let (short, zero) = (Duration::from_millis(30), Duration::ZERO);
+    for (total, stall) in [(short, LIMIT), (zero, LIMIT), (zero, zero), (short, Duration::MAX)] {
+        let error = receive.wait_for(total, stall).unwrap_err();
+        let Error::TimedOut { what, limit } = &error else { panic!("{error}") };
+        assert_eq!(*limit, total);
+        assert!(what.starts_with("recv with 127.0.0.1:"), "{what}");
+        assert!(error.to_string().starts_with(&format!("not done within {total:?}: recv")), "{error}");
+    }
+    for total in [LIMIT, Duration::MAX] {
+        let error = receive.wait_for(total, short).unwrap_err();
+        assert!(matches!(error, Error::Deadline { waited, .. } if waited == short), "{error}");
+    }
+    // It is still under way.
+    let source = pair.ends[0].register(vec![7u8; 100]).unwrap();
+    pair.near.send(1, &source, 0, 100).unwrap();
+    assert_eq!(receive.wait_for(LIMIT, LIMIT), Ok(100));
+    assert_eq!(receive.wait_for(zero, zero), Ok(100));
+}
+
+/// What moves all the time is no stall, and ends at the limit for all of it nevertheless.
+#[test]
+fn progress_does_not_extend_the_total() {
+    let pair = pair();
+    let bytes = 1 << 20;
+    let source = pair.ends[0].register_zeroed(bytes).unwrap();
+    let target = pair.ends[1].register_zeroed(bytes).unwrap();
+    // The same megabyte over and over: minutes of work.
+    let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
+    let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    let write = pair.near.write_blocks(&list, None, None).unwrap();
+    while write.bytes_moved() == 0 {
+        assert_eq!(write.poll(), None);
+    }
+    let outcome = write.wait_for(Duration::from_millis(300), LIMIT);
+    assert!(matches!(outcome, Err(Error::TimedOut { .. })), "{outcome:?}");
+    write.cancel();
+    assert_eq!(write.wait(LIMIT), Err(Error::Cancelled));
+}
+
+#[test]
+fn a_peer_has_a_label_and_an_address() {
+    let here = "127.0.0.1:0".parse().unwrap();
+    let one = Endpoint::builder().listen(here).label("decode-0").channels(1).build().unwrap();
+    let other = Endpoint::builder().channels(1).build().unwrap();
+    let near = other.connect(one.listen_addresses()[0], LIMIT).unwrap();
+    let far = one.accept(LIMIT).unwrap();
+    assert_eq!((near.label(), near.address()), ("decode-0", one.listen_addresses()[0]));
+    assert_eq!(near.name(), format!("{} (decode-0)", near.address()));
+    assert_eq!((far.label(), far.address().ip().is_loopback()), ("", true));
+    assert_eq!(far.name(), far.address().to_string());
+}
