@@ -73,6 +73,7 @@ mod session;
 mod staging;
 mod stats;
 pub mod sys;
+pub mod topology;
 mod transfer;
 pub mod transport;
 mod wakeup;

@@ -81,6 +81,10 @@ pub const SIM_GPUS_MAX: usize = 16;
 pub const SIM_FREED_RANGES_KEPT: usize = 128;
 /// CUDA GPUs of one process.
 pub const CUDA_GPUS_MAX: usize = 64;
+/// NICs, and other names of one folder of the kernel's, that a topology takes note of.
+pub const NICS_LISTED_MAX: usize = 4096;
+/// CPUs that a topology can number.
+pub const CPUS_MAX: u32 = 1 << 16;
 /// Oldest CUDA driver that will do, as drivers count: 12000 is CUDA 12.0.
 pub const CUDA_DRIVER_VERSION_MIN: u32 = 12_000;
 /// Launches of a connection's gathers that its GPU has at once; what arrives meanwhile goes into the next one.

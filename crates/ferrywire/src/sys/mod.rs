@@ -8,6 +8,7 @@
 
 pub mod affinity;
 pub mod cmsg;
+pub mod ethtool;
 pub(crate) mod fork;
 pub mod mapping;
 pub mod nics;

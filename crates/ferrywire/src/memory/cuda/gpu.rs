@@ -90,6 +90,20 @@ impl CudaGpu {
         driver().map(|driver| driver.devices)
     }
 
+    /// Name and PCI address of GPU `index`, without opening it: no context is made.
+    pub fn look(index: u32) -> Result<(String, String)> {
+        let about = About::gpu(index);
+        let count = driver()?.devices;
+        if index >= count {
+            return Err(CudaError::NoSuchGpu { index, count });
+        }
+        let mut device = 0;
+        // SAFETY: the driver is initialised; room for what it gives.
+        unsafe { call!(about, cuDeviceGet(&mut device, index as i32)) }?;
+        let properties = Properties::of(device, about)?;
+        Ok((properties.name, properties.pci))
+    }
+
     /// Its number.
     pub fn index(&self) -> u32 {
         self.index

@@ -1,0 +1,106 @@
+//! How near a NIC is to a GPU.
+//!
+//! Invariant: what is not known is neither near nor far, and says so; on a host with one NUMA node nothing is far.
+//! Read next: `plan.rs`.
+
+use std::cmp::Reverse;
+use std::fmt;
+
+use super::{Gpu, Nic, PciAddress, PciPath, Topology};
+
+/// NICs that stand on NICs that stand on NICs: no further than this.
+const LOWER_DEPTH_MAX: usize = 8;
+
+/// How near a NIC is to a GPU, nearest first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Nearness {
+    /// Behind the same PCIe bridge: bytes between them need not pass the CPU's root complex.
+    Switch,
+    /// Below the same PCIe root.
+    Root,
+    /// On the same NUMA node.
+    Node,
+    /// The kernel tells too little.
+    Unknown,
+    /// On another NUMA node.
+    Across,
+}
+
+impl fmt::Display for Nearness {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Nearness::Switch => "switch",
+            Nearness::Root => "root",
+            Nearness::Node => "node",
+            Nearness::Unknown => "unknown",
+            Nearness::Across => "across",
+        })
+    }
+}
+
+/// The same with what is shared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Near {
+    pub nearness: Nearness,
+    /// How many bridges both pass, and the last of them.
+    bridges: usize,
+    pub bridge: Option<PciAddress>,
+}
+
+impl Near {
+    fn only(nearness: Nearness) -> Near {
+        Near { nearness, bridges: 0, bridge: None }
+    }
+
+    /// Smaller is nearer.
+    pub fn rank(&self) -> (Nearness, Reverse<usize>) {
+        (self.nearness, Reverse(self.bridges))
+    }
+
+    /// Of a NIC to a GPU: that of the nearest device under the NIC.
+    pub fn between(topology: &Topology, gpu: &Gpu, nic: &Nic) -> Near {
+        let mut devices = Vec::new();
+        devices_of(topology, nic, LOWER_DEPTH_MAX, &mut devices);
+        let near = devices.into_iter().map(|device| to_device(topology, gpu, device));
+        near.min_by_key(Near::rank).unwrap_or_else(|| to_node(topology, gpu.node, nic.node))
+    }
+}
+
+/// NICs with a place of their own under this one, itself included.
+pub(super) fn devices_of<'a>(topology: &'a Topology, nic: &'a Nic, depth: usize, into: &mut Vec<&'a Nic>) {
+    if nic.pci.is_some() {
+        into.push(nic);
+    }
+    if depth > 0 {
+        for lower in nic.lower.iter().filter_map(|name| topology.nic(name)) {
+            devices_of(topology, lower, depth - 1, into);
+        }
+    }
+}
+
+/// The PCI devices under a NIC.
+pub(super) fn paths_of<'a>(topology: &'a Topology, nic: &'a Nic) -> Vec<&'a PciPath> {
+    let mut devices = Vec::new();
+    devices_of(topology, nic, LOWER_DEPTH_MAX, &mut devices);
+    devices.into_iter().filter_map(|device| device.pci.as_ref()).collect()
+}
+
+fn to_device(topology: &Topology, gpu: &Gpu, nic: &Nic) -> Near {
+    let shared = gpu.pci.as_ref().zip(nic.pci.as_ref()).and_then(|(gpu, nic)| gpu.shared_bridges(nic));
+    match shared {
+        Some([]) => Near::only(Nearness::Root),
+        Some(bridges) => {
+            Near { nearness: Nearness::Switch, bridges: bridges.len(), bridge: bridges.last().copied() }
+        }
+        None => to_node(topology, gpu.node, nic.node),
+    }
+}
+
+fn to_node(topology: &Topology, gpu: Option<u32>, nic: Option<u32>) -> Near {
+    let only = topology.only_node();
+    Near::only(match (gpu.or(only), nic.or(only)) {
+        (Some(gpu), Some(nic)) if gpu == nic => Nearness::Node,
+        (Some(_), Some(_)) => Nearness::Across,
+        _ => Nearness::Unknown,
+    })
+}

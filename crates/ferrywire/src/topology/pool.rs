@@ -1,0 +1,281 @@
+//! The NICs that a plan may use, and the choice of each GPU among them.
+//!
+//! Read next: `near.rs`, by which is chosen; `deal.rs` for cores and channels.
+
+use std::collections::BTreeSet;
+
+use super::map::Map;
+use super::near::{Near, Nearness, paths_of};
+use super::nics::by_name;
+use super::plan::{GpuPlan, PlanError, Unused, Wishes, gpus_shown};
+use super::{Gpu, Nic, PciRoot, Topology};
+
+/// NICs that can be used, and why the others cannot.
+pub(super) struct Pool<'a> {
+    topology: &'a Topology,
+    map: &'a Map,
+    nics: Vec<Candidate<'a>>,
+    unused: Vec<Unused>,
+}
+
+#[derive(Clone, Copy)]
+struct Candidate<'a> {
+    nic: &'a Nic,
+    /// Shares a PCIe root with no GPU, while others do.
+    control: bool,
+}
+
+/// What a GPU uses.
+pub(super) struct Choice<'a> {
+    pub gpu: &'a Gpu,
+    nics: Vec<(Near, &'a Nic)>,
+    mapped: bool,
+}
+
+impl<'a> Pool<'a> {
+    pub fn of(topology: &'a Topology, wishes: &'a Wishes) -> Result<Pool<'a>, PlanError> {
+        let mut all: Vec<&Nic> = topology.nics.iter().collect();
+        all.sort_by(|one, other| by_name(&one.name, &other.name));
+        let mut pool = Pool { topology, map: &wishes.map, nics: Vec::new(), unused: Vec::new() };
+        let named = &wishes.nics;
+        for nic in all {
+            match unusable(topology, nic).or_else(|| not_named(named, nic)) {
+                Some(why) => pool.unused.push(Unused { nic: nic.name.clone(), why }),
+                None => pool.nics.push(Candidate { nic, control: false }),
+            }
+        }
+        for name in named {
+            pool.check(&format!("--nics {name}"), name)?;
+        }
+        if named.is_empty() {
+            pool.drop_software();
+            pool.mark_control();
+        }
+        Ok(pool)
+    }
+
+    /// Where there are NICs with a device, those without have no place.
+    fn drop_software(&mut self) {
+        let placed = |nic: &Nic| nic.device || !paths_of(self.topology, nic).is_empty();
+        if !self.nics.iter().any(|candidate| placed(candidate.nic)) {
+            return;
+        }
+        let (kept, dropped): (Vec<Candidate<'_>>, Vec<Candidate<'_>>) =
+            self.nics.iter().partition(|candidate| placed(candidate.nic));
+        let why = "an interface of software, without a device".to_owned();
+        self.unused.extend(
+            dropped.iter().map(|of: &Candidate<'_>| Unused { nic: of.nic.name.clone(), why: why.clone() }),
+        );
+        self.nics = kept;
+    }
+
+    fn mark_control(&mut self) {
+        let gpus = self.topology.gpus.iter().chain(&self.topology.hidden_gpus);
+        let roots: BTreeSet<PciRoot> = gpus.filter_map(|gpu| gpu.pci.as_ref()?.root).collect();
+        let beside_gpus = |nic: &Nic| {
+            paths_of(self.topology, nic)
+                .iter()
+                .any(|path| path.root.is_some_and(|root| roots.contains(&root)))
+        };
+        let beside: Vec<bool> = self.nics.iter().map(|candidate| beside_gpus(candidate.nic)).collect();
+        let any = beside.contains(&true);
+        for (candidate, beside) in self.nics.iter_mut().zip(beside) {
+            candidate.control = any && !beside;
+        }
+    }
+
+    /// Refuses a map that names what is not there or cannot be used.
+    pub fn check_map(&self, gpus: &[&Gpu]) -> Result<(), PlanError> {
+        for (gpu, nics) in &self.map.nics {
+            if !gpus.iter().any(|present| present.index == *gpu) {
+                let present = gpus.iter().map(|gpu| gpu.index).collect();
+                return Err(PlanError::UnknownGpu { gpu: *gpu, present });
+            }
+            for nic in nics {
+                self.check(&Map::shown(*gpu, nic), nic)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses a NIC by name. One that is only left out by default may be named.
+    fn check(&self, asked: &str, name: &str) -> Result<(), PlanError> {
+        let (asked, nic) = (asked.to_owned(), name.to_owned());
+        match self.topology.nic(name) {
+            None => {
+                let mut present: Vec<String> =
+                    self.topology.nics.iter().map(|nic| nic.name.clone()).collect();
+                present.sort_by(|one, other| by_name(one, other));
+                Err(PlanError::UnknownNic { asked, nic, present })
+            }
+            Some(found) => match broken(found) {
+                Some(why) => {
+                    Err(PlanError::Unusable { asked, nic, why: why.to_owned(), usable: self.names() })
+                }
+                None => Ok(()),
+            },
+        }
+    }
+
+    /// What a GPU uses: the map's NICs, or the nearest.
+    pub fn choice(&self, gpu: &'a Gpu) -> Choice<'a> {
+        let near = |nic: &'a Nic| (Near::between(self.topology, gpu, nic), nic);
+        if let Some(named) = self.map.nics.get(&gpu.index) {
+            let nics = named.iter().filter_map(|name| self.topology.nic(name)).map(near).collect();
+            return Choice { gpu, nics, mapped: true };
+        }
+        let rank = |candidate: &Candidate<'a>| (near(candidate.nic).0.rank(), candidate.control);
+        let nearest = self.nics.iter().map(rank).min();
+        let nics = self.nics.iter().filter(|candidate| Some(rank(candidate)) == nearest);
+        Choice { gpu, nics: nics.map(|candidate| near(candidate.nic)).collect(), mapped: false }
+    }
+
+    /// Refuses a plan in which GPUs have far NICs only, and no map says so.
+    pub fn refuse_far(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
+        let far = |choice: &&Choice<'_>| !choice.mapped && choice.nearness() == Nearness::Across;
+        let Some(first) = choices.iter().find(far) else { return Ok(()) };
+        let alike = choices.iter().filter(far).filter(|choice| choice.gpu.node == first.gpu.node);
+        let gpus = alike.map(|choice| choice.gpu.index).collect();
+        Err(PlanError::AcrossNodes { gpus, node: first.gpu.node.unwrap_or(0), nics: first.names() })
+    }
+
+    /// Refuses a plan in which GPUs have no NIC at all.
+    pub fn refuse_none(&self, choices: &[Choice<'_>]) -> Result<(), PlanError> {
+        let without = choices.iter().filter(|choice| choice.nics.is_empty());
+        let gpus: Vec<u32> = without.map(|choice| choice.gpu.index).collect();
+        if gpus.is_empty() {
+            return Ok(());
+        }
+        let told = self.unused.iter().map(|unused| format!("{} {}", unused.nic, unused.why));
+        let why = if self.unused.is_empty() {
+            "there is none".to_owned()
+        } else {
+            told.collect::<Vec<_>>().join(", ")
+        };
+        Err(PlanError::NoNic { gpus, why })
+    }
+
+    /// Every other NIC that can be used, nearest first.
+    pub fn others(&self, choice: &Choice<'_>) -> Vec<String> {
+        let others =
+            self.nics.iter().filter(|of| !choice.nics.iter().any(|(_, nic)| nic.name == of.nic.name));
+        let mut others: Vec<&Candidate<'_>> = others.collect();
+        others.sort_by_key(|of| (Near::between(self.topology, choice.gpu, of.nic).rank(), of.control));
+        others.into_iter().map(|of| of.nic.name.clone()).collect()
+    }
+
+    /// Names of all NICs that can be used.
+    pub fn names(&self) -> Vec<String> {
+        self.nics.iter().map(|candidate| candidate.nic.name.clone()).collect()
+    }
+
+    /// NICs that no GPU uses, and why not.
+    pub fn unused(&self, planned: &[GpuPlan]) -> Vec<Unused> {
+        let is_used = |name: &str| planned.iter().any(|gpu| gpu.nics.iter().any(|nic| nic == name));
+        let idle = self.nics.iter().filter(|_| !planned.is_empty()).map(|candidate| Unused {
+            nic: candidate.nic.name.clone(),
+            why: idle_because(candidate.control),
+        });
+        let mut unused: Vec<Unused> =
+            self.unused.iter().cloned().chain(idle).filter(|unused| !is_used(&unused.nic)).collect();
+        unused.sort_by(|one, other| by_name(&one.nic, &other.nic));
+        unused
+    }
+
+    /// What is slower than it might be: one line for all GPUs of which the same is true.
+    pub fn notes(&self, choices: &[Choice<'_>]) -> Vec<String> {
+        let mut notes: Vec<(String, Vec<u32>)> = Vec::new();
+        for (note, gpu) in choices.iter().filter_map(|choice| Some((self.note(choice)?, choice.gpu.index))) {
+            match notes.iter_mut().find(|(known, _)| *known == note) {
+                Some((_, gpus)) => gpus.push(gpu),
+                None => notes.push((note, vec![gpu])),
+            }
+        }
+        notes.into_iter().map(|(note, gpus)| format!("{}: {note}", gpus_shown(&gpus))).collect()
+    }
+
+    fn note(&self, choice: &Choice<'_>) -> Option<String> {
+        let nics = choice.names().join(", ");
+        let far = |near: &Near| near.nearness == Nearness::Across;
+        if choice.mapped {
+            let far = choice.nics.iter().filter(|(near, _)| far(near)).map(|(_, nic)| nic.name.as_str());
+            let far = far.collect::<Vec<_>>().join(", ");
+            return (!far.is_empty()).then(|| format!("on another NUMA node than {far}, which is slower"));
+        }
+        let root = choice.gpu.pci.as_ref().and_then(|pci| pci.root);
+        let none = root.map_or_else(String::new, |root| format!("no NIC on PCIe root {root} can be used; "));
+        let control = self.nics.iter().any(|of| of.control && choice.uses(of.nic));
+        let control = if control { ", though it shares its PCIe root with no GPU," } else { "" };
+        match choice.nearness() {
+            Nearness::Switch | Nearness::Root => None,
+            Nearness::Node if root.is_none() => None,
+            Nearness::Node => Some(format!("{none}{nics} of the same NUMA node{control} is used")),
+            Nearness::Unknown => {
+                Some(format!("{none}where the GPU or its NICs are is not known; {nics} is used"))
+            }
+            Nearness::Across => {
+                Some(format!("{none}{nics} of another NUMA node{control} is used, which is slower"))
+            }
+        }
+    }
+}
+
+fn idle_because(control: bool) -> String {
+    match control {
+        true => "for control: it shares its PCIe root with no GPU, others do".to_owned(),
+        false => "other NICs are nearer to each GPU".to_owned(),
+    }
+}
+
+/// Why nobody can use a NIC, even if it is named.
+fn broken(nic: &Nic) -> Option<&'static str> {
+    match (nic.up, nic.addresses.is_empty()) {
+        (false, _) => Some("is down"),
+        (true, true) => Some("has no address"),
+        (true, false) => None,
+    }
+}
+
+/// Why a NIC is not used by itself.
+fn unusable(topology: &Topology, nic: &Nic) -> Option<String> {
+    let upper = topology.nics.iter().find(|upper| upper.lower.contains(&nic.name) && broken(upper).is_none());
+    match (broken(nic), upper) {
+        _ if nic.loopback => Some("is loopback".to_owned()),
+        (Some("has no address"), Some(upper)) => Some(format!("is part of {}", upper.name)),
+        (why, _) => why.map(str::to_owned),
+    }
+}
+
+fn not_named(named: &[String], nic: &Nic) -> Option<String> {
+    (!named.is_empty() && !named.contains(&nic.name)).then(|| "is not among --nics".to_owned())
+}
+
+impl Choice<'_> {
+    pub fn names(&self) -> Vec<String> {
+        self.nics.iter().map(|(_, nic)| nic.name.clone()).collect()
+    }
+
+    fn uses(&self, nic: &Nic) -> bool {
+        self.nics.iter().any(|(_, used)| used.name == nic.name)
+    }
+
+    /// Of the farthest.
+    pub fn nearness(&self) -> Nearness {
+        self.nics.iter().map(|(near, _)| near.nearness).max().unwrap_or(Nearness::Unknown)
+    }
+
+    pub fn why(&self) -> String {
+        let bridge = self.nics.first().and_then(|(near, _)| near.bridge);
+        let root = self.gpu.pci.as_ref().and_then(|pci| pci.root);
+        match (self.mapped, self.nearness()) {
+            (true, _) => "--map says so".to_owned(),
+            (_, Nearness::Switch) => {
+                bridge.map_or_else(String::new, |bridge| format!("behind PCIe bridge {bridge}"))
+            }
+            (_, Nearness::Root) => root.map_or_else(String::new, |root| format!("on PCIe root {root}")),
+            (_, Nearness::Node) => "on the same NUMA node".to_owned(),
+            (_, Nearness::Unknown) => "places are not known".to_owned(),
+            (_, Nearness::Across) => "on another NUMA node".to_owned(),
+        }
+    }
+}

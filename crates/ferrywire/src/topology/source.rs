@@ -1,0 +1,234 @@
+//! Where a topology is read from: a tree of files, and what no file tells.
+//!
+//! The tree is `/` or a folder that has the same files below it. What the kernel tells through calls, and the CUDA
+//! driver through its own, is in [`Facts`]: asked for on this host, read from the file `facts` of a recorded tree.
+//! Invariant: with a recorded tree nothing of this host is looked at.
+//! Read next: `nics.rs` and `gpus.rs`, which read.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use super::{Address, Cpus, PciAddress};
+use crate::error::{Error, Result};
+use crate::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
+use crate::memory::cuda::{CudaError, CudaGpu};
+use crate::sys::{affinity, ethtool, nics};
+use crate::transport;
+
+/// Where a topology is read from.
+#[derive(Clone, Debug)]
+pub struct Source {
+    root: PathBuf,
+    pub(super) facts: Facts,
+}
+
+/// What no file tells.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Facts {
+    /// Addresses of NICs, by name.
+    pub addresses: Vec<(String, Address)>,
+    /// Whether a NIC splits headers from payload, of those that tell.
+    pub header_split: Vec<(String, bool)>,
+    /// The CUDA driver's GPUs, where there is a driver.
+    pub gpus: Option<Vec<DriverGpu>>,
+    /// CPUs that this process may use; `None`: all.
+    pub allowed_cpus: Option<Cpus>,
+    /// What failed, for people.
+    pub notes: Vec<String>,
+}
+
+/// A GPU as the CUDA driver shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriverGpu {
+    /// The driver's number.
+    pub index: u32,
+    /// Its address.
+    pub address: PciAddress,
+    /// The maker's name for it.
+    pub name: String,
+}
+
+impl Source {
+    /// This host. Loads the CUDA driver where there is one, makes no context on any GPU.
+    pub fn of_this_host() -> Source {
+        let root = PathBuf::from("/");
+        let facts = Facts::of_this_host(&names(&root.join("sys/class/net")));
+        Source { root, facts }
+    }
+
+    /// A tree recorded on some host: what was below `/sys` and `/proc/driver/nvidia` there, and the file `facts`, with
+    /// a line each for what no file tells:
+    ///
+    /// ```text
+    /// address eth1 10.0.1.2/24
+    /// header-split eth1 on
+    /// gpu 0 0000:04:00.0 NVIDIA H100 80GB HBM3
+    /// driver                          (there is one, whatever GPUs it shows)
+    /// cpus 0-51
+    /// ```
+    pub fn recorded(root: &Path) -> Result<Source> {
+        let file = root.join("facts");
+        let text = fs::read_to_string(&file)
+            .map_err(|error| Error::Io { what: file.display().to_string(), message: error.to_string() })?;
+        let facts = Facts::parse(&text).map_err(|line| Error::Invalid {
+            what: file.display().to_string(),
+            why: format!("cannot read {line:?}"),
+        })?;
+        Ok(Source { root: root.to_owned(), facts })
+    }
+
+    /// Names in a folder, sorted; none where there is no such folder.
+    pub(super) fn names(&self, folder: &str) -> Vec<String> {
+        names(&self.root.join(folder))
+    }
+
+    /// A file's text, without what surrounds it.
+    pub(super) fn text(&self, file: &str) -> Option<String> {
+        let text = fs::read(self.root.join(file)).ok()?;
+        let text = String::from_utf8_lossy(&text).trim().to_owned();
+        (!text.is_empty()).then_some(text)
+    }
+
+    /// What a file says.
+    pub(super) fn parsed<T: FromStr>(&self, file: &str) -> Option<T> {
+        self.text(file)?.parse().ok()
+    }
+
+    /// A number that the kernel writes as `0x10de`.
+    pub(super) fn hex(&self, file: &str) -> Option<u32> {
+        u32::from_str_radix(self.text(file)?.trim_start_matches("0x"), 16).ok()
+    }
+
+    /// Where links lead, as a folder below the tree's root.
+    pub(super) fn folder(&self, path: &str) -> Option<PathBuf> {
+        let root = fs::canonicalize(&self.root).ok()?;
+        let found = fs::canonicalize(self.root.join(path)).ok()?;
+        found.strip_prefix(root).ok().map(Path::to_owned)
+    }
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
+    let mut names: Vec<String> =
+        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort_unstable();
+    names.truncate(NICS_LISTED_MAX);
+    names
+}
+
+impl Facts {
+    fn of_this_host(names: &[String]) -> Facts {
+        let allowed = affinity::allowed_cores().ok();
+        let mut facts = Facts {
+            header_split: header_split(names),
+            allowed_cpus: allowed.map(|cpus| cpus.iter().map(|cpu| *cpu as u32).collect()),
+            ..Facts::default()
+        };
+        match nics::addresses() {
+            Ok(found) => facts.addresses = found.iter().map(address_of).collect(),
+            Err(error) => facts.notes.push(format!("the kernel does not tell addresses of NICs: {error}")),
+        }
+        match driver_gpus() {
+            Ok(gpus) => facts.gpus = Some(gpus),
+            Err(CudaError::NoDriver) => {}
+            Err(error @ CudaError::NoDevice) => {
+                facts.gpus = Some(Vec::new());
+                facts.notes.push(error.to_string());
+            }
+            Err(error) => facts.notes.push(format!("the CUDA driver cannot be asked: {error}")),
+        }
+        facts
+    }
+
+    /// The facts of a recorded tree, or the line that makes no sense.
+    fn parse(text: &str) -> std::result::Result<Facts, String> {
+        let mut facts = Facts::default();
+        for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+            facts.take(line).ok_or_else(|| line.to_owned())?;
+        }
+        Ok(facts)
+    }
+
+    fn take(&mut self, line: &str) -> Option<()> {
+        let (what, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let (name, value) = rest.split_once(' ').unwrap_or((rest, ""));
+        match what {
+            "address" => self.addresses.push((name.to_owned(), value.parse().ok()?)),
+            "header-split" => self.header_split.push((name.to_owned(), on_or_off(value)?)),
+            "cpus" => self.allowed_cpus = Some(rest.parse().ok()?),
+            "driver" => drop(self.gpus.get_or_insert_default()),
+            "gpu" => {
+                let (address, model) = value.split_once(' ')?;
+                let gpu = DriverGpu {
+                    index: name.parse().ok()?,
+                    address: address.parse().ok()?,
+                    name: model.to_owned(),
+                };
+                self.gpus.get_or_insert_default().push(gpu);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+}
+
+fn on_or_off(text: &str) -> Option<bool> {
+    match text {
+        "on" => Some(true),
+        "off" => Some(false),
+        _ => None,
+    }
+}
+
+fn address_of(nic: &transport::Nic) -> (String, Address) {
+    (nic.name.clone(), Address { ip: nic.address, prefix_len: nic.prefix_len })
+}
+
+fn header_split(names: &[String]) -> Vec<(String, bool)> {
+    let Ok(ethtool) = ethtool::Ethtool::open() else { return Vec::new() };
+    let told = |name: &String| Some((name.clone(), ethtool.header_split(name).ok()??));
+    names.iter().filter_map(told).collect()
+}
+
+fn driver_gpus() -> std::result::Result<Vec<DriverGpu>, CudaError> {
+    let count = CudaGpu::count()?.min(CUDA_GPUS_MAX as u32);
+    let mut gpus = Vec::new();
+    for index in 0..count {
+        let (name, address) = CudaGpu::look(index)?;
+        gpus.extend(address.parse().ok().map(|address| DriverGpu { index, address, name }));
+    }
+    Ok(gpus)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn facts_are_lines() {
+        let text = "address eth1 10.0.1.2/24\n\nheader-split eth1 on\ngpu 0 0000:0A:00.0 NVIDIA H100 80GB HBM3\ncpus 0-3\n";
+        let facts = Facts::parse(text).expect("they are good");
+        assert_eq!(facts.addresses, [("eth1".to_owned(), "10.0.1.2/24".parse().expect("an address"))]);
+        assert_eq!(facts.header_split, [("eth1".to_owned(), true)]);
+        assert_eq!(facts.allowed_cpus.map(|cpus| cpus.len()), Some(4));
+        let gpus = facts.gpus.expect("a driver");
+        assert_eq!((gpus[0].address.bus, gpus[0].name.as_str()), (10, "NVIDIA H100 80GB HBM3"));
+    }
+
+    #[test]
+    fn the_line_that_makes_no_sense_is_named() {
+        for line in
+            ["address eth1 10.0.1.2/33", "header-split eth1 perhaps", "gpu x 0000:0a:00.0 A", "weather fine"]
+        {
+            assert_eq!(Facts::parse(&format!("cpus 0\n{line}\n")), Err(line.to_owned()));
+        }
+    }
+
+    #[test]
+    fn this_host_can_be_asked() {
+        let source = Source::of_this_host();
+        assert!(source.facts.addresses.iter().any(|(name, _)| name == "lo"), "{:?}", source.facts);
+        assert!(source.facts.allowed_cpus.is_some_and(|cpus| !cpus.is_empty()));
+    }
+}
