@@ -21,6 +21,10 @@ const PLUGIN_AFTER_HELP: &str = "The file's code runs, as its users run it: name
 what it logs is printed.\n\nExit status: 0 the plugin works and has devices, 1 it does not, 2 bad usage, 130 stopped by \
 Ctrl-C.";
 
+const TOPO_AFTER_HELP: &str = "Each GPU uses the NICs behind its own PCIe bridge, else those below its PCIe root, else \
+those of its NUMA node; what is slower than it might be is noted. Without a GPU all NICs serve host memory.\n\nExit status: \
+0 there is a plan, 1 there is none (the tables are printed all the same), 2 bad usage.";
+
 /// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
 #[derive(Debug, Parser)]
 #[command(name = "ferrywire", version, after_help = AFTER_HELP)]
@@ -38,6 +42,9 @@ pub struct Cli {
 pub enum Command {
     /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback
     Bench(Box<Bench>),
+    /// GPUs, NICs, NUMA nodes, PCIe roots of this host, and the plan: which GPU uses which NICs, and why
+    #[command(after_help = TOPO_AFTER_HELP)]
+    Topo(TopoFlags),
     /// What an NCCL net plugin exports: versions, devices, properties. It is started in a process of its own
     #[command(after_help = PLUGIN_AFTER_HELP)]
     Plugin(PluginFlags),
@@ -50,6 +57,29 @@ pub enum Command {
         #[arg(long)]
         version: Option<Version>,
     },
+}
+
+/// `topo`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TopoFlags {
+    /// Write JSON instead of text
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub json: bool,
+    /// NICs of some GPUs, in place of what the plan would choose: 0=eth1,1=eth2, or 0-7=eth1,eth2 for several of each
+    #[arg(long, value_name = "GPU=NIC,...")]
+    pub map: Option<String>,
+    /// NICs to plan with, by name [default: those with a device, except ones for control only]
+    #[arg(long, value_name = "NAMES")]
+    pub nics: Option<Names>,
+    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub allow_cross_numa: bool,
+    /// Channels per GPU to spread over its NICs [default: 8]
+    #[arg(long, value_name = "N")]
+    pub channels: Option<usize>,
+    /// A recorded host in place of this one
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub root: Option<PathBuf>,
 }
 
 /// `plugin`.

@@ -1,7 +1,7 @@
 //! The `ferrywire` command.
 //!
-//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`]
-//! or [`mod@plugin`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+//! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`],
+//! [`mod@plugin`] or [`topo`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
 mod args;
 mod bench;
@@ -13,6 +13,7 @@ mod nics;
 mod plan;
 mod plugin;
 mod sys;
+mod topo;
 mod units;
 
 use std::process::ExitCode;
@@ -39,6 +40,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Demo(plan) => bench::demo::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),
         plan::Plan::Connect(plan) => bench::connect::run(*plan),
+        plan::Plan::Topo(plan) => topo::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }

@@ -5,10 +5,13 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use ferrywire::limits::CHANNELS_MAX;
 use ferrywire::nccl::abi::Version;
+use ferrywire::topology::Wishes;
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, Unpack, Verify,
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, TopoFlags, Unpack,
+    Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::carrier::{self, PluginUse};
@@ -24,6 +27,9 @@ const SECONDS_DEFAULT: f64 = 2.0;
 /// Longest time without progress.
 const DEADLINE_S_DEFAULT: f64 = 30.0;
 
+/// Channels per GPU that `topo` spreads.
+const TOPO_CHANNELS_DEFAULT: usize = 8;
+
 /// What the process is to do.
 #[derive(Debug)]
 pub enum Plan {
@@ -33,10 +39,25 @@ pub enum Plan {
     Serve(Box<ServePlan>),
     /// The end that configures.
     Connect(Box<ConnectPlan>),
+    /// A topology to be shown.
+    Topo(TopoPlan),
     /// A plugin to be looked at.
     Plugin(PluginPlan),
     /// The process that does it.
     PluginChild(PathBuf, Option<Version>),
+}
+
+/// A topology to be shown.
+#[derive(Clone, Debug)]
+pub struct TopoPlan {
+    /// What its plan is to respect.
+    pub wishes: Wishes,
+    /// Channels per GPU.
+    pub channels: usize,
+    /// A recorded host; `None`: this one.
+    pub root: Option<PathBuf>,
+    /// Print JSON.
+    pub json: bool,
 }
 
 /// A plugin to be looked at.
@@ -128,6 +149,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
     let verbose = typed.verbose > 0;
     let bench = match typed.command {
         Command::Bench(bench) => bench,
+        Command::Topo(flags) => return plan_topo(flags).map(Plan::Topo),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
@@ -142,6 +164,19 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             Ok(Plan::Connect(Box::new(plan_connect(*options, addresses, verbose)?)))
         }
     }
+}
+
+fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
+    let TopoFlags { json, map, nics, allow_cross_numa, channels, root } = flags;
+    let map = map.map_or(Ok(Default::default()), |text| {
+        text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))
+    })?;
+    let channels = at_least_one("--channels", channels)?.unwrap_or(TOPO_CHANNELS_DEFAULT);
+    if channels > CHANNELS_MAX {
+        return usage(format!("--channels {channels}: at most {CHANNELS_MAX}"));
+    }
+    let nics = nics.map(|names| names.0).unwrap_or_default();
+    Ok(TopoPlan { wishes: Wishes { map, nics, allow_cross_numa }, channels, root, json })
 }
 
 fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {

@@ -15,4 +15,7 @@ mod kills;
 mod lanes;
 mod matrix;
 mod plugin;
+mod topo;
+#[path = "../../../ferrywire/tests/topology/tree.rs"]
+mod tree;
 mod usage;

@@ -62,12 +62,25 @@ fn beyond_loopback_a_secret_is_needed() {
 
 #[test]
 fn help_is_complete_and_hides_what_is_for_tests() {
-    for args in ["--help", "bench --help", "bench serve --help", "bench connect --help", "plugin --help"] {
+    for args in [
+        "--help",
+        "bench --help",
+        "bench serve --help",
+        "bench connect --help",
+        "topo --help",
+        "plugin --help",
+    ] {
         let output = run(args);
         assert!(output.status.success());
         let help = text(&output.stdout);
         assert!(help.contains("Exit status"), "{args}");
-        assert!(!help.contains("inject") && !help.contains("--member") && !help.contains("mesh"), "{help}");
+        assert!(
+            !help.contains("inject")
+                && !help.contains("--member")
+                && !help.contains("mesh")
+                && !help.contains("--root"),
+            "{help}"
+        );
     }
     let help = text(&run("--help").stdout);
     assert!(!help.contains("doctor") && !help.contains("plugin-child"), "{help}");

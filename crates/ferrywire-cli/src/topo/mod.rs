@@ -1,0 +1,39 @@
+//! `ferrywire topo`: what this host is made of, and which GPU uses which NICs.
+//!
+//! The engine's `topology` finds and decides; here it is only shown.
+//! Read next: [`report`].
+
+mod report;
+
+use ferrywire::topology::{Plan, PlanError, Source, Topology};
+
+use crate::exit::{Failure, Outcome};
+use crate::plan::TopoPlan;
+use report::Report;
+
+/// Prints the topology, with the plan if there is one.
+pub fn run(asked: &TopoPlan) -> Outcome {
+    let source = match &asked.root {
+        Some(root) => Source::recorded(root)?,
+        None => Source::of_this_host(),
+    };
+    let topology = Topology::read(&source);
+    let (plan, outcome) = match Plan::of(&topology, &asked.wishes) {
+        Ok(plan) => (Some(plan), Ok(())),
+        Err(error) => (None, Err(failure(&error))),
+    };
+    let report = Report { topology: &topology, plan: plan.as_ref(), channels: asked.channels };
+    if asked.json {
+        println!("{}", report.json(outcome.as_ref().err()));
+    } else {
+        print!("{}", report.text());
+    }
+    outcome
+}
+
+fn failure(error: &PlanError) -> Failure {
+    match error.is_usage() {
+        true => Failure::Usage(error.to_string()),
+        false => Failure::failed(error.to_string()),
+    }
+}

@@ -1,0 +1,202 @@
+//! `ferrywire topo`, on this host and on recorded ones.
+
+use std::process::Output;
+
+use serde_json::{Value, json};
+
+use crate::common::{ferrywire, first_error, json as json_of, run, text};
+use crate::tree::{self, Tree};
+
+fn topo(tree: &Tree, args: &str) -> Output {
+    ferrywire(&format!("topo {args}")).arg("--root").arg(tree.root()).output().expect("the command starts")
+}
+
+#[test]
+fn this_host_is_shown_whatever_it_has() {
+    let output = run("topo");
+    let said = text(&output.stdout);
+    for part in ["NUMA nodes", "PCIe roots", "GPUs", "NICs", "lo "] {
+        assert!(said.contains(part), "{said}");
+    }
+    let output = run("topo --json");
+    let host = json_of(&output);
+    assert_eq!(output.status.success(), host["error"].is_null(), "{host}");
+    assert_eq!(host["plan"].is_null(), !host["error"].is_null());
+    assert_eq!(host["schema"], 1);
+    let nics = host["nics"].as_array().expect("NICs");
+    assert!(nics.iter().any(|nic| nic["nic"] == "lo" && nic["loopback"] == true), "{host}");
+}
+
+#[test]
+fn a_small_vm_as_people_read_it() {
+    let output = topo(&Tree::named("small-vm"), "");
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
+    let expected = "\
+NUMA nodes
+  node  CPUs
+  0     0-1
+
+PCIe roots with GPUs or NICs
+  root     node  GPUs  NICs
+  0000:00  -     -     eth0,eth1
+
+GPUs
+  none
+
+NICs
+  NIC   state  Gbit/s  MTU    addresses       PCI           root     node  driver      queues  header split
+  eth0  up     -       1400   192.168.7.2/24  0000:00:03.0  0000:00  -     virtio_net  1/1     -
+  eth1  up     -       1400   192.168.8.2/24  0000:00:05.0  0000:00  -     virtio_net  1/1     -
+  ifb0  down   -       1500   -               -             -        -     -           1/1     -
+  lo    up     -       65536  127.0.0.1/8     -             -        -     -           1/1     -
+
+Plan
+  no GPU; host memory uses eth0, eth1
+  not used: ifb0: is down
+  not used: lo: is loopback
+";
+    assert_eq!(text(&output.stdout), expected);
+}
+
+#[test]
+fn a3_high_as_people_read_it() {
+    let said = text(&topo(&Tree::named("a3-high"), "").stdout);
+    let expected = "
+PCIe roots with GPUs or NICs
+  root     node  GPUs  NICs
+  0000:00  0     -     eth0
+  0000:01  0     0-1   eth1
+  0000:07  0     2-3   eth2
+  0000:81  1     4-5   eth3
+  0000:87  1     6-7   eth4
+";
+    assert!(said.contains(expected), "{said}");
+    assert!(said.contains("  3    NVIDIA H100 80GB HBM3  0000:0b:00.0  0000:07  0\n"), "{said}");
+    let nic =
+        "  eth4     up     200     8244   10.0.4.2/24    0000:8c:00.0  0000:87  1     gve     16/16   on\n";
+    assert!(said.contains(nic), "{said}");
+    let expected = "
+Plan
+  GPU  NICs (channels)  CPUs            why
+  0    eth1 (8)         0-12,104-116    behind PCIe bridge 0000:02:00.0
+  1    eth1 (8)         13-25,117-129   behind PCIe bridge 0000:02:00.0
+  2    eth2 (8)         26-38,130-142   behind PCIe bridge 0000:08:00.0
+  3    eth2 (8)         39-51,143-155   behind PCIe bridge 0000:08:00.0
+  4    eth3 (8)         52-64,156-168   behind PCIe bridge 0000:82:00.0
+  5    eth3 (8)         65-77,169-181   behind PCIe bridge 0000:82:00.0
+  6    eth4 (8)         78-90,182-194   behind PCIe bridge 0000:88:00.0
+  7    eth4 (8)         91-103,195-207  behind PCIe bridge 0000:88:00.0
+  not used: docker0: is down
+  not used: eth0: for control: it shares its PCIe root with no GPU, others do
+  not used: lo: is loopback
+";
+    assert!(said.ends_with(expected), "{said}");
+}
+
+#[test]
+fn programs_read_the_same() {
+    let host = json_of(&topo(&Tree::named("a3-high"), "--json"));
+    assert_eq!(host["error"], Value::Null);
+    assert_eq!(host["nodes"][1], json!({ "node": 1, "cpus": "52-103,156-207" }));
+    assert_eq!(
+        host["gpus"][2],
+        json!({
+            "gpu": 2, "name": "NVIDIA H100 80GB HBM3", "pci": "0000:0a:00.0", "pci_root": "0000:07", "node": 0
+        })
+    );
+    assert_eq!(
+        host["nics"][3],
+        json!({
+            "nic": "eth2", "up": true, "addresses": ["10.0.2.2/24"], "pci": "0000:0c:00.0", "pci_root": "0000:07",
+            "node": 0, "speed_mbps": 200_000, "mtu_bytes": 8244, "driver": "gve", "device": true,
+            "loopback": false, "lower": [], "rx_queues": 16, "tx_queues": 16, "header_split": true
+        })
+    );
+    assert_eq!(
+        host["plan"]["gpus"][2],
+        json!({
+            "gpu": 2, "nics": ["eth2"], "channels": { "eth2": 8 }, "nearness": "switch",
+            "why": "behind PCIe bridge 0000:08:00.0", "cpus": "26-38,130-142",
+            "others": ["eth1", "eth0", "eth3", "eth4"]
+        })
+    );
+    assert_eq!(host["plan"]["unused"][2], json!({ "nic": "lo", "why": "is loopback" }));
+}
+
+#[test]
+fn a_map_overrides_the_plan_and_what_is_slower_is_noted() {
+    let output = topo(&Tree::named("a3-high"), "--map 0-7=eth1,eth2,eth3,eth4 --channels 6 --json");
+    let host = json_of(&output);
+    assert_eq!(host["plan"]["gpus"][0]["channels"], json!({ "eth1": 2, "eth2": 2, "eth3": 1, "eth4": 1 }));
+    assert_eq!(host["plan"]["gpus"][1]["channels"], json!({ "eth1": 1, "eth2": 1, "eth3": 2, "eth4": 2 }));
+    assert_eq!(host["plan"]["notes"][0], "GPUs 0-3: on another NUMA node than eth3, eth4, which is slower");
+    let said = text(&topo(&Tree::named("a3-high"), "--map 0=eth3 --nics eth1,eth3").stdout);
+    assert!(said.contains("  0    eth3 (8) "), "{said}");
+    assert!(said.contains("Notes\n  GPU 0: on another NUMA node than eth3, which is slower\n"), "{said}");
+}
+
+#[test]
+fn what_cannot_be_planned_is_one_error_beside_the_tables() {
+    let across = Tree::named("two-h200");
+    let output = topo(&across, "");
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(
+        text(&output.stderr),
+        "error: GPU 1 (NUMA node 1): no NIC on the same PCIe root or NUMA node can be used, only eth0 of other nodes; \
+         --allow-cross-numa uses them, which is slower, or name NICs with --map\n"
+    );
+    assert!(text(&output.stdout).contains("NVIDIA H200") && !text(&output.stdout).contains("Plan"));
+    let output = topo(&across, "--json");
+    let host = json_of(&output);
+    assert!(
+        host["plan"].is_null() && host["error"].as_str().is_some_and(|error| error.starts_with("GPU 1 "))
+    );
+    assert_eq!(output.status.code(), Some(1));
+    let output = topo(&across, "--allow-cross-numa");
+    assert!(output.status.success() && text(&output.stdout).contains("which is slower"), "{output:?}");
+}
+
+#[test]
+fn the_cuda_driver_is_asked_where_there_is_one() {
+    let folder = crate::driver::stand_in(&[]);
+    let output = ferrywire("topo --json").env("LD_LIBRARY_PATH", folder).output().expect("it runs");
+    let host = json_of(&output);
+    let shown: Vec<_> =
+        host["gpus"].as_array().expect("GPUs").iter().map(|gpu| gpu["name"].as_str()).collect();
+    assert_eq!(shown, [Some("stand-in 0"), Some("stand-in 1")], "{host}");
+}
+
+#[test]
+fn wishes_that_make_no_sense_are_bad_usage() {
+    let host =
+        Tree::of(&tree::text("a3-high").replace("0000:0c:00.0 node=0", "0000:0c:00.0 node=0 state=down"));
+    let said = [
+        ("--map 9=eth1", 2, "--map 9=...: there is no GPU 9; there are GPUs 0-7"),
+        (
+            "--map 0=eth7",
+            2,
+            "--map 0=eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
+        ),
+        ("--map 0=eth2", 1, "--map 0=eth2: eth2 is down; NICs that can be used: eth0, eth1, eth3, eth4"),
+        (
+            "--nics eth7",
+            2,
+            "--nics eth7: there is no NIC eth7; there are docker0, eth0, eth1, eth2, eth3, eth4, lo",
+        ),
+        (
+            "--map eth1",
+            2,
+            "--map eth1: no GPU before \"eth1\"; write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=eth1,eth2 \
+             for several of each",
+        ),
+        ("--channels 0", 2, "--channels 0: must be at least 1"),
+        ("--channels 1000", 2, "--channels 1000: at most 256"),
+    ];
+    for (args, status, error) in said {
+        let output = topo(&host, args);
+        assert_eq!((output.status.code(), first_error(&output)), (Some(status), format!("error: {error}")));
+    }
+    let nowhere = run("topo --root /nonexistent");
+    assert_eq!(nowhere.status.code(), Some(1));
+    assert!(first_error(&nowhere).contains("/nonexistent/facts"), "{}", text(&nowhere.stderr));
+}
