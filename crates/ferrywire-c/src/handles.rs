@@ -1,0 +1,142 @@
+//! Handles: what C holds in place of a pointer.
+//!
+//! A handle names a slot of a table, with the slot's generation and the kind of thing: it is never dereferenced.
+//! Invariant: a freed handle is not taken for a live one (until its slot was used 16 million times), nor one kind for
+//! another; what a running call uses lives until it returns, whoever frees its handle meanwhile.
+
+use std::ffi::c_int;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::status::{FERRYWIRE_OK, Failure, Out, call};
+
+/// Something that C has handles of.
+pub(crate) trait Object: Sized + 'static {
+    /// Its name in the header.
+    const NAME: &'static str;
+
+    fn handles() -> &'static Handles<Self>;
+}
+
+/// All live things of a kind.
+pub(crate) struct Handles<T> {
+    kind: u8,
+    slots: RwLock<Slots<T>>,
+}
+
+struct Slots<T> {
+    list: Vec<Slot<T>>,
+    free: Vec<u32>,
+}
+
+struct Slot<T> {
+    generation: u32,
+    value: Option<Arc<T>>,
+}
+
+const GENERATIONS: u32 = 1 << 24;
+
+const _: () = assert!(size_of::<usize>() == 8, "a handle has room for kind, generation and slot");
+
+impl<T: Object> Handles<T> {
+    pub const fn new(kind: u8) -> Handles<T> {
+        Handles { kind, slots: RwLock::new(Slots { list: Vec::new(), free: Vec::new() }) }
+    }
+
+    fn handle(&self, generation: u32, slot: u32) -> *mut T {
+        let bits = usize::from(self.kind) << 56 | (generation as usize) << 32 | slot as usize;
+        std::ptr::without_provenance_mut(bits)
+    }
+
+    /// Slot and generation, if it may be one of ours.
+    fn parse(&self, handle: *const T) -> Option<(usize, u32)> {
+        let bits = handle.addr();
+        (bits >> 56 == usize::from(self.kind))
+            .then_some(((bits & 0xffff_ffff), (bits >> 32) as u32 & (GENERATIONS - 1)))
+    }
+
+    fn add(&self, value: T) -> Result<*mut T, Failure> {
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let slot = match slots.free.pop() {
+            Some(slot) => slot,
+            None => {
+                let slot = u32::try_from(slots.list.len());
+                slots.list.push(Slot { generation: 0, value: None });
+                slot.map_err(|_| Failure::usage(format!("too many of {}: free some", T::NAME)))?
+            }
+        };
+        let place = &mut slots.list[slot as usize];
+        place.value = Some(Arc::new(value));
+        Ok(self.handle(place.generation, slot))
+    }
+
+    fn get(&self, handle: *const T) -> Option<Arc<T>> {
+        let (slot, generation) = self.parse(handle)?;
+        let slots = self.slots.read().unwrap_or_else(PoisonError::into_inner);
+        slots.list.get(slot).filter(|slot| slot.generation == generation)?.value.clone()
+    }
+
+    fn take(&self, handle: *const T) -> Option<Arc<T>> {
+        let (slot, generation) = self.parse(handle)?;
+        let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
+        let place = slots.list.get_mut(slot).filter(|slot| slot.generation == generation)?;
+        let value = place.value.take()?;
+        place.generation = (place.generation + 1) % GENERATIONS;
+        slots.free.push(slot as u32);
+        Some(value)
+    }
+}
+
+/// A new handle.
+pub(crate) fn new<T: Object>(value: T) -> Result<*mut T, Failure> {
+    T::handles().add(value)
+}
+
+/// A place for a new handle, which is null until it is there.
+///
+/// # Safety
+/// Null, or a place for a handle.
+pub(crate) unsafe fn place<T: Object>(place: *mut *mut T) -> Result<Out<*mut T>, Failure> {
+    // SAFETY: by the caller's promise.
+    let out = unsafe { Out::new(&format!("the place for a {}", T::NAME), place) }?;
+    out.put(std::ptr::null_mut());
+    Ok(out)
+}
+
+/// What a handle stands for.
+pub(crate) fn get<T: Object>(handle: *const T) -> Result<Arc<T>, Failure> {
+    T::handles().get(handle).ok_or_else(|| not_one::<T>(handle))
+}
+
+/// Ends a handle; null is none, and fine.
+pub(crate) fn free<T: Object>(handle: *mut T) -> c_int {
+    call(|| {
+        if handle.is_null() {
+            return Ok(FERRYWIRE_OK);
+        }
+        let value = T::handles().take(handle).ok_or_else(|| not_one::<T>(handle))?;
+        drop(value);
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+fn not_one<T: Object>(handle: *const T) -> Failure {
+    match handle.is_null() {
+        true => Failure::usage(format!("the {} is NULL", T::NAME)),
+        false => Failure::usage(format!("{handle:p} is no {}, or was freed", T::NAME)),
+    }
+}
+
+/// Says of a type which handles it has.
+macro_rules! object {
+    ($type:ty, $name:literal, $kind:literal) => {
+        impl $crate::handles::Object for $type {
+            const NAME: &'static str = $name;
+
+            fn handles() -> &'static $crate::handles::Handles<$type> {
+                static HANDLES: $crate::handles::Handles<$type> = $crate::handles::Handles::new($kind);
+                &HANDLES
+            }
+        }
+    };
+}
+pub(crate) use object;

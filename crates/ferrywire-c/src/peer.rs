@@ -1,0 +1,212 @@
+//! Peers: connected, accepted, told of, closed; their notifications.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::sync::{Mutex, PoisonError};
+
+use ferrywire::Ready;
+use ferrywire::memory::cuda::CudaGpu;
+
+use crate::endpoint::Endpoint;
+use crate::handles::{self, object};
+use crate::options::parse_address;
+use crate::status::{FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, bytes, call, copy_out, limit, text};
+
+/// A connected remote endpoint.
+pub struct Peer {
+    pub(crate) peer: ferrywire::Peer,
+    /// A notification that did not fit into the caller's buffer.
+    left: Mutex<Option<Vec<u8>>>,
+}
+
+object!(Peer, "ferrywire_peer", 3);
+
+fn handle(peer: ferrywire::Peer) -> Result<*mut Peer, Failure> {
+    handles::new(Peer { peer, left: Mutex::new(None) })
+}
+
+/// Room that fits every notification, in bytes.
+pub const FERRYWIRE_NOTIFICATION_BYTES_MAX: usize = 65535;
+
+const _: () = assert!(FERRYWIRE_NOTIFICATION_BYTES_MAX >= ferrywire::limits::NOTIFY_BYTES_MAX);
+
+/// Connects to an endpoint that listens on `address` ("10.0.0.1:7420"). `timeout_ms` is milliseconds, less than 0
+/// without end.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_connect(
+    endpoint: *mut Endpoint,
+    address: *const c_char,
+    timeout_ms: i64,
+    peer: *mut *mut Peer,
+) -> c_int {
+    call(|| {
+        // SAFETY: by the caller's promise.
+        let (out, address) = unsafe { (handles::place(peer)?, text("the address", address)?) };
+        let endpoint = handles::get(endpoint)?;
+        out.put(handle(endpoint.0.connect(parse_address(address)?, limit(timeout_ms))?)?);
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// Connects to the endpoint that made this metadata, and to no other: one that was started again is refused.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_connect_metadata(
+    endpoint: *mut Endpoint,
+    metadata: *const c_void,
+    metadata_bytes: usize,
+    timeout_ms: i64,
+    peer: *mut *mut Peer,
+) -> c_int {
+    call(|| {
+        // SAFETY: by the caller's promise.
+        let (out, metadata) =
+            unsafe { (handles::place(peer)?, bytes("the metadata", metadata, metadata_bytes)?) };
+        let endpoint = handles::get(endpoint)?;
+        out.put(handle(endpoint.0.connect_metadata(metadata, limit(timeout_ms))?)?);
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// Waits for the next peer that connects. With `timeout_ms` 0: FERRYWIRE_PENDING if there is none.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_accept(
+    endpoint: *mut Endpoint,
+    timeout_ms: i64,
+    peer: *mut *mut Peer,
+) -> c_int {
+    call(|| {
+        // SAFETY: by the caller's promise.
+        let out = unsafe { handles::place(peer) }?;
+        let endpoint = handles::get(endpoint)?;
+        let accepted = match timeout_ms {
+            0 => endpoint.0.try_accept().transpose()?,
+            _ => Some(endpoint.0.accept(limit(timeout_ms))?),
+        };
+        let Some(accepted) = accepted else {
+            return Ok(FERRYWIRE_PENDING);
+        };
+        out.put(handle(accepted)?);
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// Finishes what was posted, on both sides, then closes. The handle is still to be freed.
+#[unsafe(no_mangle)]
+pub extern "C" fn ferrywire_peer_close(peer: *mut Peer, timeout_ms: i64) -> c_int {
+    call(|| {
+        handles::get(peer)?.peer.close(limit(timeout_ms))?;
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// Frees the handle; with the last one of a peer the connection is closed once what was posted is sent. NULL is fine.
+#[unsafe(no_mangle)]
+pub extern "C" fn ferrywire_peer_free(peer: *mut Peer) -> c_int {
+    handles::free(peer)
+}
+
+/// FERRYWIRE_OK while the peer is there; else why it is lost.
+#[unsafe(no_mangle)]
+pub extern "C" fn ferrywire_peer_error(peer: *const Peer) -> c_int {
+    call(|| match handles::get(peer)?.peer.error() {
+        Some(error) => Err(error.into()),
+        None => Ok(FERRYWIRE_OK),
+    })
+}
+
+/// Its address, as a string with its closing zero; see `ferrywire_endpoint_address` for the buffer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_peer_address(
+    peer: *const Peer,
+    address: *mut c_char,
+    capacity: usize,
+    bytes: *mut usize,
+) -> c_int {
+    call(|| {
+        let address_of = format!("{}\0", handles::get(peer)?.peer.address());
+        // SAFETY: by the caller's promise.
+        unsafe { copy_out(address_of.as_bytes(), address.cast(), capacity, bytes) }
+    })
+}
+
+/// The label that it was given where it was opened, as a string with its closing zero; empty without one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_peer_label(
+    peer: *const Peer,
+    label: *mut c_char,
+    capacity: usize,
+    bytes: *mut usize,
+) -> c_int {
+    call(|| {
+        let label_of = format!("{}\0", handles::get(peer)?.peer.label());
+        // SAFETY: by the caller's promise.
+        unsafe { copy_out(label_of.as_bytes(), label.cast(), capacity, bytes) }
+    })
+}
+
+/// Its identity, 16 bytes: another one after a restart.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_peer_identity(
+    peer: *const Peer,
+    identity: *mut c_void,
+    capacity: usize,
+) -> c_int {
+    call(|| {
+        let peer = handles::get(peer)?;
+        // SAFETY: by the caller's promise.
+        unsafe { copy_out(&peer.peer.identity().0, identity, capacity, std::ptr::null_mut()) }
+    })
+}
+
+/// Another handle of the peer: what is posted through it uses memory only once everything that `stream` (a CUstream or
+/// cudaStream_t of GPU `gpu`'s primary context; NULL is the default one) has to do by now is done. The caller goes on
+/// at once. To be freed as any other.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_peer_after_stream(
+    peer: *const Peer,
+    gpu: u32,
+    stream: *mut c_void,
+    after: *mut *mut Peer,
+) -> c_int {
+    call(|| {
+        // SAFETY: by the caller's promise.
+        let out = unsafe { handles::place(after) }?;
+        let peer = handles::get(peer)?;
+        let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
+        // SAFETY: by the caller's promise, a live stream of this GPU.
+        let ready = unsafe { Ready::after_raw_stream(&gpu, stream.cast()) }?;
+        out.put(handle(peer.peer.after(ready))?);
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// The next notification of the peer. With `timeout_ms` 0: FERRYWIRE_PENDING if none is here. `bytes` (or NULL) is told
+/// its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call. Those that came before a
+/// peer was lost are still given.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_next_notification(
+    peer: *mut Peer,
+    timeout_ms: i64,
+    message: *mut c_void,
+    capacity: usize,
+    bytes: *mut usize,
+) -> c_int {
+    call(|| {
+        let peer = handles::get(peer)?;
+        let left = || peer.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = left().take();
+        let next = match (kept, timeout_ms) {
+            (Some(kept), _) => kept,
+            (None, 0) => match peer.peer.poll_notification()? {
+                Some(next) => next,
+                None => return Ok(FERRYWIRE_PENDING),
+            },
+            (None, _) => peer.peer.wait_notification(limit(timeout_ms))?,
+        };
+        // SAFETY: by the caller's promise.
+        let copied = unsafe { copy_out(&next, message, capacity, bytes) };
+        if copied.is_err() {
+            *left() = Some(next);
+        }
+        copied
+    })
+}

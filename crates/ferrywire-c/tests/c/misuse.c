@@ -1,0 +1,194 @@
+/* Everything done wrong that C can do wrong short of lying about memory: errors, and no crash. */
+
+#include <stdint.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+
+static int releases;
+
+static void release(void *context) {
+    (void)context;
+    releases++;
+}
+
+static void nulls(struct pair pair) {
+    char room[64];
+    USAGE(ferrywire_options_new(NULL), "the place for a ferrywire_options is NULL");
+    USAGE(ferrywire_options_listen(NULL, "127.0.0.1:0"), "the ferrywire_options is NULL");
+    ferrywire_options *options;
+    OK(ferrywire_options_new(&options));
+    USAGE(ferrywire_options_listen(options, NULL), "the address is NULL");
+    USAGE(ferrywire_options_listen(options, "nowhere"), "\"nowhere\" is no address");
+    USAGE(ferrywire_options_label(options, "\xff\xfe"), "the label is not UTF-8");
+    USAGE(ferrywire_options_secret(options, NULL, 9), "the secret is NULL, and 9 of it");
+    OK(ferrywire_options_secret(options, "short", 5));
+    ferrywire_endpoint *endpoint = (ferrywire_endpoint *)&endpoint;
+    USAGE(ferrywire_endpoint_open(options, &endpoint), "secret: must be at least");
+    CHECK(endpoint == NULL);
+    USAGE(ferrywire_endpoint_open(options, NULL), "NULL");
+    OK(ferrywire_options_free(options));
+    USAGE(ferrywire_endpoint_open(options, &endpoint), "is no ferrywire_options, or was freed");
+
+    USAGE(ferrywire_endpoint_close(NULL, 0), "NULL");
+    USAGE(ferrywire_endpoint_identity(NULL, room, 16), "NULL");
+    FAILS(ferrywire_endpoint_identity(pair.ends[0], room, 15), FERRYWIRE_ERROR_TOO_SMALL, "16 bytes do not fit");
+    FAILS(ferrywire_endpoint_identity(pair.ends[0], NULL, 16), FERRYWIRE_ERROR_TOO_SMALL, "do not fit");
+    USAGE(ferrywire_endpoint_address(pair.ends[0], room, sizeof room, NULL), "does not listen");
+    size_t bytes = 0;
+    FAILS(ferrywire_endpoint_metadata(pair.ends[1], NULL, 0, &bytes), FERRYWIRE_ERROR_TOO_SMALL, "do not fit");
+    CHECK(bytes > 16);
+    OK(ferrywire_endpoint_progress(pair.ends[0], NULL));
+
+    ferrywire_peer *peer = pair.near;
+    USAGE(ferrywire_connect(NULL, "127.0.0.1:1", 1000, &peer), "NULL");
+    CHECK(peer == NULL);
+    USAGE(ferrywire_connect(pair.ends[0], NULL, 1000, &peer), "the address is NULL");
+    USAGE(ferrywire_connect(pair.ends[0], "127.0.0.1:1", 1000, NULL), "NULL");
+    FAILS(ferrywire_connect(pair.ends[0], "127.0.0.1:1", LIMIT_MS, &peer), FERRYWIRE_ERROR_PEER, "127.0.0.1:1");
+    USAGE(ferrywire_connect_metadata(pair.ends[0], "x", 1, 1000, &peer), "metadata");
+    USAGE(ferrywire_connect_metadata(pair.ends[0], NULL, 10, 1000, &peer), "the metadata is NULL");
+    USAGE(ferrywire_accept(pair.ends[0], 10, &peer), "does not listen");
+    CHECK(ferrywire_accept(pair.ends[1], 0, &peer) == FERRYWIRE_PENDING);
+    FAILS(ferrywire_accept(pair.ends[1], 10, &peer), FERRYWIRE_ERROR_TIMEOUT, "a peer to connect");
+
+    CHECK(ferrywire_region_address(NULL) == NULL && ferrywire_region_bytes(NULL) == 0);
+    CHECK(ferrywire_remote_bytes(NULL) == 0 && ferrywire_blocks_count(NULL) == 0);
+    CHECK(ferrywire_transfer_bytes_moved(NULL) == 0 && ferrywire_wakeup_fd(NULL) < 0);
+    USAGE(ferrywire_transfer_poll(NULL, NULL), "NULL");
+    USAGE(ferrywire_transfer_wait(NULL, 0, 0, NULL), "NULL");
+    USAGE(ferrywire_transfer_cancel(NULL), "NULL");
+    USAGE(ferrywire_transfer_wake(NULL, NULL), "NULL");
+    USAGE(ferrywire_transfer_hold_stream(NULL, 0, NULL), "NULL");
+    USAGE(ferrywire_peer_after_stream(NULL, 0, NULL, &peer), "NULL");
+    USAGE(ferrywire_notify(pair.near, NULL, 3, NULL), "the message is NULL");
+    USAGE(ferrywire_next_notification(NULL, 0, room, sizeof room, NULL), "NULL");
+    USAGE(ferrywire_deregister(NULL), "NULL");
+
+    OK(ferrywire_options_free(NULL));
+    OK(ferrywire_endpoint_free(NULL));
+    OK(ferrywire_peer_free(NULL));
+    OK(ferrywire_region_free(NULL));
+    OK(ferrywire_remote_free(NULL));
+    OK(ferrywire_blocks_free(NULL));
+    OK(ferrywire_transfer_free(NULL));
+    OK(ferrywire_wakeup_free(NULL));
+}
+
+static void memory(struct pair pair) {
+    ferrywire_region *region, *other;
+    static char bytes[1000];
+    USAGE(ferrywire_register(pair.ends[0], NULL, 10, release, NULL, &region), "null pointer");
+    USAGE(ferrywire_register(NULL, bytes, 10, release, NULL, &region), "NULL");
+    USAGE(ferrywire_register(pair.ends[0], bytes, 10, release, NULL, NULL), "NULL");
+    CHECK(releases == 0);
+    OK(ferrywire_allocate(pair.ends[0], 1000, &region));
+    OK(ferrywire_allocate(pair.ends[1], 1000, &other));
+    ferrywire_remote *remote = remote_of(other), *mine = remote_of(region), *none;
+    USAGE(ferrywire_remote_open("nonsense", 8, &none), "region descriptor");
+    USAGE(ferrywire_remote_open(NULL, 8, &none), "NULL");
+
+    /* Outside, of the wrong endpoint, of the wrong kind. */
+    ferrywire_transfer *transfer = (ferrywire_transfer *)&transfer;
+    USAGE(ferrywire_write(pair.near, region, 0, remote, 0, 1001, NULL, 0, &transfer), "outside the source region");
+    CHECK(transfer == NULL);
+    USAGE(ferrywire_write(pair.near, region, UINT64_MAX, remote, 0, 2, NULL, 0, &transfer), "outside");
+    USAGE(ferrywire_read(pair.near, region, 0, remote, 990, 11, &transfer), "outside");
+    USAGE(ferrywire_write(pair.near, other, 0, remote, 0, 1, NULL, 0, &transfer), "another endpoint");
+    USAGE(ferrywire_write(pair.near, region, 0, mine, 0, 1, NULL, 0, &transfer), "belongs to endpoint");
+    USAGE(ferrywire_write(pair.near, region, 0, remote, 0, 1, "", 0, &transfer), "empty");
+    USAGE(ferrywire_write((ferrywire_peer *)region, region, 0, remote, 0, 1, NULL, 0, NULL), "is no ferrywire_peer");
+    USAGE(ferrywire_write(pair.near, (ferrywire_region *)bytes, 0, remote, 0, 1, NULL, 0, NULL), "is no ferrywire_region");
+    USAGE(ferrywire_write(pair.near, (ferrywire_region *)(intptr_t)-1, 0, remote, 0, 1, NULL, 0, NULL), "is no");
+    static char large[FERRYWIRE_NOTIFICATION_BYTES_MAX];
+    USAGE(ferrywire_notify(pair.near, large, sizeof large, &transfer), "at most");
+
+    /* Blocks. */
+    int64_t here[3] = {0, 10, 20}, there[3] = {0, 10, -20}, odd[3] = {1, 2, 3000};
+    ferrywire_blocks *blocks;
+    USAGE(ferrywire_blocks_new(region, remote, here, there, NULL, 10, 3, &blocks), "block 2: its remote offset is -20");
+    USAGE(ferrywire_blocks_new(region, remote, here, here, odd, 0, 3, &blocks), "block 2: bytes 20..3020 are outside");
+    USAGE(ferrywire_blocks_new(region, remote, NULL, here, NULL, 1, 3, &blocks), "local_offsets is NULL");
+    USAGE(ferrywire_blocks_new(region, remote, (int64_t *)(bytes + 1), here, NULL, 1, 3, &blocks), "cannot lie at");
+    USAGE(ferrywire_blocks_new(region, remote, here, here, NULL, 1, SIZE_MAX, &blocks), "cannot lie at");
+    USAGE(ferrywire_blocks_join(NULL, 0, &blocks), "none were given");
+    OK(ferrywire_blocks_new(region, remote, here, here, NULL, 10, 3, &blocks));
+    const ferrywire_blocks *lists[2] = {blocks, NULL};
+    ferrywire_blocks *joined;
+    USAGE(ferrywire_blocks_join(lists, 2, &joined), "the ferrywire_blocks is NULL");
+    uint32_t index = 3;
+    USAGE(ferrywire_write_blocks(pair.near, blocks, &index, 1, NULL, 0, NULL), "block index: 3, but the list has 3");
+    USAGE(ferrywire_read_blocks(pair.near, blocks, NULL, 1, NULL), "indices is NULL");
+
+    /* Freed, and used and freed again. */
+    OK(ferrywire_blocks_free(blocks));
+    USAGE(ferrywire_blocks_free(blocks), "was freed");
+    USAGE(ferrywire_write_blocks(pair.near, blocks, NULL, 0, NULL, 0, NULL), "was freed");
+    OK(ferrywire_deregister(region));
+    OK(ferrywire_deregister(region));
+    USAGE(ferrywire_write(pair.near, region, 0, remote, 0, 1, NULL, 0, NULL), "deregistered");
+    OK(ferrywire_region_free(region));
+    USAGE(ferrywire_region_free(region), "was freed");
+    CHECK(ferrywire_region_address(region) == NULL);
+    for (int round = 0; round < 1000; round++) {
+        ferrywire_wakeup *one, *two;
+        OK(ferrywire_wakeup_new(&one));
+        OK(ferrywire_wakeup_free(one));
+        OK(ferrywire_wakeup_new(&two));
+        CHECK(one != two);
+        USAGE(ferrywire_wakeup_clear(one), "was freed");
+        USAGE(ferrywire_peer_wake(pair.near, one), "was freed");
+        OK(ferrywire_wakeup_free(two));
+    }
+    OK(ferrywire_remote_free(remote));
+    OK(ferrywire_remote_free(mine));
+    OK(ferrywire_region_free(other));
+}
+
+/* A forked child that uses its parent's endpoint is told so. */
+static void forked(struct pair pair) {
+    pid_t child = fork();
+    CHECK(child >= 0);
+    if (child == 0) {
+        alarm(120);
+        USAGE(ferrywire_notify(pair.near, "x", 1, NULL), "forked from it");
+        USAGE(ferrywire_accept(pair.ends[1], LIMIT_MS, &pair.far), "forked from it");
+        USAGE(ferrywire_endpoint_close(pair.ends[1], LIMIT_MS), "forked from it");
+        OK(ferrywire_peer_free(pair.near));
+        OK(ferrywire_endpoint_free(pair.ends[0]));
+        OK(ferrywire_endpoint_free(pair.ends[1]));
+        _exit(0);
+    }
+    int status;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+int main(void) {
+    struct pair pair = connected();
+    nulls(pair);
+    memory(pair);
+    forked(pair);
+
+    /* After the end: errors that say so, and handles that can be freed in any order. */
+    ferrywire_region *region;
+    OK(ferrywire_allocate(pair.ends[1], 100, &region));
+    ferrywire_transfer *receive;
+    OK(ferrywire_recv(pair.far, 1, region, 0, 100, &receive));
+    OK(ferrywire_peer_close(pair.near, LIMIT_MS));
+    FAILS(ferrywire_transfer_wait(receive, LIMIT_MS, -1, NULL), FERRYWIRE_ERROR_CLOSED, "closed");
+    FAILS(ferrywire_peer_error(pair.far), FERRYWIRE_ERROR_CLOSED, "closed");
+    OK(ferrywire_endpoint_close(pair.ends[1], LIMIT_MS));
+    FAILS(ferrywire_accept(pair.ends[1], LIMIT_MS, &pair.far), FERRYWIRE_ERROR_CLOSED, "the endpoint is closed");
+    OK(ferrywire_endpoint_free(pair.ends[1]));
+    USAGE(ferrywire_endpoint_free(pair.ends[1]), "was freed");
+    USAGE(ferrywire_endpoint_close(pair.ends[1], 0), "was freed");
+    OK(ferrywire_region_free(region));
+    OK(ferrywire_transfer_free(receive));
+    OK(ferrywire_peer_free(pair.near));
+    OK(ferrywire_endpoint_free(pair.ends[0]));
+    CHECK(releases == 0);
+    puts("misuse: good");
+    return 0;
+}

@@ -1,0 +1,94 @@
+//! Programs in C, compiled against the committed header and run: the example, every verb, and every misuse.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A program that has not ended after this long hangs.
+const HANGS_AFTER: Duration = Duration::from_secs(180);
+
+enum Linked {
+    Dynamically,
+    Statically,
+}
+
+fn here() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Where the libraries are that were built with these tests.
+fn libraries() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().to_owned()
+}
+
+fn compile(source: &str, linked: Linked, into: &Path) -> PathBuf {
+    let program = into.join("program");
+    let mut cc = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+    cc.args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program);
+    cc.arg("-I").arg(here().join("include")).arg(here().join(source));
+    match linked {
+        Linked::Dynamically => cc.arg(libraries().join("libferrywire_c.so")),
+        // What Rust's own library needs of the system's.
+        Linked::Statically => cc
+            .arg(libraries().join("libferrywire_c.a"))
+            .args(["-lgcc_s", "-lutil", "-lrt", "-lm", "-ldl", "-lc"]),
+    };
+    let output = cc.output().expect("a C compiler, which Rust links with");
+    assert!(output.status.success(), "{source}: {}", String::from_utf8_lossy(&output.stderr));
+    program
+}
+
+fn start(program: &Path, arguments: &[&str]) -> Child {
+    let mut command = Command::new(program);
+    command.args(arguments).env("LD_LIBRARY_PATH", libraries());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts")
+}
+
+/// What a program printed that ended well.
+fn good(mut child: Child) -> String {
+    let since = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if since.elapsed() > HANGS_AFTER {
+            let _ = child.kill();
+            let Output { stdout, stderr, .. } = child.wait_with_output().unwrap();
+            panic!("it hangs: {}{}", String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let Output { status, stdout, stderr } = child.wait_with_output().unwrap();
+    let (stdout, stderr) = (String::from_utf8_lossy(&stdout), String::from_utf8_lossy(&stderr));
+    assert!(status.success(), "{status}: {stdout}{stderr}");
+    stdout.into_owned()
+}
+
+#[test]
+fn every_verb_moves_what_it_should() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("tests/c/verbs.c", Linked::Dynamically, folder.path());
+    assert_eq!(good(start(&program, &[])), "verbs: good\n");
+}
+
+#[test]
+fn misuse_gives_errors_and_no_crash() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("tests/c/misuse.c", Linked::Dynamically, folder.path());
+    assert_eq!(good(start(&program, &[])), "misuse: good\n");
+}
+
+#[test]
+fn the_example_moves_bytes_between_two_processes() {
+    for linked in [Linked::Dynamically, Linked::Statically] {
+        let folder = tempfile::tempdir().unwrap();
+        let program = compile("examples/move.c", linked, folder.path());
+        let where_ = folder.path().join("where");
+        let mut receiver = start(&program, &["receive", where_.to_str().unwrap()]);
+        let since = Instant::now();
+        while !where_.exists() && receiver.try_wait().unwrap().is_none() {
+            assert!(since.elapsed() < HANGS_AFTER, "it never tells where its memory is");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let sender = start(&program, &["send", where_.to_str().unwrap()]);
+        assert_eq!(good(sender), "67108864 bytes moved\n");
+        assert_eq!(good(receiver), "67108864 bytes arrived and are right; told: all there\n");
+    }
+}
