@@ -68,6 +68,7 @@ mod peer;
 mod posted;
 mod progress;
 mod queue;
+pub mod ranks;
 mod schedule;
 mod session;
 mod staging;

@@ -83,6 +83,8 @@ pub const SIM_FREED_RANGES_KEPT: usize = 128;
 pub const CUDA_GPUS_MAX: usize = 64;
 /// NICs, and other names of one folder of the kernel's, that a topology takes note of.
 pub const NICS_LISTED_MAX: usize = 4096;
+/// Processes of one run, and hosts of a launcher's list.
+pub const RANKS_MAX: u32 = 1 << 16;
 /// CPUs that a topology can number.
 pub const CPUS_MAX: u32 = 1 << 16;
 /// Oldest CUDA driver that will do, as drivers count: 12000 is CUDA 12.0.

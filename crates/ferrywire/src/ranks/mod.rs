@@ -1,0 +1,300 @@
+//! Which one of how many processes this is, as a launcher tells it: torchrun, Open MPI or Slurm, or flags.
+//!
+//! A pure function of flags and variables. Launchers nest: torchrun runs inside a Slurm step, mpirun inside a Slurm
+//! batch script. The innermost one that is there is believed (torchrun, then Open MPI, then Slurm), and the others have to
+//! agree with it or be such that they may have started it.
+//! Invariant: numbers that do not fit together are an error that names the variables; nothing is guessed from half of
+//! them. Read next: `hosts.rs`, for lists of nodes.
+
+mod error;
+mod hosts;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+pub use error::RanksError;
+pub use hosts::hosts;
+
+use crate::limits::RANKS_MAX;
+
+/// Set by torchrun, and by nobody else.
+const TORCHRUN_MARK: &str = "TORCHELASTIC_RUN_ID";
+/// `True` where torchrun itself listens at `MASTER_PORT`.
+const TORCHRUN_HOLDS_PORT: &str = "TORCHELASTIC_USE_AGENT_STORE";
+/// Nodes of the present step, of the whole job, and the latter's old name.
+const SLURM_NODES: [&str; 3] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+
+/// This process among those of a run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Ranks {
+    /// Its number, below `world`.
+    pub rank: u32,
+    /// How many processes there are.
+    pub world: u32,
+    /// Its number among those on this host.
+    pub local_rank: u32,
+    /// How many there are on this host, where the launcher tells.
+    pub local_world: Option<u32>,
+    /// Where the processes meet, where somebody tells.
+    pub rendezvous: Option<Rendezvous>,
+    /// Who told.
+    pub launcher: Launcher,
+}
+
+/// Where the processes of a run meet.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Rendezvous {
+    /// Name or address of a host.
+    pub host: String,
+    /// The port, where one is told that is not taken by the launcher itself.
+    pub port: Option<u16>,
+}
+
+/// Who started the processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Launcher {
+    /// A person, by flags.
+    Flags,
+    /// PyTorch's torchrun, or whoever sets its variables.
+    Torchrun,
+    /// mpirun of Open MPI.
+    OpenMpi,
+    /// srun of Slurm.
+    Slurm,
+}
+
+/// What was typed; goes before what a launcher says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankFlags {
+    /// `--rank`
+    pub rank: Option<u32>,
+    /// `--world`
+    pub world: Option<u32>,
+    /// `--local-rank`
+    pub local_rank: Option<u32>,
+    /// `--rendezvous`, HOST:PORT or HOST.
+    pub rendezvous: Option<String>,
+}
+
+/// Variables of a launcher: rank, world, local rank, local world.
+struct Variables {
+    launcher: Launcher,
+    names: [&'static str; 4],
+}
+
+/// Innermost first.
+const LAUNCHERS: [Variables; 3] = [
+    Variables {
+        launcher: Launcher::Torchrun,
+        names: ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+    },
+    Variables {
+        launcher: Launcher::OpenMpi,
+        names: [
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ],
+    },
+    // Slurm tells local worlds per node, which nobody needs.
+    Variables { launcher: Launcher::Slurm, names: ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""] },
+];
+
+const FLAGS: [&str; 4] = ["--rank", "--world", "--local-rank", ""];
+
+/// A number with the name of who told it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Told {
+    name: &'static str,
+    number: u32,
+}
+
+/// Numbers of one launcher, as far as they are set.
+#[derive(Clone, Copy, Debug)]
+struct Set {
+    launcher: Launcher,
+    names: [&'static str; 4],
+    told: [Option<Told>; 4],
+}
+
+impl Ranks {
+    /// From the environment of this process; `None` when neither a launcher nor a flag says anything.
+    pub fn of_this_process(flags: &RankFlags) -> Result<Option<Ranks>, RanksError> {
+        Ranks::of(flags, |name| std::env::var(name).ok())
+    }
+
+    /// From flags and variables.
+    pub fn of(
+        flags: &RankFlags,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Ranks>, RanksError> {
+        let variable = |name: &str| {
+            let value = variable(name).map(|value| value.trim().to_owned());
+            value.filter(|value| !value.is_empty())
+        };
+        let typed = Set::of_flags(flags);
+        // Who says everything by flags is not held up by what a shell has left.
+        if typed.told[..3].iter().all(Option::is_some) {
+            return typed.ranks(rendezvous(flags, Launcher::Flags, &variable)?).map(Some);
+        }
+        let mut launchers = Vec::new();
+        for of in &LAUNCHERS {
+            launchers.extend(Set::of_variables(of, &variable)?);
+        }
+        let Some(innermost) = launchers.first().copied() else {
+            return match typed.told.iter().any(Option::is_some) {
+                true => typed.ranks(rendezvous(flags, Launcher::Flags, &variable)?).map(Some),
+                false => Ok(None),
+            };
+        };
+        let is_torchrun = innermost.launcher == Launcher::Torchrun && variable(TORCHRUN_MARK).is_some();
+        if !is_torchrun && typed.told.iter().all(Option::is_none) {
+            launchers[1..].iter().try_for_each(|outer| innermost.check_inside(outer))?;
+        }
+        let told = typed.over(&innermost);
+        told.ranks(rendezvous(flags, told.launcher, &variable)?).map(Some)
+    }
+
+    /// Whether all processes are known to be on this host.
+    pub fn on_one_host(&self) -> bool {
+        self.local_world == Some(self.world)
+    }
+}
+
+impl Set {
+    fn of_flags(flags: &RankFlags) -> Set {
+        let numbers = [flags.rank, flags.world, flags.local_rank, None];
+        let told = |at: usize| numbers[at].map(|number| Told { name: FLAGS[at], number });
+        Set { launcher: Launcher::Flags, names: FLAGS, told: std::array::from_fn(told) }
+    }
+
+    /// `None` when the launcher has set nothing for this process.
+    fn of_variables(
+        of: &Variables,
+        variable: &impl Fn(&str) -> Option<String>,
+    ) -> Result<Option<Set>, RanksError> {
+        // A shell inside an allocation of Slurm has a number of tasks, and is none of them.
+        if of.launcher == Launcher::Slurm && variable(of.names[0]).is_none() {
+            return Ok(None);
+        }
+        let mut told = [None; 4];
+        for (at, name) in of.names.iter().enumerate().filter(|(_, name)| !name.is_empty()) {
+            told[at] = variable(name).map(|value| number(name, &value)).transpose()?;
+        }
+        let some = told[..3].iter().any(Option::is_some);
+        Ok(some.then_some(Set { launcher: of.launcher, names: of.names, told }))
+    }
+
+    /// Flags where they are given, the launcher's numbers elsewhere.
+    fn over(&self, launcher: &Set) -> Set {
+        let told = std::array::from_fn(|at| self.told[at].or(launcher.told[at]));
+        Set { told, ..*launcher }
+    }
+
+    /// Refuses an outer launcher that says something else and cannot have started the inner one.
+    fn check_inside(&self, outer: &Set) -> Result<(), RanksError> {
+        let number = |set: &Set, at: usize| set.told[at].map(|told| told.number);
+        let differs = |at: &usize| {
+            number(self, *at).zip(number(outer, *at)).is_some_and(|(inner, outer)| inner != outer)
+        };
+        let Some(at) = (0..3).find(differs) else { return Ok(()) };
+        // One of it per host that starts the others there, or the script that starts them all.
+        let first_on_host = number(outer, 2).unwrap_or(0) == 0;
+        let fewer = number(outer, 1) < number(self, 1);
+        if first_on_host && (fewer || number(outer, 0) == Some(0)) {
+            return Ok(());
+        }
+        let shown = |set: &Set| set.told[at].map_or_else(String::new, |told| told.to_string());
+        Err(RanksError::Disagree { one: shown(self), other: shown(outer) })
+    }
+
+    fn ranks(&self, rendezvous: Option<Rendezvous>) -> Result<Ranks, RanksError> {
+        let (rank, world) = (self.needed(0)?, self.needed(1)?);
+        let local_rank = match self.launcher {
+            // By hand there is most often one process per host.
+            Launcher::Flags => self.told[2].unwrap_or(Told { name: FLAGS[2], number: 0 }),
+            _ => self.needed(2)?,
+        };
+        below(rank, world)?;
+        if world.number > RANKS_MAX {
+            return Err(RanksError::TooMany { world: world.to_string() });
+        }
+        let local_world = self.told[3];
+        below(local_rank, local_world.unwrap_or(world))?;
+        let (rank, world, local_rank) = (rank.number, world.number, local_rank.number);
+        let local_world = local_world.map(|told| told.number);
+        Ok(Ranks { rank, world, local_rank, local_world, rendezvous, launcher: self.launcher })
+    }
+
+    fn needed(&self, at: usize) -> Result<Told, RanksError> {
+        let set = self.told.iter().flatten().next().map_or_else(String::new, Told::to_string);
+        self.told[at].ok_or(RanksError::HalfSet { set, missing: self.names[at], flag: FLAGS[at] })
+    }
+}
+
+fn number(name: &'static str, value: &str) -> Result<Told, RanksError> {
+    let number = value.parse().map_err(|_| RanksError::NotANumber { variable: format!("{name}={value}") })?;
+    Ok(Told { name, number })
+}
+
+fn below(rank: Told, world: Told) -> Result<(), RanksError> {
+    match rank.number < world.number {
+        true => Ok(()),
+        false => Err(RanksError::Outside { rank: rank.to_string(), world: world.to_string() }),
+    }
+}
+
+impl fmt::Display for Told {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let joint = if self.name.starts_with("--") { ' ' } else { '=' };
+        write!(f, "{}{joint}{}", self.name, self.number)
+    }
+}
+
+/// Where to meet: what was typed, else `MASTER_ADDR`, else the first node of Slurm's list.
+fn rendezvous(
+    flags: &RankFlags,
+    launcher: Launcher,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Option<Rendezvous>, RanksError> {
+    if let Some(text) = &flags.rendezvous {
+        return parse_rendezvous(text).map(Some);
+    }
+    if launcher == Launcher::Flags {
+        return Ok(None);
+    }
+    if let Some(host) = variable("MASTER_ADDR") {
+        let port = variable("MASTER_PORT").map(|port| parse_port("MASTER_PORT", &port)).transpose()?;
+        let taken = variable(TORCHRUN_HOLDS_PORT).is_some_and(|value| value.eq_ignore_ascii_case("true"));
+        return Ok(Some(Rendezvous { host, port: port.filter(|_| !taken) }));
+    }
+    let Some((name, list)) = SLURM_NODES.iter().find_map(|name| Some((name, variable(name)?))) else {
+        return Ok(None);
+    };
+    let bad = |why| RanksError::BadNodes { variable: format!("{name}={list}"), why };
+    let host = hosts(&list).map_err(bad)?.into_iter().next();
+    Ok(host.map(|host| Rendezvous { host, port: None }))
+}
+
+fn parse_port(name: &str, value: &str) -> Result<u16, RanksError> {
+    let port = value.parse().ok().filter(|port| *port > 0);
+    port.ok_or_else(|| RanksError::NotANumber { variable: format!("{name}={value}") })
+}
+
+fn parse_rendezvous(text: &str) -> Result<Rendezvous, RanksError> {
+    let bad = || RanksError::BadRendezvous { text: text.to_owned() };
+    // An IPv6 address has colons of its own, and brackets where a port follows.
+    let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+    if bare.parse::<std::net::Ipv6Addr>().is_ok() {
+        return Ok(Rendezvous { host: bare.to_owned(), port: None });
+    }
+    let (host, port) = match text.rsplit_once(':') {
+        None => (text, None),
+        Some((host, port)) => (host, Some(port.parse().ok().filter(|port| *port > 0).ok_or_else(bad)?)),
+    };
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let is_host = !host.is_empty() && !host.contains(char::is_whitespace);
+    if is_host { Ok(Rendezvous { host: host.to_owned(), port }) } else { Err(bad()) }
+}

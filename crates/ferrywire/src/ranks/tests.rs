@@ -1,0 +1,219 @@
+//! What launchers set, and what they may not.
+
+use super::*;
+
+const TORCHRUN: &str = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8 MASTER_ADDR=node0 MASTER_PORT=29500 \
+                        TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True";
+const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
+                        OMPI_COMM_WORLD_LOCAL_SIZE=2";
+const SLURM: &str = "SLURM_PROCID=9 SLURM_NTASKS=16 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[07-08] \
+                     SLURM_JOB_NODELIST=gpu[01-08]";
+
+fn told(flags: RankFlags, variables: &str) -> Result<Option<Ranks>, RanksError> {
+    let value = |name: &str| {
+        let mut found = variables.split_whitespace().filter_map(|pair| pair.split_once('='));
+        found.rfind(|(of, _)| *of == name).map(|(_, value)| value.to_owned())
+    };
+    Ranks::of(&flags, value)
+}
+
+fn ranks(variables: &str) -> Ranks {
+    told(RankFlags::default(), variables).expect("they fit").expect("there is a launcher")
+}
+
+fn refused(variables: &str) -> String {
+    told(RankFlags::default(), variables).expect_err(variables).to_string()
+}
+
+fn numbers(ranks: &Ranks) -> (u32, u32, u32) {
+    (ranks.rank, ranks.world, ranks.local_rank)
+}
+
+fn at(host: &str, port: Option<u16>) -> Option<Rendezvous> {
+    Some(Rendezvous { host: host.to_owned(), port })
+}
+
+#[test]
+fn nobody_says_anything() {
+    assert_eq!(told(RankFlags::default(), ""), Ok(None));
+    // As in a shell that salloc has started, or with variables that are set to nothing.
+    assert_eq!(told(RankFlags::default(), "SLURM_NTASKS=16 SLURM_JOB_NODELIST=gpu[1-2]"), Ok(None));
+    assert_eq!(told(RankFlags::default(), "RANK= WORLD_SIZE="), Ok(None));
+    assert_eq!(told(RankFlags::default(), "MASTER_ADDR=node0 MASTER_PORT=29500"), Ok(None));
+}
+
+#[test]
+fn torchrun_is_read() {
+    let ranks = ranks(TORCHRUN);
+    assert_eq!((numbers(&ranks), ranks.local_world), ((13, 16, 5), Some(8)));
+    assert_eq!(ranks.launcher, Launcher::Torchrun);
+    // The port is torchrun's own.
+    assert_eq!(ranks.rendezvous, at("node0", None));
+    assert!(!ranks.on_one_host());
+}
+
+#[test]
+fn a_master_port_that_nobody_holds_is_the_meeting_point() {
+    let by_hand = "RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500";
+    assert_eq!(ranks(by_hand).rendezvous, at("10.0.0.1", Some(29500)));
+}
+
+#[test]
+fn open_mpi_is_read() {
+    let found = ranks(OPEN_MPI);
+    assert_eq!((numbers(&found), found.local_world, found.launcher), ((3, 4, 1), Some(2), Launcher::OpenMpi));
+    assert_eq!(found.rendezvous, None);
+    assert!(ranks(&OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")).on_one_host());
+}
+
+#[test]
+fn slurm_is_read_with_the_nodes_of_the_step() {
+    let found = ranks(SLURM);
+    assert_eq!((numbers(&found), found.local_world, found.launcher), ((9, 16, 1), None, Launcher::Slurm));
+    assert_eq!(found.rendezvous, at("gpu07", None));
+    let without_step = SLURM.replace("SLURM_STEP_NODELIST=gpu[07-08]", "");
+    assert_eq!(ranks(&without_step).rendezvous, at("gpu01", None));
+    let with_master = format!("{SLURM} MASTER_ADDR=gpu08 MASTER_PORT=1234");
+    assert_eq!(ranks(&with_master).rendezvous, at("gpu08", Some(1234)));
+}
+
+#[test]
+fn launchers_may_nest() {
+    // srun with a task per host, torchrun in each; its ranks need not follow Slurm's.
+    let srun = "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
+    assert_eq!(ranks(&format!("{srun} {TORCHRUN}")).launcher, Launcher::Torchrun);
+    // The same through a script that names the numbers itself.
+    let by_hand = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5";
+    assert_eq!(numbers(&ranks(&format!("{srun} {by_hand}"))), (13, 16, 5));
+    // mpirun in a batch script, which is task 0 of as many.
+    let batch = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
+    let found = ranks(&format!("{batch} {OPEN_MPI}"));
+    assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
+    // mpirun's daemon of the second host, started by srun.
+    assert_eq!(ranks(&format!("{srun} {OPEN_MPI}")).launcher, Launcher::OpenMpi);
+}
+
+#[test]
+fn launchers_that_agree_are_one() {
+    let both = format!("{SLURM} RANK=9 WORLD_SIZE=16 LOCAL_RANK=1");
+    assert_eq!(numbers(&ranks(&both)), (9, 16, 1));
+}
+
+#[test]
+fn launchers_that_disagree_are_named() {
+    let said = [
+        (format!("{SLURM} RANK=8 WORLD_SIZE=16 LOCAL_RANK=1"), "RANK=8, but SLURM_PROCID=9"),
+        (format!("{SLURM} RANK=9 WORLD_SIZE=32 LOCAL_RANK=1"), "WORLD_SIZE=32, but SLURM_NTASKS=16"),
+        (format!("{SLURM} RANK=9 WORLD_SIZE=16 LOCAL_RANK=2"), "LOCAL_RANK=2, but SLURM_LOCALID=1"),
+        (format!("{SLURM} {OPEN_MPI}"), "OMPI_COMM_WORLD_RANK=3, but SLURM_PROCID=9"),
+        (format!("{OPEN_MPI} RANK=0 WORLD_SIZE=2 LOCAL_RANK=0"), "RANK=0, but OMPI_COMM_WORLD_RANK=3"),
+    ];
+    for (variables, start) in said {
+        let error = refused(&variables);
+        let rest =
+            ": two launchers disagree; unset the variables of one, or give --rank, --world and --local-rank";
+        assert_eq!(error, format!("{start}{rest}"));
+    }
+}
+
+#[test]
+fn half_of_a_launchers_variables_are_not_enough() {
+    let said = [
+        ("RANK=0", "RANK=0 is set and WORLD_SIZE is not: set both, or neither, or give --world"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 is set and RANK is not: set both, or neither, or give --rank"),
+        (
+            "RANK=0 WORLD_SIZE=2",
+            "RANK=0 is set and LOCAL_RANK is not: set both, or neither, or give --local-rank",
+        ),
+        (
+            "SLURM_PROCID=0",
+            "SLURM_PROCID=0 is set and SLURM_NTASKS is not: set both, or neither, or give --world",
+        ),
+        (
+            "OMPI_COMM_WORLD_SIZE=2",
+            "OMPI_COMM_WORLD_SIZE=2 is set and OMPI_COMM_WORLD_RANK is not: set both, or neither, or give --rank",
+        ),
+    ];
+    for (variables, error) in said {
+        assert_eq!(refused(variables), error);
+    }
+}
+
+#[test]
+fn numbers_that_cannot_be_are_named() {
+    let said = [
+        ("RANK=4 WORLD_SIZE=4 LOCAL_RANK=0", "RANK=4 is not below WORLD_SIZE=4: ranks are numbered from 0"),
+        ("RANK=0 WORLD_SIZE=0 LOCAL_RANK=0", "RANK=0 is not below WORLD_SIZE=0: ranks are numbered from 0"),
+        (
+            "RANK=5 WORLD_SIZE=9 LOCAL_RANK=5 LOCAL_WORLD_SIZE=4",
+            "LOCAL_RANK=5 is not below LOCAL_WORLD_SIZE=4: ranks are numbered from 0",
+        ),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=2",
+            "LOCAL_RANK=2 is not below WORLD_SIZE=2: ranks are numbered from 0",
+        ),
+        ("RANK=-1 WORLD_SIZE=2 LOCAL_RANK=0", "RANK=-1 is not a number that can be"),
+        ("RANK=0 WORLD_SIZE=two LOCAL_RANK=0", "WORLD_SIZE=two is not a number that can be"),
+        ("RANK=0 WORLD_SIZE=100000 LOCAL_RANK=0", "WORLD_SIZE=100000 is more than a run can have (65536)"),
+        (
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=a MASTER_PORT=0",
+            "MASTER_PORT=0 is not a number that can be",
+        ),
+        (
+            "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-",
+            "SLURM_JOB_NODELIST=gpu[1-: a bracket is not closed",
+        ),
+    ];
+    for (variables, error) in said {
+        assert_eq!(refused(variables), error);
+    }
+}
+
+#[test]
+fn flags_go_before_launchers() {
+    let flags = |rank, world, local_rank| RankFlags { rank, world, local_rank, rendezvous: None };
+    let found = told(flags(Some(2), None, None), SLURM).expect("they fit").expect("a launcher");
+    assert_eq!((numbers(&found), found.launcher), ((2, 16, 1), Launcher::Slurm));
+    // Everything typed: what the environment says does not matter, not even that it makes no sense.
+    let nonsense = format!("{SLURM} RANK=x OMPI_COMM_WORLD_RANK=1");
+    let found = told(flags(Some(1), Some(2), Some(1)), &nonsense).expect("they fit").expect("flags");
+    assert_eq!((numbers(&found), found.launcher, found.rendezvous), ((1, 2, 1), Launcher::Flags, None));
+    // A flag heals a half, and says which of two launchers is right.
+    let found =
+        told(flags(None, None, Some(1)), "RANK=1 WORLD_SIZE=2").expect("they fit").expect("a launcher");
+    assert_eq!(numbers(&found), (1, 2, 1));
+    let two = format!("{SLURM} RANK=8 WORLD_SIZE=16 LOCAL_RANK=1");
+    assert_eq!(
+        told(flags(Some(8), None, None), &two).map(|found| found.map(|found| found.rank)),
+        Ok(Some(8))
+    );
+}
+
+#[test]
+fn flags_do_without_launchers() {
+    let flags = |rank, world| RankFlags { rank, world, ..RankFlags::default() };
+    let found = told(flags(Some(1), Some(2)), "").expect("they fit").expect("flags");
+    assert_eq!((numbers(&found), found.launcher), ((1, 2, 0), Launcher::Flags));
+    let refused = |flags| told(flags, "").expect_err("no sense").to_string();
+    assert_eq!(refused(flags(Some(1), None)), "--rank 1 is set and --world is not: set both, or neither");
+    assert_eq!(
+        refused(flags(Some(2), Some(2))),
+        "--rank 2 is not below --world 2: ranks are numbered from 0"
+    );
+}
+
+#[test]
+fn a_meeting_point_may_be_typed() {
+    let typed = |text: &str| {
+        let flags = RankFlags { rendezvous: Some(text.to_owned()), ..RankFlags::default() };
+        told(flags, TORCHRUN).map(|found| found.and_then(|found| found.rendezvous))
+    };
+    assert_eq!(typed("node7:7000"), Ok(at("node7", Some(7000))));
+    assert_eq!(typed("node7"), Ok(at("node7", None)));
+    assert_eq!(typed("[fd00::1]:7000"), Ok(at("fd00::1", Some(7000))));
+    assert_eq!(typed("fd00::1"), Ok(at("fd00::1", None)));
+    for bad in ["", ":7000", "node7:", "node7:x", "node7:0", "node7:70000", "two words"] {
+        let error = typed(bad).expect_err(bad).to_string();
+        assert_eq!(error, format!("--rendezvous {bad}: write it as HOST:PORT"));
+    }
+}
