@@ -1,0 +1,85 @@
+"""ferrywire moves GPU and host memory between machines over ordinary TCP NICs, as fast as the wires allow.
+
+>>> import ferrywire as fw
+>>> receiver = fw.Endpoint("127.0.0.1:0")
+>>> target = receiver.register(bytearray(1 << 20))
+>>> sender = fw.Endpoint()
+>>> peer = sender.connect(receiver.metadata())
+>>> source = sender.register(bytes(1 << 20))
+>>> peer.write(source, target.remote(), message=b"here it is").wait(timeout=5)
+1048576
+>>> receiver.accept(timeout=5).wait_notification(timeout=5)
+b'here it is'
+
+Sizes and offsets are in bytes, times in seconds. Whatever can fail raises an :class:`Error`; its subclasses say whose
+fault it was. Every wait releases the interpreter's lock and ends on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from . import _exit
+from ._errors import (
+    AccessRefused,
+    Cancelled,
+    Closed,
+    Deadline,
+    Error,
+    GpuError,
+    InternalError,
+    LocalError,
+    PeerClosed,
+    PeerError,
+    PeerLost,
+    PeerMisbehaved,
+    PluginError,
+    Refused,
+    Truncated,
+    Unreachable,
+    UsageError,
+)
+from ._ferrywire import (
+    NOTIFY_BYTES_MAX,
+    SECRET_BYTES_MIN,
+    BlockList,
+    Endpoint,
+    Peer,
+    Region,
+    RemoteRegion,
+    Transfer,
+    __version__,
+)
+from ._tensors import Shared, fetch, share
+
+__all__ = [
+    "NOTIFY_BYTES_MAX",
+    "SECRET_BYTES_MIN",
+    "AccessRefused",
+    "BlockList",
+    "Cancelled",
+    "Closed",
+    "Deadline",
+    "Endpoint",
+    "Error",
+    "GpuError",
+    "InternalError",
+    "LocalError",
+    "Peer",
+    "PeerClosed",
+    "PeerError",
+    "PeerLost",
+    "PeerMisbehaved",
+    "PluginError",
+    "Refused",
+    "Region",
+    "RemoteRegion",
+    "Shared",
+    "Transfer",
+    "Truncated",
+    "Unreachable",
+    "UsageError",
+    "__version__",
+    "fetch",
+    "share",
+]
+
+_exit.arrange()

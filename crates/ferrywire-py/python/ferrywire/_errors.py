@@ -1,0 +1,110 @@
+"""What ferrywire raises, sorted by who has to act.
+
+Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"plugin"``, ``"peer"``, ``"stranger"``, ``"bug"``)
+and ``peer``, the name of the remote endpoint where one is concerned, else ``None``.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AccessRefused",
+    "Cancelled",
+    "Closed",
+    "Deadline",
+    "Error",
+    "GpuError",
+    "InternalError",
+    "LocalError",
+    "PeerClosed",
+    "PeerError",
+    "PeerLost",
+    "PeerMisbehaved",
+    "PluginError",
+    "Refused",
+    "Truncated",
+    "Unreachable",
+    "UsageError",
+]
+
+
+class Error(Exception):
+    """The base of all."""
+
+    fault: str = "usage"
+    peer: str | None = None
+
+
+class UsageError(Error, ValueError):
+    """The caller used a value, region, buffer or configuration wrongly. Nothing was moved."""
+
+
+class Truncated(UsageError):
+    """A message arrived that is longer than the buffer given to ``recv``."""
+
+
+class Closed(UsageError):
+    """The endpoint was closed."""
+
+
+class Cancelled(Error):
+    """The operation was cancelled by its caller."""
+
+
+class LocalError(Error, OSError):
+    """This host: its sockets, memory or limits."""
+
+    fault = "local"
+
+
+class GpuError(Error):
+    """A GPU of this host, its driver, or its use."""
+
+    fault = "gpu"
+
+
+class PluginError(Error):
+    """An NCCL net plugin, or its file."""
+
+    fault = "plugin"
+
+
+class PeerError(Error):
+    """The peer, or the network to it."""
+
+    fault = "peer"
+
+
+class PeerLost(PeerError, ConnectionError):
+    """The peer is gone: killed, stopped, or out of reach over every NIC."""
+
+
+class PeerClosed(PeerError, ConnectionError):
+    """The peer closed in an orderly way."""
+
+
+class Unreachable(PeerError, ConnectionError):
+    """No connection could be made."""
+
+
+class Refused(PeerError, ConnectionError):
+    """The other end is no ferrywire, has another version or secret, or has restarted."""
+
+
+class AccessRefused(PeerError):
+    """The peer refused an access: its region is gone, foreign, or too small."""
+
+
+class PeerMisbehaved(PeerError):
+    """The peer did what no ferrywire of this version does."""
+
+
+class Deadline(Error, TimeoutError):
+    """A wait took longer than its caller allowed. What was waited for goes on, and can be waited for again."""
+
+    fault = "peer"
+
+
+class InternalError(Error):
+    """A mistake in ferrywire: please report it."""
+
+    fault = "bug"

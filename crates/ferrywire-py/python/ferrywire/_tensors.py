@@ -1,0 +1,152 @@
+"""Many tensors with their names, shapes and element types: shared by one process, fetched by others in one call.
+
+The one who shares registers its tensors and hands out a description in bytes; whoever has it reads them, all in one
+operation. Works for a torch ``state_dict`` and for dictionaries of numpy arrays.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ._errors import UsageError
+from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion
+
+VERSION = 1
+
+
+class Shared:
+    """Tensors that peers may fetch, until it is closed."""
+
+    def __init__(self, regions: list[Region], entries: list[dict[str, Any]]) -> None:
+        self._regions = regions
+        self._entries = entries
+        #: Bytes of all tensors.
+        self.nbytes: int = sum(region.nbytes for region in regions)
+
+    def describe(self) -> bytes:
+        """What :func:`fetch` needs, for any store or message: names, shapes, element types and where the bytes are.
+
+        About 150 bytes for each tensor.
+        """
+        return json.dumps({"version": VERSION, "tensors": self._entries}).encode()
+
+    def close(self) -> None:
+        """Takes the memory back: from here on nobody can fetch. Raises while the peers' reads are under way."""
+        for region in self._regions:
+            region.deregister()
+        self._regions = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
+    """Registers tensors (torch or numpy, contiguous) for peers to fetch.
+
+    They are read as they are when they are fetched: change them only when nobody does. Raises :class:`UsageError`,
+    naming the tensor, where one cannot be registered.
+    """
+    regions, entries = [], []
+    for name, tensor in tensors.items():
+        try:
+            region = endpoint.register(tensor, writable=True)
+        except UsageError as error:
+            raise UsageError(f"tensor {name!r}: {error}") from error
+        regions.append(region)
+        entries.append(
+            {
+                "name": name,
+                "library": _library(tensor),
+                "dtype": _dtype_name(tensor),
+                "shape": list(tensor.shape),
+                "region": region.descriptor().hex(),
+            }
+        )
+    return Shared(regions, entries)
+
+
+def fetch(
+    endpoint: Endpoint,
+    peer: Peer,
+    description: bytes,
+    *,
+    into: Mapping[str, Any] | None = None,
+    device: str = "cpu",
+    timeout: float | None = None,
+) -> dict[str, Any]:
+    """Reads all tensors that a peer shares, in one operation, and returns them by name.
+
+    New ones are made, of the library that the peer's are of (torch on ``device``), or they go into those of ``into``,
+    which must have the same names, shapes and element types. ``timeout`` is in seconds.
+    """
+    told = json.loads(description)
+    if told.get("version") != VERSION:
+        raise UsageError(f"description: version {told.get('version')}, this ferrywire reads {VERSION}")
+    entries = told["tensors"]
+    result = _matching(into, entries) if into is not None else {e["name"]: _made(e, device) for e in entries}
+    regions, lists = [], []
+    for entry in entries:
+        remote = RemoteRegion(bytes.fromhex(entry["region"]))
+        region = endpoint.register(result[entry["name"]], writable=True)
+        if region.nbytes != remote.nbytes:
+            raise UsageError(f"tensor {entry['name']!r}: {region.nbytes} bytes here, {remote.nbytes} at the peer")
+        if region.nbytes:
+            regions.append(region)
+            lists.append(BlockList(region, remote, [0], [0], region.nbytes))
+    if lists:
+        peer.read_blocks(BlockList.join(lists)).wait(timeout)
+    del lists
+    _release(regions)
+    return result
+
+
+def _release(regions: Iterable[Region]) -> None:
+    for region in regions:
+        region.deregister()
+
+
+def _matching(into: Mapping[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    names = [entry["name"] for entry in entries]
+    if set(into) != set(names):
+        missing, more = sorted(set(names) - set(into)), sorted(set(into) - set(names))
+        raise UsageError(f"into: the peer has {missing} that are missing there, and has no {more}")
+    for entry in entries:
+        tensor = into[entry["name"]]
+        mine = (list(tensor.shape), _dtype_name(tensor))
+        if mine != (entry["shape"], entry["dtype"]):
+            raise UsageError(
+                f"tensor {entry['name']!r}: shape {mine[0]} of {mine[1]} here, "
+                f"shape {entry['shape']} of {entry['dtype']} at the peer"
+            )
+    return dict(into)
+
+
+def _library(tensor: Any) -> str:
+    torch = sys.modules.get("torch")
+    return "torch" if torch is not None and isinstance(tensor, torch.Tensor) else "numpy"
+
+
+def _dtype_name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _made(entry: dict[str, Any], device: str) -> Any:
+    if entry["library"] == "torch":
+        import torch
+
+        return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)
+    import numpy
+
+    return numpy.empty(entry["shape"], numpy.dtype(entry["dtype"]))

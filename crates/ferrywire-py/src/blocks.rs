@@ -1,0 +1,98 @@
+//! [`BlockList`]: many blocks between regions, from arrays of offsets.
+//!
+//! Read next: `integers.rs`, how the arrays are read; `peer.rs`, who moves the blocks.
+
+use ferrywire::{Lengths, Place};
+use pyo3::prelude::*;
+
+use crate::errors::{OrRaise, usage};
+use crate::integers::int64s;
+use crate::options::unsigned;
+use crate::region::{Region, RemoteRegion};
+
+/// A checked list of blocks between local and remote regions, made once and used many times. The regions stay
+/// registered as long as the list is there.
+#[pyclass(frozen, module = "ferrywire")]
+pub struct BlockList {
+    pub list: ferrywire::BlockList,
+    locals: Vec<Py<Region>>,
+}
+
+impl BlockList {
+    /// The region whose GPU's work operations on the list come after: the first on a GPU, else the first.
+    pub fn leader(&self, py: Python<'_>) -> PyResult<&Py<Region>> {
+        let on_gpu = |region: &&Py<Region>| matches!(region.get().is_at(), Place::Cuda(_));
+        let leader = self.locals.iter().find(on_gpu).unwrap_or(&self.locals[0]);
+        let place = leader.get().is_at();
+        let other = self.locals.iter().filter(on_gpu).find(|region| region.get().is_at() != place);
+        match other {
+            None => Ok(leader),
+            Some(other) => {
+                let why =
+                    format!("its regions are on {place} and {}: make a list for each", other.get().is_at());
+                Err(usage(py, "blocks", why))
+            }
+        }
+    }
+
+    /// Refuses regions that are gone, or that may not be written to.
+    pub fn check(&self, py: Python<'_>, to_be_written: bool) -> PyResult<()> {
+        let check = |region: &Py<Region>| match to_be_written {
+            true => region.get().target(py).map(drop),
+            false => region.get().source(py).map(drop),
+        };
+        self.locals.iter().try_for_each(check)
+    }
+}
+
+#[pymethods]
+impl BlockList {
+    /// Offsets are int64 arrays (numpy, torch, array) of one length, in bytes; `sizes` is one number or such an array.
+    #[new]
+    fn new(
+        local: &Bound<'_, Region>,
+        remote: &RemoteRegion,
+        local_offsets: &Bound<'_, PyAny>,
+        remote_offsets: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+    ) -> PyResult<BlockList> {
+        let py = local.py();
+        let here = int64s("local_offsets", local_offsets)?;
+        let there = int64s("remote_offsets", remote_offsets)?;
+        let same = sizes.extract::<i64>().ok().map(|same| unsigned(py, "sizes", same)).transpose()?;
+        let each = match same {
+            Some(_) => Vec::new(),
+            None => int64s("sizes", sizes)?,
+        };
+        let region = local.get().source(py)?;
+        let list = py.detach(|| {
+            let lengths = same.map_or(Lengths::Each(&each), Lengths::Same);
+            ferrywire::BlockList::from_offsets(&region, &remote.remote, &here, &there, lengths)
+        });
+        Ok(BlockList { list: list.or_raise(py)?, locals: vec![local.clone().unbind()] })
+    }
+
+    /// All blocks of several lists as one: one operation moves them, and one notification follows them.
+    #[staticmethod]
+    fn join(py: Python<'_>, lists: Vec<Py<BlockList>>) -> PyResult<BlockList> {
+        let parts: Vec<&ferrywire::BlockList> = lists.iter().map(|each| &each.get().list).collect();
+        let list = py.detach(|| ferrywire::BlockList::join(&parts)).or_raise(py)?;
+        let locals =
+            lists.iter().flat_map(|each| each.get().locals.iter().map(|region| region.clone_ref(py)));
+        Ok(BlockList { list, locals: locals.collect() })
+    }
+
+    fn __len__(&self) -> usize {
+        self.list.len()
+    }
+
+    /// Bytes of all its blocks.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.list.bytes()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<ferrywire.BlockList of {} blocks, {} bytes>", self.list.len(), self.list.bytes())
+    }
+}

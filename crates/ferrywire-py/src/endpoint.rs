@@ -1,0 +1,299 @@
+//! [`Endpoint`]: one end of transfers, as Python holds it.
+//!
+//! Read next: `region.rs`, `peer.rs`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ferrywire::Error;
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::errors::{OrRaise, raised, usage};
+use crate::leaving::Shared;
+use crate::options::{Address, unsigned};
+use crate::peer::Peer;
+use crate::region::Region;
+use crate::tensor::{Library, View};
+use crate::waiting::{aside, limit, overdue, sliced};
+use crate::wakeup::{Wakeup, coroutine, in_thread, itself};
+
+/// How long `connect` waits unless it is told.
+const CONNECT_SECONDS: f64 = 30.0;
+/// How long closing waits for what is in flight unless it is told.
+pub const CLOSE_SECONDS: f64 = 5.0;
+
+/// One end of transfers: memory, NICs, threads and peers.
+///
+/// Peers, regions and transfers keep it alive; `close()`, or the end of a `with` block, ends it.
+#[pyclass(frozen, weakref, module = "ferrywire")]
+pub struct Endpoint {
+    shared: Arc<Shared>,
+    closed: AtomicBool,
+}
+
+/// Whom to connect to: the metadata that an endpoint gave, or an address.
+#[derive(FromPyObject)]
+enum Whom {
+    Metadata(Vec<u8>),
+    At(Address),
+}
+
+impl Endpoint {
+    fn open(&self, py: Python<'_>) -> PyResult<&ferrywire::Endpoint> {
+        match self.closed.load(Ordering::SeqCst) {
+            true => Err(raised(py, &Error::Closed)),
+            false => Ok(self.shared.get()),
+        }
+    }
+}
+
+#[pymethods]
+impl Endpoint {
+    /// Builds it: checks everything, listens, starts its threads. Every option has a default that fits the host.
+    #[new]
+    #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
+        chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
+        heartbeat_limit=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a constructor")]
+    fn new(
+        py: Python<'_>,
+        listen: Option<Address>,
+        secret: Option<Secret>,
+        label: Option<String>,
+        nics: Option<Vec<String>>,
+        channels: Option<usize>,
+        threads: Option<usize>,
+        chunk_bytes: Option<usize>,
+        window: Option<usize>,
+        crc: bool,
+        congestion_control: Option<String>,
+        socket_buffer_bytes: Option<usize>,
+        heartbeat_limit: Option<f64>,
+    ) -> PyResult<Endpoint> {
+        let heartbeat_limit =
+            heartbeat_limit.map(|seconds| limit(py, "heartbeat_limit", Some(seconds))).transpose()?;
+        let built = py.detach(move || {
+            let mut builder = ferrywire::Endpoint::builder().crc(crc);
+            if let Some(address) = listen {
+                builder = builder.listen(address.resolve()?);
+            }
+            if let Some(secret) = secret {
+                builder = builder.secret(secret.bytes());
+            }
+            builder = builder.label(label.unwrap_or_default()).nics(nics.unwrap_or_default());
+            let set = [
+                channels.map(|value| -> Setter { Box::new(move |to| to.channels(value)) }),
+                threads.map(|value| -> Setter { Box::new(move |to| to.threads(value)) }),
+                chunk_bytes.map(|value| -> Setter { Box::new(move |to| to.chunk_bytes(value)) }),
+                window.map(|value| -> Setter { Box::new(move |to| to.window(value)) }),
+                congestion_control
+                    .map(|value| -> Setter { Box::new(move |to| to.congestion_control(value)) }),
+                socket_buffer_bytes
+                    .map(|value| -> Setter { Box::new(move |to| to.socket_buffer_bytes(value)) }),
+                heartbeat_limit.map(|value| -> Setter { Box::new(move |to| to.heartbeat_limit(value)) }),
+            ];
+            set.into_iter().flatten().fold(builder, |builder, set| set(builder)).build()
+        });
+        crate::logs::look_at_level(py)?;
+        Ok(Endpoint { shared: Shared::new(built.or_raise(py)?), closed: AtomicBool::new(false) })
+    }
+
+    /// The endpoint's random name, new at each start, as hexadecimal digits.
+    #[getter]
+    fn identity(&self) -> String {
+        self.shared.get().identity().to_string()
+    }
+
+    /// The addresses listened on, with their real port.
+    #[getter]
+    fn listen_addresses(&self) -> Vec<String> {
+        self.shared.get().listen_addresses().iter().map(ToString::to_string).collect()
+    }
+
+    /// The port listened on, or None.
+    #[getter]
+    fn port(&self) -> Option<u16> {
+        self.shared.get().listen_addresses().first().map(|address| address.port())
+    }
+
+    /// Peers that are connected, being set up, or being closed.
+    #[getter]
+    fn peer_count(&self) -> usize {
+        self.shared.get().peer_count()
+    }
+
+    /// Whether it was closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.closed.load(Ordering::SeqCst)
+    }
+
+    /// Identity and addresses as bytes, for `connect` of somebody else, by way of any store or message.
+    fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        Ok(PyBytes::new(py, &self.open(py)?.metadata()))
+    }
+
+    /// Connects to the endpoint that made these metadata (bytes), or that listens on an address ("host:port" or a
+    /// pair). With metadata an endpoint that restarted meanwhile is refused.
+    #[pyo3(signature = (to, timeout=CONNECT_SECONDS))]
+    fn connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Peer> {
+        let endpoint = self.open(py)?.clone();
+        let limit = limit(py, "timeout", timeout)?;
+        crate::logs::look_at_level(py)?;
+        let peer = match to {
+            Whom::Metadata(metadata) => aside(py, move || endpoint.connect_metadata(&metadata, limit))?,
+            Whom::At(address) => aside(py, move || endpoint.connect(address.resolve()?, limit))?,
+        };
+        Ok(Peer::new(peer, self.shared.clone()))
+    }
+
+    /// Waits for the next peer that connects.
+    #[pyo3(signature = (timeout=None))]
+    fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Peer> {
+        let endpoint = self.open(py)?;
+        let limit = limit(py, "timeout", timeout)?;
+        crate::logs::look_at_level(py)?;
+        let peer = sliced(py, limit, |slice| endpoint.accept(slice))?;
+        Ok(Peer::new(peer, self.shared.clone()))
+    }
+
+    /// The same as `connect`, awaited.
+    #[pyo3(signature = (to, timeout=CONNECT_SECONDS))]
+    fn connect_async<'py>(
+        slf: &Bound<'py, Self>,
+        to: Bound<'py, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        in_thread(slf, "connect", &[to, timeout.into_bound_py_any(slf.py())?])
+    }
+
+    /// The same as `accept`, awaited.
+    #[pyo3(signature = (timeout=None))]
+    fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        coroutine(slf, "accept", timeout)
+    }
+
+    fn _wake(&self, wakeup: &Wakeup) {
+        self.shared.get().wake(&wakeup.wakeup);
+    }
+
+    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
+        let endpoint = self.open(py)?;
+        overdue(py, waited, |slice| endpoint.accept(slice))
+    }
+
+    /// The next peer that has connected, or None.
+    fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Peer>> {
+        let endpoint = self.open(py)?;
+        if endpoint.listen_addresses().is_empty() {
+            // Says what is wrong.
+            return endpoint.accept(Duration::ZERO).or_raise(py).map(|_| None);
+        }
+        let peer = py.detach(|| endpoint.try_accept()).transpose().or_raise(py)?;
+        Ok(peer.map(|peer| Peer::new(peer, self.shared.clone())))
+    }
+
+    /// Registers the memory of a tensor, array or buffer, of the host or of a CUDA GPU, without a copy. The object is
+    /// kept alive until nothing can touch its memory any more.
+    ///
+    /// Read-only memory can be sent and written from, no more; `writable=True` refuses it here.
+    #[pyo3(signature = (memory, *, writable=None))]
+    fn register(&self, memory: &Bound<'_, PyAny>, writable: Option<bool>) -> PyResult<Region> {
+        let py = memory.py();
+        let endpoint = self.open(py)?;
+        let view = View::of("memory", memory)?;
+        if writable == Some(true) && !view.writable {
+            let why = "it is read-only: register a writable copy, such as a bytearray";
+            return Err(usage(py, "memory", why));
+        }
+        let (writable, library) = (writable.unwrap_or(view.writable), view.library);
+        let region = view.register(endpoint).or_raise(py)?;
+        Ok(Region::new(self.shared.clone(), region, writable, false, library))
+    }
+
+    /// Allocates and registers zeroed memory: `place` is "host", "cuda:N", or "sim:N", a simulated GPU.
+    #[pyo3(signature = (nbytes, place="host"))]
+    fn allocate(&self, py: Python<'_>, nbytes: i64, place: &str) -> PyResult<Region> {
+        let endpoint = self.open(py)?;
+        let nbytes = unsigned(py, "nbytes", nbytes)? as usize;
+        let (kind, number) = place.split_once(':').unwrap_or((place, "0"));
+        let index =
+            number.parse::<u32>().map_err(|_| usage(py, "place", format!("{place:?} has no number")))?;
+        let region = py.detach(|| match kind {
+            "host" => endpoint.register_zeroed(nbytes),
+            "cuda" => endpoint.register_cuda(index, nbytes),
+            "sim" => endpoint.register_sim(index, nbytes),
+            _ => Err(Error::invalid("place", format!("{place:?}; there are host, cuda:N and sim:N"))),
+        });
+        Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Library::Other))
+    }
+
+    /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
+    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = limit(py, "timeout", timeout)?;
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        let endpoint = self.shared.get().clone();
+        aside(py, move || endpoint.close(limit))
+    }
+
+    /// The same, awaited.
+    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        in_thread(slf, "close", &[timeout.into_bound_py_any(slf.py())?])
+    }
+
+    fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        itself(slf)
+    }
+
+    #[pyo3(signature = (*exception))]
+    fn __aexit__<'py>(
+        slf: &Bound<'py, Self>,
+        exception: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        in_thread(slf, "__exit__", &exception.iter().collect::<Vec<_>>())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.close(py, Some(CLOSE_SECONDS))
+    }
+
+    fn __repr__(&self) -> String {
+        let endpoint = self.shared.get();
+        let state = match (self.closed(), self.listen_addresses()) {
+            (true, _) => "closed".into(),
+            (false, addresses) if addresses.is_empty() => "not listening".into(),
+            (false, addresses) => format!("listening on {}", addresses.join(", ")),
+        };
+        format!("<ferrywire.Endpoint {} {state}>", endpoint.identity())
+    }
+}
+
+type Setter = Box<dyn FnOnce(ferrywire::Builder) -> ferrywire::Builder>;
+
+/// A shared secret, as text or bytes.
+#[derive(FromPyObject)]
+enum Secret {
+    Bytes(Vec<u8>),
+    Text(String),
+}
+
+impl Secret {
+    fn bytes(self) -> Vec<u8> {
+        match self {
+            Secret::Bytes(bytes) => bytes,
+            Secret::Text(text) => text.into_bytes(),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! The engine's errors as exceptions: one class per fault, and one per cause that programs tell apart.
+//!
+//! The classes are Python's (`python/ferrywire/_errors.py`), since some have two bases.
+//! Invariant: the message is the engine's own, whole.
+
+use ferrywire::{Error, Fault};
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyModule;
+
+/// A result in the engine's terms, raised in Python's.
+pub trait OrRaise<T> {
+    /// The value, or the exception.
+    fn or_raise(self, py: Python<'_>) -> PyResult<T>;
+}
+
+impl<T> OrRaise<T> for ferrywire::Result<T> {
+    fn or_raise(self, py: Python<'_>) -> PyResult<T> {
+        self.map_err(|error| raised(py, &error))
+    }
+}
+
+/// The exception that an error becomes.
+pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
+    let message = error.to_string();
+    let peer = match error {
+        Error::PeerLost { peer, .. }
+        | Error::PeerClosed { peer }
+        | Error::PeerMisbehaved { peer, .. }
+        | Error::AccessRefused { peer, .. } => Some(peer.as_str()),
+        Error::Unreachable { address, .. } | Error::Refused { address, .. } => Some(address.as_str()),
+        _ => None,
+    };
+    make(py, class_of(error), &message, fault_of(error), peer).unwrap_or_else(|failed| failed)
+}
+
+/// The caller's mistake, found before the engine is asked.
+pub fn usage(py: Python<'_>, what: &str, why: impl Into<String>) -> PyErr {
+    raised(py, &Error::invalid(what, why))
+}
+
+fn class_of(error: &Error) -> &'static str {
+    match error {
+        Error::PeerLost { .. } => "PeerLost",
+        Error::PeerClosed { .. } => "PeerClosed",
+        Error::PeerMisbehaved { .. } => "PeerMisbehaved",
+        Error::AccessRefused { .. } => "AccessRefused",
+        Error::Unreachable { .. } => "Unreachable",
+        Error::Refused { .. } => "Refused",
+        Error::Deadline { .. } | Error::TimedOut { .. } => "Deadline",
+        Error::Phase { error, .. } => class_of(error),
+        Error::Truncated { .. } => "Truncated",
+        Error::Cancelled => "Cancelled",
+        Error::Closed => "Closed",
+        other => match other.fault() {
+            Fault::Usage => "UsageError",
+            Fault::Local => "LocalError",
+            Fault::Gpu => "GpuError",
+            Fault::Plugin => "PluginError",
+            Fault::Peer | Fault::Stranger => "PeerError",
+            Fault::Bug => "InternalError",
+        },
+    }
+}
+
+fn fault_of(error: &Error) -> &'static str {
+    match error.fault() {
+        Fault::Usage => "usage",
+        Fault::Local => "local",
+        Fault::Gpu => "gpu",
+        Fault::Plugin => "plugin",
+        Fault::Peer => "peer",
+        Fault::Stranger => "stranger",
+        Fault::Bug => "bug",
+    }
+}
+
+fn make(py: Python<'_>, class: &str, message: &str, fault: &str, peer: Option<&str>) -> PyResult<PyErr> {
+    static CLASSES: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let classes = CLASSES.get_or_try_init(py, || py.import("ferrywire._errors").map(Bound::unbind))?;
+    let exception = classes.bind(py).getattr(class)?.call1((message,))?;
+    exception.setattr("fault", fault)?;
+    exception.setattr("peer", peer)?;
+    Ok(PyErr::from_value(exception))
+}

@@ -1,0 +1,93 @@
+//! The end of objects and of the interpreter: what has to wait for the network does so on a thread of its own.
+//!
+//! Invariant: a garbage collection never waits for a peer, and no thread wants the interpreter when it has gone.
+
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread;
+use std::time::Duration;
+
+use ferrywire::Endpoint;
+use pyo3::prelude::*;
+
+/// Peers have this long to finish what is in flight when the program ends without having closed.
+const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
+
+/// An endpoint that its peers share: it ends when the last of them is gone.
+pub struct Shared {
+    endpoint: Option<Endpoint>,
+    /// The process that it works in.
+    process: u32,
+}
+
+impl Shared {
+    /// Takes an endpoint into the list of those that are closed at the program's end.
+    pub fn new(endpoint: Endpoint) -> Arc<Shared> {
+        let shared = Arc::new(Shared { endpoint: Some(endpoint), process: std::process::id() });
+        let mut all = all();
+        all.retain(|each| each.strong_count() > 0);
+        all.push(Arc::downgrade(&shared));
+        shared
+    }
+
+    /// The endpoint.
+    pub fn get(&self) -> &Endpoint {
+        self.endpoint.as_ref().expect("taken only when it is dropped")
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        let endpoint = self.endpoint.take();
+        later(move || drop(endpoint));
+    }
+}
+
+fn all() -> std::sync::MutexGuard<'static, Vec<Weak<Shared>>> {
+    static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+    ALL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Does something that may wait, soon, on a thread that may.
+pub fn later(job: impl FnOnce() + Send + 'static) {
+    /// The thread's queue, and the process that has the thread: a forked child has none.
+    static JOBS: Mutex<Option<(u32, Sender<Job>)>> = Mutex::new(None);
+    let here = std::process::id();
+    let mut jobs = JOBS.lock().unwrap_or_else(PoisonError::into_inner);
+    if jobs.as_ref().is_none_or(|(process, _)| *process != here) {
+        *jobs = Some((here, begin()));
+    }
+    let sent = jobs.as_ref().map(|(_, jobs)| jobs.send(Box::new(job)));
+    drop(jobs);
+    // Without the thread it is done here.
+    if let Some(Err(unsent)) = sent {
+        (unsent.0)();
+    }
+}
+
+fn begin() -> Sender<Job> {
+    let (jobs, todo) = mpsc::channel::<Job>();
+    let run = move || todo.into_iter().for_each(|job| job());
+    if let Err(error) = thread::Builder::new().name("ferrywire-end".into()).spawn(run) {
+        tracing::warn!(%error, "no thread for the end of objects");
+    }
+    jobs
+}
+
+/// Closes every endpoint of this process that is still open; called when the interpreter is about to end.
+#[pyfunction]
+pub fn leave(py: Python<'_>) {
+    let endpoints: Vec<Arc<Shared>> = all().drain(..).filter_map(|each| each.upgrade()).collect();
+    let here = std::process::id();
+    py.detach(|| {
+        thread::scope(|scope| {
+            for shared in endpoints.iter().filter(|shared| shared.process == here) {
+                scope.spawn(|| shared.get().close(LEAVE_DEADLINE));
+            }
+        });
+    });
+    // Their threads have ended; what is left of them goes with the process.
+    endpoints.into_iter().for_each(std::mem::forget);
+}

@@ -1,0 +1,59 @@
+//! The Python package's native half: the engine's classes, each a thin shell around its own.
+//!
+//! A call goes `endpoint` or `peer` → `region` ([`tensor`] says where an object's bytes lie) → the engine, and comes
+//! back as a `transfer`. [`waiting`] is how a thread waits without the interpreter's lock, [`errors`] what is raised.
+//! What reads better in Python (exceptions, asyncio, logging) is in `python/ferrywire/`.
+//!
+//! Invariant: no thread of the engine ever waits for the interpreter's lock.
+//! Read next: `endpoint.rs`, `peer.rs`, `transfer.rs`.
+
+mod blocks;
+mod dlpack;
+mod endpoint;
+mod errors;
+mod integers;
+mod leaving;
+mod logs;
+mod options;
+mod peer;
+mod region;
+mod stats;
+mod stream;
+mod tensor;
+mod transfer;
+mod waiting;
+mod wakeup;
+
+use pyo3::prelude::*;
+
+/// What `import ferrywire` finds below it.
+#[pymodule]
+#[pyo3(name = "_ferrywire")]
+mod native {
+    #[pymodule_export]
+    use crate::blocks::BlockList;
+    #[pymodule_export]
+    use crate::endpoint::Endpoint;
+    #[pymodule_export]
+    use crate::leaving::leave;
+    #[pymodule_export]
+    use crate::logs::{log_level, log_stop, log_take};
+    #[pymodule_export]
+    use crate::peer::Peer;
+    #[pymodule_export]
+    use crate::region::{Region, RemoteRegion};
+    #[pymodule_export]
+    use crate::transfer::Transfer;
+    #[pymodule_export]
+    use crate::wakeup::Wakeup;
+
+    use pyo3::prelude::*;
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::logs::start();
+        module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+        module.add("NOTIFY_BYTES_MAX", ferrywire::limits::NOTIFY_BYTES_MAX)?;
+        module.add("SECRET_BYTES_MIN", ferrywire::limits::SECRET_BYTES_MIN)
+    }
+}

@@ -1,0 +1,173 @@
+//! The engine's log on its way to Python's `logging`.
+//!
+//! A thread of the engine puts a record into a bounded queue and goes on; a thread of Python's (`_log.py`) takes them
+//! out. What does not fit is counted.
+//! Invariant: whoever logs waits for nobody.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Write};
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use tracing::field::{Field, Visit};
+use tracing::span;
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Records that may wait to be taken.
+const RECORDS_MAX: usize = 1024;
+
+/// As `logging` counts: the least level that is wanted.
+static LEAST: AtomicU8 = AtomicU8::new(WARNING);
+const DEBUG: u8 = 10;
+const INFO: u8 = 20;
+const WARNING: u8 = 30;
+const ERROR: u8 = 40;
+
+static QUEUE: Queue = Queue { waiting: Mutex::new(Waiting::NEW), filled: Condvar::new() };
+
+struct Queue {
+    waiting: Mutex<Waiting>,
+    filled: Condvar,
+}
+
+struct Waiting {
+    records: VecDeque<(u8, String)>,
+    lost: u64,
+    ended: bool,
+}
+
+impl Waiting {
+    const NEW: Waiting = Waiting { records: VecDeque::new(), lost: 0, ended: false };
+}
+
+impl Queue {
+    fn lock(&self) -> MutexGuard<'_, Waiting> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, level: u8, text: String) {
+        let mut waiting = self.lock();
+        if waiting.records.len() < RECORDS_MAX {
+            waiting.records.push_back((level, text));
+        } else {
+            waiting.lost += 1;
+        }
+        drop(waiting);
+        self.filled.notify_one();
+    }
+
+    /// All there are, as soon as there are any; nothing at the end.
+    fn take(&self) -> Option<Vec<(u8, String)>> {
+        let mut waiting = self.lock();
+        while waiting.records.is_empty() && !waiting.ended {
+            waiting = self.filled.wait(waiting).unwrap_or_else(PoisonError::into_inner);
+        }
+        let mut records: Vec<_> = waiting.records.drain(..).collect();
+        let lost = std::mem::take(&mut waiting.lost);
+        if lost > 0 {
+            records.push((WARNING, format!("{lost} records were lost: the log was not read fast enough")));
+        }
+        (!records.is_empty()).then_some(records)
+    }
+}
+
+/// Takes the engine's events, unless this process has somebody else who does.
+pub fn start() {
+    let _ = tracing::subscriber::set_global_default(ToPython);
+}
+
+/// Waits for records of the log, as `(level, text)`; None when it is over.
+#[pyfunction]
+pub fn log_take(py: Python<'_>) -> Option<Vec<(u8, String)>> {
+    py.detach(|| QUEUE.take())
+}
+
+/// Ends the log: `log_take` gives what is left, then None.
+#[pyfunction]
+pub fn log_stop() {
+    QUEUE.lock().ended = true;
+    QUEUE.filled.notify_all();
+}
+
+/// Records below this level of `logging` are not made.
+#[pyfunction]
+pub fn log_level(level: i64) {
+    LEAST.store(level.clamp(0, 255) as u8, Ordering::Relaxed);
+}
+
+/// Asks `logging` which level is wanted now.
+pub fn look_at_level(py: Python<'_>) -> PyResult<()> {
+    py.import(intern!(py, "ferrywire._log"))?.call_method0(intern!(py, "look")).map(drop)
+}
+
+struct ToPython;
+
+fn level_of(metadata: &Metadata<'_>) -> u8 {
+    match *metadata.level() {
+        Level::ERROR => ERROR,
+        Level::WARN => WARNING,
+        Level::INFO => INFO,
+        _ => DEBUG,
+    }
+}
+
+impl Subscriber for ToPython {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_event() && level_of(metadata) >= LEAST.load(Ordering::Relaxed)
+    }
+
+    fn register_callsite(&self, _: &'static Metadata<'static>) -> tracing::subscriber::Interest {
+        // The level changes while the program runs.
+        tracing::subscriber::Interest::sometimes()
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut text = Text::default();
+        event.record(&mut text);
+        QUEUE.put(level_of(event.metadata()), text.whole());
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// The message, and its fields behind it.
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl Text {
+    fn whole(self) -> String {
+        match self.fields.is_empty() {
+            true => self.message,
+            false => format!("{} ({})", self.message, self.fields),
+        }
+    }
+}
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let into = if field.name() == "message" { &mut self.message } else { &mut self.fields };
+        if !into.is_empty() {
+            into.push_str(", ");
+        }
+        // Writing to a string does not fail.
+        let _ = match field.name() {
+            "message" => write!(into, "{value:?}"),
+            name => write!(into, "{name}={value:?}"),
+        };
+    }
+}

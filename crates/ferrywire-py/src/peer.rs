@@ -1,0 +1,340 @@
+//! [`Peer`]: what can be done with a connected remote endpoint.
+//!
+//! Every operation is posted without the interpreter's lock and returns a [`Transfer`].
+//! Read next: `transfer.rs`; `stream.rs`, for operations in the order of a GPU's work.
+
+use std::sync::Arc;
+
+use ferrywire::Error;
+use pyo3::IntoPyObjectExt;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyTuple};
+
+use crate::blocks::BlockList;
+use crate::endpoint::CLOSE_SECONDS;
+use crate::errors::{OrRaise, raised, usage};
+use crate::integers::{indices, int64s};
+use crate::leaving::Shared;
+use crate::options::unsigned;
+use crate::region::{Region, RemoteRegion, range};
+use crate::stats;
+use crate::stream::named;
+use crate::transfer::Transfer;
+use crate::waiting::{aside, limit, overdue, sliced};
+use crate::wakeup::{Wakeup, coroutine, in_thread, itself};
+
+/// A connected remote endpoint. When the last reference is gone it is closed, after what was posted has been sent.
+#[pyclass(frozen, weakref, module = "ferrywire")]
+pub struct Peer {
+    peer: ferrywire::Peer,
+    shared: Arc<Shared>,
+}
+
+impl Peer {
+    pub fn new(peer: ferrywire::Peer, shared: Arc<Shared>) -> Peer {
+        Peer { peer, shared }
+    }
+
+    /// Posts an operation on a region, after what its stream has to do.
+    fn post(
+        &self,
+        py: Python<'_>,
+        region: &Region,
+        stream: Option<&Bound<'_, PyAny>>,
+        operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
+    ) -> PyResult<Transfer> {
+        let stream = named(py, region, stream)?;
+        let transfer = match &stream {
+            None => py.detach(|| operation(&self.peer)),
+            Some(stream) => {
+                let ready = stream.ready(py)?;
+                py.detach(|| operation(&self.peer.after(ready)))
+            }
+        };
+        let gpu = region.is_at();
+        Ok(Transfer::new(transfer.or_raise(py)?, gpu, region.library, self.shared.clone()))
+    }
+}
+
+#[pymethods]
+impl Peer {
+    /// Its address and label.
+    #[getter]
+    fn name(&self) -> String {
+        self.peer.name()
+    }
+
+    /// The label that it was given where it was built; empty without one.
+    #[getter]
+    fn label(&self) -> &str {
+        self.peer.label()
+    }
+
+    /// The other end of the connection, as "host:port": where it listens, if we connected.
+    #[getter]
+    fn address(&self) -> String {
+        self.peer.address().to_string()
+    }
+
+    /// The remote endpoint's identity, as hexadecimal digits: another one after a restart.
+    #[getter]
+    fn identity(&self) -> String {
+        self.peer.identity().to_string()
+    }
+
+    /// Whether it runs on this host.
+    #[getter]
+    fn same_host(&self) -> bool {
+        self.peer.same_host()
+    }
+
+    /// The exception that says why the peer is lost, or None.
+    #[getter]
+    fn error(&self, py: Python<'_>) -> Option<PyErr> {
+        self.peer.error().map(|error| raised(py, &error))
+    }
+
+    /// Writes `nbytes` bytes of `source` to the peer's `target`; by default all behind the offset. Complete when they
+    /// are in the peer's memory. With `message` the peer gets that notification once they are.
+    #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
+    #[expect(clippy::too_many_arguments, reason = "keywords of a method")]
+    fn write(
+        &self,
+        source: &Bound<'_, Region>,
+        target: &RemoteRegion,
+        source_offset: i64,
+        target_offset: i64,
+        nbytes: Option<i64>,
+        message: Option<&[u8]>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (source.py(), source.get());
+        let (from, nbytes) = range(py, "source_offset", source_offset, nbytes, region.len_bytes())?;
+        let to = unsigned(py, "target_offset", target_offset)?;
+        let (local, remote) = (region.source(py)?, &target.remote);
+        self.post(py, region, stream, move |peer| match message {
+            None => peer.write(&local, from, remote, to, nbytes),
+            Some(message) => peer.write_notify(&local, from, remote, to, nbytes, message),
+        })
+    }
+
+    /// Reads `nbytes` bytes of the peer's `source` into `target`; by default all that `target` has behind the offset.
+    #[pyo3(signature = (target, source, *, target_offset=0, source_offset=0, nbytes=None, stream=None))]
+    fn read(
+        &self,
+        target: &Bound<'_, Region>,
+        source: &RemoteRegion,
+        target_offset: i64,
+        source_offset: i64,
+        nbytes: Option<i64>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (target.py(), target.get());
+        let (to, nbytes) = range(py, "target_offset", target_offset, nbytes, region.len_bytes())?;
+        let from = unsigned(py, "source_offset", source_offset)?;
+        let (local, remote) = (region.target(py)?, &source.remote);
+        self.post(py, region, stream, move |peer| peer.read(&local, to, remote, from, nbytes))
+    }
+
+    /// Writes the blocks of a list, or those that `indices` (int64) name, as one operation.
+    #[pyo3(signature = (blocks, indices=None, *, message=None, stream=None))]
+    fn write_blocks(
+        &self,
+        py: Python<'_>,
+        blocks: &BlockList,
+        indices: Option<&Bound<'_, PyAny>>,
+        message: Option<&[u8]>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        blocks.check(py, false)?;
+        let (region, chosen) = (blocks.leader(py)?.get(), chosen(indices)?);
+        self.post(py, region, stream, |peer| peer.write_blocks(&blocks.list, chosen.as_deref(), message))
+    }
+
+    /// Reads the blocks of a list, or those that `indices` (int64) name, as one operation.
+    #[pyo3(signature = (blocks, indices=None, *, stream=None))]
+    fn read_blocks(
+        &self,
+        py: Python<'_>,
+        blocks: &BlockList,
+        indices: Option<&Bound<'_, PyAny>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        blocks.check(py, true)?;
+        let (region, chosen) = (blocks.leader(py)?.get(), chosen(indices)?);
+        self.post(py, region, stream, |peer| peer.read_blocks(&blocks.list, chosen.as_deref()))
+    }
+
+    /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    #[pyo3(signature = (tag, source, *, offset=0, nbytes=None, stream=None))]
+    fn send(
+        &self,
+        tag: u64,
+        source: &Bound<'_, Region>,
+        offset: i64,
+        nbytes: Option<i64>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (source.py(), source.get());
+        let (offset, nbytes) = range(py, "offset", offset, nbytes, region.len_bytes())?;
+        let local = region.source(py)?;
+        self.post(py, region, stream, |peer| peer.send(tag, &local, offset, nbytes))
+    }
+
+    /// Receives the next message with this tag. The outcome is the message's length in bytes.
+    #[pyo3(signature = (tag, target, *, offset=0, nbytes=None, stream=None))]
+    fn recv(
+        &self,
+        tag: u64,
+        target: &Bound<'_, Region>,
+        offset: i64,
+        nbytes: Option<i64>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (target.py(), target.get());
+        let (offset, nbytes) = range(py, "offset", offset, nbytes, region.len_bytes())?;
+        let local = region.target(py)?;
+        self.post(py, region, stream, |peer| peer.recv(tag, &local, offset, nbytes))
+    }
+
+    /// Sends one message gathered from pieces of a region: int64 arrays of offsets and sizes in bytes.
+    #[pyo3(signature = (tag, source, offsets, sizes, *, stream=None))]
+    fn send_blocks(
+        &self,
+        tag: u64,
+        source: &Bound<'_, Region>,
+        offsets: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (source.py(), source.get());
+        let (pieces, local) = (pieces(offsets, sizes)?, region.source(py)?);
+        self.post(py, region, stream, |peer| peer.send_blocks(tag, &local, &pieces))
+    }
+
+    /// Receives one message, scattered over pieces of a region: int64 arrays of offsets and sizes in bytes.
+    #[pyo3(signature = (tag, target, offsets, sizes, *, stream=None))]
+    fn recv_blocks(
+        &self,
+        tag: u64,
+        target: &Bound<'_, Region>,
+        offsets: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Transfer> {
+        let (py, region) = (target.py(), target.get());
+        let (pieces, local) = (pieces(offsets, sizes)?, region.target(py)?);
+        self.post(py, region, stream, |peer| peer.recv_blocks(tag, &local, &pieces))
+    }
+
+    /// Delivers a small message, at most `NOTIFY_BYTES_MAX` bytes, after everything posted to this peer before it.
+    fn notify(&self, py: Python<'_>, message: &[u8]) -> PyResult<Transfer> {
+        let transfer = py.detach(|| self.peer.notify(message)).or_raise(py)?;
+        Ok(Transfer::of_host(transfer, self.shared.clone()))
+    }
+
+    /// The next notification, or None. Those that came before a peer was lost are still given.
+    fn poll_notification<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let message = py.detach(|| self.peer.poll_notification()).or_raise(py)?;
+        Ok(message.map(|message| PyBytes::new(py, &message)))
+    }
+
+    /// Waits for the next notification, at most `timeout` seconds.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_notification<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyBytes>> {
+        let limit = limit(py, "timeout", timeout)?;
+        let message = sliced(py, limit, |slice| self.peer.wait_notification(slice))?;
+        Ok(PyBytes::new(py, &message))
+    }
+
+    /// The same, awaited.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_notification_async<'py>(
+        slf: &Bound<'py, Self>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        coroutine(slf, "wait_notification", timeout)
+    }
+
+    fn _wake(&self, wakeup: &Wakeup) {
+        self.peer.wake(&wakeup.wakeup);
+    }
+
+    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
+        overdue(py, waited, |slice| self.peer.wait_notification(slice))
+    }
+
+    /// Counters and the configuration in force; sizes in bytes, times in seconds.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        stats::dict(py, &py.detach(|| self.peer.stats()))
+    }
+
+    /// Finishes what was posted, on both sides, then closes.
+    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = limit(py, "timeout", timeout)?;
+        let peer = self.peer.clone();
+        match aside(py, move || Ok(peer.close(limit)))? {
+            // It is what was wanted.
+            Err(Error::PeerClosed { .. } | Error::Closed) => Ok(()),
+            outcome => outcome.or_raise(py),
+        }
+    }
+
+    /// The same, awaited.
+    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        in_thread(slf, "close", &[timeout.into_bound_py_any(slf.py())?])
+    }
+
+    fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        itself(slf)
+    }
+
+    #[pyo3(signature = (*exception))]
+    fn __aexit__<'py>(
+        slf: &Bound<'py, Self>,
+        exception: &Bound<'py, PyTuple>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        in_thread(slf, "__exit__", &exception.iter().collect::<Vec<_>>())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (kind=None, *_rest))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<&Bound<'_, PyAny>>,
+        _rest: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let closed = self.close(py, Some(CLOSE_SECONDS));
+        // What the block raised says more than that it could not be closed after that.
+        if kind.is_some() { Ok(()) } else { closed }
+    }
+
+    fn __repr__(&self) -> String {
+        let state = self.peer.error().map_or(String::new(), |error| format!(": {error}"));
+        format!("<ferrywire.Peer {}{state}>", self.peer.name())
+    }
+}
+
+fn chosen(list: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Vec<u32>>> {
+    list.map(|list| indices("indices", list)).transpose()
+}
+
+fn pieces(offsets: &Bound<'_, PyAny>, sizes: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
+    let py = offsets.py();
+    let (offsets, sizes) = (int64s("offsets", offsets)?, int64s("sizes", sizes)?);
+    if offsets.len() != sizes.len() {
+        let why =
+            format!("{} offsets and {} sizes: both lists must be of one length", offsets.len(), sizes.len());
+        return Err(usage(py, "pieces", why));
+    }
+    let pairs = offsets.into_iter().zip(sizes);
+    pairs
+        .map(|(offset, bytes)| Ok((unsigned(py, "offsets", offset)?, unsigned(py, "sizes", bytes)?)))
+        .collect()
+}

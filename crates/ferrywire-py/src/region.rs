@@ -1,0 +1,296 @@
+//! Registered memory, and the peer's: [`Region`] and [`RemoteRegion`].
+//!
+//! Invariant: the object whose memory is registered lives until nothing can touch the memory any more; read-only
+//! memory has no descriptor, so that no peer can write to it.
+//! Read next: `tensor.rs`, for where an object's bytes lie.
+
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use ferrywire::{Error, Place};
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyBufferError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyType};
+
+use crate::errors::{OrRaise, raised, usage};
+use crate::leaving::Shared;
+use crate::options::unsigned;
+use crate::tensor::Library;
+use crate::waiting::aside;
+
+/// Memory of this process that operations can name, and peers too.
+#[pyclass(frozen, weakref, module = "ferrywire")]
+pub struct Region {
+    /// Nothing once it is deregistered.
+    region: Mutex<Option<ferrywire::Region>>,
+    len_bytes: u64,
+    place: Place,
+    writable: bool,
+    /// Whether the engine owns the memory.
+    owned: bool,
+    pub library: Library,
+    /// Kept for those who look at the memory, as long as they do.
+    shown: OnceLock<ferrywire::Region>,
+    _endpoint: Arc<Shared>,
+}
+
+impl Region {
+    pub fn new(
+        endpoint: Arc<Shared>,
+        region: ferrywire::Region,
+        writable: bool,
+        owned: bool,
+        library: Library,
+    ) -> Region {
+        let (len_bytes, place) = (region.len(), region.place());
+        let region = Mutex::new(Some(region));
+        let shown = OnceLock::new();
+        Region { region, len_bytes, place, writable, owned, library, shown, _endpoint: endpoint }
+    }
+
+    pub fn len_bytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    pub fn is_at(&self) -> Place {
+        self.place
+    }
+
+    fn now(&self) -> Option<ferrywire::Region> {
+        self.region.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The engine's region, to be read.
+    pub fn source(&self, py: Python<'_>) -> PyResult<ferrywire::Region> {
+        self.now().ok_or_else(|| usage(py, "region", "it is deregistered"))
+    }
+
+    /// The engine's region, to be written to.
+    pub fn target(&self, py: Python<'_>) -> PyResult<ferrywire::Region> {
+        match self.writable {
+            true => self.source(py),
+            false => Err(usage(py, "target", "its memory is read-only: register a writable buffer")),
+        }
+    }
+}
+
+/// The rest of a region behind an offset, unless a size is given.
+pub fn range(
+    py: Python<'_>,
+    what: &str,
+    offset: i64,
+    nbytes: Option<i64>,
+    region_bytes: u64,
+) -> PyResult<(u64, u64)> {
+    let offset = unsigned(py, what, offset)?;
+    let nbytes = match nbytes {
+        Some(nbytes) => unsigned(py, "nbytes", nbytes)?,
+        None => region_bytes.saturating_sub(offset),
+    };
+    Ok((offset, nbytes))
+}
+
+#[pymethods]
+impl Region {
+    /// Size in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.len_bytes
+    }
+
+    fn __len__(&self) -> usize {
+        self.len_bytes as usize
+    }
+
+    /// Where its bytes live: "host", "cuda:N", or "sim:N" for a simulated GPU.
+    #[getter]
+    fn place(&self) -> String {
+        place_name(self.place)
+    }
+
+    /// Whether it can be a target.
+    #[getter]
+    fn writable(&self) -> bool {
+        self.writable
+    }
+
+    /// What a peer needs to reach the region, as bytes for any store or message.
+    fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        if !self.writable {
+            let why = "its memory is read-only, and a peer that has the descriptor could write to it: register a \
+                       writable copy";
+            return Err(usage(py, "region", why));
+        }
+        Ok(PyBytes::new(py, &self.source(py)?.descriptor().to_bytes()))
+    }
+
+    /// The region as peers see it.
+    fn remote(&self, py: Python<'_>) -> PyResult<RemoteRegion> {
+        self.descriptor(py)?;
+        Ok(RemoteRegion { remote: self.source(py)?.descriptor() })
+    }
+
+    /// A pickled region arrives as a [`RemoteRegion`].
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyType>, (Bound<'py, PyBytes>,))> {
+        Ok((py.get_type::<RemoteRegion>(), (self.descriptor(py)?,)))
+    }
+
+    /// Copies `nbytes` bytes at `offset` out, of a GPU too. What peers write meanwhile may be seen by half.
+    #[pyo3(signature = (offset=0, nbytes=None))]
+    fn read_at<'py>(
+        &self,
+        py: Python<'py>,
+        offset: i64,
+        nbytes: Option<i64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let (offset, nbytes) = range(py, "offset", offset, nbytes, self.len_bytes)?;
+        let region = self.source(py)?;
+        if offset.checked_add(nbytes).is_none_or(|end| end > self.len_bytes) {
+            let region_bytes = self.len_bytes;
+            return Err(raised(
+                py,
+                &Error::OutOfRegion { side: "source", offset, len: nbytes, region_bytes },
+            ));
+        }
+        PyBytes::new_with(py, nbytes as usize, |into| py.detach(|| region.read_at(offset, into)).or_raise(py))
+    }
+
+    /// Copies the bytes of `data`, an object with the buffer protocol, to `offset`, on a GPU too.
+    fn write_at(&self, py: Python<'_>, offset: i64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        let offset = unsigned(py, "offset", offset)?;
+        let region = self.target(py)?;
+        let buffer = PyUntypedBuffer::get(data)?;
+        if !buffer.is_c_contiguous() {
+            return Err(usage(py, "data", "not contiguous: try bytes(data)"));
+        }
+        // SAFETY: the buffer is held; whoever changes its bytes meanwhile may see some of both.
+        let bytes = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
+        py.detach(|| region.write_at(offset, bytes)).or_raise(py)
+    }
+
+    /// Ends it: peers are refused from here on, and when this returns nothing touches the memory. A second call
+    /// does nothing.
+    fn deregister(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(region) = self.now() else {
+            return Ok(());
+        };
+        aside(py, move || region.deregister())?;
+        let last = self.region.lock().unwrap_or_else(PoisonError::into_inner).take();
+        py.detach(|| drop(last));
+        Ok(())
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.deregister(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = match self.now() {
+            Some(_) if self.writable => "",
+            Some(_) => ", read-only",
+            None => ", deregistered",
+        };
+        format!("<ferrywire.Region {} bytes, {}{state}>", self.len_bytes, place_name(self.place))
+    }
+
+    /// Host memory that the engine allocated shows itself as a buffer; other memory has its own object.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let this = slf.get();
+        if !this.owned || this.place != Place::Host {
+            let why =
+                "only host memory made by allocate() is a buffer: use the registered object, or read_at()";
+            return Err(PyBufferError::new_err(why));
+        }
+        let region = this.source(slf.py())?;
+        let region = this.shown.get_or_init(|| region);
+        // SAFETY: the interpreter's own struct; the view keeps our object, and that the memory.
+        let done = unsafe {
+            ffi::PyBuffer_FillInfo(
+                view,
+                slf.as_ptr(),
+                region.as_ptr().cast(),
+                this.len_bytes as isize,
+                0,
+                flags,
+            )
+        };
+        if done != 0 {
+            return Err(PyErr::fetch(slf.py()));
+        }
+        Ok(())
+    }
+}
+
+/// As `place=` takes it.
+pub fn place_name(place: Place) -> String {
+    match place {
+        Place::Host => "host".into(),
+        Place::Cuda(index) => format!("cuda:{index}"),
+        Place::SimGpu(index) => format!("sim:{index}"),
+        other => other.to_string(),
+    }
+}
+
+/// A region of another endpoint, as its descriptor tells it.
+#[pyclass(frozen, eq, hash, module = "ferrywire")]
+#[derive(PartialEq, Eq, Hash)]
+pub struct RemoteRegion {
+    pub remote: ferrywire::RemoteRegion,
+}
+
+#[pymethods]
+impl RemoteRegion {
+    /// Reads what `Region.descriptor()` gave.
+    #[new]
+    fn new(py: Python<'_>, descriptor: &[u8]) -> PyResult<RemoteRegion> {
+        Ok(RemoteRegion { remote: ferrywire::RemoteRegion::from_bytes(descriptor).or_raise(py)? })
+    }
+
+    /// Size in bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.remote.len()
+    }
+
+    fn __len__(&self) -> usize {
+        self.remote.len() as usize
+    }
+
+    /// Where its bytes live, at the peer.
+    #[getter]
+    fn place(&self) -> String {
+        place_name(self.remote.place())
+    }
+
+    /// The identity of the endpoint that holds it, as hexadecimal digits.
+    #[getter]
+    fn owner(&self) -> String {
+        self.remote.owner().to_string()
+    }
+
+    /// As bytes again.
+    fn descriptor<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.remote.to_bytes())
+    }
+
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (Bound<'py, PyBytes>,)) {
+        (py.get_type::<RemoteRegion>(), (self.descriptor(py),))
+    }
+
+    fn __repr__(&self) -> String {
+        let RemoteRegion { remote } = self;
+        format!(
+            "<ferrywire.RemoteRegion {} bytes, {} of {}>",
+            remote.len(),
+            place_name(remote.place()),
+            remote.owner()
+        )
+    }
+}

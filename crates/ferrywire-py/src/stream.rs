@@ -1,0 +1,101 @@
+//! Whose GPU work an operation comes after: the `stream=` of calls.
+//!
+//! `None` is the current stream of the library that the tensor is of, a number a raw stream, anything else an object
+//! that has one. Operations on memory of the engine's own come after no stream unless one is named.
+//!
+//! Read next: the engine's `ordering.rs`.
+
+use ferrywire::memory::cuda::{CudaGpu, RawStream};
+use ferrywire::{Place, Ready};
+use pyo3::intern;
+use pyo3::prelude::*;
+
+use crate::errors::{OrRaise, usage};
+use crate::region::Region;
+use crate::tensor::{Library, loaded};
+
+/// Of this GPU, this stream.
+pub struct Named {
+    pub gpu: u32,
+    pub raw: usize,
+}
+
+impl Named {
+    /// What the stream has to do so far.
+    pub fn ready(&self, py: Python<'_>) -> PyResult<Ready> {
+        let gpu = CudaGpu::open(self.gpu).map_err(ferrywire::Error::from).or_raise(py)?;
+        // SAFETY: a stream that its library or the caller says is alive; a wrong one is an error of the driver's.
+        unsafe { Ready::after_raw_stream(&gpu, self.raw as RawStream) }.or_raise(py)
+    }
+}
+
+/// The stream that an operation on a region belongs to, if any.
+pub fn named(py: Python<'_>, region: &Region, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Named>> {
+    of_transfer(py, region.is_at(), region.library, stream)
+}
+
+/// The stream of memory in this place, of this library.
+pub fn of_transfer(
+    py: Python<'_>,
+    place: Place,
+    library: Library,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<Named>> {
+    let Place::Cuda(gpu) = place else {
+        return match stream {
+            None => Ok(None),
+            Some(_) => {
+                Err(usage(py, "stream", "the region is not memory of a CUDA GPU, and in no stream's order"))
+            }
+        };
+    };
+    let raw = match stream {
+        Some(stream) => Some(raw(stream)?),
+        None => current(py, library, gpu)?,
+    };
+    Ok(raw.map(|raw| Named { gpu, raw }))
+}
+
+fn current(py: Python<'_>, library: Library, gpu: u32) -> PyResult<Option<usize>> {
+    match library {
+        Library::Other => Ok(None),
+        Library::Torch => {
+            let Some(torch) = loaded(py, "torch")? else {
+                return Ok(None);
+            };
+            let cuda = torch.getattr(intern!(py, "cuda"))?;
+            raw(&cuda.call_method1(intern!(py, "current_stream"), (gpu,))?).map(Some)
+        }
+        Library::Cupy => {
+            let Some(cupy) = loaded(py, "cupy")? else {
+                return Ok(None);
+            };
+            raw(&cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?)
+                .map(Some)
+        }
+    }
+}
+
+/// A number, or what an object says: `cuda_stream` (PyTorch), `ptr` (CuPy), `__cuda_stream__()` (others).
+fn raw(stream: &Bound<'_, PyAny>) -> PyResult<usize> {
+    let py = stream.py();
+    if let Ok(raw) = stream.extract() {
+        return Ok(raw);
+    }
+    for name in [intern!(py, "cuda_stream"), intern!(py, "ptr")] {
+        if let Ok(raw) = stream.getattr(name).and_then(|raw| raw.extract()) {
+            return Ok(raw);
+        }
+    }
+    if let Ok((_version, raw)) =
+        stream.call_method0(intern!(py, "__cuda_stream__")).and_then(|pair| pair.extract::<(u64, usize)>())
+    {
+        return Ok(raw);
+    }
+    let kind = stream.get_type().qualname()?;
+    Err(usage(
+        py,
+        "stream",
+        format!("{kind} is no CUDA stream: give a number, or an object with cuda_stream"),
+    ))
+}

@@ -1,0 +1,272 @@
+//! Where the bytes of a Python object lie: the buffer protocol, PyTorch's own methods, DLPack, and
+//! `__cuda_array_interface__`, in this order.
+//!
+//! Invariant: a [`View`] keeps what it shows alive, and shows one run of bytes in the order of the shape.
+//! Read next: `region.rs`, which registers it; `stream.rs`, for whose stream its GPU work is in.
+
+use std::ffi::CStr;
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict};
+
+use crate::dlpack;
+use crate::errors::usage;
+
+/// The library that an object is of, where that decides which stream is the current one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Library {
+    /// Of none that has streams.
+    Other,
+    /// PyTorch.
+    Torch,
+    /// CuPy.
+    Cupy,
+}
+
+/// What keeps the memory; dropped with the interpreter's lock only.
+pub enum Keeper {
+    /// A buffer, which its owner may not resize meanwhile.
+    Buffer { _buffer: PyUntypedBuffer },
+    /// Objects.
+    Objects { _objects: Vec<Py<PyAny>> },
+}
+
+/// The objects as the engine owns them.
+struct Owner(Option<Keeper>);
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let keeper = self.0.take();
+        // An interpreter that has ended frees nothing any more.
+        let mut keeper = std::mem::ManuallyDrop::new(keeper);
+        Python::try_attach(|_| drop(keeper.take()));
+    }
+}
+
+/// One run of bytes, of the host or of a GPU.
+pub struct View {
+    pub address: *mut u8,
+    pub len_bytes: usize,
+    pub writable: bool,
+    pub library: Library,
+    pub keeper: Keeper,
+}
+
+impl View {
+    /// Registers it; the region keeps the object.
+    pub fn register(self, endpoint: &ferrywire::Endpoint) -> ferrywire::Result<ferrywire::Region> {
+        let owner = Box::new(Owner(Some(self.keeper)));
+        // SAFETY: the owner keeps the memory where it is; a buffer's, by the protocol, and a tensor's, since nobody
+        // gives memory back that an object still has. That bytes change under Python's hands is what peers are for.
+        unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }
+    }
+
+    /// Of an object; `what` names it in errors.
+    pub fn of(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
+        let py = object.py();
+        if let Some(view) = of_torch(what, object)? {
+            return Ok(view);
+        }
+        let buffer = match PyUntypedBuffer::get(object) {
+            Ok(buffer) => return of_buffer(what, py, buffer),
+            Err(error) => error,
+        };
+        if object.hasattr(intern!(py, "__dlpack__"))? {
+            return of_dlpack(what, object);
+        }
+        if object.hasattr(intern!(py, "__cuda_array_interface__"))? {
+            return of_cuda_array(what, object);
+        }
+        let kind = object.get_type().qualname()?;
+        Err(usage(
+            py,
+            what,
+            format!(
+                "{kind} has no memory to show: it needs the buffer protocol ({buffer}), __dlpack__ or \
+                 __cuda_array_interface__; of an array with an element type of its own, try x.view('uint8')"
+            ),
+        ))
+    }
+}
+
+fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<View> {
+    if !buffer.is_c_contiguous() {
+        let why =
+            scattered(&list(buffer.shape()), &list(buffer.strides()), "bytes", "numpy.ascontiguousarray(x)");
+        return Err(usage(py, what, why));
+    }
+    Ok(View {
+        address: buffer.buf_ptr().cast(),
+        len_bytes: buffer.len_bytes(),
+        writable: !buffer.readonly(),
+        library: Library::Other,
+        keeper: Keeper::Buffer { _buffer: buffer },
+    })
+}
+
+/// A tensor of PyTorch is asked itself: that needs no export, works for every dtype and waits for no stream.
+fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
+    let py = object.py();
+    let Some(class) = loaded(py, "torch")?.and_then(|torch| torch.getattr(intern!(py, "Tensor")).ok()) else {
+        return Ok(None);
+    };
+    if !object.is_instance(&class)? {
+        return Ok(None);
+    }
+    let device: String = object.getattr(intern!(py, "device"))?.getattr(intern!(py, "type"))?.extract()?;
+    let layout = object.getattr(intern!(py, "layout"))?.str()?;
+    if !matches!(device.as_str(), "cpu" | "cuda") || layout.to_str()? != "torch.strided" {
+        let why = format!("a tensor of device {device} and layout {layout} has no memory that can be moved");
+        return Err(usage(py, what, why));
+    }
+    if !object.call_method0(intern!(py, "is_contiguous"))?.is_truthy()? {
+        let shape = object.getattr(intern!(py, "shape"))?.extract::<Vec<i64>>()?;
+        let strides = object.call_method0(intern!(py, "stride"))?.extract::<Vec<i64>>()?;
+        let why = scattered(&list(&shape), &list(&strides), "elements", "x.contiguous()");
+        return Err(usage(py, what, why));
+    }
+    if object.call_method0(intern!(py, "is_conj"))?.is_truthy()?
+        || object.call_method0(intern!(py, "is_neg"))?.is_truthy()?
+    {
+        let why = "its conjugation or sign is still to be applied: try x.resolve_conj().resolve_neg()";
+        return Err(usage(py, what, why));
+    }
+    // Of its own, so that `x.data = y` does not take the memory away.
+    let kept = object.call_method0(intern!(py, "detach"))?;
+    let items: usize = kept.call_method0(intern!(py, "numel"))?.extract()?;
+    let item_bytes: usize = kept.call_method0(intern!(py, "element_size"))?.extract()?;
+    let address: usize = kept.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    Ok(Some(View {
+        address: address as *mut u8,
+        len_bytes: items * item_bytes,
+        writable: true,
+        library: Library::Torch,
+        keeper: Keeper::Objects { _objects: vec![kept.unbind()] },
+    }))
+}
+
+fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
+    let py = object.py();
+    let (device, _): (i32, i32) = object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
+    // Arrays that are still being computed are waited for: what computes them has no stream that we could follow.
+    if object.hasattr(intern!(py, "block_until_ready"))? {
+        object.call_method0(intern!(py, "block_until_ready"))?;
+    }
+    let options = PyDict::new(py);
+    if device == dlpack::ON_CUDA {
+        // No stream has to wait: operations are ordered after one when they are posted.
+        options.set_item("stream", -1)?;
+    }
+    options.set_item("max_version", (1, 0))?;
+    let export = || object.call_method("__dlpack__", (), Some(&options));
+    let capsule = match export() {
+        Err(error) if error.is_instance_of::<pyo3::exceptions::PyTypeError>(py) => {
+            options.del_item("max_version")?;
+            export()
+        }
+        other => other,
+    };
+    let capsule =
+        capsule.map_err(|error| usage(py, what, format!("it cannot be shown through DLPack: {error}")))?;
+    let described = capsule.cast::<PyCapsule>().ok().and_then(dlpack::read);
+    let Some(seen) = described else {
+        return Err(usage(py, what, "its __dlpack__ gives no capsule of version 1 or older"));
+    };
+    if !matches!(seen.device, dlpack::ON_HOST | dlpack::ON_CUDA | dlpack::ON_PINNED_HOST) {
+        let why = format!(
+            "it is on device {} of DLPack kind {}, not on the host or a CUDA GPU",
+            seen.device_index, seen.device
+        );
+        return Err(usage(py, what, why));
+    }
+    if let Some(strides) = seen.strides.as_deref().filter(|strides| !in_order(&seen.shape, strides)) {
+        let why = scattered(&list(&seen.shape), &list(strides), "elements", "a contiguous copy");
+        return Err(usage(py, what, why));
+    }
+    let library = library_of(object)?;
+    // Without a version nobody can say that an array must not change.
+    let immutable = object.get_type().module()?.to_str()?.starts_with("jax");
+    Ok(View {
+        address: seen.address,
+        len_bytes: (product(&seen.shape) * seen.item_bits).div_ceil(8),
+        writable: !seen.read_only && !immutable,
+        library,
+        keeper: Keeper::Objects { _objects: vec![capsule.unbind(), object.clone().unbind()] },
+    })
+}
+
+fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
+    let py = object.py();
+    let interface = object.getattr(intern!(py, "__cuda_array_interface__"))?;
+    let shape: Vec<i64> = interface.get_item("shape")?.extract()?;
+    let kind: String = interface.get_item("typestr")?.extract()?;
+    let (address, read_only): (usize, bool) = interface.get_item("data")?.extract()?;
+    let Some(item_bytes) = kind.get(2..).and_then(|size| size.parse::<usize>().ok()) else {
+        return Err(usage(py, what, format!("its element type {kind:?} has no size")));
+    };
+    let strides = interface.call_method1("get", ("strides",))?.extract::<Option<Vec<i64>>>()?;
+    let in_items =
+        |strides: &[i64]| strides.iter().map(|bytes| bytes / item_bytes.max(1) as i64).collect::<Vec<_>>();
+    if let Some(strides) = strides.filter(|strides| !in_order(&shape, &in_items(strides))) {
+        return Err(usage(py, what, scattered(&list(&shape), &list(&strides), "bytes", "a contiguous copy")));
+    }
+    Ok(View {
+        address: address as *mut u8,
+        len_bytes: product(&shape) * item_bytes,
+        writable: !read_only,
+        library: library_of(object)?,
+        keeper: Keeper::Objects { _objects: vec![object.clone().unbind()] },
+    })
+}
+
+fn library_of(object: &Bound<'_, PyAny>) -> PyResult<Library> {
+    let module = object.get_type().module()?;
+    Ok(if module.to_str()?.starts_with("cupy") { Library::Cupy } else { Library::Other })
+}
+
+/// A module, if somebody has imported it: we never do.
+pub fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
+    let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+    let module = modules.call_method1(intern!(py, "get"), (name,))?;
+    Ok((!module.is_none()).then_some(module))
+}
+
+/// Whether elements lie one behind the other, the last dimension first. Strides are in elements.
+fn in_order(shape: &[i64], strides: &[i64]) -> bool {
+    if shape.contains(&0) {
+        return true;
+    }
+    let mut expected = 1;
+    shape.iter().zip(strides).rev().all(|(len, stride)| {
+        let fits = *len == 1 || *stride == expected;
+        expected *= len;
+        fits
+    })
+}
+
+fn product(shape: &[i64]) -> usize {
+    shape.iter().map(|len| usize::try_from(*len).unwrap_or(0)).product()
+}
+
+fn scattered(shape: &str, strides: &str, unit: &str, instead: &str) -> String {
+    format!(
+        "not contiguous: shape {shape}, strides {strides} in {unit}; only one run of bytes can be registered, try {instead}"
+    )
+}
+
+/// As Python writes a tuple.
+fn list<T: ToString>(values: &[T]) -> String {
+    let parts: Vec<String> = values.iter().map(ToString::to_string).collect();
+    let comma = if parts.len() == 1 { "," } else { "" };
+    format!("({}{comma})", parts.join(", "))
+}
+
+/// Element formats of the buffer protocol that are signed integers of 8 bytes here.
+pub fn is_int64(format: &CStr, item_bytes: usize) -> bool {
+    let text = format.to_bytes();
+    let kind =
+        text.strip_prefix(b"<").or(text.strip_prefix(b"=")).or(text.strip_prefix(b"@")).unwrap_or(text);
+    item_bytes == 8 && matches!(kind, b"l" | b"q")
+}

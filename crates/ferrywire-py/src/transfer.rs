@@ -1,0 +1,131 @@
+//! [`Transfer`]: an operation under way.
+//!
+//! Read next: `waiting.rs`; `python/ferrywire/_aio.py`, for `await`.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrywire::memory::cuda::{CudaGpu, RawStream};
+use ferrywire::{Error, Place};
+use pyo3::prelude::*;
+
+use crate::errors::OrRaise;
+use crate::leaving::Shared;
+use crate::stream::of_transfer;
+use crate::tensor::Library;
+use crate::waiting::{limit, overdue, sliced};
+use crate::wakeup::{Wakeup, coroutine};
+
+/// An operation as its caller sees it. Dropping it lets the operation run on; its memory stays alive until it ends.
+#[pyclass(frozen, weakref, module = "ferrywire")]
+pub struct Transfer {
+    transfer: ferrywire::Transfer,
+    place: Place,
+    library: Library,
+    _shared: Arc<Shared>,
+}
+
+impl Transfer {
+    pub fn new(
+        transfer: ferrywire::Transfer,
+        place: Place,
+        library: Library,
+        shared: Arc<Shared>,
+    ) -> Transfer {
+        Transfer { transfer, place, library, _shared: shared }
+    }
+
+    pub fn of_host(transfer: ferrywire::Transfer, shared: Arc<Shared>) -> Transfer {
+        Transfer::new(transfer, Place::Host, Library::Other, shared)
+    }
+}
+
+#[pymethods]
+impl Transfer {
+    /// The outcome, or None while it is under way: bytes moved; for `recv`, the length of the message.
+    fn poll(&self, py: Python<'_>) -> PyResult<Option<u64>> {
+        py.detach(|| self.transfer.poll()).transpose().or_raise(py)
+    }
+
+    /// Whether it has ended, one way or the other.
+    fn done(&self, py: Python<'_>) -> bool {
+        py.detach(|| self.transfer.poll()).is_some()
+    }
+
+    /// Waits for the end and returns the outcome. `timeout` is the longest time in all, `stall_timeout` the longest
+    /// time without progress, both in seconds; after `Deadline` the operation goes on, and can be waited for again or
+    /// cancelled.
+    #[pyo3(signature = (timeout=None, *, stall_timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>, stall_timeout: Option<f64>) -> PyResult<u64> {
+        let whole = limit(py, "timeout", timeout)?;
+        let stall = limit(py, "stall_timeout", stall_timeout)?;
+        if whole.is_zero()
+            && let Some(outcome) = self.poll(py)?
+        {
+            return Ok(outcome);
+        }
+        let mut moved = (self.transfer.bytes_moved(), Instant::now());
+        let outcome = sliced(py, whole, |slice| {
+            let outcome = self.transfer.wait_for(slice.min(stall), Duration::MAX);
+            let now = self.transfer.bytes_moved();
+            if now != moved.0 {
+                moved = (now, Instant::now());
+            }
+            match outcome {
+                // Not one that the slices go on after.
+                Err(Error::TimedOut { what, .. }) if moved.1.elapsed() >= stall => {
+                    Ok(Err(Error::Deadline { what, waited: moved.1.elapsed() }))
+                }
+                outcome => outcome.map(Ok),
+            }
+        });
+        outcome?.or_raise(py)
+    }
+
+    /// The same, awaited: the event loop goes on meanwhile.
+    #[pyo3(signature = (timeout=None))]
+    fn wait_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
+        coroutine(slf, "wait_transfer", timeout)
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        coroutine(slf, "wait_transfer", None)?.call_method0("__await__")
+    }
+
+    fn _wake(&self, wakeup: &Wakeup) {
+        self.transfer.wake(&wakeup.wakeup);
+    }
+
+    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
+        overdue(py, waited, |slice| self.transfer.wait_for(slice, Duration::MAX))
+    }
+
+    /// Lets a CUDA stream wait, on the device, until the transfer has ended; the current stream by default. What is
+    /// launched in it from here on finds what was received. Free no GPU memory meanwhile (`empty_cache`): the driver
+    /// would wait for the stream.
+    #[pyo3(signature = (stream=None))]
+    fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let Some(named) = of_transfer(py, self.place, self.library, stream)? else {
+            return Ok(());
+        };
+        let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;
+        let raw = named.raw;
+        // SAFETY: a stream that its library or the caller says is alive; a wrong one is an error of the driver's.
+        py.detach(|| unsafe { self.transfer.hold_raw(&gpu, raw as RawStream) }).or_raise(py)
+    }
+
+    /// Bytes that have arrived so far.
+    #[getter]
+    fn bytes_moved(&self) -> u64 {
+        self.transfer.bytes_moved()
+    }
+
+    /// Ends it early, if it is not too late: waiting for it then raises `Cancelled`, or succeeds.
+    fn cancel(&self, py: Python<'_>) {
+        py.detach(|| self.transfer.cancel());
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<ferrywire.{:?}>", self.transfer)
+    }
+}

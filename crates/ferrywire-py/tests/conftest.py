@@ -1,0 +1,101 @@
+"""What the tests share: a pair of connected endpoints, and programs of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field
+
+import pytest
+
+import ferrywire as fw
+
+# Longer than anything takes on a machine that works: who waits so long has hung.
+LIMIT = 90.0
+
+
+@dataclass
+class Pair:
+    """Two endpoints of this process, connected: `near` has dialled `far`."""
+
+    near: fw.Endpoint
+    far: fw.Endpoint
+    to_far: fw.Peer
+    to_near: fw.Peer
+    kept: list[fw.Region] = field(default_factory=list)
+
+    def target(self, memory: object) -> fw.RemoteRegion:
+        """Memory of `far` as `near` sees it, registered until the end of the test."""
+        self.kept.append(self.far.register(memory))
+        return self.kept[-1].remote()
+
+
+@pytest.fixture
+def pair():
+    with fw.Endpoint("127.0.0.1:0", label="far") as far, fw.Endpoint(label="near") as near:
+        to_far = near.connect(far.metadata(), timeout=LIMIT)
+        to_near = far.accept(timeout=LIMIT)
+        yield Pair(near, far, to_far, to_near)
+        to_far.close()
+
+
+class Program:
+    """A Python program of its own, in development mode."""
+
+    def __init__(self, code: str, *arguments: str, options: tuple[str, ...] = ("-X", "dev"), **environment: str):
+        self.process = subprocess.Popen(
+            [sys.executable, *options, "-W", "error", "-c", textwrap.dedent(code), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def line(self) -> str:
+        """The next line that it prints; what went wrong if there is none."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise AssertionError(f"it printed nothing more: {self.process.communicate(timeout=LIMIT)[1]}")
+        return line.rstrip("\n")
+
+    def tell(self, text: str) -> None:
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> str:
+        """Waits for a good end without complaints; the rest of what it printed."""
+        try:
+            out, complaints = self.process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it hangs: {self.process.communicate()}") from None
+        assert (self.process.returncode, complaints) == (0, ""), (self.process.returncode, out, complaints)
+        return out
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.process.kill()
+        if not self.process.stdout.closed:
+            self.process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def program():
+    return Program
+
+
+def eventually(condition, what: str) -> None:
+    """Looks again and again, with a garbage collection each time."""
+    import time
+
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until, f"not within {LIMIT} s: {what}"
+        gc.collect()
+        time.sleep(0.01)

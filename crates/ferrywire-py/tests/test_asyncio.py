@@ -1,0 +1,140 @@
+"""What can be awaited, without threads and without polling."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from conftest import LIMIT, Pair, Program
+
+import ferrywire as fw
+
+
+def test_transfers_and_notifications_are_awaited(pair: Pair):
+    async def far_side() -> bytes:
+        return await pair.to_near.wait_notification_async(LIMIT)
+
+    async def main():
+        got = bytearray(1 << 20)
+        target = pair.target(got)
+        source = pair.near.register(b"\x07" * len(got))
+        told = asyncio.create_task(far_side())
+        assert await pair.to_far.write(source, target, message=b"there") == len(got)
+        assert await told == b"there" and got == b"\x07" * len(got)
+        assert await pair.to_far.write(source, target).wait_async(LIMIT) == len(got)
+        transfers = [pair.to_far.write(source, target, nbytes=8) for _ in range(1000)]
+        assert await asyncio.gather(*transfers) == [8] * 1000
+
+    asyncio.run(main())
+    asyncio.run(main())
+
+
+def test_endpoints_connect_and_accept_in_one_loop():
+    async def main():
+        async with fw.Endpoint("127.0.0.1:0") as far, fw.Endpoint() as near:
+            accepted = asyncio.create_task(far.accept_async(LIMIT))
+            async with await near.connect_async(far.metadata(), LIMIT) as peer:
+                other = await accepted
+                await other.notify(b"hello")
+                assert await peer.wait_notification_async(LIMIT) == b"hello"
+            await other.close_async()
+
+    asyncio.run(main())
+
+
+def test_no_thread_is_taken_while_something_is_awaited(pair: Pair):
+    async def main():
+        before = threading.active_count()
+        waits = [asyncio.create_task(pair.to_near.wait_notification_async(LIMIT)) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        assert threading.active_count() == before
+        for number in range(50):
+            pair.to_far.notify(str(number).encode())
+        assert sorted(map(int, await asyncio.gather(*waits))) == list(range(50))
+
+    asyncio.run(main())
+
+
+def test_a_timeout_says_what_was_waited_for(pair: Pair):
+    async def main():
+        with pytest.raises(fw.Deadline, match="not done within 20ms: recv with .*near"):
+            await pair.to_near.recv(1, pair.far.register(bytearray(4))).wait_async(0.02)
+        with pytest.raises(fw.Deadline, match="a notification from .*far"):
+            await pair.to_far.wait_notification_async(0.02)
+        with pytest.raises(fw.Deadline, match="a peer to connect"):
+            await pair.far.accept_async(0.02)
+        with pytest.raises(fw.UsageError, match="does not listen"):
+            await pair.near.accept_async()
+        with pytest.raises(fw.UsageError, match="timeout: -1 is not a number of seconds"):
+            await pair.near.accept_async(-1)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_await_leaves_the_transfer(pair: Pair):
+    async def main():
+        got = bytearray(4)
+        transfer = pair.to_near.recv(1, pair.far.register(got))
+        waiting = asyncio.create_task(transfer.wait_async())
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await transfer
+        await pair.to_far.send(1, pair.near.register(b"late"))
+        assert await transfer == 4 and got == b"late"
+
+    asyncio.run(main())
+
+
+def test_a_failed_transfer_raises_where_it_is_awaited(pair: Pair):
+    async def main():
+        transfer = pair.to_near.recv(1, pair.far.register(bytearray(4)))
+        waiting = asyncio.create_task(transfer.wait_async())
+        await asyncio.sleep(0)
+        transfer.cancel()
+        with pytest.raises(fw.Cancelled):
+            await waiting
+
+    asyncio.run(main())
+
+
+PEER = """
+import ferrywire as fw, sys
+endpoint = fw.Endpoint("127.0.0.1:0", label="doomed")
+region = endpoint.allocate(64 << 20)
+print(endpoint.metadata().hex(), region.descriptor().hex(), flush=True)
+peer = endpoint.accept()
+print("accepted", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_peer_killed_in_mid_transfer_is_named(program: type[Program]):
+    async def main():
+        endpoint = fw.Endpoint("127.0.0.1:0", label="survivor")
+        for _ in range(2):
+            with program(PEER) as other:
+                metadata, descriptor = map(bytes.fromhex, other.line().split())
+                peer = await endpoint.connect_async(metadata, LIMIT)
+                assert other.line() == "accepted"
+                source, target = endpoint.allocate(64 << 20), fw.RemoteRegion(descriptor)
+                transfers = [peer.write(source, target) for _ in range(200)]
+                other.process.kill()
+                with pytest.raises(fw.PeerLost, match="lost peer .*doomed"):
+                    for transfer in transfers:
+                        await transfer.wait_async(LIMIT)
+                with pytest.raises(fw.PeerLost, match="doomed") as lost:
+                    await peer.wait_notification_async(LIMIT)
+                assert "doomed" in lost.value.peer and isinstance(peer.error, fw.PeerLost)
+        # The endpoint serves the next peer.
+        with fw.Endpoint() as near:
+            peer = await near.connect_async(endpoint.metadata(), LIMIT)
+            await (await endpoint.accept_async(LIMIT)).notify(b"still here")
+            assert await peer.wait_notification_async(LIMIT) == b"still here"
+        await endpoint.close_async()
+
+    asyncio.run(main())

@@ -1,0 +1,298 @@
+"""Who lives how long: registered memory, regions, endpoints, processes, the interpreter."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import os
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+from conftest import LIMIT, Pair, Program, eventually
+
+import ferrywire as fw
+
+np = pytest.importorskip("numpy", reason="needs numpy")
+
+
+class Array(np.ndarray):
+    """One that can be watched going."""
+
+
+def watched(nbytes: int) -> tuple[Array, weakref.ref[Array]]:
+    array = np.zeros(nbytes, np.uint8).view(Array)
+    return array, weakref.ref(array)
+
+
+def test_registered_memory_lives_as_long_as_its_region(pair: Pair):
+    array, alive = watched(1 << 20)
+    region = pair.far.register(array)
+    del array
+    gc.collect()
+    assert alive() is not None
+    pair.to_far.write(pair.near.register(b"\x07" * (1 << 20)), region.remote()).wait(LIMIT)
+    assert region.read_at(0, 3) == b"\x07\x07\x07"
+    region.deregister()
+    eventually(lambda: alive() is None, "the array ends with its region")
+    other, alive = watched(100)
+    region = pair.far.register(other)
+    del region, other
+    eventually(lambda: alive() is None, "the array ends with the last reference to its region")
+
+
+def test_memory_in_flight_lives_until_the_transfer_ends(pair: Pair):
+    array, alive = watched(8)
+    transfer = pair.to_near.recv(3, pair.far.register(array))
+    del array
+    gc.collect()
+    assert alive() is not None
+    with pytest.raises(fw.Deadline):
+        transfer.wait(0.05)
+    del transfer
+    gc.collect()
+    assert alive() is not None
+    pair.to_far.send(3, pair.near.register(b"12345678")).wait(LIMIT)
+    eventually(lambda: alive() is None, "the array ends with the transfer")
+
+
+def test_a_bytearray_cannot_be_resized_while_it_is_registered(pair: Pair):
+    memory = bytearray(8)
+    region = pair.near.register(memory)
+    with pytest.raises(BufferError):
+        memory.extend(b"more")
+    region.deregister()
+    eventually(lambda: memory.extend(b"more") is None, "the buffer is given back")
+
+
+def test_peers_keep_their_endpoint():
+    far = fw.Endpoint("127.0.0.1:0")
+    peer = fw.Endpoint().connect(far.metadata(), timeout=LIMIT)
+    gc.collect()
+    far.accept(LIMIT).notify(b"there").wait(LIMIT)
+    assert peer.wait_notification(LIMIT) == b"there"
+    peer.close()
+    far.close()
+
+
+def test_no_reference_is_left_over_100_000_operations(pair: Pair):
+    got, source = bytearray(64), pair.near.register(b"x" * 64)
+    target = pair.target(got)
+    blocks = fw.BlockList(source, target, [0, 32], [0, 32], 16)
+    indices = np.array([1, 0])
+
+    def rounds(count: int) -> None:
+        for number in range(count):
+            pair.to_far.write(source, target, nbytes=8).wait(LIMIT)
+            pair.to_far.write_blocks(blocks, indices).poll()
+            if number % 100 == 0:
+                pair.to_far.notify(b"n").wait(LIMIT)
+                pair.to_near.wait_notification(LIMIT)
+                with pytest.raises(fw.UsageError):
+                    pair.to_far.write(source, target, nbytes=65)
+        pair.to_far.notify(b"end").wait(LIMIT)
+        pair.to_near.wait_notification(LIMIT)
+
+    def references() -> list[int]:
+        gc.collect()
+        return [sys.getrefcount(thing) for thing in (source, target, blocks, indices, pair.to_far, got)]
+
+    rounds(100)
+    before = references(), sys.getallocatedblocks()
+    rounds(50_000 if os.environ.get("FERRYWIRE_LONG") else 5_000)
+    after = references(), sys.getallocatedblocks()
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 1_000, f"{after[1] - before[1]} blocks of the interpreter's more"
+
+
+def test_endpoints_leave_nothing_behind():
+    def threads_and_descriptors() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def rounds(count: int) -> None:
+        for number in range(count):
+            far, near = fw.Endpoint("127.0.0.1:0", threads=1), fw.Endpoint(threads=1)
+            peer = near.connect(far.metadata(), timeout=LIMIT)
+            region = far.register(bytearray(100))
+            peer.write(near.register(b"x"), region.remote(), nbytes=1).wait(LIMIT)
+            if number % 2:
+                near.close()
+                far.close()
+
+    def resident_bytes() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    rounds(2)
+    gc.collect()
+    before = threads_and_descriptors()
+    # Those not closed are closed in the background.
+    rounds(10)
+    eventually(lambda: threads_and_descriptors() <= before, "their threads and descriptors are gone")
+    settled, many = resident_bytes(), 500 if os.environ.get("FERRYWIRE_LONG") else 20
+    rounds(many)
+    eventually(lambda: threads_and_descriptors() <= before, "their threads and descriptors are gone")
+    assert resident_bytes() - settled < (32 << 20)
+
+
+def test_many_threads_use_one_endpoint(pair: Pair):
+    got = np.zeros((8, 1 << 16), np.uint8)
+    target = pair.target(got)
+    wrong: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            source = pair.near.register(bytes([number + 1]) * (1 << 16))
+            for _ in range(50):
+                pair.to_far.write(source, target, target_offset=number << 16).wait(LIMIT)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert not wrong and (got == np.arange(1, 9, dtype=np.uint8)[:, None]).all()
+
+
+SETUP = """
+import ferrywire as fw, os, signal, sys, threading, time
+far, near = fw.Endpoint("127.0.0.1:0", label="far"), fw.Endpoint(label="near")
+to_far = near.connect(far.metadata(), timeout=60)
+to_near = far.accept(timeout=60)
+"""
+
+
+def test_other_threads_run_while_one_waits(program: type[Program]):
+    with program(SETUP + """
+ticks = 0
+def tick():
+    global ticks
+    while ticks >= 0: ticks += 1; time.sleep(0.001)
+threading.Thread(target=tick, daemon=True).start()
+try: to_far.wait_notification(timeout=0.3)
+except fw.Deadline: pass
+assert ticks > 20, ticks
+ticks = -10**9
+""") as other:
+        other.end()
+
+
+def test_ctrl_c_ends_every_wait(program: type[Program]):
+    with program(SETUP + """
+import asyncio
+region = near.register(bytearray(4))
+pending = to_far.recv(1, region)
+slow = fw.Endpoint(label="slow")
+async def awaited(): await to_far.recv(2, near.allocate(4))
+for wait in (pending.wait, to_far.wait_notification, far.accept, lambda: asyncio.run(awaited())):
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try: wait()
+    except KeyboardInterrupt: print("stopped", flush=True)
+to_near.send(1, far.register(b"goes")).wait(60)
+print(pending.wait(60), region.read_at())
+""") as other:
+        assert other.end().split("\n")[:5] == ["stopped"] * 4 + ["4 b'goes'"]
+
+
+@pytest.mark.parametrize("held", ["in the module", "nowhere", "in a cycle"])
+def test_the_interpreter_ends_with_transfers_in_flight(program: type[Program], held: str):
+    keep = {"in the module": "kept = transfers", "nowhere": "del transfers", "in a cycle": "transfers.append(transfers)"}
+    with program(SETUP + f"""
+big = near.register(bytearray(32 << 20)); target = far.register(bytearray(32 << 20))
+transfers = [to_far.write(big, target.remote()) for _ in range(20)]
+transfers.append(to_far.recv(1, near.register(bytearray(4))))
+{keep[held]}
+print("leaves", flush=True)
+""") as other:
+        assert other.end() == "leaves\n"
+
+
+def test_the_interpreter_ends_while_another_thread_waits(program: type[Program]):
+    with program(SETUP + """
+def wait():
+    try: to_far.wait_notification()
+    except fw.Error: pass
+threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
+print("leaves", flush=True)
+""") as other:
+        assert other.end() == "leaves\n"
+
+
+CHILD = """
+import ferrywire as fw
+
+def child(metadata, region):
+    with fw.Endpoint() as near, near.connect(metadata, timeout=60) as peer:
+        peer.write(near.register(b"spawned"), region, message=b"done").wait(60)
+"""
+
+
+def test_a_spawned_process_has_endpoints_of_its_own(program: type[Program], tmp_path: Path):
+    (tmp_path / "work.py").write_text(CHILD)
+    with program("""
+import ferrywire as fw, multiprocessing, sys
+sys.path.insert(0, sys.argv[1])
+import work
+with fw.Endpoint("127.0.0.1:0") as far:
+    got = bytearray(7)
+    region = far.register(got)
+    spawn = multiprocessing.get_context("spawn")
+    # A region that is pickled arrives as the peer sees it.
+    spawned = spawn.Process(target=work.child, args=(far.metadata(), region))
+    spawned.start()
+    peer = far.accept(60)
+    print(peer.wait_notification(60), bytes(got), flush=True)
+    spawned.join(60)
+    assert spawned.exitcode == 0
+""", str(tmp_path)) as other:
+        assert other.end() == "b'done' b'spawned'\n"
+
+
+def test_a_forked_child_is_told_at_once(program: type[Program]):
+    with program(SETUP + """
+region = near.register(bytearray(8)); remote = far.register(bytearray(8)).remote()
+transfer = to_far.recv(1, region)
+def refused(use):
+    try: use()
+    except fw.UsageError as error: assert f"the endpoint was built in process {parent}" in str(error), error
+    else: raise AssertionError("nothing was refused")
+parent = os.getpid()
+child = os.fork()
+if child == 0:
+    for use in (lambda: to_far.write(region, remote), lambda: transfer.wait(60), lambda: far.accept(60),
+                lambda: to_far.wait_notification(60), lambda: near.connect("127.0.0.1:1"),
+                lambda: near.register(bytearray(1))):
+        refused(use)
+    del region, transfer, to_far, near
+    # One of its own works, and ends with it.
+    mine, other = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
+    other.connect(mine.metadata()).notify(b"child")
+    print(mine.accept(60).wait_notification(60), flush=True)
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+to_near.send(1, far.register(b"12345678")).wait(60)
+print(transfer.wait(60), flush=True)
+""") as other:
+        assert other.end().split("\n")[:2] == ["b'child'", "8"]
+
+
+def test_names_are_those_of_the_stubs():
+    from ferrywire import _ferrywire
+
+    stubs = ast.parse(Path(fw.__file__).with_name("_ferrywire.pyi").read_text())
+    for node in stubs.body:
+        if isinstance(node, ast.FunctionDef):
+            assert callable(getattr(_ferrywire, node.name))
+        if not isinstance(node, ast.ClassDef):
+            continue
+        told = {each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)}
+        kind = getattr(_ferrywire, node.name)
+        there = {name for name in vars(kind) if not name.startswith("__")}
+        assert {name for name in told if not name.startswith("__")} == there, node.name
+        for name in told - {"__buffer__"}:
+            assert hasattr(kind, name), f"{node.name}.{name}"
+        for name in there:
+            assert name.startswith("_") or vars(kind)[name].__doc__, f"{node.name}.{name} has no docstring"

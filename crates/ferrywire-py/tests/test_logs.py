@@ -1,0 +1,44 @@
+"""The engine's log arrives in `logging`, at its level."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from conftest import LIMIT, Program, eventually
+
+import ferrywire as fw
+
+
+def test_records_have_the_levels_of_the_engine(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.DEBUG, "ferrywire"):
+        with fw.Endpoint("127.0.0.1:0") as far, fw.Endpoint() as near:
+            near.connect(far.metadata(), timeout=LIMIT).close()
+        said = lambda: [record for record in caplog.records if "data connection" in record.getMessage()]
+        eventually(said, "a record of a connection")
+    assert {record.levelname for record in said()} == {"DEBUG"} and said()[0].name == "ferrywire"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "ferrywire"):
+        with fw.Endpoint("127.0.0.1:0", secret="one secret") as far, fw.Endpoint(secret="another one") as near:
+            with pytest.raises(fw.Refused):
+                near.connect(far.metadata(), timeout=LIMIT)
+            refused = lambda: [each for each in caplog.records if "refused a connection" in each.getMessage()]
+            eventually(refused, "a record of the refusal")
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+
+
+def test_a_handler_that_fails_or_is_slow_holds_nobody_up(program: type[Program]):
+    with program("""
+import ferrywire as fw, logging, sys, traceback, time
+traceback.print_exc = lambda *_: None
+class Bad(logging.Handler):
+    def handle(self, record):
+        time.sleep(0.01)
+        raise RuntimeError("no")
+logging.getLogger("ferrywire").addHandler(Bad())
+logging.getLogger("ferrywire").setLevel(logging.DEBUG)
+for _ in range(3):
+    with fw.Endpoint("127.0.0.1:0") as far, fw.Endpoint() as near:
+        near.connect(far.metadata(), timeout=60).close()
+""") as other:
+        other.end()

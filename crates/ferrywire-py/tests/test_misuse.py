@@ -1,0 +1,210 @@
+"""Each misuse does the right thing or raises at once, with a message that says what to do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import LIMIT, Pair
+
+import ferrywire as fw
+
+np = pytest.importorskip("numpy", reason="needs numpy")
+
+
+def refuses(message: str, kind: type[Exception] = fw.UsageError):
+    return pytest.raises(kind, match=re.escape(message))
+
+
+def test_an_array_that_is_no_single_run(pair: Pair):
+    with refuses("memory: not contiguous: shape (4, 2), strides (32, 16) in bytes; only one run of bytes can be"):
+        pair.near.register(np.zeros((4, 4))[:, ::2])
+    with refuses("try numpy.ascontiguousarray(x)"):
+        pair.near.register(np.zeros((4, 4)).T)
+
+
+@pytest.mark.parametrize("thing", [5, "text", None, [1, 2], object()])
+def test_what_has_no_memory(pair: Pair, thing: object):
+    with refuses(f"memory: {type(thing).__name__} has no memory to show"):
+        pair.near.register(thing)
+
+
+@pytest.mark.parametrize("offsets", [np.zeros(2), np.zeros(2, np.uint64), np.zeros(2, np.int32)])
+def test_offsets_of_another_type(pair: Pair, offsets: np.ndarray):
+    source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    with refuses(f"local_offsets: its elements are {offsets.dtype}, must be int64: try x.astype('int64')"):
+        fw.BlockList(source, target, offsets, np.zeros(2, np.int64), 4)
+    with refuses("remote_offsets: its elements are"):
+        fw.BlockList(source, target, [0, 4], offsets, 4)
+
+
+def test_offsets_of_another_shape_length_or_sign(pair: Pair):
+    source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    with refuses("local_offsets: its shape is (2, 2), must have one dimension"):
+        fw.BlockList(source, target, np.zeros((2, 2), np.int64), [0], 4)
+    with refuses("1 of them for 2 local offsets"):
+        fw.BlockList(source, target, [0, 4], [0], 4)
+    with refuses("block 1: its local offset is -4"):
+        fw.BlockList(source, target, [0, -4], [0, 0], 4)
+    with refuses("are outside the"):
+        fw.BlockList(source, target, [0, 4], [0, 5], 4)
+    with refuses("local_offsets: not a list of integers"):
+        fw.BlockList(source, target, [0, "x"], [0, 4], 4)
+    blocks = fw.BlockList(source, target, [0, 4], [0, 4], 4)
+    with refuses("block index: 2, but the list has 2 blocks"):
+        pair.to_far.write_blocks(blocks, [2])
+    with refuses("indices: entry 0 is -1, not the index of a block"):
+        pair.to_far.write_blocks(blocks, [-1])
+
+
+def test_a_range_outside_of_a_region(pair: Pair):
+    source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    with refuses("bytes 0..9 are outside the source region of 8 bytes"):
+        pair.to_far.write(source, target, nbytes=9)
+    with refuses("bytes 4..12 are outside the target region of 8 bytes"):
+        pair.to_far.write(source, target, target_offset=4)
+    with refuses("source_offset: -1 is negative"):
+        pair.to_far.write(source, target, source_offset=-1)
+    with refuses("bytes 6..10 are outside the source region of 8 bytes"):
+        source.read_at(6, 4)
+
+
+def test_read_only_memory_is_never_written_to(pair: Pair):
+    constant = b"for ever"
+    region = pair.far.register(constant)
+    assert not region.writable and "read-only" in repr(region)
+    with refuses("target: its memory is read-only"):
+        pair.to_near.recv(1, region)
+    got = bytearray(8)
+    back = pair.near.register(got)
+    with refuses("target: its memory is read-only"):
+        pair.to_near.read(region, back.remote())
+    with refuses("its memory is read-only, and a peer that has the descriptor could write to it"):
+        region.remote()
+    with refuses("memory: it is read-only: register a writable copy"):
+        pair.far.register(constant, writable=True)
+    pair.to_near.write(region, back.remote()).wait(LIMIT)
+    assert got == constant
+
+
+def test_a_region_that_was_deregistered(pair: Pair):
+    region = pair.near.register(bytearray(8))
+    target = pair.far.register(bytearray(8))
+    remote = target.remote()
+    with region:
+        pair.to_far.write(region, remote).wait(LIMIT)
+    region.deregister()
+    for use in (lambda: pair.to_far.write(region, remote), region.remote, region.read_at):
+        with refuses("region: it is deregistered"):
+            use()
+    assert "deregistered" in repr(region)
+    target.deregister()
+    with pytest.raises(fw.AccessRefused, match="refused the access") as refusal:
+        pair.to_far.write(pair.near.register(bytes(8)), remote).wait(LIMIT)
+    assert refusal.value.fault == "peer" and "far" in refusal.value.peer
+
+
+def test_a_region_of_another_endpoint_or_peer(pair: Pair):
+    mine, other = pair.near.register(bytearray(8)), pair.far.register(bytearray(8))
+    with refuses("region: it was registered with another endpoint"):
+        pair.to_far.write(other, other.remote())
+    with refuses("remote region: it belongs to endpoint"):
+        pair.to_far.write(mine, mine.remote())
+
+
+def test_after_close(pair: Pair):
+    region, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    pair.near.close()
+    pair.near.close()
+    assert pair.near.closed and "closed" in repr(pair.near)
+    for use in (
+        lambda: pair.near.register(bytearray(1)),
+        lambda: pair.near.allocate(1),
+        lambda: pair.near.connect(pair.far.metadata()),
+        lambda: pair.near.accept(),
+        lambda: pair.near.metadata(),
+    ):
+        with refuses("the endpoint is closed", fw.Closed):
+            use()
+    with pytest.raises((fw.PeerClosed, fw.Closed), match="closed"):
+        pair.to_far.write(region, target).wait(LIMIT)
+    pair.to_far.close()
+
+
+def test_a_deadline_leaves_the_transfer_running(pair: Pair):
+    got = bytearray(4)
+    transfer = pair.to_near.recv(9, pair.far.register(got))
+    assert transfer.poll() is None and not transfer.done()
+    with pytest.raises(fw.Deadline, match="recv with .*near.*0 of 4 bytes moved") as late:
+        transfer.wait(timeout=0.01)
+    assert isinstance(late.value, TimeoutError)
+    with pytest.raises(fw.Deadline, match="recv with"):
+        transfer.wait(LIMIT, stall_timeout=0.01)
+    pair.to_far.send(9, pair.near.register(b"late")).wait(LIMIT)
+    assert transfer.wait(LIMIT) == 4 and got == b"late"
+
+
+def test_a_cancelled_transfer_says_so(pair: Pair):
+    transfer = pair.to_near.recv(9, pair.far.register(bytearray(4)))
+    transfer.cancel()
+    with refuses("cancelled", fw.Cancelled):
+        transfer.wait(LIMIT)
+
+
+def test_a_message_that_is_too_long(pair: Pair):
+    transfer = pair.to_near.recv(9, pair.far.register(bytearray(4)))
+    pair.to_far.send(9, pair.near.register(b"too long"))
+    with refuses("a message of 8 bytes with tag 9 arrived for a buffer of 4", fw.Truncated):
+        transfer.wait(LIMIT)
+    with refuses(f"notification: {fw.NOTIFY_BYTES_MAX + 1} bytes, at most {fw.NOTIFY_BYTES_MAX} are allowed"):
+        pair.to_far.notify(bytes(fw.NOTIFY_BYTES_MAX + 1))
+
+
+def test_a_configuration_that_cannot_work():
+    with refuses("secret: needed to listen beyond loopback: give both ends the same secret"):
+        fw.Endpoint("0.0.0.0:0")
+    with refuses("secret: must be at least 8 bytes long"):
+        fw.Endpoint("0.0.0.0:0", secret=b"short")
+    with refuses("is none"):
+        fw.Endpoint("nonsense")
+    with refuses("channels: 0 is not between 1 and"):
+        fw.Endpoint(channels=0)
+    with refuses("accept: this endpoint does not listen: build it with an address"), fw.Endpoint() as endpoint:
+        endpoint.accept()
+    with refuses("timeout: -1 is not a number of seconds"), fw.Endpoint("127.0.0.1:0") as endpoint:
+        endpoint.accept(timeout=-1)
+    with refuses("place: \"moon:1\"; there are host, cuda:N and sim:N"), fw.Endpoint() as endpoint:
+        endpoint.allocate(1, "moon:1")
+
+
+def test_nobody_there_and_somebody_else(pair: Pair):
+    with refuses("Connection refused", fw.Unreachable) as gone, fw.Endpoint("127.0.0.1:0") as other:
+        metadata = other.metadata()
+        other.close()
+        pair.near.connect(metadata, timeout=LIMIT)
+    assert isinstance(gone.value, ConnectionError) and gone.value.fault == "peer"
+    with fw.Endpoint("127.0.0.1:0", secret=b"one secret") as guarded:
+        with refuses("refused", fw.Refused) as stranger:
+            pair.near.connect(guarded.metadata(), timeout=LIMIT)
+        assert stranger.value.fault == "stranger"
+    for nonsense in (b"", b"\x01", b"x" * 40):
+        with refuses("metadata: "):
+            pair.near.connect(nonsense)
+        with refuses("region descriptor: "):
+            fw.RemoteRegion(nonsense)
+
+
+def test_every_exception_has_its_place():
+    from ferrywire import _errors
+
+    for name in _errors.__all__:
+        assert issubclass(getattr(fw, name), fw.Error) and name in fw.__all__
+    assert issubclass(fw.PeerLost, fw.PeerError) and issubclass(fw.PeerLost, ConnectionError)
+    assert issubclass(fw.UsageError, ValueError) and issubclass(fw.Deadline, TimeoutError)
+    assert issubclass(fw.LocalError, OSError)
+
+
+def test_a_stream_for_memory_that_is_in_none(pair: Pair):
+    region, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    with refuses("stream: the region is not memory of a CUDA GPU"):
+        pair.to_far.write(region, target, stream=0)
