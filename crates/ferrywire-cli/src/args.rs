@@ -10,7 +10,7 @@ use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand, 
 use ferrywire::nccl::abi::Version;
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, Names, Sizes};
+use crate::units::{Bytes, Gpus, Names, Sizes};
 
 const AFTER_HELP: &str = "Every option can also be given as FERRYWIRE_<OPTION> in the environment or under its name in the TOML \
 file of --config; an option goes before the environment, the environment before the file. Sizes take K, M, G \
@@ -139,6 +139,12 @@ pub struct ServeFlags {
     /// NICs to use, by name [default: every NIC with an address; loopback when listening on loopback]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
+    /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
+    /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
+    #[arg(long, value_name = "GPU=NIC,...")]
+    pub map: Option<String>,
     /// End after one peer, with its outcome as exit status
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -208,7 +214,7 @@ pub struct ConnectFlags {
     /// Cut each message into N scattered blocks, moved by one vectored call
     #[arg(long, value_name = "N")]
     pub blocks: Option<usize>,
-    /// Who sends to whom: pair (default), bidir, incast, or latency (write and notify, answered likewise)
+    /// Who sends to whom: pair (default), bidir, mesh (needs --gpus), incast, or latency (write and notify, answered likewise)
     #[arg(long)]
     pub pattern: Option<Pattern>,
     /// Peers that write to the one end at once, with --pattern incast [default: 2]
@@ -220,6 +226,12 @@ pub struct ConnectFlags {
     /// NICs to use, by name: eth1,eth2 [default: the route's own]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
+    /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4; the serve there needs --gpus too. GPU i moves data to GPU i of the other end [default: one endpoint]
+    #[arg(long, value_name = "LIST")]
+    pub gpus: Option<Gpus>,
+    /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
+    #[arg(long, value_name = "GPU=NIC,...")]
+    pub map: Option<String>,
     /// Chunk size [default: chosen]
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
@@ -304,8 +316,7 @@ pub enum Pattern {
     Pair,
     /// Both directions at once
     Bidir,
-    /// Everyone to everyone
-    #[value(hide = true)]
+    /// Every GPU of one side to every GPU of the other, with --gpus
     Mesh,
     /// Several peers to one
     Incast,

@@ -98,6 +98,23 @@ impl Memory {
         }
     }
 
+    /// The same kind of memory on the GPU with this number.
+    pub fn on(self, gpu: u32) -> Memory {
+        match self {
+            Memory::Host => Memory::Host,
+            Memory::Cuda(_) => Memory::Cuda(gpu),
+            Memory::Sim(_) => Memory::Sim(gpu),
+        }
+    }
+
+    /// The name, in results, of the endpoint with this number; those of host memory are numbered like GPUs.
+    pub fn name_on(self, gpu: u32) -> String {
+        match self {
+            Memory::Host => format!("host:{gpu}"),
+            on_gpu => on_gpu.on(gpu).to_string(),
+        }
+    }
+
     /// The GPU's place, if it is one.
     pub fn gpu(self) -> Option<Place> {
         match self {
@@ -130,6 +147,15 @@ pub enum Home {
 }
 
 impl Home {
+    /// What it is, as it is typed.
+    pub fn memory(&self) -> Memory {
+        match self {
+            Home::Host => Memory::Host,
+            Home::Cuda(gpu) => Memory::Cuda(gpu.index()),
+            Home::Sim(gpu) => Memory::Sim(gpu.index()),
+        }
+    }
+
     /// The name of the GPU.
     pub fn gpu_name(&self) -> Option<String> {
         match self {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrywire::limits::CHANNELS_MAX;
 use ferrywire::nccl::abi::Version;
-use ferrywire::topology::Wishes;
+use ferrywire::topology::{Map, Wishes};
 
 use crate::args::{
     self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, TopoFlags, Unpack,
@@ -17,7 +17,7 @@ use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX}
 use crate::carrier::{self, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
-use crate::units::Sizes;
+use crate::units::{Gpus, Names, Sizes};
 use crate::{bench, file};
 
 /// Where `serve` listens and `connect` connects when no port is given.
@@ -80,6 +80,10 @@ pub struct PluginPlan {
 pub struct EnginePlan {
     /// NICs by name; empty: the engine chooses.
     pub nics: Vec<String>,
+    /// GPUs with an endpoint of their own; `None`: one endpoint.
+    pub gpus: Option<Vec<u32>>,
+    /// NICs by GPU, where that was said.
+    pub map: Map,
     /// Channels per peer.
     pub channels: Option<usize>,
     /// Chunk size.
@@ -203,8 +207,11 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let call_limit =
         Duration::from_secs_f64(seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         plugin: carrier::for_serve(&flags, call_limit)?,
+        gpus,
+        map,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads)?,
         congestion_control: flags.congestion_control,
@@ -254,7 +261,8 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
             "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
         );
     }
-    refuse_unbuilt(&flags)?;
+    let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
+    check_pattern(&flags)?;
     let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
     let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
@@ -275,6 +283,8 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
             plugin,
             threads: at_least_one("--threads", flags.threads)?,
             nics: flags.nics.map(|names| names.0).unwrap_or_default(),
+            gpus,
+            map,
             crc: flags.crc,
             congestion_control: flags.congestion_control,
             secret,
@@ -282,12 +292,32 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
     })
 }
 
-fn refuse_unbuilt(flags: &ConnectFlags) -> Outcome {
-    match flags.pattern {
-        Some(Pattern::Mesh) => {
-            usage("--pattern mesh needs several endpoints per process, which this build does not have")
-        }
+fn check_pattern(flags: &ConnectFlags) -> Outcome {
+    match (flags.pattern, &flags.gpus, flags.peers) {
+        (Some(Pattern::Mesh), None, _) => usage("--pattern mesh joins several GPUs of each side: name them with --gpus"),
+        (_, Some(_), Some(_)) => usage("--peers: with --gpus the peers of an incast are the GPUs"),
         _ => Ok(()),
+    }
+}
+
+/// Endpoints of a process, and what is said of their NICs.
+fn fleet(gpus: Option<Gpus>, map: Option<&str>, nics: &Option<Names>) -> Outcome<(Option<Vec<u32>>, Map)> {
+    let map: Map = match map {
+        Some(text) => text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))?,
+        None => Map::default(),
+    };
+    let gpus = gpus.map(|gpus| gpus.0);
+    if map.nics.is_empty() {
+        return Ok((gpus, map));
+    }
+    if nics.is_some() {
+        return usage("--map names the NICs of each GPU: leave out --nics");
+    }
+    let named = gpus.as_deref().unwrap_or_default();
+    match (map.nics.keys().find(|gpu| !named.contains(gpu)), named.iter().find(|gpu| !map.nics.contains_key(gpu))) {
+        (Some(gpu), _) => usage(format!("--map {gpu}=...: GPU {gpu} is not one of --gpus")),
+        (_, Some(gpu)) => usage(format!("--map: no NIC for GPU {gpu} of --gpus")),
+        (None, None) => Ok((gpus, map)),
     }
 }
 
@@ -318,6 +348,7 @@ fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Ru
         sizes: sizes.0,
         depth,
         peers: peers(flags, pattern)?,
+        fleet: flags.gpus.is_some(),
         iters,
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,
@@ -354,7 +385,7 @@ fn blocks(blocks: Option<usize>, sizes: &Sizes) -> Outcome<Option<u64>> {
 
 fn peers(flags: &ConnectFlags, pattern: Pattern) -> Outcome<usize> {
     match (pattern, flags.peers) {
-        (Pattern::Incast, None) => Ok(2),
+        (Pattern::Incast, None) if flags.gpus.is_none() => Ok(2),
         (Pattern::Incast, Some(n)) if (1..=PEERS_MAX).contains(&n) => Ok(n),
         (Pattern::Incast, Some(n)) => usage(format!("--peers {n}: between 1 and {PEERS_MAX}")),
         (_, Some(_)) => usage("--peers belongs to --pattern incast"),

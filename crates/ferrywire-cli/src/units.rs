@@ -9,6 +9,8 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Largest size that can be asked for: a slip of the finger is refused before memory is.
 pub const SIZE_BYTES_MAX: u64 = 1 << 40;
+/// GPUs of a host that can be named.
+const GPUS_MAX: u32 = ferrywire::limits::CUDA_GPUS_MAX as u32;
 /// Most sizes of one run.
 pub const SIZES_MAX: usize = 64;
 
@@ -133,6 +135,46 @@ impl<'de> Deserialize<'de> for Sizes {
     }
 }
 
+/// Numbers of GPUs, a list or a range: `0-7`, `0,2,4-6`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpus(pub Vec<u32>);
+
+impl FromStr for Gpus {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Gpus, String> {
+        let mut gpus = Vec::new();
+        for part in text.split(',').map(str::trim) {
+            let (first, last) = part.split_once('-').unwrap_or((part, part));
+            let number = |text: &str| text.trim().parse::<u32>().ok().filter(|gpu| *gpu < GPUS_MAX);
+            let (Some(first), Some(last)) = (number(first), number(last)) else {
+                return Err(format!("'{part}' is no GPU; write 0-7 or 0,2, numbers 0 to {}", GPUS_MAX - 1));
+            };
+            if first > last {
+                return Err(format!("the range {first}-{last} is empty"));
+            }
+            gpus.extend(first..=last);
+        }
+        match gpus.iter().enumerate().find(|(at, gpu)| gpus[..*at].contains(gpu)) {
+            Some((_, gpu)) => Err(format!("GPU {gpu} is named twice")),
+            None => Ok(Gpus(gpus)),
+        }
+    }
+}
+
+impl Serialize for Gpus {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let texts: Vec<String> = self.0.iter().map(u32::to_string).collect();
+        serializer.serialize_str(&texts.join(","))
+    }
+}
+
+impl<'de> Deserialize<'de> for Gpus {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Gpus, D::Error> {
+        Written::deserialize(deserializer)?.text().parse().map_err(serde::de::Error::custom)
+    }
+}
+
 /// Names separated by commas: `eth1,eth2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Names(pub Vec<String>);
@@ -180,6 +222,16 @@ mod tests {
     fn nonsense_is_refused() {
         for text in ["", "4Q", "K", "-1", "16K..4K", "0..4K", "2000G", "1.5M"] {
             assert!(sizes(text).is_err(), "{text} was accepted");
+        }
+    }
+
+    #[test]
+    fn gpus_are_lists_and_ranges() {
+        let read = |text: &str| text.parse::<Gpus>().map(|gpus| gpus.0);
+        assert_eq!(read("0-3"), Ok(vec![0, 1, 2, 3]));
+        assert_eq!(read("5, 0-1"), Ok(vec![5, 0, 1]));
+        for text in ["", "a", "0,", "3-1", "0-1,1", "-1", "999"] {
+            assert!(read(text).is_err(), "{text} was accepted");
         }
     }
 

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, PeerStats};
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::fleet;
 use super::host::Host;
 use super::incast::Companions;
 use super::isolated;
@@ -61,37 +62,62 @@ fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
 
 /// Connects and goes through the sizes; `tell` hears what was found out, `stage` what begins.
 pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&str)) -> Outcome {
+    if plan.engine.gpus.is_some() {
+        return fleet::measure(plan, (tell, stage));
+    }
     let start = Instant::now();
     let home = plan.run.memory.open()?;
     home.check_room(layout::region_bytes(&plan.run))?;
     let endpoint = super::endpoint(&plan.engine, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
-    let outcome = converse(plan, (&endpoint, &home), &link, start, (tell, stage));
+    let part = Part { number: plan.member, run: &plan.run, endpoint: &endpoint, home: &home, pairs: &[] };
+    let outcome = converse(plan, &part, &link, start, (tell, stage));
     stage("while closing");
-    match &outcome {
-        Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
-        Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
-    }
+    take_leave(&link, &outcome);
     let _ = endpoint.close(CLOSE_DEADLINE);
     outcome
 }
 
-/// Who hears of each finished size, and of what is being done.
-type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
+/// Tells the other end how it ended, where it does not know.
+pub fn take_leave(link: &Link, outcome: &Outcome) {
+    match outcome {
+        Ok(()) => drop(link.peer.close(CLOSE_DEADLINE)),
+        Err(failure) => link.tell_last(&Message::Failed { why: failure.first_line() }),
+    }
+}
 
-fn converse(
+/// Who hears of each finished size, and of what is being done.
+pub type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
+
+/// One peer's part in a run.
+pub struct Part<'a> {
+    /// Which of the run's peers this is; the first one tells.
+    pub number: usize,
+    /// What all peers of the run agree on.
+    pub run: &'a Run,
+    /// The endpoint that it connects from.
+    pub endpoint: &'a Endpoint,
+    /// Where this end's bytes lie.
+    pub home: &'a Home,
+    /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
+    pub pairs: &'a [(u32, u32)],
+}
+
+/// Greets, and goes through the sizes.
+pub fn converse(
     plan: &ConnectPlan,
-    (endpoint, home): (&Endpoint, &Home),
+    part: &Part<'_>,
     link: &Link,
     start: Instant,
     (tell, doing): Listeners<'_>,
 ) -> Outcome {
-    let (run, here) = (&plan.run, Host::this());
+    let Part { number, run, endpoint, home, .. } = *part;
+    let here = Host::this();
     let hello = Hello {
         version: protocol::VERSION,
         run_id: plan.run_id.clone(),
-        member: plan.member,
+        member: number,
         boot_id: here.boot_id.clone(),
         run: run.clone(),
     };
@@ -110,7 +136,7 @@ fn converse(
         Session { link, side: Side::Connect, run, local: &local, remote: &remote, gate: None, inject: None };
     tell(News::Peer(peer_host.clone(), peer_threads));
     let setup_s = start.elapsed().as_secs_f64();
-    let progress = progress(plan);
+    let progress = progress(run, number);
     for (step, size) in run.sizes.iter().enumerate() {
         let stage = |stage: &str| {
             doing(&format!("at size {}, {stage}", Bytes(*size)));
@@ -118,9 +144,12 @@ fn converse(
         };
         let report = session.step(step, &stage)?;
         let gpus = (home.gpu_name(), peer_gpu.clone());
-        let now = circumstances(plan, run, gpus, endpoint, link.peer.stats(), setup_s);
+        if number > 0 {
+            continue;
+        }
+        let now = circumstances(plan, &Part { run, ..*part }, gpus, link.peer.stats(), setup_s);
         let results = result::results(&now, &here, &peer_host, step, &report);
-        if plan.verbose && plan.member == 0 {
+        if plan.verbose {
             for row in &results {
                 eprintln!("finished {}", table::line(row));
                 staged::line(row).into_iter().for_each(|line| eprintln!("{line}"));
@@ -139,16 +168,17 @@ fn converse(
 
 fn circumstances<'a>(
     plan: &ConnectPlan,
-    run: &'a Run,
+    part: &Part<'a>,
     (gpu, peer_gpu): (Option<String>, Option<String>),
-    endpoint: &Endpoint,
     stats: PeerStats,
     setup_s: f64,
 ) -> Circumstances<'a> {
     let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
     let plugin = plan.engine.plugin.as_ref();
+    let Part { run, endpoint, pairs, .. } = *part;
     Circumstances {
         run,
+        pairs,
         gpu,
         peer_gpu,
         transport: stats.transport.to_owned(),
@@ -163,17 +193,17 @@ fn circumstances<'a>(
     }
 }
 
-fn progress(plan: &ConnectPlan) -> ProgressBar {
-    if plan.member > 0 {
+fn progress(run: &Run, number: usize) -> ProgressBar {
+    if number > 0 {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{bar:20} {pos}/{len}  {msg}  {elapsed}");
-    let bar = ProgressBar::new(plan.run.sizes.len() as u64);
+    let bar = ProgressBar::new(run.sizes.len() as u64);
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// Connects to the first address that answers; Ctrl-C ends the wait.
-fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
+pub fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
     let mut last = Failure::failed("no address to connect to");
     for address in &plan.addresses {
         let (endpoint, address, deadline) = (endpoint.clone(), *address, plan.deadline);
@@ -187,7 +217,8 @@ fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
     Err(last)
 }
 
-fn wait_for(result: &mpsc::Receiver<ferrywire::Result<Peer>>) -> Outcome<ferrywire::Result<Peer>> {
+/// Waits for what a thread does; Ctrl-C ends the wait.
+pub fn wait_for<T>(result: &mpsc::Receiver<ferrywire::Result<T>>) -> Outcome<ferrywire::Result<T>> {
     loop {
         match result.recv_timeout(DIAL_SLICE) {
             Ok(result) => return Ok(result),

@@ -31,6 +31,10 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     if !plan.engine.nics.is_empty() {
         command.arg(format!("--nics={}", plan.engine.nics.join(",")));
     }
+    if let Some(gpus) = &plan.engine.gpus {
+        let gpus: Vec<String> = gpus.iter().map(u32::to_string).collect();
+        command.arg(format!("--gpus={}", gpus.join(",")));
+    }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
     command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
     command.args(plan.run.peer_memory.map(|memory| format!("--memory={memory}")));

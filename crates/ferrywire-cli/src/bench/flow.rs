@@ -252,6 +252,7 @@ mod tests {
             depth: Some(2),
             blocks: None,
             peers: 1,
+            fleet: false,
             iters: Some(10),
             seconds: None,
             warmup: None,

@@ -15,7 +15,8 @@ impl Companions {
     /// Starts those that are not this process.
     pub fn start(plan: &ConnectPlan) -> Outcome<Companions> {
         let mut companions = Companions(Vec::new());
-        if plan.member > 0 {
+        // Endpoints of this process need none.
+        if plan.member > 0 || plan.engine.gpus.is_some() {
             return Ok(companions);
         }
         for member in 1..plan.run.peers {

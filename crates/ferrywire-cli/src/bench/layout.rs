@@ -178,6 +178,7 @@ mod tests {
             depth: None,
             blocks,
             peers: 1,
+            fleet: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

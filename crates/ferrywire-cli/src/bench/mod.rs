@@ -3,13 +3,14 @@
 //! Reading order: [`protocol`] (what the ends say to each other), [`layout`] and [`pattern`] (where the
 //! bytes lie and what they are), [`flow`] and [`pingpong`] (the timed loops), [`session`] (one size, the same
 //! code on both ends), [`check`] (the verdict), [`serve`] and [`connect`], [`isolated`] (plugins run in a
-//! process of their own), [`result`] and [`report`].
+//! process of their own), [`fleet`] (several endpoints in one process), [`result`] and [`report`].
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
 pub mod check;
 pub mod connect;
 pub mod demo;
+pub mod fleet;
 pub mod flow;
 pub mod gate;
 pub mod host;

@@ -1,10 +1,12 @@
 //! What the two ends of a bench say to each other: JSON in notifications of the engine.
 //!
-//! `connect` says `Hello`; `serve` answers `Welcome` or `Refused`; `connect` gives its own region. Then both
-//! walk through the sizes in lockstep, see [`super::session`]. `Bye` ends the run.
+//! A `connect` with several endpoints first says `Ask`, and hears `Here`. Each peer of a run says `Hello`; `serve`
+//! answers `Welcome` or `Refused`; `connect` gives its own region. Then both walk through the sizes in lockstep, see
+//! [`super::session`]. `Bye` ends the run.
 //! Invariant: an end never waits for a message that the other end, doing its part, does not send.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -16,7 +18,7 @@ use crate::memory::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -24,8 +26,8 @@ pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
 pub const DEPTH_MAX: usize = 4096;
 /// Most blocks of one message.
 pub const BLOCKS_MAX: u64 = 1 << 24;
-/// Most peers of an incast.
-pub const PEERS_MAX: usize = 64;
+/// Most peers of a run: 8 GPUs to 8 GPUs, and as many again.
+pub const PEERS_MAX: usize = 128;
 
 /// What both ends must agree on; decided by the connecting end.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -47,8 +49,11 @@ pub struct Run {
     pub depth: Option<usize>,
     /// Blocks per message; `None`: the message is one piece.
     pub blocks: Option<u64>,
-    /// Processes that join this run.
+    /// Peers that join this run, each with a conversation of its own.
     pub peers: usize,
+    /// Whether they are endpoints of one process, one for each GPU; else processes.
+    #[serde(default)]
+    pub fleet: bool,
     /// Messages of the timed part.
     pub iters: Option<u64>,
     /// Length of the timed part; with `iters`, whichever ends first.
@@ -216,6 +221,13 @@ pub struct SideReport {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Message {
+    /// `connect` asks which endpoints the process has, before it greets.
+    Ask,
+    /// `serve` names them, by GPU, with the addresses of each. The one that was asked is the first.
+    Here {
+        /// Number of the GPU and addresses.
+        endpoints: Vec<(u32, Vec<SocketAddr>)>,
+    },
     /// `connect` asks for a run.
     Hello(Box<Hello>),
     /// `serve` does not take part.

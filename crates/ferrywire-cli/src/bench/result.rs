@@ -1,6 +1,7 @@
 //! Numbers from measurements: the results of one size as they are printed and stored.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use ferrywire::LaneStats;
 use serde::{Deserialize, Serialize};
@@ -83,7 +84,7 @@ pub struct ResultRow {
     pub unpack: Option<Unpack>,
     /// Who sends to whom.
     pub pattern: Pattern,
-    /// The name of this end's GPU; `all` for the sum over an incast.
+    /// The name of this end's GPU, or of its endpoint where there are several; `all` for all of them.
     pub gpu: Option<String>,
     /// The name of the other end's GPU.
     pub peer_gpu: Option<String>,
@@ -134,6 +135,8 @@ pub struct ResultRow {
 pub struct Circumstances<'a> {
     /// What was agreed on.
     pub run: &'a Run,
+    /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
+    pub pairs: &'a [(u32, u32)],
     /// The name of this end's GPU, where its bytes lie on one.
     pub gpu: Option<String>,
     /// Likewise of the other end.
@@ -161,7 +164,8 @@ pub struct Circumstances<'a> {
 /// Flows that make one result, with what both ends spent on them.
 struct Share<'a> {
     direction: &'static str,
-    gpu: Option<&'static str>,
+    /// The names of the endpoints, where there are several; `all` for all of them.
+    gpus: Option<(String, String)>,
     member: Option<usize>,
     flows: Vec<&'a FlowReport>,
     members: &'a [SideReport],
@@ -181,38 +185,73 @@ pub fn results(
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
     let size = now.run.sizes[step];
-    let shares = shares(now.run, size, report);
+    let shares = shares(now, size, report);
     shares.iter().map(|share| row(now, step, report, share, &limit)).collect()
 }
 
-fn shares<'a>(run: &Run, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
-    let forward: Vec<&FlowReport> = report.members.iter().filter_map(|side| side.driven.as_ref()).collect();
-    let backward: Vec<&FlowReport> = report.serve.iter().filter_map(|side| side.driven.as_ref()).collect();
-    let to_peer = if run.op == Op::Read { "from_peer" } else { "to_peer" };
-    let from_peer = if run.op == Op::Read { "to_peer" } else { "from_peer" };
-    let all: Vec<&FlowReport> = forward.iter().chain(&backward).copied().collect();
-    let serve_bytes = all.iter().map(|flow| bytes(run, flow, size)).sum();
-    let share = |direction, gpu, member, flows, members| Share {
-        direction,
-        gpu,
-        member,
-        flows,
-        members,
-        serve_bytes,
-    };
-    match run.pattern {
-        Pattern::Bidir => vec![
-            share(to_peer, None, None, forward, &report.members),
-            share(from_peer, None, None, backward, &report.members),
-            share("both", None, None, all, &report.members),
-        ],
-        Pattern::Incast => {
-            let one = |i: usize| share(to_peer, None, Some(i), vec![forward[i]], &report.members[i..=i]);
-            let mut shares: Vec<Share> = (0..forward.len()).map(one).collect();
-            shares.push(share(to_peer, Some("all"), None, forward, &report.members));
-            shares
+fn shares<'a>(now: &Circumstances, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
+    let run = now.run;
+    let driven = |sides: &'a [SideReport]| sides.iter().filter_map(|side| side.driven.as_ref());
+    let serve_bytes = driven(&report.members).chain(driven(&report.serve)).map(|flow| bytes(run, flow, size)).sum();
+    let part = Part { run, report, serve_bytes };
+    let everybody = 0..report.members.len();
+    let all = || Some((ALL.to_owned(), ALL.to_owned()));
+    match (run.pattern, run.fleet) {
+        (_, true) => {
+            let names = |(gpu, peer_gpu): (u32, u32)| {
+                let there = run.peer_memory.unwrap_or(run.memory);
+                Some((run.memory.name_on(gpu), there.name_on(peer_gpu)))
+            };
+            let each = everybody.clone().zip(now.pairs.iter().copied());
+            let each = each.flat_map(|(at, numbers)| part.shares(at..at + 1, names(numbers)));
+            each.chain(part.shares(everybody, all())).collect()
         }
-        _ => vec![share(to_peer, None, None, forward, &report.members)],
+        (Pattern::Incast, false) => {
+            let one = |at: usize| {
+                let of_one = part.shares(at..at + 1, None);
+                of_one.into_iter().map(move |share| Share { member: Some(at), ..share })
+            };
+            everybody.clone().flat_map(one).chain(part.shares(everybody, all())).collect()
+        }
+        (_, false) => part.shares(everybody, None),
+    }
+}
+
+/// What stands for all endpoints of an end.
+const ALL: &str = "all";
+
+/// Of the reports on one size.
+struct Part<'a, 'b> {
+    run: &'b Run,
+    report: &'a StepReport,
+    serve_bytes: u64,
+}
+
+impl<'a> Part<'a, '_> {
+    /// What some of the peers moved, in each direction and both.
+    fn shares(&self, of: Range<usize>, gpus: Option<(String, String)>) -> Vec<Share<'a>> {
+        let driven = |sides: &'a [SideReport]| -> Vec<&'a FlowReport> {
+            sides.iter().filter_map(|side| side.driven.as_ref()).collect()
+        };
+        let members = &self.report.members[of.clone()];
+        let (forward, backward) = (driven(members), driven(&self.report.serve[of]));
+        let share = |direction, flows| Share {
+            direction,
+            gpus: gpus.clone(),
+            member: None,
+            flows,
+            members,
+            serve_bytes: self.serve_bytes,
+        };
+        let (to_peer, from_peer) = match self.run.op {
+            Op::Read => ("from_peer", "to_peer"),
+            _ => ("to_peer", "from_peer"),
+        };
+        if self.run.pattern != Pattern::Bidir {
+            return vec![share(to_peer, forward)];
+        }
+        let both = forward.iter().chain(&backward).copied().collect();
+        vec![share(to_peer, forward), share(from_peer, backward), share("both", both)]
     }
 }
 
@@ -243,8 +282,8 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         transport: now.transport.clone(),
         unpack: now.unpack,
         pattern: run.pattern,
-        gpu: share.gpu.map(str::to_owned).or_else(|| now.gpu.clone()),
-        peer_gpu: now.peer_gpu.clone(),
+        gpu: gpu(share.gpus.as_ref().map(|(here, _)| here), &now.gpu),
+        peer_gpu: gpu(share.gpus.as_ref().map(|(_, there)| there).filter(|_| run.fleet), &now.peer_gpu),
         direction: share.direction.to_owned(),
         size_bytes: size,
         depth: layout::depth(run, size),
@@ -268,6 +307,11 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
     }
 }
 
+/// Several endpoints have names; one has its GPU's.
+fn gpu(of_several: Option<&String>, own: &Option<String>) -> Option<String> {
+    of_several.or(own.as_ref()).cloned()
+}
+
 fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Option<CpuPerGb> {
     let both_ways = share.direction == "both" || run.pattern == Pattern::Bidir;
     let own_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
@@ -276,8 +320,11 @@ fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Optio
     if near_bytes == 0 || share.serve_bytes == 0 {
         return None;
     }
-    let near_s: f64 = share.members.iter().map(|side| side.cpu_s).sum();
-    let near = near_s / (near_bytes as f64 / 1e9);
+    let near = match run.fleet {
+        // One process, whose threads serve all of them: what a GB costs there on the whole.
+        true => report.members.iter().map(|side| side.cpu_s).fold(0.0, f64::max) / (share.serve_bytes as f64 / 1e9),
+        false => share.members.iter().map(|side| side.cpu_s).sum::<f64>() / (near_bytes as f64 / 1e9),
+    };
     let far = report.serve.first().map_or(0.0, |side| side.cpu_s) / (share.serve_bytes as f64 / 1e9);
     let from_near = share.direction != "from_peer";
     Some(if from_near {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
+use super::fleet::Fleet;
 use super::gate::Gate;
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
@@ -27,6 +28,8 @@ use crate::sys;
 
 /// A peer that has connected has this long to say what it wants.
 const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+/// Endpoints have this long to start.
+const START_DEADLINE: Duration = Duration::from_secs(60);
 /// A run that is about to end is waited for before the next is refused.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
 
@@ -172,25 +175,112 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
         sys::die_with_parent();
     }
     // As long as it serves: what was named to it is there from the beginning.
-    let _home = plan.memory.map(Memory::open).transpose()?;
-    let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
-    voice.listening(&plan, &endpoint);
-    let hall = Arc::new(Hall::default());
+    let (doors, _homes) = open_doors(&plan)?;
+    voice.listening(&plan, &doors[0].endpoint);
     let (over, ended) = mpsc::channel();
+    let house = House { plan: Arc::new(plan), voice: voice.clone(), hall: Arc::default(), over };
+    for door in &doors[1..] {
+        let (house, door) = (house.clone(), door.clone());
+        let watch = move || {
+            let mut last_error = None;
+            while house.answer(&door, &mut last_error) {}
+        };
+        let spawned = std::thread::Builder::new().name("bench-door".to_owned()).spawn(watch);
+        spawned.map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))?;
+    }
     let mut last_error = None;
     let outcome = loop {
-        if let Some(outcome) = after(&plan, voice, &ended) {
+        if let Some(outcome) = after(&house.plan, voice, &ended) {
             break outcome;
         }
-        match endpoint.accept(SLICE) {
-            Ok(peer) => attend_in_thread(&plan, voice, &endpoint, &hall, peer, over.clone()),
-            Err(Error::Deadline { .. }) => {}
-            Err(Error::Closed) => break Err(Error::Closed.into()),
-            Err(error) => complain_once(&mut last_error, error),
+        if !house.answer(&doors[0], &mut last_error) {
+            break Err(Error::Closed.into());
         }
     };
-    let _ = endpoint.close(CLOSE_DEADLINE);
+    std::thread::scope(|scope| {
+        for door in &doors {
+            scope.spawn(|| door.endpoint.close(CLOSE_DEADLINE));
+        }
+    });
     outcome
+}
+
+/// An endpoint that peers come to.
+#[derive(Clone)]
+struct Door {
+    endpoint: Endpoint,
+    /// Its GPU, where there are several endpoints.
+    gpu: Option<u32>,
+    /// All endpoints of the process, this one first.
+    all: Arc<Vec<(u32, Vec<SocketAddr>)>>,
+}
+
+/// What is kept open with the doors.
+enum Kept {
+    One { _home: Option<Home> },
+    Several { _fleet: Fleet },
+}
+
+fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
+    if plan.engine.gpus.is_none() {
+        let home = plan.memory.map(Memory::open).transpose()?;
+        let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
+        let all = Arc::new(vec![(0, endpoint.reachable_addresses())]);
+        return Ok((vec![Door { endpoint, gpu: None, all }], Kept::One { _home: home }));
+    }
+    let memory = plan.memory.unwrap_or_else(|| Memory::of_this_host(None));
+    let fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE)?;
+    let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
+    let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
+    let door = |(gpu, endpoint): (u32, &Endpoint)| Door { endpoint: endpoint.clone(), gpu: Some(gpu), all: all.clone() };
+    Ok((fleet.endpoints().map(door).collect(), Kept::Several { _fleet: fleet }))
+}
+
+/// What all that attend to peers share.
+#[derive(Clone)]
+struct House {
+    plan: Arc<ServePlan>,
+    voice: Voice,
+    hall: Arc<Hall>,
+    over: Sender<Ended>,
+}
+
+impl House {
+    /// Attends to whoever is at the door; false when it is closed.
+    fn answer(&self, door: &Door, last_error: &mut Option<Error>) -> bool {
+        match door.endpoint.accept(SLICE) {
+            Ok(peer) => self.attend_in_thread(door, peer),
+            Err(Error::Deadline { .. }) => {}
+            Err(Error::Closed) => return false,
+            Err(error) => complain_once(last_error, error),
+        }
+        true
+    }
+
+    fn attend_in_thread(&self, door: &Door, peer: Peer) {
+        let (house, door) = (self.clone(), door.clone());
+        let attend = move || {
+            let link = Link::new(peer, HELLO_DEADLINE);
+            match admit(&link, &house.hall, &house.plan, &door) {
+                Err(failure) => {
+                    let why = failure.message();
+                    if house.plan.verbose {
+                        eprintln!("{}: turned away: {why}", link.peer.name());
+                    }
+                    link.tell_last(&Message::Refused { why });
+                }
+                Ok((hello, active, home)) => {
+                    house.voice.run_begins(&link.peer.name());
+                    let inject = house.plan.inject;
+                    attend(link, &door.endpoint, &house.hall, (&hello, &active, &home), inject, &house.over);
+                }
+            }
+        };
+        let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
+        if let Err(error) = spawned {
+            eprintln!("error: cannot start a thread for a peer: {error}");
+        }
+    }
 }
 
 /// Tells what has ended; gives the outcome when it is time to go.
@@ -229,38 +319,6 @@ fn complain_once(last: &mut Option<Error>, error: Error) {
     std::thread::sleep(SLICE);
 }
 
-fn attend_in_thread(
-    plan: &ServePlan,
-    voice: &Voice,
-    endpoint: &Endpoint,
-    hall: &Arc<Hall>,
-    peer: Peer,
-    over: Sender<Ended>,
-) {
-    let (endpoint, hall, inject, verbose) = (endpoint.clone(), hall.clone(), plan.inject, plan.verbose);
-    let (voice, plugin, memory) = (voice.clone(), plan.engine.plugin.clone(), plan.memory);
-    let attend = move || {
-        let link = Link::new(peer, HELLO_DEADLINE);
-        match admit(&link, &hall, plugin.as_ref(), memory) {
-            Err(failure) => {
-                let why = failure.message();
-                if verbose {
-                    eprintln!("{}: turned away: {why}", link.peer.name());
-                }
-                link.tell_last(&Message::Refused { why });
-            }
-            Ok((hello, active, home)) => {
-                voice.run_begins(&link.peer.name());
-                attend(link, &endpoint, &hall, (&hello, &active, &home), inject, &over);
-            }
-        }
-    };
-    let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
-    if let Err(error) = spawned {
-        eprintln!("error: cannot start a thread for a peer: {error}");
-    }
-}
-
 /// Where the bytes of this end shall lie: where the peer asks, if that is offered. Host memory always is; beside it
 /// the kind that was named to this end, or any GPU that is here.
 fn offered(hello: &Hello, own: Option<Memory>, has_plugin: bool) -> Outcome<Memory> {
@@ -295,10 +353,16 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
 fn admit(
     link: &Link,
     hall: &Hall,
-    plugin: Option<&PluginUse>,
-    own: Option<Memory>,
+    plan: &ServePlan,
+    door: &Door,
 ) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
-    let mut hello = match link.hear()? {
+    let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
+    let mut first = link.hear()?;
+    if matches!(first, Message::Ask) {
+        link.tell(&Message::Here { endpoints: door.all.to_vec() })?;
+        first = link.hear()?;
+    }
+    let mut hello = match first {
         Message::Hello(hello) => *hello,
         _ => return Err(link.strange("no greeting")),
     };
@@ -314,8 +378,9 @@ fn admit(
     gathered_alike(&hello.run, plugin)?;
     // Not before: a run that is about to end still has its memory.
     wait_for_hall(hall, &hello.run_id)?;
-    let home = memory.open()?;
-    home.check_room(layout::region_bytes(&hello.run).saturating_mul(hello.run.peers as u64))?;
+    let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
+    let peers_here = hello.run.peers.div_ceil(door.all.len());
+    home.check_room(layout::region_bytes(&hello.run).saturating_mul(peers_here as u64))?;
     let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
     Ok((hello, active, home))
 }
@@ -368,7 +433,7 @@ fn converse(
         host: Box::new(Host::this()),
         region: protocol::to_hex(&local.region.descriptor().to_bytes()),
         threads: super::threads(endpoint),
-        memory: run.peer_memory.unwrap_or(Memory::Host),
+        memory: home.memory(),
         gpu: home.gpu_name(),
     })?;
     let remote = match link.hear_from_one_who_prepares(layout::region_bytes(run))? {

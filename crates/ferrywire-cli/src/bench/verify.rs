@@ -279,6 +279,7 @@ mod tests {
             depth: Some(2),
             blocks,
             peers: 1,
+            fleet: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

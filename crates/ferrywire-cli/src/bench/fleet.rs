@@ -1,0 +1,272 @@
+//! `--gpus`: several endpoints of one process, one for each GPU, in one run.
+//!
+//! ```text
+//!   connect: endpoint of GPU 0 ── Ask, Here ──▶ serve: endpoint of GPU 0
+//!            endpoint of each GPU ── a peer and a thread for each pair of GPUs ──▶ endpoint of each GPU
+//! ```
+//!
+//! Every pair is a peer of the run, as those of an incast are: the serving end's [`super::gate`] starts and ends all of
+//! them together. The first is the one that tells.
+//! Read next: [`super::connect`], what each pair does; [`super::serve`].
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::orchestrator::Target;
+use ferrywire::{Builder, Endpoint, Orchestrator, Peer};
+
+use super::connect::{self, Listeners, Part};
+use super::layout;
+use super::link::{CLOSE_DEADLINE, Link};
+use super::protocol::{Message, PEERS_MAX, Run};
+use crate::args::Pattern;
+use crate::exit::{Failure, Outcome};
+use crate::memory::{Home, Memory};
+use crate::plan::{ConnectPlan, EnginePlan};
+
+/// The endpoints of this process, and where the bytes of each lie.
+pub struct Fleet {
+    orchestrator: Arc<Orchestrator>,
+    homes: Vec<Home>,
+    gpus: Vec<u32>,
+}
+
+/// A pair of GPUs.
+#[derive(Clone, Debug)]
+struct Pair {
+    /// This end's endpoint.
+    endpoint: usize,
+    gpu: u32,
+    peer_gpu: u32,
+    addresses: Vec<SocketAddr>,
+}
+
+/// The endpoints of the other end: GPU and addresses.
+type There = [(u32, Vec<SocketAddr>)];
+
+impl Fleet {
+    /// Opens the GPUs and builds an endpoint for each. With an address to listen on, the first listens there, and each
+    /// of the others on the port behind the one before it.
+    pub fn start(
+        plan: &EnginePlan,
+        memory: Memory,
+        listen: Option<SocketAddr>,
+        deadline: Duration,
+    ) -> Outcome<Fleet> {
+        let gpus = plan.gpus.clone().unwrap_or_default();
+        let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
+        let builders = gpus.iter().enumerate().map(|(index, gpu)| {
+            let name = format!("the endpoint of GPU {gpu}");
+            Ok((name, builder(plan, *gpu, listen.map(|address| behind(address, index)).transpose()?)?))
+        });
+        let orchestrator = Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline)?;
+        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus })
+    }
+
+    /// The endpoints, with the number of their GPU.
+    pub fn endpoints(&self) -> impl Iterator<Item = (u32, &Endpoint)> {
+        self.gpus.iter().copied().zip(self.orchestrator.endpoints())
+    }
+
+    /// The one that the other end talks to first.
+    pub fn lead(&self) -> &Endpoint {
+        &self.orchestrator.endpoints()[0]
+    }
+
+    /// Closes them all.
+    pub fn close(&self) {
+        let _ = self.orchestrator.close(CLOSE_DEADLINE);
+    }
+
+    /// Connects all of them at once, so that Ctrl-C is noticed.
+    fn connect(&self, targets: Vec<Target>, deadline: Duration) -> Outcome<Vec<Peer>> {
+        let (done, result) = mpsc::channel();
+        let orchestrator = self.orchestrator.clone();
+        thread::spawn(move || done.send(orchestrator.connect(&targets, deadline)));
+        Ok(connect::wait_for(&result)??)
+    }
+}
+
+fn builder(plan: &EnginePlan, gpu: u32, listen: Option<SocketAddr>) -> Outcome<Builder> {
+    let of_all = plan.gpus.as_ref().map_or(1, Vec::len);
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let own = EnginePlan {
+        nics: plan.map.nics.get(&gpu).cloned().unwrap_or_else(|| plan.nics.clone()),
+        threads: plan.threads.or(Some((cores / of_all).max(1))),
+        ..plan.clone()
+    };
+    super::builder(&own, listen)
+}
+
+/// The address of the endpoint with this place among those of a process.
+fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
+    let port = match first.port() {
+        0 => Some(0),
+        port => port.checked_add(index as u16),
+    };
+    let none = || Failure::Usage(format!("--listen {first}: there is no port left for each endpoint behind it"));
+    Ok(SocketAddr::new(first.ip(), port.ok_or_else(none)?))
+}
+
+/// Connects and goes through the sizes with all pairs; `tell` hears what was found out, `stage` what begins.
+pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
+    let start = Instant::now();
+    let fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline)?;
+    stage("while connecting");
+    let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.deadline);
+    let outcome = with_lead(plan, &fleet, lead, start, (tell, stage));
+    stage("while closing");
+    fleet.close();
+    outcome
+}
+
+fn with_lead(
+    plan: &ConnectPlan,
+    fleet: &Fleet,
+    lead: Link,
+    start: Instant,
+    listeners: Listeners<'_>,
+) -> Outcome {
+    let prepared = ask(&lead).and_then(|there| {
+        let pairs = pairs(plan.run.pattern, &fleet.gpus, &there)?;
+        let run = Run { peers: pairs.len(), ..plan.run.clone() };
+        for (index, home) in fleet.homes.iter().enumerate() {
+            let regions = pairs.iter().filter(|pair| pair.endpoint == index).count() as u64;
+            home.check_room(layout::region_bytes(&run).saturating_mul(regions))?;
+        }
+        let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
+        let peers = fleet.connect(pairs.iter().skip(1).map(target).collect(), plan.deadline)?;
+        Ok((pairs, run, peers))
+    });
+    match prepared {
+        Ok((pairs, run, peers)) => {
+            let others = peers.into_iter().map(|peer| Link::new(peer, plan.deadline));
+            let links: Vec<Link> = std::iter::once(lead).chain(others).collect();
+            all_pairs(plan, fleet, (&pairs, &run, &links), start, listeners)
+        }
+        Err(failure) => {
+            lead.tell_last(&Message::Failed { why: failure.first_line() });
+            Err(failure)
+        }
+    }
+}
+
+/// Which endpoints the other end has.
+fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
+    lead.tell(&Message::Ask)?;
+    match lead.hear()? {
+        Message::Here { endpoints } if !endpoints.is_empty() => Ok(endpoints),
+        _ => Err(lead.strange("no list of endpoints")),
+    }
+}
+
+/// Who sends to whom. The first pair is of the two first endpoints, which are connected already.
+fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
+    let pair = |from: usize, to: usize| Pair {
+        endpoint: from,
+        gpu: here[from],
+        peer_gpu: there[to].0,
+        addresses: there[to].1.clone(),
+    };
+    let pairs: Vec<Pair> = match pattern {
+        Pattern::Mesh => (0..here.len()).flat_map(|from| (0..there.len()).map(move |to| (from, to))).collect::<Vec<_>>(),
+        Pattern::Incast => (0..here.len()).map(|from| (from, 0)).collect(),
+        _ if here.len() != there.len() => {
+            return Err(Failure::failed(format!(
+                "this end has {}, the other {}: give both as many with --gpus",
+                counted(here.len()),
+                counted(there.len())
+            )));
+        }
+        _ => (0..here.len()).map(|both| (both, both)).collect(),
+    }
+    .into_iter()
+    .map(|(from, to)| pair(from, to))
+    .collect();
+    match pairs.len() {
+        0..=PEERS_MAX => Ok(pairs),
+        many => Err(Failure::Usage(format!("{many} pairs of GPUs are more than {PEERS_MAX}: name fewer with --gpus"))),
+    }
+}
+
+fn counted(endpoints: usize) -> String {
+    format!("{endpoints} endpoint{}", if endpoints == 1 { "" } else { "s" })
+}
+
+/// All conversations, each in a thread; the first in this one, which tells.
+fn all_pairs(
+    plan: &ConnectPlan,
+    fleet: &Fleet,
+    (pairs, run, links): (&[Pair], &Run, &[Link]),
+    start: Instant,
+    listeners: Listeners<'_>,
+) -> Outcome {
+    let numbers: Vec<(u32, u32)> = pairs.iter().map(|pair| (pair.gpu, pair.peer_gpu)).collect();
+    let failed: Mutex<Option<Failure>> = Mutex::default();
+    let take_part = |number: usize, listeners: Listeners<'_>| {
+        let (pair, link) = (&pairs[number], &links[number]);
+        let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
+        let part = Part { number, run, endpoint, home: &fleet.homes[pair.endpoint], pairs: &numbers };
+        let outcome = connect::converse(plan, &part, link, start, listeners);
+        if let Err(failure) = &outcome {
+            // What the others hear of it follows; the cause is here.
+            let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+            failed.get_or_insert_with(|| named(failure, pair));
+        }
+        connect::take_leave(link, &outcome);
+    };
+    thread::scope(|scope| {
+        for number in 1..pairs.len() {
+            let take_part = &take_part;
+            let body = move || take_part(number, (&mut |_| {}, &|_| {}));
+            if let Err(error) = thread::Builder::new().name(format!("pair-{number}")).spawn_scoped(scope, body) {
+                let failure = Failure::failed(format!("cannot start a thread: {error}"));
+                failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+                break;
+            }
+        }
+        take_part(0, listeners);
+    });
+    failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+}
+
+fn named(failure: &Failure, pair: &Pair) -> Failure {
+    let name = format!("GPU {} to GPU {}", pair.gpu, pair.peer_gpu);
+    match failure {
+        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
+        other => other.clone(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn there(count: u32) -> Vec<(u32, Vec<SocketAddr>)> {
+        (0..count).map(|gpu| (gpu + 10, Vec::new())).collect()
+    }
+
+    fn numbers(pattern: Pattern, here: &[u32], count: u32) -> Outcome<Vec<(usize, u32)>> {
+        Ok(pairs(pattern, here, &there(count))?.iter().map(|pair| (pair.endpoint, pair.peer_gpu)).collect())
+    }
+
+    #[test]
+    fn patterns_join_the_right_gpus() {
+        assert_eq!(numbers(Pattern::Pair, &[4, 5], 2), Ok(vec![(0, 10), (1, 11)]));
+        assert_eq!(numbers(Pattern::Mesh, &[4, 5], 3).map(|pairs| pairs.len()), Ok(6));
+        assert_eq!(numbers(Pattern::Mesh, &[4, 5], 3).map(|pairs| pairs[0]), Ok((0, 10)));
+        assert_eq!(numbers(Pattern::Incast, &[4, 5], 3), Ok(vec![(0, 10), (1, 10)]));
+        let said = numbers(Pattern::Bidir, &[4, 5], 1).expect_err("not as many").message();
+        assert!(said.contains("2 endpoints") && said.contains("the other 1 endpoint:"), "{said}");
+    }
+
+    #[test]
+    fn ports_follow_one_another() {
+        let first: SocketAddr = ([0, 0, 0, 0], 65534).into();
+        assert_eq!(behind(first, 1).map(|address| address.port()), Ok(65535));
+        assert!(behind(first, 2).is_err());
+        assert_eq!(behind(([0, 0, 0, 0], 0).into(), 5).map(|address| address.port()), Ok(0));
+    }
+}
