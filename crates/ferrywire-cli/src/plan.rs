@@ -294,7 +294,9 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
 
 fn check_pattern(flags: &ConnectFlags) -> Outcome {
     match (flags.pattern, &flags.gpus, flags.peers) {
-        (Some(Pattern::Mesh), None, _) => usage("--pattern mesh joins several GPUs of each side: name them with --gpus"),
+        (Some(Pattern::Mesh), None, _) => {
+            usage("--pattern mesh joins several GPUs of each side: name them with --gpus")
+        }
         (_, Some(_), Some(_)) => usage("--peers: with --gpus the peers of an incast are the GPUs"),
         _ => Ok(()),
     }
@@ -314,7 +316,10 @@ fn fleet(gpus: Option<Gpus>, map: Option<&str>, nics: &Option<Names>) -> Outcome
         return usage("--map names the NICs of each GPU: leave out --nics");
     }
     let named = gpus.as_deref().unwrap_or_default();
-    match (map.nics.keys().find(|gpu| !named.contains(gpu)), named.iter().find(|gpu| !map.nics.contains_key(gpu))) {
+    match (
+        map.nics.keys().find(|gpu| !named.contains(gpu)),
+        named.iter().find(|gpu| !map.nics.contains_key(gpu)),
+    ) {
         (Some(gpu), _) => usage(format!("--map {gpu}=...: GPU {gpu} is not one of --gpus")),
         (_, Some(gpu)) => usage(format!("--map: no NIC for GPU {gpu} of --gpus")),
         (None, None) => Ok((gpus, map)),

@@ -45,6 +45,15 @@ impl Orchestrator {
     /// # Errors
     /// [`Error::Phase`] with the name of the first that failed, or was not there in time.
     pub fn start(builders: Vec<(String, Builder)>, deadline: Duration) -> Result<Orchestrator> {
+        let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
+        all.extend(builders, deadline).map(|()| all)
+    }
+
+    /// Builds further endpoints, which come behind those that are there.
+    ///
+    /// # Errors
+    /// As for [`Orchestrator::start`]; none of the new ones stays then.
+    pub fn extend(&mut self, builders: Vec<(String, Builder)>, deadline: Duration) -> Result<()> {
         let phase = "starting";
         let names: Vec<String> = builders.iter().map(|(name, _)| name.clone()).collect();
         let (built, endpoints) = channel();
@@ -67,7 +76,9 @@ impl Orchestrator {
                 }
             }
         }
-        Ok(Orchestrator { names, endpoints: started.into_iter().flatten().collect() })
+        self.names.extend(names);
+        self.endpoints.extend(started.into_iter().flatten());
+        Ok(())
     }
 
     /// The endpoints, in the order of their builders.

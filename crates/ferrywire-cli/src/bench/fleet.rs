@@ -15,6 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
+use ferrywire::topology::{Plan, Topology, Wishes};
 use ferrywire::{Builder, Endpoint, Orchestrator, Peer};
 
 use super::connect::{self, Listeners, Part};
@@ -28,16 +29,21 @@ use crate::plan::{ConnectPlan, EnginePlan};
 
 /// The endpoints of this process, and where the bytes of each lie.
 pub struct Fleet {
+    /// First one for each GPU, in their order.
     orchestrator: Arc<Orchestrator>,
     homes: Vec<Home>,
     gpus: Vec<u32>,
+    /// The NICs of each GPU; empty: any.
+    nics: Vec<Vec<String>>,
 }
 
 /// A pair of GPUs.
 #[derive(Clone, Debug)]
 struct Pair {
-    /// This end's endpoint.
+    /// This end's endpoint, of all in the fleet.
     endpoint: usize,
+    /// This end's GPU, by its place among those of the fleet.
+    home: usize,
     gpu: u32,
     peer_gpu: u32,
     addresses: Vec<SocketAddr>,
@@ -57,12 +63,13 @@ impl Fleet {
     ) -> Outcome<Fleet> {
         let gpus = plan.gpus.clone().unwrap_or_default();
         let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
-        let builders = gpus.iter().enumerate().map(|(index, gpu)| {
+        let nics = nics_of_each(plan, memory, &gpus)?;
+        let builders = gpus.iter().zip(&nics).enumerate().map(|(index, (gpu, nics))| {
             let name = format!("the endpoint of GPU {gpu}");
-            Ok((name, builder(plan, *gpu, listen.map(|address| behind(address, index)).transpose()?)?))
+            Ok((name, builder(plan, nics, listen.map(|address| behind(address, index)).transpose()?)?))
         });
         let orchestrator = Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline)?;
-        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus })
+        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, nics })
     }
 
     /// The endpoints, with the number of their GPU.
@@ -89,15 +96,35 @@ impl Fleet {
     }
 }
 
-fn builder(plan: &EnginePlan, gpu: u32, listen: Option<SocketAddr>) -> Outcome<Builder> {
+/// The NICs of each GPU: as they were named; else, of CUDA GPUs, those that the plan of this host gives them. Empty: any
+/// that lead to the peer.
+fn nics_of_each(plan: &EnginePlan, memory: Memory, gpus: &[u32]) -> Outcome<Vec<Vec<String>>> {
+    if !plan.map.nics.is_empty() {
+        let of_gpu = |gpu| plan.map.nics.get(gpu).cloned().unwrap_or_default();
+        return Ok(gpus.iter().map(of_gpu).collect());
+    }
+    let topology = match memory {
+        Memory::Cuda(_) => Topology::of_this_host(),
+        _ => Topology::default(),
+    };
+    let beyond_loopback =
+        topology.nics.iter().any(|nic| nic.up && !nic.loopback && !nic.addresses.is_empty());
+    if !beyond_loopback {
+        return Ok(vec![plan.nics.clone(); gpus.len()]);
+    }
+    let wishes = Wishes { nics: plan.nics.clone(), ..Wishes::default() };
+    let planned = Plan::of(&topology, &wishes).map_err(|error| Failure::Usage(error.to_string()))?;
+    planned.notes.iter().for_each(|note| eprintln!("note: {note}"));
+    let of_gpu =
+        |gpu: &u32| planned.gpu(*gpu).map_or_else(|| plan.nics.clone(), |of_gpu| of_gpu.nics.clone());
+    Ok(gpus.iter().map(of_gpu).collect())
+}
+
+fn builder(plan: &EnginePlan, nics: &[String], listen: Option<SocketAddr>) -> Outcome<Builder> {
     let of_all = plan.gpus.as_ref().map_or(1, Vec::len);
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let own = EnginePlan {
-        nics: plan.map.nics.get(&gpu).cloned().unwrap_or_else(|| plan.nics.clone()),
-        threads: plan.threads.or(Some((cores / of_all).max(1))),
-        ..plan.clone()
-    };
-    super::builder(&own, listen)
+    let threads = plan.threads.or(Some((cores / of_all).max(1)));
+    super::builder(&EnginePlan { nics: nics.to_vec(), threads, ..plan.clone() }, listen)
 }
 
 /// The address of the endpoint with this place among those of a process.
@@ -106,17 +133,18 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
         0 => Some(0),
         port => port.checked_add(index as u16),
     };
-    let none = || Failure::Usage(format!("--listen {first}: there is no port left for each endpoint behind it"));
+    let none =
+        || Failure::Usage(format!("--listen {first}: there is no port left for each endpoint behind it"));
     Ok(SocketAddr::new(first.ip(), port.ok_or_else(none)?))
 }
 
 /// Connects and goes through the sizes with all pairs; `tell` hears what was found out, `stage` what begins.
 pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
-    let fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline)?;
+    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline)?;
     stage("while connecting");
     let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.deadline);
-    let outcome = with_lead(plan, &fleet, lead, start, (tell, stage));
+    let outcome = with_lead(plan, &mut fleet, lead, start, (tell, stage));
     stage("while closing");
     fleet.close();
     outcome
@@ -124,16 +152,17 @@ pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
 
 fn with_lead(
     plan: &ConnectPlan,
-    fleet: &Fleet,
+    fleet: &mut Fleet,
     lead: Link,
     start: Instant,
     listeners: Listeners<'_>,
 ) -> Outcome {
     let prepared = ask(&lead).and_then(|there| {
-        let pairs = pairs(plan.run.pattern, &fleet.gpus, &there)?;
+        let mut pairs = pairs(plan.run.pattern, &fleet.gpus, &there)?;
+        fleet.take_detours(plan, &mut pairs)?;
         let run = Run { peers: pairs.len(), ..plan.run.clone() };
         for (index, home) in fleet.homes.iter().enumerate() {
-            let regions = pairs.iter().filter(|pair| pair.endpoint == index).count() as u64;
+            let regions = pairs.iter().filter(|pair| pair.home == index).count() as u64;
             home.check_room(layout::region_bytes(&run).saturating_mul(regions))?;
         }
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
@@ -162,16 +191,66 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     }
 }
 
+impl Fleet {
+    /// Where the NICs of a GPU reach only their own rail, and the other GPU is on another one, this end takes a NIC on
+    /// that rail: with a further endpoint for this GPU.
+    fn take_detours(&mut self, plan: &ConnectPlan, pairs: &mut [Pair]) -> Outcome {
+        if self.nics.iter().all(Vec::is_empty) {
+            return Ok(());
+        }
+        let topology = Topology::of_this_host();
+        let mut detours: Vec<(usize, String)> = Vec::new();
+        for pair in pairs {
+            let Some(nic) = self.detour(&topology, pair) else { continue };
+            let wanted = (pair.home, nic);
+            let at = detours.iter().position(|known| *known == wanted).unwrap_or_else(|| {
+                let (own, gpu) = (self.nics[pair.home].join(", "), pair.gpu);
+                eprintln!(
+                    "note: GPU {gpu}: {own} does not reach GPU {} there; {} does, on that rail",
+                    pair.peer_gpu, wanted.1
+                );
+                detours.push(wanted);
+                detours.len() - 1
+            });
+            pair.endpoint = self.gpus.len() + at;
+        }
+        let builders = detours.iter().map(|(home, nic)| {
+            let name = format!("the endpoint of GPU {} on {nic}", self.gpus[*home]);
+            Ok((name, builder(&plan.engine, std::slice::from_ref(nic), None)?))
+        });
+        let builders = builders.collect::<Outcome<Vec<_>>>()?;
+        match Arc::get_mut(&mut self.orchestrator) {
+            Some(orchestrator) => Ok(orchestrator.extend(builders, plan.deadline)?),
+            None => Err(Failure::failed("internal error, please report: the endpoints are in use")),
+        }
+    }
+
+    /// The NIC that this end has to take, if its own reaches none of the addresses and another does.
+    fn detour(&self, topology: &Topology, pair: &Pair) -> Option<String> {
+        let reaches = |name: &String| {
+            let nic = topology.nic(name).filter(|nic| nic.up);
+            nic.is_some_and(|nic| pair.addresses.iter().any(|address| nic.reaches(address.ip())))
+        };
+        if self.nics[pair.home].iter().any(reaches) {
+            return None;
+        }
+        self.nics.iter().flatten().find(|name| reaches(name)).cloned()
+    }
+}
+
 /// Who sends to whom. The first pair is of the two first endpoints, which are connected already.
 fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
     let pair = |from: usize, to: usize| Pair {
         endpoint: from,
+        home: from,
         gpu: here[from],
         peer_gpu: there[to].0,
         addresses: there[to].1.clone(),
     };
     let pairs: Vec<Pair> = match pattern {
-        Pattern::Mesh => (0..here.len()).flat_map(|from| (0..there.len()).map(move |to| (from, to))).collect::<Vec<_>>(),
+        Pattern::Mesh => {
+            (0..here.len()).flat_map(|from| (0..there.len()).map(move |to| (from, to))).collect::<Vec<_>>()
+        }
         Pattern::Incast => (0..here.len()).map(|from| (from, 0)).collect(),
         _ if here.len() != there.len() => {
             return Err(Failure::failed(format!(
@@ -187,7 +266,9 @@ fn pairs(pattern: Pattern, here: &[u32], there: &There) -> Outcome<Vec<Pair>> {
     .collect();
     match pairs.len() {
         0..=PEERS_MAX => Ok(pairs),
-        many => Err(Failure::Usage(format!("{many} pairs of GPUs are more than {PEERS_MAX}: name fewer with --gpus"))),
+        many => Err(Failure::Usage(format!(
+            "{many} pairs of GPUs are more than {PEERS_MAX}: name fewer with --gpus"
+        ))),
     }
 }
 
@@ -208,7 +289,7 @@ fn all_pairs(
     let take_part = |number: usize, listeners: Listeners<'_>| {
         let (pair, link) = (&pairs[number], &links[number]);
         let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
-        let part = Part { number, run, endpoint, home: &fleet.homes[pair.endpoint], pairs: &numbers };
+        let part = Part { number, run, endpoint, home: &fleet.homes[pair.home], pairs: &numbers };
         let outcome = connect::converse(plan, &part, link, start, listeners);
         if let Err(failure) = &outcome {
             // What the others hear of it follows; the cause is here.
@@ -221,7 +302,9 @@ fn all_pairs(
         for number in 1..pairs.len() {
             let take_part = &take_part;
             let body = move || take_part(number, (&mut |_| {}, &|_| {}));
-            if let Err(error) = thread::Builder::new().name(format!("pair-{number}")).spawn_scoped(scope, body) {
+            if let Err(error) =
+                thread::Builder::new().name(format!("pair-{number}")).spawn_scoped(scope, body)
+            {
                 let failure = Failure::failed(format!("cannot start a thread: {error}"));
                 failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
                 break;

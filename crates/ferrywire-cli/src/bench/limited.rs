@@ -24,13 +24,20 @@ struct Load<'a> {
 
 /// One short line on what was the limit of the timed part.
 ///
-/// The serving end is one process: its reports share their CPU seconds, which count once.
-pub fn limited_by(here: &Host, there: &Host, members: &[SideReport], serve: &[SideReport]) -> String {
+/// The serving end is one process: its reports share their CPU seconds, which count once. So do those of a `fleet`, the
+/// endpoints of one process.
+pub fn limited_by(
+    here: &Host,
+    there: &Host,
+    (members, fleet): (&[SideReport], bool),
+    serve: &[SideReport],
+) -> String {
     let wall_s = members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
     if wall_s < WALL_S_MIN {
         return "too short to tell (--iters, --seconds)".to_owned();
     }
-    let near = load(here, members.iter().map(|side| side.cpu_s).sum(), members);
+    let seconds = members.iter().map(|side| side.cpu_s);
+    let near = load(here, if fleet { seconds.fold(0.0, f64::max) } else { seconds.sum() }, members);
     let far = load(there, serve.first().map_or(0.0, |side| side.cpu_s), serve);
     let loads = if here.is_same_machine(there) { vec![merged(near, far)] } else { vec![near, far] };
     let cpu = loads.iter().find_map(|load| cpu(load, wall_s));
@@ -94,6 +101,10 @@ mod tests {
     use super::super::protocol::ChannelBytes;
     use super::*;
 
+    fn limited_by(here: &Host, there: &Host, members: &[SideReport], serve: &[SideReport]) -> String {
+        super::limited_by(here, there, (members, false), serve)
+    }
+
     fn host(boot_id: &str) -> Host {
         Host { hostname: format!("h{boot_id}"), cores: 2, boot_id: boot_id.into(), ..Host::default() }
     }
@@ -115,6 +126,14 @@ mod tests {
         let near = SideReport { host_busy: Some(0.97), ..side(0.9, 0.5) };
         let limit = limited_by(&host("1"), &host("2"), &[near], &[side(0.0, 0.0)]);
         assert_eq!(limit, "CPU: all cores of h1 busy, 0.9 of them with this run");
+    }
+
+    #[test]
+    fn a_fleet_counts_once() {
+        let members = [side(1.0, 0.5), side(1.0, 0.5)];
+        let limit = |fleet| super::limited_by(&host("1"), &host("2"), (&members, fleet), &[side(0.1, 0.1)]);
+        assert_eq!(limit(true), "network or peer");
+        assert_eq!(limit(false), "CPU: 2.0 of 2 cores busy on h1");
     }
 
     #[test]

@@ -181,7 +181,7 @@ pub fn results(
     step: usize,
     report: &StepReport,
 ) -> Vec<ResultRow> {
-    let limit = limited_by(here, there, &report.members, &report.serve);
+    let limit = limited_by(here, there, (&report.members, now.run.fleet), &report.serve);
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
     let size = now.run.sizes[step];
@@ -192,7 +192,8 @@ pub fn results(
 fn shares<'a>(now: &Circumstances, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
     let run = now.run;
     let driven = |sides: &'a [SideReport]| sides.iter().filter_map(|side| side.driven.as_ref());
-    let serve_bytes = driven(&report.members).chain(driven(&report.serve)).map(|flow| bytes(run, flow, size)).sum();
+    let serve_bytes =
+        driven(&report.members).chain(driven(&report.serve)).map(|flow| bytes(run, flow, size)).sum();
     let part = Part { run, report, serve_bytes };
     let everybody = 0..report.members.len();
     let all = || Some((ALL.to_owned(), ALL.to_owned()));
@@ -218,7 +219,7 @@ fn shares<'a>(now: &Circumstances, size: u64, report: &'a StepReport) -> Vec<Sha
 }
 
 /// What stands for all endpoints of an end.
-const ALL: &str = "all";
+pub const ALL: &str = "all";
 
 /// Of the reports on one size.
 struct Part<'a, 'b> {
@@ -322,7 +323,10 @@ fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Optio
     }
     let near = match run.fleet {
         // One process, whose threads serve all of them: what a GB costs there on the whole.
-        true => report.members.iter().map(|side| side.cpu_s).fold(0.0, f64::max) / (share.serve_bytes as f64 / 1e9),
+        true => {
+            report.members.iter().map(|side| side.cpu_s).fold(0.0, f64::max)
+                / (share.serve_bytes as f64 / 1e9)
+        }
         false => share.members.iter().map(|side| side.cpu_s).sum::<f64>() / (near_bytes as f64 / 1e9),
     };
     let far = report.serve.first().map_or(0.0, |side| side.cpu_s) / (share.serve_bytes as f64 / 1e9);
@@ -356,6 +360,9 @@ fn extra(
     }
     for (name, latency) in share.flows.iter().flat_map(|flow| &flow.extra) {
         extra.insert(name.clone(), json!(latency_us(latency)));
+    }
+    if let (Some((here, there)), true) = (&share.gpus, run.fleet) {
+        extra.insert("pair".into(), json!([here, there]));
     }
     if let Some(member) = share.member {
         extra.insert("member".into(), json!(member));

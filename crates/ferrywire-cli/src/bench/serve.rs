@@ -232,7 +232,11 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
     let fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE)?;
     let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
     let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
-    let door = |(gpu, endpoint): (u32, &Endpoint)| Door { endpoint: endpoint.clone(), gpu: Some(gpu), all: all.clone() };
+    let door = |(gpu, endpoint): (u32, &Endpoint)| Door {
+        endpoint: endpoint.clone(),
+        gpu: Some(gpu),
+        all: all.clone(),
+    };
     Ok((fleet.endpoints().map(door).collect(), Kept::Several { _fleet: fleet }))
 }
 
@@ -350,12 +354,7 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
 }
 
 /// Hears what the peer wants, and lets it in if there is room.
-fn admit(
-    link: &Link,
-    hall: &Hall,
-    plan: &ServePlan,
-    door: &Door,
-) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
+fn admit(link: &Link, hall: &Hall, plan: &ServePlan, door: &Door) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
     let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
     let mut first = link.hear()?;
     if matches!(first, Message::Ask) {

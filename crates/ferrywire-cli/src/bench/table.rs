@@ -5,7 +5,7 @@ use std::fmt::Write;
 use comfy_table::{CellAlignment, Table, TableComponent, presets};
 
 use super::report::Record;
-use super::result::{LatencyUs, ResultRow};
+use super::result::{ALL, LatencyUs, ResultRow};
 use crate::args::{Op, Pattern};
 use crate::units::Bytes;
 
@@ -15,9 +15,14 @@ const SIZE: Column = ("size", |row| Bytes(row.size_bytes).to_string());
 const DIRECTION: Column = ("direction", |row| {
     match (row.gpu.as_deref().filter(|_| row.pattern == Pattern::Incast), row.extra.get("member")) {
         (_, Some(member)) => format!("{} {member}", row.direction),
-        (Some(gpu), None) => format!("{} {gpu}", row.direction),
-        (None, None) => row.direction.clone(),
+        (Some(gpu), None) if pair(row).is_none() => format!("{} {gpu}", row.direction),
+        (_, None) => row.direction.clone(),
     }
+});
+const PAIR: Column = ("GPUs", |row| match pair(row) {
+    Some([here, _]) if here == ALL => ALL.to_owned(),
+    Some([here, there]) => format!("{here} > {there}"),
+    None => dash(),
 });
 const DEPTH: Column = ("depth", |row| row.depth.to_string());
 const RATE: Column = ("GB/s", |row| format!("{:.2}", row.gb_per_s.p50));
@@ -56,6 +61,7 @@ fn dash() -> String {
 
 fn columns(first: &ResultRow) -> Vec<Column> {
     let mut columns = vec![SIZE];
+    columns.extend(pair(first).map(|_| PAIR));
     if matches!(first.pattern, Pattern::Bidir | Pattern::Incast) {
         columns.push(DIRECTION);
     }
@@ -82,7 +88,9 @@ pub fn render(record: &Record) -> String {
         .set_style(TableComponent::HeaderLines, '─')
         .set_style(TableComponent::MiddleHeaderIntersections, '─');
     table.set_header(columns.iter().map(|(name, _)| *name));
-    for row in &record.results {
+    // The pairs of a mesh are too many for lines of their own.
+    let in_table = |row: &&ResultRow| row.pattern != Pattern::Mesh || is_total(row);
+    for row in record.results.iter().filter(in_table) {
         table.add_row(columns.iter().map(|(_, value)| value(row)));
     }
     table.column_iter_mut().for_each(|column| {
@@ -90,9 +98,53 @@ pub fn render(record: &Record) -> String {
     });
     let mut text = String::new();
     let _ = writeln!(text, "{}\n{}\n{table}", headline(first), setting(record, first));
+    matrices(&mut text, &record.results);
     limits(&mut text, &record.results);
     warnings(&mut text, &record.results);
     text
+}
+
+/// The GPUs of a row, in a run with several endpoints.
+fn pair(row: &ResultRow) -> Option<[&str; 2]> {
+    let pair = row.extra.get("pair")?.as_array()?;
+    Some([pair.first()?.as_str()?, pair.get(1)?.as_str()?])
+}
+
+fn is_total(row: &ResultRow) -> bool {
+    pair(row).is_some_and(|[here, _]| here == ALL)
+}
+
+/// GB/s from every GPU to every GPU, a matrix for each size of a mesh.
+fn matrices(text: &mut String, rows: &[ResultRow]) {
+    let of_mesh: Vec<&ResultRow> =
+        rows.iter().filter(|row| row.pattern == Pattern::Mesh && !is_total(row)).collect();
+    for of_size in of_mesh.chunk_by(|a, b| a.size_bytes == b.size_bytes) {
+        let there: Vec<&str> = distinct(of_size.iter().filter_map(|row| pair(row)).map(|[_, there]| there));
+        let mut matrix = Table::new();
+        matrix.load_preset(presets::NOTHING);
+        matrix.set_header(std::iter::once("from, to").chain(there.iter().copied()));
+        for here in distinct(of_size.iter().filter_map(|row| pair(row)).map(|[here, _]| here)) {
+            let rate = |there: &&str| {
+                let found = of_size.iter().find(|row| pair(row) == Some([here, there]));
+                found.map_or_else(dash, |row| format!("{:.2}", row.gb_per_s.p50))
+            };
+            matrix.add_row(std::iter::once(here.to_owned()).chain(there.iter().map(rate)));
+        }
+        matrix.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+        let size = of_size.first().map_or(0, |row| row.size_bytes);
+        let _ = writeln!(text, "GB/s at {}, from GPUs here (lines) to GPUs there\n{matrix}", Bytes(size));
+    }
+}
+
+/// Each once, in the order in which they first come.
+fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    let mut seen = Vec::new();
+    for name in names {
+        if !seen.contains(&name) {
+            seen.push(name);
+        }
+    }
+    seen
 }
 
 /// One result in a line.
@@ -109,6 +161,11 @@ fn headline(row: &ResultRow) -> String {
     };
     let op = format!("{:?}", row.op).to_lowercase();
     let blocks = row.blocks.map_or_else(String::new, |n| format!(", {n} blocks per message"));
+    if pair(row).is_some() {
+        let kind = |memory: &str| memory.split(':').next().unwrap_or_default().to_owned();
+        let (here, there) = (kind(&row.memory), kind(&row.peer_memory));
+        return format!("{op}, {pattern}{blocks}: one endpoint for each GPU, {here} here, {there} there");
+    }
     let here = lies(&row.memory, row.gpu.as_deref());
     let there = lies(&row.peer_memory, row.peer_gpu.as_deref());
     format!("{op}, {pattern}{blocks}: {here} here, {there} there")

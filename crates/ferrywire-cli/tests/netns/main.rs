@@ -8,6 +8,7 @@
 
 mod clock;
 mod faults;
+mod fleet;
 mod kills;
 mod links;
 mod long;

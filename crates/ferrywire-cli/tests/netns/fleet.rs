@@ -1,0 +1,121 @@
+//! Several GPUs in one process on either host, each GPU with a NIC of its own, on four subnets that do not reach one
+//! another.
+
+use serde_json::Value;
+
+use crate::process::{Process, SERVE};
+use crate::world::{Host, LINKS, World};
+use crate::{RUN_DEADLINE, nothing_is_left, turn};
+
+const GPUS: usize = 8;
+const CHANNELS: usize = 8;
+/// As on A3-high: two GPUs to a NIC.
+const MAPS: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
+/// What headers and the conversation add to the payload, at most.
+const OVERHEAD: f64 = 0.08;
+
+/// The NIC of a GPU on host A.
+fn nic_of(gpu: usize) -> String {
+    Host::A.nic(gpu / 2 + 1)
+}
+
+fn numbers(pair: &Value) -> Option<(usize, usize)> {
+    let number = |at: usize| pair[at].as_str()?.strip_prefix("sim:")?.parse().ok();
+    Some((number(0)?, number(1)?))
+}
+
+fn serve(world: &World, map: &str) -> Process {
+    Process::serve(world, &format!("--gpus 0-7 --memory sim --map {map}"))
+}
+
+fn stop(world: &World, serve: Process) {
+    serve.signal("-INT");
+    assert_eq!(serve.end(RUN_DEADLINE).status, Some(130));
+    nothing_is_left(world);
+}
+
+fn connect(world: &World, map: &str, args: &str) -> Vec<Value> {
+    let fixed =
+        format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {map} --json -");
+    let ended = Process::start(world, Host::A, &format!("{fixed} {args}")).end(RUN_DEADLINE);
+    assert_eq!(ended.status, Some(0), "{}", ended.errors);
+    ended.json()["results"].as_array().expect("results").clone()
+}
+
+/// Bytes that left each link of host A during a run, by the kernel's counters; and its results.
+fn measured(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
+    let sent = || (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).collect::<Vec<u64>>();
+    let before = sent();
+    let results = connect(world, map, args);
+    (sent().iter().zip(&before).map(|(after, before)| after - before).collect(), results)
+}
+
+/// Every GPU on its own NIC, none on another; what the kernel counted is what we say, and a little more.
+#[test]
+fn every_gpu_of_a_process_uses_its_own_nic() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let serve = serve(&world, MAPS[1]);
+    // Nothing but the timed part moves data.
+    let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} --iters 12 --warmup 0 --verify off");
+    let (kernel, results) = measured(&world, MAPS[0], &args);
+    assert_eq!(results.len(), GPUS + 1, "a row for each GPU, and one for all");
+    let mut ours = [0u64; LINKS];
+    for (gpu, row) in results[..GPUS].iter().enumerate() {
+        assert_eq!(numbers(&row["extra"]["pair"]), Some((gpu, gpu)));
+        assert_eq!((row["channels"].as_u64(), row["iterations"].as_u64()), (Some(CHANNELS as u64), Some(12)));
+        let nics = row["per_nic"].as_array().expect("NICs");
+        assert_eq!(nics.len(), 1, "{row}");
+        assert_eq!(nics[0]["nic"], nic_of(gpu));
+        let payload = nics[0]["tx_bytes"].as_u64().expect("bytes");
+        assert!(payload >= 12 << 20, "{row}");
+        ours[gpu / 2] += payload;
+        let channels = row["per_channel"].as_array().expect("channels");
+        assert_eq!(channels.len(), CHANNELS);
+        assert!(channels.iter().all(|channel| channel["nic"] == nic_of(gpu)));
+    }
+    let all = &results[GPUS];
+    assert_eq!((&all["gpu"], &all["peer_gpu"]), (&"all".into(), &"all".into()));
+    assert_eq!(all["iterations"].as_u64(), Some(12 * GPUS as u64));
+    for (kernel, ours) in kernel.iter().zip(ours) {
+        let share = *kernel as f64 / ours as f64;
+        assert!((1.0..1.0 + OVERHEAD).contains(&share), "{kernel} bytes by the kernel, {ours} by us");
+    }
+    let args = format!("--pattern bidir --sizes 70001 --channels {CHANNELS} --iters 8 --warmup 2");
+    let results = connect(&world, MAPS[0], &args);
+    assert_eq!(results.len(), 3 * (GPUS + 1), "each way, and both");
+    assert!(results.iter().all(|row| row["verified"] == true));
+    // A mesh joins GPUs of different rails over the target's.
+    let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+    let results = connect(&world, MAPS[0], args);
+    assert_eq!(results.len(), GPUS * GPUS + 1);
+    for row in &results[..GPUS * GPUS] {
+        let (_, there) = numbers(&row["extra"]["pair"]).expect("two GPUs");
+        assert_eq!(
+            (&row["per_nic"][0]["nic"], &row["verified"]),
+            (&nic_of(there).into(), &true.into()),
+            "{row}"
+        );
+    }
+    stop(&world, serve);
+}
+
+/// The original's own plan: every GPU over all NICs.
+#[test]
+fn every_gpu_of_a_process_may_use_all_nics() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let serve = serve(&world, "0-7=vb1,vb2,vb3,vb4");
+    let args = "--sizes 1M --depth 2 --channels 4 --iters 20 --warmup 0 --verify sample";
+    let (kernel, results) = measured(&world, "0-7=va1,va2,va3,va4", args);
+    for row in &results[..GPUS] {
+        let nics: Vec<&str> =
+            row["per_nic"].as_array().expect("NICs").iter().filter_map(|nic| nic["nic"].as_str()).collect();
+        assert_eq!(nics, ["va1", "va2", "va3", "va4"], "{row}");
+    }
+    let (least, most) = (kernel.iter().min().expect("links"), kernel.iter().max().expect("links"));
+    let payload = (GPUS * 20) as u64 * (1 << 20);
+    assert!(kernel.iter().sum::<u64>() >= payload, "{kernel:?}");
+    assert!(*least as f64 > *most as f64 * 0.3, "all links take part: {kernel:?}");
+    stop(&world, serve);
+}
