@@ -9,6 +9,7 @@ mod compile;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod faults;
+mod fleet;
 mod gpu;
 mod hosted;
 mod kills;

@@ -1,0 +1,125 @@
+//! Several endpoints in one process, by the real command over loopback.
+
+use serde_json::Value;
+
+use crate::common::{Serve, first_error, json, results, run, text};
+
+const QUICK: &str = "--iters 6 --warmup 1 --json -";
+
+fn pair(row: &Value) -> (&str, &str) {
+    let name = |at: usize| row["extra"]["pair"][at].as_str().unwrap_or_default();
+    (name(0), name(1))
+}
+
+#[test]
+fn every_pattern_between_several_gpus() {
+    let serve = Serve::start("--gpus 0-2 --memory sim");
+    for (pattern, rows) in [("pair", 3), ("bidir", 9), ("mesh", 9), ("incast", 3), ("latency", 3)] {
+        let args = format!(
+            "--gpus 0,2,5 --memory sim --peer-memory sim --pattern {pattern} --sizes 8,70001 {QUICK}"
+        );
+        let found = results(&serve.connect(&args));
+        let totals = if pattern == "bidir" { 3 } else { 1 };
+        assert_eq!(found.len(), 2 * (rows + totals), "{pattern}");
+        for row in &found {
+            assert_eq!((&row["verified"], &row["pattern"]), (&true.into(), &pattern.into()));
+            assert_eq!([&row["gpu"], &row["peer_gpu"]], [&row["extra"]["pair"][0], &row["extra"]["pair"][1]]);
+        }
+        let all = &found[rows];
+        assert_eq!(pair(all), ("all", "all"), "{pattern}");
+        let one = &found[0];
+        assert_eq!(pair(one), ("sim:0", "sim:0"), "{pattern}");
+        let sum: u64 = (0..rows).filter_map(|at| found[at]["iterations"].as_u64()).sum();
+        let of_all: u64 = (rows..rows + totals).filter_map(|at| found[at]["iterations"].as_u64()).sum();
+        assert_eq!(sum, of_all, "{pattern}");
+    }
+    let mesh = "--gpus 0-1 --memory host --peer-memory host --op read --pattern mesh --sizes 5000 --iters 3";
+    let said = text(&serve.connect(mesh).stdout);
+    for part in
+        ["one endpoint for each GPU, host here, host there", "from, to", "host:0", "host:2", "GB/s at 5000"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert_eq!(serve.stop(), "");
+}
+
+#[test]
+fn the_demo_has_several_endpoints_at_both_ends() {
+    let found = results(&run(&format!(
+        "bench --gpus 0-3 --memory host --peer-memory host --op send --sizes 1M {QUICK}"
+    )));
+    assert_eq!(found.len(), 5);
+    assert_eq!((pair(&found[3]), pair(&found[4])), (("host:3", "host:3"), ("all", "all")));
+    let shown = text(&run("bench --gpus 0-1 --memory sim --peer-memory sim --sizes 64K --iters 5").stdout);
+    assert!(shown.contains("sim:1 > sim:1") && shown.contains(" all "), "{shown}");
+}
+
+#[test]
+fn ends_with_different_numbers_of_gpus_are_told_which() {
+    let serve = Serve::start("--gpus 0-1 --memory sim");
+    let refused = serve.connect("--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3");
+    assert_eq!(refused.status.code(), Some(1));
+    let said = first_error(&refused);
+    assert!(
+        said.contains("this end has 3 endpoints, the other 2 endpoints: give both as many with --gpus"),
+        "{said}"
+    );
+    // What does not need as many of both goes on, and so does the serving end.
+    let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern mesh --sizes 4K {QUICK}");
+    assert_eq!(results(&serve.connect(&args)).len(), 7);
+    // One endpoint is one endpoint.
+    assert_eq!(
+        results(&serve.connect(&format!("--memory host --peer-memory host --sizes 4K {QUICK}"))).len(),
+        1
+    );
+    let plain = Serve::start("--memory sim");
+    let refused = plain.connect("--gpus 0-1 --memory sim --peer-memory sim --sizes 4K --iters 3");
+    let said = first_error(&refused);
+    assert!(said.contains("2 endpoints, the other 1 endpoint:"), "{said}");
+}
+
+#[test]
+fn gpus_and_maps_that_cannot_be_are_bad_usage() {
+    let bad = [
+        ("--gpus 0,0", "GPU 0 is named twice"),
+        ("--gpus 3-1", "empty"),
+        ("--gpus 0-99", "no GPU"),
+        ("--pattern mesh", "name them with --gpus"),
+        ("--gpus 0-1 --pattern incast --peers 3", "--peers"),
+        ("--gpus 0-1 --map 0=lo", "no NIC for GPU 1"),
+        ("--gpus 0 --map 0=lo,1=lo", "GPU 1 is not one of --gpus"),
+        ("--gpus 0 --map lo", "no GPU before"),
+        ("--gpus 0 --map 0=lo --nics lo", "leave out --nics"),
+        ("--gpus 0 --map 0=nope0 --memory host", "nope0: no such NIC"),
+    ];
+    for (args, part) in bad {
+        let output = run(&format!("bench connect 127.0.0.1:9 {args}"));
+        assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(part), "{args}: {}", text(&output.stderr));
+    }
+}
+
+/// A wrong byte of one GPU fails the run of all, and is told once.
+#[test]
+fn a_wrong_byte_on_one_of_several_gpus_is_found() {
+    let serve = Serve::start("--gpus 0-2 --memory sim --inject wrong-byte");
+    let output =
+        serve.connect(&format!("--gpus 0-2 --memory sim --peer-memory sim --op read --sizes 64K {QUICK}"));
+    assert_eq!(output.status.code(), Some(1));
+    let said = json(&output);
+    assert_eq!(said["results"], Value::Array(Vec::new()), "no number for data that is wrong");
+    let error = said["error"].as_str().unwrap_or_default();
+    assert!(error.contains("expected") && error.contains("found"), "{error}");
+}
+
+/// The endpoints of a process lie on ports in a row, and are let go of.
+#[test]
+fn a_port_that_is_taken_names_the_endpoint() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("it has one").port();
+    let output = run(&format!("bench serve --listen 127.0.0.1:{} --gpus 0-1 --memory host", port - 1));
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let said = first_error(&output);
+    // Somebody may have the first port, too.
+    assert!(said.contains("starting the endpoint of GPU") && said.contains("in use"), "{said}");
+}
