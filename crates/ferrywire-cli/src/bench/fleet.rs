@@ -19,6 +19,7 @@ use ferrywire::topology::{Plan, Topology, Wishes};
 use ferrywire::{Builder, Endpoint, Orchestrator, Peer};
 
 use super::connect::{self, Listeners, Part};
+use super::gate::HEARSAY;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{Message, PEERS_MAX, Run};
@@ -292,9 +293,12 @@ fn all_pairs(
         let part = Part { number, run, endpoint, home: &fleet.homes[pair.home], pairs: &numbers };
         let outcome = connect::converse(plan, &part, link, start, listeners);
         if let Err(failure) = &outcome {
-            // What the others hear of it follows; the cause is here.
             let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
-            failed.get_or_insert_with(|| named(failure, pair));
+            // Whoever only heard of another's failure gives way to the one who met it.
+            let is_known = failed.as_ref().is_some_and(|known| !is_hearsay(known) || is_hearsay(failure));
+            if !is_known {
+                *failed = Some(named(failure, pair));
+            }
         }
         connect::take_leave(link, &outcome);
     };
@@ -315,10 +319,14 @@ fn all_pairs(
     failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
 }
 
+fn is_hearsay(failure: &Failure) -> bool {
+    failure.message().contains(HEARSAY)
+}
+
 fn named(failure: &Failure, pair: &Pair) -> Failure {
     let name = format!("GPU {} to GPU {}", pair.gpu, pair.peer_gpu);
     match failure {
-        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
+        Failure::Failed(why) if !is_hearsay(failure) => Failure::Failed(format!("{name}: {why}")),
         other => other.clone(),
     }
 }

@@ -11,6 +11,9 @@ use super::protocol::SideReport;
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
+/// What a peer hears whose own part did not fail.
+pub const HEARSAY: &str = "another peer of this run failed";
+
 /// Peers of one run, as the serving end sees them.
 #[derive(Debug)]
 pub struct Gate {
@@ -122,7 +125,7 @@ impl Gate {
             return Err(Failure::Interrupted);
         }
         if let Some(why) = &state.failed {
-            return Err(Failure::failed(format!("another peer of this run failed: {why}")));
+            return Err(Failure::failed(format!("{HEARSAY}: {why}")));
         }
         if let Some(error) = link.peer.error() {
             return Err(error.into());

@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use crate::process::{Process, SERVE};
+use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, LINKS, World};
 use crate::{RUN_DEADLINE, nothing_is_left, turn};
 
@@ -118,4 +118,81 @@ fn every_gpu_of_a_process_may_use_all_nics() {
     assert!(kernel.iter().sum::<u64>() >= payload, "{kernel:?}");
     assert!(*least as f64 > *most as f64 * 0.3, "all links take part: {kernel:?}");
     stop(&world, serve);
+}
+
+/// Where every GPU has all NICs, one that goes down takes nothing along; where it was a GPU's only one, the run ends by name.
+#[test]
+fn a_nic_that_goes_down_in_mid_run() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("1gbit");
+    let fixed =
+        format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --json - --warmup 0");
+    let timed = "--sizes 256K --depth 4 --channels 4 --seconds 6 --deadline 20";
+    let start = |map: &str| Process::start(&world, Host::A, &format!("{fixed} {timed} --map {map}"));
+    let while_it_runs = |run: &Process| {
+        let before = world.sent_bytes(Host::A, 2);
+        let moves = wait_until(RUN_DEADLINE, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
+        assert!(moves, "{}", run.errors());
+        world.set_link(Host::A, 2, "down");
+    };
+    let all = serve(&world, "0-7=vb1,vb2,vb3,vb4");
+    let run = start("0-7=va1,va2,va3,va4");
+    while_it_runs(&run);
+    let ended = run.end(RUN_DEADLINE);
+    assert_eq!(ended.status, Some(0), "{}", ended.errors);
+    let json = ended.json();
+    let rows = json["results"].as_array().expect("results");
+    assert_eq!(rows.len(), GPUS + 1);
+    for row in rows {
+        assert_eq!(row["verified"], true);
+        let lost = row["extra"]["lost_channels"].to_string();
+        assert!(lost.contains("va2"), "{row}");
+    }
+    world.set_link(Host::A, 2, "up");
+    stop(&world, all);
+
+    let own = serve(&world, MAPS[1]);
+    let run = start(MAPS[0]);
+    while_it_runs(&run);
+    let ended = run.end(RUN_DEADLINE);
+    assert_eq!(ended.status, Some(1), "{}", ended.errors);
+    let said = ended.failure();
+    assert!(said.contains("GPU 2 to GPU 2") || said.contains("GPU 3 to GPU 3"), "{said}");
+    assert!(said.contains("10.77.2.2") || said.contains("va2"), "{said}");
+    world.set_link(Host::A, 2, "up");
+    stop(&world, own);
+}
+
+/// A serving process that is killed ends the run of all GPUs with one error; a connecting one leaves the serving end in
+/// place.
+#[test]
+fn either_process_may_be_killed_under_eight_gpus() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let args = format!(
+        "bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {} --json - --sizes 256K --channels 2 \
+         --seconds 60 --warmup 0",
+        MAPS[0]
+    );
+    let moves = || wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > 16 << 20);
+    let served = serve(&world, MAPS[1]);
+    let run = Process::start(&world, Host::A, &args);
+    assert!(moves(), "{}", run.errors());
+    assert_eq!(run.kill().status, None);
+    let said = served.await_error(RUN_DEADLINE);
+    assert!(said.contains("10.77."), "{said}");
+    // It is there for the next one.
+    let again = connect(&world, MAPS[0], "--sizes 64K --iters 4 --warmup 0 --channels 2");
+    assert!(again.len() == GPUS + 1 && again.iter().all(|row| row["verified"] == true));
+    let run = Process::start(&world, Host::A, &args);
+    let before = world.sent_bytes_of(Host::A);
+    assert!(
+        wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > before + (16 << 20)),
+        "{}",
+        run.errors()
+    );
+    served.kill();
+    let said = run.end(RUN_DEADLINE).failure();
+    assert!(said.contains("GPU ") && said.contains("10.77."), "{said}");
+    nothing_is_left(&world);
 }
