@@ -2,8 +2,12 @@
 //!
 //! Read next: `peer/`, for what can be done with a connected peer.
 
+mod builder;
+
+pub use builder::Builder;
+
 use crate::bootstrap::{ListenAddress, random_bytes};
-use crate::config::{Config, Secret};
+use crate::config::Config;
 use crate::control::{self, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -17,8 +21,7 @@ use crate::peer::Peer;
 use crate::progress::Worker;
 use crate::schedule;
 use crate::sys::affinity;
-use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable, environment_for};
-use crate::transport::tcp::TcpTransport;
+use crate::transport::plugin::{Host, Variable};
 use crate::transport::{Listener, SharedTransport, Transport};
 use crate::wakeup::Wakeup;
 use std::any::Any;
@@ -28,137 +31,6 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
-
-/// Builds an [`Endpoint`]. Everything has a default that fits the host.
-#[derive(Clone, Debug)]
-pub struct Builder {
-    config: Config,
-    transport: Option<SharedTransport>,
-    plugin: Option<PluginConfig>,
-}
-
-impl Builder {
-    /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
-    pub fn listen(mut self, address: SocketAddr) -> Builder {
-        self.config.listen = Some(address);
-        self
-    }
-
-    /// The shared secret, at least [`limits::SECRET_BYTES_MIN`] bytes, the same on both ends. Needed
-    /// beyond loopback.
-    pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
-        self.config.secret = Some(Secret(secret.into()));
-        self
-    }
-
-    /// A name for people, at most 64 bytes.
-    pub fn label(mut self, label: impl Into<String>) -> Builder {
-        self.config.label = label.into();
-        self
-    }
-
-    /// NICs to use, by name. Default: all that share a subnet with the peer, else the route's own.
-    pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
-        self.config.nics = names.into_iter().map(Into::into).collect();
-        self
-    }
-
-    /// Channels per peer. Default: by cores and NICs.
-    pub fn channels(mut self, channels: usize) -> Builder {
-        self.config.channels = Some(channels);
-        self
-    }
-
-    /// Progress threads; 0: no threads, [`Endpoint::progress`] and waiting calls drive everything.
-    pub fn threads(mut self, threads: usize) -> Builder {
-        self.config.threads = threads;
-        self
-    }
-
-    /// Largest chunk in bytes.
-    pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
-        self.config.chunk_bytes = bytes;
-        self
-    }
-
-    /// Frames in flight per channel.
-    pub fn window(mut self, frames: usize) -> Builder {
-        self.config.window = frames;
-        self
-    }
-
-    /// Whether chunks carry a CRC-32.
-    pub fn crc(mut self, on: bool) -> Builder {
-        self.config.crc = on;
-        self
-    }
-
-    /// Congestion control of data connections by name. Default: by path.
-    pub fn congestion_control(mut self, name: impl Into<String>) -> Builder {
-        self.config.congestion_control = Some(name.into());
-        self
-    }
-
-    /// Socket buffers of data connections in bytes, each way. Default: by path.
-    pub fn socket_buffer_bytes(mut self, bytes: usize) -> Builder {
-        self.config.socket_buffer_bytes = Some(bytes);
-        self
-    }
-
-    /// Silence within which a peer's loss is told: it is given up a second or a tenth earlier. At least 3 s.
-    pub fn heartbeat_limit(mut self, limit: Duration) -> Builder {
-        self.config.heartbeat_limit = limit;
-        self
-    }
-
-    /// How channels move bytes. Default: the kernel's TCP.
-    pub fn transport(mut self, transport: Arc<dyn Transport>) -> Builder {
-        self.transport = Some(transport);
-        self
-    }
-
-    /// Moves payload over an NCCL net plugin; everything else goes over the transport beside it. Both ends of
-    /// a session need the same plugin.
-    pub fn plugin(mut self, plugin: PluginConfig) -> Builder {
-        self.plugin = Some(plugin);
-        self
-    }
-
-    /// The variables that the plugin would be loaded with, for a process that starts another one with them:
-    /// some of a plugin's libraries read theirs before any of its functions is called. Empty without a plugin.
-    pub fn plugin_environment(&self) -> Result<Vec<Variable>> {
-        let Some(plugin) = &self.plugin else {
-            return Ok(Vec::new());
-        };
-        let nics = match &self.transport {
-            Some(transport) => transport.nics(),
-            None => TcpTransport::default().nics(),
-        };
-        let nics = nics.map_err(|error| Error::io("list NICs", &error))?;
-        Ok(environment_for(plugin, &self.config, &nics))
-    }
-
-    /// Builds the endpoint: checks everything, listens, starts its threads.
-    pub fn build(mut self) -> Result<Endpoint> {
-        if self.config.threads == usize::MAX {
-            let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
-            self.config.threads = schedule::threads_default(cores);
-        }
-        self.config.check()?;
-        let inner: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
-        let options = self.config.bulk_options();
-        inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
-        let Some(plugin) = self.plugin else {
-            return Endpoint::start(self.config, inner, None);
-        };
-        let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
-        // SAFETY: whoever made the configuration has promised it.
-        let host = unsafe { Host::load(plugin, &self.config, &nics) }?;
-        self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
-        let transport = Arc::new(PluginTransport { inner, gpu: host.gpu() });
-        Endpoint::start(self.config, transport, Some(Arc::new(host)))
-    }
-}
 
 /// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
 /// closes its peers in an orderly way.
@@ -184,7 +56,7 @@ impl fmt::Debug for Endpoint {
 impl Endpoint {
     /// Starts to describe an endpoint.
     pub fn builder() -> Builder {
-        Builder { config: Config::default(), transport: None, plugin: None }
+        Builder::new()
     }
 
     /// Tells tests when its last user is gone.

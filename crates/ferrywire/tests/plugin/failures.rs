@@ -101,6 +101,40 @@ fn a_memory_that_a_hanging_call_may_hold_is_not_given_back() {
     });
 }
 
+/// Nothing ends such a transfer, so nothing but the loss of its peer can wake those who wait for it.
+#[test]
+fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
+    struct Tells(Vec<u8>, std::sync::mpsc::Sender<()>);
+    impl Drop for Tells {
+        fn drop(&mut self) {
+            let _ = self.1.send(());
+        }
+    }
+    case!("test_hang_after=2,fault_side=send").passes(|| {
+        let ends = one_channel();
+        let (sender, told) = std::sync::mpsc::channel();
+        let mut owner = Box::new(Tells(pattern(20 << 20, 1), sender));
+        let (base, bytes) = (owner.0.as_mut_ptr(), owner.0.len());
+        // SAFETY: the owner keeps the bytes.
+        let source = unsafe { ends.connecting.register_with(base, bytes, owner) }.unwrap();
+        let target = ends.accepting.register(vec![0; bytes]).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        let wakeup = ferrywire::Wakeup::new().unwrap();
+        let lost = loop {
+            write.wake(&wakeup);
+            assert_eq!(wakeup.wait(LIMIT), Ok(true), "nobody was woken");
+            wakeup.clear();
+            if let Some(outcome) = write.poll() {
+                break outcome;
+            }
+        };
+        says(&lost.unwrap_err(), &["test on device 0 (lo) has not returned for"]);
+        drop(source);
+        let _ = ends.connecting.close(Duration::from_secs(2));
+        assert!(told.try_recv().is_err(), "memory in the hands of a call was given back");
+    });
+}
+
 #[test]
 fn a_full_plugin_is_asked_again_in_whichever_way_it_says_so() {
     for switches in ["slots=4", "slots=4,full=null", "slots=1,full=null"] {
