@@ -20,11 +20,12 @@ pub struct Builder {
     config: Config,
     transport: Option<SharedTransport>,
     plugin: Option<PluginConfig>,
+    cores: Vec<usize>,
 }
 
 impl Builder {
     pub(super) fn new() -> Builder {
-        Builder { config: Config::default(), transport: None, plugin: None }
+        Builder { config: Config::default(), transport: None, plugin: None, cores: Vec::new() }
     }
 
     /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
@@ -61,6 +62,12 @@ impl Builder {
     /// Progress threads; 0: no threads, [`Endpoint::progress`] and waiting calls drive everything.
     pub fn threads(mut self, threads: usize) -> Builder {
         self.config.threads = threads;
+        self
+    }
+
+    /// Keeps the endpoint's threads, and those that a plugin starts, to these cores; by default they run anywhere.
+    pub fn cores(mut self, cores: impl IntoIterator<Item = usize>) -> Builder {
+        self.cores = cores.into_iter().collect();
         self
     }
 
@@ -129,6 +136,15 @@ impl Builder {
 
     /// Builds the endpoint: checks everything, listens, starts its threads.
     pub fn build(mut self) -> Result<Endpoint> {
+        // Threads inherit where they may run.
+        match std::mem::take(&mut self.cores) {
+            cores if cores.is_empty() => self.build_here(),
+            cores => affinity::on_cores(&cores, || self.build_here())
+                .map_err(|error| Error::io(format!("keep to the cores {cores:?}"), &error))?,
+        }
+    }
+
+    fn build_here(mut self) -> Result<Endpoint> {
         if self.config.threads == usize::MAX {
             let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
             self.config.threads = schedule::threads_default(cores);

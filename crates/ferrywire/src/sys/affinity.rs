@@ -4,6 +4,7 @@ use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::mem;
+use std::thread;
 use std::time::Duration;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -28,6 +29,21 @@ pub fn pin_current_thread(core: usize) -> io::Result<()> {
     let mut set = CpuSet::new();
     set.set(core);
     Ok(sched_setaffinity(None, &set)?)
+}
+
+/// Does something on a thread that may use these cores only, and so may all threads that it starts. `InvalidInput` when
+/// none of them is one of ours.
+pub fn on_cores<T: Send>(cores: &[usize], work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    let mut set = CpuSet::new();
+    cores.iter().filter(|core| **core < CpuSet::MAX_CPU).for_each(|core| set.set(*core));
+    let inside = || {
+        sched_setaffinity(None, &set)?;
+        Ok(work())
+    };
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().name("ferrywire-near".into()).spawn_scoped(scope, inside)?;
+        thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })
 }
 
 /// Lets the current thread's timed waits last longer than asked by at most this, instead of the usual 50 us.
@@ -110,8 +126,6 @@ fn parse_boot_id(text: &str) -> Option<[u8; 16]> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use super::*;
 
     #[test]
@@ -124,6 +138,17 @@ mod tests {
         })
         .join()
         .unwrap();
+    }
+
+    #[test]
+    fn threads_started_on_some_cores_stay_there() {
+        let all = allowed_cores().unwrap();
+        let one = [*all.last().unwrap()];
+        let within = || thread::spawn(|| allowed_cores().unwrap()).join().unwrap();
+        assert_eq!(on_cores(&one, within).unwrap(), one);
+        assert_eq!(allowed_cores().unwrap(), all);
+        assert!(on_cores(&[], || ()).is_err());
+        assert!(on_cores(&[CpuSet::MAX_CPU], || ()).is_err());
     }
 
     #[test]

@@ -11,6 +11,7 @@
 
 use super::pool::{Choice, Pool};
 use super::{Cpus, Gpu, Map, Nearness, Topology, deal};
+use crate::endpoint::Builder;
 
 /// What a plan is to respect.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -51,6 +52,14 @@ pub struct GpuPlan {
     pub cpus: Cpus,
     /// All other NICs that can be used, nearest first.
     pub others: Vec<String>,
+}
+
+impl GpuPlan {
+    /// Gives an endpoint of the GPU its NICs and cores, and its name.
+    pub fn configure(&self, builder: Builder) -> Builder {
+        let cores = self.cpus.iter().map(|cpu| cpu as usize);
+        builder.nics(self.nics.iter().cloned()).cores(cores).label(format!("GPU {}", self.gpu))
+    }
 }
 
 /// A NIC that no GPU uses.

@@ -3,6 +3,7 @@
 mod hosts;
 mod mesh;
 mod order;
+mod rails;
 #[allow(dead_code, reason = "the command's tests use all of it")]
 mod tree;
 mod wishes;

@@ -5,7 +5,7 @@ use ferrywire::topology::{Plan, PlanError, Wishes, by_subnet, routes};
 use crate::{named, plan, topology, tree};
 
 /// The same host again, with other addresses in the same subnets.
-fn other_host() -> String {
+pub fn other_host() -> String {
     (0..5).fold(tree::text("a3-high"), |text, net| {
         text.replace(&format!("10.0.{net}.2/24"), &format!("10.0.{net}.3/24"))
     })
