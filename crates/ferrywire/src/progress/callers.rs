@@ -83,7 +83,6 @@ impl Worker {
             return false;
         };
         let mut idle_since: Option<Instant> = None;
-        let mut registered = false;
         let bulk = claim.crank().moved.saturating_add(DRIVE_BYTES);
         loop {
             match claim.crank().turn(self, engine, wait.done) {
@@ -104,9 +103,8 @@ impl Worker {
             if rest.is_zero() || self.state.load(Ordering::SeqCst) == IN_POLL {
                 return false;
             }
-            if !std::mem::replace(&mut registered, true) {
-                (wait.register)(WakeHandle::Owner(self.clone()));
-            }
+            // Each time: a wake that was for nothing has taken us off the list.
+            (wait.register)(WakeHandle::Owner(self.clone()));
             self.sleep_as_owner(claim.crank(), wait, rest);
             idle_since = None;
         }
@@ -329,6 +327,25 @@ pub(crate) fn nudge(peer: &Arc<PeerState>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Such as one for a notification that is here before its bytes, which another worker's channels bring.
+    #[test]
+    fn a_caller_that_was_woken_for_nothing_is_woken_again() {
+        let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();
+        let engine = endpoint.downgrade().upgrade().unwrap();
+        let worker = Arc::new(Worker::new(0, false, false, Duration::ZERO).unwrap());
+        let asked = std::cell::Cell::new(0);
+        let mut wait = Wait {
+            until: Instant::now() + Duration::from_secs(60),
+            register: &mut |handle| {
+                asked.set(asked.get() + 1);
+                worker.owner_asleep.store(true, Ordering::SeqCst);
+                handle.wake();
+            },
+            done: &mut || asked.get() > 2,
+        };
+        assert!(worker.drive(&mut wait, &engine), "it slept through");
+    }
 
     #[test]
     fn an_operation_alone_goes_at_once_and_many_go_in_whole_packets() {
