@@ -19,7 +19,7 @@ use crate::sys::poll::Waker;
 use crate::transport::SharedTransport;
 use crate::transport::plugin::Host;
 use crossbeam_queue::SegQueue;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::Duration;
 
@@ -50,6 +50,7 @@ pub(crate) struct Engine {
     /// Drops owners of memory; started with the first of them.
     releaser: OnceLock<Releaser>,
     next_id: AtomicU64,
+    dialled: AtomicUsize,
     control_waker: OnceLock<Waker>,
     control: OnceLock<Arc<Mutex<Control>>>,
     this: Weak<Engine>,
@@ -80,6 +81,7 @@ impl Engine {
             regions: RegionTable::default(),
             releaser: OnceLock::new(),
             next_id: AtomicU64::new(1),
+            dialled: AtomicUsize::new(0),
             control_waker: OnceLock::new(),
             control: OnceLock::new(),
         })
@@ -111,6 +113,11 @@ impl Engine {
     /// A number for a transfer, never used before.
     pub fn next_id(&self) -> u64 {
         self.next_id.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// How many peers were connected to before this one.
+    pub fn count_dialled(&self) -> usize {
+        self.dialled.fetch_add(1, Ordering::Relaxed)
     }
 
     pub fn caller_driven(&self) -> bool {
