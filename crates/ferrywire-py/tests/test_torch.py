@@ -1,0 +1,122 @@
+"""Tensors of PyTorch on the CPU, as they are; on GPUs where there are some."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import pytest
+from conftest import LIMIT, Pair, eventually
+
+import ferrywire as fw
+
+torch = pytest.importorskip("torch", reason="needs torch")
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "bool", "complex64", "int64", "uint8", "float16"]
+)
+def test_tensors_of_every_type_are_moved_as_they_are(pair: Pair, dtype: str):
+    sent = torch.randint(0, 2, (16, 5)).to(getattr(torch, dtype))
+    got = torch.zeros_like(sent)
+    pair.to_far.write(pair.near.register(sent), pair.target(got)).wait(LIMIT)
+    assert bytes(got.view(-1).view(torch.uint8).tolist()) == bytes(sent.view(-1).view(torch.uint8).tolist())
+
+
+def test_parameters_and_views(pair: Pair):
+    parameter = torch.nn.Parameter(torch.zeros(4, 8))
+    pair.to_far.write(pair.near.register(torch.ones(4)), pair.target(parameter), nbytes=16).wait(LIMIT)
+    assert parameter.sum() == 4
+    view = torch.zeros(10, 8)[3:5]
+    region = pair.near.register(view)
+    assert region.nbytes == 64 and region.writable and region.place == "host"
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.zeros(4, 8).t(), "memory: not contiguous: shape (8, 4), strides (1, 8) in elements; only one run of bytes can be registered, try x.contiguous()"),
+        (lambda: torch.zeros(4, 8)[:, ::2], "shape (4, 4), strides (8, 2)"),
+        (lambda: torch.zeros(4, dtype=torch.complex64).conj(), "try x.resolve_conj()"),
+        (lambda: torch.eye(3).to_sparse(), "layout torch.sparse_coo has no memory that can be moved"),
+        (lambda: torch.zeros(3, device="meta"), "a tensor of device meta"),
+    ],
+    ids=["transposed", "strided", "conjugated", "sparse", "meta"],
+)
+def test_tensors_without_a_run_of_bytes(pair: Pair, make, why: str):
+    with pytest.raises(fw.UsageError, match=re.escape(why)):
+        pair.near.register(make())
+
+
+def test_the_memory_lives_though_the_tensor_is_given_another(pair: Pair):
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    storage = weakref.ref(tensor.untyped_storage())
+    region = pair.far.register(tensor)
+    tensor.data = torch.ones(3, dtype=torch.uint8)
+    gc.collect()
+    pair.to_far.write(pair.near.register(bytes(range(200))), region.remote(), nbytes=200).wait(LIMIT)
+    assert region.read_at(0, 200) == bytes(range(200)) and tensor.sum() == 3
+    region.deregister()
+    del storage
+
+
+def test_a_registered_tensor_is_kept_and_let_go(pair: Pair):
+    before = torch.zeros(8)
+    region = pair.far.register(before)
+    gone = weakref.ref(before)
+    address = before.data_ptr()
+    del before
+    gc.collect()
+    pair.to_far.write(pair.near.register(b"12345678"), region.remote(), nbytes=8).wait(LIMIT)
+    assert region.read_at(0, 8) == b"12345678" and address
+    del region
+    eventually(lambda: gone() is None, "the tensor is let go")
+
+
+def test_offsets_may_be_tensors(pair: Pair):
+    got = torch.zeros(64, dtype=torch.uint8)
+    source, target = pair.near.register(torch.arange(64, dtype=torch.uint8)), pair.target(got)
+    blocks = fw.BlockList(source, target, torch.arange(4) * 16, torch.tensor([48, 32, 16, 0]), torch.tensor([8] * 4))
+    pair.to_far.write_blocks(blocks, torch.tensor([0, 3])).wait(LIMIT)
+    assert got[48:56].tolist() == list(range(8)) and got[:8].tolist() == list(range(48, 56))
+    every_other = torch.arange(8)[::2]
+    assert len(fw.BlockList(source, target, every_other, every_other, 1)) == 4
+    for wrong, name in ((torch.zeros(2), "torch.float32"), (torch.zeros(2, dtype=torch.int32), "torch.int32")):
+        with pytest.raises(fw.UsageError, match=f"its elements are {name}, must be int64"):
+            fw.BlockList(source, target, wrong, wrong, 1)
+
+
+def test_a_state_dict_is_fetched_in_one_call(pair: Pair):
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32)).to(torch.bfloat16)
+    other = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.BatchNorm1d(32)).to(torch.bfloat16)
+    with fw.share(pair.far, model.state_dict()) as shared:
+        state = fw.fetch(pair.near, pair.to_far, shared.describe(), timeout=LIMIT)
+        assert list(state) == list(model.state_dict())
+        fw.fetch(pair.near, pair.to_far, shared.describe(), into=other.state_dict(), timeout=LIMIT)
+    for name, tensor in model.state_dict().items():
+        assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA GPU")
+
+
+@needs_gpus
+def test_a_tensor_that_a_kernel_is_still_writing_is_sent_as_it_will_be(pair: Pair):
+    sent, got = torch.zeros(32 << 20, device="cuda"), torch.zeros(32 << 20, device="cuda")
+    source, target = pair.near.register(sent), pair.target(got)
+    for turn in range(1, 6):
+        torch.cuda._sleep(50_000_000)
+        sent.fill_(turn)
+        pair.to_far.write(source, target).wait(LIMIT)
+        assert (got == turn).all()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        sent.fill_(7)
+    transfer = pair.to_far.write(source, target, stream=stream)
+    transfer.hold()
+    assert (got == 7).all()
+    transfer.wait(LIMIT)
