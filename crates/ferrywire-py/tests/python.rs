@@ -2,6 +2,8 @@
 //!
 //! `FERRYWIRE_PYTHON` names another interpreter, one that has pytest and numpy: with PyTorch, for its tests.
 
+#[path = "../../ferrywire/tests/cuda/driver.rs"]
+mod driver;
 mod environment;
 
 use std::os::unix::fs::symlink;
@@ -33,7 +35,9 @@ fn pytest() {
     };
     let site = site();
     let mut command = Command::new("env");
-    command.arg(format!("PYTHONPATH={}", site.display())).arg(python);
+    let stand_in = driver::stand_in(if driver::has_kernels() { &[driver::WITH_KERNELS] } else { &[] });
+    command.arg(format!("PYTHONPATH={}", site.display()));
+    command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display())).arg(python);
     command.args(["-X", "dev", "-m", "pytest", "-rs", "-p", "no:cacheprovider"]);
     let said = environment::run(command.current_dir(environment::root()));
     for line in said.lines() {

@@ -1,0 +1,165 @@
+"""CUDA memory and streams of other libraries, with a stand-in for the driver: no GPU is needed.
+
+Its device memory cannot be touched by the CPU, and its streams do their work late.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from conftest import Program
+
+DRIVER = os.environ.get("FERRYWIRE_TEST_DRIVER")
+pytestmark = pytest.mark.skipif(DRIVER is None, reason="needs the stand-in for the CUDA driver (run by cargo test)")
+
+GPU = """
+import ctypes, sys, types
+import ferrywire as fw
+
+cuda = ctypes.CDLL("libcuda.so.1")
+
+def do(name, *arguments):
+    failed = getattr(cuda, name)(*arguments)
+    assert failed == 0, (name, failed)
+
+do("cuInit", 0)
+context = ctypes.c_void_p()
+do("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+do("cuCtxSetCurrent", context)
+
+class Array:
+    "A library's array on the GPU."
+    def __init__(self, count, strides=None, read_only=False):
+        address = ctypes.c_uint64()
+        do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(count * 4))
+        self.address, self.nbytes = address.value, count * 4
+        self.__cuda_array_interface__ = {
+            "shape": (count,), "typestr": "<i4", "data": (self.address, read_only), "strides": strides, "version": 3}
+    def put(self, stream, data):
+        do("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(self.address), data, ctypes.c_size_t(len(data)), stream)
+    def get(self):
+        data = ctypes.create_string_buffer(self.nbytes)
+        do("cuMemcpyDtoH_v2", data, ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+        return data.raw
+
+def new_stream():
+    stream = ctypes.c_void_p()
+    do("cuStreamCreate", ctypes.byref(stream), 1)
+    return stream
+
+far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
+to_far = near.connect(far.metadata(), timeout=60)
+to_near = far.accept(60)
+"""
+
+
+def run(program: type[Program], code: str) -> str:
+    with program(GPU + code, LD_LIBRARY_PATH=DRIVER) as other:
+        return other.end()
+
+
+def test_memory_of_a_gpu_is_registered_where_it_is(program: type[Program]):
+    run(program, """
+sent, got = Array(1 << 18), Array(1 << 18)
+data = bytes(range(256)) * (sent.nbytes // 256)
+sent.put(None, data)
+do("cuCtxSynchronize") if hasattr(cuda, "cuCtxSynchronize") else None
+source, target = near.register(sent), far.register(got)
+assert (source.place, source.nbytes, source.writable) == ("cuda:0", 1 << 20, True)
+to_far.write(source, target.remote(), stream=0).wait(60)
+assert got.get() == data and target.read_at(1, 3) == data[1:4]
+assert not near.register(Array(4, read_only=True)).writable
+for wrong, why in ((Array(4, strides=(8,)), "not contiguous: shape (4,), strides (8,) in bytes"),):
+    try: near.register(wrong)
+    except fw.UsageError as error: assert why in str(error), error
+    else: raise AssertionError
+made = near.allocate(1000, "cuda:0")
+made.write_at(0, b"x" * 1000)
+assert made.read_at(998) == b"xx" and made.place == "cuda:0"
+""")
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        "stream.value",
+        "types.SimpleNamespace(cuda_stream=stream.value)",
+        "types.SimpleNamespace(ptr=stream.value)",
+        "types.SimpleNamespace(__cuda_stream__=lambda: (0, stream.value))",
+    ],
+)
+def test_what_a_stream_is_still_writing_is_sent_as_it_will_be(program: type[Program], stream: str):
+    run(program, f"""
+sent, got, stream = Array(1 << 18), Array(1 << 18), new_stream()
+source, target = near.register(sent), far.register(got)
+for turn in range(1, 9):
+    data = bytes([turn]) * sent.nbytes
+    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    sent.put(stream, data)
+    to_far.write(source, target.remote(), stream={stream}).wait(60)
+    assert got.get() == data, turn
+    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    sent.put(stream, data)
+    received = to_near.recv(1, target)
+    to_far.send(1, source, stream={stream})
+    received.hold({stream})
+    received.wait(60)
+    assert got.get() == data, turn
+""")
+
+
+def test_the_current_stream_of_torch_is_asked_for(program: type[Program]):
+    run(program, """
+sent, got, stream = Array(1 << 18), Array(1 << 18), new_stream()
+asked = []
+class Tensor:
+    "As much of PyTorch's as is asked for."
+    device, layout, shape = types.SimpleNamespace(type="cuda", index=0), "torch.strided", (1 << 18,)
+    def __init__(self, array): self.array = array
+    is_contiguous = lambda self: True
+    is_conj = is_neg = lambda self: False
+    detach = lambda self: self
+    numel, element_size = (lambda self: 1 << 18), (lambda self: 4)
+    data_ptr = lambda self: self.array.address
+def current_stream(device):
+    asked.append(device)
+    return types.SimpleNamespace(cuda_stream=stream.value)
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=current_stream)
+source, target = near.register(Tensor(sent)), far.register(Tensor(got))
+for turn in range(1, 9):
+    data = bytes([turn]) * sent.nbytes
+    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    sent.put(stream, data)
+    blocks = fw.BlockList(source, target.remote(), [0, 4096], [0, 4096], [4096, sent.nbytes - 4096])
+    to_far.write_blocks(blocks).wait(60)
+    assert got.get() == data, turn
+assert asked == [0] * 8
+received = to_near.recv(1, target)
+to_far.send(1, source)
+received.hold()
+received.wait(60)
+assert asked == [0] * 11
+del source, target, blocks, received
+""")
+
+
+def test_a_stream_that_is_none(program: type[Program]):
+    run(program, """
+source, target = near.register(Array(4)), far.register(Array(4)).remote()
+try: to_far.write(source, target, stream="none")
+except fw.UsageError as error: assert "str is no CUDA stream" in str(error), error
+else: raise AssertionError
+""")
+
+
+def test_without_a_driver_a_gpu_is_an_error_with_a_name(program: type[Program]):
+    with program("""
+import ferrywire as fw
+endpoint = fw.Endpoint()
+try: endpoint.allocate(1000, "cuda:0")
+except fw.GpuError as error: print(error.fault, error, flush=True)
+""", LD_LIBRARY_PATH="/nonexistent") as other:
+        said = other.end()
+    assert said.startswith("gpu ") or said == ""
