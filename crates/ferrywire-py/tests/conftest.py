@@ -66,13 +66,15 @@ class Program:
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
 
-    def end(self) -> str:
-        """Waits for a good end without complaints; the rest of what it printed."""
+    def end(self, but: str | None = None) -> str:
+        """Waits for a good end without complaints, `but` for lines that begin so; the rest of what it printed."""
         try:
             out, complaints = self.process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it hangs: {self.process.communicate()}") from None
+        if but:
+            complaints = "".join(line for line in complaints.splitlines(True) if not line.startswith(but))
         assert (self.process.returncode, complaints) == (0, ""), (self.process.returncode, out, complaints)
         return out
 
