@@ -1,6 +1,6 @@
 """CUDA memory and streams of other libraries, with a stand-in for the driver: no GPU is needed.
 
-Its device memory cannot be touched by the CPU, and its streams do their work late.
+Its device memory cannot be touched by the CPU, and its streams can be held up.
 """
 
 from __future__ import annotations
@@ -28,16 +28,24 @@ context = ctypes.c_void_p()
 do("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
 do("cuCtxSetCurrent", context)
 
+def pinned(nbytes):
+    base = ctypes.c_void_p()
+    do("cuMemHostAlloc", ctypes.byref(base), ctypes.c_size_t(max(nbytes, 4096)), 3)
+    return base
+
 class Array:
     "A library's array on the GPU."
     def __init__(self, count, strides=None, read_only=False):
         address = ctypes.c_uint64()
         do("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(count * 4))
         self.address, self.nbytes = address.value, count * 4
+        # Copies from other memory would be waited for.
+        self.pinned = pinned(self.nbytes)
         self.__cuda_array_interface__ = {
             "shape": (count,), "typestr": "<i4", "data": (self.address, read_only), "strides": strides, "version": 3}
     def put(self, stream, data):
-        do("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(self.address), data, ctypes.c_size_t(len(data)), stream)
+        ctypes.memmove(self.pinned, data, len(data))
+        do("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(self.address), self.pinned, ctypes.c_size_t(len(data)), stream)
     def get(self):
         data = ctypes.create_string_buffer(self.nbytes)
         do("cuMemcpyDtoH_v2", data, ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
@@ -47,6 +55,15 @@ def new_stream():
     stream = ctypes.c_void_p()
     do("cuStreamCreate", ctypes.byref(stream), 1)
     return stream
+
+class Gate:
+    "A place in a stream that nothing passes before it is opened."
+    def __init__(self, stream):
+        word = pinned(8)
+        self.word = ctypes.c_uint64.from_address(word.value)
+        do("cuStreamWaitValue64_v2", stream, ctypes.c_uint64(word.value), ctypes.c_uint64(1), 0)
+    def open(self):
+        self.word.value = 1
 
 far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
 to_far = near.connect(far.metadata(), timeout=60)
@@ -91,21 +108,31 @@ assert made.read_at(998) == b"xx" and made.place == "cuda:0"
 )
 def test_what_a_stream_is_still_writing_is_sent_as_it_will_be(program: type[Program], stream: str):
     run(program, f"""
-sent, got, stream = Array(1 << 18), Array(1 << 18), new_stream()
+sent, got, stream, after = Array(1 << 18), Array(1 << 18), new_stream(), new_stream()
 source, target = near.register(sent), far.register(got)
-for turn in range(1, 9):
+late = pinned(got.nbytes)
+for turn in range(1, 4):
     data = bytes([turn]) * sent.nbytes
-    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    gate = Gate(stream)
     sent.put(stream, data)
-    to_far.write(source, target.remote(), stream={stream}).wait(60)
+    transfer = to_far.write(source, target.remote(), stream={stream})
+    try: transfer.wait(0.05)
+    except fw.Deadline: pass
+    else: raise AssertionError("it did not wait for the stream")
+    gate.open()
+    transfer.wait(60)
     assert got.get() == data, turn
-    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    # The other way round: what is launched after the hold finds what is received.
+    data = bytes([turn + 100]) * sent.nbytes
+    gate = Gate(stream)
     sent.put(stream, data)
     received = to_near.recv(1, target)
+    received.hold({stream.replace("stream.value", "after.value")})
+    do("cuMemcpyDtoHAsync_v2", late, ctypes.c_uint64(got.address), ctypes.c_size_t(got.nbytes), after)
     to_far.send(1, source, stream={stream})
-    received.hold({stream})
-    received.wait(60)
-    assert got.get() == data, turn
+    gate.open()
+    do("cuStreamSynchronize", after)
+    assert ctypes.string_at(late, got.nbytes) == data and received.wait(60) == len(data), turn
 """)
 
 
@@ -128,19 +155,24 @@ def current_stream(device):
 torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=current_stream)
 source, target = near.register(Tensor(sent)), far.register(Tensor(got))
-for turn in range(1, 9):
+blocks = fw.BlockList(source, target.remote(), [0, 4096], [0, 4096], [4096, sent.nbytes - 4096])
+for turn in range(1, 4):
     data = bytes([turn]) * sent.nbytes
-    for _ in range(4): sent.put(stream, bytes(sent.nbytes))
+    gate = Gate(stream)
     sent.put(stream, data)
-    blocks = fw.BlockList(source, target.remote(), [0, 4096], [0, 4096], [4096, sent.nbytes - 4096])
-    to_far.write_blocks(blocks).wait(60)
+    transfer = to_far.write_blocks(blocks)
+    try: transfer.wait(0.05)
+    except fw.Deadline: pass
+    else: raise AssertionError("it did not wait for the stream")
+    gate.open()
+    transfer.wait(60)
     assert got.get() == data, turn
-assert asked == [0] * 8
+assert asked == [0] * 3
 received = to_near.recv(1, target)
 to_far.send(1, source)
 received.hold()
 received.wait(60)
-assert asked == [0] * 11
+assert asked == [0] * 6
 del source, target, blocks, received
 """)
 
