@@ -24,6 +24,7 @@ use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{Message, PEERS_MAX, Run};
 use crate::args::Pattern;
+use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::plan::{ConnectPlan, EnginePlan};
@@ -67,7 +68,8 @@ impl Fleet {
         let nics = nics_of_each(plan, memory, &gpus)?;
         let builders = gpus.iter().zip(&nics).enumerate().map(|(index, (gpu, nics))| {
             let name = format!("the endpoint of GPU {gpu}");
-            Ok((name, builder(plan, nics, listen.map(|address| behind(address, index)).transpose()?)?))
+            let listen = listen.map(|address| behind(address, index)).transpose()?;
+            Ok((name, builder(plan, memory.on(*gpu), nics, listen)?))
         });
         let orchestrator = Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline)?;
         Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, nics })
@@ -121,11 +123,19 @@ fn nics_of_each(plan: &EnginePlan, memory: Memory, gpus: &[u32]) -> Outcome<Vec<
     Ok(gpus.iter().map(of_gpu).collect())
 }
 
-fn builder(plan: &EnginePlan, nics: &[String], listen: Option<SocketAddr>) -> Outcome<Builder> {
+/// An endpoint of one GPU, which a plugin is told of.
+fn builder(
+    plan: &EnginePlan,
+    memory: Memory,
+    nics: &[String],
+    listen: Option<SocketAddr>,
+) -> Outcome<Builder> {
     let of_all = plan.gpus.as_ref().map_or(1, Vec::len);
     let cores = thread::available_parallelism().map_or(1, usize::from);
     let threads = plan.threads.or(Some((cores / of_all).max(1)));
-    super::builder(&EnginePlan { nics: nics.to_vec(), threads, ..plan.clone() }, listen)
+    let gpu = memory.gpu();
+    let plugin = plan.plugin.as_ref().map(|plugin| PluginUse { gpu, ..plugin.clone() });
+    super::builder(&EnginePlan { nics: nics.to_vec(), threads, plugin, ..plan.clone() }, listen)
 }
 
 /// The address of the endpoint with this place among those of a process.
@@ -217,7 +227,8 @@ impl Fleet {
         }
         let builders = detours.iter().map(|(home, nic)| {
             let name = format!("the endpoint of GPU {} on {nic}", self.gpus[*home]);
-            Ok((name, builder(&plan.engine, std::slice::from_ref(nic), None)?))
+            let memory = plan.run.memory.on(self.gpus[*home]);
+            Ok((name, builder(&plan.engine, memory, std::slice::from_ref(nic), None)?))
         });
         let builders = builders.collect::<Outcome<Vec<_>>>()?;
         match Arc::get_mut(&mut self.orchestrator) {

@@ -2,7 +2,8 @@
 
 use serde_json::Value;
 
-use crate::common::{Serve, first_error, json, results, run, text};
+use crate::common::{Serve, ferrywire, first_error, json, results, run, text};
+use crate::hosted::{ONE_HOST, with_plugin};
 
 const QUICK: &str = "--iters 6 --warmup 1 --json -";
 
@@ -122,4 +123,16 @@ fn a_port_that_is_taken_names_the_endpoint() {
     let said = first_error(&output);
     // Somebody may have the first port, too.
     assert!(said.contains("starting the endpoint of GPU") && said.contains("in use"), "{said}");
+}
+
+/// Each endpoint has a plugin's devices and connections of its own, and memory of its own GPU.
+#[test]
+fn several_gpus_over_a_plugin() {
+    let args =
+        "bench --allow-same-host-gpu --gpus 0-3 --memory sim --peer-memory sim --channels 2 --sizes 1,200001";
+    let mut command = ferrywire(&with_plugin(&format!("{args} --pattern mesh {QUICK}")));
+    let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
+    let found = results(&output);
+    assert_eq!(found.len(), 2 * (16 + 1));
+    assert!(found.iter().all(|row| row["verified"] == true && row["transport"] == "plugin"));
 }
