@@ -200,7 +200,10 @@ impl Endpoint {
     /// The next peer that has connected, if there is one.
     pub fn try_accept(&self) -> Option<Result<Peer>> {
         match self.check_origin() {
-            Ok(()) => self.inner.lobby.take(),
+            Ok(()) => self.inner.lobby.take().or_else(|| {
+                let closed = self.inner.engine.closing.load(Ordering::SeqCst);
+                closed.then_some(Err(Error::Closed))
+            }),
             Err(error) => Some(Err(error)),
         }
     }

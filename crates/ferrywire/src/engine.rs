@@ -51,6 +51,7 @@ pub(crate) struct Engine {
     releaser: OnceLock<Releaser>,
     next_id: AtomicU64,
     dialled: AtomicUsize,
+    first_port: OnceLock<u16>,
     control_waker: OnceLock<Waker>,
     control: OnceLock<Arc<Mutex<Control>>>,
     this: Weak<Engine>,
@@ -82,6 +83,7 @@ impl Engine {
             releaser: OnceLock::new(),
             next_id: AtomicU64::new(1),
             dialled: AtomicUsize::new(0),
+            first_port: OnceLock::new(),
             control_waker: OnceLock::new(),
             control: OnceLock::new(),
         })
@@ -115,9 +117,11 @@ impl Engine {
         self.next_id.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// How many peers were connected to before this one.
-    pub fn count_dialled(&self) -> usize {
-        self.dialled.fetch_add(1, Ordering::Relaxed)
+    /// How many peers were connected to before this one, counted from a number that differs among the endpoints of a
+    /// process which each dial one.
+    pub fn count_dialled(&self, port: u16) -> usize {
+        let first = *self.first_port.get_or_init(|| port);
+        usize::from(first) + self.dialled.fetch_add(1, Ordering::Relaxed)
     }
 
     pub fn caller_driven(&self) -> bool {

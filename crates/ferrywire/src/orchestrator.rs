@@ -22,6 +22,8 @@ use crate::peer::Peer;
 const LOOK_INTERVAL: Duration = Duration::from_micros(200);
 /// Time for peers and endpoints to finish with what a failed phase leaves.
 const RETREAT_DEADLINE: Duration = Duration::from_secs(1);
+/// Longer than any phase.
+const FAR: Duration = Duration::from_secs(365 * 86400);
 
 /// All endpoints of a process. Dropped, it closes them.
 #[derive(Debug)]
@@ -64,7 +66,8 @@ impl Orchestrator {
             let spawned = thread::Builder::new().name("ferrywire-start".into()).spawn(build);
             spawned.map_err(|error| failed(phase, &name, Error::io("start a thread", &error)))?;
         }
-        let until = Instant::now() + deadline;
+        drop(built);
+        let until = end_of(deadline);
         let mut started: Vec<Option<Endpoint>> = names.iter().map(|_| None).collect();
         while let Some(missing) = started.iter().position(Option::is_none) {
             match endpoints.recv_timeout(until.saturating_duration_since(Instant::now())) {
@@ -193,7 +196,7 @@ impl Orchestrator {
         deadline: Duration,
         mut look: impl FnMut() -> Result<Option<usize>>,
     ) -> Result<Option<usize>> {
-        let until = Instant::now() + deadline;
+        let until = end_of(deadline);
         loop {
             let missing = look()?;
             if missing.is_none() || Instant::now() >= until {
@@ -266,6 +269,12 @@ impl<'a> Dial<'a> {
             Some(Err(error)) => Err(error),
         }
     }
+}
+
+/// A deadline beyond all clocks is a far one.
+fn end_of(deadline: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(deadline).unwrap_or(now + FAR)
 }
 
 /// Closes what a failed phase had connected, all at once.

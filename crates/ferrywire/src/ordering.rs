@@ -183,7 +183,7 @@ impl Gates {
         }
         // The last word is taken.
         let free = Mutex::new((0..WORDS - 1).map(|word| (word, 0)).collect());
-        let words = Arc::new(Words { page: gpu.pinned(WORDS * size_of::<u64>())?, free });
+        let words = Arc::new(Words { page: gpu.pinned_once(WORDS * size_of::<u64>())?, free });
         pages.push(words.clone());
         Ok(CudaGate { words, word: WORDS - 1, value: 1 })
     }

@@ -19,7 +19,7 @@ use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
-use crate::args::{Inject, Verify};
+use crate::args::{Inject, Pattern, Verify};
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
@@ -27,7 +27,7 @@ use crate::plan::ServePlan;
 use crate::sys;
 
 /// A peer that has connected has this long to say what it wants.
-const HELLO_DEADLINE: Duration = Duration::from_secs(10);
+const HELLO_DEADLINE: Duration = Duration::from_secs(30);
 /// Endpoints have this long to start.
 const START_DEADLINE: Duration = Duration::from_secs(60);
 /// A run that is about to end is waited for before the next is refused.
@@ -378,7 +378,10 @@ fn admit(link: &Link, hall: &Hall, plan: &ServePlan, door: &Door) -> Outcome<(He
     // Not before: a run that is about to end still has its memory.
     wait_for_hall(hall, &hello.run_id)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
-    let peers_here = hello.run.peers.div_ceil(door.all.len());
+    let peers_here = match hello.run.pattern {
+        Pattern::Incast => hello.run.peers,
+        _ => hello.run.peers.div_ceil(door.all.len()),
+    };
     home.check_room(layout::region_bytes(&hello.run).saturating_mul(peers_here as u64))?;
     let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
     Ok((hello, active, home))

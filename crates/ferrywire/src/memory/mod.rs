@@ -86,6 +86,8 @@ pub(crate) struct Memory {
     taken_back: AtomicBool,
     /// Operations under way that name it.
     users: AtomicUsize,
+    /// Callers who read or write it at this moment.
+    callers: AtomicUsize,
     keeper: Keeper,
 }
 
@@ -163,14 +165,14 @@ impl Memory {
     pub fn private_on(gpu: &Gpu, bytes: usize) -> Result<Arc<Memory>> {
         let (base, len, place, keeper) = match gpu {
             Gpu::Sim(gpu) => of_sim(gpu.alloc(bytes, PAGE_BYTES)?),
-            Gpu::Cuda(gpu) => of_cuda(gpu.alloc(bytes, PAGE_BYTES)?),
+            Gpu::Cuda(gpu) => of_cuda(gpu.alloc_own(bytes, PAGE_BYTES)?),
         };
         Ok(Arc::new(Memory::new(base, len, place, 0, keeper)))
     }
 
     fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
-        let (revoked, taken_back, users) = Default::default();
-        Memory { base, len, place, key, revoked, taken_back, users, keeper }
+        let (revoked, taken_back, users, callers) = Default::default();
+        Memory { base, len, place, key, revoked, taken_back, users, callers, keeper }
     }
 
     /// Whether the region may not be touched by peers any more.
@@ -234,10 +236,12 @@ impl Memory {
     /// Runs `body` while the memory stays, unless the user has it back.
     fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
+        self.callers.fetch_add(1, Ordering::SeqCst);
         let result = match self.lost_to_user() {
             false => body(),
             true => Err(Error::invalid("region", "it is deregistered")),
         };
+        self.callers.fetch_sub(1, Ordering::SeqCst);
         self.leave();
         result
     }
@@ -297,14 +301,22 @@ struct Registration {
 
 impl Registration {
     fn end(&self) -> Result<()> {
-        if let Some(home) = self.home.upgrade()
-            && !self.released.load(Ordering::SeqCst)
-        {
-            home.origin().check()?;
-            self.memory.taken_back.store(true, Ordering::SeqCst);
-            home.regions().remove(&self.memory);
-            home.release(&self.memory)?;
-            self.released.store(true, Ordering::SeqCst);
+        match self.home.upgrade() {
+            Some(_) if self.released.load(Ordering::SeqCst) => {}
+            Some(home) => {
+                home.origin().check()?;
+                self.memory.taken_back.store(true, Ordering::SeqCst);
+                home.regions().remove(&self.memory);
+                home.release(&self.memory)?;
+                self.released.store(true, Ordering::SeqCst);
+            }
+            // Without an endpoint only callers touch it, for as long as a copy takes.
+            None => {
+                self.memory.taken_back.store(true, Ordering::SeqCst);
+                while self.memory.callers.load(Ordering::SeqCst) > 0 {
+                    std::thread::yield_now();
+                }
+            }
         }
         drop(self.memory.take_owner());
         Ok(())

@@ -154,7 +154,7 @@ impl Copier for CudaCopier {
 
 impl ListKernel {
     fn new(gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
-        let (done, list) = (gpu.alloc(size_of::<u32>(), 8)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
+        let (done, list) = (gpu.alloc_own(size_of::<u32>(), 8)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
         if list.address() != list.as_ptr() as u64 {
             return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
         }

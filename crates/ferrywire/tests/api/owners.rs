@@ -229,3 +229,20 @@ fn memory_of_a_gpu_may_have_an_owner_too() {
     drop(region);
     gone(&told);
 }
+
+/// The bytes went with the owner, and a handle that was left still read them.
+#[test]
+fn nobody_reads_what_was_deregistered_after_its_endpoint() {
+    let endpoint = listening();
+    let (region, told) = owned(&endpoint, vec![3; 5000]);
+    let other = region.clone();
+    drop(endpoint);
+    let mut bytes = [0; 100];
+    other.read_at(0, &mut bytes).unwrap();
+    assert_eq!(bytes, [3; 100]);
+    region.deregister().unwrap();
+    gone(&told);
+    for refused in [other.read_at(0, &mut bytes), other.write_at(0, &bytes)] {
+        assert!(matches!(refused, Err(Error::Invalid { .. })), "{refused:?}");
+    }
+}

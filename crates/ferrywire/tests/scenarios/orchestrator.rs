@@ -143,3 +143,21 @@ fn work_that_fails_on_one_endpoint_names_it() {
     assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
     assert_eq!(here.each("registering", |gpu, _| Ok(gpu)), Ok(vec![0, 1, 2]));
 }
+
+#[test]
+fn a_closed_endpoint_says_so_to_whoever_looks_for_peers() {
+    let there = listening(1);
+    let end = &there.endpoints()[0];
+    assert!(end.try_accept().is_none());
+    there.close(LONG).expect("it closes");
+    assert!(matches!(end.try_accept(), Some(Err(Error::Closed))));
+}
+
+#[test]
+fn a_deadline_beyond_all_clocks_is_a_far_one() {
+    let builders = builders(1, |_| Endpoint::builder().listen(loopback(0)));
+    let there = Orchestrator::start(builders, Duration::MAX).expect("it starts");
+    let here = connecting(1);
+    let target = [Target { endpoint: 0, addresses: vec![address(&there, 0)] }];
+    assert_eq!(here.connect(&target, Duration::MAX).expect("it is there").len(), 1);
+}

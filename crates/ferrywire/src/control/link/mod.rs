@@ -167,7 +167,7 @@ impl Link {
         let listens: &[ListenAddress] = &established.peer_hello.addresses;
         let mut pairs = pairs(&nics, &engine.config.nics, address, listens);
         // With little in flight the first channels carry it all: of several peers on different NICs.
-        let first = (usize::from(address.port()) + engine.count_dialled()) % pairs.len().max(1);
+        let first = engine.count_dialled(address.port()) % pairs.len().max(1);
         pairs.rotate_left(first);
         let role = Role::Connector { address, pairs };
         Link::new(engine, conn, address, established, role, lobby, me, now)

@@ -29,21 +29,26 @@ pub(super) struct Block {
     gpu: Arc<CudaGpu>,
     raw: u64,
     bytes: usize,
+    /// Nobody but us names it, so that nothing of it is under way once it is dropped.
+    own: bool,
 }
 
 impl Block {
-    fn new(gpu: &Arc<CudaGpu>, bytes: usize) -> Result<Block> {
+    fn new(gpu: &Arc<CudaGpu>, bytes: usize, own: bool) -> Result<Block> {
         let _current = gpu.make_current()?;
         let mut raw = 0;
         // SAFETY: room for an address.
-        unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) }
-            .map_err(|error| with_what_is_free(gpu, error))?;
-        Ok(Block { gpu: gpu.clone(), raw, bytes })
+        let mut alloc = || unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) };
+        alloc().or_else(|_| {
+            idle::clear();
+            alloc().map_err(|error| with_what_is_free(gpu, error))
+        })?;
+        Ok(Block { gpu: gpu.clone(), raw, bytes, own })
     }
 
     /// One that nobody uses any more.
     fn again(gpu: &CudaGpu, bytes: usize) -> Option<Block> {
-        let fits = |block: &Block| block.gpu.index() == gpu.index() && block.bytes == bytes;
+        let fits = |block: &Block| block.own && block.gpu.index() == gpu.index() && block.bytes == bytes;
         let fits = |idle: &Idle| matches!(idle, Idle::Block(block) if fits(block));
         idle::take(fits, |idle| match idle {
             Idle::Block(block) => Some(block),
@@ -53,7 +58,8 @@ impl Block {
 }
 
 impl CudaBuffer {
-    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize) -> Result<CudaBuffer> {
+    /// One that only transfers name (`own`) may be an old one.
+    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize, own: bool) -> Result<CudaBuffer> {
         if !align.is_power_of_two() {
             return Err(CudaError::Alignment { align });
         }
@@ -61,9 +67,9 @@ impl CudaBuffer {
         // Whole pages, which a NIC can be given.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
         let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES);
-        let block = match Block::again(gpu, padded) {
+        let block = match own.then(|| Block::again(gpu, padded)).flatten() {
             Some(block) => block,
-            None => Block::new(gpu, padded)?,
+            None => Block::new(gpu, padded, own)?,
         };
         let address = block.raw.next_multiple_of(align as u64);
         let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };

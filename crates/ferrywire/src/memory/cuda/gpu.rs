@@ -182,7 +182,12 @@ impl CudaGpu {
     /// # Errors
     /// [`CudaError::OutOfMemory`] with what is free; [`CudaError::Alignment`].
     pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
-        CudaBuffer::new(self, bytes, align)
+        CudaBuffer::new(self, bytes, align, false)
+    }
+
+    /// Likewise for transfers alone: nobody else names it, and nothing of it is under way when it is dropped.
+    pub(crate) fn alloc_own(self: &Arc<Self>, bytes: usize, align: usize) -> Result<CudaBuffer> {
+        CudaBuffer::new(self, bytes, align, true)
     }
 
     /// Zeroed host memory, on the GPU's NUMA node, that every GPU reaches.
@@ -190,7 +195,12 @@ impl CudaGpu {
     /// # Errors
     /// [`CudaError::Pinned`].
     pub fn pinned(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
-        PinnedBuffer::new(self, bytes)
+        PinnedBuffer::new(self, bytes, true)
+    }
+
+    /// Likewise for what streams may still look at when it is dropped: nobody gets it again.
+    pub(crate) fn pinned_once(self: &Arc<Self>, bytes: usize) -> Result<PinnedBuffer> {
+        PinnedBuffer::new(self, bytes, false)
     }
 
     /// A new stream, which runs beside all others.

@@ -49,10 +49,12 @@ pub(super) struct Pages {
     gpu: Arc<CudaGpu>,
     range: AddressRange,
     address: u64,
+    /// Nothing of it is under way once it is dropped.
+    again: bool,
 }
 
 impl Pages {
-    fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize) -> Result<Pages> {
+    fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize, again: bool) -> Result<Pages> {
         let failed = |why: String| CudaError::Pinned { bytes: len as u64, why };
         let system = |error: std::io::Error| failed(format!("the system: {error}"));
         let mut range = AddressRange::reserve(len, align).map_err(system)?;
@@ -65,10 +67,14 @@ impl Pages {
         let _current = gpu.make_current()?;
         let (base, about) = (range.base() as *mut libc::c_void, gpu.about().bytes(range.len()));
         // SAFETY: mapped memory of this length, which is unregistered before it is unmapped.
-        unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) }
-            .map_err(|error| failed(error.to_string()))?;
+        let register =
+            || unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) };
+        register().or_else(|_| {
+            idle::clear();
+            register().map_err(|error| failed(error.to_string()))
+        })?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
-        let mut pages = Pages { gpu: gpu.clone(), range, address: 0 };
+        let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
         // SAFETY: memory that was just registered; room for an address.
         unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
             .map_err(|error| failed(error.to_string()))?;
@@ -79,7 +85,10 @@ impl Pages {
     fn again(gpu: &CudaGpu, len: usize, align: usize) -> Option<Pages> {
         let fits = |pages: &Pages| {
             let big_enough = pages.range.len() >= len && pages.range.len() < len + align.max(PAGE_BYTES);
-            pages.gpu.index() == gpu.index() && big_enough && pages.range.base().is_multiple_of(align)
+            pages.again
+                && pages.gpu.index() == gpu.index()
+                && big_enough
+                && pages.range.base().is_multiple_of(align)
         };
         let fits = |idle: &Idle| matches!(idle, Idle::Pages(pages) if fits(pages));
         let pages = idle::take(fits, |idle| match idle {
@@ -93,12 +102,12 @@ impl Pages {
 }
 
 impl PinnedBuffer {
-    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize) -> Result<PinnedBuffer> {
+    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, again: bool) -> Result<PinnedBuffer> {
         // A ring in one huge page is read and written up to a quarter faster than in small ones.
         let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
         let pages = match Pages::again(gpu, len, align) {
             Some(pages) => pages,
-            None => Pages::new(gpu, len, align)?,
+            None => Pages::new(gpu, len, align, again)?,
         };
         let (base, address) = (pages.range.base() as *mut u8, pages.address);
         Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
