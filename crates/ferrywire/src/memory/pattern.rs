@@ -125,7 +125,7 @@ pub struct RegionPattern {
 
 enum By {
     Sim(SimPattern),
-    Cuda(CudaPattern),
+    Cuda(Box<CudaPattern>),
 }
 
 impl RegionPattern {
@@ -136,7 +136,7 @@ impl RegionPattern {
         }
         let by = match Gpu::opened(region.place())? {
             Gpu::Sim(gpu) => By::Sim(gpu.pattern()),
-            Gpu::Cuda(gpu) => By::Cuda(CudaPattern::new(&gpu)?),
+            Gpu::Cuda(gpu) => By::Cuda(Box::new(CudaPattern::new(&gpu)?)),
         };
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }
