@@ -75,6 +75,10 @@ impl Endpoint {
     ) -> PyResult<Endpoint> {
         let heartbeat_limit =
             heartbeat_limit.map(|seconds| limit(py, "heartbeat_limit", Some(seconds))).transpose()?;
+        if threads == Some(0) {
+            let why = "0 leaves nobody to drive the endpoint: Python needs at least one";
+            return Err(usage(py, "threads", why));
+        }
         let built = py.detach(move || {
             let mut builder = ferrywire::Endpoint::builder().crc(crc);
             if let Some(address) = listen {
@@ -180,9 +184,10 @@ impl Endpoint {
         self.shared.get().wake(&wakeup.wakeup);
     }
 
-    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
+    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<Peer> {
         let endpoint = self.open(py)?;
-        overdue(py, waited, |slice| endpoint.accept(slice))
+        let peer = overdue(py, waited, |slice| endpoint.accept(slice))?;
+        Ok(Peer::new(peer, self.shared.clone()))
     }
 
     /// The next peer that has connected, or None.

@@ -260,8 +260,9 @@ impl Peer {
         self.peer.wake(&wakeup.wakeup);
     }
 
-    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
-        overdue(py, waited, |slice| self.peer.wait_notification(slice))
+    fn _overdue<'py>(&self, py: Python<'py>, waited: f64) -> PyResult<Bound<'py, PyBytes>> {
+        let message = overdue(py, waited, |slice| self.peer.wait_notification(slice))?;
+        Ok(PyBytes::new(py, &message))
     }
 
     /// Counters and the configuration in force; sizes in bytes, times in seconds.

@@ -96,7 +96,7 @@ impl Transfer {
         self.transfer.wake(&wakeup.wakeup);
     }
 
-    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<()> {
+    fn _overdue(&self, py: Python<'_>, waited: f64) -> PyResult<u64> {
         overdue(py, waited, |slice| self.transfer.wait_for(slice, Duration::MAX))
     }
 

@@ -58,14 +58,14 @@ pub fn after(error: Error, waited: Duration) -> Error {
     }
 }
 
-/// The deadline of somebody who has waited elsewhere; `wait` would wait, and need not.
+/// What is there for somebody who has waited elsewhere, or else the deadline; `wait` would wait, and need not.
 pub fn overdue<T: Send>(
     py: Python<'_>,
     waited_s: f64,
     wait: impl FnOnce(Duration) -> Result<T> + Send,
-) -> PyResult<()> {
+) -> PyResult<T> {
     let waited = Duration::try_from_secs_f64(waited_s).unwrap_or_default();
-    py.detach(|| wait(Duration::ZERO)).map(drop).map_err(|error| after(error, waited)).or_raise(py)
+    py.detach(|| wait(Duration::ZERO)).map_err(|error| after(error, waited)).or_raise(py)
 }
 
 /// Runs something that waits by itself, on a thread of its own; the caller leaves it behind on Ctrl-C.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 
 import pytest
 from conftest import LIMIT, Pair, Program
@@ -86,6 +88,83 @@ def test_a_cancelled_await_leaves_the_transfer(pair: Pair):
                 await transfer
         await pair.to_far.send(1, pair.near.register(b"late"))
         assert await transfer == 4 and got == b"late"
+
+    asyncio.run(main())
+
+
+# Each of these blocks the loop, so that an arrival and what ends the wait meet in one of its turns.
+
+
+def test_a_timeout_loses_no_notification(pair: Pair):
+    async def main():
+        waiting = asyncio.create_task(pair.to_near.wait_notification_async(0.02))
+        await asyncio.sleep(0)
+        for message in (b"one", b"two"):
+            pair.to_far.notify(message).wait(LIMIT)
+        time.sleep(0.05)
+        assert await waiting == b"one"
+        assert await pair.to_near.wait_notification_async(LIMIT) == b"two"
+
+    asyncio.run(main())
+
+
+async def cancelled(waiting: asyncio.Task, after: float) -> None:
+    """Cancels it before the loop sees what has arrived, or just after that."""
+    if after:
+        asyncio.get_running_loop().call_later(after, waiting.cancel)
+        time.sleep(2 * after)
+    else:
+        waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+@pytest.mark.parametrize("after", [0, 0.01])
+def test_a_cancelled_await_loses_no_notification(pair: Pair, after: float):
+    async def main():
+        waiting = asyncio.create_task(pair.to_near.wait_notification_async())
+        await asyncio.sleep(0)
+        for message in (b"one", b"two"):
+            pair.to_far.notify(message).wait(LIMIT)
+        await cancelled(waiting, after)
+        assert await pair.to_near.wait_notification_async(LIMIT) == b"one"
+        assert await pair.to_near.wait_notification_async(LIMIT) == b"two"
+
+    asyncio.run(main())
+
+
+def test_a_notification_goes_to_another_who_waits(pair: Pair):
+    async def main():
+        first = asyncio.create_task(pair.to_near.wait_notification_async())
+        second = asyncio.create_task(pair.to_near.wait_notification_async(LIMIT))
+        await asyncio.sleep(0)
+        pair.to_far.notify(b"one").wait(LIMIT)
+        await cancelled(first, 0.01)
+        assert await second == b"one"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("after", [None, 0, 0.01])
+def test_a_timeout_or_cancel_loses_no_peer(after: float | None):
+    async def main():
+        with fw.Endpoint("127.0.0.1:0") as far, fw.Endpoint() as near, fw.Endpoint() as other:
+            waiting = asyncio.create_task(far.accept_async(0.02 if after is None else None))
+            await asyncio.sleep(0)
+            peers = [each.connect(far.metadata(), LIMIT) for each in (near, other)]
+            time.sleep(0.05)
+            accepted = []
+            if after is None:
+                # Where the machine is slow they come later.
+                with contextlib.suppress(fw.Deadline):
+                    accepted.append(await waiting)
+            else:
+                await cancelled(waiting, after)
+            while len(accepted) < 2:
+                accepted.append(await far.accept_async(LIMIT))
+            for peer in accepted:
+                peer.notify(b"accepted").wait(LIMIT)
+            assert [peer.wait_notification(LIMIT) for peer in peers] == [b"accepted"] * 2
 
     asyncio.run(main())
 

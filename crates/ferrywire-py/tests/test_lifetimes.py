@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -111,6 +112,22 @@ def test_endpoints_leave_nothing_behind():
     def threads_and_descriptors() -> tuple[int, int]:
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
+    def steady() -> tuple[int, int]:
+        """What is there once nothing of it has changed for half a second."""
+        last, since = threads_and_descriptors(), time.monotonic()
+
+        def unchanged() -> bool:
+            nonlocal last, since
+            if (now := threads_and_descriptors()) != last:
+                last, since = now, time.monotonic()
+            return time.monotonic() - since > 0.5
+
+        eventually(unchanged, "threads and descriptors stay the same")
+        return last
+
+    def none_left() -> bool:
+        return all(now <= then for now, then in zip(threads_and_descriptors(), before, strict=True))
+
     def rounds(count: int) -> None:
         for number in range(count):
             far, near = fw.Endpoint("127.0.0.1:0", threads=1), fw.Endpoint(threads=1)
@@ -126,14 +143,13 @@ def test_endpoints_leave_nothing_behind():
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     rounds(2)
-    gc.collect()
-    before = threads_and_descriptors()
+    before = steady()
     # Those not closed are closed in the background.
     rounds(10)
-    eventually(lambda: threads_and_descriptors() <= before, "their threads and descriptors are gone")
+    eventually(none_left, "their threads and descriptors are gone")
     settled, many = resident_bytes(), 500 if os.environ.get("FERRYWIRE_LONG") else 20
     rounds(many)
-    eventually(lambda: threads_and_descriptors() <= before, "their threads and descriptors are gone")
+    eventually(none_left, "their threads and descriptors are gone")
     assert resident_bytes() - settled < (32 << 20)
 
 
@@ -187,8 +203,9 @@ pending = to_far.recv(1, region)
 slow = fw.Endpoint(label="slow")
 async def awaited(): await to_far.recv(2, near.allocate(4))
 for wait in (pending.wait, to_far.wait_notification, far.accept, lambda: asyncio.run(awaited())):
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try: wait()
+    try:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        wait()
     except KeyboardInterrupt: print("stopped", flush=True)
 to_near.send(1, far.register(b"goes")).wait(60)
 print(pending.wait(60), region.read_at())

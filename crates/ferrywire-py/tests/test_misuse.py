@@ -169,6 +169,8 @@ def test_a_configuration_that_cannot_work():
         fw.Endpoint("nonsense")
     with refuses("channels: 0 is not between 1 and"):
         fw.Endpoint(channels=0)
+    with refuses("threads: 0 leaves nobody to drive the endpoint"):
+        fw.Endpoint(threads=0)
     with refuses("accept: this endpoint does not listen: build it with an address"), fw.Endpoint() as endpoint:
         endpoint.accept()
     with refuses("timeout: -1 is not a number of seconds"), fw.Endpoint("127.0.0.1:0") as endpoint:

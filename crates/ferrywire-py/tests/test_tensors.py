@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
+import time
 
 import pytest
-from conftest import LIMIT, Pair
+from conftest import LIMIT, Pair, Program
 
 import ferrywire as fw
 
@@ -41,3 +44,59 @@ def test_what_does_not_match_is_named(pair: Pair):
         fw.share(pair.far, {"a": np.zeros((3, 3)).T})
     with pytest.raises(fw.UsageError, match="description: version 99"):
         fw.fetch(pair.near, pair.to_far, b'{"version": 99}')
+
+
+def test_a_description_that_is_none_is_refused(pair: Pair):
+    with fw.share(pair.far, {"a": np.zeros(3)}) as shared:
+        good = shared.describe()
+    whole = json.loads(good)
+    (entry,) = whole["tensors"]
+
+    def altered(**changes: object) -> bytes:
+        return json.dumps({**whole, "tensors": [{**entry, **changes}]}).encode()
+
+    for told in (
+        *(b"", b"\xff\xfe\xff", b"{", b"[]", b"7", b"[" * 100_000, good[:-1], b'{"version": 1}', None),
+        *(json.dumps({**whole, "tensors": tensors}).encode() for tensors in (None, {}, [None], [{}], [entry, entry])),
+        *(altered(**{key: None}) for key in entry),
+        *(altered(region=region) for region in ("", "no", "00", entry["region"][:-2])),
+        *(altered(shape=shape) for shape in ([-1], [1.5], ["3"], [True], 3, [1 << 62, 1 << 62], [1 << 70], [1] * 100)),
+        *(altered(dtype=dtype) for dtype in ("", "nonsense", "object", "O,i4", "(", "[('a'")),
+        altered(shape=[4]),
+    ):
+        with pytest.raises(fw.UsageError):
+            fw.fetch(pair.near, pair.to_far, told)
+
+
+PEER = """
+import ferrywire as fw, numpy as np, sys
+endpoint = fw.Endpoint("127.0.0.1:0")
+shared = fw.share(endpoint, {"a": np.zeros(1 << 20)})
+print(endpoint.metadata().hex(), shared.describe().hex(), flush=True)
+peer = endpoint.accept()
+print("accepted", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_fetch_that_is_broken_off_writes_no_more(program: type[Program], monkeypatch: pytest.MonkeyPatch):
+    # A peer that is stopped says nothing about the end.
+    monkeypatch.setattr("ferrywire._tensors.CANCEL_SECONDS", 0.5)
+    with program(PEER) as other, fw.Endpoint() as near:
+        metadata, told = map(bytes.fromhex, other.line().split())
+        peer = near.connect(metadata, LIMIT)
+        assert other.line() == "accepted"
+        mine = np.ones(1 << 20)
+        other.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(fw.Deadline, match="read with"):
+                fw.fetch(near, peer, told, into={"a": mine}, timeout=0.05)
+        finally:
+            other.process.send_signal(signal.SIGCONT)
+        before = mine.copy()
+        # All that the peer was asked for before is answered before this.
+        peer.notify(b"still here").wait(LIMIT)
+        time.sleep(0.2)
+        assert (mine == before).all()
+        # What comes next works.
+        assert not fw.fetch(near, peer, told, into={"a": mine}, timeout=LIMIT)["a"].any()

@@ -1,8 +1,9 @@
 """What is awaited: one eventfd per event loop, watched as long as something waits.
 
-    await ──▶ look ──▶ attach to the loop's wakeup ──▶ readable ──▶ look at all that wait
+    await ──▶ look ──▶ attach to the loop's wakeup, look ──▶ readable ──▶ all that wait look again
 
-No thread is taken, and nothing is polled. An `await` that is cancelled leaves what it waited for as it is.
+No thread is taken, and nothing is polled. An `await` that is cancelled leaves what it waited for as it is: looking takes
+a notification or a peer away, so only who returns it looks, in the same step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class _Hub:
 
     def __init__(self) -> None:
         self.wakeup = Wakeup()
-        self.waiting: dict[asyncio.Future[Any], Callable[[], Any]] = {}
+        self.waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Hub:
@@ -31,13 +32,14 @@ class _Hub:
             hub = _hubs[loop] = cls()
         return hub
 
-    async def wait(self, loop: asyncio.AbstractEventLoop, look: Callable[[], Any]) -> Any:
+    async def wait(self, loop: asyncio.AbstractEventLoop, worth: Callable[[], bool]) -> None:
+        """Until something that is attached has something to give, and looking is `worth` it."""
         future = loop.create_future()
         if not self.waiting:
             loop.add_reader(self.wakeup.fileno(), self.turn)
-        self.waiting[future] = look
+        self.waiting[future] = worth
         try:
-            return await future
+            await future
         finally:
             self.waiting.pop(future, None)
             if not self.waiting and not loop.is_closed():
@@ -45,48 +47,51 @@ class _Hub:
 
     def turn(self) -> None:
         self.wakeup.clear()
-        for future, look in list(self.waiting.items()):
-            if future.done():
-                continue
-            try:
-                found = look()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                if found is not None:
-                    future.set_result(found)
+        for future, worth in list(self.waiting.items()):
+            if not future.done() and worth():
+                future.set_result(None)
 
 
 async def _until(
     look: Callable[[], Any],
     attach: Callable[[Wakeup], None],
-    overdue: Callable[[float], None],
+    overdue: Callable[[float], Any],
     timeout: float | None,
+    done: Callable[[], bool] = lambda: True,
 ) -> Any:
-    """The first result of `look` that is not None; `attach` sees to it that it is called in time."""
+    """The first result of `look` that is not None; `attach` sees to it that it is called in time.
+
+    `overdue` gives what is there when the time is up, or raises the `Deadline`. While `done` is false, which takes
+    nothing away, there is nothing to look for: of a thousand transfers each that ends wakes one that waits.
+    """
     if (found := look()) is not None:
         return found
     loop = asyncio.get_running_loop()
     hub = _Hub.of(loop)
 
-    def look_again() -> Any:
-        # Attached first: what comes in between makes the wakeup readable again.
-        attach(hub.wakeup)
-        return look()
+    def worth() -> bool:
+        if not done():
+            attach(hub.wakeup)
+        return done()
 
-    attach(hub.wakeup)
     try:
         async with asyncio.timeout(timeout) as limit:
-            return await hub.wait(loop, look_again)
+            while (found := look()) is None:
+                # Looks once more: what comes after this makes the wakeup readable.
+                attach(hub.wakeup)
+                if (found := look()) is not None:
+                    break
+                await hub.wait(loop, worth)
+            return found
     except TimeoutError:
         if not limit.expired():
             raise
-        overdue(timeout or 0.0)
-        raise
+    found = look()
+    return found if found is not None else overdue(timeout or 0.0)
 
 
 async def wait_transfer(transfer: Transfer, timeout: float | None) -> int:
-    return await _until(transfer.poll, transfer._wake, transfer._overdue, timeout)
+    return await _until(transfer.poll, transfer._wake, transfer._overdue, timeout, transfer.done)
 
 
 async def wait_notification(peer: Peer, timeout: float | None) -> bytes:

@@ -6,16 +6,19 @@ operation. Works for a torch ``state_dict`` and for dictionaries of numpy arrays
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ._errors import UsageError
+from ._errors import Error, UsageError
 from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion
 
 VERSION = 1
+# How long what is broken off may take to end.
+CANCEL_SECONDS = 5.0
 
 
 class Shared:
@@ -89,16 +92,14 @@ def fetch(
     """Reads all tensors that a peer shares, in one operation, and returns them by name.
 
     New ones are made, of the library that the peer's are of (torch on ``device``), or they go into those of ``into``,
-    which must have the same names, shapes and element types. ``timeout`` is in seconds.
+    which must have the same names, shapes and element types. ``timeout`` is in seconds; a fetch that does not succeed
+    is cancelled, and leaves anything in the tensors.
     """
-    told = json.loads(description)
-    if told.get("version") != VERSION:
-        raise UsageError(f"description: version {told.get('version')}, this ferrywire reads {VERSION}")
-    entries = told["tensors"]
+    entries = _told(description)
+    remotes = [_remote(entry) for entry in entries]
     result = _matching(into, entries) if into is not None else {e["name"]: _made(e, device) for e in entries}
     regions, lists = [], []
-    for entry in entries:
-        remote = RemoteRegion(bytes.fromhex(entry["region"]))
+    for entry, remote in zip(entries, remotes, strict=True):
         region = endpoint.register(result[entry["name"]], writable=True)
         if region.nbytes != remote.nbytes:
             raise UsageError(f"tensor {entry['name']!r}: {region.nbytes} bytes here, {remote.nbytes} at the peer")
@@ -106,10 +107,54 @@ def fetch(
             regions.append(region)
             lists.append(BlockList(region, remote, [0], [0], region.nbytes))
     if lists:
-        peer.read_blocks(BlockList.join(lists)).wait(timeout)
+        transfer = peer.read_blocks(BlockList.join(lists))
+        try:
+            transfer.wait(timeout)
+        except BaseException:
+            # The caller has nothing that it could wait for: the tensors must not change any more.
+            transfer.cancel()
+            with contextlib.suppress(Error):
+                transfer.wait(CANCEL_SECONDS)
+            raise
     del lists
     _release(regions)
     return result
+
+
+def _told(description: bytes) -> list[dict[str, Any]]:
+    """The entries of a description. It came from elsewhere: what is used of it is what :func:`share` writes."""
+    try:
+        told = json.loads(description)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"description: not one of share(): {error}") from error
+    if not isinstance(told, dict):
+        raise UsageError("description: not one of share()")
+    if told.get("version") != VERSION:
+        raise UsageError(f"description: version {told.get('version')}, this ferrywire reads {VERSION}")
+    entries = told.get("tensors")
+    if not isinstance(entries, list):
+        raise UsageError("description: it has no list of tensors")
+    for index, entry in enumerate(entries):
+        if not _is_entry(entry):
+            raise UsageError(f"description: entry {index} does not describe a tensor")
+    if len({entry["name"] for entry in entries}) < len(entries):
+        raise UsageError("description: a name is there twice")
+    return entries
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    texts = all(isinstance(entry.get(key), str) for key in ("name", "library", "dtype", "region"))
+    shape = entry.get("shape")
+    return texts and isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _remote(entry: dict[str, Any]) -> RemoteRegion:
+    try:
+        return RemoteRegion(bytes.fromhex(entry["region"]))
+    except ValueError as error:
+        raise UsageError(f"tensor {entry['name']!r}: {error}") from error
 
 
 def _release(regions: Iterable[Region]) -> None:
@@ -146,7 +191,20 @@ def _made(entry: dict[str, Any], device: str) -> Any:
     if entry["library"] == "torch":
         import torch
 
-        return torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)
+        kind = getattr(torch, entry["dtype"], None)
+        if not isinstance(kind, torch.dtype):
+            raise _unknown(entry)
+        return torch.empty(entry["shape"], dtype=kind, device=device)
     import numpy
 
-    return numpy.empty(entry["shape"], numpy.dtype(entry["dtype"]))
+    try:
+        kind = numpy.dtype(entry["dtype"])
+        if kind.hasobject:
+            raise TypeError("its bytes would be pointers")
+        return numpy.empty(entry["shape"], kind)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise _unknown(entry) from error
+
+
+def _unknown(entry: dict[str, Any]) -> UsageError:
+    return UsageError(f"tensor {entry['name']!r}: no shape and element type: {entry['shape']} of {entry['dtype']}")

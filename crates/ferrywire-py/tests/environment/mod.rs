@@ -20,9 +20,6 @@ pub fn folder(name: &str) -> PathBuf {
 
 /// The interpreter of a virtual environment with these packages; `None`, and said so, where it cannot be had.
 pub fn python(name: &str, packages: &[&str]) -> Option<PathBuf> {
-    if let Some(chosen) = std::env::var_os("FERRYWIRE_PYTHON") {
-        return Some(chosen.into());
-    }
     if !succeeds(Command::new("python3").args(["-c", VERSION_CHECK])) {
         println!("SKIPPED: needs python3, 3.11 or newer, with venv (Debian: python3-venv)");
         return None;
