@@ -174,6 +174,8 @@ def test_many_threads_use_one_endpoint(pair: Pair):
 
 SETUP = """
 import ferrywire as fw, os, signal, sys, threading, time
+# A shell starts what runs in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 far, near = fw.Endpoint("127.0.0.1:0", label="far"), fw.Endpoint(label="near")
 to_far = near.connect(far.metadata(), timeout=60)
 to_near = far.accept(timeout=60)
