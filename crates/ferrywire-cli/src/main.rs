@@ -12,6 +12,7 @@ mod memory;
 mod nics;
 mod plan;
 mod plugin;
+mod seed;
 mod sys;
 mod topo;
 mod units;

@@ -18,7 +18,7 @@ use crate::carrier::{self, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::units::{Gpus, Names, Sizes};
-use crate::{bench, file};
+use crate::{bench, file, seed};
 
 /// Where `serve` listens and `connect` connects when no port is given.
 const PORT_DEFAULT: u16 = 7420;
@@ -238,6 +238,7 @@ fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
         Some(path) => file::fill(flags, &path),
         None => Ok(flags),
     }
+    .and_then(seed::settle)
 }
 
 /// Where this end's bytes lie; noted in the flags, so that further processes of the run take the same.
@@ -354,6 +355,7 @@ fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Ru
         depth,
         peers: peers(flags, pattern)?,
         fleet: flags.gpus.is_some(),
+        as_seed: flags.as_seed.unwrap_or(false),
         iters,
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,

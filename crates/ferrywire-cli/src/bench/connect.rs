@@ -19,6 +19,7 @@ use super::serve::region_from;
 use super::session::Session;
 use super::staged;
 use super::table;
+use super::turns::Turns;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Home;
@@ -71,7 +72,14 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     let endpoint = super::endpoint(&plan.engine, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
-    let part = Part { number: plan.member, run: &plan.run, endpoint: &endpoint, home: &home, pairs: &[] };
+    let part = Part {
+        number: plan.member,
+        run: &plan.run,
+        endpoint: &endpoint,
+        home: &home,
+        pairs: &[],
+        turns: None,
+    };
     let outcome = converse(plan, &part, &link, start, (tell, stage));
     stage("while closing");
     take_leave(&link, &outcome);
@@ -102,6 +110,8 @@ pub struct Part<'a> {
     pub home: &'a Home,
     /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
     pub pairs: &'a [(u32, u32)],
+    /// Where the pairs of this process take turns.
+    pub turns: Option<&'a Turns>,
 }
 
 /// Greets, and goes through the sizes.
@@ -132,8 +142,16 @@ pub fn converse(
     let run = &Run { peer_memory: Some(peer_memory), ..run.clone() };
     let local = home.register(endpoint, layout::region_bytes(run))?;
     link.tell(&Message::Region { region: protocol::to_hex(&local.region.descriptor().to_bytes()) })?;
-    let session =
-        Session { link, side: Side::Connect, run, local: &local, remote: &remote, gate: None, inject: None };
+    let session = Session {
+        link,
+        side: Side::Connect,
+        run,
+        local: &local,
+        remote: &remote,
+        gate: None,
+        turns: part.turns.map(|turns| (turns, number)),
+        inject: None,
+    };
     tell(News::Peer(peer_host.clone(), peer_threads));
     let setup_s = start.elapsed().as_secs_f64();
     let progress = progress(run, number);

@@ -23,6 +23,7 @@ use super::gate::HEARSAY;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{Message, PEERS_MAX, Run};
+use super::turns::Turns;
 use crate::args::Pattern;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
@@ -298,10 +299,12 @@ fn all_pairs(
 ) -> Outcome {
     let numbers: Vec<(u32, u32)> = pairs.iter().map(|pair| (pair.gpu, pair.peer_gpu)).collect();
     let failed: Mutex<Option<Failure>> = Mutex::default();
+    let turns = run.as_seed.then(|| Turns::new(pairs.len()));
     let take_part = |number: usize, listeners: Listeners<'_>| {
         let (pair, link) = (&pairs[number], &links[number]);
         let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
-        let part = Part { number, run, endpoint, home: &fleet.homes[pair.home], pairs: &numbers };
+        let (home, turns) = (&fleet.homes[pair.home], turns.as_ref());
+        let part = Part { number, run, endpoint, home, pairs: &numbers, turns };
         let outcome = connect::converse(plan, &part, link, start, listeners);
         if let Err(failure) = &outcome {
             let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,6 +12,7 @@ use super::layout::{Flow, Layout};
 use super::link::{Link, Stall};
 use super::measure::{Limit, Meter};
 use super::protocol::{FlowReport, Message, Run, Side};
+use super::turns::Place;
 use crate::args::Op;
 use crate::exit::{Failure, Outcome};
 
@@ -135,10 +136,10 @@ impl<'a> Poster<'a> {
     }
 }
 
-/// Drives a flow until the limit, `depth` transfers in flight.
-pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
+/// Drives a flow until the limit, `depth` transfers in flight; with a place in a ring, only in its turns.
+pub fn drive(poster: &Poster, depth: usize, limit: Limit, place: Option<&Place>) -> Outcome<FlowReport> {
     let mut in_flight = VecDeque::with_capacity(depth);
-    let driven = drive_with(&mut in_flight, poster, depth, limit);
+    let driven = drive_with(&mut in_flight, poster, depth, limit, place);
     if driven.is_err() {
         // What is told next need not wait for them.
         in_flight.iter().for_each(|(transfer, _)| transfer.cancel());
@@ -151,11 +152,16 @@ fn drive_with(
     poster: &Poster,
     depth: usize,
     limit: Limit,
+    place: Option<&Place>,
 ) -> Outcome<FlowReport> {
     let (slots, size) = (poster.layout.slots, poster.layout.size());
     let mut meter = Meter::start();
     let (mut posted, mut now) = (0, Instant::now());
     loop {
+        let _turn = place.map(Place::turn).transpose()?;
+        if place.is_some() {
+            now = Instant::now();
+        }
         while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
             in_flight.push_back((poster.post(posted % slots)?, now));
             posted += 1;
@@ -253,6 +259,7 @@ mod tests {
             blocks: None,
             peers: 1,
             fleet: false,
+            as_seed: false,
             iters: Some(10),
             seconds: None,
             warmup: None,
@@ -277,7 +284,7 @@ mod tests {
         let sends = Poster::new(&near, &run, flow, Side::Connect, 0, (&here, &to_there)).expect("a poster");
         let receives = Poster::new(&far, &run, flow, Side::Serve, 0, (&there, &to_here)).expect("a poster");
         let limit = Limit { iterations: 10, time: Duration::MAX };
-        assert_eq!(drive(&sends, 2, limit).map(|report| report.iterations), Ok(10));
+        assert_eq!(drive(&sends, 2, limit, None).map(|report| report.iterations), Ok(10));
         assert_eq!(follow(&receives, 2), Ok(()));
     }
 }

@@ -179,6 +179,7 @@ mod tests {
             blocks,
             peers: 1,
             fleet: false,
+            as_seed: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

@@ -29,6 +29,7 @@ pub mod serve;
 pub mod session;
 pub mod staged;
 pub mod table;
+pub mod turns;
 pub mod verify;
 
 use std::net::SocketAddr;

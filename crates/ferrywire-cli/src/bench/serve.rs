@@ -443,7 +443,9 @@ fn converse(
         _ => return Err(link.strange("no region")),
     };
     let gate = Some((&active.gate, hello.member));
-    let session = Session { link, side: Side::Serve, run, local: &local, remote: &remote, gate, inject };
+    let turns = None;
+    let session =
+        Session { link, side: Side::Serve, run, local: &local, remote: &remote, gate, turns, inject };
     for step in 0..run.sizes.len() {
         session.step(step, &|_| {})?;
     }

@@ -17,6 +17,7 @@ use super::link::Link;
 use super::measure::{Limit, Snapshot};
 use super::pingpong::{self, PingPong};
 use super::protocol::{FlowReport, Message, Point, Run, Side, SideReport};
+use super::turns::Turns;
 use super::verify::{Contents, timed_iteration};
 use crate::args::{Inject, Op, Pattern, Verify};
 use crate::exit::{Failure, Outcome};
@@ -41,6 +42,8 @@ pub struct Session<'a> {
     pub remote: &'a RemoteRegion,
     /// Where the serving end waits for the run's other peers, and which peer this is.
     pub gate: Option<(&'a Gate, usize)>,
+    /// Where this end takes turns with others of its process, and its number among them.
+    pub turns: Option<(&'a Turns, usize)>,
     /// Data to spoil, in tests.
     pub inject: Option<Inject>,
 }
@@ -228,7 +231,10 @@ impl<'a> Step<'a> {
         let theirs = theirs.filter(|_| self.session.run.op == Op::Send);
         std::thread::scope(|scope| {
             let following = theirs.map(|(_, poster)| scope.spawn(|| flow::follow(poster, self.depth)));
-            let driven = mine.map(|(_, poster)| flow::drive(poster, self.depth, limit)).transpose();
+            let place = self.session.turns.map(|(turns, number)| turns.join(number));
+            let drive = |(_, poster): &(Flow, Poster)| flow::drive(poster, self.depth, limit, place.as_ref());
+            let driven = mine.map(drive).transpose();
+            drop(place);
             let followed =
                 following.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(panicked())));
             driven.and_then(|report| followed.map(|()| report))

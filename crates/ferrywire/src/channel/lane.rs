@@ -4,6 +4,7 @@
 
 use std::io;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::receiving::check_posted;
 use super::{Channel, broken};
@@ -19,6 +20,11 @@ impl Channel {
     /// Whether the lane has to be asked again and again: nobody is told when it moves.
     pub fn lane_active(&self) -> bool {
         self.posted.as_ref().is_some_and(|posted| posted.active())
+    }
+
+    /// How long to rest when the lane had nothing new, where it says so.
+    pub fn lane_pause(&self) -> Option<Duration> {
+        self.posted.as_ref().filter(|posted| posted.active()).and_then(|posted| posted.pause())
     }
 
     /// Moves what goes over the lane on, if there is one. True if anything happened.

@@ -129,7 +129,7 @@ impl Link {
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(lane.by());
                     let limit = engine.plugin.as_ref().map(|host| host.config.stall_limit);
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
-                    let posted = Posted::new(lane, limit, counters.lane.clone());
+                    let posted = Posted::new(peer.manner.of(lane, limit), limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);
                     self.carries_data(engine, channel, now);
                 }

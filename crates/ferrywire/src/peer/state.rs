@@ -13,9 +13,10 @@ use crate::inbound::{Inbound, Sink};
 use crate::limits;
 use crate::memory::{Identity, Memory};
 use crate::operation::{Op, Transfer, Verb};
+use crate::posted::Manner;
 use crate::progress::{self, WaitList, Worker};
 use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
-use crate::schedule;
+use crate::schedule::{self, Plan};
 use crate::stats::ChannelCounters;
 use crate::wakeup::Wakeup;
 use crate::wire::{Header, Kind, Refusal};
@@ -89,8 +90,8 @@ pub(crate) struct PeerInfo {
     pub window: usize,
     pub crc: bool,
     pub same_host: bool,
-    /// Whether payload goes over lanes beside the channels' connections.
-    pub lanes: bool,
+    /// How payload goes over lanes beside the channels' connections, if it does.
+    pub lanes: Option<Manner>,
 }
 
 /// The shared state of a connected peer.
@@ -102,6 +103,8 @@ pub(crate) struct PeerState {
     pub(super) label: String,
     pub(super) address: SocketAddr,
     pub queue: SendQueue,
+    /// How its lanes are used, where it has any.
+    pub manner: Manner,
     pub inbound: Inbound,
     pub window_frames: usize,
     pub same_host: bool,
@@ -134,6 +137,10 @@ pub(crate) struct PeerState {
 impl PeerState {
     pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
         let queue = SendQueue::new(info.chunk_bytes, info.crc);
+        let plan = match info.lanes {
+            Some(Manner::Seed) => Plan::RoundRobin { channels: info.channels },
+            _ => Plan::Pulled,
+        };
         PeerState {
             engine,
             session: info.session,
@@ -141,7 +148,8 @@ impl PeerState {
             name: info.name,
             label: info.label,
             address: info.address,
-            queue: if info.lanes { queue.with_lanes() } else { queue },
+            queue: if info.lanes.is_some() { queue.with_lanes(plan) } else { queue },
+            manner: info.lanes.unwrap_or_default(),
             inbound: Inbound::default(),
             window_frames: info.window,
             same_host: info.same_host,
@@ -193,7 +201,10 @@ impl PeerState {
 
     /// The worker that a channel belongs to, the same on both sides where they have as many.
     pub fn engine_worker(&self, index: u16) -> usize {
-        usize::from(index) % self.engine.workers.len()
+        match self.manner {
+            Manner::Ours => usize::from(index) % self.engine.workers.len(),
+            Manner::Seed => 0,
+        }
     }
 
     /// Whether anything posted has not ended, receives apart: those may wait for ever.

@@ -11,15 +11,17 @@
 //! is missing wait, since what is acknowledged is a count.
 //!
 //! Invariant: a message's memory is let go only after the lane is done with it, or closed.
-//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this.
+//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this; `seed.rs`, how it was done before.
 
 mod receiving;
+mod seed;
 mod sending;
 mod slots;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use receiving::Arrival;
+pub(crate) use seed::Manner;
 
 use crate::control::clock::Clock;
 use crate::peer::Landing;
@@ -82,6 +84,11 @@ impl Posted {
     /// Whether messages are not sent yet.
     pub fn is_sending(&self) -> bool {
         self.sending.active()
+    }
+
+    /// How long whoever turns it is to rest after a turn that brought nothing, where the lane says so.
+    pub fn pause(&self) -> Option<Duration> {
+        self.lane.pause()
     }
 
     // ---- sending ----

@@ -56,7 +56,7 @@ pub(super) struct Sending {
 impl Sending {
     pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Sending {
         Sending {
-            window: lane.window(),
+            window: lane.send_window(),
             stall_limit,
             waiting: VecDeque::new(),
             posted: VecDeque::new(),

@@ -1,5 +1,6 @@
 //! The rules of a lane, on one that does as it is told and checks how it is used.
 
+mod seed;
 mod standstill;
 
 use super::{Arrival, Posted, Turned};
@@ -8,6 +9,7 @@ use crate::memory::Memory;
 use crate::operation::{Op, Verb};
 use crate::peer::Landing;
 use crate::queue::{Entry, Pull, SendQueue};
+use crate::schedule::Plan;
 use crate::stats::LaneCounters;
 use crate::transfer::{Piece, Pieces};
 use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way, copy_on_host};
@@ -184,6 +186,7 @@ impl Bench {
         let first = window.next();
         let room = self.posted.room();
         let pull = Pull {
+            channel: 0,
             bytes: u64::MAX,
             channels: 1,
             chunk_bytes: queue.chunk_bytes,
@@ -215,7 +218,7 @@ fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
 }
 
 fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
-    let queue = SendQueue::new(CHUNK, false).with_lanes();
+    let queue = SendQueue::new(CHUNK, false).with_lanes(Plan::Pulled);
     assert!(queue.post(Arc::new(Op::new(1, Verb::Write, pieces, Some(memory), 9))));
     queue
 }

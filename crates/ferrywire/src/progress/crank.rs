@@ -180,6 +180,11 @@ impl Crank {
             && active.all(|slot| slot.channel.lane_bytes_in_flight() >= NAP_BYTES)
     }
 
+    /// How long to rest after a turn in vain, where an active lane says so.
+    pub(super) fn lanes_pause(&self) -> Option<Duration> {
+        self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
+    }
+
     fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
         let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
             self.slots.push(None);

@@ -420,6 +420,10 @@ impl Worker {
                 idle_since = None;
                 continue;
             }
+            if let Some(pause) = crank.lanes_pause().filter(|_| self.thread_only) {
+                thread::sleep(pause);
+                continue;
+            }
             if self.thread_only && !self.kept.load(Ordering::Relaxed) && crank.lanes_in_bulk() {
                 self.nap(crank);
                 continue;

@@ -12,7 +12,7 @@ pub(crate) use entry::{Body, Entry};
 
 use crate::limits;
 use crate::operation::{NO_EPOCH, Op, Verb};
-use crate::schedule;
+use crate::schedule::Plan;
 use crate::staging::Sending;
 use crate::transfer::{ChunkLimits, Cutter};
 use crate::window::Window;
@@ -74,11 +74,14 @@ pub(crate) struct SendQueue {
     pub crc: bool,
     /// Bytes up to which an operation travels as one frame.
     small_bytes_max: u64,
+    /// Who takes which chunk.
+    pub plan: Plan,
 }
 
 /// What a channel may take in one pull.
 #[derive(Clone, Copy)]
 pub(crate) struct Pull {
+    pub channel: u16,
     pub bytes: u64,
     pub channels: usize,
     /// The longest chunk.
@@ -105,11 +108,13 @@ impl SendQueue {
             chunk_bytes,
             crc,
             small_bytes_max,
+            plan: Plan::Pulled,
         }
     }
 
     /// Of a peer whose channels have lanes: no message is larger than a chunk.
-    pub fn with_lanes(mut self) -> SendQueue {
+    pub fn with_lanes(mut self, plan: Plan) -> SendQueue {
+        self.plan = plan;
         self.small_bytes_max = self.small_bytes_max.min(self.chunk_bytes as u64);
         self
     }
@@ -331,7 +336,7 @@ impl SendQueue {
         while taken < pull.bytes && window.has_room() && messages != Some(0) {
             // A lane reaches the GPU itself.
             let gpu = messages.is_some() || staging.has_room();
-            let Some(mut entry) = lanes.next(pull, gpu, &mut dropped) else {
+            let Some(mut entry) = lanes.next((pull, self.plan), gpu, &mut dropped) else {
                 break;
             };
             entry.post(messages.is_some());
@@ -413,7 +418,7 @@ impl Lanes {
     }
 
     /// The next frame; with `gpu`, also one whose payload is in memory of a GPU.
-    fn next(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+    fn next(&mut self, (pull, plan): (Pull, Plan), gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         if let Some(entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
             return Some(entry);
         }
@@ -429,7 +434,7 @@ impl Lanes {
             return Some(entry);
         }
         self.small_run = 0;
-        if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
+        if bulk_waits { self.next_bulk((pull, plan), gpu, dropped) } else { None }
     }
 
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
@@ -479,14 +484,22 @@ impl Lanes {
         Entry::new(header, Box::default(), Body::Chunk(whole(&op)), Some(op))
     }
 
-    fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+    fn next_bulk(
+        &mut self,
+        (pull, plan): (Pull, Plan),
+        gpu: bool,
+        dropped: &mut Vec<Arc<Op>>,
+    ) -> Option<Entry> {
         loop {
             let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
+            if !plan.is_of(pull.channel, bulk.cutter.position(), pull.chunk_bytes) && !bulk.op.unsendable() {
+                return None;
+            }
             let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
                 true => (limits::STAGING_CHUNK_BYTES_MIN, pull.chunk_bytes.min(limits::STAGING_SLOT_BYTES)),
                 false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
             };
-            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let bytes = plan.chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,

@@ -13,6 +13,7 @@
 use crate::memory::Memory;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
 /// A posted request, as its lane knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +86,16 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
 pub(crate) trait Lane: Send {
     /// Requests per direction that may be posted and not given back.
     fn window(&self) -> usize;
+
+    /// Of those that send.
+    fn send_window(&self) -> usize {
+        self.window()
+    }
+
+    /// How long to leave it alone after it was asked in vain; `None`: for whoever asks to say.
+    fn pause(&self) -> Option<Duration> {
+        None
+    }
 
     /// Largest message.
     fn message_bytes_max(&self) -> usize;

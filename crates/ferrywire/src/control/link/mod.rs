@@ -215,7 +215,7 @@ impl Link {
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host: peer_hello.boot_id == me.boot_id,
-            lanes: engine.plugin.is_some(),
+            lanes: engine.plugin.as_ref().map(|_| Terms::decode(&config.extra).manner()),
         };
         // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
         let terms = engine

@@ -150,7 +150,7 @@ impl Host {
             ("unpacks", u8::from(scattered).to_string()),
             (environment::RECV_SYNC, recv_sync),
         ];
-        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
+        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some()).with_manner(self.config.manner)
     }
 
     /// Refuses a session with these terms of the other end, with the reason.
