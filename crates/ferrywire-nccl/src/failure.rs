@@ -1,0 +1,83 @@
+//! What went wrong on a comm: kept where workers find it, told where NCCL asks.
+//!
+//! Its life: none -> recorded by whoever saw it first -> told once, with a line in NCCL's log.
+
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ferrywire::nccl::abi::ResultCode;
+
+use crate::log;
+
+/// What a call came to: nothing, or the code that NCCL is given.
+pub type Outcome<T> = Result<T, Fault>;
+
+/// A failed call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// What NCCL is told.
+    pub code: ResultCode,
+    /// What its log is told.
+    pub why: String,
+}
+
+impl Fault {
+    /// The peer is gone, or says what it should not.
+    pub fn remote(why: impl fmt::Display) -> Fault {
+        Fault { code: ResultCode::REMOTE_ERROR, why: why.to_string() }
+    }
+
+    /// This system refused something.
+    pub fn system(what: impl fmt::Display, error: &io::Error) -> Fault {
+        Fault { code: ResultCode::SYSTEM_ERROR, why: format!("{what}: {error}") }
+    }
+
+    /// NCCL was not meant to call so.
+    pub fn usage(why: impl fmt::Display) -> Fault {
+        Fault { code: ResultCode::INVALID_ARGUMENT, why: why.to_string() }
+    }
+
+    /// A connection ended with this error.
+    pub fn connection(peer: SocketAddr, error: &io::Error) -> Fault {
+        Fault::remote(format_args!("connection with {peer}: {error}"))
+    }
+}
+
+/// The first failure of a comm.
+#[derive(Debug, Default)]
+pub struct Failure {
+    first: OnceLock<Fault>,
+    told: AtomicBool,
+}
+
+impl Failure {
+    /// Keeps it, if it is the first.
+    pub fn record(&self, fault: Fault) {
+        let _ = self.first.set(fault);
+    }
+
+    /// Whether there is one.
+    pub fn is_some(&self) -> bool {
+        self.first.get().is_some()
+    }
+
+    /// An error if there was a failure; the first to ask finds a line in the log.
+    pub fn check(&self) -> Outcome<()> {
+        let Some(fault) = self.first.get() else { return Ok(()) };
+        match self.told.swap(true, Ordering::Relaxed) {
+            true => Err(Fault { code: fault.code, why: String::new() }),
+            false => Err(fault.clone()),
+        }
+    }
+}
+
+/// Writes a failed call to NCCL's log, unless that has been done.
+pub fn told(fault: &Fault) -> ResultCode {
+    if !fault.why.is_empty() {
+        log::warn(format_args!("{}", fault.why));
+    }
+    fault.code
+}

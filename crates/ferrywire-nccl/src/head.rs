@@ -1,0 +1,80 @@
+//! What travels before each piece of a message.
+//!
+//! 64 bytes, so that payload keeps the alignment it has in the stream, and the copies in and out of the kernel run
+//! along whole cache lines.
+
+use crate::handle::array;
+
+/// Bytes of a head.
+pub const HEAD_BYTES: usize = 64;
+
+const MAGIC: u32 = u32::from_le_bytes(*b"FWnp");
+
+/// Which bytes of which message follow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Head {
+    /// Counts the messages of a comm.
+    pub message: u64,
+    /// Length of the whole message.
+    pub total_bytes: u64,
+    /// Where in the message the piece belongs.
+    pub offset: u64,
+    /// Length of the piece.
+    pub bytes: u64,
+    /// The sender's tag.
+    pub tag: i32,
+}
+
+impl Head {
+    /// As bytes.
+    pub fn to_bytes(self) -> [u8; HEAD_BYTES] {
+        let mut bytes = [0; HEAD_BYTES];
+        bytes[..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.tag.to_le_bytes());
+        for (index, number) in
+            [self.message, self.total_bytes, self.offset, self.bytes].into_iter().enumerate()
+        {
+            bytes[8 + 8 * index..][..8].copy_from_slice(&number.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// From bytes; `None` when it is no head, or its piece lies outside of its message.
+    pub fn from_bytes(bytes: &[u8; HEAD_BYTES]) -> Option<Head> {
+        let number = |index: usize| u64::from_le_bytes(array(bytes, 8 + 8 * index));
+        let head = Head {
+            message: number(0),
+            total_bytes: number(1),
+            offset: number(2),
+            bytes: number(3),
+            tag: i32::from_le_bytes(array(bytes, 4)),
+        };
+        let fits = head.offset.checked_add(head.bytes).is_some_and(|end| end <= head.total_bytes);
+        let empty = head.bytes == 0 && head.total_bytes != 0;
+        (array(bytes, 0) == MAGIC.to_le_bytes() && fits && !empty).then_some(head)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HEAD: Head = Head { message: 3, total_bytes: 100, offset: 60, bytes: 40, tag: -2 };
+
+    #[test]
+    fn a_head_survives_its_bytes() {
+        assert_eq!(Head::from_bytes(&HEAD.to_bytes()), Some(HEAD));
+        let empty = Head { message: 0, total_bytes: 0, offset: 0, bytes: 0, tag: 0 };
+        assert_eq!(Head::from_bytes(&empty.to_bytes()), Some(empty));
+    }
+
+    #[test]
+    fn pieces_outside_of_their_message_are_refused() {
+        for (offset, bytes) in [(61, 40), (u64::MAX, 40), (60, u64::MAX), (101, 0), (60, 0)] {
+            assert_eq!(Head::from_bytes(&Head { offset, bytes, ..HEAD }.to_bytes()), None, "{offset} {bytes}");
+        }
+        let mut bytes = HEAD.to_bytes();
+        bytes[0] ^= 1;
+        assert_eq!(Head::from_bytes(&bytes), None);
+    }
+}

@@ -1,0 +1,39 @@
+//! ferrywire as NCCL's network: any program that uses NCCL moves its bytes over ferrywire's TCP connections,
+//! with `NCCL_NET_PLUGIN=ferrywire` and nothing else.
+//!
+//! ```text
+//!   NCCL's proxy thread                                                      NCCL's proxy thread
+//!        | isend                                                                  ^ test
+//!   +----v-----+  small: head and payload, at once    --- socket 0 --->    +------+-----+
+//!   | SendComm |                                                           |  RecvComm  |
+//!   +----+-----+                                                           +------^-----+
+//!        | queue                                                                  | counts
+//!   [ workers ]   bulk: pieces, pulled by whichever   --- socket 1.. -->     [ workers ]
+//!                 socket has room
+//! ```
+//!
+//! The shared object exports one table for each version of NCCL's interface; they share one implementation. A
+//! *comm* is one direction between two ranks. Message number k meets receive number k. Each piece of a message
+//! carries a head that says which message and which part of it follows, so any socket can carry any piece, and
+//! payload is received straight into NCCL's buffer. Small messages go and come on NCCL's own thread over a socket
+//! of their own; bulk is moved by the workers, a few threads that all comms of the process share.
+//!
+//! # In reading order
+//!
+//! `tables` (what NCCL calls), `device` (which NICs), `attempt` and `listener` (how a comm comes about) with
+//! `handle` and `proof`, `comm` (sends and receives), `head` (what travels), `wire` (one socket), `worker` (who
+//! moves bulk). `failure` and `log` say what went wrong.
+
+mod attempt;
+mod comm;
+mod device;
+mod failure;
+mod handle;
+mod head;
+mod listener;
+mod log;
+mod proof;
+mod settings;
+mod tables;
+mod wire;
+mod worker;

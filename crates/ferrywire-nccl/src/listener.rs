@@ -1,0 +1,106 @@
+//! Listeners: each waits for the connections of a peer, and makes a comm of them.
+//!
+//! Invariants: no call waits; a comm lives without its listener; connections that do not prove themselves are
+//! bounded in number, and hold nothing up.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use ferrywire::transport::tcp::TcpTransport;
+use ferrywire::transport::{Conn, Listener, Transport};
+
+use crate::attempt::data_options;
+use crate::comm::{Comm, RecvComm};
+use crate::device::Device;
+use crate::failure::{Fault, Outcome};
+use crate::handle::{Handle, Secret};
+use crate::proof::{self, Claim, Serving};
+
+/// Connections under proof; more wait in the kernel.
+const PROVING_MAX: usize = 256;
+/// One that is under proof for so long makes room for others, if there is no more.
+const PROVING_MIN: Duration = Duration::from_secs(5);
+
+/// What `listen` gives.
+pub struct ListenComm {
+    listener: Box<dyn Listener>,
+    secret: Secret,
+    proving: Vec<(Instant, Serving)>,
+    gathering: Vec<Gathering>,
+}
+
+/// Connections of a comm that is not complete.
+struct Gathering {
+    comm: [u8; 16],
+    conns: Vec<Option<Box<dyn Conn>>>,
+}
+
+impl ListenComm {
+    /// Listens on a device.
+    pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
+        let address = SocketAddr::new(device.nic.address, 0);
+        let listener = TcpTransport::default()
+            .listen(address)
+            .map_err(|e| Fault::system(format_args!("listening on {}", device.nic.address), &e))?;
+        let secret = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
+        let handle = Handle { address: listener.local(), secret, attempt: 0 };
+        Ok((ListenComm { listener, secret, proving: Vec::new(), gathering: Vec::new() }, handle))
+    }
+
+    /// One call of `accept`: a comm, or nothing yet.
+    pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
+        self.take_in()?;
+        let secret = self.secret;
+        let mut proven = Vec::new();
+        self.proving.retain_mut(|(_, serving)| match serving.poll(&secret) {
+            Ok(None) => true,
+            Ok(Some(done)) => {
+                proven.push(done);
+                false
+            }
+            // A stranger, or a dialler that gave up: its own business.
+            Err(_) => false,
+        });
+        proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
+        let complete = |gathering: &Gathering| gathering.conns.iter().all(Option::is_some);
+        let Some(place) = self.gathering.iter().position(complete) else { return Ok(None) };
+        let conns = self.gathering.swap_remove(place).conns;
+        RecvComm::open(conns.into_iter().flatten().collect()).map(Some)
+    }
+
+    fn take_in(&mut self) -> Outcome<()> {
+        loop {
+            if self.proving.len() >= PROVING_MAX {
+                self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
+                if self.proving.len() >= PROVING_MAX {
+                    return Ok(());
+                }
+            }
+            match self.listener.accept() {
+                Ok(None) => return Ok(()),
+                Ok(Some(conn)) => {
+                    let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
+                    self.proving.push((Instant::now(), serving));
+                }
+                Err(e) => {
+                    return Err(Fault::system(format_args!("accept on {}", self.listener.local()), &e));
+                }
+            }
+        }
+    }
+
+    fn gather(&mut self, claim: Claim, mut conn: Box<dyn Conn>) {
+        conn.tune(&data_options());
+        let sockets = usize::from(claim.sockets);
+        let place = self.gathering.iter().position(|gathering| gathering.comm == claim.comm);
+        let place = place.unwrap_or_else(|| {
+            let conns = (0..sockets).map(|_| None).collect();
+            self.gathering.push(Gathering { comm: claim.comm, conns });
+            self.gathering.len() - 1
+        });
+        // One that contradicts those before it is dropped; its comm never comes about.
+        if let Some(slot) = self.gathering[place].conns.get_mut(usize::from(claim.index)) {
+            *slot = Some(conn);
+        }
+    }
+}

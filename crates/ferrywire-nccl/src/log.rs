@@ -1,0 +1,38 @@
+//! NCCL's logger.
+//!
+//! It is C-variadic: finished text goes as the argument of `"%s"`. Lines are written on threads of NCCL's alone,
+//! inside a call of its own, so the logger is there whenever it is used.
+//! Invariant: without a logger lines are lost, and nothing else.
+
+use std::ffi::{CString, c_int, c_ulong};
+use std::fmt::Arguments;
+use std::sync::{PoisonError, RwLock};
+
+use ferrywire::nccl::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
+
+static LOGGER: RwLock<Log> = RwLock::new(None);
+
+/// Keeps the logger of the latest `init` that gave one.
+pub fn set_logger(logger: Log) {
+    if logger.is_some() {
+        *LOGGER.write().unwrap_or_else(PoisonError::into_inner) = logger;
+    }
+}
+
+/// A line that is shown whenever NCCL shows warnings.
+pub fn warn(text: Arguments<'_>) {
+    line(LOG_WARN, subsystem::ALL, text);
+}
+
+/// A line for `NCCL_DEBUG=INFO`.
+pub fn info(text: Arguments<'_>) {
+    line(LOG_INFO, subsystem::INIT | subsystem::NET, text);
+}
+
+fn line(level: c_int, flags: c_ulong, text: Arguments<'_>) {
+    let Some(log) = *LOGGER.read().unwrap_or_else(PoisonError::into_inner) else { return };
+    let text = format!("NET/ferrywire : {text}").replace('\0', " ");
+    let text = CString::new(text).unwrap_or_default();
+    // SAFETY: `init` was given a logger of this signature; the strings end in NUL and outlive the call.
+    unsafe { log(level, flags, c"ferrywire".as_ptr(), 0, c"%s".as_ptr(), text.as_ptr()) }
+}

@@ -1,0 +1,321 @@
+//! How each connection of a comm proves that it belongs there, both ways, from the listener's secret.
+//!
+//! ```text
+//!   listener -> dialler   challenge   magic, version, nonce
+//!   dialler -> listener   claim       comm, index of this socket, number of sockets, nonce, proof
+//!   listener -> dialler   proof
+//! ```
+//!
+//! Proofs are keyed hashes over the challenge and the claim, as those of the engine's data connections. The secret
+//! is random, made for one listener, and carried by NCCL. Neither end waits for the other inside a call.
+//! Invariant: nothing of a claim is believed before its proof.
+
+use std::io;
+
+use blake3::Hash;
+use ferrywire::transport::{Conn, IoVec};
+
+use crate::failure::Fault;
+use crate::handle::{Secret, array};
+use crate::settings::SOCKETS_MAX;
+
+const MAGIC: [u8; 8] = *b"FWnccl\r\n";
+/// Of what travels between the plugins of two hosts.
+const VERSION: u32 = 1;
+const CHALLENGE_BYTES: usize = 48;
+const CLAIM_BYTES: usize = 96;
+const PROOF_BYTES: usize = 32;
+/// The part of a claim before its proof.
+const CLAIMED_BYTES: usize = CLAIM_BYTES - PROOF_BYTES;
+
+/// Which socket of which comm a connection is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Random, the same for all sockets of a comm.
+    pub comm: [u8; 16],
+    /// This one; 0 carries small messages.
+    pub index: u16,
+    /// How many there are with the first.
+    pub sockets: u16,
+}
+
+impl Claim {
+    fn to_bytes(self, nonce: [u8; 32]) -> [u8; CLAIMED_BYTES] {
+        let mut bytes = [0; CLAIMED_BYTES];
+        bytes[..16].copy_from_slice(&self.comm);
+        bytes[16..18].copy_from_slice(&self.index.to_le_bytes());
+        bytes[18..20].copy_from_slice(&self.sockets.to_le_bytes());
+        bytes[32..].copy_from_slice(&nonce);
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Claim> {
+        let short = |at| u16::from_le_bytes(array(bytes, at));
+        let claim = Claim { comm: array(bytes, 0), index: short(16), sockets: short(18) };
+        let possible = (2..=SOCKETS_MAX + 1).contains(&usize::from(claim.sockets));
+        (possible && claim.index < claim.sockets).then_some(claim)
+    }
+}
+
+/// Random bytes from the operating system.
+pub fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    // SAFETY: the kernel writes at most N bytes, at most 256 of which it gives at once and whole.
+    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
+    if got == N as isize { Ok(bytes) } else { Err(io::Error::last_os_error()) }
+}
+
+fn challenge(nonce: [u8; 32]) -> [u8; CHALLENGE_BYTES] {
+    let mut bytes = [0; CHALLENGE_BYTES];
+    bytes[..8].copy_from_slice(&MAGIC);
+    bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[16..].copy_from_slice(&nonce);
+    bytes
+}
+
+/// Comparing hashes takes the same time whatever they are.
+fn prove(secret: &Secret, side: &[u8], challenge: &[u8], claimed: &[u8]) -> Hash {
+    let mut hasher = blake3::Hasher::new_keyed(secret);
+    hasher.update(side).update(challenge).update(claimed);
+    hasher.finalize()
+}
+
+const DIALLER: &[u8; 16] = b"ferrywire dials ";
+const LISTENER: &[u8; 16] = b"ferrywire serves";
+
+/// A connection on which so much of a message of fixed length has moved.
+struct Moving<const N: usize> {
+    bytes: [u8; N],
+    moved: usize,
+}
+
+impl<const N: usize> Moving<N> {
+    fn new(bytes: [u8; N]) -> Moving<N> {
+        Moving { bytes, moved: 0 }
+    }
+
+    fn rest(&mut self) -> [IoVec; 1] {
+        let rest = &mut self.bytes[self.moved..];
+        [IoVec::new(rest.as_mut_ptr(), rest.len())]
+    }
+
+    /// The message, once it is all there; `None`: not yet.
+    fn receive(&mut self, conn: &mut dyn Conn) -> io::Result<Option<[u8; N]>> {
+        while self.moved < N {
+            // SAFETY: the piece is the rest of our own array.
+            match unsafe { conn.recv(&self.rest()) } {
+                Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
+                Ok(bytes) => self.moved += bytes,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(Some(self.bytes))
+    }
+
+    /// Whether it is all gone.
+    fn send(&mut self, conn: &mut dyn Conn) -> io::Result<bool> {
+        while self.moved < N {
+            // SAFETY: the piece is the rest of our own array.
+            match unsafe { conn.send(&self.rest()) } {
+                Ok(bytes) => self.moved += bytes,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// The dialling end of one connection.
+pub struct Dialling {
+    conn: Option<Box<dyn Conn>>,
+    claim: Claim,
+    stage: DialStage,
+}
+
+enum DialStage {
+    Challenge(Moving<CHALLENGE_BYTES>),
+    Claim(Moving<CLAIM_BYTES>, Hash),
+    Proof(Moving<PROOF_BYTES>, Hash),
+}
+
+impl Dialling {
+    /// Begins on a connection that has been dialled.
+    pub fn new(conn: Box<dyn Conn>, claim: Claim) -> Dialling {
+        let stage = DialStage::Challenge(Moving::new([0; CHALLENGE_BYTES]));
+        Dialling { conn: Some(conn), claim, stage }
+    }
+
+    /// The connection once both ends have proved themselves; `None`: not yet, or it was given already.
+    pub fn poll(&mut self, secret: &Secret) -> Result<Option<Box<dyn Conn>>, Fault> {
+        let Some(conn) = &mut self.conn else { return Ok(None) };
+        let peer = conn.remote();
+        let conn = conn.as_mut();
+        let broken = |e: io::Error| Fault::connection(peer, &e);
+        loop {
+            match &mut self.stage {
+                DialStage::Challenge(message) => {
+                    let Some(asked) = message.receive(conn).map_err(broken)? else { return Ok(None) };
+                    let (claim, expected) = answer(secret, &asked, self.claim)
+                        .map_err(|why| Fault::remote(format_args!("{peer}: {why}")))?;
+                    self.stage = DialStage::Claim(Moving::new(claim), expected);
+                }
+                DialStage::Claim(message, expected) => {
+                    if !message.send(conn).map_err(broken)? {
+                        return Ok(None);
+                    }
+                    self.stage = DialStage::Proof(Moving::new([0; PROOF_BYTES]), *expected);
+                }
+                DialStage::Proof(message, expected) => {
+                    let Some(proof) = message.receive(conn).map_err(broken)? else { return Ok(None) };
+                    if *expected != proof {
+                        return Err(Fault::remote(format_args!("{peer} does not know the listener's secret")));
+                    }
+                    return Ok(self.conn.take());
+                }
+            }
+        }
+    }
+}
+
+/// The claim with its proof, and the proof that the listener has to give.
+fn answer(
+    secret: &Secret,
+    asked: &[u8; CHALLENGE_BYTES],
+    claim: Claim,
+) -> Result<([u8; CLAIM_BYTES], Hash), String> {
+    if asked[..8] != MAGIC {
+        return Err("no ferrywire plugin listens there".into());
+    }
+    let version = u32::from_le_bytes(array(asked, 8));
+    if version != VERSION {
+        return Err(format!("its plugin speaks version {version}, this one {VERSION}: use the same on all hosts"));
+    }
+    let claimed = claim.to_bytes(random().map_err(|e| format!("random bytes: {e}"))?);
+    let mut message = [0; CLAIM_BYTES];
+    message[..CLAIMED_BYTES].copy_from_slice(&claimed);
+    message[CLAIMED_BYTES..].copy_from_slice(prove(secret, DIALLER, asked, &claimed).as_bytes());
+    Ok((message, prove(secret, LISTENER, asked, &claimed)))
+}
+
+/// The listening end of one connection.
+pub struct Serving {
+    conn: Option<Box<dyn Conn>>,
+    asked: [u8; CHALLENGE_BYTES],
+    stage: ServeStage,
+}
+
+enum ServeStage {
+    Challenge(Moving<CHALLENGE_BYTES>),
+    Claim(Moving<CLAIM_BYTES>),
+    Proof(Moving<PROOF_BYTES>, Claim),
+}
+
+impl Serving {
+    /// Begins on an accepted connection.
+    pub fn new(conn: Box<dyn Conn>) -> io::Result<Serving> {
+        let asked = challenge(random()?);
+        Ok(Serving { conn: Some(conn), asked, stage: ServeStage::Challenge(Moving::new(asked)) })
+    }
+
+    /// The connection and what it is, once it has proved that. An error is about this connection alone.
+    pub fn poll(&mut self, secret: &Secret) -> io::Result<Option<(Claim, Box<dyn Conn>)>> {
+        let Some(conn) = &mut self.conn else { return Ok(None) };
+        let conn = conn.as_mut();
+        loop {
+            match &mut self.stage {
+                ServeStage::Challenge(message) => {
+                    if !message.send(conn)? {
+                        return Ok(None);
+                    }
+                    self.stage = ServeStage::Claim(Moving::new([0; CLAIM_BYTES]));
+                }
+                ServeStage::Claim(message) => {
+                    let Some(claim) = message.receive(conn)? else { return Ok(None) };
+                    let (claimed, proof) = claim.split_at(CLAIMED_BYTES);
+                    let proven = prove(secret, DIALLER, &self.asked, claimed) == array::<PROOF_BYTES>(proof, 0);
+                    let claim = Claim::from_bytes(claimed).filter(|_| proven);
+                    let claim = claim.ok_or_else(|| io::Error::from(io::ErrorKind::PermissionDenied))?;
+                    let answer = *prove(secret, LISTENER, &self.asked, claimed).as_bytes();
+                    self.stage = ServeStage::Proof(Moving::new(answer), claim);
+                }
+                ServeStage::Proof(message, claim) => {
+                    let claim = *claim;
+                    return match message.send(conn)? {
+                        true => Ok(self.conn.take().map(|conn| (claim, conn))),
+                        false => Ok(None),
+                    };
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrywire::transport::tcp::TcpTransport;
+    use ferrywire::transport::{ConnOptions, Transport};
+
+    use super::*;
+
+    const CLAIM: Claim = Claim { comm: [3; 16], index: 1, sockets: 3 };
+
+    /// Both ends of a connection over loopback, driven in turns until one of them has an answer.
+    fn meet(theirs: Secret, ours: Secret) -> (Result<bool, Fault>, io::Result<Option<Claim>>) {
+        let network = TcpTransport::default();
+        let mut listener = network.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let conn = network.dial(None, listener.local(), &ConnOptions::default()).unwrap();
+        let mut dialling = Dialling::new(conn, CLAIM);
+        let mut serving = loop {
+            if let Some(conn) = listener.accept().unwrap() {
+                break Serving::new(conn).unwrap();
+            }
+        };
+        let mut served = Ok(None);
+        loop {
+            match serving.poll(&ours) {
+                Ok(None) => {}
+                Ok(Some((claim, _))) => served = Ok(Some(claim)),
+                Err(e) => {
+                    served = Err(e);
+                    serving.conn = None;
+                }
+            }
+            match dialling.poll(&theirs) {
+                Ok(None) => {}
+                Ok(Some(_)) => return (Ok(true), served),
+                Err(fault) => return (Err(fault), served),
+            }
+        }
+    }
+
+    #[test]
+    fn ends_with_the_same_secret_meet() {
+        let (dialled, served) = meet([1; 32], [1; 32]);
+        assert_eq!((dialled, served.unwrap()), (Ok(true), Some(CLAIM)));
+    }
+
+    #[test]
+    fn a_dialler_with_another_secret_is_refused() {
+        let (dialled, served) = meet([1; 32], [2; 32]);
+        assert!(dialled.is_err());
+        assert_eq!(served.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+
+    #[test]
+    fn a_listener_of_another_kind_or_version_is_named() {
+        assert!(answer(&[0; 32], &[0; CHALLENGE_BYTES], CLAIM).unwrap_err().contains("no ferrywire plugin"));
+        let mut newer = challenge([0; 32]);
+        newer[8] = 2;
+        assert!(answer(&[0; 32], &newer, CLAIM).unwrap_err().contains("version 2"));
+    }
+
+    #[test]
+    fn impossible_claims_are_refused() {
+        for (index, sockets) in [(0, 0), (0, 1), (2, 2), (0, 66)] {
+            let claim = Claim { index, sockets, ..CLAIM };
+            assert_eq!(Claim::from_bytes(&claim.to_bytes([0; 32])), None, "{index} of {sockets}");
+        }
+    }
+}

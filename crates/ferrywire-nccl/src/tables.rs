@@ -1,0 +1,536 @@
+//! The functions of `ncclNetPlugin_v4` to `_v12`: NCCL's pointers in, result codes out.
+//!
+//! Each version's table is a static. Functions that differ between versions are a few lines around the same body.
+//! Invariants: no panic crosses into NCCL, it becomes result 3; what a call has to write is written on every path.
+//! Read next: `device.rs`, then `attempt.rs` and `comm.rs`.
+
+use std::ffi::{c_float, c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr;
+
+use ferrywire::nccl::abi::*;
+
+use crate::attempt;
+use crate::comm::{Comm, Request};
+use crate::device::{device, devices as all_devices};
+use crate::failure::{Fault, Outcome, told};
+use crate::handle::HANDLE_BYTES_USED;
+use crate::listener::ListenComm;
+use crate::log;
+
+const MAX_COMMS: c_int = 65536;
+/// One message per receive: each pair of ranks has a comm of its own, and with it sockets of its own.
+const MAX_RECVS: c_int = 1;
+/// Not known, as for NCCL's own sockets: NCCL then reckons with its default.
+const LATENCY_US: c_float = 0.0;
+/// NCCL registers whole user buffers up front where this is 1, on connections that it makes for that alone. Here that
+/// would be work for nothing: host memory is not registered at all.
+const REG_IS_GLOBAL: c_int = 0;
+
+fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => ResultCode::SUCCESS,
+        // Writing the line is a call of NCCL's, which does not unwind.
+        Ok(Err(fault)) => told(&fault),
+        Err(_) => ResultCode::INTERNAL_ERROR,
+    }
+}
+
+fn start(log: Log) -> ResultCode {
+    log::set_logger(log);
+    guarded(|| {
+        all_devices()?;
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
+    start(log)
+}
+
+unsafe extern "C" fn init_v10(log: Log, _prof: Prof) -> ResultCode {
+    start(log)
+}
+
+unsafe extern "C" fn init_v11(
+    context: PP,
+    _comm_id: u64,
+    _config: *mut CommConfig,
+    log: Log,
+    _prof: Prof,
+) -> ResultCode {
+    static CONTEXT: u8 = 0;
+    if !context.is_null() {
+        // SAFETY: NCCL gives room for the pointer. There is no state per communicator; null might look like none.
+        unsafe { context.write((&raw const CONTEXT).cast_mut().cast()) };
+    }
+    start(log)
+}
+
+unsafe extern "C" fn finalize(_context: P) -> ResultCode {
+    ResultCode::SUCCESS
+}
+
+unsafe extern "C" fn set_net_attr(_context: P, _attributes: *mut NetAttr) -> ResultCode {
+    ResultCode::SUCCESS
+}
+
+unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
+    guarded(|| {
+        let count = all_devices()?.len() as c_int;
+        // SAFETY: NCCL gives room for the number.
+        unsafe { ndev.write(count) };
+        Ok(())
+    })
+}
+
+/// `getProperties` of one layout: the fields that all have, and those that this one adds.
+macro_rules! get_properties {
+    ($($name:ident $properties:ident($dev:ident) { $($field:ident: $value:expr),* $(,)? })+) => {$(
+        unsafe extern "C" fn $name($dev: c_int, props: *mut $properties) -> ResultCode {
+            guarded(|| {
+                let device = device($dev)?;
+                let properties = $properties {
+                    name: device.name.as_ptr(),
+                    pci_path: device.pci_path.as_ref().map_or(ptr::null(), |path| path.as_ptr()),
+                    guid: $dev as u64,
+                    ptr_support: PTR_HOST,
+                    speed: device.speed_mbps,
+                    port: 0,
+                    max_comms: MAX_COMMS,
+                    $($field: $value,)*
+                };
+                // SAFETY: NCCL gives room for properties of this version.
+                unsafe { props.write(properties) };
+                Ok(())
+            })
+        }
+    )+};
+}
+
+get_properties! {
+    get_properties_v4 PropertiesV4(dev) {}
+    get_properties_v6 PropertiesV6(dev) { latency: LATENCY_US, max_recvs: MAX_RECVS }
+    get_properties_v7 PropertiesV7(dev) {
+        latency: LATENCY_US, max_recvs: MAX_RECVS,
+        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
+    }
+    get_properties_v8 PropertiesV8(dev) {
+        latency: LATENCY_US, max_recvs: MAX_RECVS,
+        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
+        reg_is_global: REG_IS_GLOBAL,
+    }
+    get_properties_v9 PropertiesV9(dev) {
+        latency: LATENCY_US, max_recvs: MAX_RECVS,
+        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
+        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v9(dev),
+        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX,
+    }
+    get_properties_v11 PropertiesV11(dev) {
+        latency: LATENCY_US, max_recvs: MAX_RECVS,
+        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
+        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v9(dev),
+        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX, max_multi_request_size: 1,
+    }
+    get_properties_v12 PropertiesV12(dev) {
+        latency: LATENCY_US, max_recvs: MAX_RECVS,
+        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
+        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v12(dev),
+        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX, max_multi_request_size: 1,
+        rail_id: RAIL_UNKNOWN, plane_id: RAIL_UNKNOWN,
+    }
+}
+
+/// A plain device names itself.
+fn itself_v9(dev: c_int) -> VDevicePropsV9 {
+    let mut itself = VDevicePropsV9 { ndevs: 1, ..VDevicePropsV9::zeroed() };
+    itself.devs[0] = dev;
+    itself
+}
+
+fn itself_v12(dev: c_int) -> VDevicePropsV12 {
+    let mut itself = VDevicePropsV12 { ndevs: 1, ..VDevicePropsV12::zeroed() };
+    itself.devs[0] = dev;
+    itself
+}
+
+/// # Safety
+/// `handle` has room for `room` bytes, `listen_comm` for a pointer.
+unsafe fn listen(dev: c_int, handle: P, room: usize, listen_comm: PP) -> ResultCode {
+    guarded(|| {
+        let (comm, made) = ListenComm::open(device(dev)?)?;
+        let bytes = made.to_bytes();
+        // SAFETY: by the caller's promise; the handle used is the smallest there is.
+        unsafe {
+            handle.cast::<u8>().write_bytes(0, room);
+            handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), HANDLE_BYTES_USED);
+            listen_comm.write(Box::into_raw(Box::new(comm)).cast());
+        }
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn listen_v4(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+    // SAFETY: the oldest hosts give so much.
+    unsafe { listen(dev, handle, HANDLE_BYTES_V4, listen_comm) }
+}
+
+unsafe extern "C" fn listen_v5(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+    // SAFETY: hosts of v5 and later give so much.
+    unsafe { listen(dev, handle, HANDLE_BYTES, listen_comm) }
+}
+
+unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
+    // SAFETY: as above.
+    unsafe { listen(dev, handle, HANDLE_BYTES, listen_comm) }
+}
+
+unsafe extern "C" fn connect_v4(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+    guarded(|| {
+        // SAFETY: NCCL gives room for the pointer, and a handle of its own, the same in each call.
+        let handle = unsafe {
+            send_comm.write(ptr::null_mut());
+            handle.cast::<[u8; HANDLE_BYTES_USED]>().as_mut()
+        };
+        let handle = handle.ok_or_else(|| Fault::usage("connect without a handle"))?;
+        let comm = attempt::connect(device(dev)?, handle)?;
+        // SAFETY: as above.
+        unsafe { send_comm.write(raw(comm)) };
+        Ok(())
+    })
+}
+
+/// The pointer for NCCL: null while there is no comm.
+fn raw(comm: Option<Box<Comm>>) -> P {
+    comm.map_or(ptr::null_mut(), |comm| Box::into_raw(comm).cast())
+}
+
+unsafe extern "C" fn connect_v7(dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
+    // SAFETY: as promised to this function. The device handle is left alone.
+    unsafe { connect_v4(dev, handle, send_comm) }
+}
+
+unsafe extern "C" fn connect_v10(
+    dev: c_int,
+    _config: *mut CommConfig,
+    handle: P,
+    send_comm: PP,
+    _device: Dh,
+) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { connect_v4(dev, handle, send_comm) }
+}
+
+unsafe extern "C" fn connect_v11(_context: P, dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { connect_v4(dev, handle, send_comm) }
+}
+
+unsafe extern "C" fn accept_v4(listen_comm: P, recv_comm: PP) -> ResultCode {
+    guarded(|| {
+        // SAFETY: NCCL gives room for the pointer, and a listener that no other thread uses now.
+        let listener = unsafe {
+            recv_comm.write(ptr::null_mut());
+            listen_comm.cast::<ListenComm>().as_mut()
+        };
+        let comm = listener.ok_or_else(|| Fault::usage("accept without a listener"))?.accept()?;
+        // SAFETY: as above.
+        unsafe { recv_comm.write(raw(comm)) };
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { accept_v4(listen_comm, recv_comm) }
+}
+
+/// Host memory needs no registration.
+///
+/// # Safety
+/// `mhandle` is null or has room for a pointer.
+unsafe fn register(kind: c_int, mhandle: PP) -> ResultCode {
+    guarded(|| {
+        if kind != PTR_HOST {
+            return Err(Fault::usage("memory of GPUs cannot be registered"));
+        }
+        if !mhandle.is_null() {
+            // SAFETY: by the caller's promise.
+            unsafe { mhandle.write(ptr::null_mut()) };
+        }
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn reg_mr_v4(_comm: P, _data: P, _size: c_int, kind: c_int, mhandle: PP) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { register(kind, mhandle) }
+}
+
+unsafe extern "C" fn reg_mr_v8(_comm: P, _data: P, _size: usize, kind: c_int, mhandle: PP) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { register(kind, mhandle) }
+}
+
+unsafe extern "C" fn dereg_mr(_comm: P, _mhandle: P) -> ResultCode {
+    ResultCode::SUCCESS
+}
+
+/// # Safety
+/// Null, or a comm of this plugin that is open.
+unsafe fn comm_at<'a>(comm: P) -> Outcome<&'a Comm> {
+    // SAFETY: by the caller's promise.
+    unsafe { comm.cast::<Comm>().as_ref() }.ok_or_else(|| Fault::usage("there is no comm"))
+}
+
+fn size(bytes: c_int) -> Outcome<usize> {
+    usize::try_from(bytes).map_err(|_| Fault::usage(format_args!("a size of {bytes}")))
+}
+
+/// # Safety
+/// As [`write_request`], and `data` is readable until the request is done or the comm closed.
+unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, request: PP) -> ResultCode {
+    guarded(|| {
+        // SAFETY: by the caller's promise.
+        let posted = unsafe { comm_at(comm) }?.isend(data.cast(), bytes?, tag)?;
+        // SAFETY: by the caller's promise.
+        unsafe { write_request(request, posted) };
+        Ok(())
+    })
+}
+
+/// # Safety
+/// `request` has room for a pointer.
+unsafe fn write_request(request: PP, posted: Option<&Request>) {
+    let pointer = posted.map_or(ptr::null_mut(), |request| ptr::from_ref(request).cast_mut().cast::<c_void>());
+    // SAFETY: by the caller's promise.
+    unsafe { request.write(pointer) };
+}
+
+unsafe extern "C" fn isend_v4(comm: P, data: P, bytes: c_int, _mhandle: P, request: PP) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { isend(comm, data, size(bytes), 0, request) }
+}
+
+unsafe extern "C" fn isend_v5(
+    comm: P,
+    data: P,
+    bytes: c_int,
+    tag: c_int,
+    _mhandle: P,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { isend(comm, data, size(bytes), tag, request) }
+}
+
+unsafe extern "C" fn isend_v9(
+    comm: P,
+    data: P,
+    bytes: usize,
+    tag: c_int,
+    _mhandle: P,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { isend(comm, data, Ok(bytes), tag, request) }
+}
+
+unsafe extern "C" fn isend_v10(
+    comm: P,
+    data: P,
+    bytes: usize,
+    tag: c_int,
+    _mhandle: P,
+    _phandle: P,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { isend(comm, data, Ok(bytes), tag, request) }
+}
+
+/// # Safety
+/// As [`write_request`]; the buffer is nobody else's until the request is done or the comm closed.
+unsafe fn irecv(comm: P, n: c_int, buffer: impl FnOnce() -> (P, Outcome<usize>), request: PP) -> ResultCode {
+    guarded(|| {
+        if n != MAX_RECVS {
+            return Err(Fault::usage(format_args!("a receive of {n} buffers, {MAX_RECVS} is the most")));
+        }
+        let (data, bytes) = buffer();
+        // SAFETY: by the caller's promise. What the request holds before (whether it may end early) is a permission
+        // that is not used.
+        let posted = unsafe { comm_at(comm) }?.irecv(data.cast(), bytes?)?;
+        // SAFETY: by the caller's promise.
+        unsafe { write_request(request, posted) };
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn irecv_v4(comm: P, data: P, bytes: c_int, _mhandle: P, request: PP) -> ResultCode {
+    // SAFETY: as promised to this function.
+    unsafe { irecv(comm, 1, || (data, size(bytes)), request) }
+}
+
+unsafe extern "C" fn irecv_v5(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut c_int,
+    _tags: *mut c_int,
+    _mhandles: PP,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as promised to this function; the arrays have n elements, and n is 1 where they are read.
+    unsafe { irecv(comm, n, || (*data, size(*sizes)), request) }
+}
+
+unsafe extern "C" fn irecv_v9(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut usize,
+    _tags: *mut c_int,
+    _mhandles: PP,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as above.
+    unsafe { irecv(comm, n, || (*data, Ok(*sizes)), request) }
+}
+
+unsafe extern "C" fn irecv_v10(
+    comm: P,
+    n: c_int,
+    data: PP,
+    sizes: *mut usize,
+    _tags: *mut c_int,
+    _mhandles: PP,
+    _phandles: PP,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as above.
+    unsafe { irecv(comm, n, || (*data, Ok(*sizes)), request) }
+}
+
+unsafe extern "C" fn iflush_v4(_comm: P, _data: P, _size: c_int, _mhandle: P, request: PP) -> ResultCode {
+    // SAFETY: NCCL gives room for the request. Host memory is visible when it is written.
+    unsafe { write_request(request, None) };
+    ResultCode::SUCCESS
+}
+
+unsafe extern "C" fn iflush_v5(
+    _comm: P,
+    _n: c_int,
+    _data: PP,
+    _sizes: *mut c_int,
+    _mhandles: PP,
+    request: PP,
+) -> ResultCode {
+    // SAFETY: as above.
+    unsafe { write_request(request, None) };
+    ResultCode::SUCCESS
+}
+
+unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> ResultCode {
+    // SAFETY: NCCL gives room for the answer, which has to be there whatever happens.
+    unsafe { done.write(0) };
+    guarded(|| {
+        // SAFETY: null, or a request of an open comm.
+        let request = unsafe { request.cast::<Request>().as_ref() };
+        let request = request.ok_or_else(|| Fault::usage("test of no request"))?;
+        // SAFETY: as above.
+        let Some(bytes) = (unsafe { request.test() })? else { return Ok(()) };
+        // SAFETY: room for the answer, and where it is not null, for at least one size.
+        unsafe {
+            done.write(1);
+            if !sizes.is_null() {
+                sizes.write(c_int::try_from(bytes).unwrap_or(c_int::MAX));
+            }
+        }
+        Ok(())
+    })
+}
+
+/// Both kinds of comm are closed by being dropped.
+unsafe extern "C" fn close(comm: P) -> ResultCode {
+    guarded(|| {
+        if !comm.is_null() {
+            // SAFETY: a comm of this plugin, which NCCL does not use any more.
+            drop(unsafe { Box::from_raw(comm.cast::<Comm>()) });
+        }
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
+    guarded(|| {
+        if !listen_comm.is_null() {
+            // SAFETY: a listener of this plugin, which NCCL does not use any more.
+            drop(unsafe { Box::from_raw(listen_comm.cast::<ListenComm>()) });
+        }
+        Ok(())
+    })
+}
+
+/// A table: the functions that all versions share, and those of this one.
+macro_rules! export {
+    ($($symbol:ident $table:ident { $($slot:ident: $function:ident),+ $(,)? })+) => {$(
+        /// What NCCL looks for.
+        #[unsafe(no_mangle)]
+        #[allow(non_upper_case_globals)]
+        // SAFETY: the name is a literal; the functions lock or check what they share.
+        pub static $symbol: Exported<$table> = unsafe {
+            Exported::new($table {
+                name: c"ferrywire".as_ptr(),
+                devices: Some(devices),
+                dereg_mr: Some(dereg_mr),
+                test: Some(test),
+                close_send: Some(close),
+                close_recv: Some(close),
+                close_listen: Some(close_listen),
+                $($slot: Some($function),)+
+                ..$table::zeroed()
+            })
+        };
+    )+};
+}
+
+export! {
+    ncclNetPlugin_v4 NetV4 {
+        init: init_v4, get_properties: get_properties_v4, listen: listen_v4, connect: connect_v4, accept: accept_v4,
+        reg_mr: reg_mr_v4, isend: isend_v4, irecv: irecv_v4, iflush: iflush_v4,
+    }
+    ncclNetPlugin_v5 NetV5 {
+        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v4, accept: accept_v4,
+        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v6 NetV6 {
+        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v4, accept: accept_v4,
+        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v7 NetV7 {
+        init: init_v4, get_properties: get_properties_v7, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v8 NetV8 {
+        init: init_v4, get_properties: get_properties_v8, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        reg_mr: reg_mr_v8, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v9 NetV9 {
+        init: init_v4, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        reg_mr: reg_mr_v8, isend: isend_v9, irecv: irecv_v9, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v10 NetV10 {
+        init: init_v10, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v10,
+        accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+    }
+    ncclNetPlugin_v11 NetV11 {
+        init: init_v11, get_properties: get_properties_v11, listen: listen_v11, connect: connect_v11,
+        accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+        finalize: finalize, set_net_attr: set_net_attr,
+    }
+    ncclNetPlugin_v12 NetV12 {
+        init: init_v11, get_properties: get_properties_v12, listen: listen_v11, connect: connect_v11,
+        accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+        finalize: finalize, set_net_attr: set_net_attr,
+    }
+}

@@ -1,0 +1,280 @@
+//! One socket of a comm, and what moves its bytes: pieces out, or pieces in.
+//!
+//! A piece is a head and its payload. Sending: take the next piece of the comm's queue, send head and payload in
+//! one call, say how much of the message is gone. Receiving: read a head, find the receive it names, read payload
+//! straight there, together with the next head.
+//!
+//! A sender's life: empty -> piece under way -> empty | failed. A receiver's: head under way -> payload under way ->
+//! head under way | waits for a receive that is not posted yet | ended | failed.
+//! Invariant: memory of a request is touched only while the connection is in its place; closing takes it out.
+
+use std::io;
+use std::net::SocketAddr;
+
+use ferrywire::transport::{Conn, IoVec};
+
+use crate::comm::{Receiving, Sending};
+use crate::failure::Fault;
+use crate::head::{HEAD_BYTES, Head};
+
+/// Most bytes that one turn receives on a socket before others have theirs.
+const RECEIVE_BYTES_PER_TURN: usize = 1 << 20;
+/// Most pieces that one turn sends on a socket.
+const PIECES_PER_TURN: usize = 2;
+
+/// What a turn came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// There is more to do at once.
+    More,
+    /// There is nothing to do now: no piece to send, or nothing has arrived.
+    Idle,
+    /// The socket has no room.
+    Blocked,
+    /// What arrived belongs to this receive, which is not posted yet.
+    Waits(u64),
+    /// The peer has ended its stream where it may; or it failed, which the comm knows.
+    Over,
+}
+
+/// A part of a message on its way out.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// What the receiver is told.
+    pub head: Head,
+    /// The first byte of this part.
+    pub data: *mut u8,
+}
+
+/// The sending side of a socket.
+pub struct Sender {
+    conn: Box<dyn Conn>,
+    piece: Option<(Piece, [u8; HEAD_BYTES])>,
+    /// Bytes of head and payload that the kernel has.
+    sent: usize,
+}
+
+// SAFETY: the pointer in a piece is to memory that NCCL keeps until the request is done or the comm closed,
+// whatever thread reads it.
+unsafe impl Send for Sender {}
+
+impl Sender {
+    /// Over a connection that has proved itself.
+    pub fn new(conn: Box<dyn Conn>) -> Sender {
+        Sender { conn, piece: None, sent: 0 }
+    }
+
+    /// The connection.
+    pub fn conn(&mut self) -> &mut dyn Conn {
+        self.conn.as_mut()
+    }
+
+    /// The peer.
+    pub fn peer(&self) -> SocketAddr {
+        self.conn.remote()
+    }
+
+    /// Whether a piece is under way.
+    pub fn is_busy(&self) -> bool {
+        self.piece.is_some()
+    }
+
+    /// Sends pieces that `next` gives, until there is none, no room, or others should have their turn.
+    pub fn turn(&mut self, comm: &Sending, mut next: impl FnMut() -> Option<Piece>) -> Turn {
+        for _ in 0..PIECES_PER_TURN {
+            if self.piece.is_none() {
+                let Some(piece) = next() else { return Turn::Idle };
+                self.piece = Some((piece, piece.head.to_bytes()));
+                self.sent = 0;
+            }
+            match self.send() {
+                Ok(Some(done)) => comm.sent(&done.head),
+                Ok(None) => return Turn::Blocked,
+                Err(e) => {
+                    comm.failure.record(Fault::connection(self.peer(), &e));
+                    return Turn::Over;
+                }
+            }
+        }
+        Turn::More
+    }
+
+    /// Goes on with the piece under way: the piece once it is gone, `None` when there is no room.
+    fn send(&mut self) -> io::Result<Option<Piece>> {
+        while let Some((piece, head)) = &mut self.piece {
+            let payload_bytes = piece.head.bytes as usize;
+            if self.sent == HEAD_BYTES + payload_bytes {
+                let done = *piece;
+                self.piece = None;
+                return Ok(Some(done));
+            }
+            let head_sent = self.sent.min(HEAD_BYTES);
+            let payload_sent = self.sent - head_sent;
+            // SAFETY: what is sent of the payload is less than its length.
+            let rest = unsafe { piece.data.add(payload_sent) };
+            let head_rest = &mut head[head_sent..];
+            let pieces = [
+                IoVec::new(head_rest.as_mut_ptr(), head_rest.len()),
+                IoVec::new(rest, payload_bytes - payload_sent),
+            ];
+            // SAFETY: the head is ours; the payload is kept by NCCL until the request is done or the comm closed,
+            // and a comm is not closed while this connection is in its place and in use.
+            match unsafe { self.conn.send(&pieces) } {
+                Ok(bytes) => self.sent += bytes,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(None)
+    }
+
+    /// Looks at what the peer said, which can only be that it has gone.
+    pub fn look(&mut self, comm: &Sending) -> Turn {
+        let mut byte = 0;
+        // SAFETY: the byte is ours.
+        let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
+            Err(e) => Fault::connection(self.peer(), &e),
+            Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.peer())),
+            Ok(_) => Fault::remote(format_args!("{} sent what nobody asked for", self.peer())),
+        };
+        comm.failure.record(fault);
+        Turn::Over
+    }
+}
+
+/// The receiving side of a socket.
+pub struct Receiver {
+    conn: Box<dyn Conn>,
+    head: [u8; HEAD_BYTES],
+    head_bytes: usize,
+    payload: Option<Payload>,
+    over: bool,
+}
+
+/// The payload of a piece, on its way in.
+struct Payload {
+    message: u64,
+    piece_bytes: usize,
+    next: *mut u8,
+    left_bytes: usize,
+}
+
+// SAFETY: as for Sender; the memory is NCCL's, to be written by whichever thread holds this.
+unsafe impl Send for Receiver {}
+
+impl Receiver {
+    /// Over a connection that has proved itself.
+    pub fn new(conn: Box<dyn Conn>) -> Receiver {
+        Receiver { conn, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
+    }
+
+    /// The connection.
+    pub fn conn(&mut self) -> &mut dyn Conn {
+        self.conn.as_mut()
+    }
+
+    /// The peer.
+    pub fn peer(&self) -> SocketAddr {
+        self.conn.remote()
+    }
+
+    /// Whether a payload is under way.
+    pub fn is_busy(&self) -> bool {
+        self.payload.is_some()
+    }
+
+    /// Receives what is there, until nothing is left or others should have their turn.
+    pub fn turn(&mut self, comm: &Receiving) -> Turn {
+        let mut received = 0;
+        while received < RECEIVE_BYTES_PER_TURN {
+            if self.over {
+                return Turn::Over;
+            }
+            if self.payload.is_none() && self.head_bytes == HEAD_BYTES {
+                match self.place(comm) {
+                    Ok(None) => {}
+                    Ok(Some(message)) => return Turn::Waits(message),
+                    Err(fault) => return self.fail(comm, fault),
+                }
+                continue;
+            }
+            let (bytes, wanted) = match self.receive() {
+                Ok((0, _)) => return self.end(comm),
+                Ok(moved) => moved,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
+                Err(e) => return self.fail(comm, Fault::connection(self.peer(), &e)),
+            };
+            received += bytes;
+            self.arrived(comm, bytes);
+            // Less than was asked for: there is no more, which another call would only confirm.
+            if bytes < wanted && self.head_bytes < HEAD_BYTES {
+                return Turn::Idle;
+            }
+        }
+        Turn::More
+    }
+
+    /// One call: the rest of a payload together with the head after it, or the rest of a head. Gives the bytes
+    /// that came, and those that were asked for.
+    fn receive(&mut self) -> io::Result<(usize, usize)> {
+        let (next, payload_bytes) =
+            self.payload.as_ref().map_or((self.head.as_mut_ptr(), 0), |payload| (payload.next, payload.left_bytes));
+        let head = &mut self.head[self.head_bytes..];
+        let pieces = [IoVec::new(next, payload_bytes), IoVec::new(head.as_mut_ptr(), head.len())];
+        let wanted = payload_bytes + head.len();
+        // SAFETY: the head is ours; the payload's place was checked against its receive, whose buffer is nobody
+        // else's until it is done or the comm closed, which waits for this connection.
+        Ok((unsafe { self.conn.recv(&pieces) }?, wanted))
+    }
+
+    /// Counts what one call has placed.
+    fn arrived(&mut self, comm: &Receiving, mut bytes: usize) {
+        if let Some(payload) = &mut self.payload {
+            let here = bytes.min(payload.left_bytes);
+            // SAFETY: within the piece.
+            payload.next = unsafe { payload.next.add(here) };
+            payload.left_bytes -= here;
+            bytes -= here;
+            if payload.left_bytes == 0 {
+                comm.received(payload.message, payload.piece_bytes);
+                self.payload = None;
+            }
+        }
+        self.head_bytes += bytes;
+    }
+
+    /// Finds the place of the piece whose head is here. The message to wait for, if it has none yet.
+    fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
+        let head = Head::from_bytes(&self.head)
+            .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.peer())))?;
+        let Some(start) = comm.place(&head)? else { return Ok(Some(head.message)) };
+        self.head_bytes = 0;
+        let piece_bytes = head.bytes as usize;
+        if piece_bytes == 0 {
+            comm.received(head.message, 0);
+            return Ok(None);
+        }
+        self.payload =
+            Some(Payload { message: head.message, piece_bytes, next: start, left_bytes: piece_bytes });
+        Ok(None)
+    }
+
+    fn end(&mut self, comm: &Receiving) -> Turn {
+        self.over = true;
+        match self.payload.is_some() || self.head_bytes > 0 {
+            true => {
+                let why = format_args!("{} closed the connection within a message", self.peer());
+                comm.failure.record(Fault::remote(why));
+            }
+            false => comm.ended(self.peer()),
+        }
+        Turn::Over
+    }
+
+    fn fail(&mut self, comm: &Receiving, fault: Fault) -> Turn {
+        self.over = true;
+        comm.failure.record(fault);
+        Turn::Over
+    }
+}

@@ -1,0 +1,104 @@
+//! The plugin, and two connected comms of it in this process.
+
+use std::path::PathBuf;
+use std::sync::Once;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::nccl::abi::Version;
+use ferrywire::nccl::{Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm};
+
+/// No step of a test takes as long unless it hangs.
+pub const DEADLINE: Duration = Duration::from_secs(100);
+/// Host memory needs no registration.
+pub const NO_MEMORY: MemoryHandle = MemoryHandle(std::ptr::null_mut());
+
+/// The shared object, which cargo puts beside the test programs.
+pub fn file() -> PathBuf {
+    std::env::current_exe().unwrap().with_file_name("libnccl_net_ferrywire.so")
+}
+
+/// The plugin, started with the table of a version, on loopback alone.
+pub fn plugin(version: Version) -> Plugin {
+    static LOOPBACK: Once = Once::new();
+    // SAFETY: before the plugin reads it, and no other code of these tests reads or writes the environment.
+    LOOPBACK.call_once(|| unsafe { std::env::set_var("NCCL_SOCKET_IFNAME", "lo") });
+    // SAFETY: the file is this project's own.
+    unsafe { Library::open(file()).unwrap().load(Some(version)).unwrap() }
+}
+
+/// Calls until there is an answer.
+pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(answer) = call() {
+            return answer;
+        }
+        assert!(start.elapsed() < DEADLINE, "{what} takes too long");
+        thread::yield_now();
+    }
+}
+
+/// Two comms that are connected, closed at the end.
+pub struct Pair {
+    pub send: SendComm,
+    pub recv: RecvComm,
+}
+
+impl Pair {
+    pub fn new(plugin: &Plugin) -> Pair {
+        let (mut listener, handle) = plugin.listen(0).unwrap();
+        let mut connecting = plugin.connect(0, &handle);
+        let (mut send, mut recv) = (None, None);
+        // In turns on one thread: neither call may wait for the other.
+        until("connecting", || {
+            if send.is_none() {
+                send = connecting.poll().unwrap();
+            }
+            if recv.is_none() {
+                recv = listener.accept().unwrap();
+            }
+            (send.is_some() && recv.is_some()).then_some(())
+        });
+        listener.close().unwrap();
+        Pair { send: send.unwrap(), recv: recv.unwrap() }
+    }
+
+    pub fn isend(&self, bytes: &mut [u8]) -> Option<Request> {
+        // SAFETY: the callers keep the bytes until the request is done.
+        posted(unsafe { self.send.isend(bytes.as_mut_ptr().cast(), bytes.len(), 7, NO_MEMORY) })
+    }
+
+    pub fn irecv(&self, bytes: &mut [u8]) -> Option<Request> {
+        let buffer =
+            RecvBuffer { data: bytes.as_mut_ptr().cast(), bytes: bytes.len(), tag: 7, memory: NO_MEMORY };
+        // SAFETY: as above.
+        posted(unsafe { self.recv.irecv(&[buffer]) })
+    }
+
+    pub fn close(self) {
+        self.send.close().unwrap();
+        self.recv.close().unwrap();
+    }
+}
+
+fn posted(posted: Posted) -> Option<Request> {
+    match posted {
+        Posted::Request(request) => Some(request),
+        Posted::Null => None,
+        Posted::Refused(error) => panic!("{error}"),
+    }
+}
+
+/// The length of a message, once its request is done.
+pub fn tested(comm: &ferrywire::nccl::Comm, request: Request) -> Option<i32> {
+    // SAFETY: the request is of this comm, and not done.
+    let tested = unsafe { comm.test(request) };
+    assert!(tested.code.is_success(), "{}", tested.code);
+    tested.done.then(|| tested.size(0).expect("sizes are written"))
+}
+
+/// Bytes that differ from place to place and from message to message.
+pub fn pattern(seed: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at.wrapping_mul(2654435761).wrapping_add(seed * 97) >> 7) as u8).collect()
+}
