@@ -42,6 +42,7 @@ pub struct Comm {
     requests: [Request; REQUESTS],
 }
 
+#[allow(clippy::large_enum_variant, reason = "there is one in a box")]
 enum Side {
     Send(SendComm),
     Receive(RecvComm),
@@ -273,7 +274,9 @@ impl SendComm {
         if own.sender.is_busy() || !own.inline.is_empty() {
             self.send_inline(&mut own);
         }
-        let Some(bytes) = own.posted[slot] else { return Err(Fault::usage("test of a request that is done")) };
+        let Some(bytes) = own.posted[slot] else {
+            return Err(Fault::usage("test of a request that is done"));
+        };
         if self.shared.left.0[slot].load(Ordering::Acquire) == 0 {
             own.posted[slot] = None;
             return Ok(Some(bytes));

@@ -60,7 +60,10 @@ pub fn devices() -> Outcome<&'static [Device]> {
     let chosen = choose(nics, names.as_deref(), family.as_deref());
     if chosen.is_empty() {
         let wanted = names.map(|names| format!(" of NCCL_SOCKET_IFNAME={names}")).unwrap_or_default();
-        return Err(Fault { why: format!("no network interface{wanted} is up and has an address"), ..no_device() });
+        return Err(Fault {
+            why: format!("no network interface{wanted} is up and has an address"),
+            ..no_device()
+        });
     }
     let devices = DEVICES.get_or_init(|| chosen.into_iter().map(Device::new).collect());
     for (index, device) in devices.iter().enumerate() {
@@ -197,7 +200,10 @@ mod tests {
         assert_eq!(chosen(Some("=eth1"), None), ["eth1 10.0.1.1"]);
         assert_eq!(chosen(Some("=eth1,lo:4000"), None), ["lo 127.0.0.1", "eth1 10.0.1.1"]);
         assert_eq!(chosen(Some("^eth,lo"), None), ["docker0 172.17.0.1"]);
-        assert_eq!(chosen(Some("^=eth1,lo"), None), ["eth0 10.0.0.1", "eth10 10.0.2.1", "docker0 172.17.0.1"]);
+        assert_eq!(
+            chosen(Some("^=eth1,lo"), None),
+            ["eth0 10.0.0.1", "eth10 10.0.2.1", "docker0 172.17.0.1"]
+        );
         assert_eq!(chosen(Some("wlan"), None), [""; 0]);
         assert_eq!(chosen(Some("down"), None), [""; 0]);
     }
@@ -211,7 +217,9 @@ mod tests {
 
     #[test]
     fn a_path_ends_at_the_pci_function() {
-        for (name, right) in [("0000:3b:00.1", true), ("virtio0", false), ("net", false), ("pci0000:00", false)] {
+        for (name, right) in
+            [("0000:3b:00.1", true), ("virtio0", false), ("net", false), ("pci0000:00", false)]
+        {
             assert_eq!(is_pci_address(OsStr::new(name)), right, "{name}");
         }
         let dir = tempfile::tempdir().unwrap();

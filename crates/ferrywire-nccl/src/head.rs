@@ -71,7 +71,11 @@ mod tests {
     #[test]
     fn pieces_outside_of_their_message_are_refused() {
         for (offset, bytes) in [(61, 40), (u64::MAX, 40), (60, u64::MAX), (101, 0), (60, 0)] {
-            assert_eq!(Head::from_bytes(&Head { offset, bytes, ..HEAD }.to_bytes()), None, "{offset} {bytes}");
+            assert_eq!(
+                Head::from_bytes(&Head { offset, bytes, ..HEAD }.to_bytes()),
+                None,
+                "{offset} {bytes}"
+            );
         }
         let mut bytes = HEAD.to_bytes();
         bytes[0] ^= 1;

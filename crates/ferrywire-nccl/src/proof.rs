@@ -170,7 +170,9 @@ impl Dialling {
                 DialStage::Proof(message, expected) => {
                     let Some(proof) = message.receive(conn).map_err(broken)? else { return Ok(None) };
                     if *expected != proof {
-                        return Err(Fault::remote(format_args!("{peer} does not know the listener's secret")));
+                        return Err(Fault::remote(format_args!(
+                            "{peer} does not know the listener's secret"
+                        )));
                     }
                     return Ok(self.conn.take());
                 }
@@ -190,7 +192,9 @@ fn answer(
     }
     let version = u32::from_le_bytes(array(asked, 8));
     if version != VERSION {
-        return Err(format!("its plugin speaks version {version}, this one {VERSION}: use the same on all hosts"));
+        return Err(format!(
+            "its plugin speaks version {version}, this one {VERSION}: use the same on all hosts"
+        ));
     }
     let claimed = claim.to_bytes(random().map_err(|e| format!("random bytes: {e}"))?);
     let mut message = [0; CLAIM_BYTES];
@@ -234,7 +238,8 @@ impl Serving {
                 ServeStage::Claim(message) => {
                     let Some(claim) = message.receive(conn)? else { return Ok(None) };
                     let (claimed, proof) = claim.split_at(CLAIMED_BYTES);
-                    let proven = prove(secret, DIALLER, &self.asked, claimed) == array::<PROOF_BYTES>(proof, 0);
+                    let proven =
+                        prove(secret, DIALLER, &self.asked, claimed) == array::<PROOF_BYTES>(proof, 0);
                     let claim = Claim::from_bytes(claimed).filter(|_| proven);
                     let claim = claim.ok_or_else(|| io::Error::from(io::ErrorKind::PermissionDenied))?;
                     let answer = *prove(secret, LISTENER, &self.asked, claimed).as_bytes();

@@ -218,8 +218,10 @@ impl Receiver {
     /// One call: the rest of a payload together with the head after it, or the rest of a head. Gives the bytes
     /// that came, and those that were asked for.
     fn receive(&mut self) -> io::Result<(usize, usize)> {
-        let (next, payload_bytes) =
-            self.payload.as_ref().map_or((self.head.as_mut_ptr(), 0), |payload| (payload.next, payload.left_bytes));
+        let (next, payload_bytes) = self
+            .payload
+            .as_ref()
+            .map_or((self.head.as_mut_ptr(), 0), |payload| (payload.next, payload.left_bytes));
         let head = &mut self.head[self.head_bytes..];
         let pieces = [IoVec::new(next, payload_bytes), IoVec::new(head.as_mut_ptr(), head.len())];
         let wanted = payload_bytes + head.len();

@@ -120,8 +120,16 @@ pub struct Wire {
 
 enum Side {
     /// `armed`: the worker is going to look at the comm's queue.
-    Send { sender: Mutex<Option<Sender>>, comm: Arc<Sending>, armed: AtomicBool },
-    Receive { receiver: Mutex<Option<Receiver>>, comm: Arc<Receiving>, waits_for: AtomicU64 },
+    Send {
+        sender: Mutex<Option<Sender>>,
+        comm: Arc<Sending>,
+        armed: AtomicBool,
+    },
+    Receive {
+        receiver: Mutex<Option<Receiver>>,
+        comm: Arc<Receiving>,
+        waits_for: AtomicU64,
+    },
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -169,7 +177,9 @@ impl Wire {
     /// Does something with the descriptor, which is not closed meanwhile; nothing if it is closed already.
     fn with_fd<T>(&self, act: impl FnOnce(RawFd) -> T) -> Option<T> {
         match &self.side {
-            Side::Send { sender, .. } => locked(sender).as_mut().and_then(|sender| sender.conn().fd()).map(act),
+            Side::Send { sender, .. } => {
+                locked(sender).as_mut().and_then(|sender| sender.conn().fd()).map(act)
+            }
             Side::Receive { receiver, .. } => {
                 locked(receiver).as_mut().and_then(|receiver| receiver.conn().fd()).map(act)
             }

@@ -10,7 +10,8 @@ const REQUESTS: usize = 32;
 
 /// Sends all messages at once, or as many as the comm takes, into receives with `room` bytes more than needed.
 fn exchange(pair: &Pair, sizes: &[usize], room: usize, receives_first: bool) {
-    let mut sources: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(seed, &size)| pattern(seed, size)).collect();
+    let mut sources: Vec<Vec<u8>> =
+        sizes.iter().enumerate().map(|(seed, &size)| pattern(seed, size)).collect();
     let mut targets: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0xEE; size + room]).collect();
     let mut sends: Vec<Request> = Vec::new();
     let mut receives: Vec<Request> = Vec::new();

@@ -1,0 +1,295 @@
+//! Drives a net plugin as NCCL's proxy threads do, between two processes of this host: up to eight steps in flight
+//! on each connection, only the oldest tested, from and into rings of eight buffers. Prints GB/s and CPU time.
+//!
+//! ```text
+//! drive PLUGIN.so [--comms 2] [--bytes 524288] [--steps 8] [--both] [--seconds 3] [--ping]
+//! ```
+//!
+//! `--ping` sends one message to and fro instead, and prints half of the round trip.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferrywire::nccl::{
+    Comm, Handle, Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm,
+};
+
+const NO_MEMORY: MemoryHandle = MemoryHandle(std::ptr::null_mut());
+
+#[derive(Clone)]
+struct Options {
+    plugin: String,
+    comms: usize,
+    bytes: usize,
+    steps: usize,
+    both: bool,
+    seconds: f64,
+    ping: bool,
+}
+
+impl Options {
+    fn parse(args: &[String]) -> Options {
+        let value = |name: &str| args.iter().position(|arg| arg == name).map(|at| args[at + 1].clone());
+        let number =
+            |name: &str, default: usize| value(name).map_or(default, |text| text.parse().expect("a number"));
+        let has = |name: &str| args.iter().any(|arg| arg == name);
+        Options {
+            plugin: args.first().expect("drive PLUGIN.so [options]").clone(),
+            comms: number("--comms", 2),
+            bytes: number("--bytes", 512 << 10),
+            steps: number("--steps", 8),
+            both: has("--both"),
+            seconds: value("--seconds").map_or(3.0, |text| text.parse().expect("seconds")),
+            ping: has("--ping"),
+        }
+    }
+}
+
+/// The other process, reached through its pipes.
+enum Other {
+    Child(Child, ChildStdin, BufReader<ChildStdout>),
+    Parent,
+}
+
+impl Other {
+    fn tell(&mut self, line: &str) {
+        match self {
+            Other::Child(_, to, _) => writeln!(to, "{line}").and_then(|()| to.flush()),
+            Other::Parent => writeln!(std::io::stdout(), "{line}").and_then(|()| std::io::stdout().flush()),
+        }
+        .expect("the other process lives");
+    }
+
+    fn hear(&mut self) -> String {
+        let mut line = String::new();
+        let read = match self {
+            Other::Child(_, _, from) => from.read_line(&mut line),
+            Other::Parent => {
+                let mut byte = [0];
+                while std::io::stdin().read_exact(&mut byte).is_ok() && byte[0] != b'\n' {
+                    line.push(byte[0].into());
+                }
+                Ok(line.len())
+            }
+        };
+        read.expect("the other process lives");
+        line.trim_end().to_owned()
+    }
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let options = Options::parse(&args);
+    let is_child = args.iter().any(|arg| arg == "--child");
+    let mut other = match is_child {
+        true => Other::Parent,
+        false => {
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(&args)
+                .arg("--child")
+                .stdin(Stdio::piped())
+                .stdout(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let (to, from) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
+            Other::Child(child, to, BufReader::new(from))
+        }
+    };
+    // SAFETY: the file is named by whoever runs this.
+    let plugin = unsafe { Library::open(&options.plugin).unwrap().load(None).unwrap() };
+    let (sends, recvs) = connect(&plugin, &mut other, options.comms);
+    let mut lanes: Vec<Lane> = Vec::new();
+    let forth = options.both || options.ping || !is_child;
+    let back = options.both || options.ping || is_child;
+    lanes.extend(sends.iter().filter(|_| forth).map(|comm| Lane::new(End::Send(comm), &options)));
+    lanes.extend(recvs.iter().filter(|_| back).map(|comm| Lane::new(End::Recv(comm), &options)));
+    let (start, cpu) = (Instant::now(), cpu_seconds());
+    if options.ping {
+        let rounds = ping(&mut lanes, &options, is_child);
+        if !is_child {
+            let us = start.elapsed().as_secs_f64() * 1e6 / rounds as f64 / 2.0;
+            println!("{} bytes: {us:.1} us one way", options.bytes);
+        }
+    } else {
+        let messages = stream(&mut lanes, &options, is_child);
+        let (seconds, cpu) = (start.elapsed().as_secs_f64(), cpu_seconds() - cpu);
+        if is_child {
+            other.tell(&format!("{cpu}"));
+        } else {
+            let theirs: f64 = other.hear().parse().unwrap();
+            let gb = (messages * options.bytes) as f64 / 1e9;
+            println!(
+                "{} comms, {} bytes, {}: {:.2} GB/s each way, {:.3} CPU-s/GB both ends",
+                options.comms,
+                options.bytes,
+                if options.both { "both ways" } else { "one way" },
+                gb / seconds,
+                (cpu + theirs) / gb / if options.both { 2.0 } else { 1.0 },
+            );
+        }
+    }
+    drop(lanes);
+    // Both ends are done before either closes.
+    other.tell("done");
+    other.hear();
+    sends.into_iter().for_each(|comm| comm.close().unwrap());
+    recvs.into_iter().for_each(|comm| comm.close().unwrap());
+    if let Other::Child(mut child, ..) = other {
+        child.wait().unwrap();
+    }
+}
+
+fn connect(plugin: &Plugin, other: &mut Other, comms: usize) -> (Vec<SendComm>, Vec<RecvComm>) {
+    let (mut sends, mut recvs) = (Vec::new(), Vec::new());
+    for _ in 0..comms {
+        let (mut listener, handle) = plugin.listen(0).unwrap();
+        other.tell(&handle.bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
+        let theirs = other.hear();
+        let bytes = std::array::from_fn(|at| u8::from_str_radix(&theirs[2 * at..2 * at + 2], 16).unwrap());
+        let mut connecting = plugin.connect(0, &Handle::from_bytes(bytes));
+        let (mut send, mut recv) = (None, None);
+        while send.is_none() || recv.is_none() {
+            if send.is_none() {
+                send = connecting.poll().unwrap();
+            }
+            if recv.is_none() {
+                recv = listener.accept().unwrap();
+            }
+        }
+        listener.close().unwrap();
+        sends.extend(send);
+        recvs.extend(recv);
+    }
+    (sends, recvs)
+}
+
+enum End<'a> {
+    Send(&'a SendComm),
+    Recv(&'a RecvComm),
+}
+
+/// A connection and its ring.
+struct Lane<'a> {
+    end: End<'a>,
+    ring: Vec<Vec<u8>>,
+    posted: Vec<Option<Request>>,
+    begun: usize,
+    done: usize,
+}
+
+impl<'a> Lane<'a> {
+    fn new(end: End<'a>, options: &Options) -> Lane<'a> {
+        let ring = (0..options.steps).map(|_| vec![1; options.bytes]).collect();
+        Lane { end, ring, posted: vec![None; options.steps], begun: 0, done: 0 }
+    }
+
+    fn is_sender(&self) -> bool {
+        matches!(self.end, End::Send(_))
+    }
+
+    /// Posts the next step, if there is room and the plugin takes it.
+    fn post(&mut self) -> bool {
+        let steps = self.ring.len();
+        if self.begun - self.done == steps {
+            return false;
+        }
+        let buffer = &mut self.ring[self.begun % steps];
+        let (data, bytes) = (buffer.as_mut_ptr().cast(), buffer.len());
+        // SAFETY: the ring lives until everything is done, and a buffer is used by one step at a time.
+        let posted = unsafe {
+            match self.end {
+                End::Send(comm) => comm.isend(data, bytes, 0, NO_MEMORY),
+                End::Recv(comm) => comm.irecv(&[RecvBuffer { data, bytes, tag: 0, memory: NO_MEMORY }]),
+            }
+        };
+        match posted {
+            Posted::Request(request) => self.posted[self.begun % steps] = Some(request),
+            Posted::Null => return false,
+            Posted::Refused(error) => panic!("{error}"),
+        }
+        self.begun += 1;
+        true
+    }
+
+    /// Whether the oldest step is done now.
+    fn test(&mut self) -> bool {
+        if self.done == self.begun {
+            return false;
+        }
+        let place = self.done % self.ring.len();
+        let comm: &Comm = match self.end {
+            End::Send(comm) => comm,
+            End::Recv(comm) => comm,
+        };
+        // SAFETY: posted on this comm, and not done.
+        let tested = unsafe { comm.test(self.posted[place].unwrap()) };
+        assert!(tested.code.is_success(), "{}", tested.code);
+        self.done += usize::from(tested.done);
+        tested.done
+    }
+}
+
+/// The first byte of the last message that a sender sends.
+const LAST: u8 = 2;
+
+/// Streams until the time is over; the messages that one direction moved.
+fn stream(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
+    let until = Instant::now() + Duration::from_secs_f64(options.seconds);
+    let mut open = vec![true; lanes.len()];
+    while open.iter().any(|open| *open) {
+        let over = Instant::now() >= until;
+        let before: usize = lanes.iter().map(|lane| lane.done + lane.begun).sum();
+        for (lane, open) in lanes.iter_mut().zip(&mut open).filter(|(_, open)| **open) {
+            let steps = lane.ring.len();
+            if lane.is_sender() {
+                if lane.test() && lane.ring[(lane.done - 1) % steps][0] == LAST {
+                    *open = false;
+                    continue;
+                }
+                let place = lane.begun % steps;
+                let ending = lane.begun > 0 && lane.ring[(lane.begun - 1) % steps][0] == LAST;
+                if !ending && lane.begun - lane.done < steps {
+                    lane.ring[place][0] = if over { LAST } else { 1 };
+                    while lane.begun - lane.done < steps && !lane.post() {}
+                }
+            } else {
+                lane.post();
+                if lane.test() && lane.ring[(lane.done - 1) % steps][0] == LAST {
+                    *open = false;
+                }
+            }
+        }
+        // As NCCL's proxy threads do when nothing has moved.
+        if before == lanes.iter().map(|lane| lane.done + lane.begun).sum() {
+            std::thread::yield_now();
+        }
+    }
+    let counts = lanes.iter().filter(|lane| lane.is_sender() != is_child || !options.both);
+    counts.map(|lane| lane.done).sum()
+}
+
+/// Rounds of one message to and fro.
+fn ping(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
+    let rounds = (options.seconds * 10_000.0) as usize;
+    let (to, from) = lanes.split_at_mut(lanes.len() / 2);
+    let (to, from) = (&mut to[0], &mut from[0]);
+    for _ in 0..rounds {
+        from.post();
+        if !is_child {
+            to.post();
+        }
+        while !from.test() {}
+        if is_child {
+            to.post();
+        }
+        while !to.test() {}
+    }
+    rounds
+}
+
+fn cpu_seconds() -> f64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<&str> = text.rsplit(')').next().unwrap().split_whitespace().collect();
+    (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) / 100.0
+}
