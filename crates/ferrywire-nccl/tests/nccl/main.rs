@@ -1,6 +1,8 @@
 //! The shared object, loaded as a plugin.
 //!
-//! `over_host` uses this project's own host for plugins, in every version of the interface.
+//! `over_host` uses this project's own host for plugins, in every version of the interface; `as_nccl` a driver in C,
+//! which calls it as NCCL does.
 
+mod as_nccl;
 mod over_host;
 mod pair;

@@ -1,0 +1,564 @@
+/* Drives the plugin as NCCL does, and breaks in on it as NCCL may: driver PLUGIN VERSION CASE */
+#include "net.h"
+
+static const char *path;
+
+/* A connection as NCCL's proxy thread sees it: up to eight steps in flight, only the oldest tested. */
+struct lane {
+    void *comm;
+    int sends;
+    unsigned char *ring[STEPS];
+    void *requests[STEPS];
+    size_t begun, done, total;
+    unsigned seed;
+};
+
+static size_t step_bytes(size_t step)
+{
+    static const size_t sizes[] = { 4096, 0, 524288, 1, 70000, 131072, 65536, 300001 };
+    return sizes[step % 8];
+}
+
+enum { ROOM = 524288 };
+
+static void lane_open(struct lane *lane, void *comm, int sends, size_t total, unsigned seed)
+{
+    memset(lane, 0, sizeof *lane);
+    lane->comm = comm, lane->sends = sends, lane->total = total, lane->seed = seed;
+    for (int step = 0; step < STEPS; step++)
+        lane->ring[step] = malloc(ROOM);
+}
+
+static void lane_turn(struct net *net, struct lane *lane)
+{
+    if (lane->begun < lane->total && lane->begun - lane->done < STEPS) {
+        size_t step = lane->begun, size = step_bytes(step);
+        unsigned char *buffer = lane->ring[step % STEPS];
+        /* Permission to complete early, as NCCL's low-latency protocols give it. */
+        void *request = lane->sends || step % 2 ? NULL : (void *)1;
+        if (lane->sends) {
+            fill(buffer, size, lane->seed + (unsigned)step);
+            CHECK(net_isend(net, lane->comm, buffer, size, 3, &request) == SUCCESS);
+        } else {
+            CHECK(net_irecv(net, lane->comm, buffer, ROOM, 3, &request) == SUCCESS);
+        }
+        CHECK(request != (void *)1);
+        lane->requests[step % STEPS] = request;
+        lane->begun += request != NULL;
+    }
+    if (lane->done < lane->begun) {
+        int done = 77, sizes[64] = { 0 };
+        size_t step = lane->done;
+        CHECK(net_test(net, lane->requests[step % STEPS], &done, lane->sends ? NULL : sizes) == SUCCESS);
+        if (done && !lane->sends) {
+            CHECK((size_t)sizes[0] == step_bytes(step));
+            CHECK(is_filled(lane->ring[step % STEPS], step_bytes(step), lane->seed + (unsigned)step));
+        }
+        lane->done += done != 0;
+    }
+}
+
+enum { COMMS = 3, ROUNDS = 40 };
+
+/* One of two ranks: several comms each way, in the order in which NCCL calls. */
+static void rank(struct net *net, int socket)
+{
+    struct pair pairs[COMMS];
+    struct lane lanes[2 * COMMS];
+    void *registered[2 * COMMS];
+    char byte = 1;
+    net_load(net, path);
+    if (net->version >= 11) {
+        int attributes[11] = { 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1 };
+        CHECK(((int (*)(void *, void *))net->table[21])(net->context, attributes) == SUCCESS);
+    }
+    for (int comm = 0; comm < COMMS; comm++) {
+        pairs[comm] = pair_there(net, socket);
+        lane_open(&lanes[2 * comm], pairs[comm].send, 1, ROUNDS, (unsigned)comm * 1000);
+        lane_open(&lanes[2 * comm + 1], pairs[comm].recv, 0, ROUNDS, (unsigned)comm * 1000);
+    }
+    for (int lane = 0; lane < 2 * COMMS; lane++)
+        CHECK(net_reg_mr(net, lanes[lane].comm, lanes[lane].ring[0], ROOM, HOST, &registered[lane]) == SUCCESS);
+    double since = now();
+    for (int open = 1; open;) {
+        open = 0;
+        for (int lane = 0; lane < 2 * COMMS; lane++) {
+            lane_turn(net, &lanes[lane]);
+            open |= lanes[lane].done < lanes[lane].total;
+        }
+        again(since, "a rank");
+    }
+    /* NCCL's ranks agree before they take things down. */
+    CHECK(write(socket, &byte, 1) == 1 && read(socket, &byte, 1) == 1);
+    for (int lane = 0; lane < 2 * COMMS; lane++)
+        CHECK(net_dereg_mr(net, lanes[lane].comm, registered[lane]) == SUCCESS);
+    for (int comm = 0; comm < COMMS; comm++)
+        pair_close(net, pairs[comm]);
+    net_finalize(net);
+    CHECK(dlclose(net->library) == 0);
+    CHECK(warnings == 0);
+}
+
+/* Runs both bodies, the first in a child; the child's pid is in `peer` of the second. */
+static pid_t peer;
+
+static void two(struct net *net, void (*child)(struct net *, int), void (*parent)(struct net *, int), int signal)
+{
+    int sockets[2], status;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    peer = fork();
+    CHECK(peer >= 0);
+    if (peer == 0) {
+        child(net, sockets[0]);
+        exit(0);
+    }
+    close(sockets[0]);
+    parent(net, sockets[1]);
+    CHECK(waitpid(peer, &status, 0) == peer);
+    CHECK(signal ? WIFSIGNALED(status) && WTERMSIG(status) == signal : status == 0);
+}
+
+static void as_nccl(struct net *net)
+{
+    two(net, rank, rank, 0);
+}
+
+static void init_again(struct net *net)
+{
+    net_load(net, path);
+    CHECK(net_init(net, logger) == SUCCESS && net_init(net, logger) == SUCCESS);
+    struct pair pair = pair_here(net);
+    message(net, pair, 100000, 100000, 1);
+    net_finalize(net);
+    net_finalize(net);
+    message(net, pair, 100000, 100000, 2);
+    pair_close(net, pair);
+}
+
+static void unload_without_a_call(struct net *net)
+{
+    for (int round = 0; round < 3; round++) {
+        net_load(net, path);
+        void **table = net->table;
+        const char *name = table[0];
+        struct pair pair = pair_here(net);
+        message(net, pair, 1 << 20, 1 << 20, 1);
+        pair_close(net, pair);
+        CHECK(dlclose(net->library) == 0);
+        /* Its threads may run at any time: what they run is still there, and so is the table. */
+        void *still = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+        CHECK(still && !strcmp(name, "ferrywire") && table[0] == name);
+        dlclose(still);
+    }
+}
+
+static void properties(struct net *net)
+{
+    unsigned char room[256];
+    size_t size = net->version == 10 ? 104 : net->version == 11 ? 112 : 128;
+    size_t bytes_at = net->version == 12 ? 104 : 88;
+    net_load(net, path);
+    memset(room, 0xA5, sizeof room);
+    CHECK(net_properties(net, 0, room) == SUCCESS);
+#define INT(at) (*(int *)(room + (at)))
+#define SIZE(at) (*(size_t *)(room + (at)))
+    CHECK(!strcmp(*(char **)room, "lo") && *(char **)(room + 8) == NULL && SIZE(16) == 0);
+    CHECK(INT(24) == HOST && INT(28) == 0 && INT(32) == 0 && INT(36) > 0 && INT(40) == 0);
+    CHECK(*(float *)(room + 44) == 0 && INT(48) == 65536 && INT(52) == 1 && INT(56) == 0 && INT(60) == 0);
+    CHECK(INT(64) == 1 && INT(68) == 0);
+    CHECK(SIZE(bytes_at) == (size_t)1 << 40 && SIZE(bytes_at + 8) == (size_t)1 << 40);
+    if (net->version >= 11)
+        CHECK(INT(bytes_at + 16) == 1);
+    if (net->version == 12)
+        CHECK(*(int16_t *)(room + 124) == -1 && *(int16_t *)(room + 126) == -1);
+    for (size_t at = size; at < sizeof room; at++)
+        CHECK(room[at] == 0xA5);
+    CHECK(net_properties(net, 1, room) != SUCCESS && net_properties(net, -1, room) != SUCCESS);
+}
+
+static void setting_up(struct net *net)
+{
+    char handle[128 + 16], copy[128];
+    void *listener = NULL;
+    net_load(net, path);
+    /* The device-handle argument is NULL itself, on one thread, in turns. */
+    CHECK(net_listen(net, handle, &listener) == SUCCESS && listener);
+    struct pair pair = meet(net, listener, handle, NULL);
+    message(net, pair, 1000, 2000, 1);
+    pair_close(net, pair);
+    /* Nobody ever accepts; nobody ever connects; an attempt is left. */
+    void *comm = NULL, *none = NULL;
+    CHECK(net_listen(net, handle, &listener) == SUCCESS);
+    net_close_listen(net, listener);
+    CHECK(net_listen(net, handle, &listener) == SUCCESS);
+    CHECK(net_accept(net, listener, &comm, &none) == SUCCESS && comm == NULL && none == NULL);
+    CHECK(net_connect(net, handle, &comm, &none) == SUCCESS && comm == NULL);
+    net_close_listen(net, listener);
+    /* The listener is gone: the attempt fails, or is left. */
+    double since = now();
+    while (net_connect(net, handle, &comm, &none) == SUCCESS)
+        again(since, "a connect to nobody");
+    CHECK(comm == NULL && warnings > 0);
+    /* Another secret is not let in, and the listener stays as it was. */
+    CHECK(net_listen(net, handle, &listener) == SUCCESS);
+    memcpy(copy, handle, 128);
+    copy[30] ^= 1;
+    void *accepted = NULL;
+    since = now();
+    while (net_connect(net, copy, &comm, &none) == SUCCESS) {
+        CHECK(net_accept(net, listener, &accepted, &none) == SUCCESS && !accepted);
+        again(since, "a wrong secret");
+    }
+    CHECK(comm == NULL);
+    pair = meet(net, listener, handle, &none);
+    message(net, pair, 1000, 2000, 2);
+    pair_close(net, pair);
+    /* Bytes of something else are refused. */
+    memset(handle, 0, sizeof handle);
+    CHECK(net_connect(net, handle, &comm, &none) != SUCCESS && comm == NULL);
+}
+
+static void handles(struct net *net)
+{
+    /* Two different fills show which bytes are written. */
+    unsigned char one[144], other[144];
+    void *first = NULL, *second = NULL;
+    net_load(net, path);
+    memset(one, 0x11, sizeof one);
+    memset(other, 0x22, sizeof other);
+    CHECK(net_listen(net, one, &first) == SUCCESS && net_listen(net, other, &second) == SUCCESS);
+    for (int at = 64; at < 128; at++)
+        CHECK(one[at] == 0 && other[at] == 0);
+    CHECK(memcmp(one + 24, other + 24, 32));
+    for (int at = 128; at < 144; at++)
+        CHECK(one[at] == 0x11 && other[at] == 0x22);
+    net_close_listen(net, first);
+    net_close_listen(net, second);
+    /* The oldest hosts give half of that. */
+    void **v4 = dlsym(net->library, "ncclNetPlugin_v4");
+    CHECK(v4);
+    memset(one, 0x11, sizeof one);
+    CHECK(((int (*)(int, void *, void **))v4[4])(0, one, &first) == SUCCESS);
+    for (int at = 64; at < 144; at++)
+        CHECK(one[at] == 0x11);
+    net_close_listen(net, first);
+}
+
+static _Atomic int registering;
+
+struct registered {
+    struct net *net;
+    struct pair pair;
+};
+
+static void *register_beside(void *argument)
+{
+    struct registered *with = argument;
+    static char memory[4096];
+    while (registering) {
+        void *one, *other;
+        CHECK(net_reg_mr(with->net, with->pair.send, memory, sizeof memory, HOST, &one) == SUCCESS);
+        CHECK(net_reg_mr(with->net, with->pair.recv, memory, (size_t)64 << 30, HOST, &other) == SUCCESS);
+        CHECK(net_dereg_mr(with->net, with->pair.send, one) == SUCCESS);
+        CHECK(net_dereg_mr(with->net, with->pair.recv, other) == SUCCESS);
+        CHECK(net_dereg_mr(with->net, with->pair.recv, NULL) == SUCCESS);
+        sched_yield();
+    }
+    return NULL;
+}
+
+static void registration(struct net *net)
+{
+    net_load(net, path);
+    struct registered with = { net, pair_here(net) };
+    struct pair second = pair_here(net);
+    pthread_t thread;
+    void *handle;
+    registering = 1;
+    CHECK(pthread_create(&thread, NULL, register_beside, &with) == 0);
+    for (unsigned seed = 0; seed < 200; seed++)
+        message(net, with.pair, seed * 1000, seed * 1000, seed);
+    registering = 0;
+    pthread_join(thread, NULL);
+    /* The same memory on another comm; memory of GPUs is refused. */
+    CHECK(net_reg_mr(net, second.send, &with, sizeof with, HOST, &handle) == SUCCESS);
+    CHECK(net_reg_mr(net, second.send, &with, sizeof with, CUDA, &handle) != SUCCESS);
+    pair_close(net, with.pair);
+    pair_close(net, second);
+}
+
+static void testing(struct net *net)
+{
+    unsigned char source[100] = { 1 }, target[100];
+    void *send = NULL, *recv = NULL;
+    int done = 77;
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    CHECK(net_irecv(net, pair.recv, target, sizeof target, 0, &recv) == SUCCESS);
+    CHECK(net_test(net, recv, &done, NULL) == SUCCESS && done == 0);
+    CHECK(net_isend(net, pair.send, source, sizeof source, 0, &send) == SUCCESS);
+    double since = now();
+    for (done = 77; done != 1; again(since, "a receive"))
+        CHECK(net_test(net, recv, &done, NULL) == SUCCESS && (done == 0 || done == 1));
+    for (done = 77; done != 1; again(since, "a send"))
+        CHECK(net_test(net, send, &done, NULL) == SUCCESS && (done == 0 || done == 1));
+    /* No flush is needed: none is given. */
+    void *data = target, *handle = NULL, *request = (void *)77;
+    int size = 100;
+    CHECK(((int (*)(void *, int, void **, int *, void **, void **))net->table[12])(pair.recv, 1, &data, &size, &handle,
+                                                                                   &request) == SUCCESS);
+    CHECK(request == NULL);
+    /* Written on the way of an error too. */
+    done = 77;
+    CHECK(net_test(net, NULL, &done, NULL) != SUCCESS && done == 0);
+    pair_close(net, pair);
+}
+
+static void receives(struct net *net)
+{
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    message(net, pair, 0, 0, 1);
+    message(net, pair, 0, 1 << 20, 2);
+    message(net, pair, 1, 32 << 20, 3);
+    message(net, pair, 100000, 32 << 20, 4);
+    /* More buffers than maxRecvs, or none, are refused and nothing is posted. */
+    unsigned char one[8], other[8];
+    void *data[2] = { one, other }, *request = NULL;
+    size_t sizes[2] = { 8, 8 };
+    int tags[2] = { 1, 2 };
+    CHECK(net_irecv_n(net, pair.recv, 2, data, sizes, tags, &request) != SUCCESS);
+    CHECK(net_irecv_n(net, pair.recv, 0, data, sizes, tags, &request) != SUCCESS);
+    /* n = maxRecvs; and a send that is larger than its receive is an error at the receiver. */
+    CHECK(net_irecv_n(net, pair.recv, 1, data, sizes, tags, &request) == SUCCESS && request);
+    unsigned char source[9] = { 0 };
+    void *send = NULL;
+    int result;
+    CHECK(net_isend(net, pair.send, source, 9, 0, &send) == SUCCESS);
+    CHECK(finish(net, request, &result) == -1 && result != SUCCESS && warnings > 0);
+    pair_close(net, pair);
+}
+
+static void outstanding(struct net *net)
+{
+    static unsigned char sources[REQUESTS][70000], targets[REQUESTS][70000];
+    void *sends[REQUESTS], *recvs[REQUESTS];
+    int result;
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    /* All that NCCL may post, on the sender before anything is received; sizes go both ways. */
+    for (unsigned n = 0; n < REQUESTS; n++) {
+        fill(sources[n], 70000, n);
+        CHECK(net_isend(net, pair.send, sources[n], n % 2 ? 70000 : 100 + n, 0, &sends[n]) == SUCCESS && sends[n]);
+    }
+    for (unsigned n = 0; n < REQUESTS; n++)
+        CHECK(net_irecv(net, pair.recv, targets[n], 70000, 0, &recvs[n]) == SUCCESS && recvs[n]);
+    /* Every one, whatever the order in which they are asked for. */
+    for (unsigned n = REQUESTS; n-- > 0;) {
+        int size = n % 2 ? 70000 : 100 + (int)n;
+        double since = now();
+        int sent = 0, received = 0, length = -1;
+        while (!sent || !received) {
+            if (!sent)
+                CHECK(net_test(net, sends[n], &sent, NULL) == SUCCESS);
+            if (!received)
+                CHECK(net_test(net, recvs[n], &received, &length) == SUCCESS);
+            again(since, "one of many");
+        }
+        CHECK(length == size && is_filled(targets[n], (size_t)size, n));
+    }
+    /* Without an end the comm says "not now". */
+    void *request = (void *)1;
+    for (int posted = 0; request; posted++) {
+        CHECK(posted < 100000);
+        request = NULL;
+        CHECK(net_irecv(net, pair.recv, targets[0], 1, 0, &request) == SUCCESS);
+    }
+    (void)result;
+    pair_close(net, pair);
+}
+
+/* Sends, is told that all has gone, closes and ends at once. */
+static void sends_and_goes(struct net *net, int socket)
+{
+    static unsigned char data[3 << 20];
+    void *requests[3];
+    int result;
+    net_load(net, path);
+    struct pair pair = pair_there(net, socket);
+    fill(data, sizeof data, 5);
+    CHECK(net_isend(net, pair.send, data, sizeof data, 0, &requests[0]) == SUCCESS);
+    CHECK(net_isend(net, pair.send, data, 100, 0, &requests[1]) == SUCCESS);
+    CHECK(net_isend(net, pair.send, data, 60000, 0, &requests[2]) == SUCCESS);
+    for (int n = 0; n < 3; n++)
+        CHECK(finish(net, requests[n], &result) >= 0);
+    net_close_send(net, pair.send);
+    _exit(0);
+}
+
+static void receives_late(struct net *net, int socket)
+{
+    static unsigned char data[3][3 << 20];
+    const size_t sizes[3] = { 3 << 20, 100, 60000 };
+    void *requests[3], *last = NULL;
+    int result;
+    net_load(net, path);
+    struct pair pair = pair_there(net, socket);
+    for (int n = 0; n < 3; n++)
+        CHECK(net_irecv(net, pair.recv, data[n], 3 << 20, 0, &requests[n]) == SUCCESS);
+    /* Nothing is asked for until the sender is gone. */
+    siginfo_t ended = { 0 };
+    CHECK(waitid(P_PID, (id_t)peer, &ended, WEXITED | WNOWAIT) == 0 && ended.si_pid == peer);
+    for (int n = 0; n < 3; n++) {
+        CHECK(finish(net, requests[n], &result) == (int)sizes[n]);
+        CHECK(is_filled(data[n], sizes[n], 5));
+    }
+    /* What never comes is an error, not a wait. */
+    CHECK(net_irecv(net, pair.recv, data[0], 100, 0, &last) == SUCCESS && last);
+    CHECK(finish(net, last, &result) == -1 && result == REMOTE_ERROR && warnings == 1);
+    pair_close(net, pair);
+}
+
+static void nothing_is_cut(struct net *net)
+{
+    two(net, sends_and_goes, receives_late, 0);
+}
+
+/* Closes with requests in flight, the peer alive. */
+static void closing(struct net *net)
+{
+    static unsigned char data[8 << 20];
+    void *request = NULL;
+    int result;
+    net_load(net, path);
+    for (int round = 0; round < 10; round++) {
+        struct pair pair = pair_here(net);
+        /* More than any socket takes, and nobody receives. */
+        for (int n = 0; n < 8; n++)
+            CHECK(net_isend(net, pair.send, data, sizeof data, 0, &request) == SUCCESS && request);
+        CHECK(net_isend(net, pair.send, data, 100, 0, &request) == SUCCESS && request);
+        net_close_send(net, pair.send);
+        net_close_recv(net, pair.recv);
+        /* Receives that nobody fills; then the other end learns of it. */
+        pair = pair_here(net);
+        for (int n = 0; n < 8; n++)
+            CHECK(net_irecv(net, pair.recv, data, sizeof data, 0, &request) == SUCCESS && request);
+        if (round % 2) {
+            net_close_recv(net, pair.recv);
+            double since = now();
+            /* Something was in the kernel before the end was seen. */
+            do {
+                again(since, "the end of the receiver");
+                result = net_isend(net, pair.send, data, sizeof data, 0, &request);
+                if (result == SUCCESS && request)
+                    finish(net, request, &result);
+            } while (result == SUCCESS);
+            CHECK(result == REMOTE_ERROR);
+            net_close_send(net, pair.send);
+        } else {
+            net_close_send(net, pair.send);
+            CHECK(finish(net, request, &result) == -1 && result == REMOTE_ERROR);
+            net_close_recv(net, pair.recv);
+        }
+    }
+    /* A line for each broken peer, not one for each call. */
+    CHECK(warnings == 10);
+}
+
+static void is_killed(struct net *net, int socket)
+{
+    net_load(net, path);
+    struct pair pairs[2] = { pair_there(net, socket), pair_there(net, socket) };
+    (void)pairs;
+    CHECK(write(socket, "x", 1) == 1);
+    for (;;)
+        pause();
+}
+
+static void survives(struct net *net, int socket)
+{
+    /* Much more than the sockets of a comm take. */
+    static unsigned char data[64 << 20];
+    void *request = NULL, *sends[4], *recvs[2];
+    char byte;
+    int result;
+    net_load(net, path);
+    struct pair pairs[2] = { pair_there(net, socket), pair_there(net, socket) };
+    CHECK(read(socket, &byte, 1) == 1);
+    /* Bulk under way and a receive that waits, on two comms; nothing of it can end while the peer lives. */
+    for (int n = 0; n < 4; n++)
+        CHECK(net_isend(net, pairs[n % 2].send, data, sizeof data, 0, &sends[n]) == SUCCESS && sends[n]);
+    for (int n = 0; n < 2; n++)
+        CHECK(net_irecv(net, pairs[n].recv, data, sizeof data, 0, &recvs[n]) == SUCCESS && recvs[n]);
+    for (int n = 0; n < 1000; n++) {
+        int done = 77;
+        CHECK(net_test(net, recvs[n % 2], &done, NULL) == SUCCESS && done == 0);
+        CHECK(net_test(net, sends[2 + n % 2], &done, NULL) == SUCCESS && done == 0);
+    }
+    CHECK(kill(peer, SIGKILL) == 0);
+    for (int n = 0; n < 2; n++) {
+        CHECK(finish(net, recvs[n], &result) == -1 && result == REMOTE_ERROR);
+        CHECK(finish(net, sends[2 + n], &result) == -1 && result == REMOTE_ERROR);
+    }
+    /* A write to a dead peer raises no signal, and later calls say the same without a line. */
+    CHECK(net_isend(net, pairs[0].send, data, 100, 0, &request) != SUCCESS);
+    CHECK(warnings == 4);
+    struct sigaction action;
+    CHECK(sigaction(SIGPIPE, NULL, &action) == 0 && action.sa_handler == SIG_DFL);
+    pair_close(net, pairs[0]);
+    pair_close(net, pairs[1]);
+}
+
+static void killed_peer(struct net *net)
+{
+    two(net, is_killed, survives, SIGKILL);
+}
+
+static void no_logger(struct net *net)
+{
+    cpu_set_t before, after;
+    CHECK(sched_getaffinity(0, sizeof before, &before) == 0);
+    net_open(net, path);
+    CHECK(net_init(net, NULL) == SUCCESS);
+    struct pair pair = pair_here(net);
+    message(net, pair, 200000, 200000, 1);
+    unsigned char room[256];
+    CHECK(net_properties(net, 9, room) != SUCCESS);
+    pair_close(net, pair);
+    CHECK(sched_getaffinity(0, sizeof after, &after) == 0 && CPU_EQUAL(&before, &after));
+}
+
+int main(int count, char **arguments)
+{
+    static const struct {
+        const char *name;
+        void (*run)(struct net *);
+    } cases[] = {
+        { "as_nccl", as_nccl },
+        { "init_again", init_again },
+        { "unload_without_a_call", unload_without_a_call },
+        { "properties", properties },
+        { "setting_up", setting_up },
+        { "handles", handles },
+        { "registration", registration },
+        { "testing", testing },
+        { "receives", receives },
+        { "outstanding", outstanding },
+        { "nothing_is_cut", nothing_is_cut },
+        { "closing", closing },
+        { "killed_peer", killed_peer },
+        { "no_logger", no_logger },
+    };
+    CHECK(count == 4);
+    struct net net = { .version = atoi(arguments[2]) };
+    path = arguments[1];
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        if (!strcmp(cases[n].name, arguments[3])) {
+            cases[n].run(&net);
+            puts("passed");
+            return 0;
+        }
+    }
+    fprintf(stderr, "no case %s\n", arguments[3]);
+    return 1;
+}
