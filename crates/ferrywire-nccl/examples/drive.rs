@@ -2,10 +2,10 @@
 //! on each connection, only the oldest tested, from and into rings of eight buffers. Prints GB/s and CPU time.
 //!
 //! ```text
-//! drive PLUGIN.so [--comms 2] [--bytes 524288] [--steps 8] [--both] [--seconds 3] [--ping]
+//! drive PLUGIN.so [--comms 2] [--bytes 524288] [--steps 8] [--both] [--seconds 3] [--hold-us 0] [--ping]
 //! ```
 //!
-//! `--ping` sends one message to and fro instead, and prints half of the round trip.
+//! `--hold-us` is how long a receiver keeps a buffer, as a GPU does. `--ping` sends one message to and fro instead, and prints half of the round trip.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -25,6 +25,7 @@ struct Options {
     steps: usize,
     both: bool,
     seconds: f64,
+    hold: Duration,
     ping: bool,
 }
 
@@ -41,6 +42,7 @@ impl Options {
             steps: number("--steps", 8),
             both: has("--both"),
             seconds: value("--seconds").map_or(3.0, |text| text.parse().expect("seconds")),
+            hold: Duration::from_micros(number("--hold-us", 0) as u64),
             ping: has("--ping"),
         }
     }
@@ -176,12 +178,17 @@ struct Lane<'a> {
     posted: Vec<Option<Request>>,
     begun: usize,
     done: usize,
+    /// When each buffer was received into.
+    filled: Vec<Instant>,
+    hold: Duration,
 }
 
 impl<'a> Lane<'a> {
     fn new(end: End<'a>, options: &Options) -> Lane<'a> {
         let ring = (0..options.steps).map(|_| vec![1; options.bytes]).collect();
-        Lane { end, ring, posted: vec![None; options.steps], begun: 0, done: 0 }
+        let posted = vec![None; options.steps];
+        let filled = vec![Instant::now() - options.hold; options.steps];
+        Lane { end, ring, posted, begun: 0, done: 0, filled, hold: options.hold }
     }
 
     fn is_sender(&self) -> bool {
@@ -191,7 +198,8 @@ impl<'a> Lane<'a> {
     /// Posts the next step, if there is room and the plugin takes it.
     fn post(&mut self) -> bool {
         let steps = self.ring.len();
-        if self.begun - self.done == steps {
+        let held = !self.is_sender() && self.filled[self.begun % steps].elapsed() < self.hold;
+        if self.begun - self.done == steps || held {
             return false;
         }
         let buffer = &mut self.ring[self.begun % steps];
@@ -225,7 +233,10 @@ impl<'a> Lane<'a> {
         // SAFETY: posted on this comm, and not done.
         let tested = unsafe { comm.test(self.posted[place].unwrap()) };
         assert!(tested.code.is_success(), "{}", tested.code);
-        self.done += usize::from(tested.done);
+        if tested.done {
+            self.done += 1;
+            self.filled[place] = Instant::now();
+        }
         tested.done
     }
 }

@@ -5,7 +5,8 @@
 //! are made with the first comm and stay: the library is never unloaded.
 //!
 //! A wire's life: added -> has work | waits for its socket | waits for a receive -> ... -> closed.
-//! Invariants: a wake is never lost (each side writes its own flag before it reads the other's); a worker never waits
+//! Invariants: a wake is never lost (each side writes its own flag before it reads the other's); the poller waits for
+//! a wire exactly when it has no turn coming and waits for no receive; a worker never waits
 //! for anything but its poller; a wire's connection is touched under its lock, so closing knows when nobody does.
 
 use std::collections::HashMap;
@@ -239,6 +240,8 @@ struct Loop {
 struct Seat {
     wire: Arc<Wire>,
     interest: Interest,
+    /// It is among those that have something to do; once, or a turn would meet what the one before has decided.
+    queued: bool,
     over: bool,
 }
 
@@ -314,7 +317,7 @@ impl Loop {
         for command in commands {
             match command {
                 Command::Add(wire) => {
-                    let seat = Seat { wire, interest: Interest::READ, over: false };
+                    let seat = Seat { wire, interest: Interest::READ, queued: false, over: false };
                     self.wires.insert(seat.wire.token, seat);
                 }
                 Command::Kick(token) => self.kicked(token),
@@ -328,15 +331,16 @@ impl Loop {
     fn kicked(&mut self, token: u64) {
         let Some(seat) = self.wires.get_mut(&token) else { return };
         match &seat.wire.side {
+            // It goes on when its socket has room.
             Side::Send { .. } if seat.interest.write => {}
-            Side::Send { .. } => self.runnable.push(token),
+            Side::Send { .. } => seat.queue(&mut self.runnable),
             Side::Receive { comm, waits_for, .. } => {
                 let message = waits_for.load(Ordering::SeqCst);
                 if message != NO_MESSAGE && comm.is_posted(message) {
                     waits_for.store(NO_MESSAGE, Ordering::SeqCst);
                     comm.waiting.fetch_sub(1, Ordering::SeqCst);
                     seat.wants(Interest::READ);
-                    self.runnable.push(token);
+                    seat.queue(&mut self.runnable);
                 }
             }
         }
@@ -356,12 +360,12 @@ impl Loop {
                 }
                 if event.writable && seat.interest.write {
                     seat.wants(Interest::READ);
-                    self.runnable.push(event.token);
+                    seat.queue(&mut self.runnable);
                 }
             }
             Side::Receive { waits_for, receiver, .. } => {
                 if waits_for.load(Ordering::SeqCst) == NO_MESSAGE {
-                    self.runnable.push(event.token);
+                    seat.queue(&mut self.runnable);
                 } else if broken {
                     let peer = locked(receiver).as_mut().map(|receiver| receiver.peer());
                     if let Some(peer) = peer {
@@ -377,10 +381,11 @@ impl Loop {
 
     /// A turn of a wire; a panic in it ends its comm and nothing else.
     fn turn(&mut self, token: u64) {
-        let Some(seat) = self.wires.get_mut(&token).filter(|seat| !seat.over) else { return };
-        let turned = catch_unwind(AssertUnwindSafe(|| seat.turn()));
+        let Some(seat) = self.wires.get_mut(&token) else { return };
+        seat.queued = false;
+        let turned = catch_unwind(AssertUnwindSafe(|| !seat.over && seat.turn()));
         match turned {
-            Ok(true) => self.runnable.push(token),
+            Ok(true) => seat.queue(&mut self.runnable),
             Ok(false) => {}
             Err(_) => {
                 let code = ferrywire::nccl::abi::ResultCode::INTERNAL_ERROR;
@@ -392,6 +397,14 @@ impl Loop {
 }
 
 impl Seat {
+    /// Gives it a turn soon.
+    fn queue(&mut self, runnable: &mut Vec<u64>) {
+        if !self.queued {
+            self.queued = true;
+            runnable.push(self.wire.token);
+        }
+    }
+
     /// Moves what can be moved; whether there is more at once.
     fn turn(&mut self) -> bool {
         let wire = self.wire.clone();
@@ -401,6 +414,9 @@ impl Seat {
         }
         match &wire.side {
             Side::Send { sender, comm, armed } => {
+                if self.interest.write {
+                    return false;
+                }
                 let turn = locked(sender).as_mut().map(|sender| sender.turn(comm, || comm.take()));
                 match turn {
                     Some(Turn::More) => return true,
@@ -413,6 +429,9 @@ impl Seat {
                 }
             }
             Side::Receive { receiver, comm, waits_for } => {
+                if waits_for.load(Ordering::SeqCst) != NO_MESSAGE {
+                    return false;
+                }
                 let turn = locked(receiver).as_mut().map(|receiver| receiver.turn(comm));
                 match turn {
                     Some(Turn::More) => return true,
