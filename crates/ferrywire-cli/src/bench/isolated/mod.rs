@@ -61,8 +61,12 @@ impl Order {
 
 /// The variables that the plugin of this end will be loaded with.
 pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Vec<Variable>> {
-    crate::nics::check(&engine.nics)?;
-    Ok(super::builder(engine, listen)?.plugin_environment()?)
+    // A plugin is told once of all NICs that its endpoints will use.
+    let mut nics: Vec<String> = engine.map.nics.values().flatten().chain(&engine.nics).cloned().collect();
+    nics.sort();
+    nics.dedup();
+    let of_all = EnginePlan { nics, ..engine.clone() };
+    Ok(super::builder(&of_all, listen)?.plugin_environment()?)
 }
 
 /// The variables in words: `NAME = value (set by the user)`.

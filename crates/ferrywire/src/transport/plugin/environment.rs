@@ -130,7 +130,9 @@ pub(super) fn decide_here(facts: &Facts) -> Vec<Variable> {
 /// No other thread reads the environment in another way than through the standard library.
 pub(super) unsafe fn set(facts: &Facts) -> Vec<Variable> {
     let all = decide_here(facts);
-    for variable in all.iter().filter(|variable| variable.set_by == SetBy::Ferrywire) {
+    let missing = |variable: &&Variable| env::var(variable.name).as_ref() != Ok(&variable.value);
+    // Several endpoints of a process come here at once: once it is set, nobody writes while a plugin reads.
+    for variable in all.iter().filter(|variable| variable.set_by == SetBy::Ferrywire).filter(missing) {
         // SAFETY: by the caller's promise.
         unsafe { env::set_var(variable.name, &variable.value) };
     }

@@ -1,0 +1,117 @@
+"""Two hosts for a benchmark of several GPUs: network namespaces joined by four shaped links, or this host's loopback.
+
+Host A is where `connect` runs, host B where `serve` does; NIC i of either is on a subnet of its own. `close` ends what
+was started here and removes the namespaces.
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+LINKS = 4
+DEADLINE_S = 180
+
+
+def possible():
+    """Why there can be no namespaces here; None: there can."""
+    if os.geteuid() != 0:
+        return "root"
+    for tool in ("ip", "tc"):
+        if subprocess.run(["sh", "-c", f"command -v {tool}"], capture_output=True).returncode != 0:
+            return tool
+    return None
+
+
+def call(*command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Hosts:
+    """`rate` is that of each link, as tc takes it; None: loopback, without namespaces."""
+
+    def __init__(self, program, rate, environment):
+        self.program, self.rate, self.serving = program, rate, None
+        self.env = {**{k: v for k, v in os.environ.items() if not k.startswith("FERRYWIRE_")}, **environment,
+                    "FERRYWIRE_SECRET": "a secret of this benchmark"}
+        self.names = {}
+        atexit.register(self.close)
+        if rate:
+            self.names = {host: f"fwhosts-{os.getpid()}-{host}" for host in "ab"}
+            self.make()
+
+    def make(self):
+        for name in self.names.values():
+            call("ip", "netns", "add", name)
+            call("ip", "-n", name, "link", "set", "lo", "up")
+        for link in range(1, LINKS + 1):
+            call("ip", "link", "add", f"va{link}", "netns", self.names["a"], "type", "veth",
+                 "peer", "name", f"vb{link}", "netns", self.names["b"])
+            for host, last in (("a", 1), ("b", 2)):
+                name, nic = self.names[host], f"v{host}{link}"
+                call("ip", "-n", name, "addr", "add", f"10.77.{link}.{last}/24", "dev", nic)
+                call("ip", "-n", name, "link", "set", nic, "up")
+                if self.rate != "none":
+                    call("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", nic, "root", "tbf",
+                         "rate", self.rate, "burst", "512k", "latency", "20ms")
+
+        for host in "ab":
+            for link in range(1, LINKS + 1):
+                while '"operstate":"UP"' not in call("ip", "-n", self.names[host], "-j", "link", "show", "dev", f"v{host}{link}"):
+                    time.sleep(0.01)
+
+    def on(self, host, command):
+        return ["ip", "netns", "exec", self.names[host], *command] if self.names else command
+
+    def nics(self, host, plan):
+        """A --map of eight GPUs: two to a NIC (own), or every one over all (all)."""
+        if not self.names:
+            return []
+        named = [f"v{host}{link}" for link in range(1, LINKS + 1)]
+        if plan == "all":
+            return ["--map", f"0-7={','.join(named)}"]
+        return ["--map", ",".join(f"{2 * i}-{2 * i + 1}={nic}" for i, nic in enumerate(named))]
+
+    def serve(self, *args):
+        self.stop()
+        listen = "0.0.0.0:7420" if self.names else "127.0.0.1:0"
+        command = self.on("b", [self.program, "bench", "serve", "--listen", listen, *args])
+        self.serving = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, text=True)
+        for line in self.serving.stdout:
+            if line.startswith("listening on "):
+                port = line.split(",")[0].rsplit(":", 1)[1].strip()
+                self.address = f"10.77.1.2:{port}" if self.names else f"127.0.0.1:{port}"
+                return
+        sys.exit("serve did not start")
+
+    def connect(self, *args):
+        """The JSON of a run, with the wall time of the whole command."""
+        command = self.on("a", [self.program, "bench", "connect", self.address, "--json", "-", *args])
+        try:
+            done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            sys.exit(f"{' '.join(command)} took too long")
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(command)}: {done.stderr.strip()[-600:]}")
+        return json.loads(done.stdout)
+
+    def stop(self):
+        serving, self.serving = self.serving, None
+        if serving:
+            # With a plugin it has a child, which it ends.
+            serving.send_signal(signal.SIGINT)
+            serving.wait()
+
+    def close(self):
+        self.stop()
+        names, self.names = self.names, {}
+        for name in names.values():
+            for pid in subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split():
+                subprocess.run(["kill", "-KILL", pid], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
