@@ -7,19 +7,21 @@ use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, LINKS, World};
 use crate::{RUN_DEADLINE, nothing_is_left, turn};
 
-const GPUS: usize = 8;
-const CHANNELS: usize = 8;
+/// GPUs of each host, and channels of each.
+pub const GPUS: usize = 8;
+pub const CHANNELS: usize = 8;
 /// As on A3-high: two GPUs to a NIC.
-const MAPS: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
+pub const MAPS: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
 /// What headers and the conversation add to the payload, at most.
-const OVERHEAD: f64 = 0.08;
+pub const OVERHEAD: f64 = 0.08;
 
 /// The NIC of a GPU on host A.
-fn nic_of(gpu: usize) -> String {
+pub fn nic_of(gpu: usize) -> String {
     Host::A.nic(gpu / 2 + 1)
 }
 
-fn numbers(pair: &Value) -> Option<(usize, usize)> {
+/// The numbers of a row's simulated GPUs.
+pub fn numbers(pair: &Value) -> Option<(usize, usize)> {
     let number = |at: usize| pair[at].as_str()?.strip_prefix("sim:")?.parse().ok();
     Some((number(0)?, number(1)?))
 }
@@ -28,7 +30,8 @@ fn serve(world: &World, map: &str) -> Process {
     Process::serve(world, &format!("--gpus 0-7 --memory sim --map {map}"))
 }
 
-fn stop(world: &World, serve: Process) {
+/// Ends a serving process, which leaves nothing.
+pub fn stop(world: &World, serve: Process) {
     serve.signal("-INT");
     assert_eq!(serve.end(RUN_DEADLINE).status, Some(130));
     nothing_is_left(world);
@@ -43,7 +46,7 @@ fn connect(world: &World, map: &str, args: &str) -> Vec<Value> {
 }
 
 /// Bytes that left each link of host A during a run, by the kernel's counters; and its results.
-fn measured(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
+pub fn measured_by(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
     let sent = || (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).collect::<Vec<u64>>();
     let before = sent();
     let results = connect(world, map, args);
@@ -58,7 +61,7 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
     let serve = serve(&world, MAPS[1]);
     // Nothing but the timed part moves data.
     let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} --iters 12 --warmup 0 --verify off");
-    let (kernel, results) = measured(&world, MAPS[0], &args);
+    let (kernel, results) = measured_by(&world, MAPS[0], &args);
     assert_eq!(results.len(), GPUS + 1, "a row for each GPU, and one for all");
     let mut ours = [0u64; LINKS];
     for (gpu, row) in results[..GPUS].iter().enumerate() {
@@ -107,7 +110,7 @@ fn every_gpu_of_a_process_may_use_all_nics() {
     let world = World::new("2gbit");
     let serve = serve(&world, "0-7=vb1,vb2,vb3,vb4");
     let args = "--sizes 1M --depth 2 --channels 4 --iters 20 --warmup 0 --verify sample";
-    let (kernel, results) = measured(&world, "0-7=va1,va2,va3,va4", args);
+    let (kernel, results) = measured_by(&world, "0-7=va1,va2,va3,va4", args);
     for row in &results[..GPUS] {
         let nics: Vec<&str> =
             row["per_nic"].as_array().expect("NICs").iter().filter_map(|nic| nic["nic"].as_str()).collect();

@@ -12,6 +12,7 @@ mod fleet;
 mod kills;
 mod links;
 mod long;
+mod plugin;
 mod process;
 mod world;
 

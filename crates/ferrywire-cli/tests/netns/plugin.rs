@@ -1,0 +1,112 @@
+//! Several GPUs in one process on either host, as in `fleet.rs`, with payload over the simulated plugin.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value;
+
+use crate::fleet::{CHANNELS, GPUS, MAPS, OVERHEAD, measured_by, nic_of, numbers, stop};
+use crate::process::{Process, SERVE, wait_until};
+use crate::world::{Host, LINKS, World};
+use crate::{RUN_DEADLINE, turn};
+
+/// Every GPU over all NICs, on either host: the original's own plan.
+const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
+
+fn plugin() -> String {
+    let library = std::env::current_exe().expect("a path").with_file_name("libferrywire_tcpx_sim.so");
+    format!("--allow-same-host-gpu --plugin {}", library.display())
+}
+
+fn serve(world: &World, map: &str) -> Process {
+    Process::serve(world, &format!("--gpus 0-7 --memory sim --map {map} {}", plugin()))
+}
+
+fn measured(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
+    measured_by(world, map, &format!("{} {args}", plugin()))
+}
+
+/// What we say was sent, by NIC, of the rows of all pairs.
+fn told(rows: &[Value]) -> BTreeMap<String, u64> {
+    let mut told = BTreeMap::new();
+    for nic in rows.iter().flat_map(|row| row["per_nic"].as_array().expect("NICs")) {
+        let name = nic["nic"].as_str().expect("a name").to_owned();
+        *told.entry(name).or_default() += nic["tx_bytes"].as_u64().expect("bytes");
+    }
+    told
+}
+
+fn agree(kernel: &[u64], rows: &[Value]) {
+    let told = told(rows);
+    assert_eq!(told.len(), LINKS, "{told:?}");
+    for (kernel, ours) in kernel.iter().zip(told.values()) {
+        let share = *kernel as f64 / *ours as f64;
+        assert!((1.0..1.0 + OVERHEAD).contains(&share), "{kernel} bytes by the kernel, {ours} by us");
+    }
+}
+
+/// 64 channels, each on the NIC of its GPU; the kernel counted what we say, and a little more. A mesh too.
+#[test]
+fn eight_gpus_use_their_own_nics_over_a_plugin() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let serve = serve(&world, MAPS[1]);
+    // Nothing but the timed part moves data.
+    let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} --iters 12 --warmup 0 --verify off");
+    let (kernel, results) = measured(&world, MAPS[0], &args);
+    let pairs = &results[..GPUS];
+    for (gpu, row) in pairs.iter().enumerate() {
+        assert_eq!((&row["transport"], numbers(&row["extra"]["pair"])), (&"plugin".into(), Some((gpu, gpu))));
+        let channels = row["per_channel"].as_array().expect("channels");
+        assert_eq!((channels.len(), row["iterations"].as_u64()), (CHANNELS, Some(12)));
+        assert!(channels.iter().all(|channel| channel["nic"] == nic_of(gpu)), "{row}");
+    }
+    agree(&kernel, pairs);
+    let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+    let (_, results) = measured(&world, MAPS[0], args);
+    assert_eq!(results.len(), GPUS * GPUS + 1);
+    for row in &results[..GPUS * GPUS] {
+        let (_, there) = numbers(&row["extra"]["pair"]).expect("two GPUs");
+        let (nic, verified) = (&row["per_nic"][0]["nic"], &row["verified"]);
+        assert_eq!((nic, verified), (&nic_of(there).into(), &true.into()), "{row}");
+    }
+    stop(&world, serve);
+}
+
+#[test]
+fn eight_gpus_may_use_all_nics_over_a_plugin() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let serve = serve(&world, ALL[1]);
+    let args = "--sizes 2M --depth 2 --channels 4 --iters 8 --warmup 0";
+    let (kernel, results) = measured(&world, ALL[0], &format!("{args} --verify off"));
+    agree(&kernel, &results[..GPUS]);
+    let (_, results) = measured(&world, ALL[0], args);
+    for row in &results[..GPUS] {
+        assert_eq!(row["verified"], true);
+        let nics = told(std::slice::from_ref(row)).into_keys().collect::<Vec<_>>();
+        assert_eq!(nics, ["va1", "va2", "va3", "va4"], "{row}");
+    }
+    stop(&world, serve);
+}
+
+/// A plugin's connections are bound to their NIC: the run ends, on both sides by name.
+#[test]
+fn a_nic_that_goes_down_ends_a_run_over_a_plugin_by_name() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("500mbit");
+    let serve = serve(&world, MAPS[1]);
+    let args = "--sizes 1M --depth 4 --channels 2 --seconds 60 --warmup 0 --deadline 20 --json -";
+    let fixed = format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {}", MAPS[0]);
+    let run = Process::start(&world, Host::A, &format!("{fixed} {} {args}", plugin()));
+    let before = world.sent_bytes(Host::A, 2);
+    let moves = wait_until(RUN_DEADLINE, || world.sent_bytes(Host::A, 2) > before + (8 << 20));
+    assert!(moves, "{}", run.errors());
+    world.set_link(Host::A, 2, "down");
+    let said = run.end(RUN_DEADLINE).failure();
+    assert!(said.contains("GPU 2 to GPU 2") || said.contains("GPU 3 to GPU 3"), "{said}");
+    assert!(said.contains("10.77.2.2") || said.contains("va2"), "{said}");
+    let there = serve.await_error(RUN_DEADLINE);
+    assert!(there.contains("10.77."), "{there}");
+    world.set_link(Host::A, 2, "up");
+    stop(&world, serve);
+}
