@@ -21,7 +21,7 @@ use ferrywire::{Builder, Endpoint, Orchestrator, Peer};
 use super::connect::{self, Listeners, Part};
 use super::gate::HEARSAY;
 use super::layout;
-use super::link::{CLOSE_DEADLINE, Link};
+use super::link::{CLOSE_DEADLINE, Link, Stop};
 use super::protocol::{Message, PEERS_MAX, Run};
 use super::turns::Turns;
 use crate::args::Pattern;
@@ -184,8 +184,10 @@ fn with_lead(
     match prepared {
         Ok((pairs, run, peers)) => {
             let others = peers.into_iter().map(|peer| Link::new(peer, plan.deadline));
-            let links: Vec<Link> = std::iter::once(lead).chain(others).collect();
-            all_pairs(plan, fleet, (&pairs, &run, &links), start, listeners)
+            let stop = Stop::default();
+            let links = std::iter::once(lead).chain(others).map(|link| link.of_run(&stop));
+            let links: Vec<Link> = links.collect();
+            all_pairs(plan, fleet, (&pairs, &run, &links), (start, &stop), listeners)
         }
         Err(failure) => {
             lead.tell_last(&Message::Failed { why: failure.first_line() });
@@ -294,7 +296,7 @@ fn all_pairs(
     plan: &ConnectPlan,
     fleet: &Fleet,
     (pairs, run, links): (&[Pair], &Run, &[Link]),
-    start: Instant,
+    (start, stop): (Instant, &Stop),
     listeners: Listeners<'_>,
 ) -> Outcome {
     let numbers: Vec<(u32, u32)> = pairs.iter().map(|pair| (pair.gpu, pair.peer_gpu)).collect();
@@ -307,6 +309,10 @@ fn all_pairs(
         let part = Part { number, run, endpoint, home, pairs: &numbers, turns };
         let outcome = connect::converse(plan, &part, link, start, listeners);
         if let Err(failure) = &outcome {
+            // Who only heard of it leaves the others to find out by themselves: they know more.
+            if !is_hearsay(failure) {
+                stop.because(&named(failure, pair).first_line());
+            }
             let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
             // Whoever only heard of another's failure gives way to the one who met it.
             let is_known = failed.as_ref().is_some_and(|known| !is_hearsay(known) || is_hearsay(failure));

@@ -3,12 +3,13 @@
 //! A wait ends when it is over, when the peer is lost, on Ctrl-C, or when no byte has moved for the
 //! deadline. Notifications are one of: a whole or partial JSON message, or the mark of a ping-pong.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ferrywire::nccl::{CallUnderWay, calls_under_way};
 use ferrywire::{Error, Peer, Transfer};
 
+use super::gate::HEARSAY;
 use super::protocol::Message;
 use crate::exit::{Failure, Outcome};
 use crate::sys;
@@ -43,17 +44,45 @@ pub struct Link {
     pub peer: Peer,
     deadline: Duration,
     partial: Mutex<Vec<u8>>,
+    stop: Stop,
+}
+
+/// Ends the waits of all conversations of a run, once one of them has failed.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<OnceLock<String>>);
+
+impl Stop {
+    /// It has failed, and why.
+    pub fn because(&self, why: &str) {
+        let _ = self.0.set(why.to_owned());
+    }
 }
 
 impl Link {
     /// A conversation whose waits end after `deadline` without progress.
     pub fn new(peer: Peer, deadline: Duration) -> Link {
-        Link { peer, deadline, partial: Mutex::default() }
+        Link { peer, deadline, partial: Mutex::default(), stop: Stop::default() }
     }
 
     /// The same conversation with another deadline.
     pub fn with_deadline(self, deadline: Duration) -> Link {
         Link { deadline, ..self }
+    }
+
+    /// The same conversation as one of a run's.
+    pub fn of_run(self, stop: &Stop) -> Link {
+        Link { stop: stop.clone(), ..self }
+    }
+
+    /// Whether there is still something to wait for.
+    fn goes_on(&self) -> Outcome {
+        if sys::interrupted() {
+            return Err(Failure::Interrupted);
+        }
+        match self.stop.0.get() {
+            Some(why) => Err(Failure::failed(format!("{HEARSAY}: {why}"))),
+            None => Ok(()),
+        }
     }
 
     /// Sends a message and waits until it is delivered.
@@ -100,7 +129,8 @@ impl Link {
 
     fn hear_within(&self, limit: Duration) -> Outcome<Heard> {
         let mut stall = Stall { limit, ..Stall::new(self) };
-        while !sys::interrupted() {
+        loop {
+            self.goes_on()?;
             match self.peer.wait_notification(SLICE) {
                 Ok(bytes) => {
                     if let Some(heard) = self.take_in(&bytes)? {
@@ -111,7 +141,6 @@ impl Link {
                 Err(error) => return Err(self.lost(error)),
             }
         }
-        Err(Failure::Interrupted)
     }
 
     /// A message, if one is there.
@@ -159,9 +188,7 @@ impl Link {
 
     /// Waits for a transfer; gives the bytes moved.
     pub fn finish(&self, transfer: &Transfer) -> Outcome<u64> {
-        if sys::interrupted() {
-            return Err(Failure::Interrupted);
-        }
+        self.goes_on()?;
         match transfer.wait(SLICE) {
             Ok(bytes) => Ok(bytes),
             Err(Error::Deadline { .. }) => self.finish_slowly(transfer),
@@ -212,9 +239,7 @@ impl<'a> Stall<'a> {
 
     /// To be called at least once per [`SLICE`] of a wait for `what`.
     pub fn check(&mut self, what: &str) -> Outcome {
-        if sys::interrupted() {
-            return Err(Failure::Interrupted);
-        }
+        self.link.goes_on()?;
         let moved_bytes = self.link.moved_bytes();
         if moved_bytes != self.moved_bytes {
             (self.moved_bytes, self.since) = (moved_bytes, Instant::now());

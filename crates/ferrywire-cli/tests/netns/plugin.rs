@@ -95,7 +95,7 @@ fn a_nic_that_goes_down_ends_a_run_over_a_plugin_by_name() {
     let Some(_turn) = turn() else { return };
     let world = World::new("500mbit");
     let serve = serve(&world, MAPS[1]);
-    let args = "--sizes 1M --depth 4 --channels 2 --seconds 60 --warmup 0 --deadline 20 --json -";
+    let args = "--sizes 1M --depth 4 --channels 2 --seconds 600 --warmup 0 --deadline 20 --json -";
     let fixed = format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {}", MAPS[0]);
     let run = Process::start(&world, Host::A, &format!("{fixed} {} {args}", plugin()));
     let before = world.sent_bytes(Host::A, 2);
