@@ -47,7 +47,8 @@ pub struct Link {
     stop: Stop,
 }
 
-/// Ends the waits of all conversations of a run, once one of them has failed.
+/// Ends the waits of all conversations of a run, once one of them has failed. For the end that drives: if the other
+/// one left a conversation in which data move, that would look like the loss of its peer.
 #[derive(Clone, Debug, Default)]
 pub struct Stop(Arc<OnceLock<String>>);
 

@@ -16,7 +16,7 @@ use super::gate::Gate;
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
-use super::link::{CLOSE_DEADLINE, Link, SLICE, Stop};
+use super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::session::Session;
 use crate::args::{Inject, Pattern, Verify};
@@ -39,7 +39,6 @@ struct ActiveRun {
     run: Run,
     name: String,
     gate: Gate,
-    stop: Stop,
     members: Mutex<Vec<bool>>,
 }
 
@@ -87,7 +86,6 @@ impl Hall {
         *inside -= 1;
         if let (Ok(()), Err(failure)) = (&so_far, &outcome) {
             run.gate.fail(&failure.first_line());
-            run.stop.because(&failure.first_line());
             *so_far = outcome;
         }
         let everybody_came = run.members.lock().unwrap_or_else(|p| p.into_inner()).iter().all(|came| *came);
@@ -112,7 +110,6 @@ impl ActiveRun {
             run: hello.run.clone(),
             name: name.to_owned(),
             gate,
-            stop: Stop::default(),
             members,
         }
     }
@@ -413,7 +410,7 @@ fn attend(
     inject: Option<Inject>,
     over: &Sender<Ended>,
 ) {
-    let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s)).of_run(&active.stop);
+    let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
     let outcome = converse(&link, endpoint, (hello, active, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
