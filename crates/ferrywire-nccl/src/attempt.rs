@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ferrywire::sys::socket;
 use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::transport::{Conn, ConnOptions, Nic, Transport};
 
@@ -24,6 +25,17 @@ const LEFT_AFTER: Duration = Duration::from_secs(600);
 /// How data connections are tuned.
 pub fn data_options() -> ConnOptions {
     ConnOptions { bulk: true, ..ConnOptions::default() }
+}
+
+/// Lets the kernel give up a connection that waits for a host that is gone, after a minute and not before: for
+/// NCCL, which cannot go on after an error, the transport's own few seconds are too short.
+pub fn be_patient(conn: &dyn Conn) {
+    const SECONDS: [(i32, i32); 3] =
+        [(libc::TCP_KEEPIDLE, 20), (libc::TCP_KEEPINTVL, 10), (libc::TCP_KEEPCNT, 4)];
+    if let Some(fd) = conn.fd() {
+        // Without it the connection is given up sooner.
+        SECONDS.iter().for_each(|&(name, value)| drop(socket::set_int(fd, libc::IPPROTO_TCP, name, value)));
+    }
 }
 
 struct Attempt {

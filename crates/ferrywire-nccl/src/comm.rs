@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use ferrywire::nccl::abi::{REQUESTS_MAX, ResultCode};
 use ferrywire::transport::Conn;
 
+use crate::attempt::be_patient;
 use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
 use crate::settings::settings;
@@ -217,6 +218,7 @@ unsafe impl Send for SendOwn {}
 impl SendComm {
     /// Over connections that have proved themselves, the one for small messages first.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
+        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
         let mut conns = conns.into_iter();
         let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
         let shared = Arc::new(Sending { sockets: conns.len(), ..Sending::default() });
@@ -414,6 +416,7 @@ struct RecvOwn {
 impl RecvComm {
     /// Over connections that have proved themselves, the one for small messages first.
     pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
+        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
         let mut conns = conns.into_iter();
         let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
         let shared = Arc::new(Receiving::new(conns.len() + 1));

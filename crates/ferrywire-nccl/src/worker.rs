@@ -18,6 +18,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::sys::poll::{Event, Interest, Poller, Waker};
+use ferrywire::transport::PathHealth;
 
 use crate::comm::{Receiving, Sending};
 use crate::failure::{Fault, Outcome};
@@ -26,6 +27,9 @@ use crate::wire::{Receiver, Sender, Turn};
 
 /// How often a worker with senders that have no room asks whether their paths are alive.
 const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+/// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
+/// restarts should not be one.
+const SILENT_MAX: Duration = Duration::from_secs(60);
 /// No message is waited for.
 const NO_MESSAGE: u64 = u64::MAX;
 
@@ -100,6 +104,10 @@ impl Pool {
         added.unwrap_or(Ok(())).map_err(|e| Fault::system("waiting for a connection", &e))?;
         Ok(wire)
     }
+}
+
+fn is_silent(path: &PathHealth) -> bool {
+    path.is_dead() && path.silent_for >= SILENT_MAX
 }
 
 /// Handlers of the program run on its own threads.
@@ -302,7 +310,7 @@ impl Loop {
         for seat in self.wires.values().filter(|seat| seat.interest.write && !seat.over) {
             let Side::Send { sender, .. } = &seat.wire.side else { continue };
             if let Some(sender) = locked(sender).as_mut()
-                && sender.conn().health().is_dead()
+                && is_silent(&sender.conn().health())
             {
                 seat.wire.fail(Fault::remote(format_args!("{} does not answer", sender.peer())));
             }
