@@ -40,7 +40,7 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback
+    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback, or with torchrun, mpirun or srun one process of a run
     Bench(Box<Bench>),
     /// GPUs, NICs, NUMA nodes, PCIe roots of this host, and the plan: which GPU uses which NICs, and why
     #[command(after_help = TOPO_AFTER_HELP)]
@@ -99,16 +99,41 @@ pub struct PluginFlags {
     pub deadline: Option<f64>,
 }
 
-/// `bench`: alone the demo, else one of its two ends.
+/// `bench`: alone the demo or one process of a run, else one of its two ends.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, after_help = AFTER_HELP)]
 pub struct Bench {
     /// Which end
     #[command(subcommand)]
     pub end: Option<End>,
-    /// Options of the demo
+    /// Options of the demo, and of a run of several processes
     #[command(flatten)]
     pub options: ConnectFlags,
+    /// Which process of a run this is
+    #[command(flatten)]
+    pub ranks: RankArgs,
+}
+
+/// Which process of a run this is, where no launcher tells.
+#[derive(Clone, Debug, Default, Args, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", default)]
+#[command(next_help_heading = "Several processes")]
+pub struct RankArgs {
+    /// Number of this process among those of the run, from 0 [default: what torchrun, mpirun or srun says]
+    #[arg(long, value_name = "N")]
+    pub rank: Option<u32>,
+    /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is the demo]
+    #[arg(long, value_name = "N")]
+    pub world: Option<u32>,
+    /// Number of this process among those of its host: its GPU, where --memory names a kind without a number [default: what the launcher says, else 0]
+    #[arg(long, value_name = "N")]
+    pub local_rank: Option<u32>,
+    /// Where rank 0 waits for the others; beyond loopback the serving rank with local rank r listens on PORT + r [default: port 7420 of loopback where all are on one host, else of MASTER_ADDR or of Slurm's first node]
+    #[arg(long, value_name = "ADDR:PORT")]
+    pub rendezvous: Option<String>,
+    /// As for serve
+    #[arg(long, hide = true)]
+    pub inject: Option<Inject>,
 }
 
 /// The two ends of a bench.

@@ -26,7 +26,7 @@ pub fn fill<T: Serialize + DeserializeOwned>(flags: T, path: &Path) -> Result<T,
 fn is_option(key: &str) -> bool {
     let command = crate::args::command();
     let bench = command.find_subcommand("bench").expect("bench is a subcommand");
-    let ends = bench.get_subcommands().flat_map(|end| end.get_arguments());
+    let ends = bench.get_subcommands().flat_map(|end| end.get_arguments()).chain(bench.get_arguments());
     ends.filter(|arg| !arg.is_hide_set() && arg.get_id() != "config").any(|arg| arg.get_long() == Some(key))
 }
 

@@ -41,6 +41,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Demo(plan) => bench::demo::run(*plan),
         plan::Plan::Serve(plan) => bench::serve::run(*plan),
         plan::Plan::Connect(plan) => bench::connect::run(*plan),
+        plan::Plan::Ranks(plan) => bench::ranks::run(&plan),
         plan::Plan::Topo(plan) => topo::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),

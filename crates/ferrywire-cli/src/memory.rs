@@ -107,6 +107,15 @@ impl Memory {
         }
     }
 
+    /// The kind, as it is typed.
+    pub fn kind(self) -> &'static str {
+        match self {
+            Memory::Host => "host",
+            Memory::Cuda(_) => "cuda",
+            Memory::Sim(_) => "sim",
+        }
+    }
+
     /// The name, in results, of the endpoint with this number; those of host memory are numbered like GPUs.
     pub fn name_on(self, gpu: u32) -> String {
         match self {

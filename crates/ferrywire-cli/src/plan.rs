@@ -20,6 +20,10 @@ use crate::memory::Memory;
 use crate::units::{Gpus, Names, Sizes};
 use crate::{bench, file, seed};
 
+mod ranks;
+
+pub use ranks::RanksPlan;
+
 /// Where `serve` listens and `connect` connects when no port is given.
 const PORT_DEFAULT: u16 = 7420;
 /// Length of the timed part when neither --iters nor --seconds is given.
@@ -39,6 +43,8 @@ pub enum Plan {
     Serve(Box<ServePlan>),
     /// The end that configures.
     Connect(Box<ConnectPlan>),
+    /// One process of a run of several.
+    Ranks(Box<RanksPlan>),
     /// A topology to be shown.
     Topo(TopoPlan),
     /// A plugin to be looked at.
@@ -158,10 +164,16 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
     match bench.end {
-        None => {
-            let options = here_on_both_ends(bench.options)?;
-            Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), verbose)?)))
-        }
+        None => match ranks::of(&bench.options, bench.ranks)? {
+            Some((ranks, flags)) => {
+                let plan = ranks::plan(bench.options, ranks, &flags, verbose)?;
+                Ok(Plan::Ranks(Box::new(plan)))
+            }
+            None => {
+                let options = here_on_both_ends(bench.options)?;
+                Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), verbose)?)))
+            }
+        },
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;

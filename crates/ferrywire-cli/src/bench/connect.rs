@@ -14,9 +14,9 @@ use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
-use super::result::{self, Circumstances};
+use super::result::{self, Circumstances, RankPair};
 use super::serve::region_from;
-use super::session::Session;
+use super::session::{Session, StepReport};
 use super::staged;
 use super::table;
 use super::turns::Turns;
@@ -72,14 +72,7 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     let endpoint = super::endpoint(&plan.engine, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
-    let part = Part {
-        number: plan.member,
-        run: &plan.run,
-        endpoint: &endpoint,
-        home: &home,
-        pairs: &[],
-        turns: None,
-    };
+    let part = Part::of_peer(plan.member, &plan.run, &endpoint, &home, &[]);
     let outcome = converse(plan, &part, &link, start, (tell, stage));
     stage("while closing");
     take_leave(&link, &outcome);
@@ -100,7 +93,7 @@ pub type Listeners<'a> = (&'a mut dyn FnMut(News), &'a dyn Fn(&str));
 
 /// One peer's part in a run.
 pub struct Part<'a> {
-    /// Which of the run's peers this is; the first one tells.
+    /// Which of the serving end's peers this is.
     pub number: usize,
     /// What all peers of the run agree on.
     pub run: &'a Run,
@@ -110,8 +103,29 @@ pub struct Part<'a> {
     pub home: &'a Home,
     /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
     pub pairs: &'a [(u32, u32)],
-    /// Where the pairs of this process take turns.
-    pub turns: Option<&'a Turns>,
+    /// Where the pairs of this process take turns, and which of them this is.
+    pub turns: Option<(&'a Turns, usize)>,
+    /// The pairs of processes, in a run of several ranks.
+    pub ranks: &'a [RankPair],
+    /// Whether it shows how far the run is.
+    pub tells: bool,
+    /// Takes the report on a size; gives that on all pairs to the one that tells.
+    pub merge: &'a dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>>,
+}
+
+impl<'a> Part<'a> {
+    /// A peer that hears of all others from the serving end.
+    pub fn of_peer(
+        number: usize,
+        run: &'a Run,
+        endpoint: &'a Endpoint,
+        home: &'a Home,
+        pairs: &'a [(u32, u32)],
+    ) -> Part<'a> {
+        let merge: &dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>> =
+            if number == 0 { &|_, report| Ok(Some(report)) } else { &|_, _| Ok(None) };
+        Part { number, run, endpoint, home, pairs, ranks: &[], turns: None, tells: number == 0, merge }
+    }
 }
 
 /// Greets, and goes through the sizes.
@@ -149,22 +163,19 @@ pub fn converse(
         local: &local,
         remote: &remote,
         gate: None,
-        turns: part.turns.map(|turns| (turns, number)),
+        turns: part.turns,
         inject: None,
     };
     tell(News::Peer(peer_host.clone(), peer_threads));
     let setup_s = start.elapsed().as_secs_f64();
-    let progress = progress(run, number);
+    let progress = progress(run, part.tells);
     for (step, size) in run.sizes.iter().enumerate() {
         let stage = |stage: &str| {
             doing(&format!("at size {}, {stage}", Bytes(*size)));
             progress.set_message(format!("{}: {stage}", Bytes(*size)));
         };
-        let report = session.step(step, &stage)?;
+        let Some(report) = (part.merge)(step, session.step(step, &stage)?)? else { continue };
         let gpus = (home.gpu_name(), peer_gpu.clone());
-        if number > 0 {
-            continue;
-        }
         let now = circumstances(plan, &Part { run, ..*part }, gpus, link.peer.stats(), setup_s);
         let results = result::results(&now, &here, &peer_host, step, &report);
         if plan.verbose {
@@ -193,10 +204,11 @@ fn circumstances<'a>(
 ) -> Circumstances<'a> {
     let congestion_control = stats.channels.first().map(|channel| channel.congestion_control.clone());
     let plugin = plan.engine.plugin.as_ref();
-    let Part { run, endpoint, pairs, .. } = *part;
+    let Part { run, endpoint, pairs, ranks, .. } = *part;
     Circumstances {
         run,
         pairs,
+        ranks,
         gpu,
         peer_gpu,
         transport: stats.transport.to_owned(),
@@ -211,8 +223,8 @@ fn circumstances<'a>(
     }
 }
 
-fn progress(run: &Run, number: usize) -> ProgressBar {
-    if number > 0 {
+fn progress(run: &Run, tells: bool) -> ProgressBar {
+    if !tells {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{bar:20} {pos}/{len}  {msg}  {elapsed}");
@@ -250,7 +262,7 @@ pub fn wait_for<T>(result: &mpsc::Receiver<ferrywire::Result<T>>) -> Outcome<fer
 }
 
 /// Adds what to try to a failed connection.
-fn explain(error: Error) -> Failure {
+pub fn explain(error: Error) -> Failure {
     let text = error.to_string();
     let words = text.to_lowercase();
     let advice = match &error {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
 use ferrywire::topology::{Plan, Topology, Wishes};
-use ferrywire::{Builder, Endpoint, Orchestrator, Peer};
+use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
 
 use super::connect::{self, Listeners, Part};
 use super::gate::HEARSAY;
@@ -36,20 +36,52 @@ pub struct Fleet {
     orchestrator: Arc<Orchestrator>,
     homes: Vec<Home>,
     gpus: Vec<u32>,
-    /// The NICs of each GPU; empty: any.
-    nics: Vec<Vec<String>>,
+    /// Where the endpoint of each GPU works.
+    places: Vec<Place>,
+    /// Every NIC that a GPU of this host uses, where that is known.
+    nics: Vec<String>,
+    setting: Setting,
+}
+
+/// What surrounds the endpoints.
+#[derive(Clone, Copy, Debug)]
+pub struct Setting {
+    /// All of them that share the cores of this host, other processes' too.
+    pub on_host: usize,
+    /// Both ends are on this host, and loopback joins them.
+    pub on_loopback: bool,
+    /// Whether to print what might be better.
+    pub notes: bool,
+}
+
+/// NICs and cores of one GPU's endpoint; empty: any.
+#[derive(Clone, Debug, Default)]
+struct Place {
+    nics: Vec<String>,
+    cores: Vec<usize>,
 }
 
 /// A pair of GPUs.
 #[derive(Clone, Debug)]
-struct Pair {
+pub struct Pair {
     /// This end's endpoint, of all in the fleet.
-    endpoint: usize,
+    pub endpoint: usize,
     /// This end's GPU, by its place among those of the fleet.
-    home: usize,
-    gpu: u32,
-    peer_gpu: u32,
-    addresses: Vec<SocketAddr>,
+    pub home: usize,
+    /// The GPU.
+    pub gpu: u32,
+    /// The other end's.
+    pub peer_gpu: u32,
+    /// Where the other end's endpoint is reached.
+    pub addresses: Vec<SocketAddr>,
+}
+
+impl Setting {
+    /// Of a process that has the host's cores to itself.
+    pub fn alone(plan: &EnginePlan, addresses: &[SocketAddr]) -> Setting {
+        let on_loopback = !addresses.is_empty() && addresses.iter().all(|address| address.ip().is_loopback());
+        Setting { on_host: plan.gpus.as_ref().map_or(1, Vec::len), on_loopback, notes: true }
+    }
 }
 
 /// The endpoints of the other end: GPU and addresses.
@@ -63,17 +95,29 @@ impl Fleet {
         memory: Memory,
         listen: Option<SocketAddr>,
         deadline: Duration,
+        setting: Setting,
     ) -> Outcome<Fleet> {
         let gpus = plan.gpus.clone().unwrap_or_default();
         let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
-        let nics = nics_of_each(plan, memory, &gpus)?;
-        let builders = gpus.iter().zip(&nics).enumerate().map(|(index, (gpu, nics))| {
+        let (places, nics) = places(plan, memory, &gpus, setting)?;
+        let builders = gpus.iter().zip(&places).enumerate().map(|(index, (gpu, place))| {
             let name = format!("the endpoint of GPU {gpu}");
             let listen = listen.map(|address| behind(address, index)).transpose()?;
-            Ok((name, builder(plan, memory.on(*gpu), nics, listen)?))
+            Ok((name, builder(plan, memory.on(*gpu), place, listen, setting)?))
         });
-        let orchestrator = Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline)?;
-        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, nics })
+        let orchestrator =
+            Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline).map_err(start_failed)?;
+        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, setting })
+    }
+
+    /// Where the bytes of each GPU lie.
+    pub fn homes(&self) -> &[Home] {
+        &self.homes
+    }
+
+    /// All endpoints, also those that were added for a detour.
+    pub fn all_endpoints(&self) -> &[Endpoint] {
+        self.orchestrator.endpoints()
     }
 
     /// The endpoints, with the number of their GPU.
@@ -92,7 +136,7 @@ impl Fleet {
     }
 
     /// Connects all of them at once, so that Ctrl-C is noticed.
-    fn connect(&self, targets: Vec<Target>, deadline: Duration) -> Outcome<Vec<Peer>> {
+    pub fn connect(&self, targets: Vec<Target>, deadline: Duration) -> Outcome<Vec<Peer>> {
         let (done, result) = mpsc::channel();
         let orchestrator = self.orchestrator.clone();
         thread::spawn(move || done.send(orchestrator.connect(&targets, deadline)));
@@ -100,43 +144,89 @@ impl Fleet {
     }
 }
 
-/// The NICs of each GPU: as they were named; else, of CUDA GPUs, those that the plan of this host gives them. Empty: any
-/// that lead to the peer.
-fn nics_of_each(plan: &EnginePlan, memory: Memory, gpus: &[u32]) -> Outcome<Vec<Vec<String>>> {
-    if !plan.map.nics.is_empty() {
-        let of_gpu = |gpu| plan.map.nics.get(gpu).cloned().unwrap_or_default();
-        return Ok(gpus.iter().map(of_gpu).collect());
+/// An endpoint that cannot be built as it was asked for is bad usage.
+fn start_failed(error: Error) -> Failure {
+    match &error {
+        Error::Phase { error: inner, .. } if matches!(**inner, Error::Invalid { .. }) => {
+            Failure::Usage(error.to_string())
+        }
+        _ => error.into(),
     }
-    let topology = match memory {
-        Memory::Cuda(_) => Topology::of_this_host(),
-        _ => Topology::default(),
+}
+
+/// NICs and cores of each GPU, and all NICs of the host's GPUs. NICs as they were named; else, of CUDA GPUs, those that
+/// the plan of this host gives them; empty: any that lead to the peer. Cores likewise.
+fn places(
+    plan: &EnginePlan,
+    memory: Memory,
+    gpus: &[u32],
+    setting: Setting,
+) -> Outcome<(Vec<Place>, Vec<String>)> {
+    let planned = match memory {
+        Memory::Cuda(_) => planned(plan, setting)?,
+        _ => None,
     };
+    let nics_of = |gpu: &u32| match (plan.map.nics.get(gpu), &planned) {
+        (Some(named), _) => named.clone(),
+        // Whoever speaks over loopback has no use for a NIC's neighbourhood.
+        (None, Some(planned)) if !setting.on_loopback => {
+            planned.gpu(*gpu).map_or_else(|| plan.nics.clone(), |of_gpu| of_gpu.nics.clone())
+        }
+        _ => plan.nics.clone(),
+    };
+    let cores_of = |gpu: &u32| {
+        let of_gpu = planned.as_ref().and_then(|planned| planned.gpu(*gpu));
+        of_gpu.map_or_else(Vec::new, |of_gpu| of_gpu.cpus.iter().map(|cpu| cpu as usize).collect())
+    };
+    let places = gpus.iter().map(|gpu| Place { nics: nics_of(gpu), cores: cores_of(gpu) }).collect();
+    let of_plan = planned.iter().flat_map(|planned| &planned.gpus).flat_map(|of_gpu| &of_gpu.nics);
+    let mut nics: Vec<String> = match plan.map.nics.is_empty() {
+        true => of_plan.cloned().collect(),
+        false => plan.map.nics.values().flatten().cloned().collect(),
+    };
+    nics.sort_unstable();
+    nics.dedup();
+    Ok((places, nics))
+}
+
+/// The plan of this host, where it has NICs to plan with. Where NICs were named for each GPU, or are not needed, it is
+/// asked for cores alone, and may be missing.
+fn planned(plan: &EnginePlan, setting: Setting) -> Outcome<Option<Plan>> {
+    let topology = Topology::of_this_host();
     let beyond_loopback =
         topology.nics.iter().any(|nic| nic.up && !nic.loopback && !nic.addresses.is_empty());
     if !beyond_loopback {
-        return Ok(vec![plan.nics.clone(); gpus.len()]);
+        return Ok(None);
     }
-    let wishes = Wishes { nics: plan.nics.clone(), ..Wishes::default() };
-    let planned = Plan::of(&topology, &wishes).map_err(|error| Failure::Usage(error.to_string()))?;
-    planned.notes.iter().for_each(|note| eprintln!("note: {note}"));
-    let of_gpu =
-        |gpu: &u32| planned.gpu(*gpu).map_or_else(|| plan.nics.clone(), |of_gpu| of_gpu.nics.clone());
-    Ok(gpus.iter().map(of_gpu).collect())
+    let for_cores = setting.on_loopback || !plan.map.nics.is_empty();
+    let wishes = Wishes { allow_cross_numa: for_cores, nics: plan.nics.clone(), ..Wishes::default() };
+    match Plan::of(&topology, &wishes) {
+        Ok(planned) => {
+            let notes = planned.notes.iter().filter(|_| setting.notes && !for_cores);
+            notes.for_each(|note| eprintln!("note: {note}"));
+            Ok(Some(planned))
+        }
+        Err(_) if for_cores => Ok(None),
+        Err(error) => Err(Failure::Usage(error.to_string())),
+    }
 }
 
 /// An endpoint of one GPU, which a plugin is told of.
 fn builder(
     plan: &EnginePlan,
     memory: Memory,
-    nics: &[String],
+    place: &Place,
     listen: Option<SocketAddr>,
+    setting: Setting,
 ) -> Outcome<Builder> {
-    let of_all = plan.gpus.as_ref().map_or(1, Vec::len);
     let cores = thread::available_parallelism().map_or(1, usize::from);
-    let threads = plan.threads.or(Some((cores / of_all).max(1)));
+    let share = (cores / setting.on_host.max(1)).max(1);
+    let share = if place.cores.is_empty() { share } else { share.min(place.cores.len()) };
+    let threads = plan.threads.or(Some(share));
     let gpu = memory.gpu();
     let plugin = plan.plugin.as_ref().map(|plugin| PluginUse { gpu, ..plugin.clone() });
-    super::builder(&EnginePlan { nics: nics.to_vec(), threads, plugin, ..plan.clone() }, listen)
+    let plan = EnginePlan { nics: place.nics.clone(), threads, plugin, ..plan.clone() };
+    Ok(super::builder(&plan, listen)?.cores(place.cores.iter().copied()))
 }
 
 /// The address of the endpoint with this place among those of a process.
@@ -153,7 +243,8 @@ fn behind(first: SocketAddr, index: usize) -> Outcome<SocketAddr> {
 /// Connects and goes through the sizes with all pairs; `tell` hears what was found out, `stage` what begins.
 pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
-    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline)?;
+    let setting = Setting::alone(&plan.engine, &plan.addresses);
+    let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline, setting)?;
     stage("while connecting");
     let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.deadline);
     let outcome = with_lead(plan, &mut fleet, lead, start, (tell, stage));
@@ -208,8 +299,8 @@ fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
 impl Fleet {
     /// Where the NICs of a GPU reach only their own rail, and the other GPU is on another one, this end takes a NIC on
     /// that rail: with a further endpoint for this GPU.
-    fn take_detours(&mut self, plan: &ConnectPlan, pairs: &mut [Pair]) -> Outcome {
-        if self.nics.iter().all(Vec::is_empty) {
+    pub fn take_detours(&mut self, plan: &ConnectPlan, pairs: &mut [Pair]) -> Outcome {
+        if self.setting.on_loopback || self.places.iter().all(|place| place.nics.is_empty()) {
             return Ok(());
         }
         let topology = Topology::of_this_host();
@@ -218,11 +309,13 @@ impl Fleet {
             let Some(nic) = self.detour(&topology, pair) else { continue };
             let wanted = (pair.home, nic);
             let at = detours.iter().position(|known| *known == wanted).unwrap_or_else(|| {
-                let (own, gpu) = (self.nics[pair.home].join(", "), pair.gpu);
-                eprintln!(
-                    "note: GPU {gpu}: {own} does not reach GPU {} there; {} does, on that rail",
-                    pair.peer_gpu, wanted.1
-                );
+                let (own, gpu) = (self.places[pair.home].nics.join(", "), pair.gpu);
+                if self.setting.notes {
+                    let (peer_gpu, nic) = (pair.peer_gpu, &wanted.1);
+                    eprintln!(
+                        "note: GPU {gpu}: {own} does not reach GPU {peer_gpu} there; {nic} does, on that rail"
+                    );
+                }
                 detours.push(wanted);
                 detours.len() - 1
             });
@@ -231,11 +324,12 @@ impl Fleet {
         let builders = detours.iter().map(|(home, nic)| {
             let name = format!("the endpoint of GPU {} on {nic}", self.gpus[*home]);
             let memory = plan.run.memory.on(self.gpus[*home]);
-            Ok((name, builder(&plan.engine, memory, std::slice::from_ref(nic), None)?))
+            let place = Place { nics: vec![nic.clone()], ..self.places[*home].clone() };
+            Ok((name, builder(&plan.engine, memory, &place, None, self.setting)?))
         });
         let builders = builders.collect::<Outcome<Vec<_>>>()?;
         match Arc::get_mut(&mut self.orchestrator) {
-            Some(orchestrator) => Ok(orchestrator.extend(builders, plan.deadline)?),
+            Some(orchestrator) => orchestrator.extend(builders, plan.deadline).map_err(start_failed),
             None => Err(Failure::failed("internal error, please report: the endpoints are in use")),
         }
     }
@@ -246,10 +340,10 @@ impl Fleet {
             let nic = topology.nic(name).filter(|nic| nic.up);
             nic.is_some_and(|nic| pair.addresses.iter().any(|address| nic.reaches(address.ip())))
         };
-        if self.nics[pair.home].iter().any(reaches) {
+        if self.places[pair.home].nics.iter().any(reaches) {
             return None;
         }
-        self.nics.iter().flatten().find(|name| reaches(name)).cloned()
+        self.nics.iter().find(|name| reaches(name)).cloned()
     }
 }
 
@@ -305,8 +399,9 @@ fn all_pairs(
     let take_part = |number: usize, listeners: Listeners<'_>| {
         let (pair, link) = (&pairs[number], &links[number]);
         let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
-        let (home, turns) = (&fleet.homes[pair.home], turns.as_ref());
-        let part = Part { number, run, endpoint, home, pairs: &numbers, turns };
+        let turns = turns.as_ref().map(|turns| (turns, number));
+        let of_peer = Part::of_peer(number, run, endpoint, &fleet.homes[pair.home], &numbers);
+        let part = Part { turns, ..of_peer };
         let outcome = connect::converse(plan, &part, link, start, listeners);
         if let Err(failure) = &outcome {
             // Who only heard of it leaves the others to find out by themselves: they know more.

@@ -1,24 +1,48 @@
 //! Where the serving end's conversations of one run wait for each other.
 //!
 //! With one peer everything passes at once. In an incast all peers start together, and nobody gets reports
-//! before everybody has finished. When one peer fails, all waiting ones fail with it.
+//! before everybody has finished. When one peer fails, all waiting ones fail with it. Where several processes serve
+//! one run, the last to arrive at the start and at the end of a timed part also waits for the other processes.
 
+use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::link::{Link, SLICE};
-use super::protocol::SideReport;
+use super::protocol::{Message, SideReport};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
 /// What a peer hears whose own part did not fail.
 pub const HEARSAY: &str = "another peer of this run failed";
 
+/// A peer that waits behind others is told so as often as this.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What must be passed beyond this process; it calls its argument from time to time.
+pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
+
+/// Asks a peer to wait on.
+struct Patience<'a> {
+    link: &'a Link,
+    since: Cell<Instant>,
+}
+
+impl Patience<'_> {
+    fn ask(&self) {
+        if self.since.get().elapsed() > PATIENCE {
+            self.since.set(Instant::now());
+            // A peer that is lost is noticed by whoever waits for it.
+            let _ = self.link.say(&Message::Waiting);
+        }
+    }
+}
+
 /// Peers of one run, as the serving end sees them.
-#[derive(Debug)]
 pub struct Gate {
     peers: usize,
     join_deadline: Duration,
+    beyond: Option<Beyond>,
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -50,7 +74,12 @@ impl Gate {
             spent: (0.0, 0.0),
             reports,
         };
-        Gate { peers, join_deadline, state: Mutex::new(state), changed: Condvar::new() }
+        Gate { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// The same gate, where the start and the end of a timed part also wait for other processes of the run.
+    pub fn with_beyond(self, beyond: Beyond) -> Gate {
+        Gate { beyond: Some(beyond), ..self }
     }
 
     /// A peer has joined.
@@ -67,7 +96,7 @@ impl Gate {
     /// Waits until every peer is ready for the timed part.
     pub fn start(&self, link: &Link) -> Outcome {
         let start = |state: &mut State| state.started = (Instant::now(), sys::cpu_seconds());
-        self.wait(link, self.lock(), start).map(|_| ())
+        self.wait(link, self.lock(), self.beyond.as_ref(), start).map(|_| ())
     }
 
     /// Waits until every peer has finished the timed part.
@@ -76,7 +105,7 @@ impl Gate {
             let (started, cpu_s) = state.started;
             state.spent = (started.elapsed().as_secs_f64(), sys::cpu_seconds() - cpu_s);
         };
-        self.wait(link, self.lock(), end).map(|_| ())
+        self.wait(link, self.lock(), self.beyond.as_ref(), end).map(|_| ())
     }
 
     /// Gives a peer's report and ours on it, waits for everybody's, and gives them all by peer.
@@ -93,7 +122,7 @@ impl Gate {
         let mut state = self.lock();
         let (wall_s, cpu_s) = state.spent;
         state.reports[member] = (theirs, SideReport { wall_s, cpu_s, ..ours });
-        let state = self.wait(link, state, |_| {})?;
+        let state = self.wait(link, state, None, |_| {})?;
         Ok(state.reports.iter().cloned().unzip())
     }
 
@@ -101,12 +130,19 @@ impl Gate {
         &'a self,
         link: &Link,
         mut state: MutexGuard<'a, State>,
+        beyond: Option<&Beyond>,
         on_last: impl FnOnce(&mut State),
     ) -> Outcome<MutexGuard<'a, State>> {
+        let patience = Patience { link, since: Cell::new(Instant::now()) };
         state.arrived += 1;
         if state.arrived == self.peers {
-            on_last(&mut state);
             state.arrived = 0;
+            if let Some(beyond) = beyond {
+                drop(state);
+                beyond(&|| patience.ask()).inspect_err(|failure| self.fail(&failure.first_line()))?;
+                state = self.lock();
+            }
+            on_last(&mut state);
             state.generation += 1;
             self.changed.notify_all();
             return Ok(state);
@@ -114,6 +150,7 @@ impl Gate {
         let (generation, since) = (state.generation, Instant::now());
         while state.generation == generation {
             self.look_around(link, &state, since)?;
+            patience.ask();
             let waited = self.changed.wait_timeout(state, SLICE);
             state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }

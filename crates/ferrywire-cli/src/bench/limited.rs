@@ -22,23 +22,18 @@ struct Load<'a> {
     threads: Vec<&'a (String, f64)>,
 }
 
-/// One short line on what was the limit of the timed part.
-///
-/// The serving end is one process: its reports share their CPU seconds, which count once. So do those of a `fleet`, the
-/// endpoints of one process.
+/// One short line on what was the limit of the timed part; with the CPU seconds of all processes on either host.
 pub fn limited_by(
-    here: &Host,
-    there: &Host,
-    (members, fleet): (&[SideReport], bool),
+    (here, there): (&Host, &Host),
+    (near_cpu_s, far_cpu_s): (f64, f64),
+    members: &[SideReport],
     serve: &[SideReport],
 ) -> String {
     let wall_s = members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
     if wall_s < WALL_S_MIN {
         return "too short to tell (--iters, --seconds)".to_owned();
     }
-    let seconds = members.iter().map(|side| side.cpu_s);
-    let near = load(here, if fleet { seconds.fold(0.0, f64::max) } else { seconds.sum() }, members);
-    let far = load(there, serve.first().map_or(0.0, |side| side.cpu_s), serve);
+    let (near, far) = (load(here, near_cpu_s, members), load(there, far_cpu_s, serve));
     let loads = if here.is_same_machine(there) { vec![merged(near, far)] } else { vec![near, far] };
     let cpu = loads.iter().find_map(|load| cpu(load, wall_s));
     let nic = || [members, serve].into_iter().find_map(|reports| nic(reports, wall_s));
@@ -102,7 +97,8 @@ mod tests {
     use super::*;
 
     fn limited_by(here: &Host, there: &Host, members: &[SideReport], serve: &[SideReport]) -> String {
-        super::limited_by(here, there, (members, false), serve)
+        let near_cpu_s = members.iter().map(|side| side.cpu_s).sum();
+        super::limited_by((here, there), (near_cpu_s, serve[0].cpu_s), members, serve)
     }
 
     fn host(boot_id: &str) -> Host {
@@ -129,17 +125,15 @@ mod tests {
     }
 
     #[test]
-    fn a_fleet_counts_once() {
+    fn all_processes_of_a_host_count() {
         let members = [side(1.0, 0.5), side(1.0, 0.5)];
-        let limit = |fleet| super::limited_by(&host("1"), &host("2"), (&members, fleet), &[side(0.1, 0.1)]);
-        assert_eq!(limit(true), "network or peer");
-        assert_eq!(limit(false), "CPU: 2.0 of 2 cores busy on h1");
-    }
-
-    #[test]
-    fn the_serving_process_counts_once() {
-        let serve = [side(1.0, 0.5), side(1.0, 0.5)];
-        assert_eq!(limited_by(&host("1"), &host("2"), &[side(0.1, 0.1)], &serve), "network or peer");
+        let limit = |near_cpu_s, far_cpu_s| {
+            let hosts = (&host("1"), &host("2"));
+            super::limited_by(hosts, (near_cpu_s, far_cpu_s), &members, &[side(0.1, 0.1)])
+        };
+        assert_eq!(limit(1.0, 1.0), "network or peer");
+        assert_eq!(limit(2.0, 1.0), "CPU: 2.0 of 2 cores busy on h1");
+        assert_eq!(limit(1.0, 2.0), "CPU: 2.0 of 2 cores busy on h2");
     }
 
     #[test]

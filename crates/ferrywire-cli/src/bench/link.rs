@@ -44,6 +44,7 @@ pub struct Link {
     pub peer: Peer,
     deadline: Duration,
     partial: Mutex<Vec<u8>>,
+    their_failure: Mutex<Option<String>>,
     stop: Stop,
 }
 
@@ -62,7 +63,8 @@ impl Stop {
 impl Link {
     /// A conversation whose waits end after `deadline` without progress.
     pub fn new(peer: Peer, deadline: Duration) -> Link {
-        Link { peer, deadline, partial: Mutex::default(), stop: Stop::default() }
+        let (partial, their_failure) = (Mutex::default(), Mutex::default());
+        Link { peer, deadline, partial, their_failure, stop: Stop::default() }
     }
 
     /// The same conversation with another deadline.
@@ -99,6 +101,16 @@ impl Link {
         let _ = self.peer.close(CLOSE_DEADLINE);
     }
 
+    /// Sends a message and does not wait for it.
+    pub fn say(&self, message: &Message) -> Outcome {
+        self.post(message).map(drop)
+    }
+
+    /// Why the other end has failed, if it has said so.
+    pub fn their_failure(&self) -> Option<String> {
+        self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
+    }
+
     fn post(&self, message: &Message) -> Outcome<Vec<Transfer>> {
         let text = serde_json::to_vec(message).map_err(|error| Failure::failed(error.to_string()))?;
         let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
@@ -133,14 +145,29 @@ impl Link {
         loop {
             self.goes_on()?;
             match self.peer.wait_notification(SLICE) {
-                Ok(bytes) => {
-                    if let Some(heard) = self.take_in(&bytes)? {
-                        return Ok(heard);
+                Ok(bytes) => match self.take_in(&bytes)? {
+                    None => {}
+                    Some(Heard::Message(Message::Waiting)) => {
+                        stall = Stall { limit, ..Stall::new(self) };
                     }
-                }
+                    Some(heard) => return Ok(heard),
+                },
                 Err(Error::Deadline { .. }) => stall.check("an answer")?,
                 Err(error) => return Err(self.lost(error)),
             }
+        }
+    }
+
+    /// The next message, if one comes soon, however long the peer has been silent.
+    pub fn hear_soon(&self) -> Outcome<Option<Message>> {
+        match self.peer.wait_notification(SLICE) {
+            Ok(bytes) => match self.take_in(&bytes)? {
+                Some(Heard::Mark(_)) => Err(self.strange("a mark outside a ping-pong")),
+                Some(Heard::Message(message)) => Ok(Some(message)),
+                None => Ok(None),
+            },
+            Err(Error::Deadline { .. }) => Ok(None),
+            Err(error) => Err(self.lost(error)),
         }
     }
 
@@ -148,7 +175,7 @@ impl Link {
     pub fn try_hear(&self) -> Outcome<Option<Message>> {
         while let Some(bytes) = self.peer.poll_notification().map_err(|error| self.lost(error))? {
             match self.take_in(&bytes)? {
-                None => {}
+                None | Some(Heard::Message(Message::Waiting)) => {}
                 Some(Heard::Message(message)) => return Ok(Some(message)),
                 Some(Heard::Mark(_)) => return Err(self.strange("a mark outside a ping-pong")),
             }
@@ -174,10 +201,18 @@ impl Link {
         let text = std::mem::take(&mut *partial);
         let message = serde_json::from_slice(&text).map_err(|error| self.strange(&error.to_string()))?;
         match message {
-            Message::Failed { why } => Err(Failure::failed(format!("{}: {why}", self.peer.name()))),
-            Message::Refused { why } => Err(Failure::failed(format!("{} refused: {why}", self.peer.name()))),
+            Message::Failed { why } => Err(self.they_failed(&format!("{}: {why}", self.peer.name()), &why)),
+            Message::Refused { why } => {
+                Err(self.they_failed(&format!("{} refused: {why}", self.peer.name()), &why))
+            }
             message => Ok(Some(Heard::Message(message))),
         }
+    }
+
+    fn they_failed(&self, said: &str, why: &str) -> Failure {
+        let mut their_failure = self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        their_failure.get_or_insert_with(|| why.to_owned());
+        Failure::failed(said)
     }
 
     /// The notification that marks the data of one ping-pong iteration.

@@ -12,13 +12,14 @@ use serde::{Deserialize, Serialize};
 
 use super::host::Host;
 use super::measure::{Interval, LatencyCounts};
+use super::ranks::words::Word;
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Unpack, Verify};
 use crate::memory::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -299,6 +300,10 @@ pub enum Message {
         /// Iterations it took.
         iterations: u64,
     },
+    /// The sender waits for others of the run, and is not to be given up.
+    Waiting,
+    /// What ranks say to each other where they meet.
+    Rank(Box<Word>),
     /// The sender cannot go on.
     Failed {
         /// Why, for the user.

@@ -39,8 +39,23 @@ pub struct Record {
 pub enum News {
     /// The other end has answered: its host and its progress threads.
     Peer(Host, usize),
+    /// All processes of a run of several ranks.
+    Ranks(Vec<RankRow>),
     /// A size is finished.
     Results(Vec<ResultRow>),
+}
+
+/// One process of a run of several ranks, as it is stored.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct RankRow {
+    /// Its number.
+    pub rank: u32,
+    /// Its host.
+    pub host: String,
+    /// Where its bytes lie.
+    pub memory: String,
+    /// Its number among those of its host.
+    pub local_rank: u32,
 }
 
 impl Record {
@@ -59,14 +74,19 @@ impl Record {
     pub fn take(&mut self, news: News) {
         match news {
             News::Peer(host, threads) => (self.peer, self.peer_threads) = (Some(host), Some(threads)),
+            News::Ranks(ranks) => self.note("ranks", json!(ranks)),
             News::Results(rows) => self.results.extend(rows),
         }
     }
 
     /// The plugin's environment, as it is shown and stored.
     pub fn note_environment(&mut self, variables: &[Variable]) {
+        self.note("plugin_environment", json!(isolated::stored(variables)));
+    }
+
+    fn note(&mut self, name: &str, value: Value) {
         if let Some(config) = self.config.as_object_mut() {
-            config.insert("plugin_environment".to_owned(), json!(isolated::stored(variables)));
+            config.insert(name.to_owned(), value);
         }
     }
 
@@ -217,6 +237,8 @@ const CSV: &[(&str, &str)] = &[
     ("ns_per_block", "/extra/ns_per_block"),
     ("limited_by", "/limited_by"),
     ("setup_s", "/setup_s"),
+    ("rank", "/extra/ranks/0"),
+    ("peer_rank", "/extra/ranks/1"),
 ];
 
 fn csv(results: &[ResultRow]) -> String {

@@ -13,6 +13,7 @@ use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
 use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
+use super::spent::BothEnds;
 use super::staged;
 use crate::args::{Op, Pattern, Unpack, Verify};
 
@@ -130,6 +131,15 @@ pub struct ResultRow {
     pub extra: Map<String, Value>,
 }
 
+/// Two processes of a run of several ranks that move data to each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RankPair {
+    /// The one that connects, and the one that serves.
+    pub ranks: (u32, u32),
+    /// Their hosts.
+    pub hosts: (String, String),
+}
+
 /// What holds for all sizes of a run.
 #[derive(Clone, Debug)]
 pub struct Circumstances<'a> {
@@ -141,6 +151,8 @@ pub struct Circumstances<'a> {
     pub gpu: Option<String>,
     /// Likewise of the other end.
     pub peer_gpu: Option<String>,
+    /// The pairs of processes, in a run of several ranks.
+    pub ranks: &'a [RankPair],
     /// How channels move bytes.
     pub transport: String,
     /// How scattered receives are gathered, where receives can be scattered.
@@ -169,8 +181,10 @@ struct Share<'a> {
     member: Option<usize>,
     flows: Vec<&'a FlowReport>,
     members: &'a [SideReport],
-    /// Bytes that the serving end's CPU seconds paid for.
-    serve_bytes: u64,
+    /// What the serving end saw, of all pairs that its process has.
+    serve: &'a [SideReport],
+    /// Which of the pairs these are.
+    pairs: Range<usize>,
 }
 
 /// The results of one size.
@@ -181,23 +195,32 @@ pub fn results(
     step: usize,
     report: &StepReport,
 ) -> Vec<ResultRow> {
-    let limit = limited_by(here, there, (&report.members, now.run.fleet), &report.serve);
+    let limit = limited_by((here, there), seconds(now, report), &report.members, &report.serve);
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
-    let size = now.run.sizes[step];
-    let shares = shares(now, size, report);
+    let shares = shares(now, report);
     shares.iter().map(|share| row(now, step, report, share, &limit)).collect()
 }
 
-fn shares<'a>(now: &Circumstances, size: u64, report: &'a StepReport) -> Vec<Share<'a>> {
+/// CPU seconds of the processes on this host and on that of its first pair.
+fn seconds(now: &Circumstances, report: &StepReport) -> (f64, f64) {
+    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
+    let hosts = now.ranks.first().map(|pair| &pair.hosts);
+    let there = |of: fn(&(String, String)) -> &String| {
+        let is_there =
+            move |at: &usize| now.ranks.get(*at).is_none_or(|pair| hosts.map(of) == Some(of(&pair.hosts)));
+        (0..report.members.len()).filter(is_there)
+    };
+    let near = ends.near.cpu_s(&report.members, there(|hosts| &hosts.0));
+    (near, ends.far.cpu_s(&report.serve, there(|hosts| &hosts.1)))
+}
+
+fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
     let run = now.run;
-    let driven = |sides: &'a [SideReport]| sides.iter().filter_map(|side| side.driven.as_ref());
-    let serve_bytes =
-        driven(&report.members).chain(driven(&report.serve)).map(|flow| bytes(run, flow, size)).sum();
-    let part = Part { run, report, serve_bytes };
+    let part = Part { run, report, of_ranks: !now.ranks.is_empty() };
     let everybody = 0..report.members.len();
     let all = || Some((ALL.to_owned(), ALL.to_owned()));
-    match (run.pattern, run.fleet) {
+    match (run.pattern, run.fleet || part.of_ranks) {
         (_, true) => {
             let names = |(gpu, peer_gpu): (u32, u32)| {
                 let there = run.peer_memory.unwrap_or(run.memory);
@@ -225,7 +248,7 @@ pub const ALL: &str = "all";
 struct Part<'a, 'b> {
     run: &'b Run,
     report: &'a StepReport,
-    serve_bytes: u64,
+    of_ranks: bool,
 }
 
 impl<'a> Part<'a, '_> {
@@ -235,14 +258,17 @@ impl<'a> Part<'a, '_> {
             sides.iter().filter_map(|side| side.driven.as_ref()).collect()
         };
         let members = &self.report.members[of.clone()];
-        let (forward, backward) = (driven(members), driven(&self.report.serve[of]));
+        let (forward, backward) = (driven(members), driven(&self.report.serve[of.clone()]));
+        // One process serves all pairs, or each of them has its own.
+        let serve = if self.of_ranks { &self.report.serve[of.clone()] } else { &self.report.serve };
         let share = |direction, flows| Share {
             direction,
             gpus: gpus.clone(),
             member: None,
             flows,
             members,
-            serve_bytes: self.serve_bytes,
+            serve,
+            pairs: of.clone(),
         };
         let (to_peer, from_peer) = match self.run.op {
             Op::Read => ("from_peer", "to_peer"),
@@ -259,7 +285,7 @@ impl<'a> Part<'a, '_> {
 /// Of the whole size, and of what was staged in its timed part.
 fn stages_s(report: &StepReport, share: &Share) -> BTreeMap<String, f64> {
     let mut stages_s = report.stages_s.clone();
-    stages_s.extend(staged::stages_s(share.members, &report.serve));
+    stages_s.extend(staged::stages_s(share.members, share.serve));
     stages_s
 }
 
@@ -284,7 +310,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         unpack: now.unpack,
         pattern: run.pattern,
         gpu: gpu(share.gpus.as_ref().map(|(here, _)| here), &now.gpu),
-        peer_gpu: gpu(share.gpus.as_ref().map(|(_, there)| there).filter(|_| run.fleet), &now.peer_gpu),
+        peer_gpu: gpu(share.gpus.as_ref().map(|(_, there)| there).filter(|_| several(now)), &now.peer_gpu),
         direction: share.direction.to_owned(),
         size_bytes: size,
         depth: layout::depth(run, size),
@@ -298,7 +324,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         verified: (run.verify != Verify::Off).then_some(true),
         gb_per_s,
         latency_us: latency_us(&latency),
-        cpu_s_per_gb: cpu_per_gb(run, size, report, share),
+        cpu_s_per_gb: cpu_per_gb(now, size, report, share),
         limited_by: limit.to_owned(),
         setup_s: now.setup_s,
         stages_s: stages_s(report, share),
@@ -313,23 +339,31 @@ fn gpu(of_several: Option<&String>, own: &Option<String>) -> Option<String> {
     of_several.or(own.as_ref()).cloned()
 }
 
-fn cpu_per_gb(run: &Run, size: u64, report: &StepReport, share: &Share) -> Option<CpuPerGb> {
-    let both_ways = share.direction == "both" || run.pattern == Pattern::Bidir;
-    let own_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
-    // An end that moves data both ways spends its time on all of them.
-    let near_bytes = if both_ways { share.serve_bytes } else { own_bytes };
-    if near_bytes == 0 || share.serve_bytes == 0 {
-        return None;
+/// Whether each end has several endpoints with names of their own.
+fn several(now: &Circumstances) -> bool {
+    now.run.fleet || !now.ranks.is_empty()
+}
+
+impl Share<'_> {
+    fn is_of_one(&self) -> bool {
+        self.gpus.as_ref().is_some_and(|(here, _)| here != ALL)
     }
-    let near = match run.fleet {
-        // One process, whose threads serve all of them: what a GB costs there on the whole.
-        true => {
-            report.members.iter().map(|side| side.cpu_s).fold(0.0, f64::max)
-                / (share.serve_bytes as f64 / 1e9)
-        }
-        false => share.members.iter().map(|side| side.cpu_s).sum::<f64>() / (near_bytes as f64 / 1e9),
+}
+
+/// An end that moves data both ways, or to several others, spends its time on all of it.
+fn cpu_per_gb(now: &Circumstances, size: u64, report: &StepReport, share: &Share) -> Option<CpuPerGb> {
+    let sides = report.members.iter().zip(&report.serve);
+    let of_pair = |(near, far): (&SideReport, &SideReport)| {
+        [near, far]
+            .into_iter()
+            .filter_map(|side| side.driven.as_ref())
+            .map(|flow| bytes(now.run, flow, size))
+            .sum()
     };
-    let far = report.serve.first().map_or(0.0, |side| side.cpu_s) / (share.serve_bytes as f64 / 1e9);
+    let moved: Vec<u64> = sides.map(of_pair).collect();
+    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
+    let near = ends.near.cpu_s_per_gb(&report.members, &moved, share.pairs.clone())?;
+    let far = ends.far.cpu_s_per_gb(&report.serve, &moved, share.pairs.clone())?;
     let from_near = share.direction != "from_peer";
     Some(if from_near {
         CpuPerGb { source: near, target: far }
@@ -361,8 +395,12 @@ fn extra(
     for (name, latency) in share.flows.iter().flat_map(|flow| &flow.extra) {
         extra.insert(name.clone(), json!(latency_us(latency)));
     }
-    if let (Some((here, there)), true) = (&share.gpus, run.fleet) {
+    if let (Some((here, there)), true) = (&share.gpus, several(now)) {
         extra.insert("pair".into(), json!([here, there]));
+    }
+    if let (Some(pair), true) = (now.ranks.get(share.pairs.start), share.is_of_one()) {
+        extra.insert("ranks".into(), json!(pair.ranks));
+        extra.insert("hosts".into(), json!(pair.hosts));
     }
     if let Some(member) = share.member {
         extra.insert("member".into(), json!(member));
@@ -370,12 +408,12 @@ fn extra(
     if run.verify != Verify::Off {
         extra.insert("verified_iterations".into(), json!(report.verified_iterations));
     }
-    if let Some(told) = staged::told(share.members, &report.serve) {
+    if let Some(told) = staged::told(share.members, share.serve) {
         extra.insert("staging".into(), told);
     }
-    extra.insert("peer_per_nic".into(), json!(moved(&report.serve).0));
+    extra.insert("peer_per_nic".into(), json!(moved(share.serve).0));
     extra.insert("socket_buffer_bytes".into(), json!(least_buffers(share.members)));
-    extra.insert("peer_socket_buffer_bytes".into(), json!(least_buffers(&report.serve)));
+    extra.insert("peer_socket_buffer_bytes".into(), json!(least_buffers(share.serve)));
     let sides = || report.members.iter().chain(&report.serve);
     let resent: u64 = sides().map(|side| side.resent_chunks).sum();
     if resent > 0 {

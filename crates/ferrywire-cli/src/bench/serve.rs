@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
-use super::fleet::Fleet;
+use super::fleet::{Fleet, Setting};
 use super::gate::Gate;
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
@@ -229,7 +229,8 @@ fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
         return Ok((vec![Door { endpoint, gpu: None, all }], Kept::One { _home: home }));
     }
     let memory = plan.memory.unwrap_or_else(|| Memory::of_this_host(None));
-    let fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE)?;
+    let setting = Setting::alone(&plan.engine, &[plan.listen]);
+    let fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE, setting)?;
     let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
     let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
     let door = |(gpu, endpoint): (u32, &Endpoint)| Door {
@@ -411,7 +412,8 @@ fn attend(
     over: &Sender<Ended>,
 ) {
     let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
-    let outcome = converse(&link, endpoint, (hello, active, home), inject);
+    let member = Member { number: hello.member, run: &hello.run, gate: &active.gate };
+    let outcome = converse(&link, endpoint, (&member, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
     if let Some(ended) = ended {
@@ -423,13 +425,24 @@ fn attend(
     });
 }
 
-fn converse(
+/// One of the peers of a run, as the serving end sees it.
+pub struct Member<'a> {
+    /// Which of them.
+    pub number: usize,
+    /// What is to be done.
+    pub run: &'a Run,
+    /// Where all of them wait for each other.
+    pub gate: &'a Gate,
+}
+
+/// Goes through the sizes with a peer that was let in.
+pub fn converse(
     link: &Link,
     endpoint: &Endpoint,
-    (hello, active, home): (&Hello, &ActiveRun, &Home),
+    (member, home): (&Member<'_>, &Home),
     inject: Option<Inject>,
 ) -> Outcome {
-    let run = &hello.run;
+    let run = member.run;
     let local = home.register(endpoint, layout::region_bytes(run))?;
     link.tell(&Message::Welcome {
         host: Box::new(Host::this()),
@@ -442,8 +455,7 @@ fn converse(
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("no region")),
     };
-    let gate = Some((&active.gate, hello.member));
-    let turns = None;
+    let (gate, turns) = (Some((member.gate, member.number)), None);
     let session =
         Session { link, side: Side::Serve, run, local: &local, remote: &remote, gate, turns, inject };
     for step in 0..run.sizes.len() {

@@ -24,6 +24,7 @@ const PAIR: Column = ("GPUs", |row| match pair(row) {
     Some([here, there]) => format!("{here} > {there}"),
     None => dash(),
 });
+const RANKS: Column = ("ranks", PAIR.1);
 const DEPTH: Column = ("depth", |row| row.depth.to_string());
 const RATE: Column = ("GB/s", |row| format!("{:.2}", row.gb_per_s.p50));
 const RATE_MIN: Column = ("min", |row| format!("{:.2}", row.gb_per_s.min));
@@ -61,7 +62,7 @@ fn dash() -> String {
 
 fn columns(first: &ResultRow) -> Vec<Column> {
     let mut columns = vec![SIZE];
-    columns.extend(pair(first).map(|_| PAIR));
+    columns.extend(pair(first).map(|_| if is_of_ranks(first) { RANKS } else { PAIR }));
     if matches!(first.pattern, Pattern::Bidir | Pattern::Incast) {
         columns.push(DIRECTION);
     }
@@ -112,10 +113,20 @@ fn as_seed(record: &Record) -> bool {
     record.config["as_seed"] == true
 }
 
-/// The GPUs of a row, in a run with several endpoints.
-fn pair(row: &ResultRow) -> Option<[&str; 2]> {
+/// The GPUs of a row, in a run with several endpoints; with the ranks, where each is a process.
+fn pair(row: &ResultRow) -> Option<[String; 2]> {
     let pair = row.extra.get("pair")?.as_array()?;
-    Some([pair.first()?.as_str()?, pair.get(1)?.as_str()?])
+    let gpu = |at: usize| pair.get(at)?.as_str();
+    let rank = |at: usize| row.extra.get("ranks")?.as_array()?.get(at)?.as_u64();
+    let named = |at: usize| match (rank(at), gpu(at)?) {
+        (Some(rank), gpu) => Some(format!("{rank} ({gpu})")),
+        (None, gpu) => Some(gpu.to_owned()),
+    };
+    Some([named(0)?, named(1)?])
+}
+
+fn is_of_ranks(row: &ResultRow) -> bool {
+    row.extra.contains_key("ranks")
 }
 
 fn is_total(row: &ResultRow) -> bool {
@@ -127,25 +138,30 @@ fn matrices(text: &mut String, rows: &[ResultRow]) {
     let of_mesh: Vec<&ResultRow> =
         rows.iter().filter(|row| row.pattern == Pattern::Mesh && !is_total(row)).collect();
     for of_size in of_mesh.chunk_by(|a, b| a.size_bytes == b.size_bytes) {
-        let there: Vec<&str> = distinct(of_size.iter().filter_map(|row| pair(row)).map(|[_, there]| there));
+        let there = distinct(of_size.iter().filter_map(|row| pair(row)).map(|[_, there]| there));
         let mut matrix = Table::new();
         matrix.load_preset(presets::NOTHING);
-        matrix.set_header(std::iter::once("from, to").chain(there.iter().copied()));
+        matrix.set_header(std::iter::once("from, to").chain(there.iter().map(String::as_str)));
         for here in distinct(of_size.iter().filter_map(|row| pair(row)).map(|[here, _]| here)) {
-            let rate = |there: &&str| {
-                let found = of_size.iter().find(|row| pair(row) == Some([here, there]));
+            let rate = |there: &String| {
+                let both = Some([here.clone(), there.clone()]);
+                let found = of_size.iter().find(|row| pair(row) == both);
                 found.map_or_else(dash, |row| format!("{:.2}", row.gb_per_s.p50))
             };
-            matrix.add_row(std::iter::once(here.to_owned()).chain(there.iter().map(rate)));
+            matrix.add_row(std::iter::once(here.clone()).chain(there.iter().map(rate)));
         }
         matrix.column_iter_mut().for_each(|column| column.set_cell_alignment(CellAlignment::Right));
         let size = of_size.first().map_or(0, |row| row.size_bytes);
-        let _ = writeln!(text, "GB/s at {}, from GPUs here (lines) to GPUs there\n{matrix}", Bytes(size));
+        let which = match of_size.first().is_some_and(|row| is_of_ranks(row)) {
+            true => "from ranks of the first half (lines) to ranks of the second",
+            false => "from GPUs here (lines) to GPUs there",
+        };
+        let _ = writeln!(text, "GB/s at {}, {which}\n{matrix}", Bytes(size));
     }
 }
 
 /// Each once, in the order in which they first come.
-fn distinct<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
     let mut seen = Vec::new();
     for name in names {
         if !seen.contains(&name) {
@@ -172,7 +188,11 @@ fn headline(row: &ResultRow) -> String {
     if pair(row).is_some() {
         let kind = |memory: &str| memory.split(':').next().unwrap_or_default().to_owned();
         let (here, there) = (kind(&row.memory), kind(&row.peer_memory));
-        return format!("{op}, {pattern}{blocks}: one endpoint for each GPU, {here} here, {there} there");
+        let (each, [near, far]) = match is_of_ranks(row) {
+            true => ("process for each rank", ["on the first half", "on the second"]),
+            false => ("endpoint for each GPU", ["here", "there"]),
+        };
+        return format!("{op}, {pattern}{blocks}: one {each}, {here} {near}, {there} {far}");
     }
     let here = lies(&row.memory, row.gpu.as_deref());
     let there = lies(&row.peer_memory, row.peer_gpu.as_deref());

@@ -100,6 +100,19 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
     }
 }
 
+/// As it is with one endpoint.
+#[test]
+fn a_secret_that_is_too_short_is_bad_usage() {
+    for args in
+        ["serve --listen 127.0.0.1:0 --gpus 0-1 --memory host", "connect 127.0.0.1:9 --gpus 0 --memory host"]
+    {
+        let mut command = ferrywire(&format!("bench {args}"));
+        let output = command.env("FERRYWIRE_SECRET", "short").output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
+        assert!(first_error(&output).contains("at least 8 bytes"), "{}", first_error(&output));
+    }
+}
+
 /// A wrong byte of one GPU fails the run of all, and is told once.
 #[test]
 fn a_wrong_byte_on_one_of_several_gpus_is_found() {

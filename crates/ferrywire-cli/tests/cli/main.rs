@@ -14,8 +14,10 @@ mod gpu;
 mod hosted;
 mod kills;
 mod lanes;
+mod launched;
 mod matrix;
 mod plugin;
+mod ranks;
 mod topo;
 #[path = "../../../ferrywire/tests/topology/tree.rs"]
 mod tree;

@@ -14,6 +14,7 @@ mod links;
 mod long;
 mod plugin;
 mod process;
+mod ranks;
 mod world;
 
 use std::sync::{Mutex, MutexGuard};

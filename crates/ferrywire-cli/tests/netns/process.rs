@@ -86,12 +86,18 @@ pub struct Process {
 impl Process {
     /// Starts it. Its directory, also for temporary files, is empty and its own.
     pub fn start(world: &World, host: Host, args: &str) -> Process {
+        Process::start_with(world, host, args, &[])
+    }
+
+    /// Starts it with variables.
+    pub fn start_with(world: &World, host: Host, args: &str, variables: &[(&str, String)]) -> Process {
         let place = tempfile::tempdir().expect("a directory");
         let mut command = Command::new("ip");
         for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("FERRYWIRE_")) {
             command.env_remove(name);
         }
         command.env("FERRYWIRE_SECRET", "a secret of these tests").env("TMPDIR", place.path());
+        command.envs(variables.iter().map(|(name, value)| (name, value)));
         command.args(["netns", "exec", &world.namespace(host), env!("CARGO_BIN_EXE_ferrywire")]);
         command.args(args.split_whitespace()).current_dir(place.path()).stdin(Stdio::null());
         let mut child =

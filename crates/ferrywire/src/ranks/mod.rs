@@ -98,7 +98,7 @@ const LAUNCHERS: [Variables; 3] = [
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ],
     },
-    // Slurm tells local worlds per node, which nobody needs.
+    // Slurm tells local worlds per node, in a list.
     Variables { launcher: Launcher::Slurm, names: ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""] },
 ];
 
@@ -154,7 +154,15 @@ impl Ranks {
             launchers[1..].iter().try_for_each(|outer| innermost.check_inside(outer))?;
         }
         let told = typed.over(&innermost);
-        told.ranks(rendezvous(flags, told.launcher, &variable)?).map(Some)
+        let ranks = told.ranks(rendezvous(flags, told.launcher, &variable)?)?;
+        Ok(Some(ranks.with_local_world(&variable)?))
+    }
+
+    /// Slurm tells how many tasks a node has for each node alone; on one node all of them are there.
+    fn with_local_world(self, variable: &impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
+        let on_one_node =
+            self.launcher == Launcher::Slurm && slurm_nodes(variable)?.is_some_and(|nodes| nodes.len() == 1);
+        Ok(Ranks { local_world: self.local_world.or(on_one_node.then_some(self.world)), ..self })
     }
 
     /// Whether all processes are known to be on this host.
@@ -270,12 +278,17 @@ fn rendezvous(
         let taken = variable(TORCHRUN_HOLDS_PORT).is_some_and(|value| value.eq_ignore_ascii_case("true"));
         return Ok(Some(Rendezvous { host, port: port.filter(|_| !taken) }));
     }
+    let host = slurm_nodes(variable)?.and_then(|nodes| nodes.into_iter().next());
+    Ok(host.map(|host| Rendezvous { host, port: None }))
+}
+
+/// The nodes of the step, else of the job.
+fn slurm_nodes(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<Vec<String>>, RanksError> {
     let Some((name, list)) = SLURM_NODES.iter().find_map(|name| Some((name, variable(name)?))) else {
         return Ok(None);
     };
     let bad = |why| RanksError::BadNodes { variable: format!("{name}={list}"), why };
-    let host = hosts(&list).map_err(bad)?.into_iter().next();
-    Ok(host.map(|host| Rendezvous { host, port: None }))
+    hosts(&list).map(Some).map_err(bad)
 }
 
 fn parse_port(name: &str, value: &str) -> Result<u16, RanksError> {

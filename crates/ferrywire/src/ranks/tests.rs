@@ -73,6 +73,9 @@ fn slurm_is_read_with_the_nodes_of_the_step() {
     assert_eq!(found.rendezvous, at("gpu07", None));
     let without_step = SLURM.replace("SLURM_STEP_NODELIST=gpu[07-08]", "");
     assert_eq!(ranks(&without_step).rendezvous, at("gpu01", None));
+    assert!(!ranks(SLURM).on_one_host());
+    let on_one_node = ranks(&SLURM.replace("gpu[07-08]", "gpu07"));
+    assert!(on_one_node.on_one_host() && on_one_node.local_world == Some(16));
     let with_master = format!("{SLURM} MASTER_ADDR=gpu08 MASTER_PORT=1234");
     assert_eq!(ranks(&with_master).rendezvous, at("gpu08", Some(1234)));
 }

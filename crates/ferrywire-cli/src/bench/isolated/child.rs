@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use ferrywire::nccl::{CallUnderWay, calls_under_way, log};
 
-use super::super::{connect, serve};
+use super::super::{connect, ranks, serve};
 use super::Order;
 use super::message::{Call, Message, Sender};
 use crate::exit::{Failure, Outcome};
-use crate::plan::{ConnectPlan, Plan, ServePlan};
+use crate::plan::{ConnectPlan, Plan, RanksPlan, ServePlan};
 use crate::sys;
 
 /// How often the parent is told that the child lives, and what the plugin is doing.
@@ -26,6 +26,7 @@ pub fn run(plan: Plan, order: &Order) -> Outcome {
     tell_that_alive(sender.clone())?;
     let outcome = match plan {
         Plan::Demo(plan) | Plan::Connect(plan) => connect_end(*plan, order, &sender),
+        Plan::Ranks(plan) => rank(*plan, order, &sender),
         Plan::Serve(plan) => serve_end(*plan, order, &sender),
         _ => Err(Failure::failed("internal error, please report: a child without a plugin")),
     };
@@ -45,6 +46,18 @@ fn connect_end(mut plan: ConnectPlan, order: &Order, sender: &Sender) -> Outcome
     connect::measure(&plan, &mut |news| sender.send(&Message::News(Box::new(news))), &|stage| {
         sender.send(&Message::Stage(stage.to_owned()))
     })
+}
+
+fn rank(mut plan: RanksPlan, order: &Order, sender: &Sender) -> Outcome {
+    if let Some(plugin) = &mut plan.bench.engine.plugin {
+        plugin.set_before.clone_from(&order.set_before);
+    }
+    if let Some((run_id, seed)) = &order.run {
+        (plan.bench.run_id, plan.bench.run.seed) = (run_id.clone(), *seed);
+    }
+    sender.send(&Message::Stage("while it was started".to_owned()));
+    let tell = &mut |news| sender.send(&Message::News(Box::new(news)));
+    ranks::measure(&plan, (tell, &|stage| sender.send(&Message::Stage(stage.to_owned()))))
 }
 
 fn serve_end(mut plan: ServePlan, order: &Order, sender: &Arc<Sender>) -> Outcome {

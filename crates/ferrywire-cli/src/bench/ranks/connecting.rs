@@ -1,0 +1,229 @@
+//! A rank of the first half: connects to its partners and drives, as `connect` does; rank 0 merges what all measured.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use ferrywire::Error;
+use ferrywire::orchestrator::Target;
+use ferrywire::topology::Topology;
+
+use super::super::connect::{self, Listeners, Part};
+use super::super::fleet::{Fleet, Pair};
+use super::super::layout;
+use super::super::link::Link;
+use super::super::protocol::Run;
+use super::super::report::{News, RankRow};
+use super::super::result::RankPair;
+use super::super::session::StepReport;
+use super::super::turns::Turns;
+use super::meeting::Meeting;
+use super::pairs;
+use super::words::{Entry, PairReport, Table};
+use crate::exit::{Failure, Outcome};
+use crate::plan::{ConnectPlan, RanksPlan};
+use crate::sys;
+
+/// Starts the endpoint, and moves data when all are ready.
+pub fn take_part(
+    plan: &RanksPlan,
+    meeting: &Arc<Meeting>,
+    start: Instant,
+    (tell, stage): Listeners<'_>,
+) -> Outcome {
+    let bench = &plan.bench;
+    let mut fleet = Fleet::start(&bench.engine, plan.own, None, bench.deadline, plan.setting())?;
+    let outcome = meeting.table(plan.place(Vec::new())).and_then(|table| {
+        table.run.check().map_err(Failure::Failed)?;
+        if plan.ranks.rank == 0 {
+            tell(News::Ranks(rows(&table)));
+        }
+        Connecting::prepare(plan, meeting, &mut fleet, &table, stage)?.converse(start, (tell, stage))
+    });
+    fleet.close();
+    outcome
+}
+
+/// A rank that is connected to its partners.
+struct Connecting<'a> {
+    meeting: &'a Meeting,
+    fleet: &'a Fleet,
+    bench: ConnectPlan,
+    /// All pairs of the run.
+    ranks: Vec<RankPair>,
+    gpus: Vec<(u32, u32)>,
+    /// Those of this rank, by their place among all.
+    own: Vec<usize>,
+    pairs: Vec<Pair>,
+    links: Vec<Link>,
+    /// This rank among the peers of each partner.
+    member: usize,
+    /// Where the pairs of this rank take turns.
+    turns: Option<Turns>,
+    run: Run,
+}
+
+impl<'a> Connecting<'a> {
+    fn prepare(
+        plan: &RanksPlan,
+        meeting: &'a Meeting,
+        fleet: &'a mut Fleet,
+        table: &Table,
+        stage: &dyn Fn(&str),
+    ) -> Outcome<Connecting<'a>> {
+        let rank = plan.ranks.rank;
+        let all = pairs::pairs(table.run.pattern, plan.ranks.world);
+        let own = pairs::from(&all, rank);
+        let partner = |at: &usize| &table.ranks[all[*at].1 as usize];
+        let boot_id = &table.ranks[rank as usize].boot_id;
+        let pair = |at: &usize| Pair {
+            endpoint: 0,
+            home: 0,
+            gpu: plan.gpu,
+            peer_gpu: partner(at).place.gpu,
+            addresses: candidates(partner(at), boot_id),
+        };
+        let mut own_pairs: Vec<Pair> = own.iter().map(pair).collect();
+        let members = own.first().map_or_else(Vec::new, |at| pairs::members(&all, all[*at].1));
+        let run = Run { peers: members.len(), fleet: false, ..table.run.clone() };
+        let mut bench = ConnectPlan { run_id: table.run_id.clone(), ..plan.bench.clone() };
+        bench.run = Run { memory: plan.own, ..run.clone() };
+        fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(own.len() as u64))?;
+        fleet.take_detours(&bench, &mut own_pairs)?;
+        let fleet = &*fleet;
+        meeting.watch_over(fleet.all_endpoints().to_vec(), None)?;
+        stage("while connecting");
+        let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
+        let connected = fleet.connect(own_pairs.iter().map(target).collect(), bench.deadline);
+        let peers = connected.inspect_err(|failure| {
+            let said = failure.message();
+            let reaches =
+                |pair: &Pair| pair.addresses.iter().any(|address| said.contains(&address.to_string()));
+            let missed = own_pairs.iter().position(reaches);
+            meeting.fail(missed.map(|at| all[own[at]].1), failure);
+        })?;
+        let links: Vec<Link> = peers.into_iter().map(|peer| Link::new(peer, bench.deadline)).collect();
+        let host = |rank: u32| table.ranks[rank as usize].host.clone();
+        let gpu = |rank: u32| table.ranks[rank as usize].place.gpu;
+        Ok(Connecting {
+            meeting,
+            fleet,
+            ranks: all
+                .iter()
+                .map(|(from, to)| RankPair { ranks: (*from, *to), hosts: (host(*from), host(*to)) })
+                .collect(),
+            gpus: all.iter().map(|(from, to)| (gpu(*from), gpu(*to))).collect(),
+            own,
+            pairs: own_pairs,
+            member: members.iter().position(|member| *member == rank).unwrap_or(0),
+            turns: run.as_seed.then(|| Turns::new(links.len())),
+            links,
+            run,
+            bench,
+        })
+    }
+
+    /// All conversations, each in a thread; the first in this one, which tells if this is rank 0.
+    fn converse(&self, start: Instant, listeners: Listeners<'_>) -> Outcome {
+        thread::scope(|scope| {
+            let further: Vec<_> = (1..self.own.len())
+                .map(|number| {
+                    let body = move || self.one(number, start, (&mut |_| {}, &|_| {}));
+                    thread::Builder::new().name(format!("pair-{number}")).spawn_scoped(scope, body)
+                })
+                .collect();
+            let mut outcome = self.one(0, start, listeners);
+            for spawned in further {
+                let of_one = match spawned {
+                    Ok(thread) => thread.join().unwrap_or_else(|_| {
+                        Err(Failure::failed("internal error, please report: a conversation panicked"))
+                    }),
+                    Err(error) => {
+                        let failure = Failure::failed(format!("cannot start a thread: {error}"));
+                        self.meeting.fail(None, &failure);
+                        Err(failure)
+                    }
+                };
+                outcome = outcome.and(of_one);
+            }
+            outcome
+        })
+    }
+
+    fn one(&self, number: usize, start: Instant, listeners: Listeners<'_>) -> Outcome {
+        let (pair, link, at) = (&self.pairs[number], &self.links[number], self.own[number]);
+        let tells = at == 0;
+        let part = Part {
+            number: self.member,
+            run: &self.run,
+            endpoint: &self.fleet.all_endpoints()[pair.endpoint],
+            home: &self.fleet.homes()[pair.home],
+            pairs: &self.gpus,
+            ranks: &self.ranks,
+            turns: self.turns.as_ref().map(|turns| (turns, number)),
+            tells,
+            merge: &|step, report| self.merge(at, step, report),
+        };
+        let outcome = connect::converse(&self.bench, &part, link, start, listeners);
+        if let Err(failure) = &outcome {
+            blame(self.meeting, link, self.ranks[at].ranks.1, failure);
+        }
+        connect::take_leave(link, &outcome);
+        outcome
+    }
+
+    /// Hands in what a pair measured; the first pair of all gets what all have.
+    fn merge(&self, pair: usize, step: usize, report: StepReport) -> Outcome<Option<StepReport>> {
+        let StepReport { members, serve, stages_s, verified_iterations } = report;
+        let of_this = |sides: &[_]| sides.get(self.member).cloned();
+        let (Some(near), Some(far)) = (of_this(&members), of_this(&serve)) else {
+            return Err(Failure::failed("internal error, please report: a report without this rank"));
+        };
+        self.meeting.report(PairReport { step, pair, near, far, verified_iterations })?;
+        if pair > 0 {
+            return Ok(None);
+        }
+        let all = self.meeting.reports(step)?;
+        let verified_iterations = all.iter().map(|one| one.verified_iterations).min().unwrap_or(0);
+        let (members, serve) = all.into_iter().map(|one| (one.near, one.far)).unzip();
+        Ok(Some(StepReport { members, serve, stages_s, verified_iterations }))
+    }
+}
+
+/// Says why a conversation ended, and whose doing that is: the partner's, when that is gone or has said so.
+pub fn blame(meeting: &Meeting, link: &Link, partner: u32, failure: &Failure) {
+    if let Some(why) = link.their_failure() {
+        return meeting.fail(Some(partner), &Failure::failed(why));
+    }
+    let is_gone = matches!(link.peer.error(), Some(Error::PeerLost { .. } | Error::PeerClosed { .. }));
+    meeting.fail((is_gone && *failure != Failure::Interrupted).then_some(partner), failure);
+}
+
+/// Addresses of a rank, likely ones first. On another host an address that is also one of this host's leads nowhere.
+fn candidates(there: &Entry, boot_id: &str) -> Vec<SocketAddr> {
+    let same_host = there.boot_id == boot_id;
+    let own: Vec<IpAddr> = sys::nic_addresses().into_iter().map(|(_, address)| address).collect();
+    let addresses = &there.place.addresses;
+    let leads_there =
+        |address: &&SocketAddr| same_host || !(address.ip().is_loopback() || own.contains(&address.ip()));
+    let mut likely: Vec<SocketAddr> = addresses.iter().filter(leads_there).copied().collect();
+    if likely.len() > 1 {
+        let topology = Topology::of_this_host();
+        let near = |address: &SocketAddr| {
+            topology.nics.iter().any(|nic| nic.up && !nic.loopback && nic.reaches(address.ip()))
+        };
+        likely.sort_by_key(|address| (address.ip().is_loopback(), !near(address)));
+    }
+    if likely.is_empty() { addresses.clone() } else { likely }
+}
+
+fn rows(table: &Table) -> Vec<RankRow> {
+    let row = |(rank, entry): (u32, &Entry)| RankRow {
+        rank,
+        host: entry.host.clone(),
+        local_rank: entry.local_rank,
+        memory: entry.place.memory.to_string(),
+    };
+    (0..).zip(&table.ranks).map(row).collect()
+}

@@ -1,0 +1,381 @@
+//! What rank 0 makes of what the ranks say: a table once all are there, a pass once all have arrived, an end.
+//!
+//! Turns values into values: it opens no socket and reads no clock.
+//! Invariant: the first failure ends the run, and nothing is said to all behind the end.
+//! Read next: [`super::meeting`], which carries the words.
+
+use std::collections::BTreeMap;
+
+use super::super::protocol::Run;
+use super::pairs;
+use super::words::{Card, Entry, Fault, PairReport, Place, Table, Word};
+
+/// Rank 0's books.
+#[derive(Debug)]
+pub struct Hub {
+    own: Card,
+    run_id: String,
+    run: Run,
+    pairs: Vec<(u32, u32)>,
+    cards: Vec<Option<Card>>,
+    places: Vec<Option<Place>>,
+    done: Vec<bool>,
+    arrived: usize,
+    passed: u64,
+    reports: BTreeMap<(usize, usize), PairReport>,
+    over: bool,
+}
+
+impl Hub {
+    /// Books for a world with rank 0's card and run.
+    pub fn new(own: Card, run_id: String, run: Run) -> Hub {
+        let world = own.world as usize;
+        let pairs = pairs::pairs(run.pattern, own.world);
+        Hub {
+            own,
+            run_id,
+            run,
+            pairs,
+            cards: vec![None; world],
+            places: vec![None; world],
+            done: vec![false; world],
+            arrived: 0,
+            passed: 0,
+            reports: BTreeMap::new(),
+            over: false,
+        }
+    }
+
+    /// Why somebody is not let in at all; the run goes on without.
+    pub fn refuses(&self, card: &Card) -> Option<String> {
+        let here = format!("rank 0 of a run of {} on {}", self.own.world, self.own.host);
+        match self.cards.get(card.rank as usize) {
+            None => Some(format!("this is {here}, which has no rank {}", card.rank)),
+            _ if card.job != self.own.job => Some(format!(
+                "this is {here}, which another launch has started: give each its own --rendezvous"
+            )),
+            Some(Some(known)) => Some(format!(
+                "this is {here}, whose rank {} is already there, on {}: two runs at one --rendezvous, or a --rank given twice",
+                card.rank, known.host
+            )),
+            Some(None) => None,
+        }
+    }
+
+    /// Takes what a rank says; gives what all are to hear.
+    pub fn take(&mut self, from: u32, word: Word) -> Option<Word> {
+        if self.over {
+            return None;
+        }
+        match word {
+            Word::Join(card) => self.join(*card),
+            Word::Here(place) => self.here(from, *place),
+            Word::Arrived => {
+                self.arrived += 1;
+                if self.arrived < pairs::serving(&self.pairs) {
+                    return None;
+                }
+                self.arrived = 0;
+                self.passed += 1;
+                Some(Word::Pass(self.passed))
+            }
+            Word::Step(report) => {
+                self.reports.insert((report.step, report.pair), *report);
+                None
+            }
+            Word::Done => {
+                self.done[from as usize] = true;
+                let all = self.done.iter().all(|done| *done);
+                all.then(|| self.end(None))
+            }
+            Word::Failed { blamed: Some(rank), why } if rank != from => {
+                let why = format!("{why} (so says {})", self.named(from));
+                Some(self.fault(rank, why))
+            }
+            Word::Failed { why, .. } => Some(self.fault(from, why)),
+            Word::Table(_) | Word::Pass(_) | Word::Over(_) => {
+                Some(self.fault(from, "it speaks as only rank 0 may: is it the same version?".to_owned()))
+            }
+        }
+    }
+
+    /// A rank is gone.
+    pub fn lost(&mut self, rank: u32, why: &str) -> Option<Word> {
+        (!self.over).then(|| self.fault(rank, why.to_owned()))
+    }
+
+    /// The time for all to come is up: says who is missing.
+    pub fn late(&mut self, waited_s: f64) -> Option<Word> {
+        let missing = |of: &dyn Fn(usize) -> bool| (0..self.cards.len()).find(|at| !of(*at));
+        let came = self.cards.iter().flatten().count();
+        let absent = missing(&|at| self.cards[at].is_some());
+        let unready = missing(&|at| self.places[at].is_some());
+        let (rank, why) = match (absent, unready) {
+            (Some(rank), _) => {
+                let all = self.cards.len();
+                (
+                    rank,
+                    format!(
+                        "it has not come within {waited_s:.0} s (--deadline); {came} of {all} ranks are here"
+                    ),
+                )
+            }
+            (None, Some(rank)) => (rank, format!("it has not got ready within {waited_s:.0} s (--deadline)")),
+            (None, None) => return None,
+        };
+        self.lost(rank as u32, &why)
+    }
+
+    /// The reports of all pairs on a size, once they are there.
+    pub fn step(&mut self, step: usize) -> Option<Vec<PairReport>> {
+        let all = self.pairs.len();
+        if !(0..all).all(|pair| self.reports.contains_key(&(step, pair))) {
+            return None;
+        }
+        (0..all).map(|pair| self.reports.remove(&(step, pair))).collect()
+    }
+
+    fn join(&mut self, card: Card) -> Option<Word> {
+        let rank = card.rank;
+        let wrong = self.differs(&card);
+        self.cards[rank as usize] = Some(card);
+        wrong.map(|why| self.fault(rank, why))
+    }
+
+    /// How a rank does not fit to rank 0.
+    fn differs(&self, card: &Card) -> Option<String> {
+        let own = &self.own;
+        if (card.protocol, &card.version) != (own.protocol, &own.version) {
+            return Some(format!(
+                "it is ferrywire {} (bench version {}), and rank 0 {} ({}): install the same on all hosts",
+                card.version, card.protocol, own.version, own.protocol
+            ));
+        }
+        if card.world != own.world {
+            return Some(format!("its --world is {}, and that of rank 0 {}", card.world, own.world));
+        }
+        let names = own.options.keys().chain(card.options.keys());
+        let shown = |value: Option<&String>| value.map_or_else(|| "not given".to_owned(), String::clone);
+        let mut differing = names.filter(|name| own.options.get(*name) != card.options.get(*name));
+        differing.next().map(|name| {
+            let (theirs, ours) = (shown(card.options.get(name)), shown(own.options.get(name)));
+            format!("its --{name} is {theirs}, and that of rank 0 {ours}: give all ranks the same options")
+        })
+    }
+
+    fn here(&mut self, from: u32, place: Place) -> Option<Word> {
+        self.places[from as usize] = Some(place);
+        if self.places.iter().any(Option::is_none) {
+            return None;
+        }
+        if let Some((rank, why)) = self.unlike() {
+            return Some(self.fault(rank, why));
+        }
+        let entry = |(card, place): (&Option<Card>, &Option<Place>)| {
+            let (card, place) = (card.clone()?, place.clone()?);
+            Some(Entry { host: card.host, boot_id: card.boot_id, local_rank: card.local_rank, place })
+        };
+        let ranks: Vec<Entry> = self.cards.iter().zip(&self.places).filter_map(entry).collect();
+        let half = ranks.len() / 2;
+        let run = Run {
+            memory: ranks[0].place.memory,
+            peer_memory: Some(ranks[half].place.memory),
+            ..self.run.clone()
+        };
+        Some(Word::Table(Box::new(Table { run_id: self.run_id.clone(), run, ranks })))
+    }
+
+    /// The first rank whose bytes lie in another kind of memory than those of its half's first.
+    fn unlike(&self) -> Option<(u32, String)> {
+        let half = self.places.len() / 2;
+        let kind = |at: usize| self.places[at].as_ref().map(|place| place.memory.on(0));
+        let found = (0..self.places.len()).find(|at| kind(*at) != kind(at / half * half))?;
+        let first = found / half * half;
+        let shown = |at: usize| kind(at).map_or_else(String::new, |memory| memory.kind().to_owned());
+        let why = format!(
+            "its bytes lie in {} memory, and those of rank {first} in {}: say which with --memory and --peer-memory",
+            shown(found),
+            shown(first)
+        );
+        Some((found as u32, why))
+    }
+
+    fn fault(&mut self, rank: u32, why: String) -> Word {
+        let host = self.cards.get(rank as usize).and_then(Option::as_ref).map(|card| card.host.clone());
+        self.end(Some(Fault { rank, host, why }))
+    }
+
+    fn named(&self, rank: u32) -> String {
+        match self.cards.get(rank as usize).and_then(Option::as_ref) {
+            Some(card) => format!("rank {rank} on {}", card.host),
+            None => format!("rank {rank}"),
+        }
+    }
+
+    fn end(&mut self, fault: Option<Fault>) -> Word {
+        self.over = true;
+        Word::Over(fault)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::protocol;
+    use super::*;
+    use crate::args::{Op, Pattern, Verify};
+    use crate::memory::Memory;
+
+    fn card(rank: u32) -> Card {
+        Card {
+            rank,
+            world: 4,
+            local_rank: rank % 2,
+            host: format!("h{}", rank / 2),
+            boot_id: format!("b{}", rank / 2),
+            protocol: protocol::VERSION,
+            version: "1".to_owned(),
+            job: Some("j".to_owned()),
+            options: BTreeMap::from([("sizes".to_owned(), "4K".to_owned())]),
+        }
+    }
+
+    fn place(memory: Memory) -> Word {
+        Word::Here(Box::new(Place { addresses: Vec::new(), memory, gpu: 0 }))
+    }
+
+    fn run(pattern: Pattern) -> Run {
+        Run {
+            op: Op::Write,
+            pattern,
+            memory: Memory::Host,
+            peer_memory: None,
+            unpack: None,
+            sizes: vec![8],
+            depth: None,
+            blocks: None,
+            peers: 1,
+            fleet: false,
+            as_seed: false,
+            iters: Some(1),
+            seconds: None,
+            warmup: None,
+            verify: Verify::All,
+            deadline_s: 1.0,
+            seed: 1,
+        }
+    }
+
+    /// A run of four ranks, of which so many have come.
+    fn hub(pattern: Pattern, came: u32) -> Hub {
+        let mut hub = Hub::new(card(0), "r".to_owned(), run(pattern));
+        for rank in 0..came {
+            assert!(hub.take(rank, Word::Join(Box::new(card(rank)))).is_none());
+        }
+        hub
+    }
+
+    fn fault(word: Option<Word>) -> String {
+        match word {
+            Some(Word::Over(Some(fault))) => fault.to_string(),
+            other => panic!("{other:?} is no fault"),
+        }
+    }
+
+    #[test]
+    fn all_hear_the_table_when_the_last_is_ready() {
+        let mut hub = hub(Pattern::Pair, 4);
+        for rank in 0..3 {
+            let memory = if rank < 2 { Memory::Sim(rank) } else { Memory::Host };
+            assert!(hub.take(rank, place(memory)).is_none());
+        }
+        let Some(Word::Table(table)) = hub.take(3, place(Memory::Host)) else { panic!("no table") };
+        assert_eq!((table.run.memory, table.run.peer_memory), (Memory::Sim(0), Some(Memory::Host)));
+        let hosts: Vec<&str> = table.ranks.iter().map(|entry| entry.host.as_str()).collect();
+        assert_eq!(hosts, ["h0", "h0", "h1", "h1"]);
+    }
+
+    #[test]
+    fn all_pass_when_every_serving_rank_has_arrived() {
+        let mut pairs = hub(Pattern::Pair, 4);
+        for turn in 1..3 {
+            assert!(pairs.take(2, Word::Arrived).is_none());
+            assert!(matches!(pairs.take(3, Word::Arrived), Some(Word::Pass(passed)) if passed == turn));
+        }
+        assert!(matches!(hub(Pattern::Incast, 4).take(2, Word::Arrived), Some(Word::Pass(1))));
+    }
+
+    #[test]
+    fn reports_are_given_when_those_of_all_pairs_are_there() {
+        let mut hub = hub(Pattern::Pair, 4);
+        let report = |step, pair| {
+            let (near, far) = Default::default();
+            Word::Step(Box::new(PairReport { step, pair, near, far, verified_iterations: pair as u64 }))
+        };
+        for (rank, step, pair) in [(1, 0, 1), (1, 1, 1), (0, 0, 0)] {
+            assert!(hub.take(rank, report(step, pair)).is_none());
+        }
+        let found = hub.step(0).expect("both pairs");
+        assert_eq!(found.iter().map(|one| one.verified_iterations).collect::<Vec<_>>(), [0, 1]);
+        assert!(hub.step(0).is_none() && hub.step(1).is_none());
+    }
+
+    #[test]
+    fn the_run_is_over_when_all_are_done_or_one_has_failed() {
+        let mut well = hub(Pattern::Pair, 4);
+        assert!((0..3).all(|rank| well.take(rank, Word::Done).is_none()));
+        assert!(matches!(well.take(3, Word::Done), Some(Word::Over(None))));
+        assert!(well.lost(2, "it left").is_none(), "nothing is said behind the end");
+        let failed = |blamed| Word::Failed { blamed, why: "it broke".to_owned() };
+        assert_eq!(fault(hub(Pattern::Pair, 4).take(1, failed(None))), "rank 1 (h0): it broke");
+        let blamed = fault(hub(Pattern::Pair, 4).take(1, failed(Some(3))));
+        assert_eq!(blamed, "rank 3 (h1): it broke (so says rank 1 on h0)");
+        let mut first = hub(Pattern::Pair, 4);
+        assert_eq!(fault(first.lost(2, "it is gone")), "rank 2 (h1): it is gone");
+        assert!(first.take(1, failed(None)).is_none(), "the first failure is the one");
+    }
+
+    #[test]
+    fn ranks_that_do_not_fit_are_named() {
+        let join = |change: &dyn Fn(&mut Card)| {
+            let mut odd = card(2);
+            change(&mut odd);
+            fault(hub(Pattern::Pair, 2).take(2, Word::Join(Box::new(odd))))
+        };
+        let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
+        assert_eq!(
+            said,
+            "rank 2 (h1): its --sizes is 8K, and that of rank 0 4K: give all ranks the same options"
+        );
+        let said = join(&|card| drop(card.options.insert("op".to_owned(), "read".to_owned())));
+        assert!(said.contains("its --op is read, and that of rank 0 not given"), "{said}");
+        let said = join(&|card| card.version = "2".to_owned());
+        assert!(said.contains("it is ferrywire 2") && said.contains("install the same"), "{said}");
+        assert!(join(&|card| card.world = 8).contains("its --world is 8, and that of rank 0 4"));
+        let mut unlike = hub(Pattern::Pair, 4);
+        let memory = |rank| if rank == 3 { Memory::Host } else { Memory::Cuda(rank) };
+        let last = (0..4).filter_map(|rank| unlike.take(rank, place(memory(rank)))).last();
+        assert!(
+            fault(last).starts_with("rank 3 (h1): its bytes lie in host memory, and those of rank 2 in cuda")
+        );
+    }
+
+    #[test]
+    fn strangers_are_not_let_in_and_end_nothing() {
+        let hub = hub(Pattern::Pair, 2);
+        assert_eq!(hub.refuses(&card(2)), None);
+        let twice = hub.refuses(&card(1)).expect("it is there");
+        assert!(twice.contains("rank 0 of a run of 4 on h0, whose rank 1 is already there"), "{twice}");
+        let beyond = hub.refuses(&Card { rank: 7, ..card(3) }).expect("no such rank");
+        assert!(beyond.contains("has no rank 7"), "{beyond}");
+        let other = hub.refuses(&Card { job: Some("k".to_owned()), ..card(3) }).expect("another run");
+        assert!(other.contains("another launch"), "{other}");
+    }
+
+    #[test]
+    fn the_first_that_is_missing_is_named() {
+        assert!(fault(hub(Pattern::Pair, 3).late(9.6)).starts_with("rank 3: it has not come within 10 s"));
+        let mut unready = hub(Pattern::Pair, 4);
+        assert!(unready.take(0, place(Memory::Host)).is_none());
+        assert!(fault(unready.late(1.0)).starts_with("rank 1 (h0): it has not got ready"));
+    }
+}

@@ -1,0 +1,525 @@
+//! Where the ranks of a run meet: at rank 0. Every rank has one conversation with it, beside those in which it moves data.
+//!
+//! A thread for each conversation takes in what is said; whoever needs something of it waits here. When the run is over
+//! before its time, the endpoints that move data are closed, so that nobody waits in them for long.
+//! Invariant: a wait here ends when the run is over, on Ctrl-C, or when rank 0 is gone; and a rank says only once why it
+//! cannot go on.
+//! Read next: [`super::hub`], which decides; [`super::words`].
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Endpoint, Error, Peer};
+
+use super::super::connect;
+use super::super::gate::Gate;
+use super::super::link::{CLOSE_DEADLINE, Link, SLICE};
+use super::super::protocol::Message;
+use super::hub::Hub;
+use super::words::{Card, Fault, PairReport, Place, Table, Word};
+use crate::exit::{Failure, Outcome};
+use crate::plan::RanksPlan;
+use crate::sys;
+
+/// Between two attempts to reach rank 0, which may start later.
+const DIAL_INTERVAL: Duration = Duration::from_millis(100);
+/// How often a connection on its way is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+/// A rank that has failed waits so long to hear what ended the run.
+const VERDICT_WAIT: Duration = Duration::from_secs(5);
+/// Endpoints of a run that has failed have so long to finish.
+const RETREAT: Duration = Duration::from_millis(500);
+
+/// One rank's place at the meeting.
+pub struct Meeting {
+    card: Card,
+    deadline: Duration,
+    endpoint: Endpoint,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// At rank 0 one for each rank, else the one to rank 0.
+    links: Mutex<Vec<Option<Arc<Link>>>>,
+    arrivals: AtomicU64,
+    since: Instant,
+}
+
+#[derive(Default)]
+struct State {
+    /// At rank 0.
+    hub: Option<Hub>,
+    table: Option<Arc<Table>>,
+    passed: u64,
+    over: Option<Option<Fault>>,
+    /// Why this rank cannot go on, and whom it blames.
+    own: Option<(Option<u32>, Failure)>,
+    /// What is closed when the run fails.
+    at_work: Vec<Endpoint>,
+    gate: Option<Arc<Gate>>,
+}
+
+impl Meeting {
+    /// Opens the meeting, or comes to it.
+    pub fn begin(plan: &RanksPlan) -> Outcome<Arc<Meeting>> {
+        let card = plan.card();
+        let me = named(&card);
+        match card.rank {
+            0 => Meeting::open(plan, card),
+            _ => Meeting::come(plan, card),
+        }
+        .map_err(|failure| prefixed(&me, failure))
+    }
+
+    fn open(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
+        let endpoint = endpoint(plan, &card, true)?;
+        let hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
+        let links = (0..card.world).map(|_| None).collect();
+        let meeting = Arc::new(Meeting::new(plan, card.clone(), endpoint, Some(hub), links));
+        meeting.hear(0, Word::Join(Box::new(card)));
+        let doorkeeper = meeting.clone();
+        spawn("rank-door", move || doorkeeper.let_in())?;
+        Ok(meeting)
+    }
+
+    fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
+        let endpoint = endpoint(plan, &card, false)?;
+        let link = Arc::new(Link::new(dial(&endpoint, plan)?, plan.bench.deadline));
+        link.tell(&Message::Rank(Box::new(Word::Join(Box::new(card.clone())))))?;
+        let meeting = Arc::new(Meeting::new(plan, card, endpoint, None, vec![Some(link.clone())]));
+        let listener = meeting.clone();
+        spawn("rank-0", move || listener.listen_to_rank_0(&link))?;
+        Ok(meeting)
+    }
+
+    fn new(
+        plan: &RanksPlan,
+        card: Card,
+        endpoint: Endpoint,
+        hub: Option<Hub>,
+        links: Vec<Option<Arc<Link>>>,
+    ) -> Meeting {
+        Meeting {
+            card,
+            deadline: plan.bench.deadline,
+            endpoint,
+            state: Mutex::new(State { hub, ..State::default() }),
+            changed: Condvar::new(),
+            links: Mutex::new(links),
+            arrivals: AtomicU64::new(0),
+            since: Instant::now(),
+        }
+    }
+
+    /// Says where this rank is found; gives who is who when all have.
+    pub fn table(&self, place: Place) -> Outcome<Arc<Table>> {
+        self.say(Word::Here(Box::new(place)))?;
+        let is_hub = self.card.rank == 0;
+        // Rank 0 may have started as much later as it then waits.
+        let limit = if is_hub { self.deadline } else { self.deadline.saturating_mul(2) + VERDICT_WAIT };
+        if let Some(table) = self.wait(Some(limit), &|| {}, |state| state.table.clone())? {
+            return Ok(table);
+        }
+        if is_hub {
+            let word = self.lock().hub.as_mut().and_then(|hub| hub.late(limit.as_secs_f64()));
+            self.tell_all(word);
+        }
+        let table = self.wait(Some(Duration::ZERO), &|| {}, |state| state.table.clone())?;
+        table.ok_or_else(|| Failure::failed(format!("rank 0 has not begun the run within {limit:?}")))
+    }
+
+    /// What is closed, and who is told, when the run fails.
+    pub fn watch_over(&self, at_work: Vec<Endpoint>, gate: Option<Arc<Gate>>) -> Outcome {
+        let mut state = self.lock();
+        (state.at_work, state.gate) = (at_work, gate);
+        drop(state);
+        self.check()
+    }
+
+    /// Fails when the run has.
+    pub fn check(&self) -> Outcome {
+        self.wait(Some(Duration::ZERO), &|| {}, |_| Some(())).map(drop)
+    }
+
+    /// Waits until every serving rank is here; `tick` is called from time to time.
+    pub fn pass(&self, tick: &dyn Fn()) -> Outcome {
+        let turn = self.arrivals.fetch_add(1, Ordering::Relaxed) + 1;
+        self.say(Word::Arrived)?;
+        self.wait(None, tick, |state| (state.passed >= turn).then_some(())).map(drop)
+    }
+
+    /// Hands in what a pair measured.
+    pub fn report(&self, report: PairReport) -> Outcome {
+        self.say(Word::Step(Box::new(report)))
+    }
+
+    /// What all pairs measured in a size; for rank 0.
+    pub fn reports(&self, step: usize) -> Outcome<Vec<PairReport>> {
+        let found = self.wait(None, &|| {}, |state| state.hub.as_mut()?.step(step))?;
+        found.ok_or_else(|| Failure::failed("internal error, please report: a wait without an end has ended"))
+    }
+
+    /// This rank cannot go on; says so to all, once, and gives them time to hear it: what it does next ends conversations
+    /// of others, who would take that for the cause.
+    pub fn fail(&self, blamed: Option<u32>, failure: &Failure) {
+        let mut state = self.lock();
+        if state.own.is_some() || state.over.is_some() {
+            return;
+        }
+        state.own = Some((blamed, failure.clone()));
+        drop(state);
+        let word = Word::Failed { blamed, why: failure.first_line() };
+        match self.card.rank {
+            0 => self.hear(0, word),
+            // Rank 0 may be gone.
+            _ => drop(self.link_to_rank_0().and_then(|link| link.say(&Message::Rank(Box::new(word))))),
+        }
+        self.await_verdict();
+    }
+
+    /// Waits for the end of the run, and leaves; gives how it ended.
+    pub fn finish(&self, outcome: Outcome) -> Outcome {
+        let is_over = |state: &mut State| state.over.clone();
+        let outcome = match outcome {
+            Ok(()) => self.say(Word::Done).and_then(|()| self.wait(None, &|| {}, is_over)).map(drop),
+            failed => failed,
+        };
+        let outcome = outcome.map_err(|failure| {
+            self.fail(None, &failure);
+            self.verdict(failure)
+        });
+        if self.card.rank == 0 {
+            self.see_all_off();
+        }
+        let _ = self.endpoint.close(CLOSE_DEADLINE);
+        outcome
+    }
+
+    /// Rank 0 leaves last, so that everybody hears how it ended; also those that come when it is over.
+    fn see_all_off(&self) {
+        let mut all_came = None;
+        loop {
+            let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let others = &links[1..];
+            if others.iter().all(Option::is_some)
+                || self.since.elapsed() > self.deadline
+                || sys::interrupted()
+            {
+                all_came.get_or_insert(Instant::now());
+            }
+            let left = others.iter().flatten().all(|link| link.peer.error().is_some());
+            if all_came.is_some_and(|since| left || since.elapsed() > VERDICT_WAIT) {
+                return;
+            }
+            thread::sleep(LOOK_INTERVAL);
+        }
+    }
+
+    /// Also after Ctrl-C.
+    fn await_verdict(&self) {
+        let until = Instant::now() + VERDICT_WAIT;
+        let mut state = self.lock();
+        while state.over.is_none() && Instant::now() < until {
+            state = self.changed.wait_timeout(state, SLICE).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// What this rank says of a run that has failed.
+    fn verdict(&self, failure: Failure) -> Failure {
+        if failure == Failure::Interrupted {
+            return failure;
+        }
+        let state = self.lock();
+        let blamed =
+            state.own.as_ref().and_then(|(blamed, _)| *blamed).filter(|rank| *rank != self.card.rank);
+        match (&state.over, blamed) {
+            (Some(Some(fault)), _) if fault.rank != self.card.rank => Failure::failed(fault.to_string()),
+            (None, Some(rank)) => {
+                let host = state.table.as_ref().map(|table| table.ranks[rank as usize].host.clone());
+                Failure::failed(Fault { rank, host, why: failure.message() }.to_string())
+            }
+            // What ended it was this rank's own failure, told with all that may help.
+            (over, _) => match (&state.own, over) {
+                (Some((_, own)), _) => prefixed(&named(&self.card), own.clone()),
+                (None, Some(Some(fault))) => Failure::failed(fault.to_string()),
+                (None, _) => prefixed(&named(&self.card), failure),
+            },
+        }
+    }
+
+    /// To rank 0, wherever that is; delivered when it returns.
+    fn say(&self, word: Word) -> Outcome {
+        if self.card.rank == 0 {
+            self.hear(0, word);
+            return Ok(());
+        }
+        let link = self.link_to_rank_0()?;
+        link.tell(&Message::Rank(Box::new(word))).map_err(|failure| match self.check() {
+            Err(known) => known,
+            Ok(()) => failure,
+        })
+    }
+
+    fn link_to_rank_0(&self) -> Outcome<Arc<Link>> {
+        let link = self.links.lock().unwrap_or_else(PoisonError::into_inner)[0].clone();
+        link.ok_or_else(|| Failure::failed("internal error, please report: no link to rank 0"))
+    }
+
+    /// Rank 0 hears a word.
+    fn hear(&self, from: u32, word: Word) {
+        let to_all = self.lock().hub.as_mut().and_then(|hub| hub.take(from, word));
+        self.tell_all(to_all);
+    }
+
+    /// What rank 0 has decided goes to everybody, itself included.
+    fn tell_all(&self, word: Option<Word>) {
+        let Some(word) = word else { return };
+        let links = self.links.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let message = Message::Rank(Box::new(word.clone()));
+        // Whoever is gone is noticed by its own listener.
+        links.iter().flatten().for_each(|link| drop(link.say(&message)));
+        // Last: once it is over, rank 0 leaves.
+        self.apply(word);
+    }
+
+    /// Takes in what rank 0 has decided.
+    fn apply(&self, word: Word) {
+        let mut state = self.lock();
+        match word {
+            Word::Table(table) => state.table = Some(Arc::from(table)),
+            Word::Pass(passed) => state.passed = state.passed.max(passed),
+            Word::Over(fault) => {
+                state.over.get_or_insert(fault);
+            }
+            _ => {}
+        }
+        let failed = state.over.clone().flatten();
+        let (at_work, gate) = match failed {
+            Some(_) => (std::mem::take(&mut state.at_work), state.gate.take()),
+            None => Default::default(),
+        };
+        drop(state);
+        self.changed.notify_all();
+        if let (Some(gate), Some(fault)) = (gate, &failed) {
+            gate.fail(&fault.to_string());
+        }
+        if !at_work.is_empty() {
+            // Whoever waits in them is told by an error.
+            thread::spawn(move || at_work.iter().for_each(|endpoint| drop(endpoint.close(RETREAT))));
+        }
+    }
+
+    fn wait<T>(
+        &self,
+        limit: Option<Duration>,
+        tick: &dyn Fn(),
+        mut look: impl FnMut(&mut State) -> Option<T>,
+    ) -> Outcome<Option<T>> {
+        let since = Instant::now();
+        let mut state = self.lock();
+        loop {
+            if let Some(Some(fault)) = &state.over {
+                return Err(Failure::failed(fault.to_string()));
+            }
+            if let Some(found) = look(&mut state) {
+                return Ok(Some(found));
+            }
+            if sys::interrupted() {
+                return Err(Failure::Interrupted);
+            }
+            if limit.is_some_and(|limit| since.elapsed() >= limit) {
+                return Ok(None);
+            }
+            state = self.changed.wait_timeout(state, SLICE).unwrap_or_else(PoisonError::into_inner).0;
+            tick();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Threads that listen.
+impl Meeting {
+    fn listen_to_rank_0(&self, link: &Link) {
+        loop {
+            match link.hear_soon() {
+                Ok(None) => {}
+                Ok(Some(Message::Rank(word))) => self.apply(*word),
+                Ok(Some(_)) => return self.rank_0_is_gone(&link.strange("no word of a rank")),
+                Err(failure) => return self.rank_0_is_gone(&failure),
+            }
+            if self.lock().over.is_some() {
+                return;
+            }
+        }
+    }
+
+    fn rank_0_is_gone(&self, failure: &Failure) {
+        let host = self.lock().table.as_ref().map(|table| table.ranks[0].host.clone());
+        self.apply(Word::Over(Some(Fault { rank: 0, host, why: failure.first_line() })));
+    }
+
+    /// Rank 0 takes in whoever comes, until it closes.
+    fn let_in(self: &Arc<Meeting>) {
+        loop {
+            match self.endpoint.accept(SLICE) {
+                Ok(peer) => {
+                    let meeting = self.clone();
+                    if let Err(failure) = spawn("rank", move || meeting.receive(peer)) {
+                        eprintln!("error: {}", failure.message());
+                    }
+                }
+                Err(Error::Closed) => return,
+                Err(_) => {}
+            }
+        }
+    }
+
+    fn receive(&self, peer: Peer) {
+        let link = Arc::new(Link::new(peer, self.deadline));
+        let card = match link.hear() {
+            Ok(Message::Rank(word)) => match *word {
+                Word::Join(card) => card,
+                _ => {
+                    return link
+                        .tell_last(&Message::Refused { why: "ranks begin with their card".to_owned() });
+                }
+            },
+            Ok(_) => {
+                let why =
+                    "this is where the ranks of a run meet, no serve: connect to another port".to_owned();
+                return link.tell_last(&Message::Refused { why });
+            }
+            Err(_) => return,
+        };
+        let rank = card.rank;
+        let to_all = match self.join(card) {
+            Ok(to_all) => to_all,
+            Err(why) => return link.tell_last(&Message::Refused { why }),
+        };
+        self.links.lock().unwrap_or_else(PoisonError::into_inner)[rank as usize] = Some(link.clone());
+        self.tell_all(to_all);
+        if let Some(over) = self.lock().over.clone() {
+            let _ = link.say(&Message::Rank(Box::new(Word::Over(over))));
+        }
+        self.listen_to(rank, &link);
+    }
+
+    fn join(&self, card: Box<Card>) -> Result<Option<Word>, String> {
+        let mut state = self.lock();
+        let Some(hub) = state.hub.as_mut() else { return Ok(None) };
+        match hub.refuses(&card) {
+            Some(why) => Err(why),
+            None => Ok(hub.take(card.rank, Word::Join(card))),
+        }
+    }
+
+    fn listen_to(&self, rank: u32, link: &Link) {
+        loop {
+            match link.hear_soon() {
+                Ok(None) => {}
+                Ok(Some(Message::Rank(word))) => self.hear(rank, *word),
+                Ok(Some(_)) => return self.is_gone(rank, &link.strange("no word of a rank")),
+                Err(failure) => return self.is_gone(rank, &failure),
+            }
+        }
+    }
+
+    fn is_gone(&self, rank: u32, failure: &Failure) {
+        let word = self.lock().hub.as_mut().and_then(|hub| hub.lost(rank, &failure.first_line()));
+        self.tell_all(word);
+    }
+}
+
+/// A rank and its host, in words.
+fn named(card: &Card) -> String {
+    format!("rank {} ({})", card.rank, card.host)
+}
+
+fn prefixed(name: &str, failure: Failure) -> Failure {
+    match failure {
+        Failure::Usage(why) => Failure::Usage(format!("{name}: {why}")),
+        Failure::Failed(why) => Failure::Failed(format!("{name}: {why}")),
+        Failure::Interrupted => Failure::Interrupted,
+    }
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
+    spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
+}
+
+/// The endpoint for the meeting alone: what it says is little.
+fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
+    let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
+    if let Some(secret) = &plan.bench.engine.secret {
+        builder = builder.secret(secret.clone());
+    }
+    if listens {
+        builder = builder.listen(plan.listen);
+    }
+    builder.build().map_err(|error| match error {
+        Error::Invalid { .. } => Failure::Usage(error.to_string()),
+        Error::Io { .. } if listens => Failure::failed(format!(
+            "cannot wait for the other ranks at {}: {error}\nlikely: another run does; try: another port with --rendezvous \
+             ADDR:PORT, the same for all ranks",
+            plan.listen
+        )),
+        other => other.into(),
+    })
+}
+
+/// Reaches rank 0, which may start later.
+fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
+    let since = Instant::now();
+    loop {
+        let mut last = None;
+        for address in &plan.meeting {
+            match dial_once(endpoint, *address, since, plan.bench.deadline)? {
+                Ok(peer) => return Ok(peer),
+                // Nobody will think otherwise later.
+                Err(error @ (Error::Refused { .. } | Error::Invalid { .. })) => {
+                    return Err(connect::explain(error));
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        if since.elapsed() >= plan.bench.deadline {
+            let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
+            let waited_s = plan.bench.deadline.as_secs_f64();
+            return Err(Failure::failed(format!(
+                "rank 0 was not reached within {waited_s:.0} s (--deadline): {why}\nlikely: rank 0 has not started or has \
+                 ended, a firewall drops the port, or it waits elsewhere (--rendezvous, the same for all ranks)"
+            )));
+        }
+        pause(DIAL_INTERVAL)?;
+    }
+}
+
+fn dial_once(
+    endpoint: &Endpoint,
+    address: std::net::SocketAddr,
+    since: Instant,
+    deadline: Duration,
+) -> Outcome<ferrywire::Result<Peer>> {
+    let connecting = match endpoint.connecting(address) {
+        Ok(connecting) => connecting,
+        Err(error) => return Ok(Err(error)),
+    };
+    loop {
+        if let Some(result) = connecting.poll() {
+            return Ok(result);
+        }
+        if since.elapsed() >= deadline {
+            return Ok(Err(Error::Deadline { what: format!("connecting to {address}"), waited: deadline }));
+        }
+        pause(LOOK_INTERVAL)?;
+    }
+}
+
+fn pause(time: Duration) -> Outcome {
+    thread::sleep(time);
+    if sys::interrupted() { Err(Failure::Interrupted) } else { Ok(()) }
+}

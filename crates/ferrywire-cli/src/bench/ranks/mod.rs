@@ -1,0 +1,106 @@
+//! One process of a run of several, as torchrun, mpirun or srun starts them: the first half of the ranks connects, the
+//! second serves, rank 0 tells.
+//!
+//! ```text
+//!   rank 0 ───────────── data ─────────────▶ rank W/2          each rank: an endpoint for its GPU
+//!   rank 1 ───────────── data ─────────────▶ rank W/2 + 1
+//!     └── meeting at rank 0: who is where, start and end of each timed part, what was measured, why it is over
+//! ```
+//!
+//! What two ranks do with each other is what `connect` and `serve` do. All start and end each timed part together.
+//! Invariant: whatever happens to one rank, all others end too, and say which it was.
+//! Read next: [`words`], [`hub`], [`meeting`], then [`connecting`] and [`serving`].
+
+pub mod connecting;
+pub mod hub;
+pub mod meeting;
+pub mod pairs;
+pub mod serving;
+pub mod words;
+
+use std::time::Instant;
+
+use super::connect::Listeners;
+use super::fleet::Setting;
+use super::host::Host;
+use super::isolated;
+use super::protocol;
+use super::report::{Output, Record};
+use crate::exit::Outcome;
+use crate::plan::RanksPlan;
+use meeting::Meeting;
+use words::{Card, Place};
+
+/// Most processes of a run: rank 0 speaks with each.
+pub const WORLD_MAX: u32 = 1024;
+
+/// Takes part; rank 0 prints and stores, also what was finished before a failure.
+pub fn run(plan: &RanksPlan) -> Outcome {
+    let output = Output::open(&plan.bench)?;
+    let mut record = Record::new(&plan.bench);
+    let tells = plan.ranks.rank == 0;
+    let environment = match plan.bench.engine.plugin {
+        Some(_) => isolated::environment(&plan.bench.engine, None)?,
+        None => Vec::new(),
+    };
+    record.note_environment(&environment);
+    if plan.bench.verbose && tells {
+        eprint!("{}{}", record.effective_values(), isolated::shown(&environment));
+    }
+    let outcome = match plan.bench.engine.plugin {
+        Some(_) => isolated::connect(&plan.bench, &environment, &mut record),
+        None => measure(plan, (&mut |news| record.take(news), &|_| {})),
+    };
+    if tells {
+        output.finish(&record, &outcome)?;
+    }
+    outcome
+}
+
+/// Meets the others and does this rank's part.
+pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
+    let start = Instant::now();
+    // Before there are threads, see `endpoint` in the module above.
+    let opened = plan.own.open();
+    stage("while meeting the other ranks");
+    let meeting = Meeting::begin(plan)?;
+    let outcome = opened.and_then(|_home| match plan.connects() {
+        true => connecting::take_part(plan, &meeting, start, (tell, stage)),
+        false => serving::take_part(plan, &meeting),
+    });
+    stage("while leaving the other ranks");
+    meeting.finish(outcome)
+}
+
+impl RanksPlan {
+    /// Whether this rank is of the half that connects.
+    pub fn connects(&self) -> bool {
+        self.ranks.rank < self.ranks.world / 2
+    }
+
+    /// How it introduces itself.
+    pub fn card(&self) -> Card {
+        let here = Host::this();
+        Card {
+            rank: self.ranks.rank,
+            world: self.ranks.world,
+            local_rank: self.ranks.local_rank,
+            host: here.hostname,
+            boot_id: here.boot_id,
+            protocol: protocol::VERSION,
+            version: here.version,
+            job: self.job.clone(),
+            options: self.options.clone(),
+        }
+    }
+
+    /// Where it is found.
+    fn place(&self, addresses: Vec<std::net::SocketAddr>) -> Place {
+        Place { addresses, memory: self.own, gpu: self.gpu }
+    }
+
+    fn setting(&self) -> Setting {
+        let on_host = self.ranks.local_world.unwrap_or(self.ranks.world / 2).max(1) as usize;
+        Setting { on_host, on_loopback: self.on_loopback, notes: self.ranks.rank == 0 }
+    }
+}

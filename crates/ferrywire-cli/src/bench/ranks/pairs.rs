@@ -1,0 +1,55 @@
+//! Who moves data to whom: the first half of the ranks to the second.
+//!
+//! Pure: every rank computes the same from the size of the world and the pattern.
+
+use crate::args::Pattern;
+
+/// The pairs of ranks, those of rank 0 first.
+pub fn pairs(pattern: Pattern, world: u32) -> Vec<(u32, u32)> {
+    let half = world / 2;
+    match pattern {
+        Pattern::Mesh => (0..half).flat_map(|from| (half..world).map(move |to| (from, to))).collect(),
+        Pattern::Incast => (0..half).map(|from| (from, half)).collect(),
+        _ => (0..half).map(|from| (from, from + half)).collect(),
+    }
+}
+
+/// The pairs in which a rank connects, by their place among all.
+pub fn from(pairs: &[(u32, u32)], rank: u32) -> Vec<usize> {
+    (0..pairs.len()).filter(|at| pairs[*at].0 == rank).collect()
+}
+
+/// The ranks that connect to a serving one: each is its member with this place.
+pub fn members(pairs: &[(u32, u32)], serving: u32) -> Vec<u32> {
+    pairs.iter().filter(|(_, to)| *to == serving).map(|(from, _)| *from).collect()
+}
+
+/// How many ranks serve.
+pub fn serving(pairs: &[(u32, u32)]) -> usize {
+    let mut ranks: Vec<u32> = pairs.iter().map(|(_, to)| *to).collect();
+    ranks.sort_unstable();
+    ranks.dedup();
+    ranks.len()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_join_the_halves() {
+        assert_eq!(pairs(Pattern::Pair, 4), [(0, 2), (1, 3)]);
+        assert_eq!(pairs(Pattern::Latency, 2), [(0, 1)]);
+        assert_eq!(pairs(Pattern::Incast, 6), [(0, 3), (1, 3), (2, 3)]);
+        assert_eq!(pairs(Pattern::Mesh, 4), [(0, 2), (0, 3), (1, 2), (1, 3)]);
+    }
+
+    #[test]
+    fn every_rank_finds_its_own() {
+        let mesh = pairs(Pattern::Mesh, 6);
+        assert_eq!((from(&mesh, 1), members(&mesh, 4), serving(&mesh)), (vec![3, 4, 5], vec![0, 1, 2], 3));
+        let incast = pairs(Pattern::Incast, 6);
+        assert_eq!((from(&incast, 2), members(&incast, 3), serving(&incast)), (vec![2], vec![0, 1, 2], 1));
+        assert!(members(&incast, 4).is_empty());
+    }
+}

@@ -1,0 +1,184 @@
+//! A rank of the second half: listens, and does for each rank that connects what `serve` does.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Error, Peer};
+
+use super::super::fleet::Fleet;
+use super::super::gate::Gate;
+use super::super::layout;
+use super::super::link::{Link, SLICE};
+use super::super::protocol::{self, Hello, Message, Run};
+use super::super::serve::{self, Member};
+use super::connecting::blame;
+use super::meeting::Meeting;
+use super::pairs;
+use crate::args::Inject;
+use crate::exit::{Failure, Outcome};
+use crate::plan::RanksPlan;
+
+/// Ranks that connect may begin so much later than this one waits.
+const CONNECT_GRACE: Duration = Duration::from_secs(5);
+
+/// Starts the endpoint, and serves when all are ready.
+pub fn take_part(plan: &RanksPlan, meeting: &Arc<Meeting>) -> Outcome {
+    let bench = &plan.bench;
+    let listen = Some(plan.serves_at()?);
+    let fleet = Fleet::start(&bench.engine, plan.own, listen, bench.deadline, plan.setting())?;
+    let outcome = with_fleet(plan, meeting, &fleet);
+    fleet.close();
+    outcome
+}
+
+fn with_fleet(plan: &RanksPlan, meeting: &Arc<Meeting>, fleet: &Fleet) -> Outcome {
+    let table = meeting.table(plan.place(fleet.lead().reachable_addresses()))?;
+    table.run.check().map_err(Failure::Failed)?;
+    let all = pairs::pairs(table.run.pattern, plan.ranks.world);
+    let members = pairs::members(&all, plan.ranks.rank);
+    if members.is_empty() {
+        return Ok(());
+    }
+    let run = Run { peers: members.len(), fleet: false, ..table.run.clone() };
+    fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(members.len() as u64))?;
+    let beyond = meeting.clone();
+    let gate =
+        Gate::new(members.len(), plan.bench.deadline).with_beyond(Box::new(move |tick| beyond.pass(tick)));
+    let gate = Arc::new(gate);
+    meeting.watch_over(vec![fleet.lead().clone()], Some(gate.clone()))?;
+    let serving = Serving {
+        meeting,
+        fleet,
+        deadline: plan.bench.deadline,
+        run_id: table.run_id.clone(),
+        run,
+        gate: &gate,
+        came: Mutex::new(vec![false; members.len()]),
+        members,
+        inject: plan.inject,
+        failed: Mutex::default(),
+    };
+    serving.serve()
+}
+
+impl RanksPlan {
+    /// On loopback any free port; else the meeting's, with the local rank added.
+    fn serves_at(&self) -> Outcome<SocketAddr> {
+        if self.on_loopback {
+            return Ok(SocketAddr::new(self.listen.ip(), 0));
+        }
+        let local_rank = u16::try_from(self.ranks.local_rank).ok();
+        let port = local_rank.and_then(|local_rank| self.listen.port().checked_add(local_rank));
+        let none = || {
+            let (port, local_rank) = (self.listen.port(), self.ranks.local_rank);
+            Failure::Usage(format!("--rendezvous: port {port} + local rank {local_rank} is no port"))
+        };
+        Ok(SocketAddr::new(self.listen.ip(), port.ok_or_else(none)?))
+    }
+}
+
+/// A rank that serves.
+struct Serving<'a> {
+    meeting: &'a Meeting,
+    fleet: &'a Fleet,
+    deadline: Duration,
+    run_id: String,
+    run: Run,
+    gate: &'a Gate,
+    /// The ranks that connect, and which of them have.
+    members: Vec<u32>,
+    came: Mutex<Vec<bool>>,
+    inject: Option<Inject>,
+    failed: Mutex<Option<Failure>>,
+}
+
+impl Serving<'_> {
+    fn serve(&self) -> Outcome {
+        thread::scope(|scope| {
+            let outcome = self.accept_all(|peer| {
+                let attend = move || self.attend(Link::new(peer, self.deadline));
+                let spawned =
+                    thread::Builder::new().name("bench-peer".to_owned()).spawn_scoped(scope, attend);
+                spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
+            });
+            if let Err(failure) = outcome {
+                // Known to all before any conversation can end because of it.
+                self.meeting.fail(None, &failure);
+                self.note(failure);
+            }
+        });
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+    }
+
+    /// Takes in peers until all members are among them.
+    fn accept_all(&self, attend: impl Fn(Peer) -> Outcome) -> Outcome {
+        let (since, limit) = (Instant::now(), self.deadline + CONNECT_GRACE);
+        while let Some(missing) = self.missing() {
+            self.meeting.check()?;
+            match self.fleet.lead().accept(SLICE) {
+                Ok(peer) => attend(peer)?,
+                Err(Error::Deadline { .. }) if since.elapsed() < limit => {}
+                Err(Error::Deadline { .. }) => {
+                    let why = format!("it has not connected within {:.0} s", limit.as_secs_f64());
+                    let failure = Failure::failed(why);
+                    self.meeting.fail(Some(missing), &failure);
+                    return Err(failure);
+                }
+                Err(error) => return self.meeting.check().and(Err(error.into())),
+            }
+        }
+        Ok(())
+    }
+
+    fn missing(&self) -> Option<u32> {
+        let came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
+        came.iter().position(|came| !came).map(|at| self.members[at])
+    }
+
+    fn attend(&self, link: Link) {
+        let number = match self.admit(&link) {
+            Ok(number) => number,
+            Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),
+        };
+        let member = Member { number, run: &self.run, gate: self.gate };
+        let home = &self.fleet.homes()[0];
+        let outcome = serve::converse(&link, self.fleet.lead(), (&member, home), self.inject);
+        link.tell_last(&match &outcome {
+            Ok(()) => Message::Bye,
+            Err(failure) => {
+                blame(self.meeting, &link, self.members[number], failure);
+                self.gate.fail(&failure.first_line());
+                Message::Failed { why: failure.first_line() }
+            }
+        });
+        if let Err(failure) = outcome {
+            self.note(failure);
+        }
+    }
+
+    /// Hears who it is: a member that this rank waits for, or somebody else.
+    fn admit(&self, link: &Link) -> Outcome<usize> {
+        let Hello { run_id, member, version, .. } = match link.hear()? {
+            Message::Hello(hello) => *hello,
+            _ => return Err(link.strange("no greeting")),
+        };
+        if (version, &run_id) != (protocol::VERSION, &self.run_id) {
+            return Err(Failure::failed(
+                "a rank of another run serves here: do two runs share a --rendezvous?",
+            ));
+        }
+        let mut came = self.came.lock().unwrap_or_else(PoisonError::into_inner);
+        match came.get_mut(member) {
+            Some(came) if !*came => *came = true,
+            _ => return Err(Failure::failed(format!("peer {member} of this run is already here"))),
+        }
+        self.gate.join();
+        Ok(member)
+    }
+
+    fn note(&self, failure: Failure) {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(failure);
+    }
+}

@@ -1,0 +1,258 @@
+//! What the flags mean for one process of a run of several.
+//!
+//! Invariant: options that must be the same on all ranks are in `options`, and nothing else is: rank 0 compares them.
+//! Read next: [`crate::bench::ranks`].
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use ferrywire::memory::cuda::CudaGpu;
+use ferrywire::ranks::{Launcher, RankFlags, Ranks, Rendezvous};
+use ferrywire::topology::Map;
+
+use super::{ConnectPlan, PORT_DEFAULT, plain, plan_connect, resolve, usage, with_file};
+use crate::args::{ConnectFlags, Inject, RankArgs};
+use crate::bench::protocol::Run;
+use crate::bench::ranks::WORLD_MAX;
+use crate::exit::{Failure, Outcome};
+use crate::file;
+use crate::memory::Memory;
+use crate::units::Gpus;
+
+/// What launchers call a run, the innermost first.
+const JOBS: [(Launcher, &str); 3] = [
+    (Launcher::Torchrun, "TORCHELASTIC_RUN_ID"),
+    (Launcher::OpenMpi, "PMIX_NAMESPACE"),
+    (Launcher::Slurm, "SLURM_JOB_ID"),
+];
+
+/// One process of a run of several.
+#[derive(Clone, Debug)]
+pub struct RanksPlan {
+    /// What is to be done, and how this rank does it; what all agree on is rank 0's.
+    pub bench: ConnectPlan,
+    /// Which process this is.
+    pub ranks: Ranks,
+    /// Where rank 0 waits, first choice first.
+    pub meeting: Vec<SocketAddr>,
+    /// Where it listens for that.
+    pub listen: SocketAddr,
+    /// Whether all of the run goes over loopback.
+    pub on_loopback: bool,
+    /// Where this rank's bytes lie.
+    pub own: Memory,
+    /// Number of its GPU, or of its endpoint where they lie on the host.
+    pub gpu: u32,
+    /// Options that all ranks must have alike, as they were given.
+    pub options: BTreeMap<String, String>,
+    /// What the launcher calls the run.
+    pub job: Option<String>,
+    /// Data to spoil, in tests.
+    pub inject: Option<Inject>,
+}
+
+/// Which process of a run this is; `None` when it is the only one.
+pub fn of(options: &ConnectFlags, args: RankArgs) -> Outcome<Option<(Ranks, RankArgs)>> {
+    let args = match &options.config {
+        Some(path) => file::fill(args, path)?,
+        None => args,
+    };
+    let flags = RankFlags {
+        rank: args.rank,
+        world: args.world,
+        local_rank: args.local_rank,
+        rendezvous: args.rendezvous.clone(),
+    };
+    let found = Ranks::of_this_process(&flags).map_err(|error| Failure::Usage(error.to_string()))?;
+    match found.filter(|ranks| ranks.world > 1) {
+        Some(Ranks { world, .. }) if world % 2 == 1 => usage(format!(
+            "{world} ranks have no two halves: the first half moves data to the second, so start an even number"
+        )),
+        Some(Ranks { world, .. }) if world > WORLD_MAX => {
+            usage(format!("{world} ranks: a bench has at most {WORLD_MAX}"))
+        }
+        found => Ok(found.map(|ranks| (ranks, args))),
+    }
+}
+
+/// The plan of one of several processes.
+pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -> Outcome<RanksPlan> {
+    let flags = with_file(flags)?;
+    if flags.gpus.is_some() {
+        return usage(
+            "--gpus: a rank has one GPU, that of its local rank; leave it out, or start one process",
+        );
+    }
+    if flags.peers.is_some() {
+        return usage("--peers: the peers of an incast are the ranks of the first half");
+    }
+    let meeting = Meeting::of(&ranks, args.rendezvous.is_some())?;
+    let (own, gpu) = own_memory(&flags, &ranks)?;
+    let (connecting, serving) = texts(&flags);
+    let map = map(&flags, gpu)?;
+    let options = shared_options(&flags)?;
+    let connects = ranks.rank < ranks.world / 2;
+    let theirs = if connects { serving } else { connecting };
+    let flags = ConnectFlags {
+        memory: Some(own.to_string()),
+        peer_memory: theirs,
+        gpus: Some(Gpus(vec![gpu])),
+        map: None,
+        // It is for the end that sends to do so.
+        as_seed: flags.as_seed.filter(|_| connects),
+        ..flags
+    };
+    let mut bench = plan_connect(flags, Vec::new(), verbose)?;
+    bench.engine.map = map;
+    bench.run = Run { fleet: false, ..bench.run };
+    bench.member = ranks.rank as usize;
+    bench.addresses.clone_from(&meeting.addresses);
+    if bench.engine.secret.is_none() && !meeting.on_loopback {
+        return usage(format!(
+            "the ranks meet at {}, beyond loopback: they need a secret, the same for all, in FERRYWIRE_SECRET (mpirun passes \
+             it on with -x FERRYWIRE_SECRET) or --secret-file",
+            meeting.shown
+        ));
+    }
+    Ok(RanksPlan {
+        bench,
+        job: job(ranks.launcher),
+        ranks,
+        meeting: meeting.addresses,
+        listen: meeting.listen,
+        on_loopback: meeting.on_loopback,
+        own,
+        gpu,
+        options,
+        inject: args.inject,
+    })
+}
+
+/// Where the ranks meet.
+struct Meeting {
+    addresses: Vec<SocketAddr>,
+    listen: SocketAddr,
+    on_loopback: bool,
+    shown: String,
+}
+
+impl Meeting {
+    /// What was typed; else loopback where all are on one host; else what the launcher tells.
+    fn of(ranks: &Ranks, typed: bool) -> Outcome<Meeting> {
+        let told = ranks.rendezvous.as_ref();
+        let port = told.and_then(|told| told.port).unwrap_or(PORT_DEFAULT);
+        let on_one_host = ranks.on_one_host() && !typed;
+        let host = match told {
+            _ if on_one_host => Ipv4Addr::LOCALHOST.to_string(),
+            Some(Rendezvous { host, .. }) => host.clone(),
+            None => {
+                return usage(
+                    "nobody says where the ranks meet: give all of them --rendezvous ADDR:PORT with an address of rank 0's \
+                     host, or 127.0.0.1 where all are on one host",
+                );
+            }
+        };
+        let shown = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+        let literal: Option<IpAddr> = host.parse().ok();
+        let on_loopback = host == "localhost" || literal.is_some_and(|ip| ip.is_loopback());
+        let addresses = match literal {
+            Some(ip) => vec![SocketAddr::new(ip, port)],
+            None => resolve("--rendezvous", &shown)?,
+        };
+        let listen = match addresses[0].ip() {
+            ip if on_loopback => ip,
+            // A name may stand for loopback on its own host, and other NICs than its address's carry data.
+            IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
+            IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        Ok(Meeting { addresses, listen: SocketAddr::new(listen, port), on_loopback, shown })
+    }
+}
+
+/// Where the bytes of the half that connects lie, and those of the half that serves, as it was typed. One word for both
+/// unless the other half's is said too.
+fn texts(flags: &ConnectFlags) -> (Option<String>, Option<String>) {
+    (flags.memory.clone(), flags.peer_memory.clone().or_else(|| flags.memory.clone()))
+}
+
+/// Where this rank's bytes lie, with the number of its GPU: its local rank, unless a number was typed.
+fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
+    let (connecting, serving) = texts(flags);
+    let (flag, text) = match ranks.rank < ranks.world / 2 {
+        true => ("--memory", connecting),
+        false => (if flags.peer_memory.is_some() { "--peer-memory" } else { "--memory" }, serving),
+    };
+    let memory = match (Memory::typed(flag, text.as_deref())?, &flags.plugin) {
+        (Some(memory), _) => memory,
+        (None, Some(_)) => Memory::Host,
+        (None, None) => Memory::of_this_host(None),
+    };
+    let numbered = text.is_some_and(|text| text.contains(':'));
+    match memory.gpu() {
+        Some(place) if numbered => Ok((memory, number(place))),
+        _ => {
+            let gpu = match memory {
+                Memory::Cuda(_) => cuda_of(ranks.local_rank),
+                _ => ranks.local_rank,
+            };
+            let own = memory.on(gpu);
+            // Refused as it would be if it had been typed.
+            Memory::typed(flag, Some(&own.to_string())).map(|_| (own, gpu))
+        }
+    }
+}
+
+fn number(place: ferrywire::Place) -> u32 {
+    match place {
+        ferrywire::Place::Cuda(gpu) | ferrywire::Place::SimGpu(gpu) => gpu,
+        _ => 0,
+    }
+}
+
+/// A launcher may show each rank its own GPU alone, which is then number 0.
+fn cuda_of(local_rank: u32) -> u32 {
+    match CudaGpu::count() {
+        Ok(1) => 0,
+        _ => local_rank,
+    }
+}
+
+/// NICs by GPU; that of this rank must be among them.
+fn map(flags: &ConnectFlags, gpu: u32) -> Outcome<Map> {
+    let Some(text) = &flags.map else { return Ok(Map::default()) };
+    let map: Map = text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))?;
+    if flags.nics.is_some() {
+        return usage("--map names the NICs of each GPU: leave out --nics");
+    }
+    match map.nics.contains_key(&gpu) {
+        true => Ok(map),
+        false => usage(format!("--map {text}: no NIC for GPU {gpu}, that of this rank")),
+    }
+}
+
+/// Every option but those that a host or a rank may have for itself.
+fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
+    let own = ConnectFlags {
+        nics: None,
+        map: None,
+        threads: None,
+        plugin: None,
+        json: None,
+        csv: None,
+        secret_file: None,
+        config: None,
+        ..flags.clone()
+    };
+    let table = toml::Table::try_from(own).map_err(|error| Failure::failed(error.to_string()))?;
+    let mut options: BTreeMap<String, String> =
+        table.into_iter().map(|(name, value)| (name, plain(&value))).collect();
+    if flags.plugin.is_some() {
+        options.insert("plugin".to_owned(), "given".to_owned());
+    }
+    Ok(options)
+}
+
+fn job(launcher: Launcher) -> Option<String> {
+    let (_, name) = JOBS.iter().find(|(of, _)| *of == launcher)?;
+    std::env::var(name).ok()
+}

@@ -1,0 +1,346 @@
+//! Runs of several processes: by flags, by the variables of launchers, and by launchers that are here.
+
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::common::{first_error, json, results, text};
+use crate::hosted::{ONE_HOST, with_plugin};
+use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
+
+const QUICK: &str = "--iters 6 --warmup 1 --json -";
+/// The second size goes on for longer than any test.
+const LONG: &str = "--memory host --sizes 8,16M --depth 2 --iters 20000 --warmup 1 --verify off -v --json -";
+
+fn ranks_of(row: &Value) -> Option<(u64, u64)> {
+    let ranks = row["extra"]["ranks"].as_array()?;
+    Some((ranks[0].as_u64()?, ranks[1].as_u64()?))
+}
+
+/// What each rank said failed; all have exit status 1.
+fn failures(outputs: &[Output]) -> Vec<String> {
+    let failure = |(rank, output): (usize, &Output)| {
+        assert_eq!(output.status.code(), Some(1), "rank {rank}: {}", text(&output.stderr));
+        error_line(&text(&output.stderr))
+    };
+    outputs.iter().enumerate().map(failure).collect()
+}
+
+#[test]
+fn the_first_half_moves_data_to_the_second() {
+    for (world, memory) in [(2, "host"), (4, "sim")] {
+        let args = format!("--memory {memory} --sizes 8,70001 {QUICK}");
+        let outputs = Launched::by_flags(world, &args).end();
+        all_well(&outputs);
+        let found = results(&outputs[0]);
+        let half = world / 2;
+        assert_eq!(found.len(), 2 * (half + 1), "a row for each pair, and one for all");
+        for of_size in found.chunks(half + 1) {
+            for (rank, row) in of_size[..half].iter().enumerate() {
+                assert_eq!(ranks_of(row), Some((rank as u64, (rank + half) as u64)));
+                let gpus = [format!("{memory}:{rank}"), format!("{memory}:{}", rank + half)];
+                assert_eq!([&row["gpu"], &row["peer_gpu"]], [&gpus[0], &gpus[1]]);
+                assert_eq!((&row["verified"], &row["iterations"]), (&true.into(), &6.into()));
+                assert!(row["cpu_s_per_gb"]["target"].as_f64() > Some(0.0), "{row}");
+            }
+            let all = &of_size[half];
+            assert_eq!((&all["gpu"], &all["iterations"]), (&"all".into(), &(6 * half).into()));
+        }
+        let config = &json(&outputs[0])["config"];
+        assert_eq!(config["ranks"].as_array().map(Vec::len), Some(world));
+        assert_eq!(config["ranks"][1]["local_rank"], 1);
+    }
+}
+
+#[test]
+fn every_pattern_between_ranks() {
+    for (pattern, rows, totals) in [("bidir", 6, 3), ("mesh", 4, 1), ("incast", 2, 1), ("latency", 2, 1)] {
+        let args = format!("--memory sim --pattern {pattern} --sizes 70001 {QUICK}");
+        let outputs = Launched::by_flags(4, &args).end();
+        all_well(&outputs);
+        let found = results(&outputs[0]);
+        assert_eq!(found.len(), rows + totals, "{pattern}");
+        assert!(found.iter().all(|row| row["verified"] == true && row["pattern"] == pattern));
+        let sum = |rows: &[Value]| rows.iter().filter_map(|row| row["iterations"].as_u64()).sum::<u64>();
+        assert_eq!(sum(&found[..rows]), sum(&found[rows..]), "{pattern}");
+        let last = if pattern == "incast" { (1, 2) } else { (1, 3) };
+        assert_eq!(ranks_of(&found[rows - 1]), Some(last), "{pattern}");
+    }
+    let outputs =
+        Launched::by_flags(4, "--memory host --op read --pattern mesh --sizes 5000 --iters 3").end();
+    all_well(&outputs);
+    let said = text(&outputs[0].stdout);
+    for part in ["one process for each rank", "from, to", "1 (host:1)", "3 (host:3)", "GB/s at 5000"] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn launchers_variables_say_who_is_who() {
+    let port = port();
+    let [torchrun, open_mpi, slurm] = [
+        ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+        [
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ],
+        ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NPROCS"],
+    ];
+    for (names, world) in [(torchrun, 2), (open_mpi, 4), (slurm, 4)] {
+        let args = format!("--memory sim --sizes 3000 {QUICK}");
+        let outputs = Launched::start(world, &args, |rank, command| {
+            let numbers = [rank, world, rank, world].map(|number| number.to_string());
+            command.envs(names.into_iter().zip(numbers));
+            match names[0] {
+                // As a script sets it that starts its processes itself.
+                "RANK" => command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string()),
+                _ => command.env("FERRYWIRE_RENDEZVOUS", format!("127.0.0.1:{port}")),
+            };
+        })
+        .end();
+        all_well(&outputs);
+        assert_eq!(results(&outputs[0]).len(), world / 2 + 1, "{}", names[0]);
+    }
+}
+
+/// By a launcher itself, where it is here.
+fn launched_by(program: &str, args: &str) -> Option<Output> {
+    if Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_err() {
+        println!("SKIPPED: needs {program}");
+        return None;
+    }
+    let port = port();
+    // Its environment, but its own program.
+    let mut command = Command::new(program);
+    let own = untouched("");
+    for (name, value) in own.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    command.args(args.split_whitespace()).arg(env!("CARGO_BIN_EXE_ferrywire"));
+    command.args(format!("bench --memory sim --sizes 3000 {QUICK} --rendezvous 127.0.0.1:{port}").split(' '));
+    Some(command.stdin(Stdio::null()).output().expect("it runs"))
+}
+
+#[test]
+fn mpirun_starts_a_run() {
+    let args = "--allow-run-as-root --oversubscribe -np 4";
+    let Some(output) = launched_by("mpirun", args) else { return };
+    assert_eq!(results(&output).len(), 3);
+}
+
+#[test]
+fn torchrun_starts_a_run() {
+    let Some(output) = launched_by("torchrun", "--nproc-per-node 4 --no-python") else { return };
+    assert_eq!(results(&output).len(), 3);
+}
+
+#[test]
+fn ranks_that_cannot_be_are_bad_usage() {
+    let at = "--rendezvous 127.0.0.1:9";
+    let bad = [
+        ("--rank 0 --world 3", "3 ranks have no two halves"),
+        ("--rank 0 --world 2", "nobody says where the ranks meet"),
+        ("--rank 2 --world 2", "--rank 2 is not below --world 2"),
+        ("--rank 1", "--rank 1 is set and --world is not"),
+        ("--rank 0 --world 2 --rendezvous node:x", "write it as HOST:PORT"),
+        ("--rank 0 --world 2 --rendezvous 192.0.2.1:7420", "FERRYWIRE_SECRET"),
+        ("--rank 0 --world 2 --gpus 0-1", "--gpus"),
+        ("--rank 0 --world 2 --pattern incast --peers 3", "--peers"),
+        ("--rank 0 --world 2 --map 1=lo", "no NIC for GPU 0"),
+        ("--rank 1 --world 2 --local-rank 1 --memory sim:99", "numbered 0 to"),
+        ("--rank 0 --world 5000", "at most"),
+    ];
+    for (args, part) in bad {
+        let place = if args.contains("--rendezvous") || part.contains("nobody says") { "" } else { at };
+        let output = untouched(&format!("bench {args} {place}")).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
+        assert!(text(&output.stderr).contains(part), "{args}: {}", text(&output.stderr));
+    }
+    let mut two_launchers = untouched("bench");
+    two_launchers.envs([("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "0")]);
+    two_launchers.envs([
+        ("OMPI_COMM_WORLD_RANK", "1"),
+        ("OMPI_COMM_WORLD_SIZE", "2"),
+        ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+    ]);
+    let output = two_launchers.output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(first_error(&output).contains("two launchers disagree"), "{}", first_error(&output));
+    // One rank is no run of several.
+    results(
+        &untouched(&format!("bench --rank 0 --world 1 --sizes 4K --memory host --peer-memory host {QUICK}"))
+            .output()
+            .expect("it runs"),
+    );
+}
+
+#[test]
+fn a_rank_that_is_killed_ends_the_run_of_all_by_name() {
+    for killed in [3, 1, 0] {
+        let mut launched = Launched::by_flags(4, LONG);
+        let rest = launched.first_size();
+        launched.rank(killed).kill().expect("killed");
+        let outputs = launched.end();
+        let rest = rest.read();
+        for (rank, output) in outputs.iter().enumerate().filter(|(rank, _)| *rank != killed) {
+            assert_eq!(output.status.code(), Some(1), "rank {rank} when {killed} was killed");
+            let said = if rank == 0 { rest.clone() } else { text(&output.stderr) };
+            let line = error_line(&said);
+            assert!(line.starts_with(&format!("error: rank {killed} (")), "rank {rank}: {line}");
+        }
+        if killed > 0 {
+            let json = json(&outputs[0]);
+            assert_eq!(json["results"].as_array().map(Vec::len), Some(3), "what was finished is there");
+            let error = json["error"].as_str().unwrap_or_default();
+            assert!(error.starts_with(&format!("rank {killed} (")), "{error}");
+        }
+    }
+}
+
+#[test]
+fn ctrl_c_on_one_rank_ends_all() {
+    for interrupted in [0, 3] {
+        let mut launched = Launched::by_flags(4, LONG);
+        let rest = launched.first_size();
+        let id = launched.rank(interrupted).id().to_string();
+        assert!(Command::new("kill").args(["-INT", &id]).status().expect("kill runs").success());
+        let outputs = launched.end();
+        let rest = rest.read();
+        for (rank, output) in outputs.iter().enumerate() {
+            let said = if rank == 0 { rest.clone() } else { text(&output.stderr) };
+            if rank == interrupted {
+                assert_eq!(output.status.code(), Some(130), "{said}");
+                continue;
+            }
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            let line = error_line(&said);
+            assert!(line.starts_with(&format!("error: rank {interrupted} (")), "{line}");
+            assert!(line.contains("interrupted"), "{line}");
+        }
+        let json = json(&outputs[0]);
+        assert_eq!(json["results"].as_array().map(Vec::len), Some(3));
+        assert!(json["error"].as_str().is_some_and(|error| error.contains("interrupted")), "{json}");
+    }
+}
+
+#[test]
+fn a_rank_with_wrong_data_ends_the_run_of_all_by_name() {
+    let port = port();
+    let outputs =
+        Launched::start(4, &format!("--memory sim --op read --sizes 0,64K {QUICK}"), |rank, command| {
+            command.args(flags(rank, 4, port));
+            if rank == 3 {
+                command.arg("--inject=wrong-byte");
+            }
+        })
+        .end();
+    // Either end of the pair may be the first to say so.
+    let said = failures(&outputs);
+    for line in &said {
+        assert!(line.starts_with("error: rank 1 (") || line.starts_with("error: rank 3 ("), "{said:?}");
+        assert!(line.contains("data mismatch"), "{said:?}");
+    }
+    // An empty message has no byte that could be wrong.
+    assert_eq!(json(&outputs[0])["results"].as_array().map(Vec::len), Some(3));
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_by_all() {
+    let port = port();
+    let mut launched =
+        Launched::start(4, "--memory host --sizes 4K --iters 3 --deadline 10", |rank, command| {
+            command.args(flags(rank, 4, port));
+            if rank == 2 {
+                // Something else is started in its place.
+                command.arg("--help");
+            }
+        });
+    assert!(launched.rank(2).wait().expect("it ends").success());
+    let mut outputs = launched.end();
+    outputs.remove(2);
+    for line in failures(&outputs) {
+        assert!(line.starts_with("error: rank 2: it has not come within 10 s"), "{line}");
+        assert!(line.contains("3 of 4 ranks are here"), "{line}");
+    }
+}
+
+#[test]
+fn options_that_differ_are_named_with_the_rank() {
+    let port = port();
+    let outputs = Launched::start(4, "--memory host --iters 3", |rank, command| {
+        command.args(flags(rank, 4, port)).arg(if rank == 1 { "--sizes=8K" } else { "--sizes=4K" });
+    })
+    .end();
+    for line in failures(&outputs) {
+        assert!(line.starts_with("error: rank 1 ("), "{line}");
+        assert!(
+            line.contains("--sizes is 8192, and that of rank 0 4096") || line.contains("--sizes is"),
+            "{line}"
+        );
+    }
+    // What a host may have for itself may differ.
+    let port = self::port();
+    let outputs = Launched::start(2, "--memory host --iters 3 --sizes 4K", |rank, command| {
+        command.args(flags(rank, 2, port)).arg(format!("--threads={}", rank + 1));
+    })
+    .end();
+    all_well(&outputs);
+}
+
+#[test]
+fn a_rank_with_another_secret_is_told_so() {
+    let port = port();
+    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --deadline 10", |rank, command| {
+        command.args(flags(rank, 2, port));
+        command.env("FERRYWIRE_SECRET", format!("the secret of rank {rank}"));
+    })
+    .end();
+    let said = failures(&outputs);
+    assert!(said[0].contains("rank 1: it has not come within 10 s"), "{}", said[0]);
+    assert!(said[1].starts_with("error: rank 1 (") && said[1].contains("secret"), "{}", said[1]);
+    let port = self::port();
+    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3", |rank, command| {
+        command.args(flags(rank, 2, port)).env("FERRYWIRE_SECRET", "the same secret");
+    })
+    .end();
+    all_well(&outputs);
+}
+
+#[test]
+fn a_meeting_point_that_is_taken_is_said() {
+    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("it has one").port();
+    let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --deadline 5", |rank, command| {
+        command.args(flags(rank, 2, port));
+    })
+    .end();
+    let said = failures(&outputs);
+    assert!(said[0].contains("cannot wait for the other ranks at 127.0.0.1:"), "{}", said[0]);
+    assert!(text(&outputs[0].stderr).contains("another port with --rendezvous"), "{}", said[0]);
+    assert!(said[1].starts_with("error: rank 1 ("), "{}", said[1]);
+}
+
+/// Each rank's plugin runs in a process of its own, as that of any end.
+#[test]
+fn ranks_over_a_plugin() {
+    let port = port();
+    let args = with_plugin(&format!(
+        "--allow-same-host-gpu --memory sim --channels 2 --pattern mesh --sizes 1,200001 {QUICK}"
+    ));
+    let outputs = Launched::start(4, &args, |rank, command| {
+        command.args(flags(rank, 4, port)).env("FERRYWIRE_TCPX_SIM", ONE_HOST);
+    })
+    .end();
+    for (rank, output) in outputs.iter().enumerate() {
+        assert!(output.status.success(), "rank {rank}: {}", text(&output.stderr));
+    }
+    let found = results(&outputs[0]);
+    assert_eq!(found.len(), 2 * (4 + 1));
+    assert!(found.iter().all(|row| row["verified"] == true && row["transport"] == "plugin"));
+}

@@ -1,0 +1,193 @@
+//! One process for each GPU, eight on either host, as torchrun and srun start them; each GPU with a NIC of its own, on
+//! four subnets that do not reach one another. What one process for all does is in `fleet.rs`.
+
+use serde_json::Value;
+
+use crate::process::{Ended, Process, wait_until};
+use crate::world::{Host, LINKS, World};
+use crate::{RUN_DEADLINE, long, nothing_is_left, turn};
+
+const GPUS: usize = 8;
+const CHANNELS: usize = 8;
+/// As on A3-high: two GPUs to a NIC.
+const OWN: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
+/// The original's plan.
+const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
+/// What headers, the conversations and the meeting add to the payload, at most.
+const OVERHEAD: f64 = 0.08;
+/// How far a GPU's rate may be from the mean of all.
+const SPREAD: f64 = 0.15;
+
+type Variables = Vec<(&'static str, String)>;
+
+/// What torchrun sets, whose own store holds the port of `MASTER_PORT`.
+fn torchrun(rank: usize) -> Variables {
+    vec![
+        ("RANK", rank.to_string()),
+        ("WORLD_SIZE", (2 * GPUS).to_string()),
+        ("LOCAL_RANK", (rank % GPUS).to_string()),
+        ("LOCAL_WORLD_SIZE", GPUS.to_string()),
+        ("MASTER_ADDR", "10.77.1.1".to_owned()),
+        ("MASTER_PORT", "29500".to_owned()),
+        ("TORCHELASTIC_RUN_ID", "none".to_owned()),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".to_owned()),
+    ]
+}
+
+/// What srun sets.
+fn slurm(rank: usize) -> Variables {
+    vec![
+        ("SLURM_PROCID", rank.to_string()),
+        ("SLURM_NTASKS", (2 * GPUS).to_string()),
+        ("SLURM_LOCALID", (rank % GPUS).to_string()),
+        ("SLURM_STEP_NODELIST", "10.77.1.1,10.77.1.2".to_owned()),
+    ]
+}
+
+fn start(world: &World, maps: [&str; 2], args: &str, launcher: fn(usize) -> Variables) -> Vec<Process> {
+    let one = |rank: usize| {
+        let (host, map) = if rank < GPUS { (Host::A, maps[0]) } else { (Host::B, maps[1]) };
+        let args = format!("bench --memory sim --map {map} --deadline 60 --json - {args}");
+        Process::start_with(world, host, &args, &launcher(rank))
+    };
+    (0..2 * GPUS).map(one).collect()
+}
+
+/// The results of a run in which nobody but rank 0 printed anything.
+fn results(ranks: Vec<Process>) -> Vec<Value> {
+    let all: Vec<Ended> = ranks.into_iter().map(|rank| rank.end(2 * RUN_DEADLINE)).collect();
+    for (rank, ended) in all.iter().enumerate() {
+        assert_eq!(ended.status, Some(0), "rank {rank}: {}; rank 0: {}", ended.errors, all[0].errors);
+        assert!(rank == 0 || (ended.output.is_empty() && ended.errors.is_empty()), "rank {rank}: {ended:?}");
+    }
+    let json = all[0].json();
+    assert_eq!(json["error"], Value::Null);
+    json["results"].as_array().expect("results").clone()
+}
+
+fn sent(world: &World) -> Vec<u64> {
+    (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).collect()
+}
+
+/// The NIC of a rank of host A.
+fn nic_of(rank: usize) -> String {
+    Host::A.nic(rank / 2 + 1)
+}
+
+fn nics(row: &Value) -> Vec<&str> {
+    row["per_nic"].as_array().expect("NICs").iter().filter_map(|nic| nic["nic"].as_str()).collect()
+}
+
+/// Every rank on its own NIC, none on another; what the kernel counted is what we say, and a little more.
+#[test]
+fn every_rank_uses_the_nic_of_its_gpu() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let before = sent(&world);
+    // Nothing but the timed part moves data.
+    let timed = if long() { "--seconds 20" } else { "--iters 12" };
+    let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} {timed} --warmup 0 --verify off");
+    let rows = results(start(&world, OWN, &args, torchrun));
+    let kernel: Vec<u64> = sent(&world).iter().zip(&before).map(|(after, before)| after - before).collect();
+    assert_eq!(rows.len(), GPUS + 1, "a row for each pair, and one for all");
+    let mut ours = [0u64; LINKS];
+    for (rank, row) in rows[..GPUS].iter().enumerate() {
+        assert_eq!(row["extra"]["ranks"], serde_json::json!([rank, rank + GPUS]));
+        assert_eq!([&row["gpu"], &row["peer_gpu"]], [&format!("sim:{rank}"); 2]);
+        assert_eq!(nics(row), [nic_of(rank)]);
+        let channels = row["per_channel"].as_array().expect("channels");
+        assert_eq!(channels.len(), CHANNELS);
+        assert!(channels.iter().all(|channel| channel["nic"] == nic_of(rank)));
+        let payload = row["per_nic"][0]["tx_bytes"].as_u64().expect("bytes");
+        assert!(payload >= row["iterations"].as_u64().expect("a count") << 20, "{row}");
+        ours[rank / 2] += payload;
+    }
+    for (kernel, ours) in kernel.iter().zip(ours) {
+        let share = *kernel as f64 / ours as f64;
+        assert!((1.0..1.0 + OVERHEAD).contains(&share), "{kernel} bytes by the kernel, {ours} by us");
+    }
+    if long() {
+        progress_together(&rows);
+    }
+    let args = format!("--pattern bidir --sizes 70001 --channels {CHANNELS} --iters 8 --warmup 2");
+    let rows = results(start(&world, OWN, &args, slurm));
+    assert_eq!(rows.len(), 3 * (GPUS + 1), "each way, and both");
+    assert!(rows.iter().all(|row| row["verified"] == true));
+    nothing_is_left(&world);
+}
+
+/// All GPUs move data at the same time and as fast.
+fn progress_together(rows: &[Value]) {
+    let rates: Vec<f64> =
+        rows[..GPUS].iter().map(|row| row["gb_per_s"]["p50"].as_f64().expect("a rate")).collect();
+    let mean = rates.iter().sum::<f64>() / GPUS as f64;
+    let [least, most] = [f64::min, f64::max].map(|pick| rates.iter().copied().reduce(pick).expect("rates"));
+    println!("SUMMARY 8 processes a side: mean {mean:.3} GB/s, least {least:.3}, most {most:.3}");
+    let near = |rate: f64| (rate / mean - 1.0).abs() <= SPREAD;
+    assert!(near(least) && near(most), "mean {mean:.3} GB/s: {rates:.3?}");
+}
+
+/// The original's own plan, and a mesh, which joins GPUs of different rails over the target's.
+#[test]
+fn ranks_may_use_all_nics_and_other_rails() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let before = sent(&world);
+    let args = "--sizes 1M --depth 2 --channels 4 --iters 20 --warmup 0 --verify sample";
+    let rows = results(start(&world, ALL, args, slurm));
+    for row in &rows[..GPUS] {
+        assert_eq!(nics(row), ["va1", "va2", "va3", "va4"], "{row}");
+        assert_eq!(row["verified"], true);
+    }
+    let kernel: Vec<u64> = sent(&world).iter().zip(&before).map(|(after, before)| after - before).collect();
+    let (least, most) = (kernel.iter().min().expect("links"), kernel.iter().max().expect("links"));
+    let payload = (GPUS * 20) as u64 * (1 << 20);
+    assert!(kernel.iter().sum::<u64>() >= payload, "{kernel:?}");
+    assert!(*least as f64 > *most as f64 * 0.3, "all links take part: {kernel:?}");
+    if long() {
+        let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
+        let rows = results(start(&world, OWN, args, torchrun));
+        assert_eq!(rows.len(), GPUS * GPUS + 1);
+        for row in &rows[..GPUS * GPUS] {
+            let there = row["extra"]["ranks"][1].as_u64().expect("a rank") as usize - GPUS;
+            assert_eq!((nics(row), &row["verified"]), (vec![nic_of(there).as_str()], &true.into()), "{row}");
+        }
+    }
+    nothing_is_left(&world);
+}
+
+/// One of sixteen is killed in mid-run; all others say which, and nothing is left.
+#[test]
+fn a_killed_rank_is_named_on_both_hosts() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let mut ranks =
+        start(&world, OWN, "--sizes 256K --channels 2 --seconds 60 --warmup 0 --verify off", torchrun);
+    let moves = wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > 16 << 20);
+    assert!(moves, "{}", ranks[0].errors());
+    assert_eq!(ranks.remove(11).kill().status, None);
+    for rank in ranks {
+        let said = rank.end(RUN_DEADLINE).failure();
+        assert!(said.starts_with("error: rank 11 ("), "{said}");
+    }
+    nothing_is_left(&world);
+}
+
+/// Where the launcher tells that all are on one host, they meet on loopback, at the usual port, and need no secret.
+#[test]
+fn ranks_of_one_host_meet_on_loopback() {
+    let Some(_turn) = turn() else { return };
+    let world = World::new("2gbit");
+    let ranks = (0..2).map(|rank: usize| {
+        let mut variables = torchrun(rank);
+        let of_one_host =
+            [("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "no.such.host.example")];
+        variables.extend(of_one_host.map(|(name, value)| (name, value.to_owned())));
+        variables.push(("FERRYWIRE_SECRET", String::new()));
+        let args = "bench --memory host --json - --sizes 4K --iters 5 --deadline 60";
+        Process::start_with(&world, Host::A, args, &variables)
+    });
+    let rows = results(ranks.collect());
+    assert_eq!((rows.len(), nics(&rows[0])), (2, vec!["lo"]));
+    nothing_is_left(&world);
+}
