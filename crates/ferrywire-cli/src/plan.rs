@@ -144,6 +144,8 @@ pub struct ServePlan {
     pub memory: Option<Memory>,
     /// Whether `engine.secret` was made up for this run and is to be printed.
     pub one_time_secret: bool,
+    /// Longest time in which a peer that has connected may say what it wants, where a run does not say.
+    pub deadline: Duration,
     /// End after one peer.
     pub once: bool,
     /// Print effective values.
@@ -232,7 +234,17 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     };
     let once = flags.once.unwrap_or(false);
     let child = flags.child.unwrap_or(false);
-    Ok(ServePlan { listen, engine, memory, one_time_secret, once, verbose, inject: flags.inject, child })
+    Ok(ServePlan {
+        listen,
+        engine,
+        memory,
+        one_time_secret,
+        deadline: call_limit,
+        once,
+        verbose,
+        inject: flags.inject,
+        child,
+    })
 }
 
 /// The demo knows both ends: what lies where by default is decided once for both.

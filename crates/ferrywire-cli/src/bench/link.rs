@@ -10,7 +10,7 @@ use ferrywire::nccl::{CallUnderWay, calls_under_way};
 use ferrywire::{Error, Peer, Transfer};
 
 use super::gate::HEARSAY;
-use super::protocol::Message;
+use super::protocol::{Message, VERSION, other_version};
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
@@ -70,6 +70,16 @@ impl Link {
     /// The same conversation with another deadline.
     pub fn with_deadline(self, deadline: Duration) -> Link {
         Link { deadline, ..self }
+    }
+
+    /// Waits end after so long without progress from now on.
+    pub fn wait_up_to(&mut self, deadline: Duration) {
+        self.deadline = deadline;
+    }
+
+    /// After so long without progress waits end.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
     }
 
     /// The same conversation as one of a run's.
@@ -199,7 +209,7 @@ impl Link {
             return Ok(None);
         }
         let text = std::mem::take(&mut *partial);
-        let message = serde_json::from_slice(&text).map_err(|error| self.strange(&error.to_string()))?;
+        let message = serde_json::from_slice(&text).map_err(|error| self.unreadable(&text, &error))?;
         match message {
             Message::Failed { why } => Err(self.they_failed(&format!("{}: {why}", self.peer.name()), &why)),
             Message::Refused { why } => {
@@ -213,6 +223,15 @@ impl Link {
         let mut their_failure = self.their_failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         their_failure.get_or_insert_with(|| why.to_owned());
         Failure::failed(said)
+    }
+
+    /// What another version greets with may be made of other parts.
+    fn unreadable(&self, text: &[u8], error: &serde_json::Error) -> Failure {
+        let version = serde_json::from_slice::<serde_json::Value>(text).ok();
+        match version.and_then(|message| message["version"].as_u64()) {
+            Some(theirs) if theirs != u64::from(VERSION) => Failure::Failed(other_version(theirs)),
+            _ => self.strange(&error.to_string()),
+        }
     }
 
     /// The notification that marks the data of one ping-pong iteration.

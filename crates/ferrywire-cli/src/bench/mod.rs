@@ -13,6 +13,7 @@ pub mod demo;
 pub mod fleet;
 pub mod flow;
 pub mod gate;
+pub mod hall;
 pub mod host;
 pub mod incast;
 pub mod isolated;

@@ -226,7 +226,11 @@ pub struct SideReport {
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Message {
     /// `connect` asks which endpoints the process has, before it greets.
-    Ask,
+    Ask {
+        /// Longest time without progress of the run that is to come.
+        #[serde(default)]
+        deadline_s: f64,
+    },
     /// `serve` names them, by GPU, with the addresses of each. The one that was asked is the first.
     Here {
         /// Number of the GPU and addresses.
@@ -311,6 +315,11 @@ pub enum Message {
     },
     /// The run is over.
     Bye,
+}
+
+/// What a peer is told that speaks another version.
+pub fn other_version(theirs: u64) -> String {
+    format!("this end speaks bench version {VERSION}, the other {theirs}: install the same ferrywire")
 }
 
 /// Bytes as hex digits.

@@ -1,132 +1,36 @@
 //! The listening end: takes runs from peers until it is stopped.
 //!
-//! Each peer gets a thread; the [`Hall`] lets one run in at a time, with all its peers, and tells others that
-//! it is busy. A failed run is one line on standard error, and the next peer is welcome.
+//! Each peer gets a thread; the [`Hall`] lets one run in at a time, with all its peers. A failed run
+//! is one line on standard error, and the next peer is welcome.
 
 use std::io::Write;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferrywire::{Endpoint, Error, Peer, RemoteRegion};
 
 use super::fleet::{Fleet, Setting};
 use super::gate::Gate;
+use super::hall::{self, ActiveRun, Ended, Hall};
 use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, SLICE};
-use super::protocol::{self, Hello, Message, Run, Side};
+use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::session::Session;
-use crate::args::{Inject, Pattern, Verify};
+use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::plan::ServePlan;
 use crate::sys;
 
-/// A peer that has connected has this long to say what it wants.
-const HELLO_DEADLINE: Duration = Duration::from_secs(30);
+/// What the first peer of a run may take longer to greet than its --deadline: until then it connects the others.
+const CONNECT_GRACE: Duration = Duration::from_secs(2);
 /// Endpoints have this long to start.
 const START_DEADLINE: Duration = Duration::from_secs(60);
-/// A run that is about to end is waited for before the next is refused.
-const BUSY_GRACE: Duration = Duration::from_secs(1);
-
-/// A run that takes place.
-struct ActiveRun {
-    run_id: String,
-    run: Run,
-    name: String,
-    gate: Gate,
-    members: Mutex<Vec<bool>>,
-}
-
-/// A run that is over.
-struct Ended {
-    name: String,
-    what: String,
-    outcome: Outcome,
-}
-
-/// Where runs take place, one at a time.
-#[derive(Default)]
-struct Hall {
-    active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
-}
-
-impl Hall {
-    /// Lets a peer in, or says why not.
-    fn enter(&self, hello: &Hello, name: &str) -> Result<Arc<ActiveRun>, String> {
-        let mut active = self.lock();
-        if let Some((run, inside, _)) = active.as_mut() {
-            if run.run_id != hello.run_id {
-                return Err(busy(&run.name));
-            }
-            run.admit(hello)?;
-            *inside += 1;
-            return Ok(run.clone());
-        }
-        let run = Arc::new(ActiveRun::new(hello, name));
-        run.admit(hello)?;
-        *active = Some((run.clone(), 1, Ok(())));
-        Ok(run)
-    }
-
-    /// Whether a run takes place that the peer does not belong to; gives whose.
-    fn occupied(&self, run_id: &str) -> Option<String> {
-        let active = self.lock();
-        active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
-    }
-
-    /// A peer has left; gives the run when it was the last.
-    fn leave(&self, outcome: Outcome) -> Option<Ended> {
-        let mut active = self.lock();
-        let (run, inside, so_far) = active.as_mut()?;
-        *inside -= 1;
-        if let (Ok(()), Err(failure)) = (&so_far, &outcome) {
-            run.gate.fail(&failure.first_line());
-            *so_far = outcome;
-        }
-        let everybody_came = run.members.lock().unwrap_or_else(|p| p.into_inner()).iter().all(|came| *came);
-        if *inside > 0 || (so_far.is_ok() && !everybody_came) {
-            return None;
-        }
-        let (run, _, outcome) = active.take()?;
-        Some(Ended { name: run.name.clone(), what: describe(&run.run), outcome })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Option<(Arc<ActiveRun>, usize, Outcome)>> {
-        self.active.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
-    }
-}
-
-impl ActiveRun {
-    fn new(hello: &Hello, name: &str) -> ActiveRun {
-        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.deadline_s));
-        let members = Mutex::new(vec![false; hello.run.peers]);
-        ActiveRun {
-            run_id: hello.run_id.clone(),
-            run: hello.run.clone(),
-            name: name.to_owned(),
-            gate,
-            members,
-        }
-    }
-
-    fn admit(&self, hello: &Hello) -> Result<(), String> {
-        if (Run { seed: self.run.seed, ..hello.run.clone() }) != self.run {
-            return Err("the peers of this run do not agree on its options".to_owned());
-        }
-        let mut members = self.members.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-        match members.get_mut(hello.member) {
-            Some(came) if !*came => *came = true,
-            _ => return Err(format!("peer {} of this run is already here", hello.member)),
-        }
-        self.gate.join();
-        Ok(())
-    }
-}
 
 /// Where the serving end says what happens: it may do its work in a child of the process that prints.
 #[derive(Clone)]
@@ -265,12 +169,13 @@ impl House {
     fn attend_in_thread(&self, door: &Door, peer: Peer) {
         let (house, door) = (self.clone(), door.clone());
         let attend = move || {
-            let link = Link::new(peer, HELLO_DEADLINE);
-            match admit(&link, &house.hall, &house.plan, &door) {
+            let mut link = Link::new(peer, house.hall.patience(house.plan.deadline));
+            match admit(&mut link, &house.hall, &house.plan, &door) {
                 Err(failure) => {
                     let why = failure.message();
-                    if house.plan.verbose {
-                        eprintln!("{}: turned away: {why}", link.peer.name());
+                    // During a run others may knock as often as they like.
+                    if house.plan.verbose || !hall::is_busy(&failure) {
+                        eprintln!("error: no run of {}: {why}", link.peer.name());
                     }
                     link.tell_last(&Message::Refused { why });
                 }
@@ -355,10 +260,20 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
 }
 
 /// Hears what the peer wants, and lets it in if there is room.
-fn admit(link: &Link, hall: &Hall, plan: &ServePlan, door: &Door) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
+fn admit(
+    link: &mut Link,
+    hall: &Hall,
+    plan: &ServePlan,
+    door: &Door,
+) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
     let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
     let mut first = link.hear()?;
-    if matches!(first, Message::Ask) {
+    if let Message::Ask { deadline_s } = first {
+        if deadline_s > 0.0 && deadline_s <= SECONDS_MAX {
+            let deadline = Duration::from_secs_f64(deadline_s);
+            hall.expect(deadline);
+            link.wait_up_to(deadline + CONNECT_GRACE);
+        }
         link.tell(&Message::Here { endpoints: door.all.to_vec() })?;
         first = link.hear()?;
     }
@@ -367,17 +282,14 @@ fn admit(link: &Link, hall: &Hall, plan: &ServePlan, door: &Door) -> Outcome<(He
         _ => return Err(link.strange("no greeting")),
     };
     if hello.version != protocol::VERSION {
-        let (theirs, ours) = (hello.version, protocol::VERSION);
-        return Err(Failure::failed(format!(
-            "this end speaks bench version {ours}, the other {theirs}: install the same ferrywire"
-        )));
+        return Err(Failure::Failed(protocol::other_version(hello.version.into())));
     }
     hello.run.check().map_err(Failure::Failed)?;
     let memory = offered(&hello, own, plugin.is_some())?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
     // Not before: a run that is about to end still has its memory.
-    wait_for_hall(hall, &hello.run_id)?;
+    hall.wait_for_room(&hello.run_id)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
     let peers_here = match hello.run.pattern {
         Pattern::Incast => hello.run.peers,
@@ -386,21 +298,6 @@ fn admit(link: &Link, hall: &Hall, plan: &ServePlan, door: &Door) -> Outcome<(He
     home.check_room(layout::region_bytes(&hello.run).saturating_mul(peers_here as u64))?;
     let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
     Ok((hello, active, home))
-}
-
-fn wait_for_hall(hall: &Hall, run_id: &str) -> Outcome {
-    let since = Instant::now();
-    while let Some(name) = hall.occupied(run_id) {
-        if since.elapsed() > BUSY_GRACE || sys::interrupted() {
-            return Err(Failure::Failed(busy(&name)));
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
-}
-
-fn busy(name: &str) -> String {
-    format!("busy with a run of {name}; try again when it has ended")
 }
 
 fn attend(
@@ -471,14 +368,6 @@ pub fn converse(
 pub fn region_from(link: &Link, text: &str) -> Outcome<RemoteRegion> {
     let bytes = protocol::from_hex(text).ok_or_else(|| link.strange("a region that is not hex"))?;
     Ok(RemoteRegion::from_bytes(&bytes)?)
-}
-
-fn describe(run: &Run) -> String {
-    let sizes = run.sizes.len();
-    let checked = if run.verify == Verify::Off { "not verified" } else { "verified" };
-    let memory = run.peer_memory.unwrap_or(Memory::Host);
-    let plural = if sizes == 1 { "" } else { "s" };
-    format!("{:?} {:?}, {sizes} size{plural}, {memory} here, {checked}", run.pattern, run.op).to_lowercase()
 }
 
 /// Says where this end listens, and how to connect to it.

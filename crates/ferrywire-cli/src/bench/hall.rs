@@ -1,0 +1,160 @@
+//! Where runs take place on the serving end: one at a time, with all its peers; others are told that it is busy.
+//!
+//! Read next: [`super::serve`], which lets peers in; [`super::gate`], where those inside wait for each other.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::gate::Gate;
+use super::protocol::{Hello, Run};
+use crate::args::Verify;
+use crate::exit::{Failure, Outcome};
+use crate::memory::Memory;
+use crate::sys;
+
+/// A run that is about to end is waited for before the next is refused.
+const BUSY_GRACE: Duration = Duration::from_secs(1);
+/// Begins what a peer hears that comes during another's run.
+const BUSY: &str = "busy with a run of ";
+
+/// A run that takes place.
+pub struct ActiveRun {
+    run_id: String,
+    run: Run,
+    name: String,
+    /// Where its peers wait for each other.
+    pub gate: Gate,
+    members: Mutex<Vec<bool>>,
+}
+
+/// A run that is over.
+pub struct Ended {
+    /// Whose it was.
+    pub name: String,
+    /// What it was.
+    pub what: String,
+    /// What came of it.
+    pub outcome: Outcome,
+}
+
+/// Where runs take place, one at a time.
+#[derive(Default)]
+pub struct Hall {
+    active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
+    /// What --deadline says in the run that is about to begin, or takes place.
+    deadline: Mutex<Option<Duration>>,
+}
+
+impl Hall {
+    /// A run is about to begin in which nothing takes longer than this. More peers may come before its first greets.
+    pub fn expect(&self, deadline: Duration) {
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = Some(deadline);
+    }
+
+    /// How long a peer that has connected may take to say what it wants, where this end by itself would give it `own`.
+    pub fn patience(&self, own: Duration) -> Duration {
+        self.deadline.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(own)
+    }
+
+    /// Waits until no other run takes place, for a moment: one that is about to end lets the next follow.
+    pub fn wait_for_room(&self, run_id: &str) -> Outcome {
+        let since = Instant::now();
+        while let Some(name) = self.occupied(run_id) {
+            if since.elapsed() > BUSY_GRACE || sys::interrupted() {
+                return Err(Failure::Failed(busy(&name)));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(())
+    }
+
+    /// Lets a peer in, or says why not.
+    pub fn enter(&self, hello: &Hello, name: &str) -> Result<Arc<ActiveRun>, String> {
+        let mut active = self.lock();
+        if let Some((run, inside, _)) = active.as_mut() {
+            if run.run_id != hello.run_id {
+                return Err(busy(&run.name));
+            }
+            run.admit(hello)?;
+            *inside += 1;
+            return Ok(run.clone());
+        }
+        let run = Arc::new(ActiveRun::new(hello, name));
+        run.admit(hello)?;
+        *active = Some((run.clone(), 1, Ok(())));
+        Ok(run)
+    }
+
+    /// Whether a run takes place that the peer does not belong to; gives whose.
+    fn occupied(&self, run_id: &str) -> Option<String> {
+        let active = self.lock();
+        active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
+    }
+
+    /// A peer has left; gives the run when it was the last.
+    pub fn leave(&self, outcome: Outcome) -> Option<Ended> {
+        let mut active = self.lock();
+        let (run, inside, so_far) = active.as_mut()?;
+        *inside -= 1;
+        if let (Ok(()), Err(failure)) = (&so_far, &outcome) {
+            run.gate.fail(&failure.first_line());
+            *so_far = outcome;
+        }
+        let everybody_came =
+            run.members.lock().unwrap_or_else(PoisonError::into_inner).iter().all(|came| *came);
+        if *inside > 0 || (so_far.is_ok() && !everybody_came) {
+            return None;
+        }
+        let (run, _, outcome) = active.take()?;
+        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        Some(Ended { name: run.name.clone(), what: describe(&run.run), outcome })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<(Arc<ActiveRun>, usize, Outcome)>> {
+        self.active.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ActiveRun {
+    fn new(hello: &Hello, name: &str) -> ActiveRun {
+        let gate = Gate::new(hello.run.peers, Duration::from_secs_f64(hello.run.deadline_s));
+        let members = Mutex::new(vec![false; hello.run.peers]);
+        ActiveRun {
+            run_id: hello.run_id.clone(),
+            run: hello.run.clone(),
+            name: name.to_owned(),
+            gate,
+            members,
+        }
+    }
+
+    fn admit(&self, hello: &Hello) -> Result<(), String> {
+        if (Run { seed: self.run.seed, ..hello.run.clone() }) != self.run {
+            return Err("the peers of this run do not agree on its options".to_owned());
+        }
+        let mut members = self.members.lock().unwrap_or_else(PoisonError::into_inner);
+        match members.get_mut(hello.member) {
+            Some(came) if !*came => *came = true,
+            _ => return Err(format!("peer {} of this run is already here", hello.member)),
+        }
+        self.gate.join();
+        Ok(())
+    }
+}
+
+fn busy(name: &str) -> String {
+    format!("{BUSY}{name}; try again when it has ended")
+}
+
+/// Whether a peer was refused for no other reason than that it came during another's run.
+pub fn is_busy(failure: &Failure) -> bool {
+    failure.message().starts_with(BUSY)
+}
+
+fn describe(run: &Run) -> String {
+    let sizes = run.sizes.len();
+    let checked = if run.verify == Verify::Off { "not verified" } else { "verified" };
+    let memory = run.peer_memory.unwrap_or(Memory::Host);
+    let plural = if sizes == 1 { "" } else { "s" };
+    format!("{:?} {:?}, {sizes} size{plural}, {memory} here, {checked}", run.pattern, run.op).to_lowercase()
+}
