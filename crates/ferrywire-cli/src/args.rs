@@ -199,7 +199,7 @@ pub struct ServeFlags {
     /// Requests posted per channel of the plugin, the same on both ends [default: 16]
     #[arg(long, value_name = "N")]
     pub window: Option<usize>,
-    /// Longest time for a call of the plugin, in seconds [default: 30]
+    /// Longest time for a call of the plugin, and for a peer to say what it wants where its run does not say, in seconds [default: 30]
     #[arg(long, value_name = "S")]
     pub deadline: Option<f64>,
     /// File with the shared secret; or set FERRYWIRE_SECRET

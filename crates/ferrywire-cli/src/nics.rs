@@ -3,6 +3,8 @@
 use std::net::IpAddr;
 use std::path::Path;
 
+use ferrywire::topology::Map;
+
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
@@ -20,6 +22,15 @@ pub fn name_of(address: IpAddr) -> Option<String> {
 
 /// Refuses names that no NIC with an address has.
 pub fn check(names: &[String]) -> Outcome {
+    check_of("--nics ", names)
+}
+
+/// The same of the NICs of each GPU.
+pub fn check_map(map: &Map) -> Outcome {
+    map.nics.iter().try_for_each(|(gpu, names)| check_of(&format!("--map {gpu}="), names))
+}
+
+fn check_of(flag: &str, names: &[String]) -> Outcome {
     let mut present: Vec<String> = sys::nic_addresses().into_iter().map(|(name, _)| name).collect();
     present.sort_unstable();
     present.dedup();
@@ -27,7 +38,7 @@ pub fn check(names: &[String]) -> Outcome {
         None => Ok(()),
         Some(name) => {
             let present = present.join(", ");
-            Err(Failure::Usage(format!("--nics {name}: no such NIC with an address; there are {present}")))
+            Err(Failure::Usage(format!("{flag}{name}: no such NIC with an address; there are {present}")))
         }
     }
 }

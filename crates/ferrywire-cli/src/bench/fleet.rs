@@ -28,6 +28,7 @@ use crate::args::Pattern;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
+use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
 
 /// The endpoints of this process, and where the bytes of each lie.
@@ -97,6 +98,7 @@ impl Fleet {
         deadline: Duration,
         setting: Setting,
     ) -> Outcome<Fleet> {
+        nics::check_map(&plan.map)?;
         let gpus = plan.gpus.clone().unwrap_or_default();
         let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
         let (places, nics) = places(plan, memory, &gpus, setting)?;

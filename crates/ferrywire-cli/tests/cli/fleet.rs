@@ -91,7 +91,7 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         ("--gpus 0 --map 0=lo,1=lo", "GPU 1 is not one of --gpus"),
         ("--gpus 0 --map lo", "no GPU before"),
         ("--gpus 0 --map 0=lo --nics lo", "leave out --nics"),
-        ("--gpus 0 --map 0=nope0 --memory host", "nope0: no such NIC"),
+        ("--gpus 0 --map 0=nope0 --memory host", "--map 0=nope0: no such NIC"),
     ];
     for (args, part) in bad {
         let output = run(&format!("bench connect 127.0.0.1:9 {args}"));

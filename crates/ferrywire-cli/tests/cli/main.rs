@@ -18,6 +18,7 @@ mod launched;
 mod matrix;
 mod plugin;
 mod ranks;
+mod refused;
 mod topo;
 #[path = "../../../ferrywire/tests/topology/tree.rs"]
 mod tree;

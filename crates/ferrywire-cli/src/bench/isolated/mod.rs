@@ -61,6 +61,7 @@ impl Order {
 
 /// The variables that the plugin of this end will be loaded with.
 pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Vec<Variable>> {
+    crate::nics::check_map(&engine.map)?;
     // A plugin is told once of all NICs that its endpoints will use.
     let mut nics: Vec<String> = engine.map.nics.values().flatten().chain(&engine.nics).cloned().collect();
     nics.sort();

@@ -1,0 +1,131 @@
+//! Peers that cannot have a run: each is told why in one line, and so is the serving end, which takes the next.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::time::Duration;
+
+use ferrywire::{Endpoint, Peer};
+
+use crate::common::{Serve, ferrywire, first_error, results, run};
+
+/// Longest wait for what must come.
+const LIMIT: Duration = Duration::from_secs(60);
+const FLEET: &str = "--gpus 0-1 --memory sim --peer-memory sim --sizes 4K";
+
+/// A peer that speaks by hand.
+fn stranger(serve: &Serve) -> (Endpoint, Peer) {
+    let endpoint = Endpoint::builder().build().expect("an endpoint");
+    let peer = endpoint.connect(serve.address.parse().expect("an address"), LIMIT).expect("a peer");
+    (endpoint, peer)
+}
+
+fn say(peer: &Peer, message: &str) {
+    let said = peer.notify(format!(".{message}").as_bytes()).expect("it goes out");
+    said.wait(LIMIT).expect("delivered");
+}
+
+fn heard(peer: &Peer) -> String {
+    String::from_utf8_lossy(&peer.wait_notification(LIMIT).expect("an answer")).into_owned()
+}
+
+fn still_serves(serve: &Serve) {
+    assert_eq!(results(&serve.connect(&format!("{FLEET} --iters 3 --json -"))).len(), 3);
+}
+
+/// Another version's greeting may be made of other parts.
+#[test]
+fn another_version_is_told_at_both_ends() {
+    let mut serve = Serve::start("--gpus 0-1 --memory sim");
+    let (_endpoint, peer) = stranger(&serve);
+    say(&peer, r#"{"kind":"hello","version":99,"what":"we do not know"}"#);
+    let expected = "the other 99: install the same ferrywire";
+    let answer = heard(&peer);
+    assert!(answer.contains("refused") && answer.contains(expected), "{answer}");
+    let told = serve.next_error();
+    assert!(told.contains("no run of 127.0.0.1:") && told.contains(expected), "{told}");
+    // Of the engine's protocol: magic, version, kind.
+    let mut socket = TcpStream::connect(&serve.address).expect("it listens");
+    socket.write_all(b"FERRYWR\0\x63\0\x01\0\0\0\0\0").expect("sent");
+    still_serves(&serve);
+    let rest = serve.stop();
+    assert!(rest.contains("version 99"), "{rest}");
+}
+
+/// Who has asked for a run of several GPUs, and does not come with all of them, has the time that it named.
+#[test]
+fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
+    let mut serve = Serve::start("--gpus 0-1 --memory sim --deadline 600");
+    let (_endpoint, peer) = stranger(&serve);
+    say(&peer, r#"{"kind":"ask","deadline_s":1.0}"#);
+    assert!(heard(&peer).contains("here"));
+    // Another of the same run that has nothing to say either.
+    let (_other_endpoint, other) = stranger(&serve);
+    for (peer, name) in [(&other, "the other"), (&peer, "the one that asked")] {
+        let answer = heard(peer);
+        assert!(answer.contains("refused") && answer.contains("no progress for"), "{name}: {answer}");
+        let told = serve.next_error();
+        assert!(told.contains("no run of 127.0.0.1:") && told.contains("no progress for"), "{told}");
+    }
+    still_serves(&serve);
+}
+
+#[test]
+fn a_run_with_fewer_peers_than_it_says_ends_by_name_at_both_ends() {
+    let mut serve = Serve::start("--memory host");
+    let args = "--memory host --peer-memory host --sizes 4K --iters 3 --deadline 2";
+    let alone =
+        serve.connect(&format!("--pattern incast --peers 3 --member 2 --run 0123456789abcdef {args}"));
+    assert_eq!(alone.status.code(), Some(1));
+    let said = first_error(&alone);
+    assert!(said.contains("only 1 of 3 peers of this run have joined"), "{said}");
+    let told = serve.next_error();
+    assert!(told.contains("only 1 of 3 peers of this run have joined"), "{told}");
+}
+
+/// The second of two runs is told whose turn it is, and costs the first nothing.
+#[test]
+fn a_second_run_of_several_gpus_is_told_that_the_first_has_the_port() {
+    let serve = Serve::start("--gpus 0-1 --memory sim");
+    let mut first = ferrywire(&format!("bench connect {} {FLEET} --seconds 600 -v", serve.address))
+        .stderr(std::process::Stdio::piped())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let refused = loop {
+        // Before the first has come in, the second has its way.
+        let output = serve.connect(&format!("{FLEET} --iters 3"));
+        if output.status.code() != Some(0) {
+            break first_error(&output);
+        }
+    };
+    assert!(refused.contains("busy with a run of 127.0.0.1:"), "{refused}");
+    first.kill().expect("killed");
+    first.wait().expect("ended");
+}
+
+#[test]
+fn a_peer_with_another_runs_secret_is_told_at_both_ends() {
+    let own = [("FERRYWIRE_SECRET", "the secret of this run")];
+    let mut serve = Serve::start_with("--listen 127.0.0.1:0 --gpus 0-1 --memory sim", &own);
+    let mut command = ferrywire(&format!("bench connect {} {FLEET} --iters 3", serve.address));
+    let refused = command.env("FERRYWIRE_SECRET", "another run's secret").output().expect("it runs");
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("wrong secret"), "{}", first_error(&refused));
+    let lines = serve.collect_errors();
+    let mut command = ferrywire(&format!("bench connect {} {FLEET} --iters 3 --json -", serve.address));
+    results(&command.envs(own).output().expect("it runs"));
+    let lines = lines.lock().expect("whole lines").clone();
+    assert_eq!(lines.iter().filter(|line| line.contains("wrong secret")).count(), 1, "{lines:?}");
+}
+
+/// Where the ports behind the first are other programs', nothing starts, and the first is free again.
+#[test]
+fn a_fleet_without_all_its_ports_leaves_the_others_alone() {
+    let taken = Serve::start("--gpus 0-1 --memory host");
+    let second = run(&format!("bench serve --listen {} --gpus 0-1 --memory host", taken.address));
+    assert_eq!(second.status.code(), Some(1));
+    let said = first_error(&second);
+    assert!(said.contains("starting the endpoint of GPU") && said.contains("in use"), "{said}");
+    let args = "--gpus 0-1 --memory host --peer-memory host --sizes 4K --iters 3 --json -";
+    assert_eq!(results(&taken.connect(args)).len(), 3);
+}
