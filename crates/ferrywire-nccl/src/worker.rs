@@ -1,13 +1,13 @@
 //! Workers: the threads that move bulk for all comms of the process.
 //!
 //! Each socket for bulk belongs to one worker, which waits for all of its sockets at once. Without work a worker
-//! looks for more for a moment, since the next step of a collective comes soon; then it sleeps in the kernel. Threads
-//! are made with the first comm and stay: the library is never unloaded.
+//! looks for more for a moment, since the next step of a collective comes soon; then, or at once where others want the
+//! core, it sleeps in the kernel. Threads are made with the first comm and stay: the library is never unloaded.
 //!
 //! A wire's life: added -> has work | waits for its socket | waits for a receive -> ... -> closed.
 //! Invariants: a wake is never lost (each side writes its own flag before it reads the other's); the poller waits for
-//! a wire exactly when it has no turn coming and waits for no receive; a worker never waits
-//! for anything but its poller; a wire's connection is touched under its lock, so closing knows when nobody does.
+//! a wire exactly when it has no turn coming and waits for no receive; a worker never waits for anything but its
+//! poller; a wire's connection is touched under its lock, so closing knows when nobody does.
 
 use std::collections::HashMap;
 use std::os::fd::RawFd;
@@ -30,6 +30,10 @@ const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
 /// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
 /// restarts should not be one.
 const SILENT_MAX: Duration = Duration::from_secs(60);
+/// When others had the core for so long, they want it: then looking for work costs more than being woken for it,
+const YIELD_MAX: Duration = Duration::from_micros(200);
+/// and for so long nothing but the kernel is asked.
+const CROWDED_FOR: Duration = Duration::from_millis(20);
 /// No message is waited for.
 const NO_MESSAGE: u64 = u64::MAX;
 
@@ -262,9 +266,12 @@ impl Loop {
         let spin = settings().spin;
         let mut events = Vec::new();
         let mut idle_since = Instant::now();
+        let mut crowded_until = idle_since;
         loop {
             let mut worked = self.obey();
-            worked |= self.wait(&mut events, idle_since.elapsed() >= spin && !worked);
+            let now = Instant::now();
+            let looked = now < crowded_until || now.duration_since(idle_since) >= spin;
+            worked |= self.wait(&mut events, looked && !worked);
             for event in &events {
                 worked |= self.ready(event);
             }
@@ -272,9 +279,15 @@ impl Loop {
                 worked = true;
                 self.turn(token);
             }
+            let now = Instant::now();
             match worked {
-                true => idle_since = Instant::now(),
-                false => thread::yield_now(),
+                true => idle_since = now,
+                false => {
+                    thread::yield_now();
+                    if now.elapsed() >= YIELD_MAX {
+                        crowded_until = Instant::now() + CROWDED_FOR;
+                    }
+                }
             }
         }
     }

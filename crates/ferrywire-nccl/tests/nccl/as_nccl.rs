@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crate::pair::file;
 
 /// A driver that has not ended after this long hangs.
-const HANGS_AFTER: Duration = Duration::from_secs(200);
+const HANGS_AFTER: Duration = Duration::from_secs(300);
 
 /// The shared object under the name that NCCL looks for, and the driver.
 fn built() -> &'static (PathBuf, PathBuf) {
@@ -89,5 +89,7 @@ cases! {
     nothing_is_cut
     closing
     killed_peer
+    late_receives
+    nothing_left
     no_logger
 }

@@ -9,7 +9,7 @@ use ferrywire::nccl::abi::Version;
 use ferrywire::nccl::{Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm};
 
 /// No step of a test takes as long unless it hangs.
-pub const DEADLINE: Duration = Duration::from_secs(100);
+pub const DEADLINE: Duration = Duration::from_secs(170);
 /// Host memory needs no registration.
 pub const NO_MEMORY: MemoryHandle = MemoryHandle(std::ptr::null_mut());
 

@@ -58,7 +58,7 @@ static void lane_turn(struct net *net, struct lane *lane)
     }
 }
 
-enum { COMMS = 3, ROUNDS = 40 };
+enum { COMMS = 3, ROUNDS = 16 };
 
 /* One of two ranks: several comms each way, in the order in which NCCL calls. */
 static void rank(struct net *net, int socket)
@@ -276,8 +276,8 @@ static void registration(struct net *net)
     void *handle;
     registering = 1;
     CHECK(pthread_create(&thread, NULL, register_beside, &with) == 0);
-    for (unsigned seed = 0; seed < 200; seed++)
-        message(net, with.pair, seed * 1000, seed * 1000, seed);
+    for (unsigned seed = 0; seed < 50; seed++)
+        message(net, with.pair, seed * 4000, seed * 4000, seed);
     registering = 0;
     pthread_join(thread, NULL);
     /* The same memory on another comm; memory of GPUs is refused. */
@@ -514,6 +514,68 @@ static void killed_peer(struct net *net)
     two(net, is_killed, survives, SIGKILL);
 }
 
+/* Bulk of a sender that is ahead, in receives that are posted one by one and late: sockets wait for receives, and
+ * receives come in just that moment. */
+static void late_receives(struct net *net)
+{
+    enum { AHEAD = 24, MESSAGES = 200, BYTES = 131072 };
+    static unsigned char source[AHEAD][BYTES], target[BYTES];
+    void *sends[AHEAD];
+    unsigned chance = 1;
+    CHECK(setenv("FERRYWIRE_NCCL_THREADS", "6", 1) == 0 && setenv("FERRYWIRE_NCCL_SOCKETS", "4", 1) == 0);
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    for (unsigned sent = 0, received = 0, done = 0; received < MESSAGES;) {
+        for (; sent < MESSAGES && sent < received + AHEAD && sent < done + AHEAD; sent++) {
+            fill(source[sent % AHEAD], 1000, sent);
+            source[sent % AHEAD][BYTES - 1] = (unsigned char)sent;
+            CHECK(net_isend(net, pair.send, source[sent % AHEAD], BYTES, 0, &sends[sent % AHEAD]) == SUCCESS);
+        }
+        chance = chance * 1103515245u + 12345u;
+        for (unsigned wait = 0; wait < (chance >> 16) % 64; wait++)
+            sched_yield();
+        void *receive = NULL;
+        int result, gone = 0;
+        CHECK(net_irecv(net, pair.recv, target, BYTES, 0, &receive) == SUCCESS && receive);
+        CHECK(finish(net, receive, &result) == BYTES);
+        CHECK(is_filled(target, 1000, received) && target[BYTES - 1] == (unsigned char)received);
+        received++;
+        while (done < sent && net_test(net, sends[done % AHEAD], &gone, NULL) == SUCCESS && gone)
+            done++;
+    }
+    pair_close(net, pair);
+}
+
+static int entries(const char *directory)
+{
+    int count = 0;
+    DIR *open = opendir(directory);
+    CHECK(open);
+    while (readdir(open))
+        count++;
+    closedir(open);
+    return count;
+}
+
+/* Communicators come and go: descriptors and threads do not add up. */
+static void nothing_left(struct net *net)
+{
+    int descriptors = 0, threads = 0;
+    net_load(net, path);
+    for (int round = 0; round < 25; round++) {
+        struct pair pairs[3];
+        for (int n = 0; n < 3; n++) {
+            pairs[n] = pair_here(net);
+            message(net, pairs[n], 200000, 200000, (unsigned)n);
+        }
+        for (int n = 0; n < 3; n++)
+            pair_close(net, pairs[n]);
+        if (round == 2)
+            descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
+    }
+    CHECK(entries("/proc/self/fd") == descriptors && entries("/proc/self/task") == threads);
+}
+
 static void no_logger(struct net *net)
 {
     cpu_set_t before, after;
@@ -547,6 +609,8 @@ int main(int count, char **arguments)
         { "nothing_is_cut", nothing_is_cut },
         { "closing", closing },
         { "killed_peer", killed_peer },
+        { "late_receives", late_receives },
+        { "nothing_left", nothing_left },
         { "no_logger", no_logger },
     };
     CHECK(count == 4);

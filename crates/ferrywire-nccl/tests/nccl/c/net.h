@@ -1,6 +1,7 @@
 /* The interface of net plugins v10, v11 and v12, written down here once more, by slots: a mistake in the Rust
  * declarations is not made again. And what every case needs: pairs of comms, messages with a pattern. */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
@@ -23,7 +24,7 @@
         }                                                                                    \
     } while (0)
 
-enum { SUCCESS = 0, REMOTE_ERROR = 6, HOST = 1, CUDA = 2, STEPS = 8, REQUESTS = 32, DEADLINE_S = 100 };
+enum { SUCCESS = 0, REMOTE_ERROR = 6, HOST = 1, CUDA = 2, STEPS = 8, REQUESTS = 32, DEADLINE_S = 170 };
 
 typedef void (*logger_t)(int level, unsigned long flags, const char *file, int line, const char *format, ...);
 
