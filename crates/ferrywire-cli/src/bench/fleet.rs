@@ -168,19 +168,7 @@ fn places(
         Memory::Cuda(_) => planned(plan, setting)?,
         _ => None,
     };
-    let nics_of = |gpu: &u32| match (plan.map.nics.get(gpu), &planned) {
-        (Some(named), _) => named.clone(),
-        // Whoever speaks over loopback has no use for a NIC's neighbourhood.
-        (None, Some(planned)) if !setting.on_loopback => {
-            planned.gpu(*gpu).map_or_else(|| plan.nics.clone(), |of_gpu| of_gpu.nics.clone())
-        }
-        _ => plan.nics.clone(),
-    };
-    let cores_of = |gpu: &u32| {
-        let of_gpu = planned.as_ref().and_then(|planned| planned.gpu(*gpu));
-        of_gpu.map_or_else(Vec::new, |of_gpu| of_gpu.cpus.iter().map(|cpu| cpu as usize).collect())
-    };
-    let places = gpus.iter().map(|gpu| Place { nics: nics_of(gpu), cores: cores_of(gpu) }).collect();
+    let places = gpus.iter().map(|gpu| place(plan, planned.as_ref(), *gpu, setting)).collect();
     let of_plan = planned.iter().flat_map(|planned| &planned.gpus).flat_map(|of_gpu| &of_gpu.nics);
     let mut nics: Vec<String> = match plan.map.nics.is_empty() {
         true => of_plan.cloned().collect(),
@@ -189,6 +177,20 @@ fn places(
     nics.sort_unstable();
     nics.dedup();
     Ok((places, nics))
+}
+
+/// NICs and cores of one GPU.
+fn place(plan: &EnginePlan, planned: Option<&Plan>, gpu: u32, setting: Setting) -> Place {
+    let planned = planned.and_then(|planned| planned.gpu(gpu));
+    let nics = match (plan.map.nics.get(&gpu), planned) {
+        (Some(named), _) => named,
+        // Whoever speaks over loopback has no use for the NIC next to a GPU.
+        (None, Some(planned)) if !setting.on_loopback => &planned.nics,
+        _ => &plan.nics,
+    };
+    let cores =
+        planned.map_or_else(Vec::new, |planned| planned.cpus.iter().map(|cpu| cpu as usize).collect());
+    Place { nics: nics.clone(), cores }
 }
 
 /// The plan of this host, where it has NICs to plan with. Where NICs were named for each GPU, or are not needed, it is
@@ -451,6 +453,7 @@ fn named(failure: &Failure, pair: &Pair) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrywire::topology::{GpuPlan, Nearness};
 
     fn there(count: u32) -> Vec<(u32, Vec<SocketAddr>)> {
         (0..count).map(|gpu| (gpu + 10, Vec::new())).collect()
@@ -458,6 +461,31 @@ mod tests {
 
     fn numbers(pattern: Pattern, here: &[u32], count: u32) -> Outcome<Vec<(usize, u32)>> {
         Ok(pairs(pattern, here, &there(count))?.iter().map(|pair| (pair.endpoint, pair.peer_gpu)).collect())
+    }
+
+    #[test]
+    fn a_gpu_has_the_nics_named_for_it_else_those_planned_and_always_its_cores() {
+        let of_gpu = |gpu: u32, nic: &str| GpuPlan {
+            gpu,
+            nics: vec![nic.to_owned()],
+            nearness: Nearness::Root,
+            why: String::new(),
+            cpus: [2 * gpu, 2 * gpu + 1].into_iter().collect(),
+            others: Vec::new(),
+        };
+        let gpus = vec![of_gpu(0, "eth1"), of_gpu(1, "eth2")];
+        let planned = Plan { gpus, host_nics: Vec::new(), unused: Vec::new(), notes: Vec::new() };
+        let beyond = Setting { on_host: 2, on_loopback: false, notes: false };
+        let plan = EnginePlan { map: "0=eth7".parse().expect("a map"), ..EnginePlan::default() };
+        let found = |plan, gpu, setting| {
+            let place = place(plan, Some(&planned), gpu, setting);
+            (place.nics.join(","), place.cores)
+        };
+        assert_eq!(found(&plan, 0, beyond), ("eth7".to_owned(), vec![0, 1]));
+        let plan = EnginePlan { nics: vec!["lo".to_owned()], ..EnginePlan::default() };
+        assert_eq!(found(&plan, 1, beyond), ("eth2".to_owned(), vec![2, 3]));
+        assert_eq!(found(&plan, 1, Setting { on_loopback: true, ..beyond }), ("lo".to_owned(), vec![2, 3]));
+        assert_eq!(found(&plan, 5, beyond), ("lo".to_owned(), Vec::new()));
     }
 
     #[test]

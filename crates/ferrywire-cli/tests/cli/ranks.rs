@@ -6,6 +6,7 @@ use std::process::{Command, Output, Stdio};
 use serde_json::Value;
 
 use crate::common::{first_error, json, results, text};
+use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
 
@@ -324,6 +325,34 @@ fn a_meeting_point_that_is_taken_is_said() {
     assert!(said[0].contains("cannot wait for the other ranks at 127.0.0.1:"), "{}", said[0]);
     assert!(text(&outputs[0].stderr).contains("another port with --rendezvous"), "{}", said[0]);
     assert!(said[1].starts_with("error: rank 1 ("), "{}", said[1]);
+}
+
+/// By default each rank has the GPU of its local rank.
+#[test]
+fn ranks_have_cuda_gpus_by_their_local_rank() {
+    if !driver::has_kernels() {
+        println!("SKIPPED: needs a C++ compiler");
+        return;
+    }
+    let (port, stand_in) = (port(), driver::stand_in(&[driver::WITH_KERNELS]));
+    let outputs = Launched::start(2, &format!("--sizes 1,70001 {QUICK}"), |rank, command| {
+        command.args(flags(rank, 2, port)).env("LD_LIBRARY_PATH", &stand_in);
+    })
+    .end();
+    for (rank, output) in outputs.iter().enumerate() {
+        let said = text(&output.stderr);
+        assert!(output.status.success(), "rank {rank}: {said}");
+        // The stand-in says what nobody has let go of.
+        let left = said.lines().filter(|line| line.starts_with("stand-in: left"));
+        assert!(
+            left.clone().count() == 2 && left.clone().all(|line| line.contains("left 0 contexts, 0 streams")),
+            "{said}"
+        );
+    }
+    for row in results(&outputs[0]).iter().filter(|row| row["gpu"] != "all") {
+        assert_eq!([&row["gpu"], &row["peer_gpu"]], ["cuda:0", "cuda:1"]);
+        assert_eq!(row["verified"], true);
+    }
 }
 
 /// Each rank's plugin runs in a process of its own, as that of any end.

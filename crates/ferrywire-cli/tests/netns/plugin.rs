@@ -10,9 +10,9 @@ use crate::world::{Host, LINKS, World};
 use crate::{RUN_DEADLINE, turn};
 
 /// Every GPU over all NICs, on either host: the original's own plan.
-const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
+pub const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
 
-fn plugin() -> String {
+pub fn plugin() -> String {
     let library = std::env::current_exe().expect("a path").with_file_name("libferrywire_tcpx_sim.so");
     format!("--allow-same-host-gpu --plugin {}", library.display())
 }

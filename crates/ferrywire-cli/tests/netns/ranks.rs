@@ -3,18 +3,12 @@
 
 use serde_json::Value;
 
+use crate::fleet::{CHANNELS, GPUS, MAPS, OVERHEAD, nic_of};
+use crate::plugin::{ALL, plugin};
 use crate::process::{Ended, Process, wait_until};
 use crate::world::{Host, LINKS, World};
 use crate::{RUN_DEADLINE, long, nothing_is_left, turn};
 
-const GPUS: usize = 8;
-const CHANNELS: usize = 8;
-/// As on A3-high: two GPUs to a NIC.
-const OWN: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
-/// The original's plan.
-const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
-/// What headers, the conversations and the meeting add to the payload, at most.
-const OVERHEAD: f64 = 0.08;
 /// How far a GPU's rate may be from the mean of all.
 const SPREAD: f64 = 0.15;
 
@@ -69,26 +63,34 @@ fn sent(world: &World) -> Vec<u64> {
     (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).collect()
 }
 
-/// The NIC of a rank of host A.
-fn nic_of(rank: usize) -> String {
-    Host::A.nic(rank / 2 + 1)
-}
-
 fn nics(row: &Value) -> Vec<&str> {
     row["per_nic"].as_array().expect("NICs").iter().filter_map(|nic| nic["nic"].as_str()).collect()
 }
 
-/// Every rank on its own NIC, none on another; what the kernel counted is what we say, and a little more.
+/// Every rank on its own NIC, none on another; what the kernel counted is what we say, and a little more. With time to
+/// spare also over the plugin.
 #[test]
 fn every_rank_uses_the_nic_of_its_gpu() {
     let Some(_turn) = turn() else { return };
     let world = World::new("2gbit");
-    let before = sent(&world);
     // Nothing but the timed part moves data.
     let timed = if long() { "--seconds 20" } else { "--iters 12" };
     let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} {timed} --warmup 0 --verify off");
-    let rows = results(start(&world, OWN, &args, torchrun));
-    let kernel: Vec<u64> = sent(&world).iter().zip(&before).map(|(after, before)| after - before).collect();
+    own_nics(&world, &args);
+    if long() {
+        own_nics(&world, &format!("{args} {}", plugin()));
+    }
+    let args = format!("--pattern bidir --sizes 70001 --channels {CHANNELS} --iters 8 --warmup 2");
+    let rows = results(start(&world, MAPS, &args, slurm));
+    assert_eq!(rows.len(), 3 * (GPUS + 1), "each way, and both");
+    assert!(rows.iter().all(|row| row["verified"] == true));
+    nothing_is_left(&world);
+}
+
+fn own_nics(world: &World, args: &str) {
+    let before = sent(world);
+    let rows = results(start(world, MAPS, args, torchrun));
+    let kernel: Vec<u64> = sent(world).iter().zip(&before).map(|(after, before)| after - before).collect();
     assert_eq!(rows.len(), GPUS + 1, "a row for each pair, and one for all");
     let mut ours = [0u64; LINKS];
     for (rank, row) in rows[..GPUS].iter().enumerate() {
@@ -109,11 +111,6 @@ fn every_rank_uses_the_nic_of_its_gpu() {
     if long() {
         progress_together(&rows);
     }
-    let args = format!("--pattern bidir --sizes 70001 --channels {CHANNELS} --iters 8 --warmup 2");
-    let rows = results(start(&world, OWN, &args, slurm));
-    assert_eq!(rows.len(), 3 * (GPUS + 1), "each way, and both");
-    assert!(rows.iter().all(|row| row["verified"] == true));
-    nothing_is_left(&world);
 }
 
 /// All GPUs move data at the same time and as fast.
@@ -122,7 +119,11 @@ fn progress_together(rows: &[Value]) {
         rows[..GPUS].iter().map(|row| row["gb_per_s"]["p50"].as_f64().expect("a rate")).collect();
     let mean = rates.iter().sum::<f64>() / GPUS as f64;
     let [least, most] = [f64::min, f64::max].map(|pick| rates.iter().copied().reduce(pick).expect("rates"));
-    println!("SUMMARY 8 processes a side: mean {mean:.3} GB/s, least {least:.3}, most {most:.3}");
+    let transport = &rows[0]["transport"];
+    let all = rows[GPUS]["gb_per_s"]["p50"].as_f64().expect("a rate");
+    println!(
+        "SUMMARY 8 processes a side over {transport}: all {all:.3} GB/s, each {least:.3} to {most:.3}, mean {mean:.3}"
+    );
     let near = |rate: f64| (rate / mean - 1.0).abs() <= SPREAD;
     assert!(near(least) && near(most), "mean {mean:.3} GB/s: {rates:.3?}");
 }
@@ -146,7 +147,7 @@ fn ranks_may_use_all_nics_and_other_rails() {
     assert!(*least as f64 > *most as f64 * 0.3, "all links take part: {kernel:?}");
     if long() {
         let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
-        let rows = results(start(&world, OWN, args, torchrun));
+        let rows = results(start(&world, MAPS, args, torchrun));
         assert_eq!(rows.len(), GPUS * GPUS + 1);
         for row in &rows[..GPUS * GPUS] {
             let there = row["extra"]["ranks"][1].as_u64().expect("a rank") as usize - GPUS;
@@ -162,7 +163,7 @@ fn a_killed_rank_is_named_on_both_hosts() {
     let Some(_turn) = turn() else { return };
     let world = World::new("2gbit");
     let mut ranks =
-        start(&world, OWN, "--sizes 256K --channels 2 --seconds 60 --warmup 0 --verify off", torchrun);
+        start(&world, MAPS, "--sizes 256K --channels 2 --seconds 60 --warmup 0 --verify off", torchrun);
     let moves = wait_until(RUN_DEADLINE, || world.sent_bytes_of(Host::A) > 16 << 20);
     assert!(moves, "{}", ranks[0].errors());
     assert_eq!(ranks.remove(11).kill().status, None);

@@ -188,6 +188,9 @@ impl Meeting {
             self.fail(None, &failure);
             self.verdict(failure)
         });
+        let mut state = self.lock();
+        (state.at_work, state.gate) = Default::default();
+        drop(state);
         if self.card.rank == 0 {
             self.see_all_off();
         }
