@@ -4,7 +4,7 @@
 //! before its time, the endpoints that move data are closed, so that nobody waits in them for long.
 //! Invariant: a wait here ends when the run is over, on Ctrl-C, or when rank 0 is gone; and a rank says only once why it
 //! cannot go on.
-//! Read next: [`super::hub`], which decides; [`super::words`].
+//! Read next: [`super::hub`], which decides; [`super::door`], how a rank comes here.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,19 +13,17 @@ use std::time::{Duration, Instant};
 
 use ferrywire::{Endpoint, Error, Peer};
 
-use super::super::connect;
 use super::super::gate::Gate;
 use super::super::link::{CLOSE_DEADLINE, Link, SLICE};
 use super::super::protocol::Message;
+use super::door;
 use super::hub::Hub;
 use super::words::{Card, Fault, PairReport, Place, Table, Word};
 use crate::exit::{Failure, Outcome};
 use crate::plan::RanksPlan;
 use crate::sys;
 
-/// Between two attempts to reach rank 0, which may start later.
-const DIAL_INTERVAL: Duration = Duration::from_millis(100);
-/// How often a connection on its way is looked at.
+/// How often rank 0 looks whether others have left.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 /// A rank that has failed waits so long to hear what ended the run.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
@@ -72,7 +70,7 @@ impl Meeting {
     }
 
     fn open(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
-        let endpoint = endpoint(plan, &card, true)?;
+        let endpoint = door::endpoint(plan, &card, true)?;
         let hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
         let links = (0..card.world).map(|_| None).collect();
         let meeting = Arc::new(Meeting::new(plan, card.clone(), endpoint, Some(hub), links));
@@ -83,8 +81,8 @@ impl Meeting {
     }
 
     fn come(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
-        let endpoint = endpoint(plan, &card, false)?;
-        let link = Arc::new(Link::new(dial(&endpoint, plan)?, plan.bench.deadline));
+        let endpoint = door::endpoint(plan, &card, false)?;
+        let link = Arc::new(Link::new(door::dial(&endpoint, plan)?, plan.bench.deadline));
         link.tell(&Message::Rank(Box::new(Word::Join(Box::new(card.clone())))))?;
         let meeting = Arc::new(Meeting::new(plan, card, endpoint, None, vec![Some(link.clone())]));
         let listener = meeting.clone();
@@ -452,77 +450,4 @@ fn prefixed(name: &str, failure: Failure) -> Failure {
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
     spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
-}
-
-/// The endpoint for the meeting alone: what it says is little.
-fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
-    let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
-    if let Some(secret) = &plan.bench.engine.secret {
-        builder = builder.secret(secret.clone());
-    }
-    if listens {
-        builder = builder.listen(plan.listen);
-    }
-    builder.build().map_err(|error| match error {
-        Error::Invalid { .. } => Failure::Usage(error.to_string()),
-        Error::Io { .. } if listens => Failure::failed(format!(
-            "cannot wait for the other ranks at {}: {error}\nlikely: another run does; try: another port with --rendezvous \
-             ADDR:PORT, the same for all ranks",
-            plan.listen
-        )),
-        other => other.into(),
-    })
-}
-
-/// Reaches rank 0, which may start later.
-fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
-    let since = Instant::now();
-    loop {
-        let mut last = None;
-        for address in &plan.meeting {
-            match dial_once(endpoint, *address, since, plan.bench.deadline)? {
-                Ok(peer) => return Ok(peer),
-                // Nobody will think otherwise later.
-                Err(error @ (Error::Refused { .. } | Error::Invalid { .. })) => {
-                    return Err(connect::explain(error));
-                }
-                Err(error) => last = Some(error),
-            }
-        }
-        if since.elapsed() >= plan.bench.deadline {
-            let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
-            let waited_s = plan.bench.deadline.as_secs_f64();
-            return Err(Failure::failed(format!(
-                "rank 0 was not reached within {waited_s:.0} s (--deadline): {why}\nlikely: rank 0 has not started or has \
-                 ended, a firewall drops the port, or it waits elsewhere (--rendezvous, the same for all ranks)"
-            )));
-        }
-        pause(DIAL_INTERVAL)?;
-    }
-}
-
-fn dial_once(
-    endpoint: &Endpoint,
-    address: std::net::SocketAddr,
-    since: Instant,
-    deadline: Duration,
-) -> Outcome<ferrywire::Result<Peer>> {
-    let connecting = match endpoint.connecting(address) {
-        Ok(connecting) => connecting,
-        Err(error) => return Ok(Err(error)),
-    };
-    loop {
-        if let Some(result) = connecting.poll() {
-            return Ok(result);
-        }
-        if since.elapsed() >= deadline {
-            return Ok(Err(Error::Deadline { what: format!("connecting to {address}"), waited: deadline }));
-        }
-        pause(LOOK_INTERVAL)?;
-    }
-}
-
-fn pause(time: Duration) -> Outcome {
-    thread::sleep(time);
-    if sys::interrupted() { Err(Failure::Interrupted) } else { Ok(()) }
 }

@@ -12,6 +12,7 @@
 //! Read next: [`words`], [`hub`], [`meeting`], then [`connecting`] and [`serving`].
 
 pub mod connecting;
+pub mod door;
 pub mod hub;
 pub mod meeting;
 pub mod pairs;
@@ -66,7 +67,10 @@ pub fn measure(plan: &RanksPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let meeting = Meeting::begin(plan)?;
     let outcome = opened.and_then(|_home| match plan.connects() {
         true => connecting::take_part(plan, &meeting, start, (tell, stage)),
-        false => serving::take_part(plan, &meeting),
+        false => {
+            stage("while serving other ranks");
+            serving::take_part(plan, &meeting)
+        }
     });
     stage("while leaving the other ranks");
     meeting.finish(outcome)

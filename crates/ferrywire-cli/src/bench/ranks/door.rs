@@ -1,0 +1,93 @@
+//! How a rank comes to rank 0, and how rank 0 waits for it.
+//!
+//! Read next: [`super::meeting`], what they do there.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ferrywire::{Endpoint, Error, Peer};
+
+use super::super::connect;
+use super::words::Card;
+use crate::exit::{Failure, Outcome};
+use crate::plan::RanksPlan;
+use crate::sys;
+
+/// Between two attempts to reach rank 0, which may start later.
+const DIAL_INTERVAL: Duration = Duration::from_millis(100);
+/// How often a connection on its way is looked at.
+const LOOK_INTERVAL: Duration = Duration::from_millis(5);
+
+/// The endpoint for the meeting alone: what it says is little.
+pub fn endpoint(plan: &RanksPlan, card: &Card, listens: bool) -> Outcome<Endpoint> {
+    let mut builder = Endpoint::builder().label(format!("rank {}", card.rank)).threads(1).channels(1);
+    if let Some(secret) = &plan.bench.engine.secret {
+        builder = builder.secret(secret.clone());
+    }
+    if listens {
+        builder = builder.listen(plan.listen);
+    }
+    builder.build().map_err(|error| match error {
+        Error::Invalid { .. } => Failure::Usage(error.to_string()),
+        Error::Io { .. } if listens => Failure::failed(format!(
+            "cannot wait for the other ranks at {}: {error}\nlikely: another run does; try: another port with --rendezvous \
+             ADDR:PORT, the same for all ranks",
+            plan.listen
+        )),
+        other => other.into(),
+    })
+}
+
+/// Reaches rank 0, which may start later.
+pub fn dial(endpoint: &Endpoint, plan: &RanksPlan) -> Outcome<Peer> {
+    let since = Instant::now();
+    loop {
+        let mut last = None;
+        for address in &plan.meeting {
+            match dial_once(endpoint, *address, since, plan.bench.deadline)? {
+                Ok(peer) => return Ok(peer),
+                // Nobody will think otherwise later.
+                Err(error @ (Error::Refused { .. } | Error::Invalid { .. })) => {
+                    return Err(connect::explain(error));
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        if since.elapsed() >= plan.bench.deadline {
+            let why = last.map_or_else(|| "no address".to_owned(), |error| error.to_string());
+            let waited_s = plan.bench.deadline.as_secs_f64();
+            return Err(Failure::failed(format!(
+                "rank 0 was not reached within {waited_s:.0} s (--deadline): {why}\nlikely: rank 0 has not started or has \
+                 ended, a firewall drops the port, or it waits elsewhere (--rendezvous, the same for all ranks)"
+            )));
+        }
+        pause(DIAL_INTERVAL)?;
+    }
+}
+
+fn dial_once(
+    endpoint: &Endpoint,
+    address: SocketAddr,
+    since: Instant,
+    deadline: Duration,
+) -> Outcome<ferrywire::Result<Peer>> {
+    let connecting = match endpoint.connecting(address) {
+        Ok(connecting) => connecting,
+        Err(error) => return Ok(Err(error)),
+    };
+    loop {
+        if let Some(result) = connecting.poll() {
+            return Ok(result);
+        }
+        if since.elapsed() >= deadline {
+            return Ok(Err(Error::Deadline { what: format!("connecting to {address}"), waited: deadline }));
+        }
+        pause(LOOK_INTERVAL)?;
+    }
+}
+
+fn pause(time: Duration) -> Outcome {
+    thread::sleep(time);
+    if sys::interrupted() { Err(Failure::Interrupted) } else { Ok(()) }
+}
