@@ -109,6 +109,8 @@ pub struct Part<'a> {
     pub ranks: &'a [RankPair],
     /// Whether it shows how far the run is.
     pub tells: bool,
+    /// Hears of a failure before this end lets go of its memory, which the peer may notice first.
+    pub failed: &'a dyn Fn(&Failure),
     /// Takes the report on a size; gives that on all pairs to the one that tells.
     pub merge: &'a dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>>,
 }
@@ -124,7 +126,18 @@ impl<'a> Part<'a> {
     ) -> Part<'a> {
         let merge: &dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>> =
             if number == 0 { &|_, report| Ok(Some(report)) } else { &|_, _| Ok(None) };
-        Part { number, run, endpoint, home, pairs, ranks: &[], turns: None, tells: number == 0, merge }
+        Part {
+            number,
+            run,
+            endpoint,
+            home,
+            pairs,
+            ranks: &[],
+            turns: None,
+            tells: number == 0,
+            failed: &|_| {},
+            merge,
+        }
     }
 }
 
@@ -155,44 +168,47 @@ pub fn converse(
         };
     let run = &Run { peer_memory: Some(peer_memory), ..run.clone() };
     let local = home.register(endpoint, layout::region_bytes(run))?;
-    link.tell(&Message::Region { region: protocol::to_hex(&local.region.descriptor().to_bytes()) })?;
-    let session = Session {
-        link,
-        side: Side::Connect,
-        run,
-        local: &local,
-        remote: &remote,
-        gate: None,
-        turns: part.turns,
-        inject: None,
-    };
-    tell(News::Peer(peer_host.clone(), peer_threads));
-    let setup_s = start.elapsed().as_secs_f64();
-    let progress = progress(run, part.tells);
-    for (step, size) in run.sizes.iter().enumerate() {
-        let stage = |stage: &str| {
-            doing(&format!("at size {}, {stage}", Bytes(*size)));
-            progress.set_message(format!("{}: {stage}", Bytes(*size)));
+    let mut through_sizes = || {
+        link.tell(&Message::Region { region: protocol::to_hex(&local.region.descriptor().to_bytes()) })?;
+        let session = Session {
+            link,
+            side: Side::Connect,
+            run,
+            local: &local,
+            remote: &remote,
+            gate: None,
+            turns: part.turns,
+            inject: None,
         };
-        let Some(report) = (part.merge)(step, session.step(step, &stage)?)? else { continue };
-        let gpus = (home.gpu_name(), peer_gpu.clone());
-        let now = circumstances(plan, &Part { run, ..*part }, gpus, link.peer.stats(), setup_s);
-        let results = result::results(&now, &here, &peer_host, step, &report);
-        if plan.verbose {
-            for row in &results {
-                eprintln!("finished {}", table::line(row));
-                staged::line(row).into_iter().for_each(|line| eprintln!("{line}"));
+        tell(News::Peer(peer_host.clone(), peer_threads));
+        let setup_s = start.elapsed().as_secs_f64();
+        let progress = progress(run, part.tells);
+        for (step, size) in run.sizes.iter().enumerate() {
+            let stage = |stage: &str| {
+                doing(&format!("at size {}, {stage}", Bytes(*size)));
+                progress.set_message(format!("{}: {stage}", Bytes(*size)));
+            };
+            let Some(report) = (part.merge)(step, session.step(step, &stage)?)? else { continue };
+            let gpus = (home.gpu_name(), peer_gpu.clone());
+            let now = circumstances(plan, &Part { run, ..*part }, gpus, link.peer.stats(), setup_s);
+            let results = result::results(&now, &here, &peer_host, step, &report);
+            if plan.verbose {
+                for row in &results {
+                    eprintln!("finished {}", table::line(row));
+                    staged::line(row).into_iter().for_each(|line| eprintln!("{line}"));
+                }
             }
+            tell(News::Results(results));
+            progress.inc(1);
         }
-        tell(News::Results(results));
-        progress.inc(1);
-    }
-    progress.finish_and_clear();
-    link.tell(&Message::Bye)?;
-    match link.hear()? {
-        Message::Bye => Ok(()),
-        _ => Err(link.strange("no farewell")),
-    }
+        progress.finish_and_clear();
+        link.tell(&Message::Bye)?;
+        match link.hear()? {
+            Message::Bye => Ok(()),
+            _ => Err(link.strange("no farewell")),
+        }
+    };
+    through_sizes().inspect_err(part.failed)
 }
 
 fn circumstances<'a>(

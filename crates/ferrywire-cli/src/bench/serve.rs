@@ -23,7 +23,7 @@ use super::session::Session;
 use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
-use crate::memory::{Home, Memory};
+use crate::memory::{Home, Local, Memory};
 use crate::plan::ServePlan;
 use crate::sys;
 
@@ -309,7 +309,7 @@ fn attend(
     over: &Sender<Ended>,
 ) {
     let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
-    let member = Member { number: hello.member, run: &hello.run, gate: &active.gate };
+    let member = Member { number: hello.member, run: &hello.run, gate: &active.gate, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
@@ -330,6 +330,8 @@ pub struct Member<'a> {
     pub run: &'a Run,
     /// Where all of them wait for each other.
     pub gate: &'a Gate,
+    /// Hears of a failure before this end lets go of its memory, which the peer may notice first.
+    pub failed: &'a dyn Fn(&Failure),
 }
 
 /// Goes through the sizes with a peer that was let in.
@@ -339,8 +341,17 @@ pub fn converse(
     (member, home): (&Member<'_>, &Home),
     inject: Option<Inject>,
 ) -> Outcome {
+    let local = home.register(endpoint, layout::region_bytes(member.run))?;
+    through_sizes(link, endpoint, (member, home, &local), inject).inspect_err(member.failed)
+}
+
+fn through_sizes(
+    link: &Link,
+    endpoint: &Endpoint,
+    (member, home, local): (&Member<'_>, &Home, &Local),
+    inject: Option<Inject>,
+) -> Outcome {
     let run = member.run;
-    let local = home.register(endpoint, layout::region_bytes(run))?;
     link.tell(&Message::Welcome {
         host: Box::new(Host::this()),
         region: protocol::to_hex(&local.region.descriptor().to_bytes()),
@@ -353,8 +364,7 @@ pub fn converse(
         _ => return Err(link.strange("no region")),
     };
     let (gate, turns) = (Some((member.gate, member.number)), None);
-    let session =
-        Session { link, side: Side::Serve, run, local: &local, remote: &remote, gate, turns, inject };
+    let session = Session { link, side: Side::Serve, run, local, remote: &remote, gate, turns, inject };
     for step in 0..run.sizes.len() {
         session.step(step, &|_| {})?;
     }

@@ -163,6 +163,7 @@ impl<'a> Connecting<'a> {
             ranks: &self.ranks,
             turns: self.turns.as_ref().map(|turns| (turns, number)),
             tells,
+            failed: &|failure| blame(self.meeting, link, self.ranks[at].ranks.1, failure),
             merge: &|step, report| self.merge(at, step, report),
         };
         let outcome = connect::converse(&self.bench, &part, link, start, listeners);

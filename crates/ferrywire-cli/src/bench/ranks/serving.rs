@@ -142,13 +142,14 @@ impl Serving<'_> {
             Ok(number) => number,
             Err(failure) => return link.tell_last(&Message::Refused { why: failure.first_line() }),
         };
-        let member = Member { number, run: &self.run, gate: self.gate };
+        let failed = |failure: &Failure| blame(self.meeting, &link, self.members[number], failure);
+        let member = Member { number, run: &self.run, gate: self.gate, failed: &failed };
         let home = &self.fleet.homes()[0];
         let outcome = serve::converse(&link, self.fleet.lead(), (&member, home), self.inject);
         link.tell_last(&match &outcome {
             Ok(()) => Message::Bye,
             Err(failure) => {
-                blame(self.meeting, &link, self.members[number], failure);
+                failed(failure);
                 self.gate.fail(&failure.first_line());
                 Message::Failed { why: failure.first_line() }
             }
