@@ -347,7 +347,10 @@ impl Transfer {
     /// returns keeps it waiting.
     ///
     /// While a stream waits, no memory of a GPU may be freed or unpinned in the process (`cudaFree`, PyTorch's
-    /// `empty_cache`): the driver would wait for the stream, and with it all that could end the transfer.
+    /// `empty_cache`): the driver would wait for the stream, and with it all that could end the transfer. And a copy
+    /// between host and GPU that is enqueued behind the wait holds up others, those of transfers among them, since the
+    /// hardware has few queues for copies (8 each way unless `CUDA_DEVICE_MAX_COPY_CONNECTIONS` says more, up to 32):
+    /// enqueue kernels there, and copies when the transfer has ended.
     ///
     /// # Errors
     /// The driver's.

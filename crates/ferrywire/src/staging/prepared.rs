@@ -1,7 +1,7 @@
 //! What staging of a GPU needs that is made when memory of it is registered, and kept as long as the endpoint.
 //!
-//! A driver may wait for all of a GPU's work before it loads a kernel. A stream that waits for a transfer would then
-//! wait for ever, if the transfer were the first to need one.
+//! A driver may wait for all of a GPU's work before it loads a kernel, and before the first streams copy. A stream that
+//! waits for a transfer would then wait for ever, if the transfer were the first to need either.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -20,11 +20,13 @@ impl Prepared {
         if kept.iter().any(|(other, _)| *other == index) {
             return;
         }
-        let loaded = CudaGpu::opened(index).map(|gpu| Kernels::of(&gpu));
-        match loaded {
-            Some(Ok(kernels)) => kept.push((index, kernels)),
-            Some(Err(error)) => tracing::debug!(%error, "no kernels on CUDA GPU {index}"),
-            None => {}
+        let Some(gpu) = CudaGpu::opened(index) else { return };
+        if let Err(error) = gpu.prepare_streams() {
+            tracing::debug!(%error, "no streams on CUDA GPU {index} ahead of transfers");
+        }
+        match Kernels::of(&gpu) {
+            Ok(kernels) => kept.push((index, kernels)),
+            Err(error) => tracing::debug!(%error, "no kernels on CUDA GPU {index}"),
         }
     }
 }

@@ -14,7 +14,14 @@ use std::ffi::CStr;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Streams for the work of transfers that are made at once: as many as a peer has channels on a large host.
+const URGENT_STREAMS_MADE: usize = 16;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// The GPUs of this process, by number.
 static GPUS: Mutex<[Weak<CudaGpu>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
@@ -26,7 +33,9 @@ pub struct CudaGpu {
     context: sys::CUcontext,
     about: Properties,
     /// The stream of blocking copies, once there was one.
-    blocking: Mutex<Option<Blocking>>,
+    blocking: Mutex<Option<Raw>>,
+    /// Streams for the work of transfers that nobody uses now; none were made yet if there is nothing.
+    urgent: Mutex<Option<Vec<Raw>>>,
 }
 
 /// What is worth knowing about a GPU.
@@ -40,8 +49,8 @@ struct Properties {
     multiprocessors: u32,
 }
 
-/// A raw stream, guarded by its mutex.
-struct Blocking(sys::CUstream);
+/// A raw stream, guarded by a mutex.
+struct Raw(sys::CUstream);
 
 // SAFETY: contexts and streams of the driver may be used on any thread; all else is plain data.
 unsafe impl Send for CudaGpu {}
@@ -76,7 +85,14 @@ impl CudaGpu {
         let properties = Properties::of(device, about)?;
         // SAFETY: as above; the context is released when the `CudaGpu` is dropped.
         unsafe { call!(about, cuDevicePrimaryCtxRetain(&mut context, device)) }?;
-        Ok(CudaGpu { index, device, context, about: properties, blocking: Mutex::new(None) })
+        Ok(CudaGpu {
+            index,
+            device,
+            context,
+            about: properties,
+            blocking: Mutex::new(None),
+            urgent: Mutex::new(None),
+        })
     }
 
     /// GPU `index`, if somebody has opened it and still holds it.
@@ -213,6 +229,44 @@ impl CudaGpu {
         CudaStream::urgent(self)
     }
 
+    /// Makes streams for the work of transfers, and has each copy something both ways. When a driver makes the first
+    /// ones, it may wait for all that other streams do, and one of those may wait for a transfer.
+    pub(crate) fn prepare_streams(self: &Arc<Self>) -> Result<()> {
+        if lock(&self.urgent).is_some() {
+            return Ok(());
+        }
+        let (device, host) = (self.alloc_own(size_of::<u64>(), 8)?, self.pinned(size_of::<u64>())?);
+        let mut made = Vec::new();
+        for _ in 0..URGENT_STREAMS_MADE {
+            let stream = CudaStream::urgent(self)?;
+            // SAFETY: memory of ours, which is kept until the stream has finished.
+            unsafe {
+                stream.copy(device.address(), host.address(), 1)?;
+                stream.copy(host.address(), device.address(), 1)?;
+                stream.write_flag_u64(host.address(), 1)?;
+            }
+            stream.finish();
+            made.push(stream);
+        }
+        lock(&self.urgent).get_or_insert_default();
+        // They are left to the next who need some.
+        drop(made);
+        Ok(())
+    }
+
+    /// A stream for the work of transfers that was used before, and has nothing under way.
+    pub(super) fn take_urgent(&self) -> Option<sys::CUstream> {
+        lock(&self.urgent).as_mut()?.pop().map(|Raw(stream)| stream)
+    }
+
+    /// Keeps such a stream for the next; false if it is to be destroyed.
+    pub(super) fn keep_urgent(&self, stream: sys::CUstream) -> bool {
+        lock(&self.urgent).as_mut().is_some_and(|kept| {
+            kept.push(Raw(stream));
+            true
+        })
+    }
+
     /// Copies device or pinned memory to the host, and waits.
     ///
     /// # Errors
@@ -284,8 +338,8 @@ impl CudaGpu {
         let mut blocking = self.blocking.lock().unwrap_or_else(PoisonError::into_inner);
         let _current = self.make_current()?;
         let stream = match &*blocking {
-            Some(Blocking(stream)) => *stream,
-            None => blocking.insert(Blocking(super::stream::create_urgent(self)?)).0,
+            Some(Raw(stream)) => *stream,
+            None => blocking.insert(Raw(super::stream::create_urgent(self)?)).0,
         };
         let enqueued = enqueue(stream, about);
         // Also after a failure: the memory is the caller's again when this returns.
@@ -297,10 +351,13 @@ impl CudaGpu {
 
 impl Drop for CudaGpu {
     fn drop(&mut self) {
-        let stream = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        if let (Some(Blocking(stream)), Ok(_current)) = (stream, self.make_current()) {
-            // SAFETY: a stream of this context, with nothing under way.
-            let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
+        let blocking = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let urgent = self.urgent.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        if let Ok(_current) = self.make_current() {
+            for Raw(stream) in urgent.into_iter().flatten().chain(blocking) {
+                // SAFETY: a stream of this context, with nothing under way.
+                let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
+            }
         }
         // SAFETY: retained once, by `retain`; nothing that uses it is left.
         let released = unsafe { call!(self.about(), cuDevicePrimaryCtxRelease_v2(self.device)) };

@@ -23,6 +23,8 @@ use std::time::Duration;
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
+    /// For the work of transfers: it goes back to the GPU, which keeps it for the next.
+    urgent: bool,
     /// What a batch is written into for the driver, kept for the next one.
     batch: Mutex<Batch>,
 }
@@ -65,12 +67,19 @@ impl CudaStream {
         let mut raw = ptr::null_mut();
         // SAFETY: room for a pointer.
         unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
-        Ok(CudaStream { gpu: gpu.clone(), raw, batch: Mutex::default() })
+        Ok(CudaStream { gpu: gpu.clone(), raw, urgent: false, batch: Mutex::default() })
     }
 
+    /// One that nobody uses now, or a new one.
     pub(super) fn urgent(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
-        let _current = gpu.make_current()?;
-        Ok(CudaStream { gpu: gpu.clone(), raw: create_urgent(gpu)?, batch: Mutex::default() })
+        let raw = match gpu.take_urgent() {
+            Some(raw) => raw,
+            None => {
+                let _current = gpu.make_current()?;
+                create_urgent(gpu)?
+            }
+        };
+        Ok(CudaStream { gpu: gpu.clone(), raw, urgent: true, batch: Mutex::default() })
     }
 
     /// The GPU that does the work.
@@ -314,6 +323,9 @@ impl Batch {
 impl Drop for CudaStream {
     fn drop(&mut self) {
         self.finish();
+        if self.urgent && self.gpu.keep_urgent(self.raw) {
+            return;
+        }
         let Ok(_current) = self.gpu.make_current() else { return };
         // SAFETY: a stream that lives, and after this no more.
         let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
