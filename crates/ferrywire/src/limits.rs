@@ -94,13 +94,19 @@ pub const GATHER_LAUNCHES_MAX: usize = 2;
 /// Copies of one launch, where scattered receives are gathered without a kernel.
 pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 /// Largest run of GPU memory that is staged at once, and so the largest chunk of it.
-pub const STAGING_SLOT_BYTES: usize = 512 << 10;
+pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 /// Pinned memory for the lists of scattered runs that a channel's copier has under way: room for 8192 runs.
 pub const STAGING_LIST_BYTES: usize = 24 * 8192;
 /// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.
 pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
-/// Pinned memory of one channel, for one GPU and direction.
-pub const STAGING_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
+/// Pinned memory of one channel for one GPU, to receive into.
+pub const STAGING_IN_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
+/// The same to send from: what is lent to a socket stays there until the peer has placed it.
+pub const STAGING_OUT_RING_BYTES: usize = 8 * STAGING_SLOT_BYTES;
+/// Either of them, once a process has [`STAGING_RINGS_BYTES`].
+pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
+/// Pinned memory of a process beyond which new rings are small.
+pub const STAGING_RINGS_BYTES: usize = 2 << 30;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 
@@ -193,8 +199,9 @@ const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX 
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
 const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
-const _: () =
-    assert!(STAGING_CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES && 2 * STAGING_SLOT_BYTES <= STAGING_RING_BYTES);
+const _: () = assert!(
+    STAGING_CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES && 2 * STAGING_SLOT_BYTES <= STAGING_SMALL_RING_BYTES
+);
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);

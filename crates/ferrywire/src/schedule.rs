@@ -95,7 +95,7 @@ const SMALL_SPREAD_BYTES: u64 = 256 << 10;
 /// copied out at half the speed. What lies in a ring at an end that stages, and is copied there, comes on top.
 pub fn local_share(in_flight: u64, sharing: usize, ends_staged: u64, chunk_bytes_max: usize) -> (u64, usize) {
     let local = local_bytes(sharing);
-    let bound = local + ends_staged * limits::STAGING_RING_BYTES as u64;
+    let bound = local + ends_staged * limits::STAGING_OUT_RING_BYTES as u64;
     (bound.saturating_sub(in_flight), chunk_bytes_max.min(local as usize / 2))
 }
 
@@ -191,7 +191,7 @@ mod tests {
             assert_eq!(share, 2 * chunk as u64);
             assert_eq!(local_share(chunk as u64, sharing, 0, limits::CHUNK_BYTES_MAX), (share / 2, chunk));
             assert_eq!(local_share(share + 1, sharing, 0, 4096), (0, 4096));
-            let staged = 2 * limits::STAGING_RING_BYTES as u64;
+            let staged = 2 * limits::STAGING_OUT_RING_BYTES as u64;
             assert_eq!(local_share(share, sharing, 2, 4096), (staged, 4096));
         }
         assert!(local_bytes(4) < local_bytes(1) && local_bytes(64) == local_bytes(4));

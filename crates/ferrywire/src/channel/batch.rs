@@ -13,6 +13,8 @@ pub(super) struct Batch<'a> {
     pub(super) stable: Option<bool>,
     /// Calls with and without copies are kept apart.
     pub(super) split: bool,
+    /// The last piece is lent.
+    pub(super) lent: bool,
     /// A piece was left for the next call, and so is everything behind it.
     pub(super) closed: bool,
 }
@@ -22,6 +24,14 @@ impl Batch<'_> {
         self.closed
             || self.bytes >= limits::SEND_BYTES_PER_CALL_MAX
             || self.pieces.len() + 3 > limits::IOVECS_PER_CALL_MAX
+    }
+
+    /// Adds a piece that is lent: it is the last of this call.
+    pub(super) fn lend(&mut self, base: *mut u8, len: usize) {
+        let before = self.pieces.len();
+        self.add(base, len, false);
+        self.lent = self.pieces.len() > before;
+        self.closed |= self.lent;
     }
 
     pub(super) fn add(&mut self, base: *mut u8, len: usize, stable: bool) {

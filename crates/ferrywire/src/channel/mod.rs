@@ -96,6 +96,8 @@ pub(crate) struct Channel {
     posted: Option<Box<Posted>>,
     /// What passes between GPUs and the connection.
     staging: Staging,
+    /// What is sent from rings of `staging` stays there until the peer has placed it: the connection may read it.
+    lends: bool,
     /// The connection has ended, with this error; the lane has still something to bring.
     ended: Option<io::Error>,
     lane_failed: bool,
@@ -107,6 +109,7 @@ impl Channel {
         counters.start(&*conn, generation);
         // The handshake's bytes are part of the stream that `released` counts.
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
+        let lends = conn.lends();
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
             conn,
@@ -125,6 +128,7 @@ impl Channel {
             rx: Receiver::new(),
             posted: None,
             staging: Staging::default(),
+            lends,
             ended: None,
             lane_failed: false,
         }
@@ -317,8 +321,15 @@ impl Channel {
     /// One socket call. Returns the bytes it took, 0 when there is nothing to send or no room.
     fn send_some(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
         pieces.clear();
-        let mut batch =
-            Batch { pieces, bytes: 0, skip: 0, stable: None, split: self.conn.zero_copy(), closed: false };
+        let mut batch = Batch {
+            pieces,
+            bytes: 0,
+            skip: 0,
+            stable: None,
+            split: self.conn.zero_copy(),
+            lent: false,
+            closed: false,
+        };
         batch.add(self.ack_frame.as_mut_ptr(), self.ack_frame.len(), false);
         // An acknowledgement covers refused frames only once their refusals are in the stream.
         let ack = self.rx.received_without_refusals() as u32;
@@ -336,23 +347,27 @@ impl Channel {
             batch.skip = std::mem::take(&mut skip);
             batch.add(entry.head.as_mut_ptr(), HEADER_BYTES, false);
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
-            // What is staged is in the cache, and its room is needed again as soon as it is sent.
-            let copied = entry.staged.is_some();
-            staged |= copied;
-            entry.stream_pieces(|base, len| batch.add(base, len, len >= STABLE_BYTES_MIN && !copied));
+            let in_ring = entry.staged.is_some();
+            staged |= in_ring;
+            entry.stream_pieces(|base, len| match in_ring && self.lends && len >= LENT_BYTES_MIN {
+                true => batch.lend(base, len),
+                false => batch.add(base, len, len >= STABLE_BYTES_MIN && !in_ring),
+            });
         }
-        let (bytes, stable) = (batch.bytes, batch.stable == Some(true));
+        let (bytes, stable, lent) = (batch.bytes, batch.stable == Some(true), batch.lent);
         if pieces.is_empty() {
             return Ok(0);
         }
         let since = staged.then(Instant::now);
         // SAFETY: the pieces point into the acknowledgement frame and into entries of the window, which
         // stay until the peer has acknowledged them and `released` has passed them, into the memory those
-        // entries' operations keep alive, and, never as `stable`, into the rings of `staging`.
+        // entries' operations keep alive, and, never as `stable`, into the rings of `staging`. What is lent of
+        // those is not used again before the peer has placed it, or is given back to the system.
         let result = unsafe {
-            match stable {
-                true => self.conn.send_stable(pieces),
-                false => self.conn.send(pieces),
+            match (lent, stable) {
+                (true, _) => self.conn.send_lent(pieces),
+                (false, true) => self.conn.send_stable(pieces),
+                (false, false) => self.conn.send(pieces),
             }
         };
         self.count_wire(since);
@@ -391,8 +406,8 @@ impl Channel {
                 self.sent_within += taken;
                 break;
             }
-            if let Some(staged) = entry.staged.take() {
-                self.staging.sending.sent(&staged);
+            if let Some(staged) = entry.staged.take_if(|_| !self.lends) {
+                self.staging.sending.give_back(&staged);
             }
             taken -= rest;
             position += rest as u64;
@@ -412,7 +427,10 @@ impl Channel {
             return Err(broken("it acknowledged frames that were not sent"));
         }
         let copied = self.conn.released() == u64::MAX;
-        while let Some((number, entry)) = self.window.release(count) {
+        while let Some((number, mut entry)) = self.window.release(count) {
+            if let Some(staged) = entry.staged.take() {
+                self.staging.sending.give_back(&staged);
+            }
             let end = self.ends.pop_front().unwrap_or(0);
             let entry = match &mut self.posted {
                 Some(posted) if entry.header.is_posted() => posted.acknowledged(number, entry),
@@ -474,6 +492,8 @@ impl Channel {
 
 /// Pieces at least this long may go out without a copy.
 const STABLE_BYTES_MIN: usize = 64 << 10;
+/// Pieces of a ring at least this long are lent to the socket, where it can be: shorter ones cost less to copy.
+const LENT_BYTES_MIN: usize = 64 << 10;
 
 fn broken(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("the stream is broken: {what}"))

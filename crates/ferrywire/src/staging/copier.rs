@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::cuda::PinnedBuffer;
 use crate::memory::sim::{MappedBuffer, SimStream};
 use crate::memory::{Gpu, Place};
@@ -70,8 +69,7 @@ impl Pinned {
 }
 
 /// Pinned memory near a GPU that is open. For set-up only.
-pub(super) fn pinned(place: Place) -> Result<Pinned> {
-    let bytes = limits::STAGING_RING_BYTES;
+pub(super) fn pinned(place: Place, bytes: usize) -> Result<Pinned> {
     match Gpu::opened(place)? {
         Gpu::Sim(_) => Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?)),
         Gpu::Cuda(gpu) => Ok(Pinned::Cuda(gpu.pinned(bytes)?)),
@@ -141,7 +139,7 @@ mod tests {
         let gpu = SimGpu::open(index).unwrap();
         gpu.set_faults(SimFaults::default());
         let buffer = gpu.alloc(BYTES, 4096).unwrap();
-        (gpu, buffer, pinned(Place::SimGpu(index)).unwrap())
+        (gpu, buffer, pinned(Place::SimGpu(index), BYTES).unwrap())
     }
 
     fn host(pinned: &Pinned) -> &[u8] {
@@ -224,7 +222,7 @@ mod tests {
     #[test]
     fn a_gpu_that_is_not_open_has_no_copier() {
         let gone = Place::SimGpu(14);
-        assert!(matches!(pinned(gone).err(), Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))));
+        assert!(matches!(pinned(gone, BYTES).err(), Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))));
         assert!(matches!(
             copier(gone, Way::In).err(),
             Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))

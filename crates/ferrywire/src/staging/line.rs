@@ -12,6 +12,7 @@ use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 pub(super) struct Line {
@@ -33,6 +34,32 @@ pub(super) struct Line {
     failure: Option<Error>,
 }
 
+/// Bytes of all rings of this process.
+static RINGS_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+/// How large a new ring is: with many channels to many peers, each has to do with less.
+fn ring_bytes(way: Way) -> usize {
+    let bytes = match way {
+        Way::Out => limits::STAGING_OUT_RING_BYTES,
+        Way::In => limits::STAGING_IN_RING_BYTES,
+    };
+    let fits = RINGS_BYTES.load(Ordering::Relaxed) + bytes <= limits::STAGING_RINGS_BYTES;
+    let bytes = if fits { bytes } else { limits::STAGING_SMALL_RING_BYTES };
+    RINGS_BYTES.fetch_add(bytes, Ordering::Relaxed);
+    bytes
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        RINGS_BYTES.fetch_sub(self.ring.len(), Ordering::Relaxed);
+        self.copier = None;
+        // A socket may still read there: the pages go back to the system, which keeps them until it has.
+        if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| !self.ring.is_empty()) {
+            buffer.use_never_again();
+        }
+    }
+}
+
 impl Line {
     /// In numbers only; see [`Line::prepare`].
     pub fn new(place: Place, way: Way) -> Line {
@@ -41,7 +68,7 @@ impl Line {
             pinned: None,
             place,
             way,
-            ring: Ring::new(limits::STAGING_RING_BYTES),
+            ring: Ring::new(ring_bytes(way)),
             batch: Vec::new(),
             batch_bytes: 0,
             marked: 0,
@@ -55,7 +82,7 @@ impl Line {
     /// Makes what is missing; gives the address of the ring.
     pub fn prepare(&mut self) -> Result<usize> {
         if self.pinned.is_none() {
-            self.pinned = Some(copier::pinned(self.place)?);
+            self.pinned = Some(copier::pinned(self.place, self.ring.len())?);
         }
         if self.copier.is_none() && self.failure.is_none() {
             self.copier = Some(copier::copier(self.place, self.way)?);
@@ -70,7 +97,7 @@ impl Line {
 
     /// Bytes of pinned memory that it holds.
     pub fn pinned_bytes(&self) -> usize {
-        if self.pinned.is_some() { limits::STAGING_RING_BYTES } else { 0 }
+        if self.pinned.is_some() { self.ring.len() } else { 0 }
     }
 
     /// Adds a copy to the next batch.

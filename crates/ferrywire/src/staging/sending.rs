@@ -1,7 +1,7 @@
 //! Payload in GPU memory on its way out: from the GPU into a ring, and from there into the stream.
 //!
-//! A staged frame's life: `reserved -> copying -> ready -> sent`. Frames are sent in the order of their
-//! window, so the first that is not ready holds up those behind it.
+//! A staged frame's life: `reserved -> copying -> ready -> sent`, and `placed` where the pages of the ring are lent to
+//! the socket. Frames are sent in the order of their window, so the first that is not ready holds up those behind it.
 //!
 //! Invariant: a frame whose copy is under way is not sent, and so not acknowledged: its operation cannot end
 //! before the copy has, or the copier is dropped.
@@ -145,8 +145,8 @@ impl Sending {
         true
     }
 
-    /// A frame is sent, in the order of the window.
-    pub fn sent(&mut self, staged: &Staged) {
+    /// Nobody reads a frame's bytes any more. In the order of the window.
+    pub fn give_back(&mut self, staged: &Staged) {
         self.lines[staged.line].ring.give_back();
         self.full.set(!self.has_room());
     }
@@ -154,6 +154,11 @@ impl Sending {
     /// Whether copies are under way.
     pub fn copying(&self) -> bool {
         self.lines.iter().any(Line::copying)
+    }
+
+    /// Bytes of its rings that are taken.
+    pub fn taken_bytes(&self) -> usize {
+        self.lines.iter().map(|line| line.ring.taken()).sum()
     }
 
     /// Bytes that were staged so far.

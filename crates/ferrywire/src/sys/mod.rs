@@ -10,6 +10,7 @@ pub mod affinity;
 pub mod cmsg;
 pub mod ethtool;
 pub(crate) mod fork;
+pub mod lending;
 pub mod mapping;
 pub mod nics;
 pub mod numa;

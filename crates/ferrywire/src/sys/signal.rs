@@ -1,9 +1,11 @@
 //! Signals.
 //!
-//! Every send in `socket.rs` passes `MSG_NOSIGNAL`, so the engine needs nothing from here; a program that
-//! writes to pipes does.
+//! Every send in `socket.rs` passes `MSG_NOSIGNAL`. `splice` has no such flag, so the engine holds the signal back around
+//! it; and a program that writes to pipes had better ignore it.
 
 use std::io;
+use std::mem;
+use std::ptr;
 
 /// Makes a write to a closed pipe an error (`EPIPE`) instead of the end of the process.
 pub fn ignore_sigpipe() -> io::Result<()> {
@@ -12,12 +14,54 @@ pub fn ignore_sigpipe() -> io::Result<()> {
     if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Runs a call that may find a closed socket, without `SIGPIPE` for this thread: the error says it all, and the
+/// program's own way with signals is left alone.
+pub(crate) fn without_sigpipe<T>(call: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    // SAFETY: all zero is a valid signal set.
+    let (mut pipe, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { (mem::zeroed(), mem::zeroed()) };
+    // SAFETY: valid signal sets, and a valid signal.
+    unsafe {
+        libc::sigemptyset(&mut pipe);
+        libc::sigaddset(&mut pipe, libc::SIGPIPE);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &pipe, &mut before);
+    }
+    let result = call();
+    // SAFETY: as above. One that was blocked before, the program waits for itself.
+    unsafe {
+        if libc::sigismember(&before, libc::SIGPIPE) == 0 {
+            if matches!(&result, Err(error) if error.kind() == io::ErrorKind::BrokenPipe) {
+                let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+                libc::sigtimedwait(&pipe, ptr::null_mut(), &now);
+            }
+            libc::pthread_sigmask(libc::SIG_SETMASK, &before, ptr::null_mut());
+        }
+    }
+    result
+}
+
 #[cfg(test)]
 mod tests {
-    use std::io::Write;
+    use std::io::{self, Write};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    static SIGNALS: AtomicU32 = AtomicU32::new(0);
+
+    extern "C" fn count(_signal: libc::c_int) {
+        SIGNALS.fetch_add(1, Ordering::SeqCst);
+    }
 
     #[test]
     fn writing_to_a_closed_pipe_is_an_error() {
+        // SAFETY: a handler that only counts.
+        unsafe { libc::signal(libc::SIGPIPE, count as *const () as libc::sighandler_t) };
+        let (reader, mut writer) = io::pipe().unwrap();
+        drop(reader);
+        for signals in [0, 0, 1] {
+            let write = || writer.write(b"x");
+            let result = if signals == 0 { super::without_sigpipe(write) } else { writer.write(b"x") };
+            assert_eq!(result.unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+            assert_eq!(SIGNALS.load(Ordering::SeqCst), signals, "held back, and only there");
+        }
         super::ignore_sigpipe().unwrap();
         let (reader, mut writer) = std::io::pipe().unwrap();
         drop(reader);

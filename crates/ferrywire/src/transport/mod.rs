@@ -95,6 +95,21 @@ pub trait Conn: Send {
         u64::MAX
     }
 
+    /// Whether `send_lent` may spare a copy here.
+    fn lends(&self) -> bool {
+        false
+    }
+
+    /// Like `send`, of pieces whose last one may be read where it is, until the other end has received it.
+    ///
+    /// # Safety
+    /// As of `send`; and nobody writes to the last piece until the other end is known to have received it. If that never
+    /// becomes known, not before its pages have been given back to the system.
+    unsafe fn send_lent(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: readable for longer than the call, as promised by the caller.
+        unsafe { self.send(pieces) }
+    }
+
     /// Receives into the pieces in order; returns the bytes placed, 0 at the end of the stream.
     ///
     /// # Safety

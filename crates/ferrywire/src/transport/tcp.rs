@@ -9,6 +9,7 @@
 
 mod conn;
 mod health;
+mod lending;
 mod tuning;
 mod zero_copy;
 

@@ -113,6 +113,11 @@ impl PinnedBuffer {
         Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
     }
 
+    /// Its pages are freed when it is dropped, and not given to the next who needs some.
+    pub(crate) fn use_never_again(&mut self) {
+        self.pages.iter_mut().for_each(|pages| pages.again = false);
+    }
+
     /// The first byte, for the CPU.
     pub fn as_ptr(&self) -> *mut u8 {
         self.base

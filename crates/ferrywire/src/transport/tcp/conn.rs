@@ -13,6 +13,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use socket2::Socket;
 
 use super::health::Watch;
+use super::lending::Lending;
 use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{START, canonical, ip_address};
@@ -41,6 +42,7 @@ pub struct TcpConn {
     shut: bool,
     sent_bytes: u64,
     zero_copy: ZeroCopy,
+    lending: Lending,
     watch: Cell<Watch>,
 }
 
@@ -73,6 +75,7 @@ impl TcpConn {
             shut: false,
             sent_bytes: 0,
             zero_copy,
+            lending: Lending::default(),
             watch: Cell::default(),
         })
     }
@@ -158,8 +161,13 @@ impl Conn for TcpConn {
         if self.shut {
             return Err(io::Error::from(io::ErrorKind::BrokenPipe));
         }
-        // SAFETY: promised by the caller.
-        let result = unsafe { socket::send(self.descriptor(), pieces, 0) };
+        let fd = self.descriptor();
+        let result = match self.lending.held() {
+            // SAFETY: promised by the caller.
+            0 => unsafe { socket::send(fd, pieces, 0) },
+            // The first of these bytes are on their way.
+            _ => self.lending.go_on(fd),
+        };
         self.took(result)
     }
 
@@ -188,6 +196,23 @@ impl Conn for TcpConn {
                 }
                 self.took(result)
             }
+        }
+    }
+
+    fn lends(&self) -> bool {
+        self.lending.usable()
+    }
+
+    unsafe fn send_lent(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        if self.shut {
+            return Err(io::Error::from(io::ErrorKind::BrokenPipe));
+        }
+        let fd = self.descriptor();
+        // SAFETY: promised by the caller.
+        match unsafe { self.lending.send(fd, pieces) } {
+            Some(result) => self.took(result),
+            // SAFETY: readable for longer than the call, as promised by the caller.
+            None => unsafe { self.send(pieces) },
         }
     }
 

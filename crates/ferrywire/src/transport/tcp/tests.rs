@@ -1,5 +1,6 @@
 //! The transport's promises, over loopback; `veth.rs` has those that need two hosts.
 
+mod lending;
 mod veth;
 mod zero_copy;
 

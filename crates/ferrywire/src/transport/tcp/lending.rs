@@ -1,0 +1,107 @@
+//! Sends that leave their last piece where it is; see [`Conn::send_lent`](crate::transport::Conn::send_lent).
+//!
+//! What the socket has no room for waits in a pipe. The stream goes on with it: whoever sends next offers the same bytes
+//! again, and finds them taken.
+//! Invariant: the bytes in the pipe are the next of the stream.
+
+use std::io;
+use std::os::fd::RawFd;
+
+use crate::sys::lending::PagePipe;
+use crate::sys::socket;
+use crate::transport::IoVec;
+
+/// Bytes that one pipe holds: some calls' worth, within what all the pipes of a user may have.
+const PIPE_BYTES: usize = 512 << 10;
+
+/// The pipe of one connection.
+#[derive(Debug, Default)]
+pub(super) enum Lending {
+    /// Nothing was lent yet.
+    #[default]
+    Fresh,
+    Open(PagePipe),
+    /// It cannot be done here.
+    Off,
+}
+
+impl Lending {
+    pub(super) fn usable(&self) -> bool {
+        !matches!(self, Lending::Off)
+    }
+
+    /// Bytes that are in the pipe: the first of what is offered next.
+    pub(super) fn held(&self) -> usize {
+        match self {
+            Lending::Open(pipe) => pipe.held(),
+            _ => 0,
+        }
+    }
+
+    fn pipe(&mut self) -> Option<&mut PagePipe> {
+        if matches!(self, Lending::Fresh) {
+            *self = PagePipe::new(PIPE_BYTES).map_or(Lending::Off, Lending::Open);
+        }
+        match self {
+            Lending::Open(pipe) => Some(pipe),
+            _ => None,
+        }
+    }
+
+    /// Sends the bytes in the pipe; gives how many went.
+    pub(super) fn go_on(&mut self, fd: RawFd) -> io::Result<usize> {
+        match self {
+            Lending::Open(pipe) if pipe.held() > 0 => pipe.give(fd, false),
+            _ => Ok(0),
+        }
+    }
+
+    /// Sends pieces, of which the last is lent; gives the bytes that went. None: it cannot be done here, and nothing was.
+    ///
+    /// # Safety
+    /// As of [`Conn::send_lent`](crate::transport::Conn::send_lent).
+    pub(super) unsafe fn send(&mut self, fd: RawFd, pieces: &[IoVec]) -> Option<io::Result<usize>> {
+        let (lent, copied) = pieces.split_last()?;
+        let copied_bytes: usize = copied.iter().map(|piece| piece.len).sum();
+        debug_assert!(copied_bytes == 0 || self.held() == 0, "what is in the pipe comes first");
+        let mut sent = 0;
+        if copied_bytes > 0 {
+            self.pipe()?;
+            // SAFETY: readable for the length of the call.
+            match unsafe { socket::send(fd, copied, libc::MSG_MORE) } {
+                Ok(bytes) if bytes == copied_bytes => sent = bytes,
+                result => return Some(result),
+            }
+        }
+        let mut lent_bytes = 0;
+        while lent_bytes < lent.len {
+            // SAFETY: by the caller's promise.
+            match unsafe { self.send_some(fd, *lent, lent_bytes) } {
+                Some(Ok(bytes)) => lent_bytes += bytes,
+                Some(Err(error)) if sent + lent_bytes == 0 => return Some(Err(error)),
+                None if sent + lent_bytes == 0 => return None,
+                _ => break,
+            }
+        }
+        Some(Ok(sent + lent_bytes))
+    }
+
+    /// Sends some of a piece, which is sent up to `done`.
+    ///
+    /// # Safety
+    /// As of [`Lending::send`].
+    unsafe fn send_some(&mut self, fd: RawFd, piece: IoVec, done: usize) -> Option<io::Result<usize>> {
+        let pipe = self.pipe()?;
+        if pipe.held() == 0 {
+            // SAFETY: within the piece.
+            let rest = IoVec::new(unsafe { piece.base.add(done) }, piece.len - done);
+            // SAFETY: by the caller's promise.
+            if unsafe { pipe.take(rest) }.is_err() {
+                *self = Lending::Off;
+                return None;
+            }
+        }
+        let more = done + pipe.held() < piece.len;
+        Some(pipe.give(fd, more))
+    }
+}
