@@ -19,11 +19,6 @@ impl Channel {
         self.staging.copying() || self.rx.stalled || !self.rx.kept.is_empty() || self.asks_for_held()
     }
 
-    /// Bytes in rings or on their way there, in either direction: what is under way on the channel, if it stages.
-    pub fn staged_bytes_at_hand(&self) -> usize {
-        self.staging.sending.taken_bytes() + self.staging.receiving.taken_bytes()
-    }
-
     /// Whether it is for the owner of this channel to ask whether held operations may begin.
     fn asks_for_held(&self) -> bool {
         self.peer.held.any() && self.peer.is_home(self.index)

@@ -21,8 +21,6 @@ const HOT_TURNS: u32 = 8;
 const ACK_TURNS: u32 = 64;
 /// Bytes that keep a lane busy for longer than a nap.
 const NAP_BYTES: usize = 4 << 20;
-/// Bytes that a GPU copies for longer than a nap, beside what it copies for other channels.
-const NAP_COPIES_BYTES: usize = 1 << 20;
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
@@ -168,12 +166,6 @@ impl Crank {
     /// Whether a GPU copies for a channel: somebody has to look whether it is done.
     pub(super) fn staging_active(&self) -> bool {
         self.slots.iter().flatten().any(|slot| slot.channel.staging_active())
-    }
-
-    /// Whether GPUs copy so much for every channel that does anything that a nap makes nobody wait.
-    pub(super) fn copies_in_bulk(&self) -> bool {
-        let mut active = self.slots.iter().flatten().filter(|slot| slot.channel.staging_active()).peekable();
-        active.peek().is_some() && active.all(|slot| slot.channel.staged_bytes_at_hand() >= NAP_COPIES_BYTES)
     }
 
     pub(super) fn lanes_active(&self) -> bool {

@@ -358,7 +358,9 @@ impl Worker {
         if !self.thread_only {
             self.keep_to_core(engine);
         }
-        if let Err(error) = affinity::sharpen_timers(COPY_NAP / 10) {
+        if self.thread_only
+            && let Err(error) = affinity::sharpen_timers(NAP / 10)
+        {
             tracing::debug!(%error, "naps of a progress thread are longer than they should be");
         }
         let mut ignored = Vec::new();
@@ -426,9 +428,7 @@ impl Worker {
                 self.nap(crank);
                 continue;
             }
-            // While GPUs have much to copy there is nothing to be quick for.
-            let spin = if crank.copies_in_bulk() { SPIN.min(self.spin) } else { self.spin };
-            if idle_since.get_or_insert_with(Instant::now).elapsed() > spin {
+            if idle_since.get_or_insert_with(Instant::now).elapsed() > self.spin {
                 return false;
             }
             thread::yield_now();

@@ -55,7 +55,7 @@ impl CudaCopier {
                 None
             }
         };
-        let (stream, flag) = (gpu.urgent_stream()?, gpu.pinned(size_of::<u64>())?);
+        let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);
         Ok(CudaCopier { stream, flag, kernel, marked: 0, asked: 0, calls: 0, batch: Vec::new(), way })
     }
 

@@ -256,11 +256,6 @@ impl Receiving {
         touched
     }
 
-    /// Bytes of its rings that are taken.
-    pub fn taken_bytes(&self) -> usize {
-        self.lanes.iter().map(|lane| lane.line.ring.taken()).sum()
-    }
-
     /// Bytes that were staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes

@@ -14,22 +14,16 @@ pub(super) struct Ring {
     len: usize,
     /// Offset and aligned length of each span, oldest first.
     spans: VecDeque<(usize, usize)>,
-    taken: usize,
 }
 
 impl Ring {
     pub fn new(len: usize) -> Ring {
-        Ring { len, spans: VecDeque::new(), taken: 0 }
+        Ring { len, spans: VecDeque::new() }
     }
 
     /// Bytes that it has, taken or not.
     pub fn len(&self) -> usize {
         self.len
-    }
-
-    /// Bytes that are taken.
-    pub fn taken(&self) -> usize {
-        self.taken
     }
 
     /// Whether nothing is taken.
@@ -47,7 +41,6 @@ impl Ring {
         let bytes = aligned(bytes);
         let offset = self.place(bytes)?;
         self.spans.push_back((offset, bytes));
-        self.taken += bytes;
         Some(offset)
     }
 
@@ -55,7 +48,6 @@ impl Ring {
     pub fn give_back(&mut self) {
         let given = self.spans.pop_front();
         debug_assert!(given.is_some(), "a span is given back once");
-        self.taken -= given.map_or(0, |(_, bytes)| bytes);
     }
 
     fn place(&self, bytes: usize) -> Option<usize> {

@@ -156,11 +156,6 @@ impl Sending {
         self.lines.iter().any(Line::copying)
     }
 
-    /// Bytes of its rings that are taken.
-    pub fn taken_bytes(&self) -> usize {
-        self.lines.iter().map(|line| line.ring.taken()).sum()
-    }
-
     /// Bytes that were staged so far.
     pub fn staged_bytes(&self) -> u64 {
         self.staged_bytes

@@ -14,10 +14,11 @@ use std::ffi::CStr;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Streams for the work of transfers that are made at once: as many as a peer has channels on a large host.
-const URGENT_STREAMS_MADE: usize = 16;
+/// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
+const URGENT_STREAMS: usize = 16;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -34,8 +35,10 @@ pub struct CudaGpu {
     about: Properties,
     /// The stream of blocking copies, once there was one.
     blocking: Mutex<Option<Raw>>,
-    /// Streams for the work of transfers that nobody uses now; none were made yet if there is nothing.
-    urgent: Mutex<Option<Vec<Raw>>>,
+    /// Streams for the work of transfers, for each way; none were made yet if there is nothing.
+    urgent: [Mutex<Vec<Raw>>; 2],
+    /// How often one of them was given away.
+    given: [AtomicUsize; 2],
 }
 
 /// What is worth knowing about a GPU.
@@ -91,7 +94,8 @@ impl CudaGpu {
             context,
             about: properties,
             blocking: Mutex::new(None),
-            urgent: Mutex::new(None),
+            urgent: Default::default(),
+            given: Default::default(),
         })
     }
 
@@ -224,47 +228,44 @@ impl CudaGpu {
         CudaStream::new(self)
     }
 
-    /// One for the work of transfers, which no stream of the user's holds up.
-    pub(crate) fn urgent_stream(self: &Arc<Self>) -> Result<CudaStream> {
-        CudaStream::urgent(self)
+    /// One for copies of transfers, `into` the GPU or out of it, which no stream of the user's holds up. Others may use
+    /// it too.
+    pub(crate) fn urgent_stream(self: &Arc<Self>, into: bool) -> Result<CudaStream> {
+        match self.shared_urgent(into) {
+            Some(stream) => Ok(CudaStream::shared(self, stream)),
+            None => CudaStream::urgent(self),
+        }
     }
 
-    /// Makes streams for the work of transfers, and has each copy something both ways. When a driver makes the first
-    /// ones, it may wait for all that other streams do, and one of those may wait for a transfer.
+    /// Makes the streams for the work of transfers, and has each copy something both ways. When one copies for the first
+    /// time the driver may wait for all that other streams do, and one of those may wait for a transfer. So no others
+    /// are made later: who comes then shares one with others.
     pub(crate) fn prepare_streams(self: &Arc<Self>) -> Result<()> {
-        if lock(&self.urgent).is_some() {
-            return Ok(());
-        }
         let (device, host) = (self.alloc_own(size_of::<u64>(), 8)?, self.pinned(size_of::<u64>())?);
-        let mut made = Vec::new();
-        for _ in 0..URGENT_STREAMS_MADE {
-            let stream = CudaStream::urgent(self)?;
-            // SAFETY: memory of ours, which is kept until the stream has finished.
-            unsafe {
-                stream.copy(device.address(), host.address(), 1)?;
-                stream.copy(host.address(), device.address(), 1)?;
-                stream.write_flag_u64(host.address(), 1)?;
+        // The stream of blocking copies, too.
+        self.write_from_slice(device.address(), &[0; size_of::<u64>()])?;
+        for way in &self.urgent {
+            let mut made = lock(way);
+            while made.len() < URGENT_STREAMS {
+                let stream = CudaStream::urgent(self)?;
+                // SAFETY: memory of ours, which is kept until the stream has finished.
+                unsafe {
+                    stream.copy(device.address(), host.address(), 1)?;
+                    stream.copy(host.address(), device.address(), 1)?;
+                    stream.write_flag_u64(host.address(), 1)?;
+                }
+                stream.finish();
+                made.push(Raw(stream.into_raw()));
             }
-            stream.finish();
-            made.push(stream);
         }
-        lock(&self.urgent).get_or_insert_default();
-        // They are left to the next who need some.
-        drop(made);
         Ok(())
     }
 
-    /// A stream for the work of transfers that was used before, and has nothing under way.
-    pub(super) fn take_urgent(&self) -> Option<sys::CUstream> {
-        lock(&self.urgent).as_mut()?.pop().map(|Raw(stream)| stream)
-    }
-
-    /// Keeps such a stream for the next; false if it is to be destroyed.
-    pub(super) fn keep_urgent(&self, stream: sys::CUstream) -> bool {
-        lock(&self.urgent).as_mut().is_some_and(|kept| {
-            kept.push(Raw(stream));
-            true
-        })
+    /// A stream for the work of transfers, the next of those for copies `into` the GPU or out of it.
+    fn shared_urgent(&self, into: bool) -> Option<sys::CUstream> {
+        let way = usize::from(into);
+        let (made, turn) = (lock(&self.urgent[way]), self.given[way].fetch_add(1, Ordering::Relaxed));
+        made.get(turn.checked_rem(made.len())?).map(|Raw(stream)| *stream)
     }
 
     /// Copies device or pinned memory to the host, and waits.
@@ -352,9 +353,9 @@ impl CudaGpu {
 impl Drop for CudaGpu {
     fn drop(&mut self) {
         let blocking = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let urgent = self.urgent.get_mut().unwrap_or_else(PoisonError::into_inner).take();
+        let urgent: Vec<Raw> = self.urgent.iter().flat_map(|way| std::mem::take(&mut *lock(way))).collect();
         if let Ok(_current) = self.make_current() {
-            for Raw(stream) in urgent.into_iter().flatten().chain(blocking) {
+            for Raw(stream) in urgent.into_iter().chain(blocking) {
                 // SAFETY: a stream of this context, with nothing under way.
                 let _ = unsafe { call!(self.about(), cuStreamDestroy_v2(stream)) };
             }

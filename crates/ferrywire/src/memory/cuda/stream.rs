@@ -23,8 +23,8 @@ use std::time::Duration;
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
-    /// For the work of transfers: it goes back to the GPU, which keeps it for the next.
-    urgent: bool,
+    /// It is the GPU's, and others use it too.
+    shared: bool,
     /// What a batch is written into for the driver, kept for the next one.
     batch: Mutex<Batch>,
 }
@@ -67,19 +67,23 @@ impl CudaStream {
         let mut raw = ptr::null_mut();
         // SAFETY: room for a pointer.
         unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
-        Ok(CudaStream { gpu: gpu.clone(), raw, urgent: false, batch: Mutex::default() })
+        Ok(CudaStream { gpu: gpu.clone(), raw, shared: false, batch: Mutex::default() })
     }
 
-    /// One that nobody uses now, or a new one.
     pub(super) fn urgent(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
-        let raw = match gpu.take_urgent() {
-            Some(raw) => raw,
-            None => {
-                let _current = gpu.make_current()?;
-                create_urgent(gpu)?
-            }
-        };
-        Ok(CudaStream { gpu: gpu.clone(), raw, urgent: true, batch: Mutex::default() })
+        let _current = gpu.make_current()?;
+        Ok(CudaStream { gpu: gpu.clone(), raw: create_urgent(gpu)?, shared: false, batch: Mutex::default() })
+    }
+
+    /// A stream that the GPU keeps.
+    pub(super) fn shared(gpu: &Arc<CudaGpu>, raw: sys::CUstream) -> CudaStream {
+        CudaStream { gpu: gpu.clone(), raw, shared: true, batch: Mutex::default() }
+    }
+
+    /// Leaves the stream to whoever asks.
+    pub(super) fn into_raw(mut self) -> sys::CUstream {
+        self.shared = true;
+        self.raw
     }
 
     /// The GPU that does the work.
@@ -323,7 +327,7 @@ impl Batch {
 impl Drop for CudaStream {
     fn drop(&mut self) {
         self.finish();
-        if self.urgent && self.gpu.keep_urgent(self.raw) {
+        if self.shared {
             return;
         }
         let Ok(_current) = self.gpu.make_current() else { return };

@@ -39,7 +39,7 @@ impl CudaQueue {
     /// The driver's, when it cannot compile the kernels, or has no stream or memory to give.
     pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaQueue> {
         Ok(CudaQueue {
-            stream: gpu.urgent_stream()?,
+            stream: gpu.urgent_stream(true)?,
             kernels: Kernels::of(gpu)?,
             flag: gpu.pinned(size_of::<AtomicU64>())?,
             marked: 0,
