@@ -456,8 +456,9 @@ impl RecvComm {
         }
         let slot = &self.shared.slots[index];
         let mut done = slot.done();
-        // Bulk that is under way comes over the other sockets.
-        if done.is_none() && (!slot.is_begun() || own.receiver.is_busy()) {
+        // Bulk that is under way comes over the other sockets; once one of those has ended, so may this one have.
+        let ending = self.shared.ended.load(Ordering::Acquire) > 0;
+        if done.is_none() && (ending || !slot.is_begun() || own.receiver.is_busy()) {
             self.receive_inline(&mut own);
             done = slot.done();
         }
@@ -481,5 +482,66 @@ impl Drop for RecvComm {
     fn drop(&mut self) {
         self.wires.iter().for_each(|wire| wire.close());
         locked(&self.own).receiver.conn().shutdown();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::head::Head;
+    use ferrywire::transport::tcp::TcpTransport;
+    use ferrywire::transport::{ConnOptions, IoVec, Transport};
+    use std::time::Instant;
+
+    /// Both ends of a connection.
+    fn connection() -> [Box<dyn Conn>; 2] {
+        let transport = TcpTransport::default();
+        let mut listener = transport.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let near = transport.dial(None, listener.local(), &ConnOptions::default()).unwrap();
+        let far = loop {
+            if let Some(conn) = listener.accept().unwrap() {
+                break conn;
+            }
+            std::thread::yield_now();
+        };
+        [near, far]
+    }
+
+    /// It was waited for without end: the socket for small messages was not looked at any more.
+    #[test]
+    fn a_peer_that_ends_between_two_pieces_of_a_message_is_an_error() {
+        let (mut near, far): (Vec<_>, Vec<_>) = (0..3).map(|_| <(_, _)>::from(connection())).unzip();
+        let comm = RecvComm::open(far).unwrap();
+        let mut target = vec![0; 128 << 10];
+        let request = comm.irecv(target.as_mut_ptr(), target.len()).unwrap().unwrap();
+        let mut piece = Head { message: 0, total_bytes: 128 << 10, offset: 0, bytes: 64 << 10, tag: 0 }
+            .to_bytes()
+            .to_vec();
+        piece.resize(piece.len() + (64 << 10), 7);
+        let mut sent = 0;
+        while sent < piece.len() {
+            let rest = &mut piece[sent..];
+            let rest = [IoVec::new(rest.as_mut_ptr(), rest.len())];
+            // SAFETY: the piece outlives the call.
+            match unsafe { near[1].send(&rest) } {
+                Ok(bytes) => sent += bytes,
+                Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock),
+            }
+        }
+        // SAFETY: the comm is open.
+        let test = || unsafe { request.test() };
+        let begin = Instant::now();
+        let in_time = || assert!(begin.elapsed().as_secs() < 120, "nothing is told");
+        let Side::Receive(receiving) = &comm.side else { unreachable!() };
+        while receiving.shared.slots[0].received.load(Ordering::Acquire) < 64 << 10 {
+            assert_eq!(test().unwrap(), None);
+            in_time();
+        }
+        drop(near);
+        while test().is_ok_and(|done| done.is_none()) {
+            in_time();
+            std::thread::yield_now();
+        }
+        assert!(test().is_err());
     }
 }

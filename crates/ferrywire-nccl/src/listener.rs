@@ -82,6 +82,11 @@ impl ListenComm {
                     let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
                     self.proving.push((Instant::now(), serving));
                 }
+                // Strangers may have taken all there is: the oldest of them goes.
+                Err(e) if is_short(&e) && !self.proving.is_empty() => {
+                    self.proving.remove(0);
+                    return Ok(());
+                }
                 Err(e) => {
                     return Err(Fault::system(format_args!("accept on {}", self.listener.local()), &e));
                 }
@@ -103,4 +108,9 @@ impl ListenComm {
             *slot = Some(conn);
         }
     }
+}
+
+/// Whether the system lacks what a connection needs.
+fn is_short(error: &std::io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }

@@ -25,8 +25,9 @@ use crate::failure::{Fault, Outcome};
 use crate::settings::settings;
 use crate::wire::{Receiver, Sender, Turn};
 
-/// How often a worker with senders that have no room asks whether their paths are alive.
-const HEALTH_INTERVAL: Duration = Duration::from_secs(1);
+/// How often a worker with senders that have no room asks whether their paths are alive. Who asks more rarely than twice
+/// a second begins to count anew each time.
+const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
 /// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
 /// restarts should not be one.
 const SILENT_MAX: Duration = Duration::from_secs(60);
@@ -105,8 +106,13 @@ impl Pool {
         // The worker has to know it before its first event.
         worker.command(Command::Add(wire.clone()));
         let added = wire.with_fd(|fd| worker.poller.add(fd, wire.token, Interest::READ));
-        added.unwrap_or(Ok(())).map_err(|e| Fault::system("waiting for a connection", &e))?;
-        Ok(wire)
+        match added.unwrap_or(Ok(())) {
+            Ok(()) => Ok(wire),
+            Err(e) => {
+                wire.close();
+                Err(Fault::system("waiting for a connection", &e))
+            }
+        }
     }
 }
 
