@@ -26,12 +26,14 @@ impl Batch<'_> {
             || self.pieces.len() + 3 > limits::IOVECS_PER_CALL_MAX
     }
 
-    /// Adds a piece that is lent: it is the last of this call.
-    pub(super) fn lend(&mut self, base: *mut u8, len: usize) {
+    /// Adds a piece that is lent, if there is room: it is the last of this call.
+    pub(super) fn lend(&mut self, base: *mut u8, len: usize) -> bool {
         let before = self.pieces.len();
         self.add(base, len, false);
-        self.lent = self.pieces.len() > before;
-        self.closed |= self.lent;
+        let taken = self.pieces.len() > before;
+        self.lent |= taken;
+        self.closed |= taken;
+        taken
     }
 
     pub(super) fn add(&mut self, base: *mut u8, len: usize, stable: bool) {

@@ -96,8 +96,6 @@ pub(crate) struct Channel {
     posted: Option<Box<Posted>>,
     /// What passes between GPUs and the connection.
     staging: Staging,
-    /// What is sent from rings of `staging` stays there until the peer has placed it: the connection may read it.
-    lends: bool,
     /// The connection has ended, with this error; the lane has still something to bring.
     ended: Option<io::Error>,
     lane_failed: bool,
@@ -109,7 +107,6 @@ impl Channel {
         counters.start(&*conn, generation);
         // The handshake's bytes are part of the stream that `released` counts.
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
-        let lends = conn.lends();
         Channel {
             window: Window::new(peer.window_frames, limits::WINDOW_BYTES_MAX),
             conn,
@@ -128,7 +125,6 @@ impl Channel {
             rx: Receiver::new(),
             posted: None,
             staging: Staging::default(),
-            lends,
             ended: None,
             lane_failed: false,
         }
@@ -336,6 +332,8 @@ impl Channel {
         let posted = self.posted.as_ref().map_or(0, |posted| posted.told());
         let mut skip = self.sent_within;
         let (mut fresh, mut staged) = (false, false);
+        // Over a long path what is lent would fill the rings: it is free only a round trip later.
+        let lends = self.conn.lends() && !self.conn.is_long();
         for entry in self.window.from(self.sent) {
             if batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
@@ -349,10 +347,14 @@ impl Channel {
             batch.add(entry.placements.as_mut_ptr(), entry.placements.len(), false);
             let in_ring = entry.staged.is_some();
             staged |= in_ring;
-            entry.stream_pieces(|base, len| match in_ring && self.lends && len >= LENT_BYTES_MIN {
-                true => batch.lend(base, len),
+            let mut lent = false;
+            entry.stream_pieces(|base, len| match in_ring && lends && len >= LENT_BYTES_MIN {
+                true => lent |= batch.lend(base, len),
                 false => batch.add(base, len, len >= STABLE_BYTES_MIN && !in_ring),
             });
+            if let Some(staged) = &mut entry.staged {
+                staged.lent |= lent;
+            }
         }
         let (bytes, stable, lent) = (batch.bytes, batch.stable == Some(true), batch.lent);
         if pieces.is_empty() {
@@ -406,7 +408,7 @@ impl Channel {
                 self.sent_within += taken;
                 break;
             }
-            if let Some(staged) = entry.staged.take_if(|_| !self.lends) {
+            if let Some(staged) = entry.staged.take_if(|staged| !staged.lent) {
                 self.staging.sending.give_back(&staged);
             }
             taken -= rest;

@@ -12,8 +12,8 @@ const ALIGN_BYTES: usize = 64;
 #[derive(Debug)]
 pub(super) struct Ring {
     len: usize,
-    /// Offset and aligned length of each span, oldest first.
-    spans: VecDeque<(usize, usize)>,
+    /// Offset and aligned length of each span, oldest first, and whether it was given back before an older one.
+    spans: VecDeque<(usize, usize, bool)>,
 }
 
 impl Ring {
@@ -40,18 +40,29 @@ impl Ring {
     pub fn take(&mut self, bytes: usize) -> Option<usize> {
         let bytes = aligned(bytes);
         let offset = self.place(bytes)?;
-        self.spans.push_back((offset, bytes));
+        self.spans.push_back((offset, bytes, false));
         Some(offset)
     }
 
     /// Gives the oldest span back.
     pub fn give_back(&mut self) {
-        let given = self.spans.pop_front();
-        debug_assert!(given.is_some(), "a span is given back once");
+        let oldest = self.spans.front().map(|(offset, ..)| *offset);
+        debug_assert!(oldest.is_some(), "a span is given back once");
+        self.give_back_at(oldest.unwrap_or(0));
+    }
+
+    /// Gives a span back, in any order; its room is free once all older ones are given back.
+    pub fn give_back_at(&mut self, offset: usize) {
+        let span = self.spans.iter_mut().find(|(at, _, given)| *at == offset && !given);
+        debug_assert!(span.is_some(), "a span is given back once");
+        if let Some((.., given)) = span {
+            *given = true;
+        }
+        while self.spans.pop_front_if(|(.., given)| *given).is_some() {}
     }
 
     fn place(&self, bytes: usize) -> Option<usize> {
-        let (Some((tail, _)), Some((last, len))) = (self.spans.front(), self.spans.back()) else {
+        let (Some((tail, ..)), Some((last, len, _))) = (self.spans.front(), self.spans.back()) else {
             return (bytes <= self.len).then_some(0);
         };
         let head = last + len;
@@ -81,6 +92,23 @@ mod tests {
         assert_eq!(offsets, [Some(0), Some(512), Some(1024), Some(1536), None]);
         ring.give_back();
         assert_eq!((ring.take(513), ring.take(512), ring.take(1)), (None, Some(0), None));
+    }
+
+    #[test]
+    fn a_span_given_back_early_is_free_after_those_before_it() {
+        let mut ring = Ring::new(4 * 512);
+        let offsets: Vec<_> = (0..4).map(|_| ring.take(512).unwrap()).collect();
+        ring.give_back_at(offsets[1]);
+        ring.give_back_at(offsets[2]);
+        assert_eq!(ring.take(512), None);
+        ring.give_back_at(offsets[0]);
+        assert_eq!(
+            (0..4).map(|_| ring.take(512)).collect::<Vec<_>>(),
+            [Some(0), Some(512), Some(1024), None]
+        );
+        ring.give_back_at(offsets[3]);
+        ring.give_back();
+        assert!(!ring.is_empty());
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub(crate) struct Staged {
     offset: usize,
     /// Address in the ring.
     host: usize,
+    /// Some of it was lent to the socket.
+    pub lent: bool,
     state: State,
 }
 
@@ -67,7 +69,9 @@ impl Sending {
             self.lines.len() - 1
         });
         match self.lines[line].ring.take(entry.header.len as usize) {
-            Some(offset) => entry.staged = Some(Staged { line, offset, host: 0, state: State::Reserved }),
+            Some(offset) => {
+                entry.staged = Some(Staged { line, offset, host: 0, lent: false, state: State::Reserved })
+            }
             // Room is looked for before a frame is taken.
             None => drop(entry.give_up(&Error::Bug("a frame was to be staged without room".into()))),
         }
@@ -145,9 +149,9 @@ impl Sending {
         true
     }
 
-    /// Nobody reads a frame's bytes any more. In the order of the window.
+    /// Nobody reads a frame's bytes any more: it was copied into the stream, or the peer has placed it.
     pub fn give_back(&mut self, staged: &Staged) {
-        self.lines[staged.line].ring.give_back();
+        self.lines[staged.line].ring.give_back_at(staged.offset);
         self.full.set(!self.has_room());
     }
 

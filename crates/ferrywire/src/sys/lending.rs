@@ -63,7 +63,7 @@ impl PagePipe {
         let (from, none) = (self.read.as_raw_fd(), std::ptr::null_mut());
         // SAFETY: no memory is passed.
         let splice = || uninterrupted(|| unsafe { libc::splice(from, none, socket, none, self.held, flags) });
-        let given = without_sigpipe(splice)?;
+        let given = without_sigpipe(splice, |result| result.as_ref().is_ok_and(|given| *given == self.held))?;
         self.held -= given;
         match given {
             0 => Err(io::Error::from(io::ErrorKind::WouldBlock)),

@@ -241,6 +241,9 @@ impl CudaGpu {
     /// time the driver may wait for all that other streams do, and one of those may wait for a transfer. So no others
     /// are made later: who comes then shares one with others.
     pub(crate) fn prepare_streams(self: &Arc<Self>) -> Result<()> {
+        if self.urgent.iter().all(|way| lock(way).len() >= URGENT_STREAMS) {
+            return Ok(());
+        }
         let (device, host) = (self.alloc_own(size_of::<u64>(), 8)?, self.pinned(size_of::<u64>())?);
         // The stream of blocking copies, too.
         self.write_from_slice(device.address(), &[0; size_of::<u64>()])?;

@@ -106,7 +106,10 @@ impl PinnedBuffer {
         // A ring in one huge page is read and written up to a quarter faster than in small ones.
         let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
         let pages = match Pages::again(gpu, len, align) {
-            Some(pages) => pages,
+            Some(mut pages) => {
+                pages.again = again;
+                pages
+            }
             None => Pages::new(gpu, len, align, again)?,
         };
         let (base, address) = (pages.range.base() as *mut u8, pages.address);

@@ -208,8 +208,14 @@ impl Conn for TcpConn {
             return Err(io::Error::from(io::ErrorKind::BrokenPipe));
         }
         let fd = self.descriptor();
+        let mut late = None;
         // SAFETY: promised by the caller.
-        match unsafe { self.lending.send(fd, pieces) } {
+        let sent = unsafe { self.lending.send(fd, pieces, &mut late) };
+        if let Some(error) = late {
+            // Told by the next call.
+            self.judged(error);
+        }
+        match sent {
             Some(result) => self.took(result),
             // SAFETY: readable for longer than the call, as promised by the caller.
             None => unsafe { self.send(pieces) },

@@ -6,6 +6,7 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::sys::lending::PagePipe;
 use crate::sys::socket;
@@ -13,6 +14,13 @@ use crate::transport::IoVec;
 
 /// Bytes that one pipe holds: some calls' worth, within what all the pipes of a user may have.
 const PIPE_BYTES: usize = 512 << 10;
+
+/// Pipes of a process: half of what a user may have without privileges.
+const PIPES_MAX: usize = 64;
+/// What a system that does not let us says.
+const REFUSALS: [i32; 4] = [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::EINVAL];
+
+static PIPES: AtomicUsize = AtomicUsize::new(0);
 
 /// The pipe of one connection.
 #[derive(Debug, Default)]
@@ -40,12 +48,23 @@ impl Lending {
 
     fn pipe(&mut self) -> Option<&mut PagePipe> {
         if matches!(self, Lending::Fresh) {
-            *self = PagePipe::new(PIPE_BYTES).map_or(Lending::Off, Lending::Open);
+            let count = PIPES.fetch_add(1, Ordering::Relaxed);
+            *self = match PagePipe::new(PIPE_BYTES) {
+                Ok(pipe) if count < PIPES_MAX => Lending::Open(pipe),
+                _ => {
+                    PIPES.fetch_sub(1, Ordering::Relaxed);
+                    Lending::Off
+                }
+            };
         }
         match self {
             Lending::Open(pipe) => Some(pipe),
             _ => None,
         }
+    }
+
+    fn turn_off(&mut self) {
+        drop(std::mem::replace(self, Lending::Off));
     }
 
     /// Sends the bytes in the pipe; gives how many went.
@@ -57,10 +76,16 @@ impl Lending {
     }
 
     /// Sends pieces, of which the last is lent; gives the bytes that went. None: it cannot be done here, and nothing was.
+    /// An error behind some of the bytes is left in `late`.
     ///
     /// # Safety
     /// As of [`Conn::send_lent`](crate::transport::Conn::send_lent).
-    pub(super) unsafe fn send(&mut self, fd: RawFd, pieces: &[IoVec]) -> Option<io::Result<usize>> {
+    pub(super) unsafe fn send(
+        &mut self,
+        fd: RawFd,
+        pieces: &[IoVec],
+        late: &mut Option<io::Error>,
+    ) -> Option<io::Result<usize>> {
         let (lent, copied) = pieces.split_last()?;
         let copied_bytes: usize = copied.iter().map(|piece| piece.len).sum();
         debug_assert!(copied_bytes == 0 || self.held() == 0, "what is in the pipe comes first");
@@ -80,7 +105,11 @@ impl Lending {
                 Some(Ok(bytes)) => lent_bytes += bytes,
                 Some(Err(error)) if sent + lent_bytes == 0 => return Some(Err(error)),
                 None if sent + lent_bytes == 0 => return None,
-                _ => break,
+                Some(Err(error)) => {
+                    *late = Some(error).filter(|error| error.kind() != io::ErrorKind::WouldBlock);
+                    break;
+                }
+                None => break,
             }
         }
         Some(Ok(sent + lent_bytes))
@@ -97,11 +126,25 @@ impl Lending {
             let rest = IoVec::new(unsafe { piece.base.add(done) }, piece.len - done);
             // SAFETY: by the caller's promise.
             if unsafe { pipe.take(rest) }.is_err() {
-                *self = Lending::Off;
+                self.turn_off();
                 return None;
             }
         }
         let more = done + pipe.held() < piece.len;
-        Some(pipe.give(fd, more))
+        let given = pipe.give(fd, more);
+        if given.as_ref().is_err_and(|error| REFUSALS.contains(&error.raw_os_error().unwrap_or(0))) {
+            // What is in the pipe is offered again, and copied.
+            self.turn_off();
+            return None;
+        }
+        Some(given)
+    }
+}
+
+impl Drop for Lending {
+    fn drop(&mut self) {
+        if matches!(self, Lending::Open(_)) {
+            PIPES.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
