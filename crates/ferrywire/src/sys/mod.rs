@@ -12,6 +12,7 @@ pub mod ethtool;
 pub(crate) mod fork;
 pub mod lending;
 pub mod mapping;
+pub mod netlink;
 pub mod nics;
 pub mod numa;
 pub mod poll;

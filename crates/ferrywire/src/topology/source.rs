@@ -186,7 +186,7 @@ fn address_of(nic: &transport::Nic) -> (String, Address) {
 }
 
 fn header_split(names: &[String]) -> Vec<(String, bool)> {
-    let Ok(ethtool) = ethtool::Ethtool::open() else { return Vec::new() };
+    let Ok(mut ethtool) = ethtool::Ethtool::open() else { return Vec::new() };
     let told = |name: &String| Some((name.clone(), ethtool.header_split(name).ok()??));
     names.iter().filter_map(told).collect()
 }
