@@ -1,17 +1,68 @@
-//! What the kernel's `ethtool` interface tells about NICs: a family of generic netlink.
+//! The kernel's `ethtool` interface to settings of NICs: a family of generic netlink.
 //!
-//! Only questions, which need no rights.
-//! Read next: `netlink.rs`, how they are asked.
+//! Questions need no rights; changes need CAP_NET_ADMIN. What a driver does not tell is `None`. A change that the
+//! kernel took need not have come about: a driver may do something else, so whoever sets reads back.
+//! Read next: `netlink.rs`, how it is asked, and `flow.rs` for what has no messages here.
 
-use super::netlink::{Attributes, Family, NetlinkError};
+use super::netlink::{AttributeList, Attributes, Family, NetlinkError, Reply};
 
-/// `ETHTOOL_MSG_RINGS_GET` and the attributes of question and answer.
-const RINGS_GET: u8 = 15;
-const RINGS_HEADER: u16 = 1;
+/// The first attribute of each question, and what it consists of.
+const HEADER: u16 = 1;
 const HEADER_DEV_NAME: u16 = 2;
+
+/// `ETHTOOL_MSG_FEATURES_*`: sets of bits.
+const FEATURES_GET: u8 = 11;
+const FEATURES_SET: u8 = 12;
+const FEATURES_CHANGEABLE: u16 = 2;
+const FEATURES_WANTED: u16 = 3;
+const FEATURES_ACTIVE: u16 = 4;
+const FEATURES_FIXED: u16 = 5;
+const BITSET_NO_MASK: u16 = 1;
+const BITSET_BITS: u16 = 3;
+const BITS_BIT: u16 = 1;
+const BIT_NAME: u16 = 2;
+const BIT_VALUE: u16 = 3;
+/// `ETHTOOL_MSG_RINGS_*`.
+const RINGS_GET: u8 = 15;
+const RINGS_SET: u8 = 16;
 const RINGS_TCP_DATA_SPLIT: u16 = 11;
-const SPLIT_OFF: u8 = 1;
-const SPLIT_ON: u8 = 2;
+const RINGS_HDS_THRESHOLD: u16 = 17;
+/// `ETHTOOL_MSG_CHANNELS_GET`.
+const CHANNELS_GET: u8 = 17;
+const CHANNELS_RX: u16 = 6;
+const CHANNELS_COMBINED: u16 = 9;
+
+/// The feature that flow rules need.
+pub const NTUPLE: &str = "rx-ntuple-filter";
+
+/// Whether headers and payload of TCP packets are kept apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// The driver does as it likes.
+    Auto = 0,
+    /// They lie together.
+    Off = 1,
+    /// They are kept apart. Also told by drivers that do so while they are set to [`Split::Auto`].
+    On = 2,
+}
+
+/// What is known of receive rings.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rings {
+    /// Whether headers are kept apart.
+    pub split: Option<Split>,
+    /// Packets of at most this many bytes are not cut.
+    pub threshold_bytes: Option<u32>,
+}
+
+/// A feature that can be switched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Feature {
+    /// It is on.
+    pub on: bool,
+    /// It can be switched.
+    pub changeable: bool,
+}
 
 /// A connection to the kernel's ethtool family.
 #[derive(Debug)]
@@ -27,29 +78,117 @@ impl Ethtool {
 
     /// Whether a NIC splits headers from payload; `None` where its driver does not tell.
     pub fn header_split(&mut self, nic: &str) -> Result<Option<bool>, NetlinkError> {
-        let question = Attributes::new().nest(RINGS_HEADER, Attributes::new().text(HEADER_DEV_NAME, nic));
-        let rings = self.family.ask("ethtool rings-get", RINGS_GET, &question)?;
-        Ok(match rings.attributes().u8(RINGS_TCP_DATA_SPLIT) {
-            Some(SPLIT_ON) => Some(true),
-            Some(SPLIT_OFF) => Some(false),
+        Ok(match self.rings(nic)?.split {
+            Some(Split::On) => Some(true),
+            Some(Split::Off) => Some(false),
             _ => None,
         })
     }
+
+    /// How receive rings are set.
+    pub fn rings(&mut self, nic: &str) -> Result<Rings, NetlinkError> {
+        let rings = self.family.ask("ethtool rings-get", RINGS_GET, &about(nic))?;
+        let split = match rings.attributes().u8(RINGS_TCP_DATA_SPLIT) {
+            Some(0) => Some(Split::Auto),
+            Some(1) => Some(Split::Off),
+            Some(2) => Some(Split::On),
+            _ => None,
+        };
+        Ok(Rings { split, threshold_bytes: rings.attributes().u32(RINGS_HDS_THRESHOLD) })
+    }
+
+    /// Changes what is given of them.
+    pub fn set_rings(&mut self, nic: &str, rings: Rings) -> Result<(), NetlinkError> {
+        let mut order = about(nic);
+        if let Some(split) = rings.split {
+            order = order.u8(RINGS_TCP_DATA_SPLIT, split as u8);
+        }
+        if let Some(bytes) = rings.threshold_bytes {
+            order = order.u32(RINGS_HDS_THRESHOLD, bytes);
+        }
+        self.family.order("ethtool rings-set", RINGS_SET, &order).map(drop)
+    }
+
+    /// A feature by its name, for example [`NTUPLE`].
+    pub fn feature(&mut self, nic: &str, name: &str) -> Result<Feature, NetlinkError> {
+        let features = self.family.ask("ethtool features-get", FEATURES_GET, &about(nic))?;
+        Ok(feature_in(&features, name))
+    }
+
+    /// Switches a feature.
+    pub fn set_feature(&mut self, nic: &str, name: &str, on: bool) -> Result<(), NetlinkError> {
+        let bit = Attributes::new().text(BIT_NAME, name);
+        let bit = if on { bit.flag(BIT_VALUE) } else { bit };
+        let bits = Attributes::new().nest(BITS_BIT, bit);
+        // Without "no mask" only the bits that are named change.
+        let order = about(nic).nest(FEATURES_WANTED, Attributes::new().nest(BITSET_BITS, bits));
+        self.family.order("ethtool features-set", FEATURES_SET, &order).map(drop)
+    }
+
+    /// Receive queues that are in use.
+    pub fn rx_queues(&mut self, nic: &str) -> Result<u32, NetlinkError> {
+        let channels = self.family.ask("ethtool channels-get", CHANNELS_GET, &about(nic))?;
+        let count = |kind| channels.attributes().u32(kind).unwrap_or(0);
+        Ok(count(CHANNELS_RX).saturating_add(count(CHANNELS_COMBINED)))
+    }
+}
+
+/// The beginning of a question about a NIC.
+fn about(nic: &str) -> Attributes {
+    Attributes::new().nest(HEADER, Attributes::new().text(HEADER_DEV_NAME, nic))
+}
+
+fn feature_in(features: &Reply, name: &str) -> Feature {
+    let has = |kind| features.attributes().nest(kind).is_some_and(|set| has_bit(set, name));
+    Feature { on: has(FEATURES_ACTIVE), changeable: has(FEATURES_CHANGEABLE) && !has(FEATURES_FIXED) }
+}
+
+/// Whether a bit is in a set: of a list without a mask all are, of one with a mask those that say so.
+fn has_bit(set: AttributeList<'_>, name: &str) -> bool {
+    let all = set.find(BITSET_NO_MASK).is_some();
+    let Some(bits) = set.nest(BITSET_BITS) else { return false };
+    let bits = bits.into_iter().filter(|(kind, _)| *kind == BITS_BIT).map(|(_, bit)| AttributeList::new(bit));
+    bits.into_iter().any(|bit| bit.text(BIT_NAME) == Some(name) && (all || bit.find(BIT_VALUE).is_some()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn open() -> Option<Ethtool> {
+        Ethtool::open().map_err(|error| println!("SKIPPED: needs the kernel's ethtool netlink: {error}")).ok()
+    }
+
     #[test]
     fn the_kernel_answers() {
-        let mut ethtool = match Ethtool::open() {
-            Ok(ethtool) => ethtool,
-            Err(error) => return println!("SKIPPED: needs the kernel's ethtool netlink: {error}"),
-        };
+        let Some(mut ethtool) = open() else { return };
         let missing = ethtool.header_split("no-such-nic").expect_err("there is none");
         assert_eq!(missing.errno, libc::ENODEV);
         // Loopback has no rings to tell of: either an answer without, or a refusal.
         assert_eq!(ethtool.header_split("lo").unwrap_or(None), None);
+    }
+
+    #[test]
+    fn features_are_told_by_name() {
+        let Some(mut ethtool) = open() else { return };
+        let feature =
+            |ethtool: &mut Ethtool, name| ethtool.feature("lo", name).expect("loopback has features");
+        // Loopback segments in software, always; it has no flow rules, ever.
+        assert!(feature(&mut ethtool, "tx-tcp-segmentation").on);
+        assert_eq!(feature(&mut ethtool, NTUPLE), Feature { on: false, changeable: false });
+        assert_eq!(feature(&mut ethtool, "no-such-feature"), Feature { on: false, changeable: false });
+        let fixed = feature(&mut ethtool, "loopback");
+        assert_eq!(fixed, Feature { on: true, changeable: false });
+    }
+
+    #[test]
+    fn changes_that_cannot_be_are_refused() {
+        let Some(mut ethtool) = open() else { return };
+        let rings = Rings { split: Some(Split::On), threshold_bytes: Some(0) };
+        for error in [ethtool.set_rings("lo", rings), ethtool.set_feature("lo", "no-such-feature", true)] {
+            let error = error.expect_err("loopback cannot");
+            assert!(matches!(error.errno, libc::EOPNOTSUPP | libc::EPERM | libc::EINVAL), "{error}");
+        }
+        assert_eq!(ethtool.rx_queues("no-such-nic").expect_err("there is none").errno, libc::ENODEV);
     }
 }

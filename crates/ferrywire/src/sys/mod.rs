@@ -9,6 +9,7 @@
 pub mod affinity;
 pub mod cmsg;
 pub mod ethtool;
+pub mod flow;
 pub(crate) mod fork;
 pub mod lending;
 pub mod mapping;
