@@ -3,11 +3,12 @@
 //! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
 //! `cuda` and `sim`. Read next: `mod.rs`, for memory; `unpack/device.rs`, for queues of work.
 
-use super::cuda::{CudaError, CudaGpu};
+use super::cuda::{self, CudaError, CudaGpu};
 use super::sim::{self, SimGpu, SimGpuError};
 use super::unpack::{CudaQueue, GatherDevice, SimQueue};
 use super::{Place, host_has_no_gpu};
-use crate::error::Result;
+use crate::error::{Error, Result};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 /// One copy of a batch.
@@ -20,6 +21,23 @@ pub struct GpuCopy {
     pub target: u64,
     /// How much.
     pub bytes: usize,
+}
+
+/// A dma-buf of `bytes` bytes of memory at `address`, in whole pages, which NICs can be bound to. It stays when the
+/// memory is freed.
+///
+/// # Errors
+/// [`Error::Invalid`] for host memory, and the GPU's reasons.
+pub fn dmabuf_fd(place: Place, address: u64, bytes: u64) -> Result<OwnedFd> {
+    match place {
+        Place::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
+        Place::Cuda(_) => Ok(cuda::dmabuf_fd(address, bytes)?),
+        Place::Host => {
+            let why =
+                "there is none of host memory that is in use already: send it as it is, or copy it to a pool";
+            Err(Error::invalid("dma-buf", why))
+        }
+    }
 }
 
 /// A GPU that is open, and stays so as long as this is held.

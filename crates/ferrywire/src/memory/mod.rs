@@ -22,7 +22,7 @@ mod tests;
 pub mod unpack;
 
 pub(crate) use gpu::Gpu;
-pub use gpu::GpuCopy;
+pub use gpu::{GpuCopy, dmabuf_fd};
 pub use place::Place;
 pub use remote::RemoteRegion;
 

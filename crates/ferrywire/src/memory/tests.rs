@@ -104,3 +104,11 @@ fn descriptors_of_other_versions_and_places_are_refused() {
         assert!(told(&bytes).contains("kind of memory"), "{kind} {index}");
     }
 }
+
+#[test]
+fn only_memory_of_a_gpu_becomes_a_dmabuf() {
+    let refused = |place| dmabuf_fd(place, 4096, 4096).unwrap_err();
+    assert!(matches!(refused(Place::Host), Error::Invalid { what, .. } if what == "dma-buf"));
+    assert!(matches!(refused(Place::SimGpu(0)), Error::SimGpu(SimGpuError::NotAllocated { address: 4096 })));
+    assert!(matches!(refused(Place::Cuda(0)), Error::Cuda(_)));
+}

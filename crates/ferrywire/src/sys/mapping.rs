@@ -32,8 +32,10 @@ impl Access {
 
 /// Memory with no name and no address yet: `len` zeroed bytes, gone with the last view and descriptor.
 pub fn anonymous_file(len: usize) -> io::Result<OwnedFd> {
+    // It can be sealed: devices take its pages only once it cannot shrink any more.
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: the name is a string with its end.
-    let fd = checked(unsafe { libc::memfd_create(c"ferrywire".as_ptr(), libc::MFD_CLOEXEC) } as isize)?;
+    let fd = checked(unsafe { libc::memfd_create(c"ferrywire".as_ptr(), flags) } as isize)?;
     // SAFETY: the kernel has just made this descriptor, and nobody else has it.
     let file = unsafe { OwnedFd::from_raw_fd(fd as RawFd) };
     let len = libc::off_t::try_from(len).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;

@@ -8,11 +8,13 @@
 
 pub mod affinity;
 pub mod cmsg;
+pub mod devmem;
 pub mod ethtool;
 pub mod flow;
 pub(crate) mod fork;
 pub mod lending;
 pub mod mapping;
+pub mod netdev;
 pub mod netlink;
 pub mod nics;
 pub mod numa;
@@ -20,6 +22,7 @@ pub mod poll;
 pub mod signal;
 pub mod socket;
 pub mod tcp_info;
+pub mod udmabuf;
 pub mod zerocopy;
 
 use std::io;

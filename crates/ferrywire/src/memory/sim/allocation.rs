@@ -11,9 +11,11 @@
 
 use super::{Result, SimGpu, SimGpuError};
 use crate::limits;
-use crate::sys::mapping::{Access, AddressRange, anonymous_file};
+use crate::sys::mapping::{Access, AddressRange, PAGE_BYTES, anonymous_file};
+use crate::sys::udmabuf;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 static ALLOCATIONS: RwLock<BTreeMap<u64, Arc<Allocation>>> = RwLock::new(BTreeMap::new());
@@ -35,11 +37,14 @@ pub(super) struct Allocation {
     address: u64,
     view: usize,
     ranges: Vec<AddressRange>,
+    /// Memory of a GPU without an address, in whole pages: what other devices are given of it.
+    file: Option<OwnedFd>,
 }
 
 impl Allocation {
     fn new(kind: Kind, len: usize, align: usize, foreign: bool) -> io::Result<Allocation> {
-        let file = anonymous_file(len.max(1))?;
+        let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).ok_or(io::ErrorKind::InvalidInput)?;
+        let file = anonymous_file(pages)?;
         let mut address = AddressRange::reserve(len, align)?;
         let (at, mut view, mut ranges) = (address.base() as u64, address.base(), Vec::new());
         match kind {
@@ -53,7 +58,8 @@ impl Allocation {
             }
         }
         ranges.push(address);
-        Ok(Allocation { kind, len, foreign, address: at, view, ranges })
+        let file = matches!(kind, Kind::Device(_)).then_some(file);
+        Ok(Allocation { kind, len, foreign, address: at, view, ranges, file })
     }
 
     pub fn address(&self) -> u64 {
@@ -134,6 +140,27 @@ pub(super) fn resolve(address: u64, bytes: usize) -> Result<Span> {
     // SAFETY: the view shows `len` bytes, and `offset` is not beyond them.
     let pointer = unsafe { (allocation.view as *mut u8).add(offset) };
     Ok(Span { pointer, _keeper: allocation })
+}
+
+/// A dma-buf of `bytes` bytes of a simulated GPU's memory at `address`, in whole pages: the end of an allocation
+/// counts as one. It stays when the memory is freed.
+///
+/// # Errors
+/// [`SimGpuError::DmaBuf`] with the reason: mapped host memory, not whole pages, or no support by this host's kernel;
+/// and those of an address that is not inside an allocation.
+pub fn dmabuf_fd(address: u64, bytes: u64) -> Result<OwnedFd> {
+    let refused = |why: String| SimGpuError::DmaBuf { address, bytes, why };
+    let allocation = find(address).ok_or(SimGpuError::NotAllocated { address })?;
+    let file = allocation.file.as_ref().ok_or_else(|| refused("it is no memory of a GPU".into()))?;
+    let (base, len, page) = (allocation.address, allocation.len as u64, PAGE_BYTES as u64);
+    let offset = address - base;
+    if offset.checked_add(bytes).is_none_or(|end| end > len.next_multiple_of(page)) {
+        return Err(SimGpuError::OutOfRange { address, bytes, base, len });
+    }
+    if bytes == 0 || !address.is_multiple_of(page) || !bytes.is_multiple_of(page) {
+        return Err(refused(format!("address and length must be multiples of {page}, and not 0")));
+    }
+    udmabuf::from_memfd(file.as_fd(), offset, bytes).map_err(|error| refused(error.to_string()))
 }
 
 /// Refuses memory of a GPU where host memory belongs.

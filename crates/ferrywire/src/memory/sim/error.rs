@@ -61,6 +61,16 @@ pub enum SimGpuError {
         /// The GPU it belongs to.
         gpu: u32,
     },
+    /// Other devices cannot be given the memory.
+    #[error("no dma-buf of {bytes} bytes at {address:#x} of a simulated GPU: {why}")]
+    DmaBuf {
+        /// First address of the range.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// What is missing.
+        why: String,
+    },
     /// A fault that was asked for.
     #[error("simulated GPU {gpu}: operation {operation} failed as asked for (SimFaults)")]
     Injected {

@@ -40,7 +40,7 @@ mod table;
 mod tests;
 mod work;
 
-pub use allocation::{MappedBuffer, SimBuffer};
+pub use allocation::{MappedBuffer, SimBuffer, dmabuf_fd};
 pub use current::{current, set_current, with_current};
 pub use error::{Result, SimGpuError};
 pub(crate) use event::HostGate;

@@ -210,6 +210,34 @@ fn a_nic_sees_what_the_copy_engine_sees() {
 }
 
 #[test]
+fn other_devices_get_whole_pages_of_one_allocation() {
+    let gpu = SimGpu::open(0).unwrap();
+    let (buffer, mapped) = (gpu.alloc(10_000, 4096).unwrap(), MappedBuffer::new(4096, 4096).unwrap());
+    let address = buffer.address();
+    for (first, bytes) in [(address, 12_288), (address + 4096, 4096)] {
+        match dmabuf_fd(first, bytes) {
+            Ok(fd) => assert!(fd.as_raw_fd() > 2),
+            Err(error) => {
+                assert!(!crate::sys::udmabuf::is_there(), "{error}");
+                println!("SKIPPED: needs /dev/udmabuf: {error}");
+                assert!(matches!(error, SimGpuError::DmaBuf { .. }), "{error}");
+            }
+        }
+    }
+    let outside = SimGpuError::OutOfRange { address, bytes: 16_384, base: address, len: 10_000 };
+    assert_eq!(dmabuf_fd(address, 16_384).unwrap_err(), outside);
+    assert!(matches!(dmabuf_fd(address + 4096, u64::MAX).unwrap_err(), SimGpuError::OutOfRange { .. }));
+    for (first, bytes) in [(address + 1, 4096), (address, 100), (address, 0)] {
+        let why = dmabuf_fd(first, bytes).unwrap_err().to_string();
+        assert!(why.contains("multiples of 4096"), "{why}");
+    }
+    let why = dmabuf_fd(mapped.address(), 4096).unwrap_err().to_string();
+    assert!(why.contains("no memory of a GPU"), "{why}");
+    drop(buffer);
+    assert_eq!(dmabuf_fd(address, 4096).unwrap_err(), SimGpuError::NotAllocated { address });
+}
+
+#[test]
 fn freed_addresses_are_kept_for_a_while_and_not_for_ever() {
     let gpu = SimGpu::open(0).unwrap();
     for round in 0..2 * limits::SIM_FREED_RANGES_KEPT {
