@@ -9,6 +9,7 @@ use crate::memory::cuda::CudaError;
 use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
+use crate::transport::devmem::DevmemError;
 use std::time::Duration;
 
 /// Result of an engine operation.
@@ -82,6 +83,9 @@ pub enum Error {
     /// A plugin said something about a scattered receive that cannot be true.
     #[error("{0}")]
     Unpack(Box<UnpackError>),
+    /// Device memory could not be received into or sent from.
+    #[error("{0}")]
+    Devmem(Box<DevmemError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
@@ -232,6 +236,7 @@ impl Error {
             }
             Error::SimGpu(_) | Error::Cuda(_) => Fault::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
+            Error::Devmem(error) => error.fault(),
             Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } => Fault::Peer,
@@ -262,6 +267,12 @@ impl From<LoadError> for Error {
 impl From<CallError> for Error {
     fn from(error: CallError) -> Error {
         Error::PluginCall(Box::new(error))
+    }
+}
+
+impl From<DevmemError> for Error {
+    fn from(error: DevmemError) -> Error {
+        Error::Devmem(Box::new(error))
     }
 }
 

@@ -9,6 +9,7 @@
 //! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
 //! Read next: `tcp.rs`, then `channel/`, which drives a [`Conn`].
 
+pub mod devmem;
 pub(crate) mod lane;
 pub mod plugin;
 pub mod sim;
