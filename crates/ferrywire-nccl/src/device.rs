@@ -39,7 +39,8 @@ pub struct Device {
 }
 
 impl Device {
-    fn new(nic: Nic) -> Device {
+    /// Of a NIC.
+    pub fn new(nic: Nic) -> Device {
         let unknown = if nic.loopback { SPEED_MBPS_LOOPBACK } else { SPEED_MBPS_UNKNOWN };
         let speed_mbps = nic.speed_mbps.unwrap_or(unknown).try_into().unwrap_or(i32::MAX);
         let name = CString::new(nic.name.as_str()).unwrap_or_default();

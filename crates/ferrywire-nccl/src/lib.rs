@@ -21,8 +21,8 @@
 //! # In reading order
 //!
 //! `tables` (what NCCL calls), `device` (which NICs), `attempt` and `listener` (how a comm comes about) with
-//! `handle` and `proof`, `comm` (sends and receives), `head` (what travels), `wire` (one socket), `worker` (who
-//! moves bulk). `failure` and `log` say what went wrong.
+//! `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head` (what travels), `wire` (one socket),
+//! `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
 mod attempt;
 mod comm;
@@ -32,8 +32,13 @@ mod handle;
 mod head;
 mod listener;
 mod log;
+mod pool;
 mod proof;
+mod receiving;
+mod sending;
 mod settings;
 mod tables;
+#[cfg(test)]
+mod testing;
 mod wire;
 mod worker;

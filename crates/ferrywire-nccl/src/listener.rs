@@ -9,12 +9,13 @@ use std::time::{Duration, Instant};
 use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::transport::{Conn, Listener, Transport};
 
-use crate::attempt::data_options;
-use crate::comm::{Comm, RecvComm};
+use crate::attempt::{self, data_options};
+use crate::comm::Comm;
 use crate::device::Device;
 use crate::failure::{Fault, Outcome};
 use crate::handle::{Handle, Secret};
 use crate::proof::{self, Claim, Serving};
+use crate::receiving::RecvComm;
 
 /// Connections under proof; more wait in the kernel.
 const PROVING_MAX: usize = 256;
@@ -26,6 +27,7 @@ pub struct ListenComm {
     listener: Box<dyn Listener>,
     secret: Secret,
     proving: Vec<(Instant, Serving)>,
+    proving_max: usize,
     gathering: Vec<Gathering>,
 }
 
@@ -44,12 +46,24 @@ impl ListenComm {
             .map_err(|e| Fault::system(format_args!("listening on {}", device.nic.address), &e))?;
         let secret = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
         let handle = Handle { address: listener.local(), secret, attempt: 0 };
-        Ok((ListenComm { listener, secret, proving: Vec::new(), gathering: Vec::new() }, handle))
+        let (proving, gathering) = (Vec::new(), Vec::new());
+        Ok((ListenComm { listener, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
     }
 
     /// One call of `accept`: a comm, or nothing yet.
     pub fn accept(&mut self) -> Outcome<Option<Box<Comm>>> {
+        attempt::sweep();
+        // First those that are here: they may need no more than to be looked at, and nobody has to make room for others.
+        self.prove();
         self.take_in()?;
+        self.prove();
+        let complete = |gathering: &Gathering| gathering.conns.iter().all(Option::is_some);
+        let Some(place) = self.gathering.iter().position(complete) else { return Ok(None) };
+        let conns = self.gathering.swap_remove(place).conns;
+        RecvComm::open(conns.into_iter().flatten().collect()).map(Some)
+    }
+
+    fn prove(&mut self) {
         let secret = self.secret;
         let mut proven = Vec::new();
         self.proving.retain_mut(|(_, serving)| match serving.poll(&secret) {
@@ -62,17 +76,13 @@ impl ListenComm {
             Err(_) => false,
         });
         proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
-        let complete = |gathering: &Gathering| gathering.conns.iter().all(Option::is_some);
-        let Some(place) = self.gathering.iter().position(complete) else { return Ok(None) };
-        let conns = self.gathering.swap_remove(place).conns;
-        RecvComm::open(conns.into_iter().flatten().collect()).map(Some)
     }
 
     fn take_in(&mut self) -> Outcome<()> {
         loop {
-            if self.proving.len() >= PROVING_MAX {
+            if self.proving.len() >= self.proving_max {
                 self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
-                if self.proving.len() >= PROVING_MAX {
+                if self.proving.len() >= self.proving_max {
                     return Ok(());
                 }
             }
@@ -113,4 +123,40 @@ impl ListenComm {
 /// Whether the system lacks what a connection needs.
 fn is_short(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::proof::Dialling;
+    use crate::testing::until;
+    use ferrywire::sys::nics;
+    use ferrywire::transport::ConnOptions;
+
+    /// They were dropped for strangers, after a time in which nobody had looked at them.
+    #[test]
+    fn connections_that_have_proved_themselves_make_room_for_no_stranger() {
+        let nic =
+            nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
+        let device = Device::new(nic);
+        let (mut listener, handle) = ListenComm::open(&device).unwrap();
+        listener.proving_max = 3;
+        let connect = || TcpTransport::default().dial(None, handle.address, &ConnOptions::default()).unwrap();
+        let claim = |index| Claim { comm: [1; 16], index, sockets: 3 };
+        let mut dialling: Vec<_> = (0..3).map(|index| Dialling::new(connect(), claim(index))).collect();
+        until("all are here", || {
+            assert!(listener.accept().unwrap().is_none());
+            (listener.proving.len() == 3).then_some(())
+        });
+        for (dialling, (since, serving)) in dialling.iter_mut().zip(&mut listener.proving) {
+            // Accepted in the order in which they were dialled.
+            until("a claim", || {
+                assert!(dialling.poll(&handle.secret).unwrap().is_none());
+                serving.has_claim().then_some(())
+            });
+            *since = since.checked_sub(PROVING_MIN).unwrap();
+        }
+        let _stranger = connect();
+        until("a comm", || listener.accept().unwrap());
+    }
 }

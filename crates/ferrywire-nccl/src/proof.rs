@@ -223,6 +223,16 @@ impl Serving {
         Ok(Serving { conn: Some(conn), asked, stage: ServeStage::Challenge(Moving::new(asked)) })
     }
 
+    /// Whether its claim could be read now.
+    #[cfg(test)]
+    pub fn has_claim(&self) -> bool {
+        let fd = self.conn.as_ref().and_then(|conn| conn.fd()).unwrap();
+        let mut bytes: libc::c_int = 0;
+        // SAFETY: the kernel writes one number.
+        assert_eq!(unsafe { libc::ioctl(fd, libc::FIONREAD, &mut bytes) }, 0);
+        bytes as usize >= CLAIM_BYTES
+    }
+
     /// The connection and what it is, once it has proved that. An error is about this connection alone.
     pub fn poll(&mut self, secret: &Secret) -> io::Result<Option<(Claim, Box<dyn Conn>)>> {
         let Some(conn) = &mut self.conn else { return Ok(None) };

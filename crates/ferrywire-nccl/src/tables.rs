@@ -5,13 +5,14 @@
 //! Read next: `device.rs`, then `attempt.rs` and `comm.rs`.
 
 use std::ffi::{c_float, c_int, c_void};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
 use ferrywire::nccl::abi::*;
 
 use crate::attempt;
-use crate::comm::{Comm, Request};
+use crate::comm::{Comm, Memory, Request};
 use crate::device::{device, devices as all_devices};
 use crate::failure::{Fault, Outcome, told};
 use crate::handle::HANDLE_BYTES_USED;
@@ -68,7 +69,10 @@ unsafe extern "C" fn init_v11(
 }
 
 unsafe extern "C" fn finalize(_context: P) -> ResultCode {
-    ResultCode::SUCCESS
+    guarded(|| {
+        attempt::sweep();
+        Ok(())
+    })
 }
 
 unsafe extern "C" fn set_net_attr(_context: P, _attributes: *mut NetAttr) -> ResultCode {
@@ -158,6 +162,7 @@ fn itself_v12(dev: c_int) -> VDevicePropsV12 {
 /// `handle` has room for `room` bytes, `listen_comm` for a pointer.
 unsafe fn listen(dev: c_int, handle: P, room: usize, listen_comm: PP) -> ResultCode {
     guarded(|| {
+        attempt::sweep();
         let (comm, made) = ListenComm::open(device(dev)?)?;
         let bytes = made.to_bytes();
         // SAFETY: by the caller's promise; the handle used is the smallest there is.
@@ -251,35 +256,50 @@ unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> Re
     unsafe { accept_v4(listen_comm, recv_comm) }
 }
 
-/// Host memory needs no registration.
-///
+/// What `regMr` gives: host memory needs no registration, but requests know by its address what memory they use.
+struct Registered(Range<usize>);
+
 /// # Safety
 /// `mhandle` is null or has room for a pointer.
-unsafe fn register(kind: c_int, mhandle: PP) -> ResultCode {
+unsafe fn register(data: P, bytes: Outcome<usize>, kind: c_int, mhandle: PP) -> ResultCode {
     guarded(|| {
         if kind != PTR_HOST {
             return Err(Fault::usage("memory of GPUs cannot be registered"));
         }
+        let (begin, bytes) = (data as usize, bytes?);
+        let end = begin.checked_add(bytes);
+        let end = end.ok_or_else(|| Fault::usage(format_args!("memory of {bytes} bytes at {begin:#x}")))?;
         if !mhandle.is_null() {
             // SAFETY: by the caller's promise.
-            unsafe { mhandle.write(ptr::null_mut()) };
+            unsafe { mhandle.write(Box::into_raw(Box::new(Registered(begin..end))).cast()) };
         }
         Ok(())
     })
 }
 
-unsafe extern "C" fn reg_mr_v4(_comm: P, _data: P, _size: c_int, kind: c_int, mhandle: PP) -> ResultCode {
+unsafe extern "C" fn reg_mr_v4(_comm: P, data: P, bytes: c_int, kind: c_int, mhandle: PP) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { register(kind, mhandle) }
+    unsafe { register(data, size(bytes), kind, mhandle) }
 }
 
-unsafe extern "C" fn reg_mr_v8(_comm: P, _data: P, _size: usize, kind: c_int, mhandle: PP) -> ResultCode {
+unsafe extern "C" fn reg_mr_v8(_comm: P, data: P, bytes: usize, kind: c_int, mhandle: PP) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { register(kind, mhandle) }
+    unsafe { register(data, Ok(bytes), kind, mhandle) }
 }
 
-unsafe extern "C" fn dereg_mr(_comm: P, _mhandle: P) -> ResultCode {
-    ResultCode::SUCCESS
+unsafe extern "C" fn dereg_mr(comm: P, mhandle: P) -> ResultCode {
+    guarded(|| {
+        if mhandle.is_null() {
+            return Ok(());
+        }
+        // SAFETY: `regMr` made it, and it is deregistered once.
+        let registered = unsafe { Box::from_raw(mhandle.cast::<Registered>()) };
+        // SAFETY: null, or a comm that is open.
+        if let Some(comm) = unsafe { comm.cast::<Comm>().as_ref() } {
+            comm.deregister(mhandle as Memory, &registered.0);
+        }
+        Ok(())
+    })
 }
 
 /// # Safety
@@ -295,10 +315,10 @@ fn size(bytes: c_int) -> Outcome<usize> {
 
 /// # Safety
 /// As [`write_request`], and `data` is readable until the request is done or the comm closed.
-unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, request: PP) -> ResultCode {
+unsafe fn isend(comm: P, data: P, bytes: Outcome<usize>, tag: c_int, mhandle: P, request: PP) -> ResultCode {
     guarded(|| {
         // SAFETY: by the caller's promise.
-        let posted = unsafe { comm_at(comm) }?.isend(data.cast(), bytes?, tag)?;
+        let posted = unsafe { comm_at(comm) }?.isend(data.cast(), bytes?, tag, mhandle as Memory)?;
         // SAFETY: by the caller's promise.
         unsafe { write_request(request, posted) };
         Ok(())
@@ -314,9 +334,9 @@ unsafe fn write_request(request: PP, posted: Option<&Request>) {
     unsafe { request.write(pointer) };
 }
 
-unsafe extern "C" fn isend_v4(comm: P, data: P, bytes: c_int, _mhandle: P, request: PP) -> ResultCode {
+unsafe extern "C" fn isend_v4(comm: P, data: P, bytes: c_int, mhandle: P, request: PP) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { isend(comm, data, size(bytes), 0, request) }
+    unsafe { isend(comm, data, size(bytes), 0, mhandle, request) }
 }
 
 unsafe extern "C" fn isend_v5(
@@ -324,11 +344,11 @@ unsafe extern "C" fn isend_v5(
     data: P,
     bytes: c_int,
     tag: c_int,
-    _mhandle: P,
+    mhandle: P,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { isend(comm, data, size(bytes), tag, request) }
+    unsafe { isend(comm, data, size(bytes), tag, mhandle, request) }
 }
 
 unsafe extern "C" fn isend_v9(
@@ -336,11 +356,11 @@ unsafe extern "C" fn isend_v9(
     data: P,
     bytes: usize,
     tag: c_int,
-    _mhandle: P,
+    mhandle: P,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { isend(comm, data, Ok(bytes), tag, request) }
+    unsafe { isend(comm, data, Ok(bytes), tag, mhandle, request) }
 }
 
 unsafe extern "C" fn isend_v10(
@@ -348,34 +368,46 @@ unsafe extern "C" fn isend_v10(
     data: P,
     bytes: usize,
     tag: c_int,
-    _mhandle: P,
+    mhandle: P,
     _phandle: P,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { isend(comm, data, Ok(bytes), tag, request) }
+    unsafe { isend(comm, data, Ok(bytes), tag, mhandle, request) }
 }
 
 /// # Safety
 /// As [`write_request`]; the buffer is nobody else's until the request is done or the comm closed.
-unsafe fn irecv(comm: P, n: c_int, buffer: impl FnOnce() -> (P, Outcome<usize>), request: PP) -> ResultCode {
+unsafe fn irecv(
+    comm: P,
+    n: c_int,
+    buffer: impl FnOnce() -> (P, Outcome<usize>, P),
+    request: PP,
+) -> ResultCode {
     guarded(|| {
         if n != MAX_RECVS {
             return Err(Fault::usage(format_args!("a receive of {n} buffers, {MAX_RECVS} is the most")));
         }
-        let (data, bytes) = buffer();
+        let (data, bytes, mhandle) = buffer();
         // SAFETY: by the caller's promise. What the request holds before (whether it may end early) is a permission
         // that is not used.
-        let posted = unsafe { comm_at(comm) }?.irecv(data.cast(), bytes?)?;
+        let posted = unsafe { comm_at(comm) }?.irecv(data.cast(), bytes?, mhandle as Memory)?;
         // SAFETY: by the caller's promise.
         unsafe { write_request(request, posted) };
         Ok(())
     })
 }
 
-unsafe extern "C" fn irecv_v4(comm: P, data: P, bytes: c_int, _mhandle: P, request: PP) -> ResultCode {
+/// # Safety
+/// Null, or an array of at least one.
+unsafe fn first(mhandles: PP) -> P {
+    // SAFETY: by the caller's promise.
+    unsafe { mhandles.as_ref() }.copied().unwrap_or(ptr::null_mut())
+}
+
+unsafe extern "C" fn irecv_v4(comm: P, data: P, bytes: c_int, mhandle: P, request: PP) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { irecv(comm, 1, || (data, size(bytes)), request) }
+    unsafe { irecv(comm, 1, || (data, size(bytes), mhandle), request) }
 }
 
 unsafe extern "C" fn irecv_v5(
@@ -384,11 +416,11 @@ unsafe extern "C" fn irecv_v5(
     data: PP,
     sizes: *mut c_int,
     _tags: *mut c_int,
-    _mhandles: PP,
+    mhandles: PP,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as promised to this function; the arrays have n elements, and n is 1 where they are read.
-    unsafe { irecv(comm, n, || (*data, size(*sizes)), request) }
+    unsafe { irecv(comm, n, || (*data, size(*sizes), first(mhandles)), request) }
 }
 
 unsafe extern "C" fn irecv_v9(
@@ -397,11 +429,11 @@ unsafe extern "C" fn irecv_v9(
     data: PP,
     sizes: *mut usize,
     _tags: *mut c_int,
-    _mhandles: PP,
+    mhandles: PP,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as above.
-    unsafe { irecv(comm, n, || (*data, Ok(*sizes)), request) }
+    unsafe { irecv(comm, n, || (*data, Ok(*sizes), first(mhandles)), request) }
 }
 
 unsafe extern "C" fn irecv_v10(
@@ -410,12 +442,12 @@ unsafe extern "C" fn irecv_v10(
     data: PP,
     sizes: *mut usize,
     _tags: *mut c_int,
-    _mhandles: PP,
+    mhandles: PP,
     _phandles: PP,
     request: PP,
 ) -> ResultCode {
     // SAFETY: as above.
-    unsafe { irecv(comm, n, || (*data, Ok(*sizes)), request) }
+    unsafe { irecv(comm, n, || (*data, Ok(*sizes), first(mhandles)), request) }
 }
 
 unsafe extern "C" fn iflush_v4(_comm: P, _data: P, _size: c_int, _mhandle: P, request: PP) -> ResultCode {
@@ -460,6 +492,7 @@ unsafe extern "C" fn test(request: P, done: *mut c_int, sizes: *mut c_int) -> Re
 /// Both kinds of comm are closed by being dropped.
 unsafe extern "C" fn close(comm: P) -> ResultCode {
     guarded(|| {
+        attempt::sweep();
         if !comm.is_null() {
             // SAFETY: a comm of this plugin, which NCCL does not use any more.
             drop(unsafe { Box::from_raw(comm.cast::<Comm>()) });
@@ -470,6 +503,7 @@ unsafe extern "C" fn close(comm: P) -> ResultCode {
 
 unsafe extern "C" fn close_listen(listen_comm: P) -> ResultCode {
     guarded(|| {
+        attempt::sweep();
         if !listen_comm.is_null() {
             // SAFETY: a listener of this plugin, which NCCL does not use any more.
             drop(unsafe { Box::from_raw(listen_comm.cast::<ListenComm>()) });

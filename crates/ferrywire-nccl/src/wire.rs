@@ -10,12 +10,21 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use ferrywire::transport::{Conn, IoVec};
 
-use crate::comm::{Receiving, Sending};
 use crate::failure::Fault;
 use crate::head::{HEAD_BYTES, Head};
+use crate::receiving::Receiving;
+use crate::sending::Sending;
+
+/// How often a sender without room asks whether its path is alive. Who asks more rarely than twice a second begins to
+/// count anew each time.
+pub const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
+/// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
+/// restarts should not be one.
+const SILENT_MAX: Duration = Duration::from_secs(60);
 
 /// Most bytes that one turn receives on a socket before others have theirs.
 const RECEIVE_BYTES_PER_TURN: usize = 1 << 20;
@@ -77,6 +86,19 @@ impl Sender {
     /// Whether a piece is under way.
     pub fn is_busy(&self) -> bool {
         self.piece.is_some()
+    }
+
+    /// Why the path is given up, if it is; for one who asks again and again while there is no room.
+    pub fn silence(&mut self) -> Option<Fault> {
+        let path = self.conn.health();
+        let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
+        given_up.then(|| Fault::remote(format_args!("{} does not answer", self.peer())))
+    }
+
+    /// Ends the connection: memory of the piece under way is not touched any more, what the kernel has goes on.
+    pub fn stop(&mut self) {
+        self.piece = None;
+        self.conn.shutdown();
     }
 
     /// Sends pieces that `next` gives, until there is none, no room, or others should have their turn.
@@ -146,6 +168,8 @@ impl Sender {
 /// The receiving side of a socket.
 pub struct Receiver {
     conn: Box<dyn Conn>,
+    /// Its number among those of its comm.
+    socket: usize,
     head: [u8; HEAD_BYTES],
     head_bytes: usize,
     payload: Option<Payload>,
@@ -165,8 +189,8 @@ unsafe impl Send for Receiver {}
 
 impl Receiver {
     /// Over a connection that has proved itself.
-    pub fn new(conn: Box<dyn Conn>) -> Receiver {
-        Receiver { conn, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
+    pub fn new(conn: Box<dyn Conn>, socket: usize) -> Receiver {
+        Receiver { conn, socket, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
     }
 
     /// The connection.
@@ -184,6 +208,13 @@ impl Receiver {
         self.payload.is_some()
     }
 
+    /// Ends the connection: memory of receives is not touched any more.
+    pub fn stop(&mut self) {
+        self.payload = None;
+        self.over = true;
+        self.conn.shutdown();
+    }
+
     /// Receives what is there, until nothing is left or others should have their turn.
     pub fn turn(&mut self, comm: &Receiving) -> Turn {
         let mut received = 0;
@@ -195,7 +226,7 @@ impl Receiver {
                 match self.place(comm) {
                     Ok(None) => {}
                     Ok(Some(message)) => return Turn::Waits(message),
-                    Err(fault) => return self.fail(comm, fault),
+                    Err(fault) => return self.breaks(comm, fault),
                 }
                 continue;
             }
@@ -203,7 +234,7 @@ impl Receiver {
                 Ok((0, _)) => return self.end(comm),
                 Ok(moved) => moved,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
-                Err(e) => return self.fail(comm, Fault::connection(self.peer(), &e)),
+                Err(e) => return self.breaks(comm, Fault::connection(self.peer(), &e)),
             };
             received += bytes;
             self.arrived(comm, bytes);
@@ -250,7 +281,7 @@ impl Receiver {
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
         let head = Head::from_bytes(&self.head)
             .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.peer())))?;
-        let Some(start) = comm.place(&head)? else { return Ok(Some(head.message)) };
+        let Some(start) = comm.place(self.socket, &head)? else { return Ok(Some(head.message)) };
         self.head_bytes = 0;
         let piece_bytes = head.bytes as usize;
         if piece_bytes == 0 {
@@ -262,21 +293,23 @@ impl Receiver {
         Ok(None)
     }
 
+    /// The stream has ended, in order or within a message.
     fn end(&mut self, comm: &Receiving) -> Turn {
-        self.over = true;
-        match self.payload.is_some() || self.head_bytes > 0 {
-            true => {
-                let why = format_args!("{} closed the connection within a message", self.peer());
-                comm.failure.record(Fault::remote(why));
-            }
-            false => comm.ended(self.peer()),
+        if self.payload.is_some() || self.head_bytes > 0 {
+            let why = format_args!("{} closed the connection within a message", self.peer());
+            return self.breaks(comm, Fault::remote(why));
         }
+        self.over = true;
+        comm.ended(self.socket);
         Turn::Over
     }
 
-    fn fail(&mut self, comm: &Receiving, fault: Fault) -> Turn {
+    /// Nothing more comes from this stream, and the message under way stays without a part.
+    fn breaks(&mut self, comm: &Receiving, fault: Fault) -> Turn {
+        let placed = self.payload.take().map(|payload| payload.message);
+        let met = || (self.head_bytes == HEAD_BYTES).then(|| Head::from_bytes(&self.head)).flatten();
         self.over = true;
-        comm.failure.record(fault);
+        comm.broke(self.socket, placed.or_else(|| met().map(|head| head.message)), fault);
         Turn::Over
     }
 }

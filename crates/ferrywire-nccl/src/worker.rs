@@ -1,279 +1,90 @@
-//! Workers: the threads that move bulk for all comms of the process.
+//! A worker: the thread that moves bulk on the sockets that belong to it.
 //!
-//! Each socket for bulk belongs to one worker, which waits for all of its sockets at once. Without work a worker
-//! looks for more for a moment, since the next step of a collective comes soon; then, or at once where others want the
-//! core, it sleeps in the kernel. Threads are made with the first comm and stay: the library is never unloaded.
+//! It waits for all of its sockets at once. Without work it looks for more for a moment, since the next step of a
+//! collective comes soon; then, or at once where others want the core, it sleeps in the kernel.
 //!
-//! A wire's life: added -> has work | waits for its socket | waits for a receive -> ... -> closed.
+//! A wire's life: added -> has work | waits for its socket | waits for a receive (parked, if its stream has broken
+//! meanwhile) -> ... -> closed.
 //! Invariants: a wake is never lost (each side writes its own flag before it reads the other's); the poller waits for
 //! a wire exactly when it has no turn coming and waits for no receive; a worker never waits for anything but its
-//! poller; a wire's connection is touched under its lock, so closing knows when nobody does.
+//! poller; a panic ends the comm that it was about, and no other.
 
-use std::collections::HashMap;
-use std::os::fd::RawFd;
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::sys::poll::{Event, Interest, Poller, Waker};
-use ferrywire::transport::PathHealth;
+use ferrywire::nccl::abi::ResultCode;
+use ferrywire::sys::poll::{Event, Interest};
 
-use crate::comm::{Receiving, Sending};
-use crate::failure::{Fault, Outcome};
+use crate::comm::locked;
+use crate::failure::Fault;
+use crate::pool::{Command, NO_MESSAGE, Side, Wire, Worker};
 use crate::settings::settings;
-use crate::wire::{Receiver, Sender, Turn};
+use crate::wire::{HEALTH_INTERVAL, Turn};
 
-/// How often a worker with senders that have no room asks whether their paths are alive. Who asks more rarely than twice
-/// a second begins to count anew each time.
-const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
-/// A path on which nothing was answered for so long is given up. NCCL cannot go on after an error, so a switch that
-/// restarts should not be one.
-const SILENT_MAX: Duration = Duration::from_secs(60);
 /// When others had the core for so long, they want it: then looking for work costs more than being woken for it,
 const YIELD_MAX: Duration = Duration::from_micros(200);
 /// and for so long nothing but the kernel is asked.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
-/// No message is waited for.
-const NO_MESSAGE: u64 = u64::MAX;
-
-/// The workers of this process.
-pub struct Pool {
-    workers: Vec<&'static Worker>,
-    senders: AtomicUsize,
-    receivers: AtomicUsize,
-    wires: AtomicU64,
-}
-
-/// The workers; the first call starts them.
-pub fn pool() -> Outcome<&'static Pool> {
-    static POOL: OnceLock<Outcome<Pool>> = OnceLock::new();
-    POOL.get_or_init(Pool::start).as_ref().map_err(Clone::clone)
-}
-
-impl Pool {
-    fn start() -> Outcome<Pool> {
-        let failed = |e| Fault::system("starting the threads that move bulk", &e);
-        let workers = (0..settings().threads)
-            .map(|index| {
-                let poller = Poller::new()?;
-                let waker = poller.waker();
-                let worker: &'static Worker = Box::leak(Box::new(Worker {
-                    poller,
-                    waker,
-                    commands: Mutex::default(),
-                    commanded: AtomicBool::new(false),
-                    sleeps: AtomicBool::new(false),
-                }));
-                let run = move || {
-                    block_signals();
-                    Loop::new(worker).run();
-                };
-                thread::Builder::new().name(format!("ferrywire-{index}")).spawn(run)?;
-                Ok(worker)
-            })
-            .collect::<std::io::Result<Vec<_>>>()
-            .map_err(failed)?;
-        Ok(Pool {
-            workers,
-            senders: AtomicUsize::new(0),
-            receivers: AtomicUsize::new(0),
-            wires: AtomicU64::new(0),
-        })
-    }
-
-    /// Lets a worker send over this connection.
-    pub fn send_over(&self, sender: Sender, comm: Arc<Sending>) -> Outcome<Arc<Wire>> {
-        let worker = self.next(&self.senders);
-        let sender = Mutex::new(Some(sender));
-        self.add(worker, Side::Send { sender, comm, armed: AtomicBool::new(false) })
-    }
-
-    /// Lets a worker receive over this connection.
-    pub fn receive_over(&self, receiver: Receiver, comm: Arc<Receiving>) -> Outcome<Arc<Wire>> {
-        let worker = self.next(&self.receivers);
-        let receiver = Mutex::new(Some(receiver));
-        self.add(worker, Side::Receive { receiver, comm, waits_for: AtomicU64::new(NO_MESSAGE) })
-    }
-
-    fn next(&self, counter: &AtomicUsize) -> &'static Worker {
-        self.workers[counter.fetch_add(1, Ordering::Relaxed) % self.workers.len()]
-    }
-
-    fn add(&self, worker: &'static Worker, side: Side) -> Outcome<Arc<Wire>> {
-        let wire = Arc::new(Wire { token: self.wires.fetch_add(1, Ordering::Relaxed), worker, side });
-        // The worker has to know it before its first event.
-        worker.command(Command::Add(wire.clone()));
-        let added = wire.with_fd(|fd| worker.poller.add(fd, wire.token, Interest::READ));
-        match added.unwrap_or(Ok(())) {
-            Ok(()) => Ok(wire),
-            Err(e) => {
-                wire.close();
-                Err(Fault::system("waiting for a connection", &e))
-            }
-        }
-    }
-}
-
-fn is_silent(path: &PathHealth) -> bool {
-    path.is_dead() && path.silent_for >= SILENT_MAX
-}
-
-/// Handlers of the program run on its own threads.
-fn block_signals() {
-    // SAFETY: the set is filled before it is used, and the mask is this thread's own.
-    unsafe {
-        let mut all = std::mem::zeroed();
-        libc::sigfillset(&mut all);
-        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
-    }
-}
-
-/// A socket for bulk.
-pub struct Wire {
-    token: u64,
-    worker: &'static Worker,
-    side: Side,
-}
-
-enum Side {
-    /// `armed`: the worker is going to look at the comm's queue.
-    Send {
-        sender: Mutex<Option<Sender>>,
-        comm: Arc<Sending>,
-        armed: AtomicBool,
-    },
-    Receive {
-        receiver: Mutex<Option<Receiver>>,
-        comm: Arc<Receiving>,
-        waits_for: AtomicU64,
-    },
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Wire {
-    /// There is something to send.
-    pub fn has_work(&self) {
-        if let Side::Send { armed, .. } = &self.side
-            && !armed.swap(true, Ordering::SeqCst)
-        {
-            self.worker.command(Command::Kick(self.token));
-        }
-    }
-
-    /// A receive was posted.
-    pub fn posted(&self, message: u64) {
-        if let Side::Receive { waits_for, .. } = &self.side
-            && waits_for.load(Ordering::SeqCst) == message
-        {
-            self.worker.command(Command::Kick(self.token));
-        }
-    }
-
-    /// Takes the connection away, once nobody uses it, and closes it. What the kernel has goes on being sent.
-    pub fn close(&self) {
-        // Before it is closed: a child of this process may have it too, and then it stays in the poller.
-        let _ = self.with_fd(|fd| self.worker.poller.remove(fd));
-        match &self.side {
-            Side::Send { sender, .. } => {
-                if let Some(mut sender) = locked(sender).take() {
-                    sender.conn().shutdown();
-                }
-            }
-            Side::Receive { receiver, .. } => {
-                if let Some(mut receiver) = locked(receiver).take() {
-                    receiver.conn().shutdown();
-                }
-            }
-        }
-        self.worker.command(Command::Forget(self.token));
-    }
-
-    /// Does something with the descriptor, which is not closed meanwhile; nothing if it is closed already.
-    fn with_fd<T>(&self, act: impl FnOnce(RawFd) -> T) -> Option<T> {
-        match &self.side {
-            Side::Send { sender, .. } => {
-                locked(sender).as_mut().and_then(|sender| sender.conn().fd()).map(act)
-            }
-            Side::Receive { receiver, .. } => {
-                locked(receiver).as_mut().and_then(|receiver| receiver.conn().fd()).map(act)
-            }
-        }
-    }
-
-    fn fail(&self, fault: Fault) {
-        match &self.side {
-            Side::Send { comm, .. } => comm.failure.record(fault),
-            Side::Receive { comm, .. } => comm.failure.record(fault),
-        }
-    }
-
-    fn failed(&self) -> bool {
-        match &self.side {
-            Side::Send { comm, .. } => comm.failure.is_some(),
-            Side::Receive { comm, .. } => comm.failure.is_some(),
-        }
-    }
-}
-
-/// What other threads share with a worker's.
-struct Worker {
-    poller: Poller,
-    waker: Waker,
-    commands: Mutex<Vec<Command>>,
-    commanded: AtomicBool,
-    sleeps: AtomicBool,
-}
-
-enum Command {
-    Add(Arc<Wire>),
-    Kick(u64),
-    Forget(u64),
-}
-
-impl Worker {
-    fn command(&self, command: Command) {
-        locked(&self.commands).push(command);
-        self.commanded.store(true, Ordering::SeqCst);
-        if self.sleeps.load(Ordering::SeqCst) {
-            self.waker.wake();
-        }
-    }
-}
+/// After a panic, before anything else: one that repeats itself must not keep a core.
+const PANIC_PAUSE: Duration = Duration::from_millis(1);
 
 /// What a worker's thread alone touches.
-struct Loop {
-    worker: &'static Worker,
+pub struct Loop {
+    worker: Arc<Worker>,
     wires: HashMap<u64, Seat>,
+    /// Commands taken and not obeyed yet.
+    orders: VecDeque<Command>,
     /// Wires that have something to do at once.
     runnable: Vec<u64>,
     health_asked: Instant,
+    /// The wire that is dealt with.
+    about: Option<u64>,
 }
 
 /// A wire and what its poller waits for.
 struct Seat {
     wire: Arc<Wire>,
     interest: Interest,
+    /// The poller has it not, since its events would only repeat themselves.
+    parked: bool,
     /// It is among those that have something to do; once, or a turn would meet what the one before has decided.
     queued: bool,
     over: bool,
 }
 
 impl Loop {
-    fn new(worker: &'static Worker) -> Loop {
-        Loop { worker, wires: HashMap::new(), runnable: Vec::new(), health_asked: Instant::now() }
+    /// Of a worker.
+    pub fn new(worker: Arc<Worker>) -> Loop {
+        Loop {
+            worker,
+            wires: HashMap::new(),
+            orders: VecDeque::new(),
+            runnable: Vec::new(),
+            health_asked: Instant::now(),
+            about: None,
+        }
     }
 
-    fn run(mut self) {
+    /// For as long as the process lives.
+    pub fn run(mut self) {
+        loop {
+            if catch_unwind(AssertUnwindSafe(|| self.serve())).is_err() {
+                self.recover();
+            }
+        }
+    }
+
+    fn serve(&mut self) {
         let spin = settings().spin;
         let mut events = Vec::new();
         let mut idle_since = Instant::now();
         let mut crowded_until = idle_since;
         loop {
+            self.about = None;
             let mut worked = self.obey();
             let now = Instant::now();
             let looked = now < crowded_until || now.duration_since(idle_since) >= spin;
@@ -298,9 +109,29 @@ impl Loop {
         }
     }
 
+    /// After a panic: ends what it was about, which is everything if that is not known. All others get a turn, so that
+    /// none waits for one that was lost.
+    fn recover(&mut self) {
+        thread::sleep(PANIC_PAUSE);
+        let about = self.about.take();
+        self.runnable.clear();
+        for seat in self.wires.values_mut() {
+            seat.queued = false;
+            if about.is_none_or(|token| token == seat.wire.token) {
+                let code = ResultCode::INTERNAL_ERROR;
+                seat.wire.fail(Fault { code, why: "a bug in ferrywire, please report it".into() });
+                seat.over = true;
+                let _ = catch_unwind(AssertUnwindSafe(|| seat.leave()));
+            } else {
+                seat.queue(&mut self.runnable);
+            }
+        }
+    }
+
     /// Looks what is ready, or sleeps until something is; whether it slept.
     fn wait(&mut self, events: &mut Vec<Event>, may_sleep: bool) -> bool {
-        let worker = self.worker;
+        self.about = None;
+        let worker = self.worker.as_ref();
         let mut timeout = Some(Duration::ZERO);
         if may_sleep && self.runnable.is_empty() {
             worker.sleeps.store(true, Ordering::SeqCst);
@@ -321,43 +152,40 @@ impl Loop {
     }
 
     fn has_blocked(&self) -> bool {
-        self.wires.values().any(|seat| seat.interest.write && !seat.over)
+        self.wires.values().any(Seat::is_blocked)
     }
 
     fn ask_health(&mut self) {
         self.health_asked = Instant::now();
-        for seat in self.wires.values().filter(|seat| seat.interest.write && !seat.over) {
+        for seat in self.wires.values().filter(|seat| seat.is_blocked()) {
+            self.about = Some(seat.wire.token);
             let Side::Send { sender, .. } = &seat.wire.side else { continue };
-            if let Some(sender) = locked(sender).as_mut()
-                && is_silent(&sender.conn().health())
-            {
-                seat.wire.fail(Fault::remote(format_args!("{} does not answer", sender.peer())));
-            }
+            let silence = locked(sender).as_mut().and_then(|sender| sender.silence());
+            silence.into_iter().for_each(|fault| seat.wire.fail(fault));
         }
     }
 
     fn obey(&mut self) -> bool {
-        if !self.worker.commanded.swap(false, Ordering::SeqCst) {
-            return false;
+        if self.worker.commanded.swap(false, Ordering::SeqCst) {
+            self.orders.extend(std::mem::take(&mut *locked(&self.worker.commands)));
         }
-        let commands = std::mem::take(&mut *locked(&self.worker.commands));
-        for command in commands {
+        let any = !self.orders.is_empty();
+        while let Some(command) = self.orders.pop_front() {
             match command {
-                Command::Add(wire) => {
-                    let seat = Seat { wire, interest: Interest::READ, queued: false, over: false };
-                    self.wires.insert(seat.wire.token, seat);
-                }
+                Command::Add(wire) => drop(self.wires.insert(wire.token, Seat::new(wire))),
                 Command::Kick(token) => self.kicked(token),
                 Command::Forget(token) => drop(self.wires.remove(&token)),
             }
         }
-        true
+        any
     }
 
     /// There may be work for a wire that had none.
     fn kicked(&mut self, token: u64) {
+        self.about = Some(token);
         let Some(seat) = self.wires.get_mut(&token) else { return };
-        match &seat.wire.side {
+        let wire = seat.wire.clone();
+        match &wire.side {
             // It goes on when its socket has room.
             Side::Send { .. } if seat.interest.write => {}
             Side::Send { .. } => seat.queue(&mut self.runnable),
@@ -374,9 +202,11 @@ impl Loop {
     }
 
     fn ready(&mut self, event: &Event) -> bool {
+        self.about = Some(event.token);
         let Some(seat) = self.wires.get_mut(&event.token) else { return false };
+        let wire = seat.wire.clone();
         let broken = event.error || event.hangup;
-        match &seat.wire.side {
+        match &wire.side {
             Side::Send { sender, comm, .. } => {
                 if event.readable || broken {
                     let looked = locked(sender).as_mut().map(|sender| sender.look(comm));
@@ -390,40 +220,38 @@ impl Loop {
                     seat.queue(&mut self.runnable);
                 }
             }
-            Side::Receive { waits_for, receiver, .. } => {
+            Side::Receive { waits_for, .. } => {
                 if waits_for.load(Ordering::SeqCst) == NO_MESSAGE {
                     seat.queue(&mut self.runnable);
                 } else if broken {
-                    let peer = locked(receiver).as_mut().map(|receiver| receiver.peer());
-                    if let Some(peer) = peer {
-                        let reset = std::io::Error::from_raw_os_error(libc::ECONNRESET);
-                        seat.wire.fail(Fault::connection(peer, &reset));
-                    }
-                    seat.leave();
+                    // What the kernel has of it is still to be received, once there is a receive.
+                    seat.park();
                 }
             }
         }
         true
     }
 
-    /// A turn of a wire; a panic in it ends its comm and nothing else.
     fn turn(&mut self, token: u64) {
+        self.about = Some(token);
         let Some(seat) = self.wires.get_mut(&token) else { return };
         seat.queued = false;
-        let turned = catch_unwind(AssertUnwindSafe(|| !seat.over && seat.turn()));
-        match turned {
-            Ok(true) => seat.queue(&mut self.runnable),
-            Ok(false) => {}
-            Err(_) => {
-                let code = ferrywire::nccl::abi::ResultCode::INTERNAL_ERROR;
-                seat.wire.fail(Fault { code, why: "a bug in ferrywire, please report it".into() });
-                seat.leave();
-            }
+        if !seat.over && seat.turn() {
+            seat.queue(&mut self.runnable);
         }
     }
 }
 
 impl Seat {
+    fn new(wire: Arc<Wire>) -> Seat {
+        Seat { wire, interest: Interest::READ, parked: false, queued: false, over: false }
+    }
+
+    /// Waits for room to send.
+    fn is_blocked(&self) -> bool {
+        self.interest.write && !self.over
+    }
+
     /// Gives it a turn soon.
     fn queue(&mut self, runnable: &mut Vec<u64>) {
         if !self.queued {
@@ -481,15 +309,77 @@ impl Seat {
     }
 
     fn wants(&mut self, interest: Interest) {
-        if self.interest != interest && !self.over {
-            self.interest = interest;
-            let _ = self.wire.with_fd(|fd| self.wire.worker.poller.modify(fd, self.wire.token, interest));
+        if self.over || (self.interest == interest && !self.parked) {
+            return;
+        }
+        self.interest = interest;
+        let (wire, parked) = (&self.wire, std::mem::take(&mut self.parked));
+        let waits = wire.with_fd(|fd| match parked {
+            true => wire.worker.poller.add(fd, wire.token, interest),
+            false => wire.worker.poller.modify(fd, wire.token, interest),
+        });
+        if let Some(Err(e)) = waits {
+            wire.fail(Fault::system("waiting for a connection", &e));
         }
     }
 
-    /// Nothing will come of it any more: its events would only repeat themselves.
+    /// Keeps its events away until it is wanted again.
+    fn park(&mut self) {
+        self.parked = true;
+        let _ = self.wire.with_fd(|fd| self.wire.worker.poller.remove(fd));
+    }
+
+    /// Nothing will come of it any more.
     fn leave(&mut self) {
         self.over = true;
-        let _ = self.wire.with_fd(|fd| self.wire.worker.poller.remove(fd));
+        self.park();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::Pool;
+    use crate::receiving::RecvComm;
+    use crate::sending::SendComm;
+    use crate::testing::{Panics, connections, received, send, until};
+    use ferrywire::transport::Conn;
+
+    const BYTES: usize = 100 << 10;
+
+    /// Two connections, of which the one for bulk has a bug, and the other ends.
+    fn with_a_bug() -> (Vec<Box<dyn Conn>>, Vec<Box<dyn Conn>>) {
+        let (mut near, far) = connections(2);
+        let bulk = Box::new(Panics(near.remove(1)));
+        near.push(bulk);
+        (near, far)
+    }
+
+    /// It was caught in a turn alone: elsewhere it was the end of the thread, and whoever had sockets there waited for
+    /// ever.
+    #[test]
+    fn a_panic_ends_its_comm_and_no_other() {
+        let pool = Pool::of_one();
+        let (mut room, mut source) = (vec![0; BYTES], vec![7; BYTES]);
+        let (near, mut far) = connections(2);
+        let healthy = SendComm::made(&pool, near).unwrap();
+        // One panics in its turn, one where the worker looks what the peer has said.
+        let (near, mut others) = with_a_bug();
+        let receives = RecvComm::made(&pool, near).unwrap();
+        let slot = receives.post(room.as_mut_ptr(), BYTES, 0).unwrap().unwrap();
+        send(others[1].as_mut(), &[1]);
+        let fault = until("the receiver's end", || receives.test(slot).err());
+        assert_eq!((fault.code, fault.why.contains("bug")), (ResultCode::INTERNAL_ERROR, true));
+        let (near, mut others) = with_a_bug();
+        let sends = SendComm::made(&pool, near).unwrap();
+        send(others[1].as_mut(), &[1]);
+        let fault = until("the sender's end", || sends.post(source.as_mut_ptr(), 0, 0, 0).err());
+        assert_eq!(fault.code, ResultCode::INTERNAL_ERROR);
+
+        let slot = healthy.post(source.as_mut_ptr(), BYTES, 0, 0).unwrap().unwrap();
+        assert_eq!(until("a send", || healthy.test(slot).unwrap()), BYTES);
+        drop(healthy);
+        let stream = received(far[1].as_mut());
+        assert_eq!(stream.iter().filter(|&&byte| byte == 7).count(), BYTES);
     }
 }

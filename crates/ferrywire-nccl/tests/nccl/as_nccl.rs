@@ -83,6 +83,7 @@ cases! {
     setting_up
     handles
     registration
+    deregistering
     testing
     receives
     outstanding

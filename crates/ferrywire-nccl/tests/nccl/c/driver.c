@@ -287,6 +287,44 @@ static void registration(struct net *net)
     pair_close(net, second);
 }
 
+/* An abort: memory is deregistered, and given to somebody else, while messages of it are under way. */
+static void deregistering(struct net *net)
+{
+    enum { BYTES = 64 << 20 };
+    static unsigned char source[BYTES], target[BYTES];
+    void *handles[3], *sends[2], *recv = NULL, *data = target;
+    size_t size = BYTES;
+    int tag = 0, result;
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    CHECK(net_reg_mr(net, pair.send, source, BYTES, HOST, &handles[0]) == SUCCESS && handles[0]);
+    CHECK(net_reg_mr(net, pair.send, source, BYTES, HOST, &handles[1]) == SUCCESS && handles[1] != handles[0]);
+    CHECK(net_reg_mr(net, pair.recv, target, BYTES, HOST, &handles[2]) == SUCCESS && handles[2]);
+    memset(source, 0x11, BYTES);
+    /* One is done before; the other is more than the sockets take, and its receive comes later. */
+    CHECK(net_isend_of(net, pair.send, source, 100, handles[0], &sends[0]) == SUCCESS && sends[0]);
+    CHECK(net_isend_of(net, pair.send, source, BYTES, handles[1], &sends[1]) == SUCCESS && sends[1]);
+    CHECK(finish(net, sends[0], &result) >= 0);
+    CHECK(net_dereg_mr(net, pair.send, handles[0]) == SUCCESS);
+    int done = 77;
+    CHECK(net_test(net, sends[1], &done, NULL) == SUCCESS && done == 0);
+    CHECK(net_dereg_mr(net, pair.send, handles[1]) == SUCCESS);
+    memset(source, 0xEE, BYTES);
+    CHECK(finish(net, sends[1], &result) == -1 && result != SUCCESS);
+    net_close_send(net, pair.send);
+    /* What was told as sent is there, what was under way is cut, and nobody's memory was sent. */
+    CHECK(net_irecv(net, pair.recv, target, 200, 0, &recv) == SUCCESS && recv);
+    CHECK(finish(net, recv, &result) == 100 && target[99] == 0x11);
+    CHECK(((int (*)(void *, int, void **, size_t *, int *, void **, void **, void **))net->table[11])(
+              pair.recv, 1, &data, &size, &tag, &handles[2], NULL, &recv) == SUCCESS && recv);
+    CHECK(finish(net, recv, &result) == -1 && result == REMOTE_ERROR);
+    CHECK(net_dereg_mr(net, pair.recv, handles[2]) == SUCCESS);
+    for (size_t at = 0; at < BYTES; at++)
+        CHECK(target[at] == 0 || target[at] == 0x11);
+    net_close_recv(net, pair.recv);
+    CHECK(warnings == 2);
+}
+
 static void testing(struct net *net)
 {
     unsigned char source[100] = { 1 }, target[100];
@@ -603,6 +641,7 @@ int main(int count, char **arguments)
         { "setting_up", setting_up },
         { "handles", handles },
         { "registration", registration },
+        { "deregistering", deregistering },
         { "testing", testing },
         { "receives", receives },
         { "outstanding", outstanding },

@@ -128,6 +128,12 @@ static int net_dereg_mr(struct net *net, void *comm, void *handle)
     return ((int (*)(void *, void *))net->table[9])(comm, handle);
 }
 
+static int net_isend_of(struct net *net, void *comm, void *data, size_t size, void *handle, void **request)
+{
+    return ((int (*)(void *, void *, size_t, int, void *, void *, void **))net->table[10])(comm, data, size, 3, handle,
+                                                                                            NULL, request);
+}
+
 static int net_isend(struct net *net, void *comm, void *data, size_t size, int tag, void **request)
 {
     return ((int (*)(void *, void *, size_t, int, void *, void *, void **))net->table[10])(comm, data, size, tag, NULL,

@@ -1,0 +1,330 @@
+//! The threads that move bulk for all comms of the process, and the sockets for bulk that they move it on.
+//!
+//! Threads are made with the first comm and stay: the library is never unloaded. Fewer than wished for are enough; with
+//! none at all the next comm tries again.
+//! Invariants: each socket for bulk belongs to one worker; a wire's connection is touched under its lock, so closing
+//! knows when nobody does.
+//! Read next: `worker.rs`.
+
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+
+use ferrywire::sys::poll::{Interest, Poller, Waker};
+
+use crate::comm::locked;
+use crate::failure::{Fault, Outcome};
+use crate::log;
+use crate::receiving::Receiving;
+use crate::sending::Sending;
+use crate::settings::settings;
+use crate::wire::{Receiver, Sender};
+use crate::worker::Loop;
+
+/// No message is waited for.
+pub const NO_MESSAGE: u64 = u64::MAX;
+
+/// The workers of this process.
+pub struct Pool {
+    workers: Vec<Arc<Worker>>,
+    senders: AtomicUsize,
+    receivers: AtomicUsize,
+    wires: AtomicU64,
+}
+
+/// The workers; the first call starts them.
+pub fn pool() -> Outcome<&'static Pool> {
+    static POOL: Once = Once::new();
+    POOL.get(|| Pool::start(settings().threads, Worker::start))
+}
+
+/// A pool that is made once; an attempt that has failed counts for nothing.
+struct Once {
+    made: OnceLock<Pool>,
+    making: Mutex<()>,
+}
+
+impl Once {
+    const fn new() -> Once {
+        Once { made: OnceLock::new(), making: Mutex::new(()) }
+    }
+
+    fn get(&self, make: impl FnOnce() -> Outcome<Pool>) -> Outcome<&Pool> {
+        let _one = self.made.get().is_none().then(|| locked(&self.making));
+        match self.made.get() {
+            Some(pool) => Ok(pool),
+            None => {
+                let pool = make()?;
+                Ok(self.made.get_or_init(|| pool))
+            }
+        }
+    }
+}
+
+impl Pool {
+    /// With so many workers, or as many as there can be.
+    fn start(threads: usize, mut start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
+        let mut workers = Vec::new();
+        for index in 0..threads {
+            match start(index) {
+                Ok(worker) => workers.push(worker),
+                Err(e) if workers.is_empty() => {
+                    return Err(Fault::system("starting the threads that move bulk", &e));
+                }
+                Err(e) => {
+                    log::warn(format_args!("only {index} threads of {threads} to move bulk: {e}"));
+                    break;
+                }
+            }
+        }
+        let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Ok(Pool { workers, senders, receivers, wires: AtomicU64::new(0) })
+    }
+
+    /// With one worker, for tests of what comms have in common.
+    #[cfg(test)]
+    pub fn of_one() -> Pool {
+        Pool::start(1, Worker::start).unwrap()
+    }
+
+    /// Lets a worker send over this connection.
+    pub fn send_over(&self, sender: Sender, comm: Arc<Sending>) -> Outcome<Arc<Wire>> {
+        let worker = self.next(&self.senders);
+        let sender = Mutex::new(Some(sender));
+        self.add(worker, Side::Send { sender, comm, armed: AtomicBool::new(false) })
+    }
+
+    /// Lets a worker receive over this connection.
+    pub fn receive_over(&self, receiver: Receiver, comm: Arc<Receiving>) -> Outcome<Arc<Wire>> {
+        let worker = self.next(&self.receivers);
+        let receiver = Mutex::new(Some(receiver));
+        self.add(worker, Side::Receive { receiver, comm, waits_for: AtomicU64::new(NO_MESSAGE) })
+    }
+
+    fn next(&self, counter: &AtomicUsize) -> Arc<Worker> {
+        self.workers[counter.fetch_add(1, Ordering::Relaxed) % self.workers.len()].clone()
+    }
+
+    fn add(&self, worker: Arc<Worker>, side: Side) -> Outcome<Arc<Wire>> {
+        let wire = Arc::new(Wire { token: self.wires.fetch_add(1, Ordering::Relaxed), worker, side });
+        // The worker has to know it before its first event.
+        wire.worker.command(Command::Add(wire.clone()));
+        let added = wire.with_fd(|fd| wire.worker.poller.add(fd, wire.token, Interest::READ));
+        match added.unwrap_or(Ok(())) {
+            Ok(()) => Ok(wire),
+            Err(e) => {
+                wire.close();
+                Err(Fault::system("waiting for a connection", &e))
+            }
+        }
+    }
+}
+
+/// Wires of a comm that is being made: closed, unless it comes about.
+#[derive(Default)]
+pub struct Opening(Vec<Arc<Wire>>);
+
+impl Opening {
+    /// One more.
+    pub fn add(&mut self, wire: Arc<Wire>) {
+        self.0.push(wire);
+    }
+
+    /// The comm has come about.
+    pub fn finish(mut self) -> Vec<Arc<Wire>> {
+        std::mem::take(&mut self.0)
+    }
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|wire| wire.close());
+    }
+}
+
+/// A socket for bulk.
+pub struct Wire {
+    /// What its worker knows it by.
+    pub token: u64,
+    /// Whose it is.
+    pub worker: Arc<Worker>,
+    /// Which way it goes.
+    pub side: Side,
+}
+
+/// A direction, with the connection while there is one.
+pub enum Side {
+    /// `armed`: the worker is going to look at the comm's queue.
+    Send {
+        /// None once it is closed.
+        sender: Mutex<Option<Sender>>,
+        /// What it sends from.
+        comm: Arc<Sending>,
+        /// See above.
+        armed: AtomicBool,
+    },
+    /// `waits_for`: the message whose receive is not posted yet, or [`NO_MESSAGE`].
+    Receive {
+        /// None once it is closed.
+        receiver: Mutex<Option<Receiver>>,
+        /// What it receives into.
+        comm: Arc<Receiving>,
+        /// See above.
+        waits_for: AtomicU64,
+    },
+}
+
+impl Wire {
+    /// There is something to send.
+    pub fn has_work(&self) {
+        if let Side::Send { armed, .. } = &self.side
+            && !armed.swap(true, Ordering::SeqCst)
+        {
+            self.worker.command(Command::Kick(self.token));
+        }
+    }
+
+    /// A receive was posted.
+    pub fn posted(&self, message: u64) {
+        if let Side::Receive { waits_for, .. } = &self.side
+            && waits_for.load(Ordering::SeqCst) == message
+        {
+            self.worker.command(Command::Kick(self.token));
+        }
+    }
+
+    /// Takes the connection away, once nobody uses it, and closes it. What the kernel has goes on being sent.
+    pub fn close(&self) {
+        // Before it is closed: a child of this process may have it too, and then it stays in the poller.
+        let _ = self.with_fd(|fd| self.worker.poller.remove(fd));
+        match &self.side {
+            Side::Send { sender, .. } => {
+                if let Some(mut sender) = locked(sender).take() {
+                    sender.stop();
+                }
+            }
+            Side::Receive { receiver, .. } => {
+                if let Some(mut receiver) = locked(receiver).take() {
+                    receiver.stop();
+                }
+            }
+        }
+        self.worker.command(Command::Forget(self.token));
+    }
+
+    /// Does something with the descriptor, which is not closed meanwhile; nothing if it is closed already.
+    pub fn with_fd<T>(&self, act: impl FnOnce(RawFd) -> T) -> Option<T> {
+        match &self.side {
+            Side::Send { sender, .. } => {
+                locked(sender).as_mut().and_then(|sender| sender.conn().fd()).map(act)
+            }
+            Side::Receive { receiver, .. } => {
+                locked(receiver).as_mut().and_then(|receiver| receiver.conn().fd()).map(act)
+            }
+        }
+    }
+
+    /// Ends the comm with this.
+    pub fn fail(&self, fault: Fault) {
+        match &self.side {
+            Side::Send { comm, .. } => comm.failure.record(fault),
+            Side::Receive { comm, .. } => comm.failure.record(fault),
+        }
+    }
+
+    /// Whether the comm has ended.
+    pub fn failed(&self) -> bool {
+        match &self.side {
+            Side::Send { comm, .. } => comm.failure.is_some(),
+            Side::Receive { comm, .. } => comm.failure.is_some(),
+        }
+    }
+}
+
+/// What other threads share with a worker's.
+pub struct Worker {
+    /// What it waits on.
+    pub poller: Poller,
+    waker: Waker,
+    /// To be obeyed.
+    pub commands: Mutex<Vec<Command>>,
+    /// There are some.
+    pub commanded: AtomicBool,
+    /// It has to be woken.
+    pub sleeps: AtomicBool,
+}
+
+/// What a worker is told about a wire.
+pub enum Command {
+    /// It is yours.
+    Add(Arc<Wire>),
+    /// It may have something to do.
+    Kick(u64),
+    /// It is closed.
+    Forget(u64),
+}
+
+impl Worker {
+    /// With its thread.
+    fn start(index: usize) -> io::Result<Arc<Worker>> {
+        let poller = Poller::new()?;
+        let waker = poller.waker();
+        let worker = Arc::new(Worker {
+            poller,
+            waker,
+            commands: Mutex::default(),
+            commanded: AtomicBool::new(false),
+            sleeps: AtomicBool::new(false),
+        });
+        let its = worker.clone();
+        let run = move || {
+            block_signals();
+            Loop::new(its).run();
+        };
+        thread::Builder::new().name(format!("ferrywire-{index}")).spawn(run)?;
+        Ok(worker)
+    }
+
+    fn command(&self, command: Command) {
+        locked(&self.commands).push(command);
+        self.commanded.store(true, Ordering::SeqCst);
+        if self.sleeps.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
+    }
+}
+
+/// Handlers of the program run on its own threads.
+fn block_signals() {
+    // SAFETY: the set is filled before it is used, and the mask is this thread's own.
+    unsafe {
+        let mut all = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &all, std::ptr::null_mut());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fails(_: usize) -> io::Result<Arc<Worker>> {
+        Err(io::Error::from_raw_os_error(libc::EAGAIN))
+    }
+
+    #[test]
+    fn a_start_that_failed_is_tried_again() {
+        let once = Once::new();
+        assert!(once.get(|| Pool::start(3, fails)).is_err_and(|fault| fault.why.contains("threads")));
+        assert_eq!(once.get(|| Pool::start(2, Worker::start)).unwrap().workers.len(), 2);
+        assert_eq!(once.get(|| Pool::start(3, fails)).unwrap().workers.len(), 2);
+    }
+
+    #[test]
+    fn fewer_threads_than_wished_for_are_enough() {
+        let some = |index| if index < 2 { Worker::start(index) } else { fails(index) };
+        assert_eq!(Pool::start(5, some).unwrap().workers.len(), 2);
+    }
+}

@@ -1,0 +1,469 @@
+//! Messages on their way in: where each piece belongs, and which messages can still come whole.
+//!
+//! A stream that ends takes nothing from the others: what the peer was told is sent is in its streams, up to the end of
+//! each. So a receive fails only once no stream can bring the rest of it, and never before what has come was looked at.
+//! Invariants: a slot is used again only after `test` has said that its message is here; the parts that one stream
+//! brings belong to messages in their order.
+//! Read next: `wire.rs`.
+
+use std::net::SocketAddr;
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use ferrywire::nccl::abi::ResultCode;
+use ferrywire::transport::Conn;
+
+use crate::attempt::be_patient;
+use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
+use crate::failure::{Failure, Fault, Outcome};
+use crate::head::Head;
+use crate::pool::{Opening, Pool, Wire, pool};
+use crate::wire::{Receiver, Turn};
+
+/// The length of a message whose first head has not come yet.
+const TOTAL_UNKNOWN: u64 = u64::MAX;
+/// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
+const INLINE_TURNS: usize = 4;
+/// The front of a stream that brings nothing any more.
+const NOTHING: u64 = u64::MAX;
+/// After a stream has failed, the others are waited for as long as each brings something within this time. When the
+/// peer has gone they end soon.
+const QUIET_MAX: Duration = Duration::from_secs(10);
+
+/// Messages in one direction: what workers need of a receive comm.
+pub struct Receiving {
+    /// The first failure.
+    pub failure: Failure,
+    peer: SocketAddr,
+    slots: [Slot; REQUESTS],
+    /// Receives posted so far: their numbers are below it.
+    posted: AtomicU64,
+    /// Sockets whose next piece belongs to a receive that is not posted.
+    pub waiting: AtomicUsize,
+    /// Of each stream the earliest message of which it can still bring a part.
+    fronts: Vec<AtomicU64>,
+    /// Streams that have ended, in order or not.
+    ended: AtomicUsize,
+    /// Why the first stream ended that did not end in order.
+    broken: OnceLock<Fault>,
+    /// The earliest message that is known to lack a part.
+    cut: AtomicU64,
+}
+
+/// A posted receive.
+struct Slot {
+    message: AtomicU64,
+    data: AtomicPtr<u8>,
+    room: AtomicUsize,
+    total: AtomicU64,
+    /// Bytes whose heads have come.
+    placed: AtomicU64,
+    /// Bytes that are here.
+    received: AtomicU64,
+}
+
+impl Slot {
+    const fn new() -> Slot {
+        Slot {
+            message: AtomicU64::new(u64::MAX),
+            data: AtomicPtr::new(ptr::null_mut()),
+            room: AtomicUsize::new(0),
+            total: AtomicU64::new(TOTAL_UNKNOWN),
+            placed: AtomicU64::new(0),
+            received: AtomicU64::new(0),
+        }
+    }
+
+    /// Its length, once all of it is here.
+    fn done(&self) -> Option<usize> {
+        let total = self.total.load(Ordering::Acquire);
+        (self.received.load(Ordering::Acquire) == total).then_some(total as usize)
+    }
+
+    fn is_begun(&self) -> bool {
+        self.total.load(Ordering::Acquire) != TOTAL_UNKNOWN
+    }
+}
+
+impl Receiving {
+    fn new(peer: SocketAddr, sockets: usize) -> Receiving {
+        Receiving {
+            failure: Failure::default(),
+            peer,
+            slots: [const { Slot::new() }; REQUESTS],
+            posted: AtomicU64::new(0),
+            waiting: AtomicUsize::new(0),
+            fronts: (0..sockets).map(|_| AtomicU64::new(0)).collect(),
+            ended: AtomicUsize::new(0),
+            broken: OnceLock::new(),
+            cut: AtomicU64::new(u64::MAX),
+        }
+    }
+
+    /// Whether a receive is posted.
+    pub fn is_posted(&self, message: u64) -> bool {
+        message < self.posted.load(Ordering::SeqCst)
+    }
+
+    /// Where a piece that a socket brings belongs; `None` while its receive is not posted.
+    pub fn place(&self, socket: usize, head: &Head) -> Outcome<Option<*mut u8>> {
+        let before = self.fronts[socket].swap(head.message, Ordering::AcqRel);
+        if before > head.message {
+            return Err(Fault::remote("the peer sent a message after a later one"));
+        }
+        if !self.is_posted(head.message) {
+            return Ok(None);
+        }
+        let slot = &self.slots[slot_of(head.message)];
+        if slot.message.load(Ordering::Relaxed) != head.message {
+            return Err(Fault::remote("the peer sent a message twice"));
+        }
+        let (total, room) = (head.total_bytes, slot.room.load(Ordering::Relaxed));
+        if total > room as u64 {
+            let why = format!("a message of {total} bytes met a receive of {room}");
+            return Err(Fault { code: ResultCode::INVALID_USAGE, why });
+        }
+        let known = slot.total.compare_exchange(TOTAL_UNKNOWN, total, Ordering::AcqRel, Ordering::Acquire);
+        let placed = slot.placed.fetch_add(head.bytes, Ordering::AcqRel);
+        if known.is_err_and(|known| known != total) || placed + head.bytes > total {
+            return Err(Fault::remote("the peer sent parts that do not make a message"));
+        }
+        // SAFETY: the piece lies inside its message, and the message fits the buffer.
+        Ok(Some(unsafe { slot.data.load(Ordering::Relaxed).add(head.offset as usize) }))
+    }
+
+    /// So many bytes of a message are here.
+    pub fn received(&self, message: u64, bytes: usize) {
+        self.slots[slot_of(message)].received.fetch_add(bytes as u64, Ordering::Release);
+    }
+
+    /// A socket's stream has ended between two messages.
+    pub fn ended(&self, socket: usize) {
+        self.fronts[socket].store(NOTHING, Ordering::Release);
+        self.ended.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// A socket's stream has ended otherwise, and with it this message, if it is known.
+    pub fn broke(&self, socket: usize, message: Option<u64>, fault: Fault) {
+        let _ = self.broken.set(fault);
+        self.cut.fetch_min(message.unwrap_or(u64::MAX), Ordering::AcqRel);
+        self.ended(socket);
+    }
+
+    /// Whether no stream can bring what a message lacks, if it lacks anything after this call.
+    fn is_lost(&self, message: u64) -> bool {
+        self.ended.load(Ordering::Acquire) > 0
+            && (message >= self.cut.load(Ordering::Acquire)
+                || self.fronts.iter().all(|front| front.load(Ordering::Acquire) > message))
+    }
+
+    fn why_lost(&self) -> Fault {
+        let closed = || Fault::remote(format_args!("{} has closed the connection", self.peer));
+        self.broken.get().cloned().unwrap_or_else(closed)
+    }
+}
+
+/// A comm that receives.
+pub struct RecvComm {
+    shared: Arc<Receiving>,
+    wires: Vec<Arc<Wire>>,
+    own: Mutex<RecvOwn>,
+}
+
+/// What NCCL's thread alone touches.
+struct RecvOwn {
+    /// Socket 0.
+    receiver: Receiver,
+    next: u64,
+    posted: [Option<Memory>; REQUESTS],
+    /// Since a stream has failed: the message that is waited for, how much of it was here, and since when.
+    quiet: Option<(u64, u64, Instant)>,
+}
+
+impl RecvComm {
+    /// Over connections that have proved themselves, the one for small messages first.
+    pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
+        RecvComm::made(pool()?, conns).map(|comm| Comm::new(Side::Receive(comm)))
+    }
+
+    /// Likewise, its bulk moved by these workers.
+    pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
+        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
+        let sockets = conns.len();
+        let mut conns = conns.into_iter();
+        let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let shared = Arc::new(Receiving::new(first.remote(), sockets));
+        let mut wires = Opening::default();
+        for (conn, socket) in conns.zip(1..) {
+            wires.add(pool.receive_over(Receiver::new(conn, socket), shared.clone())?);
+        }
+        let own =
+            RecvOwn { receiver: Receiver::new(first, 0), next: 0, posted: [None; REQUESTS], quiet: None };
+        Ok(RecvComm { shared, wires: wires.finish(), own: Mutex::new(own) })
+    }
+
+    /// Posts a receive: the slot that it has; `None`: not now.
+    pub fn post(&self, data: *mut u8, bytes: usize, memory: Memory) -> Outcome<Option<usize>> {
+        let mut own = locked(&self.own);
+        let (message, index) = (own.next, slot_of(own.next));
+        if own.posted[index].is_some() {
+            return Ok(None);
+        }
+        own.next += 1;
+        own.posted[index] = Some(memory);
+        let slot = &self.shared.slots[index];
+        slot.message.store(message, Ordering::Relaxed);
+        slot.data.store(data, Ordering::Relaxed);
+        slot.room.store(bytes, Ordering::Relaxed);
+        slot.total.store(TOTAL_UNKNOWN, Ordering::Relaxed);
+        slot.placed.store(0, Ordering::Relaxed);
+        slot.received.store(0, Ordering::Relaxed);
+        self.shared.posted.store(own.next, Ordering::SeqCst);
+        if self.shared.waiting.load(Ordering::SeqCst) > 0 {
+            self.wires.iter().for_each(|wire| wire.posted(message));
+        }
+        Ok(Some(index))
+    }
+
+    /// The length of a slot's message, once it is here.
+    pub fn test(&self, index: usize) -> Outcome<Option<usize>> {
+        let mut own = locked(&self.own);
+        if own.posted[index].is_none() {
+            return Err(Fault::usage("test of a request that is done"));
+        }
+        let slot = &self.shared.slots[index];
+        let mut done = slot.done();
+        // Bulk that is under way comes over the other sockets; once one of those has ended, so may this one have.
+        let ending = self.shared.ended.load(Ordering::Acquire) > 0;
+        if done.is_none() && (ending || !slot.is_begun() || own.receiver.is_busy()) {
+            self.receive_inline(&mut own);
+            done = slot.done();
+        }
+        if done.is_none() && ending {
+            done = self.last_look(&mut own, slot);
+        }
+        match done {
+            Some(_) => own.posted[index] = None,
+            None => self.shared.failure.check()?,
+        }
+        Ok(done)
+    }
+
+    fn receive_inline(&self, own: &mut RecvOwn) {
+        for _ in 0..INLINE_TURNS {
+            if own.receiver.turn(&self.shared) != Turn::More {
+                break;
+            }
+        }
+    }
+
+    /// What a slot comes to whose message may have lost a part.
+    fn last_look(&self, own: &mut RecvOwn, slot: &Slot) -> Option<usize> {
+        let message = slot.message.load(Ordering::Relaxed);
+        // In this order: what a stream has brought is counted before its end.
+        let lost = self.shared.is_lost(message);
+        let done = slot.done();
+        if done.is_none() && (lost || self.is_quiet(own, slot)) {
+            self.shared.failure.record(self.shared.why_lost());
+        }
+        done
+    }
+
+    /// Whether a stream has failed and the others have brought nothing for long.
+    fn is_quiet(&self, own: &mut RecvOwn, slot: &Slot) -> bool {
+        if self.shared.broken.get().is_none() {
+            return false;
+        }
+        let message = slot.message.load(Ordering::Relaxed);
+        let received = slot.received.load(Ordering::Relaxed);
+        match own.quiet {
+            Some((other, before, since)) if (other, before) == (message, received) => {
+                since.elapsed() >= QUIET_MAX
+            }
+            _ => {
+                own.quiet = Some((message, received, Instant::now()));
+                false
+            }
+        }
+    }
+
+    /// See [`Comm::deregister`].
+    pub fn deregister(&self, memory: Memory, why: impl FnOnce() -> Fault) {
+        let mut own = locked(&self.own);
+        let waits =
+            |(posted, slot): (&Option<Memory>, &Slot)| *posted == Some(memory) && slot.done().is_none();
+        if own.posted.iter().zip(&self.shared.slots).any(waits) {
+            self.shared.failure.record(why());
+            self.stop(&mut own);
+        }
+    }
+
+    /// From here on nobody touches memory of requests.
+    fn stop(&self, own: &mut RecvOwn) {
+        self.wires.iter().for_each(|wire| wire.close());
+        own.receiver.stop();
+    }
+}
+
+impl Drop for RecvComm {
+    fn drop(&mut self) {
+        self.stop(&mut locked(&self.own));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{connections, has_arrived, reset, send, send_some, until};
+    use ferrywire::sys::poll::Interest;
+
+    /// The kernel takes all of it before any of it is received.
+    const BYTES: usize = 32 << 10;
+    const HALF: usize = BYTES / 2;
+
+    /// A comm with two sockets for bulk, and the ends of a peer that does not keep to any order of its own.
+    fn opened() -> (Vec<Box<dyn Conn>>, RecvComm) {
+        let (near, far) = connections(3);
+        (near, RecvComm::made(pool().unwrap(), far).unwrap())
+    }
+
+    /// Half of a message, as it travels.
+    fn half(message: u64, second: bool) -> Vec<u8> {
+        let offset = if second { HALF as u64 } else { 0 };
+        let head = Head { message, total_bytes: BYTES as u64, offset, bytes: HALF as u64, tag: 0 };
+        let mut piece = head.to_bytes().to_vec();
+        piece.resize(piece.len() + HALF, 7 + message as u8);
+        piece
+    }
+
+    fn post(comm: &RecvComm, target: &mut [u8], memory: Memory) -> usize {
+        comm.post(target.as_mut_ptr(), target.len(), memory).unwrap().unwrap()
+    }
+
+    /// What a receive comes to.
+    fn outcome(comm: &RecvComm, slot: usize) -> Outcome<usize> {
+        until("an outcome", || comm.test(slot).transpose())
+    }
+
+    /// It was waited for without end: the socket for small messages was not looked at any more.
+    #[test]
+    fn a_peer_that_ends_between_two_pieces_of_a_message_is_an_error() {
+        let (mut near, comm) = opened();
+        let mut target = vec![0; BYTES];
+        let slot = post(&comm, &mut target, 0);
+        send(near[1].as_mut(), &half(0, false));
+        until("the first half", || {
+            assert_eq!(comm.test(slot), Ok(None));
+            (comm.shared.slots[slot].received.load(Ordering::Acquire) == HALF as u64).then_some(())
+        });
+        drop(near);
+        assert!(outcome(&comm, slot).unwrap_err().why.contains("closed"));
+    }
+
+    /// What the kernel had of it was thrown away.
+    #[test]
+    fn a_stream_that_breaks_while_its_receive_is_not_posted_is_received_to_its_end() {
+        let (mut near, comm) = opened();
+        send(near[1].as_mut(), &half(0, false));
+        send(near[1].as_mut(), &half(0, true));
+        until("the wire waits", || (comm.shared.waiting.load(Ordering::SeqCst) == 1).then_some(()));
+        has_arrived(near[1].as_mut());
+        near.into_iter().for_each(reset);
+        let wire = &comm.wires[0];
+        let waited_for =
+            || wire.with_fd(|fd| wire.worker.poller.modify(fd, wire.token, Interest::NONE)).unwrap();
+        until("the end is seen", || waited_for().is_err().then_some(()));
+        let mut target = vec![0; BYTES];
+        let slot = post(&comm, &mut target, 0);
+        assert_eq!(outcome(&comm, slot), Ok(BYTES));
+        assert!(target.iter().all(|&byte| byte == 7));
+        let slot = post(&comm, &mut target, 0);
+        assert!(outcome(&comm, slot).is_err());
+    }
+
+    /// Whatever came after the end of one stream was not received any more.
+    #[test]
+    fn a_stream_cut_within_a_message_takes_nothing_from_the_messages_before() {
+        let (mut near, comm) = opened();
+        let mut targets = [vec![0; BYTES], vec![0; BYTES]];
+        let [first, second] = targets.each_mut().map(|target| post(&comm, target, 0));
+        send(near[1].as_mut(), &half(0, false));
+        send(near[1].as_mut(), &half(1, false)[..1000]);
+        drop(near.remove(1));
+        until("the end is seen", || (comm.shared.ended.load(Ordering::SeqCst) == 1).then_some(()));
+        assert_eq!(comm.test(first), Ok(None));
+        send(near[1].as_mut(), &half(0, true));
+        assert_eq!(outcome(&comm, first), Ok(BYTES));
+        assert!(targets[0].iter().all(|&byte| byte == 7));
+        // The peer lives, but this can never be whole.
+        assert!(outcome(&comm, second).unwrap_err().why.contains("within a message"));
+    }
+
+    #[test]
+    fn streams_that_bring_nothing_after_another_broke_are_not_waited_for_long() {
+        let (mut near, comm) = opened();
+        let mut target = vec![0; BYTES];
+        let slot = post(&comm, &mut target, 0);
+        send(near[1].as_mut(), &half(0, false)[..10]);
+        drop(near.remove(1));
+        until("the end is seen", || {
+            assert_eq!(comm.test(slot), Ok(None));
+            comm.shared.broken.get()
+        });
+        let mut own = locked(&comm.own);
+        assert!(!comm.is_quiet(&mut own, &comm.shared.slots[slot]));
+        let (_, _, since) = own.quiet.as_mut().unwrap();
+        *since = since.checked_sub(QUIET_MAX).unwrap();
+        drop(own);
+        assert!(outcome(&comm, slot).is_err());
+    }
+
+    #[test]
+    fn parts_of_an_earlier_message_after_a_later_one_are_refused() {
+        let (mut near, comm) = opened();
+        let mut targets = [vec![0; BYTES], vec![0; BYTES]];
+        let [first, second] = targets.each_mut().map(|target| post(&comm, target, 0));
+        send(near[1].as_mut(), &half(1, false));
+        send(near[1].as_mut(), &half(0, false));
+        assert!(outcome(&comm, first).unwrap_err().why.contains("after a later one"));
+        assert!(outcome(&comm, second).is_err());
+    }
+
+    /// Threads went on writing to it until the comm was closed.
+    #[test]
+    fn nothing_is_received_into_memory_that_was_deregistered() {
+        let (mut near, comm) = opened();
+        let mut target = vec![0; BYTES];
+        let slot = post(&comm, &mut target, 77);
+        for (conn, second) in [(1, false), (2, true)] {
+            send(near[conn].as_mut(), &half(0, second)[..1000]);
+        }
+        until("both wires are within it", || {
+            (comm.shared.slots[slot].placed.load(Ordering::SeqCst) == BYTES as u64).then_some(())
+        });
+        comm.deregister(78, || unreachable!("no request uses it"));
+        comm.deregister(77, || Fault::usage("deregistered"));
+        target.fill(0xEE);
+        // Nobody reads it any more.
+        for (conn, second) in [(1, false), (2, true)] {
+            let _ = send_some(near[conn].as_mut(), &half(0, second)[1000..]);
+        }
+        assert_eq!(outcome(&comm, slot).unwrap_err().why, "deregistered");
+        assert!(target.iter().all(|&byte| byte == 0xEE));
+    }
+
+    #[test]
+    fn memory_of_receives_that_are_done_is_deregistered_and_the_comm_goes_on() {
+        let (mut near, comm) = opened();
+        let mut target = vec![0; BYTES];
+        for message in 0..3 {
+            let slot = post(&comm, &mut target, 77);
+            send(near[1].as_mut(), &half(message, false));
+            send(near[2].as_mut(), &half(message, true));
+            assert_eq!(outcome(&comm, slot), Ok(BYTES));
+            comm.deregister(77, || unreachable!("it is done"));
+        }
+    }
+}

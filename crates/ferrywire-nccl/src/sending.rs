@@ -1,0 +1,305 @@
+//! Messages on their way out: the queue that workers' sockets pull pieces from, and what NCCL's thread keeps.
+//!
+//! Small messages go out on NCCL's thread over socket 0; bulk is queued.
+//! Invariants: each socket takes pieces in the order of their messages, so a receiver knows what a stream that ended
+//! can no longer bring; a slot is used again only after `test` has said that its message is gone.
+//! Read next: `wire.rs`.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use ferrywire::transport::Conn;
+
+use crate::attempt::be_patient;
+use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
+use crate::failure::{Failure, Fault, Outcome};
+use crate::head::Head;
+use crate::pool::{Opening, Pool, Wire, pool};
+use crate::settings::settings;
+use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
+
+/// A message is not cut into smaller pieces than this,
+const PIECE_BYTES_MIN: usize = 64 << 10;
+/// nor into larger ones than this.
+const PIECE_BYTES_MAX: usize = 512 << 10;
+/// Cuts are made at multiples of this.
+const PIECE_BYTES_STEP: usize = 4 << 10;
+/// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
+const INLINE_TURNS: usize = 4;
+
+/// Messages in one direction: what workers need of a send comm.
+#[derive(Default)]
+pub struct Sending {
+    /// The first failure.
+    pub failure: Failure,
+    left: Counters,
+    queue: Mutex<Queue>,
+    /// Bytes in the queue, to be looked at without the lock.
+    queued_bytes: AtomicUsize,
+    sockets: usize,
+}
+
+struct Counters([AtomicUsize; REQUESTS]);
+
+impl Default for Counters {
+    fn default() -> Counters {
+        Counters([const { AtomicUsize::new(0) }; REQUESTS])
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    messages: VecDeque<Outgoing>,
+    bytes: usize,
+}
+
+/// A message of which some is not taken yet.
+struct Outgoing {
+    message: u64,
+    tag: i32,
+    data: *mut u8,
+    bytes: usize,
+    taken: usize,
+}
+
+// SAFETY: the pointer is NCCL's, readable until the request is done or the comm closed, from any thread.
+unsafe impl Send for Outgoing {}
+
+impl Sending {
+    /// The next piece for a socket that has room.
+    pub fn take(&self) -> Option<Piece> {
+        let mut queue = locked(&self.queue);
+        let share = queue.bytes / self.sockets.max(1);
+        let next = queue.messages.front_mut()?;
+        let left = next.bytes - next.taken;
+        let wanted = share.next_multiple_of(PIECE_BYTES_STEP).clamp(PIECE_BYTES_MIN, PIECE_BYTES_MAX);
+        // No small rest.
+        let bytes = if left < wanted + PIECE_BYTES_MIN / 2 { left } else { wanted };
+        let head = Head {
+            message: next.message,
+            total_bytes: next.bytes as u64,
+            offset: next.taken as u64,
+            bytes: bytes as u64,
+            tag: next.tag,
+        };
+        // SAFETY: what is taken of a message lies inside it.
+        let data = unsafe { next.data.add(next.taken) };
+        next.taken += bytes;
+        if next.taken == next.bytes {
+            queue.messages.pop_front();
+        }
+        queue.bytes -= bytes;
+        self.queued_bytes.store(queue.bytes, Ordering::SeqCst);
+        Some(Piece { head, data })
+    }
+
+    /// Whether a piece could be taken.
+    pub fn has_work(&self) -> bool {
+        self.queued_bytes.load(Ordering::SeqCst) > 0
+    }
+
+    /// A piece has gone.
+    pub fn sent(&self, head: &Head) {
+        self.left.0[slot_of(head.message)].fetch_sub((head.bytes as usize).max(1), Ordering::Release);
+    }
+
+    /// Gives the number of sockets that have work now.
+    fn enqueue(&self, outgoing: Outgoing) -> usize {
+        let mut queue = locked(&self.queue);
+        queue.bytes += outgoing.bytes;
+        queue.messages.push_back(outgoing);
+        self.queued_bytes.store(queue.bytes, Ordering::SeqCst);
+        queue.bytes.div_ceil(PIECE_BYTES_MIN)
+    }
+}
+
+/// A comm that sends.
+pub struct SendComm {
+    shared: Arc<Sending>,
+    wires: Vec<Arc<Wire>>,
+    own: Mutex<SendOwn>,
+}
+
+/// What NCCL's thread alone touches.
+struct SendOwn {
+    /// Socket 0.
+    sender: Sender,
+    inline: VecDeque<Piece>,
+    next: u64,
+    posted: [Option<Posted>; REQUESTS],
+    health_asked: Instant,
+}
+
+/// The message of a slot.
+#[derive(Clone, Copy)]
+struct Posted {
+    bytes: usize,
+    memory: Memory,
+}
+
+// SAFETY: pieces point to memory of NCCL's, readable until its request is done or the comm closed.
+unsafe impl Send for SendOwn {}
+
+impl SendComm {
+    /// Over connections that have proved themselves, the one for small messages first.
+    pub fn open(conns: Vec<Box<dyn Conn>>) -> Outcome<Box<Comm>> {
+        SendComm::made(pool()?, conns).map(|comm| Comm::new(Side::Send(comm)))
+    }
+
+    /// Likewise, its bulk moved by these workers.
+    pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
+        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
+        let mut conns = conns.into_iter();
+        let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let shared = Arc::new(Sending { sockets: conns.len(), ..Sending::default() });
+        let mut wires = Opening::default();
+        for conn in conns {
+            wires.add(pool.send_over(Sender::new(conn), shared.clone())?);
+        }
+        let own = SendOwn {
+            sender: Sender::new(first),
+            inline: VecDeque::new(),
+            next: 0,
+            posted: [None; REQUESTS],
+            health_asked: Instant::now(),
+        };
+        Ok(SendComm { shared, wires: wires.finish(), own: Mutex::new(own) })
+    }
+
+    /// Posts a message: the slot that it has; `None`: not now.
+    pub fn post(&self, data: *mut u8, bytes: usize, tag: i32, memory: Memory) -> Outcome<Option<usize>> {
+        let mut own = locked(&self.own);
+        self.shared.failure.check()?;
+        let (message, slot) = (own.next, slot_of(own.next));
+        if own.posted[slot].is_some() {
+            return Ok(None);
+        }
+        own.next += 1;
+        own.posted[slot] = Some(Posted { bytes, memory });
+        self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
+        if bytes <= settings().inline_bytes {
+            let length = bytes as u64;
+            let head = Head { message, total_bytes: length, offset: 0, bytes: length, tag };
+            own.inline.push_back(Piece { head, data });
+            self.send_inline(&mut own);
+        } else {
+            let wanted = self.shared.enqueue(Outgoing { message, tag, data, bytes, taken: 0 });
+            self.wake(message as usize, wanted);
+        }
+        Ok(Some(slot))
+    }
+
+    /// Wakes as many sockets as have work, beginning with another one each time.
+    fn wake(&self, first: usize, wanted: usize) {
+        let count = self.wires.len();
+        (0..count.min(wanted)).for_each(|n| self.wires[(first + n) % count].has_work());
+    }
+
+    fn send_inline(&self, own: &mut SendOwn) {
+        let SendOwn { sender, inline, .. } = own;
+        for _ in 0..INLINE_TURNS {
+            if sender.turn(&self.shared, || inline.pop_front()) != Turn::More {
+                break;
+            }
+        }
+    }
+
+    /// The length of a slot's message, once it has gone.
+    pub fn test(&self, slot: usize) -> Outcome<Option<usize>> {
+        let mut own = locked(&self.own);
+        if own.sender.is_busy() || !own.inline.is_empty() {
+            self.send_inline(&mut own);
+            self.look_at_inline(&mut own);
+        }
+        let Some(Posted { bytes, .. }) = own.posted[slot] else {
+            return Err(Fault::usage("test of a request that is done"));
+        };
+        if self.is_gone(slot) {
+            own.posted[slot] = None;
+            return Ok(Some(bytes));
+        }
+        self.shared.failure.check()?;
+        Ok(None)
+    }
+
+    /// The sockets for bulk are looked at by the workers.
+    fn look_at_inline(&self, own: &mut SendOwn) {
+        if own.sender.is_busy() && own.health_asked.elapsed() >= HEALTH_INTERVAL {
+            own.health_asked = Instant::now();
+            if let Some(fault) = own.sender.silence() {
+                self.shared.failure.record(fault);
+            }
+        }
+    }
+
+    fn is_gone(&self, slot: usize) -> bool {
+        self.shared.left.0[slot].load(Ordering::Acquire) == 0
+    }
+
+    /// See [`Comm::deregister`].
+    pub fn deregister(&self, memory: Memory, why: impl FnOnce() -> Fault) {
+        let mut own = locked(&self.own);
+        let uses = |posted: &Option<Posted>| posted.is_some_and(|posted| posted.memory == memory);
+        if own.posted.iter().enumerate().any(|(slot, posted)| uses(posted) && !self.is_gone(slot)) {
+            self.shared.failure.record(why());
+            self.stop(&mut own);
+        }
+    }
+
+    /// From here on nobody touches memory of requests. What was told as sent is in the kernel, which goes on sending it.
+    fn stop(&self, own: &mut SendOwn) {
+        self.wires.iter().for_each(|wire| wire.close());
+        own.inline.clear();
+        own.sender.stop();
+    }
+}
+
+impl Drop for SendComm {
+    fn drop(&mut self) {
+        self.stop(&mut locked(&self.own));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{connections, received, until};
+
+    /// More than the sockets of a comm take.
+    const BYTES: usize = 64 << 20;
+
+    /// Threads went on reading it until the comm was closed.
+    #[test]
+    fn nothing_is_sent_of_memory_that_was_deregistered() {
+        let (near, mut far) = connections(3);
+        let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let mut source = vec![7; BYTES];
+        let slot = comm.post(source.as_mut_ptr(), BYTES, 0, 77).unwrap().unwrap();
+        let left = || comm.shared.left.0[slot].load(Ordering::SeqCst);
+        // It is under way, and cannot end.
+        until("a first piece", || (left() < BYTES).then_some(()));
+        comm.deregister(78, || unreachable!("no request uses it"));
+        comm.deregister(77, || Fault::usage("deregistered"));
+        source.fill(0xEE);
+        assert_eq!(comm.test(slot).unwrap_err().why, "deregistered");
+        assert!(comm.post(source.as_mut_ptr(), 8, 0, 0).is_err());
+        for conn in &mut far {
+            let stream = received(conn.as_mut());
+            assert!(!stream.contains(&0xEE), "{} bytes", stream.len());
+        }
+    }
+
+    #[test]
+    fn memory_of_sends_that_are_done_is_deregistered_and_the_comm_goes_on() {
+        let (near, _far) = connections(3);
+        let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let mut source = vec![7; 100 << 10];
+        for _ in 0..3 {
+            let slot = comm.post(source.as_mut_ptr(), source.len(), 0, 77).unwrap().unwrap();
+            assert_eq!(until("a send", || comm.test(slot).unwrap()), source.len());
+            comm.deregister(77, || unreachable!("it is done"));
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! What tests of this crate share: connections whose far ends they hold, and one that panics.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::RawFd;
+use std::time::{Duration, Instant};
+
+use ferrywire::transport::tcp::TcpTransport;
+use ferrywire::transport::{Conn, ConnOptions, IoVec, PathHealth, Transport};
+
+/// Longer than anything takes on a machine that works.
+const HANGS_AFTER: Duration = Duration::from_secs(120);
+
+/// Calls until there is an answer.
+pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
+    let begin = Instant::now();
+    loop {
+        if let Some(answer) = call() {
+            return answer;
+        }
+        assert!(begin.elapsed() < HANGS_AFTER, "{what} takes too long");
+        std::thread::yield_now();
+    }
+}
+
+/// The near and the far ends of connections over loopback.
+pub fn connections(count: usize) -> (Vec<Box<dyn Conn>>, Vec<Box<dyn Conn>>) {
+    let transport = TcpTransport::default();
+    let mut listener = transport.listen("127.0.0.1:0".parse().unwrap()).unwrap();
+    let connect = |_| {
+        let near = transport.dial(None, listener.local(), &ConnOptions::default()).unwrap();
+        (near, until("a connection", || listener.accept().unwrap()))
+    };
+    (0..count).map(connect).unzip()
+}
+
+/// Sends all of it.
+pub fn send(conn: &mut dyn Conn, bytes: &[u8]) {
+    assert_eq!(send_some(conn, bytes).unwrap(), bytes.len());
+}
+
+/// Sends as much as the other end takes before it ends.
+pub fn send_some(conn: &mut dyn Conn, bytes: &[u8]) -> io::Result<usize> {
+    let mut bytes = bytes.to_vec();
+    let mut sent = 0;
+    while sent < bytes.len() {
+        let rest = &mut bytes[sent..];
+        let rest = [IoVec::new(rest.as_mut_ptr(), rest.len())];
+        sent += until("sending", || {
+            // SAFETY: the bytes outlive the call.
+            would_block(unsafe { conn.send(&rest) }).transpose()
+        })?;
+    }
+    Ok(sent)
+}
+
+/// All that comes until the other end closes.
+pub fn received(conn: &mut dyn Conn) -> Vec<u8> {
+    let (mut all, mut room) = (Vec::new(), vec![0; 1 << 20]);
+    loop {
+        let rest = [IoVec::new(room.as_mut_ptr(), room.len())];
+        // SAFETY: the room outlives the call.
+        match until("receiving", || would_block(unsafe { conn.recv(&rest) }).transpose()) {
+            Ok(0) => return all,
+            Ok(bytes) => all.extend_from_slice(&room[..bytes]),
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+fn would_block(moved: io::Result<usize>) -> io::Result<Option<usize>> {
+    match moved {
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        moved => moved.map(Some),
+    }
+}
+
+/// Waits until the other end's kernel has all that was sent.
+pub fn has_arrived(conn: &mut dyn Conn) {
+    let fd = conn.fd().unwrap();
+    until("an acknowledgement", || {
+        let mut unacknowledged: libc::c_int = 0;
+        // SAFETY: the kernel writes one number.
+        assert_eq!(unsafe { libc::ioctl(fd, libc::TIOCOUTQ, &mut unacknowledged) }, 0);
+        (unacknowledged == 0).then_some(())
+    });
+}
+
+/// Ends a connection as a kernel does whose process was killed while there was something to receive.
+pub fn reset(conn: Box<dyn Conn>) {
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    let size = size_of::<libc::linger>() as libc::socklen_t;
+    // SAFETY: the kernel reads one `linger`, which outlives the call.
+    let set = unsafe {
+        let value = (&raw const linger).cast();
+        libc::setsockopt(conn.fd().unwrap(), libc::SOL_SOCKET, libc::SO_LINGER, value, size)
+    };
+    assert_eq!(set, 0);
+}
+
+/// A connection with a bug: whoever receives on it panics.
+pub struct Panics(pub Box<dyn Conn>);
+
+impl Conn for Panics {
+    unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        // SAFETY: promised by the caller.
+        unsafe { self.0.send(pieces) }
+    }
+
+    unsafe fn recv(&mut self, _: &[IoVec]) -> io::Result<usize> {
+        panic!("a bug, made for a test");
+    }
+
+    fn health(&self) -> PathHealth {
+        self.0.health()
+    }
+
+    fn shutdown(&mut self) {
+        self.0.shutdown();
+    }
+
+    fn fd(&self) -> Option<RawFd> {
+        self.0.fd()
+    }
+
+    fn local(&self) -> SocketAddr {
+        self.0.local()
+    }
+
+    fn remote(&self) -> SocketAddr {
+        self.0.remote()
+    }
+}
