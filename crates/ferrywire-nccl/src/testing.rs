@@ -23,8 +23,11 @@ pub fn until<T>(what: &str, mut call: impl FnMut() -> Option<T>) -> T {
     }
 }
 
+/// Connections, of a comm or the other ends of them.
+pub type Ends = Vec<Box<dyn Conn>>;
+
 /// The near and the far ends of connections over loopback.
-pub fn connections(count: usize) -> (Vec<Box<dyn Conn>>, Vec<Box<dyn Conn>>) {
+pub fn connections(count: usize) -> (Ends, Ends) {
     let transport = TcpTransport::default();
     let mut listener = transport.listen("127.0.0.1:0".parse().unwrap()).unwrap();
     let connect = |_| {

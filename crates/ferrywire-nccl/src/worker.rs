@@ -342,13 +342,12 @@ mod tests {
     use crate::pool::Pool;
     use crate::receiving::RecvComm;
     use crate::sending::SendComm;
-    use crate::testing::{Panics, connections, received, send, until};
-    use ferrywire::transport::Conn;
+    use crate::testing::{Ends, Panics, connections, received, send, until};
 
     const BYTES: usize = 100 << 10;
 
     /// Two connections, of which the one for bulk has a bug, and the other ends.
-    fn with_a_bug() -> (Vec<Box<dyn Conn>>, Vec<Box<dyn Conn>>) {
+    fn with_a_bug() -> (Ends, Ends) {
         let (mut near, far) = connections(2);
         let bulk = Box::new(Panics(near.remove(1)));
         near.push(bulk);
