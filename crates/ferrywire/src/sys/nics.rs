@@ -3,7 +3,7 @@
 //! IPv6 link-local addresses are left out: without a scope nobody could dial them.
 //! Read next: `transport/tcp/tuning.rs`, which judges a path by them.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
@@ -51,6 +51,14 @@ pub fn route_to(to: SocketAddr) -> io::Result<SocketAddr> {
     let mut local = socket.local_addr()?;
     local.set_port(0);
     Ok(local)
+}
+
+/// The kernel's number of a NIC, if there is one of that name.
+pub fn index(name: &str) -> Option<u32> {
+    let name = CString::new(name).ok()?;
+    // SAFETY: the name is a C string that outlives the call.
+    let index = unsafe { libc::if_nametoindex(name.as_ptr()) };
+    (index != 0).then_some(index)
 }
 
 /// Which of the NICs has this address.
@@ -159,6 +167,12 @@ mod tests {
         let lo = with_address(&nics, Ipv4Addr::LOCALHOST.into()).expect("a host has a loopback address");
         assert_eq!((lo.name.as_str(), lo.prefix_len), ("lo", 8));
         assert!(lo.loopback && lo.up);
+    }
+
+    #[test]
+    fn nics_have_numbers() {
+        assert_eq!(index("lo"), Some(1));
+        assert_eq!((index("no-such-nic"), index("l\0")), (None, None));
     }
 
     #[test]

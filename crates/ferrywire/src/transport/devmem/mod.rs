@@ -3,5 +3,7 @@
 //! Read next: `errors.rs`, what can be in the way.
 
 mod errors;
+#[doc(hidden)]
+pub mod nic;
 
 pub use errors::{BindCause, DevmemError, Direction, SendCause};

@@ -1,0 +1,304 @@
+//! One NIC's receive queues, taken for device memory: chosen, set up, bound, flows steered to them, and all of it undone.
+//!
+//! ```text
+//!   Claim::new ── clean up after the dead ── choose queues ── check or change settings
+//!     bind     ── a dma-buf takes the payload of the queues
+//!     steer    ── a rule per connection                        unsteer
+//!   drop       ── rules, binding, settings: undone, in reverse
+//! ```
+//!
+//! Settings of the NIC belong to its owner: they are changed only where that is allowed, and put back as they were. What
+//! a killed process leaves is known from its journal, and undone by the next claim of the NIC or by [`clean_up`].
+//! Invariant: nothing is changed that is not in the journal; nothing is undone that is not still exactly ours.
+//! Read next: `nic/journal.rs`, then `nic/settings.rs`.
+
+mod cleanup;
+mod error;
+mod journal;
+mod kernel;
+mod possible;
+mod record;
+mod settings;
+#[cfg(test)]
+mod tests;
+
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+
+pub use cleanup::{clean_up, clean_up_in};
+pub use error::{Missing, NicError};
+pub use possible::{Possible, possible};
+
+use super::DevmemError;
+use super::errors::{BindCause, Direction};
+use crate::sys::flow::Flow;
+use crate::sys::netlink::NetlinkError;
+use crate::sys::nics;
+use error::queues_in_words;
+use journal::{ClaimFile, Journal};
+use kernel::{Host, Kernel};
+use record::Claimed;
+use settings::{Bench, Others};
+
+/// What is wanted of a NIC.
+#[derive(Clone, Copy, Debug)]
+pub struct Wish {
+    /// Receive queues.
+    pub queues: usize,
+    /// Settings may be changed, until the claim ends.
+    pub allow_nic_setup: bool,
+}
+
+/// Queues of one NIC that are ours, until this is dropped.
+pub struct Claim {
+    nic: String,
+    index: u32,
+    allow_nic_setup: bool,
+    kernel: Box<dyn Kernel>,
+    journal: Journal,
+    /// Says that the claim lives; gone when it has ended.
+    file: Option<ClaimFile>,
+    /// What the file says.
+    claimed: Claimed,
+}
+
+/// A rule that sends one connection to a claimed queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rule {
+    flow: Flow,
+    location: u32,
+}
+
+impl Rule {
+    /// The queue.
+    pub fn queue(&self) -> u32 {
+        self.flow.queue
+    }
+}
+
+impl Claim {
+    /// Takes the last queues that nobody has, of those first that no other flows are spread over. Cleans up before
+    /// what earlier runs have left at this NIC. Needs CAP_NET_ADMIN for anything but being refused.
+    pub fn new(nic: &str, wish: &Wish) -> Result<Claim, NicError> {
+        Claim::in_directory(&journal::directory(), nic, wish)
+    }
+
+    /// The same with the journal in a directory of one's own. All who share a NIC have to use the same one.
+    pub fn in_directory(directory: &Path, nic: &str, wish: &Wish) -> Result<Claim, NicError> {
+        let index = nics::index(nic).ok_or_else(|| NicError::NoNic { nic: nic.to_owned() })?;
+        let kernel = Host::open(nic, index).map_err(|error| {
+            NicError::setting(nic, "talk to the kernel about NICs", String::new(), &error)
+        })?;
+        Claim::with(Box::new(kernel), directory, nic, index, wish)
+    }
+
+    fn with(
+        mut kernel: Box<dyn Kernel>,
+        directory: &Path,
+        nic: &str,
+        index: u32,
+        wish: &Wish,
+    ) -> Result<Claim, NicError> {
+        let journal = Journal::open(directory, nic, index)?;
+        let mut locked = journal.lock()?;
+        let mut bench = Bench { nic, kernel: &mut *kernel, journal: &mut locked };
+        let cleaned = bench.clean();
+        cleaned.told.iter().for_each(|line| tracing::warn!("{line}"));
+        let queues = choose(&mut bench, wish.queues, &cleaned.live)?;
+        let missing = bench.missing(&queues)?;
+        if !wish.allow_nic_setup && !missing.is_empty() {
+            return Err(NicError::NotSetUp { nic: nic.to_owned(), missing });
+        }
+        let claimed = Claimed { queues, rules: Vec::new() };
+        let file = bench.journal.add_claim(&claimed)?;
+        let off: Vec<u32> = claimed.queues.iter().chain(&cleaned.live).copied().collect();
+        if let Err(error) = bench.set_up(&missing, &off) {
+            bench.journal.remove_claim(&file.name());
+            bench.let_go(&cleaned.live, Others::Live).iter().for_each(|line| tracing::warn!("{line}"));
+            return Err(error);
+        }
+        drop(locked);
+        let allow_nic_setup = wish.allow_nic_setup;
+        Ok(Claim { nic: nic.to_owned(), index, allow_nic_setup, kernel, journal, file: Some(file), claimed })
+    }
+
+    /// Binds all queues to a dma-buf: payload of flows that are steered here lands in it. Gives the binding's number.
+    pub fn bind(&mut self, dmabuf: BorrowedFd<'_>) -> Result<u32, NicError> {
+        let queues = &self.claimed.queues;
+        match self.kernel.bind(queues, dmabuf) {
+            Ok(binding) => return Ok(binding),
+            Err(error) if self.allow_nic_setup && wants_split(&error) => {}
+            Err(error) => return Err(DevmemError::bind_rx(&self.nic, queues, &error).into()),
+        }
+        // Drivers that split by themselves say that it is on, and the kernel wants it asked for.
+        let mut locked = self.journal.lock()?;
+        Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true)?;
+        let bound = self.kernel.bind(queues, dmabuf);
+        bound.map_err(|error| DevmemError::bind_rx(&self.nic, queues, &error).into())
+    }
+
+    /// Sends what arrives of one connection to the claimed queue that has the fewest.
+    pub fn steer(&mut self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
+        let rules = &self.claimed.rules;
+        let load = |queue: &&u32| rules.iter().filter(|(flow, _)| flow.queue == **queue).count();
+        let queue = self.claimed.queues.iter().min_by_key(load).copied().unwrap_or(0);
+        let flow = Flow::new(local, remote, queue).map_err(|error| {
+            self.rule_error(&NetlinkError {
+                errno: libc::EINVAL,
+                text: Some(error.to_string()),
+                call: "rule",
+            })
+        })?;
+        self.claimed.rules.push((flow, None));
+        let inserted = self.insert(&flow);
+        let last = self.claimed.rules.len() - 1;
+        match &inserted {
+            Ok(location) => self.claimed.rules[last].1 = Some(*location),
+            Err(_) => drop(self.claimed.rules.pop()),
+        }
+        // Where this fails it is still found, by its connection.
+        self.write_or_tell();
+        inserted.map(|location| Rule { flow, location })
+    }
+
+    fn insert(&mut self, flow: &Flow) -> Result<u32, NicError> {
+        // Nobody else of us looks for a free place meanwhile.
+        let _locked = self.journal.lock()?;
+        self.write()?;
+        self.kernel.insert(flow).map_err(|error| self.rule_error(&error))
+    }
+
+    /// Removes a rule of this claim. What others made of it meanwhile stays.
+    pub fn unsteer(&mut self, rule: Rule) {
+        let ours = (rule.flow, Some(rule.location));
+        let Some(at) = self.claimed.rules.iter().position(|known| *known == ours) else { return };
+        if self.delete_rules(vec![ours]) {
+            self.claimed.rules.swap_remove(at);
+            self.write_or_tell();
+        }
+    }
+
+    /// The kernel's number of the NIC.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// The claimed queues.
+    pub fn queues(&self) -> &[u32] {
+        &self.claimed.queues
+    }
+
+    /// NIC and queues, for reports.
+    pub fn describe(&self) -> String {
+        format!("{} {}", self.nic, queues_in_words(&self.claimed.queues))
+    }
+
+    fn write(&self) -> Result<(), NicError> {
+        self.file.as_ref().map_or(Ok(()), |file| self.journal.write_claim(file, &self.claimed))
+    }
+
+    fn write_or_tell(&self) {
+        if let Err(error) = self.write() {
+            tracing::warn!("{error}");
+        }
+    }
+
+    fn rule_error(&self, error: &NetlinkError) -> NicError {
+        let hint = match error.errno {
+            libc::ENOSPC => format!("ethtool -u {0} lists the rules; ethtool -U {0} delete N", self.nic),
+            _ => String::new(),
+        };
+        NicError::setting(&self.nic, "steer a connection to a claimed queue", hint, error)
+    }
+
+    /// Whether they are gone.
+    fn delete_rules(&mut self, rules: Vec<(Flow, Option<u32>)>) -> bool {
+        let (nic, count) = (&self.nic, rules.len());
+        let claimed = Claimed { rules, ..Claimed::default() };
+        let deleted = match self.journal.lock() {
+            Ok(mut locked) => {
+                let mut bench = Bench { nic, kernel: &mut *self.kernel, journal: &mut locked };
+                bench.delete_rules(&claimed, &[])
+            }
+            Err(error) => Err(error.to_string()),
+        };
+        match deleted {
+            Ok(deleted) if deleted < count => {
+                tracing::warn!(
+                    "NIC {nic}: {} rules of ours were removed or changed by others",
+                    count - deleted
+                );
+            }
+            Ok(_) => {}
+            Err(ref error) => tracing::warn!("NIC {nic}: {count} rules could not be removed: {error}"),
+        }
+        deleted.is_ok()
+    }
+
+    /// Puts settings back that no other claim needs.
+    fn end(&mut self, is_clean: bool) -> Result<Vec<String>, NicError> {
+        let Some(file) = self.file.take() else { return Ok(Vec::new()) };
+        let mut locked = self.journal.lock()?;
+        // What could not be undone stays written down: for the next start, as if this process had been killed.
+        if is_clean {
+            locked.remove_claim(&file.name());
+        }
+        drop(file);
+        let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
+        let live = bench.live();
+        Ok(bench.let_go(&live, Others::Live))
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        let rules = self.claimed.rules.clone();
+        let is_clean = rules.is_empty() || self.delete_rules(rules);
+        self.kernel.unbind();
+        match self.end(is_clean) {
+            Ok(told) => told.iter().for_each(|line| tracing::info!("{line}")),
+            Err(error) => {
+                tracing::warn!("NIC {}: settings are put back by the next start: {error}", self.nic)
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Claim {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Claim({})", self.describe())
+    }
+}
+
+/// Whether the kernel refuses to bind for want of header split.
+fn wants_split(error: &NetlinkError) -> bool {
+    matches!(BindCause::of(Direction::Receive, error), BindCause::SplitOff | BindCause::SplitThreshold)
+}
+
+/// The last queues that are free: not bound, not another claim's, and one is left for everybody else.
+fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<u32>, NicError> {
+    let nic = bench.nic.to_owned();
+    let all = bench.kernel.queues().map_err(|error| DevmemError::bind_rx(&nic, &[], &error))?;
+    let spread = bench.kernel.spread().unwrap_or_default();
+    let is_free = |(queue, state): &(u32, _)| {
+        crate::sys::netdev::QueueState::is_free(*state) && !live.contains(queue) && *queue != 0
+    };
+    let mut free: Vec<u32> = all.iter().filter(|queue| is_free(queue)).map(|(queue, _)| *queue).collect();
+    free.sort_unstable_by_key(|queue| (spread.contains(queue), std::cmp::Reverse(*queue)));
+    if wanted == 0 || free.len() < wanted {
+        let total = all.len();
+        let why = match total {
+            0 => "it has no receive queues: is it up?".to_owned(),
+            _ => format!(
+                "{wanted} of its {total} receive queues are wanted and {} are free, queue 0 being everybody's: ask for \
+                 fewer, end what has them, or make more (ethtool -L {nic} combined N)",
+                free.len()
+            ),
+        };
+        return Err(NicError::NoQueues { nic, why });
+    }
+    free.truncate(wanted);
+    free.sort_unstable();
+    Ok(free)
+}

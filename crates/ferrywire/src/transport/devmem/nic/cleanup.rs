@@ -1,0 +1,122 @@
+//! What processes that are gone have left at NICs.
+//!
+//! Rules are removed only where the rule at that place is still exactly theirs; what is anybody else's, and what a claim
+//! that lives has, stays.
+//! Read next: `../nic.rs`, what claims are.
+
+use std::path::Path;
+
+use super::journal::{self, Journal};
+use super::kernel::Host;
+use super::record::Claimed;
+use super::settings::{Bench, Others};
+use crate::sys::flow::Flow;
+use crate::sys::nics;
+
+/// Undoes what earlier runs have left in this network namespace; says what that was. For whoever has just started,
+/// or wants to know: every claim does the same for its own NIC.
+pub fn clean_up() -> Vec<String> {
+    clean_up_in(&journal::directory())
+}
+
+/// The same for journals in a directory of one's own.
+pub fn clean_up_in(directory: &Path) -> Vec<String> {
+    let mut told = Vec::new();
+    for nic in journal::nics(directory) {
+        match clean_nic(directory, &nic) {
+            Ok(lines) => told.extend(lines),
+            Err(error) => told.push(format!("NIC {nic}: what earlier runs have left is not undone: {error}")),
+        }
+    }
+    told.iter().for_each(|line| tracing::warn!("{line}"));
+    told
+}
+
+fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
+    let index = nics::index(nic).ok_or("the NIC is gone")?;
+    let journal = Journal::open(directory, nic, index).map_err(|error| error.to_string())?;
+    let mut kernel = Host::open(nic, index).map_err(|error| error.to_string())?;
+    let mut locked = journal.lock().map_err(|error| error.to_string())?;
+    let mut bench = Bench { nic, kernel: &mut kernel, journal: &mut locked };
+    Ok(bench.clean().told)
+}
+
+/// What was found in a journal.
+#[derive(Debug, Default)]
+pub(super) struct Cleaned {
+    pub told: Vec<String>,
+    /// Queues of claims that live.
+    pub live: Vec<u32>,
+}
+
+impl Bench<'_, '_> {
+    /// Undoes what the dead have left.
+    pub fn clean(&mut self) -> Cleaned {
+        let mut cleaned = Cleaned::default();
+        let found = self.journal.claims();
+        let live = found.iter().filter(|claim| claim.dead.is_none());
+        let live: Vec<&Claimed> = live.filter_map(|claim| claim.claimed.as_ref()).collect();
+        cleaned.live = live.iter().flat_map(|claim| claim.queues.iter().copied()).collect();
+        let in_use: Vec<Flow> =
+            live.iter().flat_map(|claim| claim.rules.iter().map(|(flow, _)| *flow)).collect();
+        let mut any_dead = false;
+        for claim in found.iter().filter(|claim| claim.dead.is_some()) {
+            any_dead = true;
+            let claimed = claim.claimed.clone().unwrap_or_default();
+            let left = self.delete_rules(&claimed, &in_use);
+            let name = &claim.name;
+            let nic = self.nic;
+            let rules =
+                |count: usize| if count == 1 { "1 rule".to_owned() } else { format!("{count} rules") };
+            match left {
+                Ok(count) => {
+                    cleaned.told.push(format!(
+                        "NIC {nic}: {name} ended without undoing its work: {} removed",
+                        rules(count)
+                    ));
+                    self.journal.remove_claim(name);
+                }
+                Err(error) => {
+                    cleaned.told.push(format!("NIC {nic}: {name} has left rules, not removed: {error}"))
+                }
+            }
+        }
+        if any_dead || cleaned.live.is_empty() {
+            let live = cleaned.live.clone();
+            cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
+        }
+        cleaned.told.append(&mut self.journal.told);
+        cleaned
+    }
+
+    /// Queues of claims that live.
+    pub fn live(&mut self) -> Vec<u32> {
+        let found = self.journal.claims().into_iter().filter(|claim| claim.dead.is_none());
+        found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect()
+    }
+
+    /// Removes the rules of a claim that are there and still the same; gives their number.
+    pub fn delete_rules(&mut self, claimed: &Claimed, in_use: &[Flow]) -> Result<usize, String> {
+        let mut removed = 0;
+        let told = |error: &dyn std::fmt::Display| error.to_string();
+        for (flow, location) in claimed.rules.iter().filter(|(flow, _)| !in_use.contains(flow)) {
+            let places = match location {
+                Some(location) => vec![*location],
+                // Written down, and maybe done: it would be somewhere.
+                None => self.kernel.rules().map_err(|error| told(&error))?,
+            };
+            for place in places {
+                match self.kernel.rule(place) {
+                    Ok(Some(found)) if found == *flow => {
+                        self.kernel.delete(place).map_err(|error| told(&error))?;
+                        removed += 1;
+                    }
+                    Ok(_) => {}
+                    Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => {}
+                    Err(error) => return Err(told(&error)),
+                }
+            }
+        }
+        Ok(removed)
+    }
+}

@@ -1,0 +1,299 @@
+//! What was changed at NICs of this host, and by whom: files that outlive their process.
+//!
+//! ```text
+//!   /run/ferrywire/devmem/4026531840-eth1/       network namespace and NIC
+//!       lock                  held while anything here changes
+//!       settings              settings as they were, and what they were changed to
+//!       claim-812-0.lock      held as long as the claim lives; free: its process is gone
+//!       claim-812-0           its queues and rules
+//! ```
+//!
+//! Everything is written before it is done, so what a killed process leaves is known to the next one. A file is replaced
+//! as a whole, by renaming, so there is never half of one.
+//! Invariant: nobody but the holder of `lock` writes `settings` or removes a claim's files; a claim's own file is written
+//! by its owner alone.
+//! Read next: `record.rs`, what is in the files, and `cleanup.rs`, who reads them.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::error::NicError;
+use super::record::{self, Claimed, Header, Settings};
+
+/// Whoever changes settings of a NIC is done within this, or is stopped.
+const LOCK_DEADLINE: Duration = Duration::from_secs(30);
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
+const SETTINGS: &str = "settings";
+const LOCK: &str = "lock";
+const LOCK_SUFFIX: &str = ".lock";
+const CLAIM_PREFIX: &str = "claim-";
+/// What is being written, and what made no sense.
+const NEW_SUFFIX: &str = ".new";
+const BROKEN_SUFFIX: &str = ".broken";
+/// A record is not longer.
+const RECORD_BYTES_MAX: u64 = 16 << 20;
+
+/// Tells claims of one process apart.
+static CLAIMS: AtomicU64 = AtomicU64::new(0);
+
+/// Where journals are kept: the first of these that can be written to.
+pub(super) fn directory() -> PathBuf {
+    let system = PathBuf::from("/run/ferrywire/devmem");
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join("ferrywire/devmem"));
+    match own {
+        Some(own) if make(&system).is_err() => own,
+        _ => system,
+    }
+}
+
+fn make(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    // One that is somebody else's is not trusted, writable or not.
+    match fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user")),
+    }
+}
+
+/// The network namespace of this thread.
+pub(super) fn namespace() -> io::Result<u64> {
+    Ok(fs::metadata("/proc/thread-self/ns/net")?.ino())
+}
+
+/// Changes with each start of the host.
+fn boot() -> String {
+    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let id = id.trim();
+    if id.is_empty() { "unknown".to_owned() } else { id.to_owned() }
+}
+
+/// NICs of this network namespace that have journals, by name.
+pub(super) fn nics(directory: &Path) -> Vec<String> {
+    let Ok(namespace) = namespace() else { return Vec::new() };
+    let Ok(folders) = fs::read_dir(directory) else { return Vec::new() };
+    let names = folders.flatten().filter_map(|folder| folder.file_name().into_string().ok());
+    let mut nics: Vec<String> =
+        names.filter_map(|name| Some(name.strip_prefix(&format!("{namespace}-"))?.to_owned())).collect();
+    nics.sort_unstable();
+    nics
+}
+
+/// The journal of one NIC.
+#[derive(Debug)]
+pub(super) struct Journal {
+    folder: PathBuf,
+    header: Header,
+}
+
+/// A journal that nobody else may change now.
+#[derive(Debug)]
+pub(super) struct Locked<'a> {
+    journal: &'a Journal,
+    /// Freed when it is closed.
+    _lock: File,
+    /// What was found broken, for people.
+    pub told: Vec<String>,
+}
+
+/// A claim's file, which says that it lives as long as this does.
+#[derive(Debug)]
+pub(super) struct ClaimFile {
+    path: PathBuf,
+    _lock: File,
+}
+
+/// A claim that was found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub name: String,
+    pub claimed: Option<Claimed>,
+    /// The lock of one whose process is gone.
+    pub dead: Option<File>,
+}
+
+impl Journal {
+    /// Of a NIC of this network namespace.
+    pub fn open(directory: &Path, nic: &str, index: u32) -> Result<Journal, NicError> {
+        let failed = |path: &Path, error: &io::Error| NicError::Journal {
+            nic: nic.to_owned(),
+            path: path.to_owned(),
+            why: format!("{error}; root can write to /run, others to XDG_RUNTIME_DIR"),
+        };
+        let namespace = namespace().map_err(|error| failed(Path::new("/proc/thread-self/ns/net"), &error))?;
+        let folder = directory.join(format!("{namespace}-{nic}"));
+        make(&folder).map_err(|error| failed(&folder, &error))?;
+        Ok(Journal { folder, header: Header { boot: boot(), namespace, nic: nic.to_owned(), index } })
+    }
+
+    fn failed(&self, what: &str, error: &io::Error) -> NicError {
+        let nic = self.header.nic.clone();
+        NicError::Journal { nic, path: self.folder.clone(), why: format!("{what}: {error}") }
+    }
+
+    /// Waits until nobody else changes it.
+    pub fn lock(&self) -> Result<Locked<'_>, NicError> {
+        let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
+        let began = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Locked { journal: self, _lock: lock, told: Vec::new() }),
+                Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_DEADLINE => {
+                    thread::sleep(LOCK_INTERVAL)
+                }
+                Err(error) => {
+                    let error =
+                        io::Error::other(format!("{error}: another process holds it, maybe a stopped one"));
+                    return Err(self.failed(LOCK, &error));
+                }
+            }
+        }
+    }
+
+    /// Writes a claim's file, which must be its own.
+    pub fn write_claim(&self, file: &ClaimFile, claimed: &Claimed) -> Result<(), NicError> {
+        self.write(&file.path, &claimed.text(&self.header))
+    }
+
+    fn write(&self, path: &Path, text: &str) -> Result<(), NicError> {
+        let new = with_suffix(path, NEW_SUFFIX);
+        fs::write(&new, text)
+            .and_then(|()| fs::rename(&new, path))
+            .map_err(|error| self.failed("write", &error))
+    }
+
+    /// A record's text, unless it is about an earlier start of the host or another NIC of this name: then it is told
+    /// and forgotten, since what it speaks of is gone.
+    fn read<T>(
+        &self,
+        path: &Path,
+        parse: fn(&str) -> Option<(Header, T)>,
+        told: &mut Vec<String>,
+    ) -> Option<T> {
+        let text = match read_text(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
+            Err(error) => {
+                told.push(format!("{}: {error}", path.display()));
+                return None;
+            }
+        };
+        match parse(&text) {
+            Some((header, record)) if header == self.header => Some(record),
+            Some(_) => {
+                told.push(format!("{} is about a NIC that is gone: removed", path.display()));
+                let _ = fs::remove_file(path);
+                None
+            }
+            None => {
+                let aside = with_suffix(path, BROKEN_SUFFIX);
+                told.push(format!("{} makes no sense: set aside as {}", path.display(), aside.display()));
+                let _ = fs::rename(path, aside);
+                None
+            }
+        }
+    }
+}
+
+impl Locked<'_> {
+    /// Settings that were changed, if any were.
+    pub fn settings(&mut self) -> Settings {
+        let path = self.journal.folder.join(SETTINGS);
+        self.journal.read(&path, record::settings, &mut self.told).unwrap_or_default()
+    }
+
+    /// Notes them, before they are changed; forgets them when there are none.
+    pub fn write_settings(&self, settings: &Settings) -> Result<(), NicError> {
+        let path = self.journal.folder.join(SETTINGS);
+        if !settings.is_empty() {
+            return self.journal.write(&path, &settings.text(&self.journal.header));
+        }
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(self.journal.failed("remove", &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A new claim's file.
+    pub fn add_claim(&self, claimed: &Claimed) -> Result<ClaimFile, NicError> {
+        let (path, lock) = self.new_lock().map_err(|error| self.journal.failed("claim", &error))?;
+        let file = ClaimFile { path, _lock: lock };
+        self.journal.write_claim(&file, claimed)?;
+        Ok(file)
+    }
+
+    /// A name that nothing here has, not even what is left of another process of the same number.
+    fn new_lock(&self) -> io::Result<(PathBuf, File)> {
+        loop {
+            let number = CLAIMS.fetch_add(1, Ordering::Relaxed);
+            let path = self.journal.folder.join(format!("{CLAIM_PREFIX}{}-{number}", std::process::id()));
+            let file = with_suffix(&path, LOCK_SUFFIX);
+            match OpenOptions::new().create_new(true).write(true).mode(0o600).open(file) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+                Ok(lock) => {
+                    lock.try_lock()?;
+                    return Ok((path, lock));
+                }
+            }
+        }
+    }
+
+    /// All claims, dead or alive.
+    pub fn claims(&mut self) -> Vec<Found> {
+        let Ok(files) = fs::read_dir(&self.journal.folder) else { return Vec::new() };
+        let names = files.flatten().filter_map(|file| file.file_name().into_string().ok());
+        let mut names: Vec<String> = names
+            .filter(|name| name.starts_with(CLAIM_PREFIX))
+            .filter_map(|name| Some(name.strip_suffix(LOCK_SUFFIX)?.to_owned()))
+            .collect();
+        names.sort_unstable();
+        names.into_iter().map(|name| self.found(name)).collect()
+    }
+
+    fn found(&mut self, name: String) -> Found {
+        let path = self.journal.folder.join(&name);
+        let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
+        let dead = lock.filter(|lock| lock.try_lock().is_ok());
+        let claimed = self.journal.read(&path, record::claimed, &mut self.told);
+        Found { name, claimed, dead }
+    }
+
+    /// Removes the files of a claim that is dead or one's own.
+    pub fn remove_claim(&self, name: &str) {
+        let path = self.journal.folder.join(name);
+        for file in [with_suffix(&path, NEW_SUFFIX), path.clone(), with_suffix(&path, LOCK_SUFFIX)] {
+            let _ = fs::remove_file(file);
+        }
+    }
+}
+
+impl ClaimFile {
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+fn read_text(path: &Path) -> io::Result<String> {
+    if fs::metadata(path)?.len() > RECORD_BYTES_MAX {
+        return Ok(String::new());
+    }
+    // What is no text makes no sense, which is said elsewhere.
+    Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
+}

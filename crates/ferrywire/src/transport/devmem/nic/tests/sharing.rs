@@ -1,0 +1,77 @@
+//! Several claims of one NIC.
+
+use super::*;
+
+#[test]
+fn claims_share_settings_and_the_last_one_puts_them_back() {
+    for first_ends_first in [true, false] {
+        let nic = Nic::new(untouched());
+        let first = nic.claim(&wish(1, true)).expect("allowed");
+        let second = nic.claim(&wish(1, true)).expect("allowed");
+        assert_eq!((first.queues(), second.queues()), (&[3][..], &[2][..]));
+        assert_eq!(nic.state().spread, [0, 1, 0, 1, 0, 1, 0, 1]);
+        let (ends, stays) = if first_ends_first { (first, second) } else { (second, first) };
+        let gone = ends.queues()[0];
+        drop(ends);
+        let now = nic.state();
+        assert_eq!((now.split, now.threshold_bytes, now.ntuple.on), (Split::On, 0, true));
+        assert!(now.spread.contains(&gone), "everybody may use it again: {:?}", now.spread);
+        assert!(!now.spread.contains(&stays.queues()[0]), "{:?}", now.spread);
+        drop(stays);
+        assert_eq!(nic.state(), untouched());
+        assert_eq!(nic.files(), ["lock"]);
+    }
+}
+
+#[test]
+fn a_claim_without_leave_rides_on_what_another_has_set_up() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(2, true)).expect("allowed");
+    nic.claim(&wish(1, false)).expect_err("other flows are spread over what is left");
+    drop(first);
+    assert_eq!(nic.state(), untouched());
+}
+
+#[test]
+fn what_a_dead_one_left_goes_and_what_a_live_one_has_stays() {
+    let nic = Nic::new(State { rules: [(9, Some(foreign()))].into(), ..set_up() });
+    let mut live = nic.claim(&wish(1, true)).expect("allowed");
+    live.bind(fake::some_file().as_fd()).expect("it is set up");
+    let kept = live.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    let mut dead = nic.claim(&wish(1, true)).expect("allowed");
+    dead.bind(fake::some_file().as_fd()).expect("it is set up");
+    dead.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
+    nic.kill(dead);
+    assert_eq!(nic.state().rules.len(), 3);
+    let told = nic.clean().join("\n");
+    assert!(told.contains("1 rule removed"), "{told}");
+    let now = nic.state();
+    assert_eq!(now.rules, [(9, Some(foreign())), (kept.location, Some(kept.flow))].into());
+    assert_eq!(now.bound.keys().copied().collect::<Vec<_>>(), live.queues());
+    assert!(!now.spread.contains(&3));
+    live.steer(end(PAIR[0]), end("10.0.0.2:40002")).expect("it still works");
+    drop(live);
+    assert_eq!(nic.state(), State { rules: [(9, Some(foreign()))].into(), ..set_up() });
+}
+
+#[test]
+fn the_next_claim_cleans_up_before_it_chooses() {
+    let nic = Nic::new(untouched());
+    nic.kill(nic.claim(&wish(3, true)).expect("allowed"));
+    let claim = nic.claim(&wish(3, true)).expect("they are free again");
+    assert_eq!(claim.queues(), [1, 2, 3]);
+    drop(claim);
+    assert_eq!(nic.state(), untouched());
+}
+
+#[test]
+fn a_change_of_the_spread_by_others_becomes_what_it_was_before() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let theirs = vec![0, 0, 0, 0, 1, 1, 2, 2];
+    nic.change(|state| state.spread = theirs.clone());
+    let second = nic.claim(&wish(1, true)).expect("allowed");
+    assert_eq!(nic.state().spread, [0, 0, 0, 0, 1, 1, 0, 1]);
+    drop((first, second));
+    assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
+}
