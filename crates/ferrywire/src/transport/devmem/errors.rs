@@ -175,6 +175,8 @@ pub enum BindCause {
     SplitThreshold,
     /// No such queue, none at all, or no dma-buf.
     NoSuchQueue,
+    /// What was to be bound is no dma-buf.
+    NoDmabuf,
     /// Somebody else's memory is bound to the queue.
     QueueTaken,
     /// An AF_XDP socket has it.
@@ -204,7 +206,8 @@ const WORDS: [(&str, BindCause); 14] = [
     ("already memory provider bound", BindCause::QueueTaken),
     ("in use by AF_XDP", BindCause::XdpSocket),
     ("XDP program", BindCause::XdpProgram),
-    ("not aligned to niov size", BindCause::Scattered),
+    // The rest of it is often cut off.
+    ("dmabuf sg entry", BindCause::Scattered),
     ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
     ("Unknown attribute type", BindCause::NoLargeBuffers),
     ("does not support: rx_page_size", BindCause::DriverNoLargeBuffers),
@@ -231,7 +234,8 @@ impl BindCause {
             (libc::EEXIST, Direction::Receive) => BindCause::QueueTaken,
             (libc::EBUSY, Direction::Receive) => BindCause::XdpSocket,
             // Without words.
-            (libc::EINVAL | libc::ERANGE, _) if text.is_empty() => BindCause::NoSuchQueue,
+            (libc::EINVAL | libc::ERANGE, Direction::Receive) if text.is_empty() => BindCause::NoSuchQueue,
+            (libc::EINVAL, Direction::Send) if text.is_empty() => BindCause::NoDmabuf,
             _ => BindCause::Other,
         }
     }
@@ -272,6 +276,7 @@ impl fmt::Display for BindCause {
             BindCause::NoSuchQueue => {
                 "there is no such queue, or the memory is no dma-buf: did somebody change the number of queues?"
             }
+            BindCause::NoDmabuf => "the memory is no dma-buf: was it exported by its GPU, or by udmabuf?",
             BindCause::QueueTaken => {
                 "memory is bound to a queue already: another run's or another program's; choose other queues, or end it"
             }
