@@ -2,11 +2,12 @@
 //!
 //! Each takes arbitrary bytes, spends some of them on choices, and panics when an invariant is broken. Not a
 //! part of the API; `fuzz/smoke` runs it.
-//! Read next: `ends.rs`, then whoever attacks: `strangers.rs`, `insider.rs`, `sessions.rs`, `frames.rs`.
+//! Read next: `ends.rs`, then whoever attacks: `strangers.rs`, `insider.rs`, `sessions.rs`, `frames.rs`, `kernel.rs`.
 
 mod ends;
 mod frames;
 mod insider;
+mod kernel;
 mod sessions;
 mod strangers;
 
@@ -48,6 +49,16 @@ pub fn wire(data: &[u8]) {
         2 => frames::windows(&mut input),
         3 => frames::geometry(&mut input),
         _ => frames::descriptors(&mut input),
+    }
+}
+
+/// What the kernel writes about devmem TCP: control messages and netlink answers; and tokens, against a model.
+pub fn kernel(data: &[u8]) {
+    let mut input = Input(data);
+    match input.u8() % 3 {
+        0 => kernel::control_messages(&mut input),
+        1 => kernel::netlink_answers(&mut input),
+        _ => kernel::tokens(&mut input),
     }
 }
 

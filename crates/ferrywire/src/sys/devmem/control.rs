@@ -119,8 +119,7 @@ impl Control {
         unsafe { std::slice::from_raw_parts(self.room.as_ptr().cast(), mem::size_of_val(&*self.room)) }
     }
 
-    /// One that holds these bytes, as if a call had written them.
-    #[cfg(test)]
+    /// One that holds these bytes, as if a call had written them. For tests.
     pub(crate) fn holding(control: &[u8], received: usize, buffer: usize) -> Result<Control, ControlFault> {
         let words = control.len().div_ceil(size_of::<usize>());
         let mut held = Control { room: vec![0; words].into_boxed_slice(), written: 0 };
@@ -153,6 +152,14 @@ pub(crate) fn check(control: &[u8], received: usize, buffer: usize) -> Result<bo
         return Err(ControlFault::Sum { fragments, received });
     }
     Ok(plain)
+}
+
+/// Bytes of all fragments, if there are any that can be read. For tests.
+pub(crate) fn sum(control: &[u8]) -> Option<usize> {
+    let sizes = ControlMessages::new(control).filter(is_fragment).map(|message| decoded(message.payload));
+    let sizes: Option<Vec<_>> = sizes.collect();
+    let sizes = sizes.filter(|sizes| !sizes.is_empty())?;
+    Some(sizes.iter().map(|cmsg| cmsg.frag_size as usize).sum())
 }
 
 fn is_fragment(message: &ControlMessage<'_>) -> bool {
