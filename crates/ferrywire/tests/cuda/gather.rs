@@ -1,5 +1,6 @@
 //! The kernels on a GPU: gathers against the host's twin, patterns, and how fast they are.
 
+use crate::recorded::{self, Recorded, message_is_gathered};
 use crate::{gpu, is_alone, is_real};
 use cudarc::driver::sys;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
@@ -127,6 +128,26 @@ fn ten_thousand_random_lists_equal_the_hosts_twin() {
         }
     }
     println!("{rounds} lists, {copied} bytes");
+}
+
+#[test]
+fn what_a_kernel_scattered_is_gathered() {
+    let Some((gpu, mut queue)) = queue() else { return };
+    for text in recorded::LISTS {
+        let recorded = Recorded::parse(text);
+        let (content, bytes) = (recorded.pool(), recorded.message_bytes as usize);
+        let (pool, target) = (gpu.alloc(content.len(), 4096).unwrap(), gpu.alloc(bytes + 1, 4096).unwrap());
+        gpu.write_from_slice(pool.address(), &content).unwrap();
+        let list = gpu.pinned(recorded.fragments.len() * size_of::<Fragment>()).unwrap();
+        assert_eq!(list.address(), list.as_ptr() as u64);
+        // To an odd address, as a message's own place may be.
+        let to = (pool.address(), target.address() + 1);
+        message_is_gathered(&mut queue, &recorded, list.as_ptr(), to);
+        let mut gathered = vec![0; bytes];
+        gpu.read_into_slice(target.address() + 1, &mut gathered).unwrap();
+        assert!(gathered == recorded.message(&content), "{} fragments", recorded.fragments.len());
+        println!("{bytes} bytes in {} fragments", recorded.fragments.len());
+    }
 }
 
 #[test]

@@ -21,6 +21,8 @@ mod kernel;
 #[path = "../plugin/gpu.rs"]
 mod over_plugin;
 mod pattern;
+#[path = "../devmem/recorded.rs"]
+mod recorded;
 mod rounds;
 mod without;
 

@@ -87,10 +87,11 @@ pub fn message_is_gathered(
     // SAFETY: room for the list, as the caller promises, and nobody reads it yet.
     unsafe { list.cast::<Fragment>().copy_from_nonoverlapping(fragments.as_ptr(), fragments.len()) };
     let run = GatherRun { fragments: list as u64, count: fragments.len() as u64, source: pool, target };
+    let before = queue.reached().expect("no failure");
     queue.gather(&[run]).expect("a launch");
     queue.mark().expect("a mark");
     let until = Instant::now() + Duration::from_secs(60);
-    while queue.reached().expect("no failure") == 0 {
+    while queue.reached().expect("no failure") == before {
         assert!(Instant::now() < until, "the GPU does not end");
         std::thread::yield_now();
     }
