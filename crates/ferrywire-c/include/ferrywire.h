@@ -336,8 +336,8 @@ int ferrywire_peer_after_stream(const ferrywire_peer *peer,
 
 /**
  * The next notification of the peer. With `timeout_ms` 0: FERRYWIRE_PENDING if none is here. `bytes` (or NULL) is told
- * its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call. Those that came before a
- * peer was lost are still given.
+ * its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call of any thread. Those that came
+ * before a peer was lost are still given.
  */
 int ferrywire_next_notification(ferrywire_peer *peer,
                                 int64_t timeout_ms,

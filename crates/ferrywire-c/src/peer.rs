@@ -1,7 +1,8 @@
 //! Peers: connected, accepted, told of, closed; their notifications.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use ferrywire::Ready;
 use ferrywire::memory::cuda::CudaGpu;
@@ -14,14 +15,14 @@ use crate::status::{FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, bytes, call, copy_
 /// A connected remote endpoint.
 pub struct Peer {
     pub(crate) peer: ferrywire::Peer,
-    /// A notification that did not fit into the caller's buffer.
-    left: Mutex<Option<Vec<u8>>>,
+    /// Shared by the handles made of this one.
+    pub(crate) inbox: Arc<Inbox>,
 }
 
 object!(Peer, "ferrywire_peer", 3);
 
 fn handle(peer: ferrywire::Peer) -> Result<*mut Peer, Failure> {
-    handles::new(Peer { peer, left: Mutex::new(None) })
+    handles::new(Peer { peer, inbox: Arc::default() })
 }
 
 /// Room that fits every notification, in bytes.
@@ -174,14 +175,14 @@ pub unsafe extern "C" fn ferrywire_peer_after_stream(
         let gpu = CudaGpu::open(gpu).map_err(ferrywire::Error::from)?;
         // SAFETY: by the caller's promise, a live stream of this GPU.
         let ready = unsafe { Ready::after_raw_stream(&gpu, stream.cast()) }?;
-        out.put(handle(peer.peer.after(ready))?);
+        out.put(handles::new(Peer { peer: peer.peer.after(ready), inbox: peer.inbox.clone() })?);
         Ok(FERRYWIRE_OK)
     })
 }
 
 /// The next notification of the peer. With `timeout_ms` 0: FERRYWIRE_PENDING if none is here. `bytes` (or NULL) is told
-/// its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call. Those that came before a
-/// peer was lost are still given.
+/// its length; one that does not fit (FERRYWIRE_ERROR_TOO_SMALL) is kept for the next call of any thread. Those that came
+/// before a peer was lost are still given.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_next_notification(
     peer: *mut Peer,
@@ -192,21 +193,88 @@ pub unsafe extern "C" fn ferrywire_next_notification(
 ) -> c_int {
     call(|| {
         let peer = handles::get(peer)?;
-        let left = || peer.left.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = left().take();
-        let next = match (kept, timeout_ms) {
-            (Some(kept), _) => kept,
-            (None, 0) => match peer.peer.poll_notification()? {
-                Some(next) => next,
-                None => return Ok(FERRYWIRE_PENDING),
-            },
-            (None, _) => peer.peer.wait_notification(limit(timeout_ms))?,
-        };
         // SAFETY: by the caller's promise.
-        let copied = unsafe { copy_out(&next, message, capacity, bytes) };
-        if copied.is_err() {
-            *left() = Some(next);
-        }
-        copied
+        let copy = |next: &[u8]| unsafe { copy_out(next, message, capacity, bytes) };
+        peer.inbox.next(&peer.peer, timeout_ms, copy)
     })
+}
+
+/// The way of notifications to callers: one of them waits for the next, which stays here until it has fitted into
+/// somebody's buffer.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    next: Option<Vec<u8>>,
+    /// Somebody waits for the engine.
+    waits: bool,
+}
+
+impl Inbox {
+    /// Whether there is one that did not fit.
+    pub(crate) fn has_any(&self) -> bool {
+        self.lock().next.is_some()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Gives the next notification to `copy`, which takes it or fails.
+    fn next(
+        &self,
+        peer: &ferrywire::Peer,
+        timeout_ms: i64,
+        copy: impl FnOnce(&[u8]) -> Result<c_int, Failure>,
+    ) -> Result<c_int, Failure> {
+        let (limit, since) = (limit(timeout_ms), Instant::now());
+        let mut state = self.lock();
+        loop {
+            if let Some(next) = &state.next {
+                let copied = copy(next);
+                if copied.is_ok() {
+                    state.next = None;
+                }
+                // Whoever waits looks again: at what is left, or for the next.
+                self.changed.notify_all();
+                return copied;
+            }
+            let left = limit.saturating_sub(since.elapsed());
+            if !state.waits {
+                state.waits = true;
+                drop(state);
+                let turn = Turn(self);
+                let came = match timeout_ms {
+                    0 => peer.poll_notification()?,
+                    _ => Some(peer.wait_notification(left)?),
+                };
+                let Some(came) = came else { return Ok(FERRYWIRE_PENDING) };
+                self.lock().next = Some(came);
+                drop(turn);
+                state = self.lock();
+            } else if timeout_ms == 0 {
+                // The next one is for whoever waits.
+                return Ok(FERRYWIRE_PENDING);
+            } else if left.is_zero() {
+                let what = format!("a notification from {}, for which another thread waits too", peer.name());
+                return Err(ferrywire::Error::Deadline { what, waited: since.elapsed() }.into());
+            } else {
+                state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+}
+
+/// The turn of the one who waits.
+struct Turn<'a>(&'a Inbox);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().waits = false;
+        self.0.changed.notify_all();
+    }
 }

@@ -64,7 +64,11 @@ pub extern "C" fn ferrywire_transfer_wake(transfer: *const Transfer, wakeup: *co
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_peer_wake(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
     call(|| {
-        handles::get(peer)?.peer.wake(&handles::get(wakeup)?.0);
+        let (peer, wakeup) = (handles::get(peer)?, handles::get(wakeup)?);
+        peer.peer.wake(&wakeup.0);
+        if peer.inbox.has_any() {
+            wakeup.0.wake();
+        }
         Ok(FERRYWIRE_OK)
     })
 }

@@ -68,6 +68,14 @@ fn every_verb_moves_what_it_should() {
     assert_eq!(good(start(&program, &[])), "verbs: good\n");
 }
 
+/// One of two that did not fit was lost.
+#[test]
+fn several_readers_lose_no_notification() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("tests/c/readers.c", Linked::Dynamically, folder.path());
+    assert_eq!(good(start(&program, &[])), "readers: good\n");
+}
+
 #[test]
 fn misuse_gives_errors_and_no_crash() {
     let folder = tempfile::tempdir().unwrap();

@@ -50,7 +50,7 @@ static struct pair connected(void) {
     return pair;
 }
 
-static ferrywire_remote *remote_of(ferrywire_region *region) {
+__attribute__((unused)) static ferrywire_remote *remote_of(ferrywire_region *region) {
     unsigned char descriptor[FERRYWIRE_DESCRIPTOR_BYTES_MAX];
     size_t bytes;
     ferrywire_remote *remote;
