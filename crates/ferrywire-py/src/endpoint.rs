@@ -17,8 +17,8 @@ use crate::options::{Address, unsigned};
 use crate::peer::Peer;
 use crate::region::Region;
 use crate::tensor::{Library, View};
-use crate::waiting::{aside, limit, overdue, sliced};
-use crate::wakeup::{Wakeup, coroutine, in_thread, itself};
+use crate::waiting::{Errand, aside, limit, overdue, sliced};
+use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// How long `connect` waits unless it is told.
 const CONNECT_SECONDS: f64 = 30.0;
@@ -47,6 +47,34 @@ impl Endpoint {
             true => Err(raised(py, &Error::Closed)),
             false => Ok(self.shared.get()),
         }
+    }
+
+    /// What connects.
+    fn connecting(
+        &self,
+        py: Python<'_>,
+        to: Whom,
+        timeout: Option<f64>,
+    ) -> PyResult<impl FnOnce() -> ferrywire::Result<ferrywire::Peer> + Send + 'static> {
+        let endpoint = self.open(py)?.clone();
+        let limit = limit(py, "timeout", timeout)?;
+        crate::logs::look_at_level(py)?;
+        Ok(move || match to {
+            Whom::Metadata(metadata) => endpoint.connect_metadata(&metadata, limit),
+            Whom::At(address) => endpoint.connect(address.resolve()?, limit),
+        })
+    }
+
+    /// What closes it; nothing, if it is closed.
+    fn closing(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+    ) -> PyResult<impl FnOnce() -> ferrywire::Result<()> + Send + 'static> {
+        let limit = limit(py, "timeout", timeout)?;
+        let open = !self.closed.swap(true, Ordering::SeqCst);
+        let endpoint = open.then(|| self.shared.get().clone());
+        Ok(move || endpoint.map_or(Ok(()), |endpoint| endpoint.close(limit)))
     }
 }
 
@@ -144,13 +172,7 @@ impl Endpoint {
     /// pair). With metadata an endpoint that restarted meanwhile is refused.
     #[pyo3(signature = (to, timeout=CONNECT_SECONDS))]
     fn connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Peer> {
-        let endpoint = self.open(py)?.clone();
-        let limit = limit(py, "timeout", timeout)?;
-        crate::logs::look_at_level(py)?;
-        let peer = match to {
-            Whom::Metadata(metadata) => aside(py, move || endpoint.connect_metadata(&metadata, limit))?,
-            Whom::At(address) => aside(py, move || endpoint.connect(address.resolve()?, limit))?,
-        };
+        let peer = aside(py, self.connecting(py, to, timeout)?)?;
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
@@ -171,7 +193,14 @@ impl Endpoint {
         to: Bound<'py, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        in_thread(slf, "connect", &[to, timeout.into_bound_py_any(slf.py())?])
+        errand(slf, "_begin_connect", &[to, timeout.into_bound_py_any(slf.py())?])
+    }
+
+    fn _begin_connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Errand> {
+        let shared = self.shared.clone();
+        Errand::begin(py, self.connecting(py, to, timeout)?, move |py, peer| {
+            Peer::new(peer, shared).into_py_any(py)
+        })
     }
 
     /// The same as `accept`, awaited.
@@ -239,18 +268,17 @@ impl Endpoint {
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
     #[pyo3(signature = (timeout=CLOSE_SECONDS))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = limit(py, "timeout", timeout)?;
-        if self.closed.swap(true, Ordering::SeqCst) {
-            return Ok(());
-        }
-        let endpoint = self.shared.get().clone();
-        aside(py, move || endpoint.close(limit))
+        aside(py, self.closing(py, timeout)?)
     }
 
     /// The same, awaited.
     #[pyo3(signature = (timeout=CLOSE_SECONDS))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
-        in_thread(slf, "close", &[timeout.into_bound_py_any(slf.py())?])
+        errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
+    }
+
+    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
+        Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))
     }
 
     fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -262,16 +290,16 @@ impl Endpoint {
         slf: &Bound<'py, Self>,
         exception: &Bound<'py, PyTuple>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        in_thread(slf, "__exit__", &exception.iter().collect::<Vec<_>>())
+        leave(slf, exception)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
         slf
     }
 
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.close(py, Some(CLOSE_SECONDS))
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        left(py, exception, self.close(py, Some(CLOSE_SECONDS)))
     }
 
     fn __repr__(&self) -> String {

@@ -1,17 +1,45 @@
 //! The end of objects and of the interpreter: what has to wait for the network does so on a thread of its own.
 //!
-//! Invariant: a garbage collection never waits for a peer, and no thread wants the interpreter when it has gone.
+//! Invariant: a garbage collection never waits for a peer, and no thread of the engine wants the interpreter when it ends:
+//! Python ends threads that do, in the midst of what they are at.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrywire::Endpoint;
 use pyo3::prelude::*;
 
 /// Peers have this long to finish what is in flight when the program ends without having closed.
 const LEAVE_DEADLINE: Duration = Duration::from_secs(1);
+/// Threads of ours that have asked for the interpreter have this long to be done with it.
+const ATTACHED_MAX: Duration = Duration::from_secs(5);
+
+/// The interpreter is about to end.
+static ENDING: AtomicBool = AtomicBool::new(false);
+/// Threads of ours that want it, or have it.
+static ATTACHED: AtomicUsize = AtomicUsize::new(0);
+
+/// Does something with the interpreter's lock, on a thread of the engine's; nothing once the interpreter ends.
+pub fn attached(work: impl FnOnce()) {
+    // Counted before it looks, so that one of both sees the other.
+    ATTACHED.fetch_add(1, Ordering::SeqCst);
+    if !ENDING.load(Ordering::SeqCst) {
+        Python::try_attach(|_| work());
+    }
+    ATTACHED.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// From here on nobody attaches; waits for those who have.
+fn keep_out() {
+    ENDING.store(true, Ordering::SeqCst);
+    let since = Instant::now();
+    while ATTACHED.load(Ordering::SeqCst) > 0 && since.elapsed() < ATTACHED_MAX {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
 
 /// An endpoint that its peers share: it ends when the last of them is gone.
 pub struct Shared {
@@ -87,6 +115,7 @@ pub fn leave(py: Python<'_>) {
                 scope.spawn(|| shared.get().close(LEAVE_DEADLINE));
             }
         });
+        keep_out();
     });
     // Their threads have ended; what is left of them goes with the process.
     endpoints.into_iter().for_each(std::mem::forget);

@@ -45,6 +45,8 @@ mod native {
     #[pymodule_export]
     use crate::transfer::Transfer;
     #[pymodule_export]
+    use crate::waiting::Errand;
+    #[pymodule_export]
     use crate::wakeup::Wakeup;
 
     use pyo3::prelude::*;

@@ -9,8 +9,9 @@ use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
-use pyo3::intern;
+use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use tracing::field::{Field, Visit};
 use tracing::span;
 use tracing::{Event, Level, Metadata, Subscriber};
@@ -99,7 +100,37 @@ pub fn log_level(level: i64) {
 
 /// Asks `logging` which level is wanted now.
 pub fn look_at_level(py: Python<'_>) -> PyResult<()> {
-    py.import(intern!(py, "ferrywire._log"))?.call_method0(intern!(py, "look")).map(drop)
+    static LOOK: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let look =
+        LOOK.get_or_try_init(py, || py.import("ferrywire._log")?.getattr("look").map(Bound::unbind))?;
+    run(py, look).map(drop)
+}
+
+unsafe extern "C-unwind" {
+    /// Declared once more: it may unwind, see [`run`].
+    fn PyObject_CallNoArgs(callable: *mut ffi::PyObject) -> *mut ffi::PyObject;
+}
+
+/// Runs code of Python's. When the interpreter ends, Python ends each thread that runs some by unwinding it, which frames
+/// of Rust do not survive, nor with them the process: such a thread stays here instead.
+fn run<'py>(py: Python<'py>, function: &Py<PyAny>) -> PyResult<Bound<'py, PyAny>> {
+    let stays = Stays;
+    // SAFETY: the interpreter's lock is held, and the function is alive. What is given is a new reference, or null with
+    // an exception set. Unwinding ends at the value above.
+    let given = unsafe { Bound::from_owned_ptr_or_err(py, PyObject_CallNoArgs(function.as_ptr())) };
+    std::mem::forget(stays);
+    given
+}
+
+/// Ends no unwinding.
+struct Stays;
+
+impl Drop for Stays {
+    fn drop(&mut self) {
+        loop {
+            std::thread::park();
+        }
+    }
 }
 
 struct ToPython;

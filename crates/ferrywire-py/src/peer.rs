@@ -20,8 +20,8 @@ use crate::region::{Region, RemoteRegion, range};
 use crate::stats;
 use crate::stream::named;
 use crate::transfer::Transfer;
-use crate::waiting::{aside, limit, overdue, sliced};
-use crate::wakeup::{Wakeup, coroutine, in_thread, itself};
+use crate::waiting::{Errand, aside, limit, overdue, sliced};
+use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// A connected remote endpoint. When the last reference is gone it is closed, after what was posted has been sent.
 #[pyclass(frozen, weakref, module = "ferrywire")]
@@ -53,6 +53,21 @@ impl Peer {
         };
         let gpu = region.is_at();
         Ok(Transfer::new(transfer.or_raise(py)?, gpu, region.library, self.shared.clone()))
+    }
+
+    /// What closes it.
+    fn closing(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+    ) -> PyResult<impl FnOnce() -> ferrywire::Result<()> + Send + 'static> {
+        let limit = limit(py, "timeout", timeout)?;
+        let peer = self.peer.clone();
+        Ok(move || match peer.close(limit) {
+            // It is what was wanted.
+            Err(Error::PeerClosed { .. } | Error::Closed) => Ok(()),
+            outcome => outcome,
+        })
     }
 }
 
@@ -273,19 +288,17 @@ impl Peer {
     /// Finishes what was posted, on both sides, then closes.
     #[pyo3(signature = (timeout=CLOSE_SECONDS))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = limit(py, "timeout", timeout)?;
-        let peer = self.peer.clone();
-        match aside(py, move || Ok(peer.close(limit)))? {
-            // It is what was wanted.
-            Err(Error::PeerClosed { .. } | Error::Closed) => Ok(()),
-            outcome => outcome.or_raise(py),
-        }
+        aside(py, self.closing(py, timeout)?)
+    }
+
+    fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
+        Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))
     }
 
     /// The same, awaited.
     #[pyo3(signature = (timeout=CLOSE_SECONDS))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
-        in_thread(slf, "close", &[timeout.into_bound_py_any(slf.py())?])
+        errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }
 
     fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
@@ -297,23 +310,16 @@ impl Peer {
         slf: &Bound<'py, Self>,
         exception: &Bound<'py, PyTuple>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        in_thread(slf, "__exit__", &exception.iter().collect::<Vec<_>>())
+        leave(slf, exception)
     }
 
     fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
         slf
     }
 
-    #[pyo3(signature = (kind=None, *_rest))]
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        kind: Option<&Bound<'_, PyAny>>,
-        _rest: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
-        let closed = self.close(py, Some(CLOSE_SECONDS));
-        // What the block raised says more than that it could not be closed after that.
-        if kind.is_some() { Ok(()) } else { closed }
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        left(py, exception, self.close(py, Some(CLOSE_SECONDS)))
     }
 
     fn __repr__(&self) -> String {

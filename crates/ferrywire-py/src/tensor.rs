@@ -13,6 +13,7 @@ use pyo3::types::{PyCapsule, PyDict};
 
 use crate::dlpack;
 use crate::errors::usage;
+use crate::leaving::attached;
 
 /// The library that an object is of, where that decides which stream is the current one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +42,7 @@ impl Drop for Owner {
         let keeper = self.0.take();
         // An interpreter that has ended frees nothing any more.
         let mut keeper = std::mem::ManuallyDrop::new(keeper);
-        Python::try_attach(|_| drop(keeper.take()));
+        attached(|| drop(keeper.take()));
     }
 }
 

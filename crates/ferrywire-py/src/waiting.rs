@@ -3,6 +3,7 @@
 //! Invariant: a wait that is broken off leaves what was waited for as it is.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,8 @@ use ferrywire::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, raised, usage};
+use crate::leaving::later;
+use crate::wakeup::Wakeup;
 
 /// How long signals may have to wait.
 const SLICE: Duration = Duration::from_millis(50);
@@ -74,19 +77,89 @@ pub fn aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
     let (tell, told) = mpsc::channel();
-    let name = "ferrywire-call".to_owned();
-    let started = thread::Builder::new().name(name).spawn(move || drop(tell.send(work())));
-    started.map_err(|error| raised(py, &Error::io("start a thread", &error)))?;
+    on_a_thread(py, move || drop(tell.send(work())))?;
     // Each `recv` is a wait of its own; a receiver is not shared between threads.
-    let told = std::sync::Mutex::new(told);
+    let told = Mutex::new(told);
     loop {
-        let outcome = py.detach(|| told.lock().unwrap_or_else(|e| e.into_inner()).recv_timeout(SLICE));
+        let outcome = py.detach(|| locked(&told).recv_timeout(SLICE));
         match outcome {
             Ok(outcome) => return outcome.or_raise(py),
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(raised(py, &Error::Bug("a thread ended without an answer".into())));
             }
+        }
+    }
+}
+
+fn on_a_thread(py: Python<'_>, work: impl FnOnce() + Send + 'static) -> PyResult<()> {
+    let started = thread::Builder::new().name("ferrywire-call".into()).spawn(work);
+    started.map(drop).map_err(|error| raised(py, &Error::io("start a thread", &error)))
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What is made of an outcome, with the interpreter's lock.
+type Finish = Box<dyn FnOnce(Python<'_>) -> PyResult<Py<PyAny>> + Send>;
+
+/// Something that waits by itself, for event loops. Who is not interested any more leaves it behind.
+#[pyclass(frozen, module = "ferrywire")]
+pub struct Errand(Arc<Mutex<Progress>>);
+
+#[derive(Default)]
+struct Progress {
+    outcome: Option<Finish>,
+    over: bool,
+    wakeups: Vec<ferrywire::Wakeup>,
+}
+
+impl Errand {
+    /// Begins it, on a thread of its own; `finish` makes an object of what it gives.
+    pub fn begin<T: Send + 'static>(
+        py: Python<'_>,
+        work: impl FnOnce() -> Result<T> + Send + 'static,
+        finish: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
+    ) -> PyResult<Errand> {
+        let progress = Arc::new(Mutex::new(Progress::default()));
+        let its = Arc::downgrade(&progress);
+        on_a_thread(py, move || {
+            let outcome = work();
+            // Nobody asks any more: what was made ends here.
+            let Some(progress) = its.upgrade() else { return };
+            let mut progress = locked(&progress);
+            progress.over = true;
+            progress.outcome = Some(Box::new(move |py| finish(py, outcome.or_raise(py)?)));
+            progress.wakeups.drain(..).for_each(|wakeup| wakeup.wake());
+        })?;
+        Ok(Errand(progress))
+    }
+}
+
+#[pymethods]
+impl Errand {
+    /// What it gave, in a tuple, once; None while it is under way.
+    fn poll(&self, py: Python<'_>) -> PyResult<Option<(Py<PyAny>,)>> {
+        let outcome = locked(&self.0).outcome.take();
+        outcome.map(|finish| finish(py).map(|given| (given,))).transpose()
+    }
+
+    fn _wake(&self, wakeup: &Wakeup) {
+        let mut progress = locked(&self.0);
+        match progress.over {
+            true => wakeup.wakeup.wake(),
+            false => progress.wakeups.push(wakeup.wakeup.clone()),
+        }
+    }
+}
+
+impl Drop for Errand {
+    fn drop(&mut self) {
+        // It may have to be closed.
+        let outcome = locked(&self.0).outcome.take();
+        if outcome.is_some() {
+            later(move || drop(outcome));
         }
     }
 }

@@ -181,6 +181,54 @@ def test_a_failed_transfer_raises_where_it_is_awaited(pair: Pair):
     asyncio.run(main())
 
 
+BLOCKED = """
+import asyncio, ferrywire as fw, os, signal, socket, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+near = fw.Endpoint()
+silent = socket.create_server(("127.0.0.1", 0))
+async def connects():
+    await near.connect_async(silent.getsockname(), timeout=1000)
+async def closes():
+    # Its peer is stopped, and has not taken what is on its way.
+    peer = await near.connect_async(bytes.fromhex(sys.argv[1]), timeout=60)
+    source = near.allocate(16 << 20)
+    peer.send(1, source)
+    os.kill(int(sys.argv[2]), signal.SIGSTOP)
+    await peer.close_async(timeout=1000)
+"""
+
+
+@pytest.mark.parametrize("what", ["connects", "closes"])
+@pytest.mark.parametrize("how", ["times out", "is cancelled", "is interrupted"])
+def test_what_blocks_is_left_behind(program: type[Program], what: str, how: str):
+    ends = {
+        "times out": f"""
+async def main():
+    try: await asyncio.wait_for({what}(), 0.3)
+    except TimeoutError: print("left", flush=True)
+asyncio.run(main())""",
+        "is cancelled": f"""
+async def main():
+    task = asyncio.create_task({what}())
+    await asyncio.sleep(0.3)
+    task.cancel()
+    try: await task
+    except asyncio.CancelledError: print("left", flush=True)
+asyncio.run(main())""",
+        "is interrupted": f"""
+threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+try: asyncio.run({what}())
+except KeyboardInterrupt: print("left", flush=True)""",
+    }
+    with program(PEER) as peer:
+        metadata = peer.line().split()[0]
+        code = BLOCKED + ends[how] + "\nsilent.close()"
+        # Not in development mode, where a loop complains when the machine is slow.
+        with program(code, metadata, str(peer.process.pid), options=()) as other:
+            # The interpreter waits for no thread of theirs.
+            assert other.end() == "left\n"
+
+
 PEER = """
 import ferrywire as fw, sys
 endpoint = fw.Endpoint("127.0.0.1:0", label="doomed")

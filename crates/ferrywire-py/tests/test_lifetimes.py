@@ -240,6 +240,61 @@ print("leaves", flush=True)
         assert other.end() == "leaves\n"
 
 
+BUSY = """
+def again(act):
+    while True:
+        try: act()
+        except fw.Error: pass
+def registers(): near.register(bytearray(100))
+acts = {
+    "waits": lambda: to_far.wait_notification(0.001), "polls": to_far.poll_notification, "registers": registers,
+    "accepts": lambda: far.accept(0.001), "connects": lambda: near.connect("127.0.0.1:1", 0.01),
+}
+for _ in range(4): threading.Thread(target=again, args=(acts[sys.argv[1]],), daemon=True).start()
+kept = [near.register(bytearray(100)) for _ in range(200)]
+class Lasts:
+    "Lets the other threads have the interpreter while it ends."
+    sleep, write = staticmethod(time.sleep), staticmethod(os.write)
+    def __del__(self): self.sleep(0.1); self.write(1, b"ends\\n")
+sys.lasts = Lasts()
+time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("what", ["waits", "polls", "registers", "accepts", "connects"])
+def test_the_interpreter_ends_while_other_threads_are_busy(program: type[Program], what: str):
+    with program(SETUP + BUSY, what, options=("-X", "dev", "-X", "faulthandler")) as other:
+        assert other.end() == "ends\n"
+
+
+def test_what_a_block_raised_comes_out_though_closing_fails(program: type[Program]):
+    # In a forked child closing fails at once.
+    with program(SETUP + """
+import asyncio
+async def leaves(thing, error):
+    async with thing:
+        if error: raise error
+def leaves_at_once(thing, error):
+    with thing:
+        if error: raise error
+things = [fw.Endpoint() for _ in range(4)]
+child = os.fork()
+if child == 0:
+    for leave in (leaves_at_once, lambda *both: asyncio.run(leaves(*both))):
+        for thing in (things.pop(), to_far):
+            try: leave(thing, KeyError("body"))
+            except KeyError as error: assert "Closing failed after that: " in error.__notes__[0], error.__notes__
+        for thing in (things.pop(), to_far):
+            try: leave(thing, None)
+            except fw.UsageError as error: assert "was built in process" in str(error)
+            else: raise AssertionError(f"{thing} was closed")
+    print("all", flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""", options=()) as other:
+        assert other.end() == "all\n"
+
+
 CHILD = """
 import ferrywire as fw
 

@@ -2,8 +2,9 @@
 
     await ──▶ look ──▶ attach to the loop's wakeup, look ──▶ readable ──▶ all that wait look again
 
-No thread is taken, and nothing is polled. An `await` that is cancelled leaves what it waited for as it is: looking takes
-a notification or a peer away, so only who returns it looks, in the same step.
+Nothing is polled, and no thread is taken; only connecting and closing, which block, have one of their own. An `await` that
+is cancelled leaves what it waited for as it is: looking takes a notification or a peer away, so only who returns it
+looks, in the same step. Likewise it leaves such a thread behind.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ._ferrywire import Endpoint, Peer, Transfer, Wakeup
+from ._ferrywire import Endpoint, Errand, Peer, Transfer, Wakeup
 
 _hubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hub] = weakref.WeakKeyDictionary()
 
@@ -100,6 +101,32 @@ async def wait_notification(peer: Peer, timeout: float | None) -> bytes:
 
 async def accept(endpoint: Endpoint, timeout: float | None) -> Peer:
     return await _until(endpoint.try_accept, endpoint._wake, endpoint._overdue, timeout)
+
+
+async def errand(begin: Callable[..., Errand], *arguments: Any) -> Any:
+    """What waits by itself, on a thread of its own; if this is cancelled it is left behind."""
+    begun = begin(*arguments)
+    (given,) = await _until(begun.poll, begun._wake, _never, None)
+    return given
+
+
+def _never(waited: float) -> Any:
+    raise AssertionError(f"waited {waited} s without a limit")
+
+
+async def leave(thing: Endpoint | Peer, timeout: float, raised: BaseException | None) -> None:
+    """The end of an ``async with`` block."""
+    try:
+        await errand(thing._begin_close, timeout)
+    except Exception as failed:
+        if raised is None:
+            raise
+        note(raised, failed)
+
+
+def note(raised: BaseException, failed: Exception) -> None:
+    """What a block raised says more than that closing failed after it."""
+    raised.add_note(f"Closing failed after that: {failed}")
 
 
 async def itself(thing: Any) -> Any:
