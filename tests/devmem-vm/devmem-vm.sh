@@ -136,7 +136,7 @@ if kvm_works; then accel=(-accel kvm -cpu host); fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 busybox=$root/usr/bin/busybox
-mkdir -p "$work/tree/bin" "$work/tree/dev" "$work/tree/proc" "$work/tree/sys" "$work/tree/scratch" "$work/tree/out"
+mkdir -p "$work/tree/bin" "$work/tree/dev" "$work/tree/proc" "$work/tree/sys" "$work/tree/scratch" "$work/tree/out" "$work/tree/tmp"
 cp "$busybox" "$work/tree/bin/busybox"
 cp "$root/build/dmnic.ko" "$work/tree/"
 cp "$root/kernel/vmlinuz" "$work/"

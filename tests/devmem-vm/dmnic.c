@@ -41,6 +41,9 @@ MODULE_PARM_DESC(drop_every, "drop every Nth data packet of a queue (0: none)");
 static int pack = 1;
 module_param(pack, int, 0644);
 MODULE_PARM_DESC(pack, "1: several packets share a page; 0: a page per fragment");
+static int fixed_places;
+module_param(fixed_places, int, 0644);
+MODULE_PARM_DESC(fixed_places, "1: who adds a rule has to say where, as with some drivers");
 
 /* An RX queue; the peer's transmit path is its wire. */
 struct rq {
@@ -468,7 +471,7 @@ static int dm_get_nfc(struct net_device *dev, struct ethtool_rxnfc *c, u32 *locs
 		for (i = 0; i < NRULE; i++)
 			n += d->rule[i].used;
 		c->rule_cnt = n;
-		c->data = NRULE | RX_CLS_LOC_SPECIAL;
+		c->data = NRULE | (fixed_places ? 0 : RX_CLS_LOC_SPECIAL);
 		return 0;
 	case ETHTOOL_GRXCLSRULE:
 		if (c->fs.location >= NRULE || !d->rule[c->fs.location].used)
@@ -476,9 +479,13 @@ static int dm_get_nfc(struct net_device *dev, struct ethtool_rxnfc *c, u32 *locs
 		c->fs = d->rule[c->fs.location].fs;
 		return 0;
 	case ETHTOOL_GRXCLSRLALL:
-		for (i = 0; i < NRULE; i++)
-			if (d->rule[i].used)
-				locs[n++] = i;
+		for (i = 0; i < NRULE; i++) {
+			if (!d->rule[i].used)
+				continue;
+			if (n == c->rule_cnt)
+				return -EMSGSIZE;
+			locs[n++] = i;
+		}
 		c->rule_cnt = n;
 		c->data = NRULE;
 		return 0;
@@ -499,7 +506,7 @@ static int dm_set_nfc(struct net_device *dev, struct ethtool_rxnfc *c)
 			return -EOPNOTSUPP;
 		if (c->fs.ring_cookie >= NQ)
 			return -EINVAL;
-		if (l & RX_CLS_LOC_SPECIAL) {
+		if ((l & RX_CLS_LOC_SPECIAL) && !fixed_places) {
 			for (i = 0; i < NRULE && d->rule[i].used; i++)
 				;
 			l = i;

@@ -17,7 +17,10 @@ pub fn run(asked: &TopoPlan) -> Outcome {
         Some(root) => Source::recorded(root)?,
         None => Source::of_this_host(),
     };
-    let topology = Topology::read(&source);
+    let mut topology = Topology::read(&source);
+    if asked.root.is_none() {
+        topology.ask_for_devmem();
+    }
     let (plan, outcome) = match Plan::of(&topology, &asked.wishes) {
         Ok(plan) => (Some(plan), Ok(())),
         Err(error) => (None, Err(failure(&error))),

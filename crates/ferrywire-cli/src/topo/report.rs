@@ -5,6 +5,7 @@ use std::fmt::Write;
 
 use comfy_table::{Table, presets};
 use ferrywire::topology::{Cpus, Gpu, GpuPlan, Nic, PciPath, PciRoot, Plan, Topology};
+use ferrywire::transport::devmem::Possible;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;
@@ -80,6 +81,9 @@ impl Report<'_> {
         part("PCIe roots with GPUs or NICs", self.roots());
         part("GPUs", self.gpus());
         part("NICs", self.nics());
+        if self.topology.nics.iter().any(|nic| nic.devmem.is_some()) {
+            part("devmem TCP", self.devmem());
+        }
         if let Some(plan) = self.plan {
             part("Plan", self.planned(plan));
         }
@@ -160,6 +164,15 @@ impl Report<'_> {
         table(head, self.topology.nics.iter().map(nic_row))
     }
 
+    fn devmem(&self) -> String {
+        let asked = self.topology.nics.iter().filter_map(|nic| Some((nic, nic.devmem.as_ref()?)));
+        let row = |(nic, found): (&Nic, &Possible)| {
+            let words: Vec<&str> = found.why_not.iter().chain(&found.missing).map(String::as_str).collect();
+            [nic.name.clone(), answer(found).to_owned(), or_dash(words.join("; "))]
+        };
+        table(["NIC", "possible", "what is in the way, or has to be set up"], asked.map(row))
+    }
+
     fn planned(&self, plan: &Plan) -> String {
         let row = |(gpu, channels): (&GpuPlan, BTreeMap<String, usize>)| {
             let count = |nic: &String| channels.get(nic).copied().unwrap_or(0);
@@ -220,7 +233,29 @@ fn nic_json(nic: &Nic) -> Value {
         "rx_queues": nic.rx_queues,
         "tx_queues": nic.tx_queues,
         "header_split": nic.header_split,
+        "devmem": nic.devmem.as_ref().map(devmem_json),
     })
+}
+
+fn devmem_json(found: &Possible) -> Value {
+    json!({
+        "possible": found.receives.map(|_| found.is_possible()),
+        "receives": found.receives,
+        "sends": found.sends,
+        "free_queues": found.free_queues,
+        "missing": found.missing,
+        "why_not": found.why_not,
+    })
+}
+
+/// Whether a NIC can do devmem TCP, in a word or two.
+fn answer(found: &Possible) -> &'static str {
+    match (found.receives, found.is_possible(), found.missing.is_empty()) {
+        (None, ..) => "unknown",
+        (_, false, _) => "no",
+        (_, true, true) => "yes",
+        (_, true, false) => "with setup",
+    }
 }
 
 fn nic_row(nic: &Nic) -> [String; 11] {

@@ -25,6 +25,13 @@ fn this_host_is_shown_whatever_it_has() {
     assert_eq!(host["schema"], 1);
     let nics = host["nics"].as_array().expect("NICs");
     assert!(nics.iter().any(|nic| nic["nic"] == "lo" && nic["loopback"] == true), "{host}");
+    for nic in nics {
+        let devmem = &nic["devmem"];
+        assert_eq!(devmem.is_null(), nic["device"] == false, "{nic}");
+        // Either it can, or there are words about why not.
+        let words = devmem["why_not"].as_array().is_none_or(|words| !words.is_empty());
+        assert!(devmem.is_null() || devmem["possible"] == true || words, "{nic}");
+    }
 }
 
 #[test]
@@ -109,7 +116,8 @@ fn programs_read_the_same() {
         json!({
             "nic": "eth2", "up": true, "addresses": ["10.0.2.2/24"], "pci": "0000:0c:00.0", "pci_root": "0000:07",
             "node": 0, "speed_mbps": 200_000, "mtu_bytes": 8244, "driver": "gve", "device": true,
-            "loopback": false, "lower": [], "rx_queues": 16, "tx_queues": 16, "header_split": true
+            "loopback": false, "lower": [], "rx_queues": 16, "tx_queues": 16, "header_split": true,
+            "devmem": null
         })
     );
     assert_eq!(

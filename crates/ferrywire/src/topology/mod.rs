@@ -28,6 +28,9 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
+use crate::transport::devmem::Possible;
+use crate::transport::devmem::nic::possible;
+
 pub use cpus::Cpus;
 pub use map::Map;
 pub use mesh::{Route, by_subnet, routes};
@@ -84,6 +87,8 @@ pub struct Nic {
     pub tx_queues: u32,
     /// Whether it splits headers from payload, where the driver tells: devmem TCP needs that.
     pub header_split: Option<bool>,
+    /// Whether it can do devmem TCP, once that was asked ([`Topology::ask_for_devmem`]).
+    pub devmem: Option<Possible>,
 }
 
 /// An address of a NIC with its subnet.
@@ -134,6 +139,14 @@ impl Topology {
     /// This host, as it is now. Loads the CUDA driver where there is one.
     pub fn of_this_host() -> Topology {
         Topology::read(&Source::of_this_host())
+    }
+
+    /// Asks which NICs of this host can do devmem TCP, and changes nothing. Those without a device of their own are
+    /// left out. Not for a recorded topology: the answers would be about this host.
+    pub fn ask_for_devmem(&mut self) {
+        for nic in self.nics.iter_mut().filter(|nic| nic.device) {
+            nic.devmem = Some(possible(&nic.name));
+        }
     }
 
     /// A NIC by name.

@@ -53,6 +53,7 @@ fn nic(source: &Source, name: String) -> Nic {
         rx_queues: queues("rx-"),
         tx_queues: queues("tx-"),
         header_split: split,
+        devmem: None,
         pci,
         node,
         name,

@@ -7,3 +7,4 @@ mod errors;
 pub mod nic;
 
 pub use errors::{BindCause, DevmemError, Direction, SendCause};
+pub use nic::Possible;
