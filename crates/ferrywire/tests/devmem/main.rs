@@ -11,6 +11,7 @@
 
 mod bind;
 mod faults;
+mod nic;
 mod receive;
 mod record;
 mod recorded;
