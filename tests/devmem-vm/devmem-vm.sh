@@ -47,6 +47,15 @@ log=$cache/build.log
 skip() { echo "SKIPPED: devmem VM needs $*" >&2; exit 77; }
 fail() { echo "devmem VM: $*; the log is build.log in the cache directory" >&2; tail -n 5 "$log" >&2; exit 125; }
 
+# Interfaces of modules change: a kernel that nobody has tried yet is something missing, not something broken.
+fail_on_known_kernel() {
+    local kernel
+    kernel=$(cat "$root/kernel/.complete")
+    case $kernel in 7.[0-3].*) fail "$@" ;; esac
+    tail -n 5 "$log" >&2
+    skip "a kernel up to 7.3 ($kernel: $*)"
+}
+
 [ "$(uname -m)" = x86_64 ] || skip "an x86-64 host"
 command -v qemu-system-x86_64 >/dev/null || skip "qemu-system-x86_64 (apt-get install qemu-system-x86)"
 
@@ -100,8 +109,8 @@ build_sources() {
     mkdir "$root/build"
     cp "$here/dmnic.c" "$here/Kbuild" "$here/selftest.c" "$root/build/"
     # No BTF: it needs the kernel's debug image.
-    inside make -s -C "/usr/src/linux-headers-$(cat "$root/kernel/.complete")" M=/build CONFIG_DEBUG_INFO_BTF_MODULES= modules ||
-        fail "dmnic does not build for this kernel"
+    inside make -s -C "/usr/src/linux-headers-$(cat "$root/kernel/.complete")" M=/build \
+        CONFIG_DEBUG_INFO_BTF_MODULES= modules || fail_on_known_kernel "dmnic does not build for this kernel"
     inside strip -g /build/dmnic.ko || fail "strip failed"
     inside gcc -O2 -Wall -static -o /build/selftest /build/selftest.c || fail "the self-test does not build"
     echo "$stamp" >"$root/build/.stamp"
