@@ -290,13 +290,19 @@ fn ping(lanes: &mut [Lane], options: &Options, is_child: bool) -> usize {
         if !is_child {
             to.post();
         }
-        while !from.test() {}
+        until_done(from);
         if is_child {
             to.post();
         }
-        while !to.test() {}
+        until_done(to);
     }
     rounds
+}
+
+fn until_done(lane: &mut Lane) {
+    while !lane.test() {
+        std::thread::yield_now();
+    }
 }
 
 fn cpu_seconds() -> f64 {

@@ -26,6 +26,9 @@ const PIECE_BYTES_MIN: usize = 64 << 10;
 const PIECE_BYTES_MAX: usize = 512 << 10;
 /// Cuts are made at multiples of this.
 const PIECE_BYTES_STEP: usize = 4 << 10;
+/// A message before which all have gone is what somebody waits for: up to so many times the usual length it goes inline,
+/// since handing it to a worker would take longer than copying it.
+const LONE_FACTOR: usize = 2;
 /// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
@@ -176,10 +179,11 @@ impl SendComm {
         if own.posted[slot].is_some() {
             return Ok(None);
         }
+        let inline_bytes = settings().inline_bytes * if self.is_idle(&own) { LONE_FACTOR } else { 1 };
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
-        if bytes <= settings().inline_bytes {
+        if bytes <= inline_bytes {
             let length = bytes as u64;
             let head = Head { message, total_bytes: length, offset: 0, bytes: length, tag };
             own.inline.push_back(Piece { head, data });
@@ -189,6 +193,14 @@ impl SendComm {
             self.wake(message as usize, wanted);
         }
         Ok(Some(slot))
+    }
+
+    /// Whether the message before has gone, and with it whatever else there was to do.
+    fn is_idle(&self, own: &SendOwn) -> bool {
+        !own.sender.is_busy()
+            && own.inline.is_empty()
+            && !self.shared.has_work()
+            && (own.next == 0 || self.is_gone(slot_of(own.next - 1)))
     }
 
     /// Wakes as many sockets as have work, beginning with another one each time.
@@ -265,7 +277,7 @@ impl Drop for SendComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::testing::{connections, received, until};
+    use crate::testing::{connections, drained, received, until};
 
     /// More than the sockets of a comm take.
     const BYTES: usize = 64 << 20;
@@ -289,6 +301,25 @@ mod tests {
             let stream = received(conn.as_mut());
             assert!(!stream.contains(&0xEE), "{} bytes", stream.len());
         }
+    }
+
+    #[test]
+    fn a_message_that_is_alone_goes_inline_up_to_twice_the_usual_length() {
+        let (near, mut far) = connections(3);
+        let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let lone = settings().inline_bytes * LONE_FACTOR;
+        let mut source = vec![7; BYTES];
+        let mut post = |bytes| comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
+        let first = post(lone);
+        assert!(locked(&comm.own).inline.is_empty() && !comm.shared.has_work());
+        until("the first", || {
+            drained(far[0].as_mut());
+            comm.test(first).unwrap()
+        });
+        // Under way for as long as nobody receives it: what follows is not alone.
+        post(BYTES);
+        post(lone);
+        assert_eq!(locked(&comm.shared.queue).messages.back().unwrap().bytes, lone);
     }
 
     #[test]

@@ -57,6 +57,16 @@ pub fn send_some(conn: &mut dyn Conn, bytes: &[u8]) -> io::Result<usize> {
     Ok(sent)
 }
 
+/// What is there now.
+pub fn drained(conn: &mut dyn Conn) -> Vec<u8> {
+    let mut room = vec![0; 1 << 20];
+    let rest = [IoVec::new(room.as_mut_ptr(), room.len())];
+    // SAFETY: the room outlives the call.
+    let bytes = would_block(unsafe { conn.recv(&rest) }).unwrap();
+    room.truncate(bytes.unwrap_or(0));
+    room
+}
+
 /// All that comes until the other end closes.
 pub fn received(conn: &mut dyn Conn) -> Vec<u8> {
     let (mut all, mut room) = (Vec::new(), vec![0; 1 << 20]);

@@ -342,9 +342,10 @@ mod tests {
     use crate::pool::Pool;
     use crate::receiving::RecvComm;
     use crate::sending::SendComm;
-    use crate::testing::{Ends, Panics, connections, received, send, until};
+    use crate::testing::{Ends, Panics, connections, drained, received, send, until};
 
-    const BYTES: usize = 100 << 10;
+    /// Bulk, also where nothing else is under way.
+    const BYTES: usize = 200 << 10;
 
     /// Two connections, of which the one for bulk has a bug, and the other ends.
     fn with_a_bug() -> (Ends, Ends) {
@@ -376,9 +377,14 @@ mod tests {
         assert_eq!(fault.code, ResultCode::INTERNAL_ERROR);
 
         let slot = healthy.post(source.as_mut_ptr(), BYTES, 0, 0).unwrap().unwrap();
-        assert_eq!(until("a send", || healthy.test(slot).unwrap()), BYTES);
+        let mut stream = Vec::new();
+        let sent = until("a send", || {
+            stream.extend(drained(far[1].as_mut()));
+            healthy.test(slot).unwrap()
+        });
+        assert_eq!(sent, BYTES);
         drop(healthy);
-        let stream = received(far[1].as_mut());
+        stream.extend(received(far[1].as_mut()));
         assert_eq!(stream.iter().filter(|&&byte| byte == 7).count(), BYTES);
     }
 }
