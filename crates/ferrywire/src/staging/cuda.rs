@@ -16,7 +16,7 @@ use super::ring::Ring;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaBuffer, CudaError, CudaGpu, CudaStream, PinnedBuffer, pointer};
+use crate::memory::cuda::{CudaBuffer, CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
 use crate::memory::unpack::{CopyList, Kernels};
 
 /// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
@@ -111,7 +111,9 @@ impl Copier for CudaCopier {
         self.fill(runs);
         (self.marked, self.asked) = (mark, 0);
         self.check()?;
+        // A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not.
         if self.batch.len() >= KERNEL_RUNS_MIN
+            && !idle::streams_wait()
             && let Some(kernel) = &mut self.kernel
             // SAFETY: the flag outlives the stream; the rest by the caller's promise.
             && unsafe { kernel.copy(&self.stream, &self.batch, &self.flag, mark) }?

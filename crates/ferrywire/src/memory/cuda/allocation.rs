@@ -74,7 +74,7 @@ impl CudaBuffer {
         let address = block.raw.next_multiple_of(align as u64);
         let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };
         // SAFETY: memory of this length that nobody else uses.
-        unsafe { gpu.fill(buffer.address, 0, len) }?;
+        unsafe { gpu.zero(buffer.address, len) }?;
         Ok(buffer)
     }
 

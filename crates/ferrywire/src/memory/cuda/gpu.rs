@@ -6,7 +6,7 @@
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
-use super::{CudaBuffer, CudaStream, PinnedBuffer, pointer};
+use super::{CudaBuffer, CudaStream, PinnedBuffer, idle, pointer};
 use crate::limits::CUDA_GPUS_MAX;
 use crate::sys::numa;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -16,6 +16,9 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+/// What memory is zeroed from, piece by piece.
+static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
 /// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
@@ -321,6 +324,21 @@ impl CudaGpu {
         self.blocking(bytes, |stream, about| {
             // SAFETY: by the caller's promise.
             unsafe { call!(about, cuMemsetD8Async(target, byte, bytes, stream)) }
+        })
+    }
+
+    /// Zeroes device memory, and waits: by copies where there is little, or while a stream waits for a transfer. Filling is
+    /// work of the multiprocessors, and the queue in which the hardware takes such work may be the one of that stream.
+    ///
+    /// # Safety
+    /// As of [`CudaGpu::fill`].
+    pub(super) unsafe fn zero(&self, target: u64, bytes: usize) -> Result<()> {
+        if bytes > ZEROES.len() && !idle::streams_wait() {
+            // SAFETY: by the caller's promise.
+            return unsafe { self.fill(target, 0, bytes) };
+        }
+        (0..bytes).step_by(ZEROES.len()).try_for_each(|at| {
+            self.write_from_slice(target + at as u64, &ZEROES[..ZEROES.len().min(bytes - at)])
         })
     }
 

@@ -65,6 +65,11 @@ pub(crate) fn stream_waits() {
     WAITING.fetch_add(1, Ordering::AcqRel);
 }
 
+/// Whether any does.
+pub(crate) fn streams_wait() -> bool {
+    WAITING.load(Ordering::Acquire) > 0
+}
+
 /// It goes on. Never blocks.
 pub(crate) fn stream_goes_on() {
     WAITING.fetch_sub(1, Ordering::AcqRel);
