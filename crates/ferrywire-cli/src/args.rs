@@ -180,10 +180,17 @@ pub struct ServeFlags {
     /// Congestion control of this end's connections [default: chosen]
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
+    /// How channels move bytes; a peer has to ask for the same [default: auto]
+    #[arg(long)]
+    pub transport: Option<Transport>,
+    /// Let devmem change what NICs need for it: header split, rules for flows, which queues other flows go to; undone at the end
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_nic_setup: Option<bool>,
     /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: a peer can never name a file
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How a plugin's scattered receives into GPU memory are gathered, the same on both ends [default: kernel]
+    /// How receives into GPU memory are gathered that a plugin or devmem scatters; of a plugin the same on both ends [default: kernel]
     #[arg(long)]
     pub unpack: Option<Unpack>,
     /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
@@ -275,10 +282,14 @@ pub struct ConnectFlags {
     /// How channels move bytes [default: auto]
     #[arg(long)]
     pub transport: Option<Transport>,
+    /// Let devmem change what NICs need for it: header split, rules for flows, which queues other flows go to; undone at the end
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_nic_setup: Option<bool>,
     /// NCCL net plugin that carries payload; it runs in a process of its own. Both ends need the same one: give --plugin to serve too
     #[arg(long, value_name = "PATH")]
     pub plugin: Option<PathBuf>,
-    /// How a plugin's scattered receives into GPU memory are gathered, the same on both ends [default: kernel]
+    /// How receives into GPU memory are gathered that a plugin or devmem scatters; of a plugin the same on both ends [default: kernel]
     #[arg(long)]
     pub unpack: Option<Unpack>,
     /// Allow GPU memory over GPUDirectTCPX within one host, which ends the real one's process: for simulators
@@ -357,14 +368,13 @@ pub enum Pattern {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transport {
-    /// A plugin where one is named with --plugin, else TCP
+    /// A plugin where one is named with --plugin, else devmem where both ends can, else TCP
     Auto,
     /// TCP sockets
     Tcp,
     /// An NCCL net plugin for payload, TCP for the rest; needs --plugin on both ends
     Plugin,
-    /// Linux devmem TCP
-    #[value(hide = true)]
+    /// Linux devmem TCP: NICs write to and read from GPU memory; needs it on both ends
     Devmem,
     /// The simulated network
     #[value(hide = true)]

@@ -1,13 +1,14 @@
-//! What carries payload: the choice of transport and plugin.
+//! What carries payload: the choice of transport, plugin and devmem.
 //!
 //! Invariant: the file of a plugin is this end's own word. Nothing here is filled in from a peer.
 //! Read next: [`crate::plan`], which asks; [`crate::bench::isolated`], where a plugin runs.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ferrywire::memory::unpack::UnpackMode;
-use ferrywire::{Place, PluginConfig, limits};
+use ferrywire::{DevmemConfig, Place, PluginConfig, limits};
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
 use crate::exit::{Failure, Outcome};
@@ -95,6 +96,114 @@ impl PluginUse {
     }
 }
 
+/// Linux devmem TCP, and how it is used.
+#[derive(Clone, Debug)]
+pub struct DevmemUse {
+    /// The GPU whose memory is moved, beside host memory.
+    pub gpu: Option<Place>,
+    /// How scattered receives are gathered; `None`: by a kernel.
+    pub unpack: Option<Unpack>,
+    /// Longest message, where it is not the default.
+    pub message_bytes_max: Option<usize>,
+    /// Messages under way per channel, where it is not the default.
+    pub window: Option<usize>,
+    /// Settings of NICs may be changed.
+    pub allow_nic_setup: bool,
+    /// Without it there is no run.
+    pub required: bool,
+    /// Longest time for one call.
+    pub call_limit: Duration,
+}
+
+impl DevmemUse {
+    /// What was asked for, as it is typed behind `--transport`.
+    pub fn asked_for(&self) -> &'static str {
+        if self.required { "devmem" } else { "auto" }
+    }
+
+    /// The same for the engine.
+    pub fn config(&self) -> DevmemConfig {
+        let mut config = DevmemConfig::default()
+            .allow_nic_setup(self.allow_nic_setup)
+            .stall_limit(self.call_limit / 2)
+            .unpack(self.unpack.map_or_else(UnpackMode::default, mode));
+        if let Some(bytes) = self.message_bytes_max {
+            config = config.message_bytes_max(bytes);
+        }
+        if let Some(messages) = self.window {
+            config = config.window(messages);
+        }
+        if let Some(gpu) = self.gpu {
+            config = config.gpu(gpu);
+        }
+        if self.required { config } else { config.if_possible() }
+    }
+}
+
+/// Chooses for `connect` whether to try devmem.
+pub fn devmem_for_connect(
+    flags: &ConnectFlags,
+    addresses: &[SocketAddr],
+    call_limit: Duration,
+) -> Outcome<Option<DevmemUse>> {
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
+    let beyond = addresses.iter().any(|address| !address.ip().is_loopback());
+    let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
+        (Transport::Devmem, _) => true,
+        (Transport::Auto, None) if beyond => false,
+        _ => return Ok(None),
+    };
+    if flags.unpack == Some(Unpack::None) && flags.verify != Some(Verify::Off) {
+        return usage("--unpack none leaves the data in fragments: it needs --verify off");
+    }
+    if required && flags.crc == Some(true) && memory != Memory::Host {
+        return usage("--crc over devmem needs host memory on both ends: leave it out with memory of a GPU");
+    }
+    Ok(Some(DevmemUse {
+        gpu: memory.gpu(),
+        unpack: flags.unpack,
+        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
+        window: flags.window.filter(|_| required).map_or(Ok(None), |window| self::window(Some(window)))?,
+        allow_nic_setup: flags.allow_nic_setup.unwrap_or(false),
+        required,
+        call_limit,
+    }))
+}
+
+/// Likewise for `serve`, whose GPU has to be named: its memory is bound before a peer asks for any.
+pub fn devmem_for_serve(
+    flags: &ServeFlags,
+    listen: SocketAddr,
+    call_limit: Duration,
+) -> Outcome<Option<DevmemUse>> {
+    let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
+        (Transport::Devmem, Some(_)) => {
+            return usage("--plugin with --transport devmem: leave one of them out");
+        }
+        (Transport::Devmem, None) => true,
+        (Transport::Plugin, None) => return usage("--transport plugin: say which with --plugin PATH"),
+        (Transport::Tcp, Some(_)) => return usage("--plugin with --transport tcp: leave one of them out"),
+        (Transport::Sim, _) => return usage("--transport: this build has tcp, plugin and devmem only"),
+        (Transport::Auto, None) if !listen.ip().is_loopback() => false,
+        _ => return Ok(None),
+    };
+    let of_host = Memory::of_this_host(None);
+    if !required && memory.is_none() && of_host != Memory::Host {
+        tracing::info!("devmem is not tried: --memory {of_host} would say whose memory NICs are to reach");
+        return Ok(None);
+    }
+    Ok(Some(DevmemUse {
+        gpu: memory.and_then(Memory::gpu),
+        unpack: flags.unpack,
+        message_bytes_max: message_bytes_max(flags.chunk.map(|chunk| chunk.0))?,
+        window: flags.window.filter(|_| required).map_or(Ok(None), |window| self::window(Some(window)))?,
+        allow_nic_setup: flags.allow_nic_setup.unwrap_or(false),
+        required,
+        call_limit,
+    }))
+}
+
 /// Chooses for `connect`: the plugin to use, if it is one.
 pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
     // Without a word, a plugin moves host memory: not each of them can move a GPU's.
@@ -108,12 +217,16 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
         (Transport::Tcp, Some(_)) => {
             return usage("--plugin with --transport tcp: leave one of them out");
         }
-        (Transport::Devmem | Transport::Sim, _) => {
-            return usage("--transport: this build has tcp and plugin only");
+        (Transport::Devmem, Some(_)) => {
+            return usage("--plugin with --transport devmem: leave one of them out");
         }
-        (Transport::Auto | Transport::Tcp, None) => {
+        (Transport::Sim, _) => {
+            return usage("--transport: this build has tcp, plugin and devmem only");
+        }
+        (Transport::Auto | Transport::Tcp | Transport::Devmem, None) => {
+            let devmem = flags.transport == Some(Transport::Devmem);
             refuse_without_plugin(&[
-                ("--unpack", flags.unpack.is_some()),
+                ("--unpack", flags.unpack.is_some() && !devmem),
                 ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
             ])?;
             return Ok(None);
@@ -145,8 +258,9 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
 pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<PluginUse>> {
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     let Some(path) = &flags.plugin else {
+        let devmem = flags.transport == Some(Transport::Devmem);
         refuse_without_plugin(&[
-            ("--unpack", flags.unpack.is_some()),
+            ("--unpack", flags.unpack.is_some() && !devmem),
             ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
         ])?;
         // Chunk and window may stand in a file or environment for both ends; over TCP the peer's hold.

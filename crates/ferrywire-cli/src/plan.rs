@@ -10,11 +10,11 @@ use ferrywire::nccl::abi::Version;
 use ferrywire::topology::{Map, Wishes};
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, TopoFlags, Unpack,
-    Verify,
+    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, TopoFlags,
+    Transport, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
-use crate::carrier::{self, PluginUse};
+use crate::carrier::{self, DevmemUse, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::units::{Gpus, Names, Sizes};
@@ -104,6 +104,8 @@ pub struct EnginePlan {
     pub congestion_control: Option<String>,
     /// The plugin that carries payload.
     pub plugin: Option<PluginUse>,
+    /// Linux devmem TCP, if it is to be used, or tried.
+    pub devmem: Option<DevmemUse>,
     /// The shared secret.
     pub secret: Option<Vec<u8>>,
 }
@@ -224,6 +226,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         plugin: carrier::for_serve(&flags, call_limit)?,
+        devmem: carrier::devmem_for_serve(&flags, listen, call_limit)?,
         gpus,
         map,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
@@ -290,6 +293,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
     check_pattern(&flags)?;
     let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
     let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
+    let devmem = carrier::devmem_for_connect(&flags, &addresses, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
         addresses,
         run: plan_run(&flags, memory, deadline_s)?,
@@ -306,6 +310,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
             // A plugin's window is its own.
             window: at_least_one("--window", flags.window)?.filter(|_| plugin.is_none()),
             plugin,
+            devmem,
             threads: at_least_one("--threads", flags.threads)?,
             nics: flags.nics.map(|names| names.0).unwrap_or_default(),
             gpus,
@@ -367,7 +372,7 @@ fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Ru
     let typed = Memory::typed("--peer-memory", flags.peer_memory.as_deref())?;
     let peer_memory = typed.or(flags.plugin.as_ref().map(|_| Memory::Host));
     let on_gpus = memory != Memory::Host || peer_memory != Some(Memory::Host);
-    let scattered = flags.plugin.is_some() && on_gpus;
+    let scattered = (flags.plugin.is_some() || flags.transport == Some(Transport::Devmem)) && on_gpus;
     Ok(Run {
         op: flags.op.unwrap_or(Op::Write),
         pattern,

@@ -21,7 +21,8 @@ use crate::peer::Peer;
 use crate::progress::Worker;
 use crate::schedule;
 use crate::sys::affinity;
-use crate::transport::plugin::{Host, Variable};
+use crate::transport::carrier::Carrier;
+use crate::transport::plugin::Variable;
 use crate::transport::{Listener, SharedTransport, Transport};
 use crate::wakeup::Wakeup;
 use std::any::Any;
@@ -65,20 +66,25 @@ impl Endpoint {
         Arc::downgrade(&self.inner.engine)
     }
 
-    fn start(config: Config, transport: SharedTransport, plugin: Option<Arc<Host>>) -> Result<Endpoint> {
+    fn start(
+        config: Config,
+        transport: SharedTransport,
+        carrier: Option<Carrier>,
+        no_carrier: Option<String>,
+    ) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
         let listeners = listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let thread_only = plugin.is_some();
+        let thread_only = carrier.is_some();
         let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
         let spin = schedule::spin(cores, config.threads);
         let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
             .map(|index| Worker::new(index, threaded, thread_only, spin).map(Arc::new))
             .collect();
         let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
-        let engine = Engine::new(identity, config, transport, workers, threaded, plugin);
+        let engine = Engine::new(identity, config, transport, workers, threaded, carrier, no_carrier);
         let lobby = Arc::new(Lobby::default());
         let boot_id = affinity::boot_id().unwrap_or_default();
         let control = Control::new(&engine, listeners, addresses, boot_id, lobby.clone())
@@ -104,7 +110,7 @@ impl Endpoint {
 
     /// The variables that the plugin was loaded with and who set them; empty without a plugin.
     pub fn effective_environment(&self) -> Vec<Variable> {
-        self.inner.engine.plugin.as_ref().map(|host| host.environment().to_vec()).unwrap_or_default()
+        self.inner.engine.plugin().map(|host| host.environment().to_vec()).unwrap_or_default()
     }
 
     /// The configuration in force.

@@ -17,7 +17,8 @@ use crate::staging::Prepared;
 use crate::sys::fork::Origin;
 use crate::sys::poll::Waker;
 use crate::transport::SharedTransport;
-use crate::transport::plugin::Host;
+use crate::transport::carrier::Carrier;
+use crate::transport::plugin;
 use crossbeam_queue::SegQueue;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
@@ -39,8 +40,10 @@ pub(crate) struct Engine {
     pub workers: Vec<Arc<Worker>>,
     pub events: SegQueue<Event>,
     pub closing: AtomicBool,
-    /// The plugin that carries payload, if one does.
-    pub plugin: Option<Arc<Host>>,
+    /// What carries payload beside connections, where anything does.
+    pub carrier: Option<Carrier>,
+    /// Why nothing does, where it was to be tried.
+    pub no_carrier: Option<String>,
     /// Whether a thread turns the control side; else callers do.
     pub threaded: bool,
     pub prepared: Prepared,
@@ -64,7 +67,8 @@ impl Engine {
         transport: SharedTransport,
         workers: Vec<Arc<Worker>>,
         threaded: bool,
-        plugin: Option<Arc<Host>>,
+        carrier: Option<Carrier>,
+        no_carrier: Option<String>,
     ) -> Arc<Engine> {
         Arc::new_cyclic(|this| Engine {
             this: this.clone(),
@@ -76,7 +80,8 @@ impl Engine {
             events: SegQueue::new(),
             closing: AtomicBool::new(false),
             threaded,
-            plugin,
+            carrier,
+            no_carrier,
             prepared: Prepared::default(),
             gates: Gates::default(),
             regions: RegionTable::default(),
@@ -95,6 +100,11 @@ impl Engine {
             Some(engine) => engine,
             None => unreachable!("whoever calls a method of the engine keeps it alive"),
         }
+    }
+
+    /// The plugin that carries payload, if one does.
+    pub fn plugin(&self) -> Option<&Arc<plugin::Host>> {
+        self.carrier.as_ref().and_then(Carrier::plugin)
     }
 
     /// Makes sure that there is somebody to drop owners of memory.

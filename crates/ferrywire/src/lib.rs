@@ -90,5 +90,6 @@ pub use orchestrator::Orchestrator;
 pub use ordering::Ready;
 pub use peer::{Block, BlockList, Lengths, Peer};
 pub use stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
+pub use transport::devmem::{DevmemConfig, DevmemStats};
 pub use transport::plugin::PluginConfig;
 pub use wakeup::Wakeup;

@@ -195,6 +195,19 @@ pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 
 const _: () = assert!(PLUGIN_LOG_LINES_TOLD <= PLUGIN_LOG_LINES_KEPT);
+/// A lane over devmem TCP that fails within this time did not last.
+pub const LANE_SHORT_LIVED: Duration = Duration::from_secs(1);
+/// So many of a peer in a row end the session.
+pub const LANES_SHORT_LIVED_MAX: usize = 32;
+/// Receive queues of one NIC that an endpoint takes for devmem TCP at most.
+pub const DEVMEM_QUEUES_MAX: usize = 64;
+/// Memory that a NIC fills over devmem TCP, in bytes: the default, and its bounds.
+pub const DEVMEM_POOL_BYTES_DEFAULT: usize = 64 << 20;
+/// The least.
+pub const DEVMEM_POOL_BYTES_MIN: usize = 1 << 20;
+/// The most: fragments count their place in 32 bits.
+pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
+
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);

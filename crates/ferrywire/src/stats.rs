@@ -2,6 +2,7 @@
 
 use crate::limits;
 use crate::transport::Conn;
+use crate::transport::devmem::{DevmemCounters, DevmemStats};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -87,17 +88,19 @@ pub(crate) struct LaneCounters {
 }
 
 /// Which plugin and device carry a lane.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) struct LaneBy {
     pub plugin: String,
     pub version: String,
     pub device: i32,
     pub device_name: String,
+    /// What it counts, where it is of devmem TCP.
+    pub devmem: Option<Arc<DevmemCounters>>,
 }
 
 impl LaneCounters {
     fn snapshot(&self) -> Option<LaneStats> {
-        let LaneBy { plugin, version, device, device_name } =
+        let LaneBy { plugin, version, device, device_name, devmem } =
             self.by.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
         Some(LaneStats {
             plugin,
@@ -108,6 +111,7 @@ impl LaneCounters {
             receives_posted_most: self.receives_most.load(Ordering::Relaxed),
             closing_results: self.closing_results.load(Ordering::Relaxed),
             setup: Duration::from_micros(self.setup_us.load(Ordering::Relaxed)),
+            devmem: devmem.map(|counters| counters.snapshot()),
         })
     }
 }
@@ -176,7 +180,7 @@ impl ChannelCounters {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LaneStats {
-    /// Name of the plugin.
+    /// Name of the plugin, or `devmem`.
     pub plugin: String,
     /// Version of its interface.
     pub version: String,
@@ -192,6 +196,8 @@ pub struct LaneStats {
     pub closing_results: u64,
     /// Time from the channel's connection until both directions stood.
     pub setup: Duration,
+    /// What it did with fragments, where it is of devmem TCP.
+    pub devmem: Option<DevmemStats>,
 }
 
 /// What a channel moves between GPUs and its connection, through pinned memory.
@@ -262,6 +268,8 @@ pub struct ChannelStats {
 pub struct PeerStats {
     /// Name of the transport.
     pub transport: &'static str,
+    /// Why it is that one, where it was a choice.
+    pub transport_why: String,
     /// Its channels.
     pub channels: Vec<ChannelStats>,
     /// Chunks sent again because their channel was lost.

@@ -25,7 +25,7 @@ use super::link::{CLOSE_DEADLINE, Link, Stop};
 use super::protocol::{Message, PEERS_MAX, Run};
 use super::turns::Turns;
 use crate::args::Pattern;
-use crate::carrier::PluginUse;
+use crate::carrier::{DevmemUse, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::nics;
@@ -229,7 +229,8 @@ fn builder(
     let threads = plan.threads.or(Some(share));
     let gpu = memory.gpu();
     let plugin = plan.plugin.as_ref().map(|plugin| PluginUse { gpu, ..plugin.clone() });
-    let plan = EnginePlan { nics: place.nics.clone(), threads, plugin, ..plan.clone() };
+    let devmem = plan.devmem.as_ref().map(|devmem| DevmemUse { gpu, ..devmem.clone() });
+    let plan = EnginePlan { nics: place.nics.clone(), threads, plugin, devmem, ..plan.clone() };
     Ok(super::builder(&plan, listen)?.cores(place.cores.iter().copied()))
 }
 

@@ -77,6 +77,9 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
     if let Some(plugin) = &plan.plugin {
         builder = builder.plugin(plugin.config());
     }
+    if let Some(devmem) = &plan.devmem {
+        builder = builder.devmem(devmem.config());
+    }
     Ok(builder)
 }
 

@@ -120,7 +120,11 @@ fn config(plan: &ConnectPlan) -> Value {
     let mut config = json!(plan.run);
     let own = json!({
         "address": addresses,
-        "transport": if plugin.is_some() { "plugin" } else { "tcp" },
+        "transport": match (plugin, &plan.engine.devmem) {
+            (Some(_), _) => "plugin",
+            (None, Some(devmem)) => devmem.asked_for(),
+            (None, None) => "tcp",
+        },
         "plugin": plugin.map(|plugin| &plugin.path),
         "unpack": plugin.and_then(|plugin| plugin.unpack),
         "nics": plan.engine.nics,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use ferrywire::LaneStats;
+use ferrywire::{DevmemStats, LaneStats};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
@@ -155,9 +155,11 @@ pub struct Circumstances<'a> {
     pub ranks: &'a [RankPair],
     /// How channels move bytes.
     pub transport: String,
+    /// Why so, where that was a choice.
+    pub transport_why: String,
     /// How scattered receives are gathered, where receives can be scattered.
     pub unpack: Option<Unpack>,
-    /// The lanes of a plugin; empty without one.
+    /// The lanes of a plugin or of devmem; empty without.
     pub lanes: Vec<LaneStats>,
     /// Channels per peer.
     pub channels: usize,
@@ -372,6 +374,30 @@ fn cpu_per_gb(now: &Circumstances, size: u64, report: &StepReport, share: &Share
     })
 }
 
+/// What lanes of devmem have counted at this end since they stand, all channels together.
+fn devmem(lanes: &[LaneStats]) -> Option<Value> {
+    let counted: Vec<&DevmemStats> = lanes.iter().filter_map(|lane| lane.devmem.as_ref()).collect();
+    let sum = |of: fn(&DevmemStats) -> u64| counted.iter().map(|stats| of(stats)).sum::<u64>();
+    counted.first().map(|first| {
+        json!({
+            "pool_bytes": first.pool_bytes,
+            "receive_calls": sum(|stats| stats.receive_calls),
+            "release_calls": sum(|stats| stats.release_calls),
+            "send_calls": sum(|stats| stats.send_calls),
+            "fragments": sum(|stats| stats.fragments),
+            "fragment_bytes": sum(|stats| stats.fragment_bytes),
+            "released": sum(|stats| stats.released),
+            "linear_bytes": sum(|stats| stats.linear_bytes),
+            "plain_bytes": sum(|stats| stats.plain_bytes),
+            "gathers": sum(|stats| stats.gathers),
+            "device_sent_bytes": sum(|stats| stats.device_sent_bytes),
+            "staged_sent_bytes": sum(|stats| stats.staged_sent_bytes),
+            "host_sent_bytes": sum(|stats| stats.host_sent_bytes),
+            "waits": sum(|stats| stats.waits),
+        })
+    })
+}
+
 fn extra(
     now: &Circumstances,
     size: u64,
@@ -381,9 +407,15 @@ fn extra(
 ) -> Map<String, Value> {
     let run = now.run;
     let mut extra = Map::new();
+    if !now.transport_why.is_empty() {
+        extra.insert("transport_why".into(), json!(now.transport_why));
+    }
     if let Some(lane) = now.lanes.first() {
         let most = |of: fn(&LaneStats) -> u64| now.lanes.iter().map(of).max();
-        extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)));
+        match devmem(&now.lanes) {
+            Some(counted) => drop(extra.insert("devmem".into(), counted)),
+            None => drop(extra.insert("plugin".into(), json!(format!("{} ({})", lane.plugin, lane.version)))),
+        }
         extra.insert("sends_posted_most".into(), json!(most(|lane| lane.sends_posted_most)));
         extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));

@@ -24,7 +24,7 @@ use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
-use crate::plan::ServePlan;
+use crate::plan::{EnginePlan, ServePlan};
 use crate::sys;
 
 /// What the first peer of a run may take longer to greet than its --deadline: until then it connects the others.
@@ -230,16 +230,20 @@ fn complain_once(last: &mut Option<Error>, error: Error) {
 }
 
 /// Where the bytes of this end shall lie: where the peer asks, if that is offered. Host memory always is; beside it
-/// the kind that was named to this end, or any GPU that is here.
-fn offered(hello: &Hello, own: Option<Memory>, has_plugin: bool) -> Outcome<Memory> {
+/// the kind that was named to this end, or any GPU that is here; plugin and devmem have to be told of theirs.
+fn offered(hello: &Hello, own: Option<Memory>, engine: &EnginePlan) -> Outcome<Memory> {
     let Some(asked) = hello.run.peer_memory else {
         let neighbour = Some(hello.run.memory).filter(|_| hello.boot_id == Host::this().boot_id);
-        return Ok(own.unwrap_or_else(|| Memory::of_this_host(neighbour)));
+        return Ok(match own {
+            Some(own) => own,
+            None if engine.devmem.is_some() => Memory::Host,
+            None => Memory::of_this_host(neighbour),
+        });
     };
     match asked {
         Memory::Host => Ok(asked),
         _ if own == Some(asked) => Ok(asked),
-        Memory::Cuda(_) if own.is_none() && !has_plugin => Ok(asked),
+        Memory::Cuda(_) if own.is_none() && engine.plugin.is_none() && engine.devmem.is_none() => Ok(asked),
         _ => Err(Failure::failed(format!(
             "this end offers no memory {asked}: start its serve with --memory {asked}"
         ))),
@@ -285,7 +289,7 @@ fn admit(
         return Err(Failure::Failed(protocol::other_version(hello.version.into())));
     }
     hello.run.check().map_err(Failure::Failed)?;
-    let memory = offered(&hello, own, plugin.is_some())?;
+    let memory = offered(&hello, own, &plan.engine)?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
     // Not before: a run that is about to end still has its memory.

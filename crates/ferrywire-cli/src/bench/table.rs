@@ -226,6 +226,9 @@ fn setting(record: &Record, row: &ResultRow) -> String {
 
 /// Why this transport was chosen.
 fn why(row: &ResultRow) -> String {
+    if let Some(why) = row.extra.get("transport_why").and_then(|why| why.as_str()) {
+        return why.to_owned();
+    }
     match row.extra.get("plugin").and_then(|plugin| plugin.as_str()) {
         Some(plugin) => format!("one was named: {plugin}"),
         None if row.memory == "host" && row.peer_memory == "host" => "both ends are host memory".to_owned(),

@@ -150,7 +150,10 @@ impl Config {
                 let (settled, proposed) = (self.crc, proposed.crc);
                 (settled != proposed).then(|| format!("crc = {settled}, where {proposed} was proposed"))
             })
-            .or_else(|| (self.extra != proposed.extra).then(|| String::from("extra bytes not proposed")))
+            .or_else(|| {
+                let other = !self.extra.is_empty() && self.extra != proposed.extra;
+                other.then(|| String::from("extra bytes not proposed"))
+            })
     }
 
     /// Refuses a configuration that could not be sent.

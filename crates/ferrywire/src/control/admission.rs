@@ -1,6 +1,7 @@
 //! Who may come in: the book of sessions that handshakes look things up in.
 
 use super::full;
+use super::lanes::LANE;
 use super::lobby::{Lobby, Seat};
 use crate::bootstrap::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
@@ -8,7 +9,7 @@ use crate::bootstrap::{
 };
 use crate::config::Secret;
 use crate::limits;
-use crate::transport::plugin::{Host, Terms};
+use crate::transport::carrier::{self, Carrier};
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +19,7 @@ pub(super) struct Book {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
-    plugin: Option<Arc<Host>>,
+    carrier: Option<Carrier>,
     sessions: HashMap<u64, Known>,
     lobby: Arc<Lobby>,
 }
@@ -35,27 +36,17 @@ impl Book {
         me: Hello,
         secret: Option<Secret>,
         secret_needed: bool,
-        plugin: Option<Arc<Host>>,
+        carrier: Option<Carrier>,
         lobby: Arc<Lobby>,
     ) -> Book {
-        Book { me, secret, secret_needed, plugin, sessions: HashMap::new(), lobby }
+        Book { me, secret, secret_needed, carrier, sessions: HashMap::new(), lobby }
     }
 
-    /// Whether both ends move payload alike.
-    fn agree(&self, peer: &Hello, config: &Config) -> Result<(), String> {
-        let theirs = (!config.extra.is_empty()).then(|| Terms::decode(&config.extra));
-        match (&self.plugin, theirs) {
-            (None, None) => Ok(()),
-            (Some(host), Some(theirs)) => host.agree(&theirs, peer.boot_id == self.me.boot_id, config),
-            (here, there) => {
-                let here = here.as_ref().map_or("no plugin", |host| host.plugin.name());
-                let there = there.as_ref().map_or("no plugin", |terms| terms.plugin());
-                Err(format!(
-                    "payload goes over {here} at the end that accepts and over {there} at the end that connects; \
-                     both need the same"
-                ))
-            }
-        }
+    /// The session as we take it: whether payload goes over lanes is settled here.
+    fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
+        let same_host = peer.boot_id == self.me.boot_id;
+        let extra = carrier::answer(self.carrier.as_ref(), &config.extra, same_host, config)?;
+        Ok(Config { extra, ..config.clone() })
     }
 
     /// Where we listen may change while we run: NICs come and go.
@@ -137,7 +128,7 @@ impl Admission for Admitter {
         if peer.identity == book.me.identity {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
-        book.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
+        let config = book.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
         let mut session = random_u64();
         while book.sessions.contains_key(&session) {
             session = random_u64();
@@ -152,13 +143,16 @@ impl Admission for Admitter {
             )));
         }
         self.seat = seat;
-        Ok((session, config.clone()))
+        Ok((session, config))
     }
 
     fn decide_data(&mut self, session: u64, channel: u16, generation: u32) -> Result<(), Refusal> {
         match self.book().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
-            Some(known) if channel >= known.config.channels => {
+            Some(known) if channel & LANE != 0 && known.config.extra.is_empty() => {
+                Err(Refusal::new(RefusalCode::Config, "the session has no lanes"))
+            }
+            Some(known) if channel & !LANE >= known.config.channels => {
                 Err(Refusal::new(RefusalCode::Config, "the session has fewer channels"))
             }
             Some(_) if generation == u32::MAX => {

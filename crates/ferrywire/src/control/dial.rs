@@ -33,6 +33,12 @@ pub(super) enum DialFor {
         index: u16,
         generation: u32,
     },
+    /// A further connection, for a channel's lane.
+    Lane {
+        session: u64,
+        index: u16,
+        generation: u32,
+    },
 }
 
 /// A data connection that has its port, and that the peer is told of before it is dialled.
@@ -99,12 +105,16 @@ impl Dial {
         };
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
+        let offered = match &engine.carrier {
+            Some(carrier) => carrier.offer(address, engine)?,
+            None => Vec::new(),
+        };
         let session = SessionConfig {
             channels: config.channels.unwrap_or_else(default) as u16,
             chunk_bytes: config.chunk_bytes as u32,
             window: config.window as u32,
             crc: config.crc,
-            extra: engine.plugin.as_ref().map(|host| host.terms().encode()).unwrap_or_default(),
+            extra: offered,
         };
         let purpose = Purpose::New { config: session };
         Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)
@@ -176,7 +186,9 @@ impl Dial {
         match &self.what {
             DialFor::New { .. } => false,
             DialFor::Resume { session } => links.get(session).is_none_or(|link| !link.needs_resume()),
-            DialFor::Channel { session, .. } => links.get(session).is_none_or(Link::dying),
+            DialFor::Channel { session, .. } | DialFor::Lane { session, .. } => {
+                links.get(session).is_none_or(Link::dying)
+            }
         }
     }
 

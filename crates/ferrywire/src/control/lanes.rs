@@ -4,10 +4,14 @@
 //! control session, and hands the channel to its worker when both directions of its own stand. The other
 //! end may not be so far: what is sent until then waits in the connection.
 //!
+//! A lane that needs a connection of its own has it dialled by the end that opened the session, to the same port and with
+//! the same proof as the channel's, under the channel's number with [`LANE`] set.
+//!
 //! Invariant: a lane that does not come about costs its channel, and before the peer is up the session, with
 //! the same reason at both ends.
-//! Read next: `transport/plugin/setup.rs`.
+//! Read next: `transport/carrier.rs`, `transport/plugin/setup.rs`, `transport/devmem/setup.rs`.
 
+use super::dial::{Announced, Dial, DialFor};
 use super::link::{Link, Slot};
 use crate::channel::Channel;
 use crate::engine::Engine;
@@ -17,29 +21,54 @@ use crate::nccl::abi::HANDLE_BYTES;
 use crate::posted::Posted;
 use crate::session::ControlMessage;
 use crate::transport::Conn;
-use crate::transport::plugin::{Host, Progress, Setup};
+use crate::transport::carrier::Carrier;
+use crate::transport::lane::{Progress, Setup};
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
+
+/// Marks the number of a channel whose lane a connection is for.
+pub(super) const LANE: u16 = 1 << 15;
+
+const _: () = assert!(limits::CHANNELS_MAX < LANE as usize);
 
 /// A channel whose lane is being set up.
 struct Waiting {
     generation: u32,
     conn: Box<dyn Conn>,
-    setup: Setup,
+    setup: Box<dyn Setup>,
 }
 
 /// All of one peer's.
-#[derive(Default)]
 pub(super) struct Lanes {
+    /// What they are of; without, there are none.
+    carrier: Option<Carrier>,
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that came before our end of the connection stood.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
-    setup_limit: Option<Duration>,
+    /// Lanes in a row that failed soon after they stood.
+    short_lived: usize,
 }
 
 impl Lanes {
+    pub fn new(carrier: Option<Carrier>) -> Lanes {
+        Lanes { carrier, waiting: BTreeMap::new(), early: BTreeMap::new(), short_lived: 0 }
+    }
+
+    /// A lane that stood for such a time has failed: whether others would too. A plugin's always; connections of the
+    /// kernel's are made anew, as over TCP, unless several in a row do not last.
+    pub fn failed_for_good(&mut self, stood: Duration) -> bool {
+        self.short_lived = if stood < limits::LANE_SHORT_LIVED { self.short_lived + 1 } else { 0 };
+        let is_plugin = self.carrier.as_ref().is_some_and(|carrier| carrier.plugin().is_some());
+        is_plugin || self.short_lived >= limits::LANES_SHORT_LIVED_MAX
+    }
+
+    pub fn carrier(&self) -> Option<Carrier> {
+        self.carrier.clone()
+    }
+
     /// The set-up of a channel is given up.
     pub fn drop_setup(&mut self, index: u16) {
         self.waiting.remove(&index);
@@ -54,7 +83,7 @@ impl Lanes {
     /// How long channels may take until a peer is taken as it is, with some and with none of them: longer
     /// where lanes are set up.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
-        let more = self.setup_limit.unwrap_or_default();
+        let more = self.carrier.as_ref().map(Carrier::setup_limit).unwrap_or_default();
         (some + more, none + more)
     }
 }
@@ -63,16 +92,15 @@ impl Link {
     /// The connection of a channel stands: begins to set up its lane.
     pub(super) fn start_lane(
         &mut self,
+        carrier: Carrier,
         engine: &Engine,
         conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
         now: Duration,
     ) {
-        let Some(host) = &engine.plugin else { return };
-        self.lanes.setup_limit = Some(host.config.setup_limit);
         self.set_slot(index, Slot::Lane, generation);
-        match begin(engine, host, &*conn, now) {
+        match carrier.begin(engine, &*conn, self.dials(), now) {
             Ok(setup) => {
                 self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
             }
@@ -119,15 +147,15 @@ impl Link {
                 Progress::Handle(handle) => {
                     self.say(ControlMessage::Lane { channel: index, generation, handle }, now);
                 }
-                Progress::Ready(lane) => {
+                Progress::Ready(lane, by) => {
                     let Some(Waiting { conn, setup, .. }) = self.lanes.waiting.remove(&index) else {
                         continue;
                     };
                     let (peer, counters) = (self.peer().clone(), self.peer().counters(index));
                     let setup_us = setup.age(now).as_micros() as u64;
                     counters.lane.setup_us.store(setup_us, Ordering::Relaxed);
-                    *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(lane.by());
-                    let limit = engine.plugin.as_ref().map(|host| host.config.stall_limit);
+                    *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
+                    let limit = self.lanes.carrier.as_ref().map(Carrier::stall_limit);
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
                     let posted = Posted::new(peer.manner.of(lane, limit), limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);
@@ -138,6 +166,74 @@ impl Link {
             worked = true;
         }
         worked
+    }
+
+    /// Connections that lanes need and that have to be dialled now.
+    pub(super) fn take_lane_dials(&mut self, now: Duration) -> Vec<(Dial, DialFor)> {
+        let mut out = Vec::new();
+        let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
+        for index in indices {
+            let Some(waiting) = self.lanes.waiting.get_mut(&index) else { continue };
+            if !waiting.setup.wants_connection() {
+                continue;
+            }
+            let (generation, local, remote) =
+                (waiting.generation, waiting.conn.local(), waiting.conn.remote());
+            match self.dial_lane(index, generation, local, remote) {
+                Ok(dial) => out.push(dial),
+                Err(error) => self.lane_given_up(index, generation, error.to_string(), now),
+            }
+        }
+        out
+    }
+
+    /// Beside the channel's own connection: over the same NIC, to the same port.
+    fn dial_lane(
+        &self,
+        index: u16,
+        generation: u32,
+        local: SocketAddr,
+        remote: SocketAddr,
+    ) -> Result<(Dial, DialFor), Error> {
+        let engine = self.peer().engine();
+        let nics = engine.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+        let nic = nics.iter().find(|nic| nic.address == local.ip());
+        let announced = Announced::new(self.peer(), nic, remote, &self.bulk_options())?;
+        let (session, key) = self.keys();
+        let dial = Dial::channel(announced, session, key, index | LANE, generation)?;
+        Ok((dial, DialFor::Lane { session, index, generation }))
+    }
+
+    /// The connection of a lane: dialled by us, or come in.
+    pub(super) fn lane_connected(
+        &mut self,
+        engine: &Engine,
+        mut conn: Box<dyn Conn>,
+        index: u16,
+        generation: u32,
+        now: Duration,
+    ) {
+        let options = self.bulk_options();
+        let waiting = self.lanes.waiting.get_mut(&index).filter(|waiting| waiting.generation == generation);
+        let Some(waiting) = waiting else {
+            tracing::debug!(
+                peer = self.peer().name(),
+                channel = index,
+                "a stale connection of a lane was dropped"
+            );
+            return;
+        };
+        engine.transport.tune(&mut *conn, &options);
+        if let Err(why) = waiting.setup.connected(conn) {
+            self.lane_given_up(index, generation, why, now);
+        }
+    }
+
+    /// It could not be dialled.
+    pub(super) fn lane_not_connected(&mut self, index: u16, generation: u32, error: &Error, now: Duration) {
+        if self.lanes.waiting.get(&index).is_some_and(|waiting| waiting.generation == generation) {
+            self.lane_given_up(index, generation, format!("the connection of its lane: {error}"), now);
+        }
     }
 
     /// The lane of a channel does not come about.
@@ -162,16 +258,4 @@ impl Link {
         let why = format!("{why}; it carried channels {}", channels.join(", "));
         self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
     }
-}
-
-fn begin(engine: &Engine, host: &Arc<Host>, conn: &dyn Conn, now: Duration) -> Result<Setup, String> {
-    let nics = engine.transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
-    let device = host.device_at(conn.local().ip(), &nics)?;
-    let engine = Arc::downgrade(&engine.shared());
-    let wake = Box::new(move || {
-        if let Some(engine) = engine.upgrade() {
-            engine.wake_control();
-        }
-    });
-    Setup::start(host, device, now, wake)
 }

@@ -28,6 +28,7 @@ use crate::transport::{Conn, IoVec, Listener};
 use admission::{Admitter, Book};
 use clock::Clock;
 use dial::{Dial, DialFailure, DialFor};
+use lanes::LANE;
 use link::Link;
 pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
@@ -107,7 +108,7 @@ impl Control {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let book = Book::new(me.clone(), secret, needed, engine.plugin.clone(), lobby.clone());
+        let book = Book::new(me.clone(), secret, needed, engine.carrier.clone(), lobby.clone());
         Ok(Control {
             listeners,
             incoming: VecDeque::new(),
@@ -156,7 +157,7 @@ impl Control {
 
     /// A call of a plugin that does not return holds its worker for good: the peers behind it are lost.
     fn watch_calls(&mut self, engine: &Engine, now: Duration) {
-        let Some(host) = &engine.plugin else { return };
+        let Some(host) = engine.plugin() else { return };
         if now.saturating_sub(self.calls_seen) < limits::PATH_CHECK_INTERVAL {
             return;
         }
@@ -347,7 +348,10 @@ impl Control {
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
-                link.channel_accepted(engine, conn, channel, generation, now);
+                match channel & LANE {
+                    0 => link.channel_accepted(engine, conn, channel, generation, now),
+                    _ => link.lane_connected(engine, conn, channel & !LANE, generation, now),
+                }
             }
             Outcome::Control(established) => {
                 let session = established.session;
@@ -478,6 +482,18 @@ impl Control {
                     Err(failure) => link.resume_failed(failure, now),
                 }
             }
+            (DialFor::Lane { session, index, generation }, result) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(_) => {
+                        drop(conn.fd().map(|fd| self.poller.remove(fd)));
+                        link.lane_connected(engine, conn, index, generation, now);
+                    }
+                    Err(failure) => link.lane_not_connected(index, generation, &failure.error, now),
+                }
+            }
             (DialFor::Channel { session, index, generation }, result) => {
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
@@ -520,7 +536,8 @@ impl Control {
             }
             worked |= link.turn(engine, now);
             let received = link.received();
-            let dials = link.take_dials(engine, &self.me, now);
+            let mut dials = link.take_dials(engine, &self.me, now);
+            dials.extend(link.take_lane_dials(now));
             // What was announced is to be heard now, not after the next sleep.
             worked |= link.write(now);
             let (over, interest) = (link.over(), link.changed_interest());

@@ -7,9 +7,11 @@ use crate::config::{Config, Secret};
 use crate::error::{Error, Result};
 use crate::schedule;
 use crate::sys::affinity;
-use crate::transport::plugin::{Host, PluginConfig, PluginTransport, Variable, environment_for};
+use crate::transport::carrier::Carrier;
+use crate::transport::devmem::{self, DevmemConfig};
+use crate::transport::plugin::{self, PluginConfig, Variable, environment_for};
 use crate::transport::tcp::TcpTransport;
-use crate::transport::{SharedTransport, Transport};
+use crate::transport::{BesideTransport, Nic, SharedTransport, Transport};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,12 +22,13 @@ pub struct Builder {
     config: Config,
     transport: Option<SharedTransport>,
     plugin: Option<PluginConfig>,
+    devmem: Option<DevmemConfig>,
     cores: Vec<usize>,
 }
 
 impl Builder {
     pub(super) fn new() -> Builder {
-        Builder { config: Config::default(), transport: None, plugin: None, cores: Vec::new() }
+        Builder { config: Config::default(), transport: None, plugin: None, devmem: None, cores: Vec::new() }
     }
 
     /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
@@ -120,6 +123,13 @@ impl Builder {
         self
     }
 
+    /// Moves payload over the kernel's devmem TCP where the NICs can; everything else goes over the transport beside it.
+    /// Both ends of a session need it, unless both say [`if_possible`](DevmemConfig::if_possible).
+    pub fn devmem(mut self, devmem: DevmemConfig) -> Builder {
+        self.devmem = Some(devmem);
+        self
+    }
+
     /// The variables that the plugin would be loaded with, for a process that starts another one with them:
     /// some of a plugin's libraries read theirs before any of its functions is called. Empty without a plugin.
     pub fn plugin_environment(&self) -> Result<Vec<Variable>> {
@@ -153,14 +163,43 @@ impl Builder {
         let inner: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
         let options = self.config.bulk_options();
         inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
-        let Some(plugin) = self.plugin else {
-            return Endpoint::start(self.config, inner, None);
-        };
         let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
-        // SAFETY: whoever made the configuration has promised it.
-        let host = unsafe { Host::load(plugin, &self.config, &nics) }?;
-        self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
-        let transport = Arc::new(PluginTransport { inner, gpu: host.gpu() });
-        Endpoint::start(self.config, transport, Some(Arc::new(host)))
+        match (self.plugin, self.devmem) {
+            (None, None) => Endpoint::start(self.config, inner, None, None),
+            (Some(_), Some(_)) => {
+                Err(Error::invalid("transport", "a plugin and devmem: payload takes one way, choose one"))
+            }
+            (Some(plugin), None) => {
+                // SAFETY: whoever made the configuration has promised it.
+                let host = unsafe { plugin::Host::load(plugin, &self.config, &nics) }?;
+                self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
+                let transport = Arc::new(BesideTransport { inner, gpu: host.gpu(), name: "plugin" });
+                Endpoint::start(self.config, transport, Some(Carrier::Plugin(Arc::new(host))), None)
+            }
+            (None, Some(devmem)) => start_devmem(self.config, devmem, inner, &nics),
+        }
     }
+}
+
+fn start_devmem(
+    mut config: Config,
+    devmem: DevmemConfig,
+    inner: SharedTransport,
+    nics: &[Nic],
+) -> Result<Endpoint> {
+    let (gpu, required) = (devmem.gpu, devmem.required);
+    let host = match devmem::Host::open(devmem, &config, nics) {
+        Ok(host) => host,
+        Err(error) if !required => {
+            return Endpoint::start(config, inner, None, Some(error.to_string()));
+        }
+        Err(error) => return Err(error),
+    };
+    config.chunk_bytes = config.chunk_bytes.min(host.config.message_bytes_max);
+    if required {
+        // A channel over another NIC would have no lane.
+        config.nics = host.nics();
+    }
+    let transport = Arc::new(BesideTransport { inner, gpu, name: devmem::NAME });
+    Endpoint::start(config, transport, Some(Carrier::Devmem(Arc::new(host))), None)
 }

@@ -15,6 +15,9 @@ pub(crate) struct HostBuffer {
     layout: Layout,
 }
 
+// SAFETY: plain memory, freed once; the pointer is only handed out raw.
+unsafe impl Send for HostBuffer {}
+
 impl HostBuffer {
     /// `len` zeroed bytes.
     pub fn zeroed(len: usize) -> Result<HostBuffer> {

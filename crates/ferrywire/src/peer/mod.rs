@@ -383,7 +383,8 @@ impl Peer {
     pub fn stats(&self) -> PeerStats {
         let channels = self.state.counters.iter().enumerate();
         PeerStats {
-            transport: self.state.engine.transport.name(),
+            transport: self.state.transport,
+            transport_why: self.state.transport_why.clone(),
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
             resent_chunks: self.state.resent.load(Ordering::Relaxed),
             lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),

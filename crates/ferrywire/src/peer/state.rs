@@ -92,6 +92,9 @@ pub(crate) struct PeerInfo {
     pub same_host: bool,
     /// How payload goes over lanes beside the channels' connections, if it does.
     pub lanes: Option<Manner>,
+    /// How its payload travels, and why so where that was a choice.
+    pub transport: &'static str,
+    pub transport_why: String,
 }
 
 /// The shared state of a connected peer.
@@ -105,6 +108,8 @@ pub(crate) struct PeerState {
     pub queue: SendQueue,
     /// How its lanes are used, where it has any.
     pub manner: Manner,
+    pub(super) transport: &'static str,
+    pub(super) transport_why: String,
     pub inbound: Inbound,
     pub window_frames: usize,
     pub same_host: bool,
@@ -150,6 +155,8 @@ impl PeerState {
             address: info.address,
             queue: if info.lanes.is_some() { queue.with_lanes(plan) } else { queue },
             manner: info.lanes.unwrap_or_default(),
+            transport: info.transport,
+            transport_why: info.transport_why,
             inbound: Inbound::default(),
             window_frames: info.window,
             same_host: info.same_host,
@@ -302,7 +309,7 @@ impl PeerState {
 
     /// For tests only: it closes without asking.
     pub fn skips_drain(&self) -> bool {
-        self.engine.plugin.as_ref().is_some_and(|host| host.config.skip_drain)
+        self.engine.plugin().is_some_and(|host| host.config.skip_drain)
     }
 
     /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
@@ -318,7 +325,7 @@ impl PeerState {
 
     /// Asks to be woken when operations are lost to such a call.
     pub fn wake_at_loss(&self, wakeup: &Wakeup) {
-        if self.engine.plugin.is_none() {
+        if self.engine.plugin().is_none() {
             return;
         }
         self.lost_waiters.add(wakeup.handle());

@@ -35,6 +35,8 @@ use crank::{Slot, Turn};
 const SPIN: Duration = Duration::from_micros(50);
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
 const NAP: Duration = Duration::from_micros(150);
+/// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
+const NAP_MAX: Duration = Duration::from_micros(1200);
 /// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
 const COPY_NAP: Duration = Duration::from_micros(30);
 /// How often a parked thread looks whether callers still drive.
@@ -412,12 +414,13 @@ impl Worker {
     /// Drives until there is nothing to do; true when a caller wants the crank.
     fn drive_until_idle(&self, crank: &mut Crank, engine: &Engine) -> bool {
         let mut idle_since: Option<Instant> = None;
+        let mut nap = NAP;
         loop {
             if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
                 return true;
             }
             if crank.turn(self, engine, &mut || false) == Turn::Worked {
-                idle_since = None;
+                (idle_since, nap) = (None, NAP);
                 continue;
             }
             if let Some(pause) = crank.lanes_pause().filter(|_| self.thread_only) {
@@ -425,7 +428,8 @@ impl Worker {
                 continue;
             }
             if self.thread_only && !self.kept.load(Ordering::Relaxed) && crank.lanes_in_bulk() {
-                self.nap(crank);
+                self.nap(crank, nap);
+                nap = NAP_MAX.min(2 * nap);
                 continue;
             }
             if idle_since.get_or_insert_with(Instant::now).elapsed() > self.spin {
@@ -438,11 +442,11 @@ impl Worker {
     /// Leaves the cores to the plugin's own threads for a moment, while lanes have enough to do: what a thread
     /// burns by asking again and again, they lack. Whoever has something new ends the nap. A thread that keeps to
     /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
-    fn nap(&self, crank: &mut Crank) {
+    fn nap(&self, crank: &mut Crank, limit: Duration) {
         self.state.store(IN_POLL, Ordering::SeqCst);
         let mut ready = std::mem::take(&mut crank.ready);
         let nothing_new = self.commands.is_empty() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
-        let waited = if nothing_new { self.poller.wait(&mut ready, Some(NAP)) } else { Ok(()) };
+        let waited = if nothing_new { self.poller.wait(&mut ready, Some(limit)) } else { Ok(()) };
         if let Err(error) = waited {
             tracing::error!(%error, "waiting for sockets failed");
         }

@@ -9,6 +9,7 @@
 pub mod affinity;
 pub mod cmsg;
 pub mod devmem;
+pub mod dmabuf;
 pub mod ethtool;
 pub mod flow;
 pub(crate) mod fork;

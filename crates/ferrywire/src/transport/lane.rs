@@ -10,7 +10,10 @@
 //! [`Lane::window`].
 //! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
 
+use super::Conn;
 use crate::memory::Memory;
+use crate::nccl::abi::HANDLE_BYTES;
+use crate::stats::LaneBy;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -80,6 +83,38 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
         // SAFETY: `at` stays within the slot, of which `left` bytes are left.
         at = unsafe { at.add(bytes) };
     }
+}
+
+/// Where the set-up of a lane stands.
+pub(crate) enum Progress {
+    Pending,
+    /// For the other end, once.
+    Handle(Box<[u8; HANDLE_BYTES]>),
+    /// It stands, and this carries it.
+    Ready(Box<dyn Lane>, LaneBy),
+    Failed(String),
+}
+
+/// The set-up of one lane, turned by the control side: nothing here blocks.
+pub(crate) trait Setup: Send {
+    /// Whether a connection of its own has to be dialled for it: by the end that opened the session, once.
+    fn wants_connection(&mut self) -> bool {
+        false
+    }
+
+    /// That connection, proven at both ends.
+    fn connected(&mut self, _conn: Box<dyn Conn>) -> Result<(), String> {
+        Err("it needs no connection, and the peer has dialled one".into())
+    }
+
+    /// The other end's handle has come.
+    fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String>;
+
+    /// What has happened since it was last asked.
+    fn poll(&mut self, now: Duration) -> Progress;
+
+    /// Time since it began.
+    fn age(&self, now: Duration) -> Duration;
 }
 
 /// Both directions of one channel's payload. Used by one thread at a time.

@@ -4,16 +4,22 @@
 //! acknowledges on top of them, so any channel can carry any chunk. [`tcp`] is the real one, [`sim`]
 //! is an in-memory network with seeded faults and a clock of its own. Everything, handshakes and the
 //! control session included, goes through these traits, so that every scenario runs on both. A *posted*
-//! transport ([`plugin`]) carries payload over lanes beside such streams.
+//! transport ([`plugin`], [`devmem`]) carries payload over lanes beside such streams.
 //!
 //! Invariant: nothing here blocks, and nothing here knows a frame, a peer or a region.
 //! Read next: `tcp.rs`, then `channel/`, which drives a [`Conn`].
 
+mod beside;
+pub(crate) mod carrier;
+pub(crate) mod copying;
 pub mod devmem;
 pub(crate) mod lane;
 pub mod plugin;
 pub mod sim;
 pub mod tcp;
+pub(crate) mod terms;
+
+pub(crate) use beside::BesideTransport;
 
 use crate::limits;
 use crate::memory::{Gpu, Place};
@@ -278,3 +284,18 @@ impl Nic {
 
 /// A shared network.
 pub type SharedTransport = Arc<dyn Transport>;
+
+/// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
+pub(crate) fn chosen_nics(config: &crate::config::Config, nics: &[Nic]) -> Vec<String> {
+    let fits = |nic: &&Nic| match config.listen.map(|address| address.ip()) {
+        _ if !config.nics.is_empty() => config.nics.contains(&nic.name),
+        Some(address) if !address.is_unspecified() => nic.address == address,
+        Some(_) => nic.up && !nic.loopback,
+        // It may connect to whatever it likes, this host included.
+        None => nic.up,
+    };
+    let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
+    names.sort();
+    names.dedup();
+    names
+}

@@ -7,9 +7,10 @@
 //!
 //! On the host the tests of the VM say that they were skipped, and `runner` runs them there when asked:
 //! `FERRYWIRE_DEVMEM_VM=1 cargo test -p ferrywire --test devmem -- --nocapture`.
-//! Read next: `vm.rs`, what they stand on.
+//! Read next: `vm.rs`, what they stand on; `boot.rs`.
 
 mod bind;
+mod boot;
 mod faults;
 mod nic;
 mod receive;

@@ -1,79 +1,8 @@
-//! Runs the tests of the VM in the VM: this program itself, with the libraries that it needs.
-//!
-//! Only when asked (FERRYWIRE_DEVMEM_VM=1), since it boots a VM twice, and fetches its system the first time.
-//! FERRYWIRE_DEVMEM_OUT names a directory for what they record.
+//! Runs the tests of the VM in the VM. Read next: `boot.rs`.
 
-use std::env;
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-
-const ASKED: &str = "FERRYWIRE_DEVMEM_VM";
-/// What the kit exits with where something is missing.
-const SKIPPED: i32 = 77;
-/// Seconds that all tests have, at each MTU.
-const LIMIT_S: &str = "400";
+use super::boot;
 
 #[test]
 fn the_kernel_does_what_we_rely_on() {
-    if Path::new("/sys/module/dmnic").exists() {
-        return;
-    }
-    if env::var_os(ASKED).is_none() {
-        return println!("SKIPPED: needs {ASKED}=1, since it boots a VM");
-    }
-    let scratch = tempfile::tempdir().expect("a directory");
-    let mut kit = Command::new(kit());
-    kit.args(["-n", "-t", LIMIT_S]);
-    if let Some(out) = env::var_os("FERRYWIRE_DEVMEM_OUT") {
-        kit.arg("-o").arg(out);
-    }
-    for file in files(scratch.path()) {
-        kit.arg("-f").arg(file);
-    }
-    kit.arg(start_script(scratch.path()));
-    let ran = kit.output().expect("the kit");
-    let text = told(&ran);
-    match ran.status.code() {
-        Some(SKIPPED) => println!("{text}"),
-        Some(0) => {
-            let passed = text.lines().filter(|line| line.starts_with("test result: ok. ")).count();
-            println!("{text}");
-            assert!(passed == 2, "once for each MTU:\n{text}");
-        }
-        code => panic!("the kit ended with {code:?}:\n{text}"),
-    }
-}
-
-fn told(ran: &Output) -> String {
-    [&ran.stdout, &ran.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()).concat()
-}
-
-fn kit() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/devmem-vm/devmem-vm.sh")
-}
-
-/// This program without its debug information, and its libraries.
-fn files(scratch: &Path) -> Vec<PathBuf> {
-    let (me, mine) = (env::current_exe().expect("this program"), scratch.join("devmem-test"));
-    fs::copy(&me, &mine).expect("a copy");
-    // Where there is no strip, it is only larger.
-    let _ = Command::new("strip").arg(&mine).status();
-    let ldd = Command::new("ldd").arg(&me).output().expect("ldd");
-    let text = String::from_utf8_lossy(&ldd.stdout).into_owned();
-    let libraries = text.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from);
-    libraries.chain([mine]).collect()
-}
-
-/// Puts the libraries where the program looks for them, and becomes it.
-fn start_script(scratch: &Path) -> PathBuf {
-    let path = scratch.join("start");
-    let script = "#!/bin/sh\n\
-                  mkdir -p /lib64\n\
-                  ln -sf /ld-linux-x86-64.so.2 /lib64/\n\
-                  LD_LIBRARY_PATH=/ RUST_BACKTRACE=1 exec /devmem-test --test-threads=1\n";
-    fs::write(&path, script).expect("a script");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("it can be run");
-    path
+    boot::pass_in_the_vm(&[1500, 9000], 400, &[]);
 }

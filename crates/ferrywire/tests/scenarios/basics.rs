@@ -207,18 +207,18 @@ pub fn both_sides_at_once(world: &mut impl World) {
 }
 
 pub fn many_peers(world: &mut impl World) {
-    const CLIENTS: usize = 5;
+    let clients = world.peers_max();
     let hub = world.add(1, |builder| builder);
     let bytes = 70_000;
     let mut all = Vec::new();
-    for client in 1..=CLIENTS {
+    for client in 1..=clients {
         let index = world.add(1, |builder| builder.channels(2));
         let (up, down) = world.connect(index, hub);
         assert_eq!(up.identity(), world.end(hub).identity());
         assert_eq!(down.identity(), world.end(index).identity());
         all.push((client, index, up, down));
     }
-    assert_eq!(world.end(hub).peer_count(), CLIENTS);
+    assert_eq!(world.end(hub).peer_count(), clients);
     let mut transfers: Vec<Transfer> = Vec::new();
     let mut checks = Vec::new();
     for (client, index, up, down) in &all {

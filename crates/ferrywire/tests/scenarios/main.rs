@@ -2,16 +2,20 @@
 //!
 //! A *world* makes endpoints, connects them and drives them: [`sim`] on one thread over a simulated
 //! network, with a seed that repeats the run and virtual time that bounds it; [`tcp`] over loopback with
-//! threads and blocking waits, with payload over TCP or over a simulated plugin. Scenarios that break things need a world that can ([`world::Faulty`]).
+//! threads and blocking waits, with payload over TCP or over a simulated plugin, and between the two hosts of a VM over
+//! devmem TCP. Scenarios that break things need a world that can ([`world::Faulty`]).
 //!
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
 mod basics;
+#[path = "../devmem/boot.rs"]
+mod boot;
 mod callers;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
 mod closing;
+mod devmem;
 mod faults;
 mod gpu;
 mod load;
@@ -21,10 +25,11 @@ mod ordering;
 mod regions;
 mod sim;
 mod tcp;
+mod vm;
 mod world;
 
-/// One test per scenario and world; `all` runs on the simulator, over TCP and over a plugin, `both` not over
-/// a plugin, `sim` only where faults can be made.
+/// One test per scenario and world; `all` runs on the simulator, over TCP, a plugin and devmem, `both` not
+/// over lanes, `sim` only where faults can be made.
 macro_rules! scenarios {
     (
         $(all($all_seeds:literal): $all_module:ident::{$($all_name:ident),* $(,)?};)*
@@ -65,6 +70,18 @@ macro_rules! scenarios {
             $($(#[test]
             fn $all_name() {
                 crate::case::case!("").passes(|| crate::tcp::run_over_plugin(crate::$all_module::$all_name));
+            })*)*
+        }
+        mod on_devmem {
+            $($(#[test]
+            fn $all_name() {
+                crate::tcp::run_over_devmem(crate::$all_module::$all_name);
+            })*)*
+        }
+        mod on_devmem_gpus {
+            $($(#[test]
+            fn $all_name() {
+                crate::tcp::run_over_devmem_on_gpus(crate::$all_module::$all_name);
             })*)*
         }
         mod on_tcp {

@@ -1,6 +1,7 @@
-//! The real world: sockets over loopback, threads as by default, and calls that wait; payload over TCP, or
-//! over the simulated plugin.
+//! The real world: sockets over loopback, threads as by default, and calls that wait; payload over TCP, over the
+//! simulated plugin, or in the VM of `tests/devmem-vm` over devmem TCP.
 
+use crate::vm;
 use crate::world::{Gpus, World};
 use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
@@ -15,20 +16,28 @@ const LIMIT: Duration = Duration::from_secs(60);
 pub struct TcpWorld {
     rng: StdRng,
     endpoints: Vec<Endpoint>,
-    plugin: Option<PluginConfig>,
+    carrier: Carrier,
     gpus: Gpus,
+}
+
+/// What moves payload.
+#[derive(Clone)]
+enum Carrier {
+    Tcp,
+    Plugin(PluginConfig),
+    Devmem(vm::Hosts),
 }
 
 /// Runs a scenario once.
 pub fn run(scenario: impl Fn(&mut TcpWorld)) {
-    run_with(None, Gpus::default(), scenario);
+    run_with(Carrier::Tcp, Gpus::default(), scenario);
 }
 
 /// Runs a scenario with memory on GPUs at one end, at the other, and at both.
 pub fn run_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
     for gpus in Gpus::MIXES {
         let _open = gpus.open();
-        run_with(None, gpus, &scenario);
+        run_with(Carrier::Tcp, gpus, &scenario);
     }
 }
 
@@ -37,23 +46,45 @@ pub fn run_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
 pub fn run_over_plugin(scenario: impl Fn(&mut TcpWorld)) {
     let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
     // SAFETY: the file was built with these tests, and nobody else looks at the environment.
-    run_with(Some(unsafe { PluginConfig::at(library) }), Gpus::default(), scenario);
+    run_with(Carrier::Plugin(unsafe { PluginConfig::at(library) }), Gpus::default(), scenario);
 }
 
-fn run_with(plugin: Option<PluginConfig>, gpus: Gpus, scenario: impl Fn(&mut TcpWorld)) {
-    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new(), plugin, gpus };
+/// Runs a scenario with payload over devmem TCP, between two hosts with a NIC each that can do it.
+pub fn run_over_devmem(scenario: impl Fn(&mut TcpWorld)) {
+    if let Some(hosts) = vm::Hosts::here() {
+        run_with(Carrier::Devmem(hosts), Gpus::default(), scenario);
+    }
+}
+
+/// Likewise, with memory on GPUs.
+pub fn run_over_devmem_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
+    let Some(hosts) = vm::Hosts::here() else { return };
+    for gpus in Gpus::MIXES {
+        let _open = gpus.open();
+        run_with(Carrier::Devmem(hosts.clone()), gpus, &scenario);
+    }
+}
+
+fn run_with(carrier: Carrier, gpus: Gpus, scenario: impl Fn(&mut TcpWorld)) {
+    let mut world = TcpWorld { rng: StdRng::seed_from_u64(0), endpoints: Vec::new(), carrier, gpus };
     scenario(&mut world);
 }
 
 impl World for TcpWorld {
     fn add(&mut self, _nics: usize, adapt: impl FnOnce(Builder) -> Builder) -> usize {
         let builder = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0)).channels(3);
-        let builder = match self.plugin.clone() {
-            Some(plugin) => builder.plugin(plugin),
-            None => builder,
+        let index = self.endpoints.len();
+        let gpu = self.gpus.of(index);
+        let endpoint = match self.carrier.clone() {
+            Carrier::Tcp => adapt(builder).build(),
+            Carrier::Plugin(plugin) => adapt(builder.plugin(plugin)).build(),
+            Carrier::Devmem(hosts) => {
+                let builder = adapt(hosts.builder(index, gpu));
+                hosts.on(index, || builder.build())
+            }
         };
-        self.endpoints.push(adapt(builder).build().unwrap());
-        self.endpoints.len() - 1
+        self.endpoints.push(endpoint.unwrap());
+        index
     }
 
     fn end(&self, index: usize) -> Endpoint {
@@ -61,7 +92,11 @@ impl World for TcpWorld {
     }
 
     fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer) {
-        let near = self.endpoints[from].connect(address, LIMIT).unwrap();
+        let near = match &self.carrier {
+            Carrier::Devmem(hosts) => hosts.on(from, || self.endpoints[from].connect(address, LIMIT)),
+            _ => self.endpoints[from].connect(address, LIMIT),
+        };
+        let near = near.unwrap();
         let far = self.endpoints[to].accept(LIMIT).unwrap();
         (near, far)
     }
@@ -99,6 +134,14 @@ impl World for TcpWorld {
 
     fn rng(&mut self) -> &mut StdRng {
         &mut self.rng
+    }
+
+    fn peers_max(&self) -> usize {
+        match self.carrier {
+            // Each has a queue of the NIC to itself, which has four.
+            Carrier::Devmem(_) => 3,
+            _ => 5,
+        }
     }
 
     fn gpus(&self) -> Gpus {

@@ -75,6 +75,11 @@ pub trait World {
         self.rng().random_range(0..end)
     }
 
+    /// Most peers of one endpoint, each an endpoint of its own.
+    fn peers_max(&self) -> usize {
+        5
+    }
+
     /// Which ends have their memory on GPUs.
     fn gpus(&self) -> Gpus;
 
@@ -131,7 +136,8 @@ impl Gpus {
     pub const MIXES: [Gpus; 3] =
         [Gpus { even: true, odd: true }, Gpus { even: true, odd: false }, Gpus { even: false, odd: true }];
 
-    fn of(self, index: usize) -> Option<u32> {
+    /// The GPU of an endpoint.
+    pub fn of(self, index: usize) -> Option<u32> {
         let (on_gpu, gpu) = if index.is_multiple_of(2) { (self.even, 0) } else { (self.odd, 1) };
         on_gpu.then_some(gpu)
     }

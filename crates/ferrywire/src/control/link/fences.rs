@@ -153,6 +153,7 @@ impl Link {
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
         if let Some(why) = fence.lane_failed
+            && self.lanes.failed_for_good(now.saturating_sub(self.up_since[usize::from(index)]))
             && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
         {
             let theirs = own_part(&fence.their_reason, &why);

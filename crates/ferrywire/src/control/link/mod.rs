@@ -15,12 +15,12 @@ mod session;
 mod setup;
 
 use super::clock::silence_max;
-use super::dial::Announced;
+use super::dial::{Announced, bulk_options};
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, pairs};
 use super::{read_in, write_out};
-use crate::bootstrap::{DataKey, Established, Hello, ListenAddress};
+use crate::bootstrap::{Config as SessionConfig, DataKey, Established, Hello, ListenAddress};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
@@ -28,8 +28,9 @@ use crate::memory::Identity;
 use crate::peer::{PeerInfo, PeerState};
 use crate::queue::Entry;
 use crate::session::{ControlMessage, Session};
-use crate::transport::Conn;
-use crate::transport::plugin::Terms;
+use crate::transport::carrier::Carrier;
+use crate::transport::terms::Terms;
+use crate::transport::{Conn, ConnOptions};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -204,6 +205,8 @@ impl Link {
             true => remote.to_string(),
             false => format!("{remote} ({})", peer_hello.label),
         };
+        let (carrier, refused) = carrier_of(engine, &config, peer_hello.boot_id == me.boot_id);
+        let (transport, transport_why) = transport_of(engine, carrier.as_ref());
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),
@@ -215,15 +218,11 @@ impl Link {
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host: peer_hello.boot_id == me.boot_id,
-            lanes: engine.plugin.as_ref().map(|_| Terms::decode(&config.extra).manner()),
+            lanes: carrier.as_ref().map(|_| Terms::decode(&config.extra).manner()),
+            transport,
+            transport_why,
         };
-        // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
-        let terms = engine
-            .plugin
-            .as_ref()
-            .map(|host| host.agree(&Terms::decode(&config.extra), peer_hello.boot_id == me.boot_id, &config));
-        let refused =
-            terms.and_then(Result::err).map(|why| Error::Refused { address: info.name.clone(), why });
+        let refused = refused.map(|why| Error::Refused { address: info.name.clone(), why });
         let peer = Arc::new(PeerState::new(engine.shared(), info));
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
@@ -246,7 +245,7 @@ impl Link {
             limit: silence_max(engine.config.heartbeat_limit),
             stage: Stage::Settling,
             fences: BTreeMap::new(),
-            lanes: Lanes::default(),
+            lanes: Lanes::new(carrier),
             last_words: None,
             announced: BTreeMap::new(),
             sources: BTreeMap::new(),
@@ -280,6 +279,21 @@ impl Link {
 
     pub(super) fn peer(&self) -> &Arc<PeerState> {
         &self.peer
+    }
+
+    /// Whether this end opened the session, and so dials.
+    pub(super) fn dials(&self) -> bool {
+        matches!(self.role, Role::Connector { .. })
+    }
+
+    /// Number and key of the session, for its data connections.
+    pub(super) fn keys(&self) -> (u64, DataKey) {
+        (self.session.id(), self.data_key.clone())
+    }
+
+    /// Options of its data connections.
+    pub(super) fn bulk_options(&self) -> ConnOptions {
+        bulk_options(&self.peer, self.conn.as_deref())
     }
 
     pub(super) fn settling(&self) -> bool {
@@ -450,5 +464,30 @@ impl Link {
             }
             ControlMessage::Expected { channel, generation } => self.peer_expects(channel, generation),
         }
+    }
+}
+
+/// What carries the payload of a session, and why it cannot.
+fn carrier_of(engine: &Engine, config: &SessionConfig, same_host: bool) -> (Option<Carrier>, Option<String>) {
+    let Some(carrier) = engine.carrier.clone() else { return (None, None) };
+    if config.extra.is_empty() {
+        let refused = !carrier.optional();
+        let why = || format!("the other end does without {}, which this one needs", carrier.name());
+        return (None, refused.then(why));
+    }
+    // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
+    let agreed = carrier.agree(&Terms::decode(&config.extra), same_host, config);
+    (Some(carrier), agreed.err())
+}
+
+/// How the payload of a session travels, and why so where that was a choice.
+fn transport_of(engine: &Engine, carrier: Option<&Carrier>) -> (&'static str, String) {
+    match (carrier, &engine.carrier) {
+        (Some(_), Some(Carrier::Devmem(_))) => (engine.transport.name(), "both ends can".into()),
+        (None, Some(Carrier::Devmem(host))) => {
+            let why = host.passed_over().unwrap_or_else(|| "the other end has no devmem".into());
+            ("tcp", why)
+        }
+        _ => (engine.transport.name(), engine.no_carrier.clone().unwrap_or_default()),
     }
 }

@@ -192,9 +192,9 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        match engine.plugin {
+        match self.lanes.carrier() {
             _ if self.dying() => {}
-            Some(_) => self.start_lane(engine, conn, index, generation, now),
+            Some(carrier) => self.start_lane(carrier, engine, conn, index, generation, now),
             None => self.carries_data(engine, Channel::new(conn, self.peer.clone(), index, generation), now),
         }
     }

@@ -111,7 +111,7 @@ impl Mapped {
     }
 
     /// The address at `offset`, with at least `bytes` bytes from there.
-    pub(super) fn at(&self, offset: usize, bytes: usize) -> *mut u8 {
+    pub(crate) fn at(&self, offset: usize, bytes: usize) -> *mut u8 {
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= self.bytes), "{offset} + {bytes}");
         // SAFETY: inside of the allocation, just checked.
         unsafe { self.base.add(offset) }

@@ -4,7 +4,6 @@
 
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, Variable};
-use super::terms::Terms;
 use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -14,12 +13,11 @@ use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::abi::PointerType;
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
-use crate::transport::{Bound, Conn, ConnOptions, Listener, Nic, SharedTransport, Transport};
-use std::io;
-use std::net::{IpAddr, SocketAddr};
+use crate::transport::terms::Terms;
+use crate::transport::{Nic, chosen_nics};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 /// What plugins are called that go by TCPX's environment, and end the process when GPU memory is moved within
 /// one host.
@@ -176,6 +174,11 @@ impl Host {
         Ok(())
     }
 
+    /// The same, opened.
+    pub fn opened_gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
+    }
+
     /// Does something with its GPU current on this thread, if it has one.
     pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
         match &self.gpu {
@@ -284,21 +287,6 @@ fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
     }
 }
 
-/// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
-fn chosen_nics(config: &Config, nics: &[Nic]) -> Vec<String> {
-    let fits = |nic: &&Nic| match config.listen.map(|address| address.ip()) {
-        _ if !config.nics.is_empty() => config.nics.contains(&nic.name),
-        Some(address) if !address.is_unspecified() => nic.address == address,
-        Some(_) => nic.up && !nic.loopback,
-        // It may connect to whatever it likes, this host included.
-        None => nic.up,
-    };
-    let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
-    names.sort();
-    names.dedup();
-    names
-}
-
 /// The chunk that the plugin was told, by whomever.
 fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
     let chunk = environment.iter().find(|variable| variable.name == environment::CHUNK_BYTES);
@@ -310,58 +298,5 @@ fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
             let why = format!("{text:?} is not between {least} and {most}");
             Err(Error::invalid(environment::CHUNK_BYTES, why))
         }
-    }
-}
-
-/// TCP, with payload over a plugin.
-#[derive(Debug)]
-pub(crate) struct PluginTransport {
-    pub inner: SharedTransport,
-    pub gpu: Option<Place>,
-}
-
-impl Transport for PluginTransport {
-    fn name(&self) -> &'static str {
-        "plugin"
-    }
-
-    fn reaches(&self, place: Place) -> bool {
-        place == Place::Host || self.gpu == Some(place)
-    }
-
-    fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
-        self.inner.listen(address)
-    }
-
-    fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
-        self.inner.dial(nic, to, options)
-    }
-
-    fn bind(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Bound>> {
-        self.inner.bind(nic, to, options)
-    }
-
-    fn check(&self, options: &ConnOptions) -> io::Result<()> {
-        self.inner.check(options)
-    }
-
-    fn tune(&self, conn: &mut dyn Conn, options: &ConnOptions) {
-        self.inner.tune(conn, options);
-    }
-
-    fn nics(&self) -> io::Result<Vec<Nic>> {
-        self.inner.nics()
-    }
-
-    fn nic_name(&self, address: IpAddr) -> Option<String> {
-        self.inner.nic_name(address)
-    }
-
-    fn route(&self, to: IpAddr) -> io::Result<IpAddr> {
-        self.inner.route(to)
-    }
-
-    fn now(&self) -> Duration {
-        self.inner.now()
     }
 }

@@ -6,12 +6,13 @@
 use super::host::Host;
 use super::registration::Registrations;
 use crate::error::Result;
-use crate::memory::unpack::{CopyQueue, Gather};
-use crate::memory::{GpuCopy, Memory, Place};
+use crate::memory::unpack::Gather;
+use crate::memory::{Memory, Place};
 use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use crate::stats::LaneBy;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way, copy_on_host};
+use crate::transport::copying::Copiers;
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -54,8 +55,7 @@ pub(crate) struct PluginLane {
     targets: Registrations,
     /// What gathers receives that arrive in fragments; dropped before the connection is closed.
     gather: Option<Gather>,
-    /// What copies on the GPU, each way, once something had to be copied.
-    copiers: [Option<CopyQueue>; 2],
+    copiers: Copiers,
     device: i32,
     device_name: String,
 }
@@ -64,6 +64,7 @@ impl PluginLane {
     pub fn new(host: Arc<Host>, send: SendComm, recv: RecvComm, gather: Option<Gather>) -> PluginLane {
         let device = send.device();
         let device_name = host.device(device).map(|device| device.name.clone()).unwrap_or_default();
+        let copiers = Copiers::new(host.opened_gpu().cloned());
         PluginLane {
             host,
             send: Some(send),
@@ -71,7 +72,7 @@ impl PluginLane {
             sources: Registrations::default(),
             targets: Registrations::default(),
             gather,
-            copiers: [None, None],
+            copiers,
             device,
             device_name,
         }
@@ -84,6 +85,7 @@ impl PluginLane {
             version: self.host.plugin.version().to_string(),
             device: self.device,
             device_name: self.device_name.clone(),
+            devmem: None,
         }
     }
 
@@ -180,13 +182,7 @@ impl Lane for PluginLane {
     }
 
     fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
-        match slot.memory.place() {
-            Place::Host => {
-                copy_on_host(way, slot, ranges);
-                Poll::Ready(Ok(()))
-            }
-            _ => self.copy_on_gpu(way, slot, ranges),
-        }
+        self.copiers.copy(way, slot, ranges)
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
@@ -205,7 +201,7 @@ impl Lane for PluginLane {
         let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
         // Their GPU is done with pool and memory when they are gone.
         self.gather = None;
-        self.copiers = [None, None];
+        self.copiers.stop();
         // With requests in flight a registration may be in use: it goes with the connection, or stays.
         if idle {
             self.sources.undo_all(&send);
@@ -223,50 +219,6 @@ impl Lane for PluginLane {
         let (name, version) = (plugin.name(), plugin.version());
         format!("plugin {name} ({version}) on device {} ({})", self.device, self.device_name)
     }
-}
-
-impl PluginLane {
-    fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
-        let copier = &mut self.copiers[way as usize];
-        let ready = match copier.take() {
-            Some(copier) => Ok(copier),
-            None => self.host.gpu_queue().map(CopyQueue::new),
-        };
-        let progress = ready.and_then(|mut ready| {
-            let progress = go_on(&mut ready, || pieces(way, slot, ranges));
-            // One that has failed is of no more use.
-            progress.inspect(|_| *copier = Some(ready)).map_err(|error| error.to_string())
-        });
-        match progress {
-            Ok(true) => Poll::Ready(Ok(())),
-            Ok(false) => Poll::Pending,
-            Err(why) => Poll::Ready(Err(why)),
-        }
-    }
-}
-
-/// Begins with a message if none is under way; whether it is copied.
-fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
-    if !copier.copying() {
-        copier.begin(&pieces())?;
-    }
-    copier.is_done()
-}
-
-/// What the GPU copies between a slot and the ranges of one message.
-fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<GpuCopy> {
-    let mut at = slot.base() as u64;
-    let mut out = Vec::with_capacity(ranges.len());
-    for range in ranges {
-        let (bytes, address) = (range.bytes, range.base() as u64);
-        let (source, target) = match way {
-            Way::Pack => (address, at),
-            Way::Unpack => (at, address),
-        };
-        out.push(GpuCopy { source, target, bytes });
-        at += bytes as u64;
-    }
-    out
 }
 
 impl Drop for PluginLane {

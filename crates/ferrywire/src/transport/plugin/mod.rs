@@ -17,14 +17,12 @@ mod host;
 mod lane;
 mod registration;
 mod setup;
-mod terms;
 #[cfg(test)]
 mod tests;
 mod watch;
 
 pub use config::PluginConfig;
 pub use environment::{SetBy, Variable};
-pub(crate) use host::{Host, PluginTransport, environment_for};
-pub(crate) use setup::{Progress, Setup};
-pub(crate) use terms::Terms;
+pub(crate) use host::{Host, environment_for};
+pub(crate) use setup::PluginSetup;
 pub(crate) use watch::CallWatch;

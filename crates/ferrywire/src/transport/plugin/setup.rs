@@ -18,22 +18,14 @@ use crate::limits;
 use crate::memory::unpack::Gather;
 use crate::nccl::abi::HANDLE_BYTES;
 use crate::nccl::{Handle, ListenComm, RecvComm, SendComm};
+use crate::transport::lane::{Progress, Setup};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Where the set-up of a lane stands.
-pub(crate) enum Progress {
-    Pending,
-    /// For the peer, once.
-    Handle(Box<[u8; HANDLE_BYTES]>),
-    Ready(Box<PluginLane>),
-    Failed(String),
-}
-
 /// The set-up of one lane.
-pub(crate) struct Setup {
+pub(crate) struct PluginSetup {
     host: Arc<Host>,
     device: i32,
     started: Duration,
@@ -59,30 +51,19 @@ struct State {
     failed: Option<String>,
 }
 
-impl Setup {
+impl PluginSetup {
     /// Begins to listen on a device; `wake` is called whenever there is something new.
     pub fn start(
         host: &Arc<Host>,
         device: i32,
         now: Duration,
         wake: Box<dyn Fn() + Send + Sync>,
-    ) -> Result<Setup, String> {
+    ) -> Result<PluginSetup, String> {
         let (state, told, given_up) = Default::default();
         let shared = Arc::new(Shared { state, told, given_up, wake });
-        let setup = Setup { host: host.clone(), device, started: now, shared, connecting: false };
+        let setup = PluginSetup { host: host.clone(), device, started: now, shared, connecting: false };
         setup.spawn("accept", accept)?;
         Ok(setup)
-    }
-
-    /// The peer's handle has come: connects to it, and waits for the peer.
-    pub fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
-        if std::mem::replace(&mut self.connecting, true) {
-            return Err("the peer told two handles for one channel".into());
-        }
-        self.shared.lock().accept = true;
-        self.shared.told.notify_all();
-        let handle = Handle::from_bytes(handle);
-        self.spawn("connect", move |host, device, shared| connect(host, device, shared, &handle))
     }
 
     fn spawn(
@@ -100,9 +81,22 @@ impl Setup {
         });
         thread.map(drop).map_err(|error| format!("no thread for {what}: {error}"))
     }
+}
+
+impl Setup for PluginSetup {
+    /// The peer's handle has come: connects to it, and waits for the peer.
+    fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
+        if std::mem::replace(&mut self.connecting, true) {
+            return Err("the peer told two handles for one channel".into());
+        }
+        self.shared.lock().accept = true;
+        self.shared.told.notify_all();
+        let handle = Handle::from_bytes(handle);
+        self.spawn("connect", move |host, device, shared| connect(host, device, shared, &handle))
+    }
 
     /// What has happened since it was last asked.
-    pub fn poll(&mut self, now: Duration) -> Progress {
+    fn poll(&mut self, now: Duration) -> Progress {
         let mut state = self.shared.lock();
         if let Some(handle) = state.handle.take() {
             return Progress::Handle(Box::new(*handle.bytes()));
@@ -114,7 +108,9 @@ impl Setup {
             && let Some((recv, gather)) = state.recv.take()
             && let Some(send) = state.send.take()
         {
-            return Progress::Ready(Box::new(PluginLane::new(self.host.clone(), send, recv, gather)));
+            let lane = PluginLane::new(self.host.clone(), send, recv, gather);
+            let by = lane.by();
+            return Progress::Ready(Box::new(lane), by);
         }
         let limit = self.host.config.setup_limit;
         if now.saturating_sub(self.started) <= limit {
@@ -135,12 +131,12 @@ impl Setup {
     }
 
     /// Time since it began.
-    pub fn age(&self, now: Duration) -> Duration {
+    fn age(&self, now: Duration) -> Duration {
         now.saturating_sub(self.started)
     }
 }
 
-impl Drop for Setup {
+impl Drop for PluginSetup {
     fn drop(&mut self) {
         self.shared.given_up.store(true, Ordering::SeqCst);
         self.shared.told.notify_all();

@@ -1,4 +1,4 @@
-//! What both ends of a session have to have alike where payload goes over a plugin.
+//! What both ends of a session have to have alike where payload goes over lanes.
 //!
 //! The end that connects sends its terms with the session's configuration; the end that accepts compares
 //! them with its own, and refuses with the first difference in words. Invariant: pure.
@@ -18,6 +18,8 @@ const GPU: &str = "gpu";
 /// The name under which the end that connects says that payload is to be moved as the original system did.
 const MANNER: &str = "manner";
 const SEED: &str = "seed";
+/// The name under which it says that without its carrier will do.
+const OPTIONAL: &str = "optional";
 
 impl Terms {
     pub fn new(plugin: &str, list: &[(&str, String)], gpu: bool) -> Terms {
@@ -42,6 +44,17 @@ impl Terms {
             Some(SEED) => Manner::Seed,
             _ => Manner::Ours,
         }
+    }
+
+    /// The same, saying that a session without will do.
+    pub fn if_possible(mut self) -> Terms {
+        self.0.push((OPTIONAL.to_owned(), "1".to_owned()));
+        self
+    }
+
+    /// Whether a session without will do.
+    pub fn optional(&self) -> bool {
+        self.value(OPTIONAL) == Some("1")
     }
 
     pub fn encode(&self) -> Vec<u8> {
@@ -73,7 +86,7 @@ impl Terms {
     /// Where the two differ, for a person at the other end.
     pub fn difference(&self, theirs: &Terms) -> Option<String> {
         let names = self.0.iter().chain(&theirs.0).map(|(name, _)| name.as_str());
-        for name in names.filter(|name| ![GPU, MANNER].contains(name)) {
+        for name in names.filter(|name| ![GPU, MANNER, OPTIONAL].contains(name)) {
             let (here, there) = (self.value(name), theirs.value(name));
             if here != there {
                 let say = |value: Option<&str>| value.unwrap_or("not set").to_owned();

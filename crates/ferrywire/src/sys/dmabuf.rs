@@ -1,0 +1,33 @@
+//! Reading a dma-buf by the CPU: the kernel is told when, so that what a device wrote is seen.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// `DMA_BUF_IOCTL_SYNC` and the flags of its `struct dma_buf_sync`, from `linux/dma-buf.h`.
+const DMA_BUF_IOCTL_SYNC: libc::c_ulong = 0x4008_6200;
+const DMA_BUF_SYNC_READ: u64 = 1;
+const DMA_BUF_SYNC_END: u64 = 1 << 2;
+
+/// While this lives the CPU reads a dma-buf through a mapping of its pages.
+///
+/// What is asked for can only fail for memory that is in the CPU's caches anyway, so failures are not told.
+#[derive(Debug)]
+pub struct Reading<'a>(BorrowedFd<'a>);
+
+impl Reading<'_> {
+    /// Begins to read.
+    pub fn begin(dmabuf: BorrowedFd<'_>) -> Reading<'_> {
+        sync(dmabuf, DMA_BUF_SYNC_READ);
+        Reading(dmabuf)
+    }
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        sync(self.0, DMA_BUF_SYNC_READ | DMA_BUF_SYNC_END);
+    }
+}
+
+fn sync(dmabuf: BorrowedFd<'_>, flags: u64) {
+    // SAFETY: the kernel reads 8 bytes at a pointer that is valid for the call.
+    unsafe { libc::ioctl(dmabuf.as_raw_fd(), DMA_BUF_IOCTL_SYNC, &raw const flags) };
+}

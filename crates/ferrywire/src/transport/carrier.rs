@@ -1,0 +1,161 @@
+//! What carries payload beside a channel's connection, where anything does: a plugin, or the kernel's devmem TCP.
+//!
+//! The rest of the engine knows lanes ([`lane`](super::lane)), their set-up, and what both ends have to agree on; this
+//! is where the kinds part.
+//! Invariant: a session has one carrier or none, decided when it is opened and the same at both ends.
+//! Read next: `plugin/mod.rs`, `devmem/mod.rs`.
+
+use super::lane::Setup;
+use super::terms::Terms;
+use super::{Conn, devmem, plugin};
+use crate::bootstrap::Config as SessionConfig;
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// An endpoint's own.
+#[derive(Clone, Debug)]
+pub(crate) enum Carrier {
+    Plugin(Arc<plugin::Host>),
+    Devmem(Arc<devmem::Host>),
+}
+
+impl Carrier {
+    /// What the end that connects offers, as bytes; empty for none, where that will do.
+    ///
+    /// # Errors
+    /// Why there can be none, and there has to be one.
+    pub fn offer(&self, address: SocketAddr, engine: &Engine) -> Result<Vec<u8>> {
+        let Carrier::Devmem(host) = self else { return Ok(self.terms().encode()) };
+        match host.crosses_nic(address, engine) {
+            Ok(()) => Ok(self.terms().encode()),
+            Err(why) if host.required() => Err(Error::Unreachable { address: address.to_string(), why }),
+            Err(why) => {
+                host.passes_over(&why);
+                Ok(Vec::new())
+            }
+        }
+    }
+
+    /// What the other end has to have alike.
+    pub fn terms(&self) -> Terms {
+        match self {
+            Carrier::Plugin(host) => host.terms(),
+            Carrier::Devmem(host) => host.terms(),
+        }
+    }
+
+    /// Refuses a session with these terms of the other end, with the reason.
+    pub fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        match self {
+            Carrier::Plugin(host) => host.agree(theirs, same_host, session),
+            Carrier::Devmem(host) => host.agree(theirs, session),
+        }
+    }
+
+    /// Whether sessions may do without it.
+    pub fn optional(&self) -> bool {
+        matches!(self, Carrier::Devmem(host) if !host.required())
+    }
+
+    /// Longest that the oldest message of a lane may stand still.
+    pub fn stall_limit(&self) -> Duration {
+        match self {
+            Carrier::Plugin(host) => host.config.stall_limit,
+            Carrier::Devmem(host) => host.stall_limit(),
+        }
+    }
+
+    /// Longest that a lane may take to come about.
+    pub fn setup_limit(&self) -> Duration {
+        match self {
+            Carrier::Plugin(host) => host.config.setup_limit,
+            Carrier::Devmem(host) => host.setup_limit(),
+        }
+    }
+
+    /// The plugin, if it is one.
+    pub fn plugin(&self) -> Option<&Arc<plugin::Host>> {
+        match self {
+            Carrier::Plugin(host) => Some(host),
+            Carrier::Devmem(_) => None,
+        }
+    }
+
+    /// What it is called.
+    pub fn name(&self) -> &str {
+        match self {
+            Carrier::Plugin(host) => host.plugin.name(),
+            Carrier::Devmem(_) => devmem::NAME,
+        }
+    }
+
+    /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session.
+    pub fn begin(
+        &self,
+        engine: &Engine,
+        conn: &dyn Conn,
+        dials: bool,
+        now: Duration,
+    ) -> Result<Box<dyn Setup>, String> {
+        let weak = Arc::downgrade(&engine.shared());
+        let wake = Box::new(move || {
+            if let Some(engine) = weak.upgrade() {
+                engine.wake_control();
+            }
+        });
+        match self {
+            Carrier::Plugin(host) => {
+                let nics = engine.transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+                let device = host.device_at(conn.local().ip(), &nics)?;
+                Ok(Box::new(plugin::PluginSetup::start(host, device, now, wake)?))
+            }
+            Carrier::Devmem(host) => {
+                let nic = engine.transport.nic_name(conn.local().ip()).ok_or_else(|| {
+                    format!("no NIC of this host has the address {} any more", conn.local().ip())
+                })?;
+                Ok(Box::new(devmem::DevmemSetup::start(host, &nic, dials, now, wake)?))
+            }
+        }
+    }
+}
+
+/// What becomes of an offer at the end that accepts: the session's carrier goes by what is left of it.
+///
+/// # Errors
+/// Why the two ends cannot have a session.
+pub(crate) fn answer(
+    ours: Option<&Carrier>,
+    offered: &[u8],
+    same_host: bool,
+    session: &SessionConfig,
+) -> Result<Vec<u8>, String> {
+    let theirs = (!offered.is_empty()).then(|| Terms::decode(offered));
+    match (ours, theirs) {
+        (None, None) => Ok(Vec::new()),
+        (Some(carrier), None) if carrier.optional() => Ok(Vec::new()),
+        (Some(carrier), Some(theirs)) if carrier.name() == theirs.plugin() => {
+            match carrier.agree(&theirs, same_host, session) {
+                Err(_) if carrier.optional() && theirs.optional() => Ok(Vec::new()),
+                agreed => agreed.map(|()| offered.to_vec()),
+            }
+        }
+        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(Carrier::optional) => Ok(Vec::new()),
+        (Some(carrier), Some(theirs)) if carrier.plugin().is_some() => {
+            carrier.agree(&theirs, same_host, session).map(|()| offered.to_vec())
+        }
+        (here, there) => {
+            let devmem = matches!(here, Some(Carrier::Devmem(_)))
+                || there.as_ref().is_some_and(|terms| terms.plugin() == devmem::NAME);
+            let none = if devmem { "tcp" } else { "no plugin" };
+            let here = here.map_or(none, Carrier::name);
+            let there = there.as_ref().map_or(none, Terms::plugin);
+            Err(format!(
+                "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \
+                 the same"
+            ))
+        }
+    }
+}

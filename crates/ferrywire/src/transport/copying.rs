@@ -1,0 +1,81 @@
+//! Copies between a slot and the ranges of one message, for lanes: on the host at once, on a GPU in a queue of its own.
+//!
+//! Read next: `memory/unpack/copies.rs`.
+
+use super::lane::{Run, Way, copy_on_host};
+use crate::error::Result;
+use crate::memory::unpack::CopyQueue;
+use crate::memory::{Gpu, GpuCopy, Place};
+use std::task::Poll;
+
+/// What copies each way, once something had to be copied. Dropped, it is done with all memory.
+pub(crate) struct Copiers {
+    gpu: Option<Gpu>,
+    queues: [Option<CopyQueue>; 2],
+}
+
+impl Copiers {
+    /// With the GPU whose memory is moved, if any is.
+    pub fn new(gpu: Option<Gpu>) -> Copiers {
+        Copiers { gpu, queues: [None, None] }
+    }
+
+    /// Begins with a message, or goes on with it; ready when it is copied. One at a time each way.
+    pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        match slot.memory.place() {
+            Place::Host => {
+                copy_on_host(way, slot, ranges);
+                Poll::Ready(Ok(()))
+            }
+            _ => self.copy_on_gpu(way, slot, ranges),
+        }
+    }
+
+    /// Nothing of the GPU's touches memory any more after this.
+    pub fn stop(&mut self) {
+        self.queues = [None, None];
+    }
+
+    fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        let copier = &mut self.queues[way as usize];
+        let ready = match (copier.take(), &self.gpu) {
+            (Some(copier), _) => Ok(copier),
+            (None, Some(gpu)) => gpu.queue().map(CopyQueue::new),
+            (None, None) => return Poll::Ready(Err("the lane has no GPU to copy with".into())),
+        };
+        let progress = ready.and_then(|mut ready| {
+            let progress = go_on(&mut ready, || pieces(way, slot, ranges));
+            // One that has failed is of no more use.
+            progress.inspect(|_| *copier = Some(ready))
+        });
+        match progress {
+            Ok(true) => Poll::Ready(Ok(())),
+            Ok(false) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error.to_string())),
+        }
+    }
+}
+
+/// Begins with a message if none is under way; whether it is copied.
+fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
+    if !copier.copying() {
+        copier.begin(&pieces())?;
+    }
+    copier.is_done()
+}
+
+/// What the GPU copies between a slot and the ranges of one message.
+fn pieces(way: Way, slot: &Run, ranges: &[Run]) -> Vec<GpuCopy> {
+    let mut at = slot.base() as u64;
+    let mut out = Vec::with_capacity(ranges.len());
+    for range in ranges {
+        let (bytes, address) = (range.bytes, range.base() as u64);
+        let (source, target) = match way {
+            Way::Pack => (address, at),
+            Way::Unpack => (at, address),
+        };
+        out.push(GpuCopy { source, target, bytes });
+        at += bytes as u64;
+    }
+    out
+}

@@ -1,0 +1,210 @@
+//! A lane over one connection of devmem TCP, both ways.
+//!
+//! Invariant: closed, neither the GPU nor the kernel touches memory that was posted. Read next: `receiving.rs`, `sending.rs`.
+
+use super::host::{Device, Host};
+use super::receiving::Receiving;
+use super::sending::Sending;
+use super::{DevmemCounters, NAME};
+use crate::limits;
+use crate::memory::{Memory, Place};
+use crate::stats::LaneBy;
+use crate::sys::socket;
+use crate::transport::Conn;
+use crate::transport::copying::Copiers;
+use crate::transport::devmem::nic::Rule;
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+/// How long whoever asked in vain leaves a lane alone: the kernel fills its buffer meanwhile.
+const PAUSE: Duration = Duration::from_micros(50);
+
+pub(crate) struct DevmemLane {
+    // Stopped before the connection is closed.
+    sending: Sending,
+    receiving: Receiving,
+    copiers: Copiers,
+    conn: Option<Box<dyn Conn>>,
+    rule: Option<Rule>,
+    host: Arc<Host>,
+    device: Arc<Device>,
+    looked: Instant,
+    counters: Arc<DevmemCounters>,
+}
+
+impl DevmemLane {
+    /// Over a connection that is steered into the device's queues. May wait for the GPU.
+    pub fn new(
+        host: Arc<Host>,
+        device: Arc<Device>,
+        conn: Box<dyn Conn>,
+        fd: RawFd,
+        rule: Rule,
+    ) -> Result<DevmemLane, String> {
+        let counters = Arc::new(DevmemCounters::default());
+        counters.pool_bytes.store(device.pool().bytes() as u64, Relaxed);
+        let config = &host.config;
+        let gatherer = host.gatherer()?;
+        let receiving = Receiving::new(
+            fd,
+            device.clone(),
+            gatherer,
+            config.window,
+            config.message_bytes_max,
+            counters.clone(),
+        )?;
+        let sending = Sending::new(fd, host.clone(), device.clone(), counters.clone());
+        Ok(DevmemLane {
+            sending,
+            receiving,
+            copiers: Copiers::new(host.gpu().cloned()),
+            conn: Some(conn),
+            rule: Some(rule),
+            host,
+            device,
+            looked: Instant::now(),
+            counters,
+        })
+    }
+
+    /// What carries it, for statistics.
+    pub fn by(&self) -> LaneBy {
+        LaneBy {
+            plugin: NAME.to_owned(),
+            version: format!(
+                "pool of {} MiB in {}",
+                self.device.pool().bytes() >> 20,
+                self.device.pool().place()
+            ),
+            device: self.device.index() as i32,
+            device_name: self.device.name().to_owned(),
+            devmem: Some(self.counters.clone()),
+        }
+    }
+
+    /// Whether the path under the connection is dead, now and then.
+    fn path_is_dead(&mut self) -> bool {
+        if self.looked.elapsed() < limits::PATH_CHECK_INTERVAL {
+            return false;
+        }
+        self.looked = Instant::now();
+        self.conn.as_ref().is_some_and(|conn| conn.health().is_dead())
+    }
+}
+
+impl Lane for DevmemLane {
+    fn window(&self) -> usize {
+        self.host.config.window
+    }
+
+    fn pause(&self) -> Option<Duration> {
+        Some(PAUSE)
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        self.host.config.message_bytes_max
+    }
+
+    fn isend(&mut self, run: &Run) -> Post {
+        if self.conn.is_none() {
+            return Post::Failed("the connection is closed".into());
+        }
+        match self.sending.post(run) {
+            Ok(number) => Post::Posted(Ticket(number as usize)),
+            Err(why) => Post::Failed(why),
+        }
+    }
+
+    fn irecv(&mut self, run: &Run) -> Post {
+        if self.conn.is_none() {
+            return Post::Failed("the connection is closed".into());
+        }
+        match self.receiving.expect(run) {
+            Ok(number) => Post::Posted(Ticket(number as usize)),
+            Err(why) => Post::Failed(why),
+        }
+    }
+
+    fn test_send(&mut self, ticket: Ticket) -> Step {
+        match self.sending.is_done(ticket.0 as u64) {
+            Ok(true) => Step::Done,
+            Ok(false) if self.path_is_dead() => {
+                Step::Failed("the peer's host does not answer any more".into())
+            }
+            Ok(false) => Step::Pending,
+            Err(why) => Step::Failed(why),
+        }
+    }
+
+    fn test_recv(&mut self, ticket: Ticket) -> Step {
+        match self.receiving.is_whole(ticket.0 as u64) {
+            Ok(true) => Step::Done,
+            Ok(false) => Step::Pending,
+            Err(why) => Step::Failed(why),
+        }
+    }
+
+    fn scatters(&self, memory: &Memory) -> bool {
+        self.receiving.scatters(memory)
+    }
+
+    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), String> {
+        self.receiving.gather(number)
+    }
+
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+        self.receiving.gathered(number)
+    }
+
+    fn consumed(&mut self, _ticket: Ticket) -> Result<(), String> {
+        self.receiving.finished()
+    }
+
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+        self.copiers.copy(way, slot, ranges)
+    }
+
+    fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
+        let place = like.map(Memory::place).unwrap_or(self.device.pool().place());
+        self.host.memory(place, bytes)
+    }
+
+    fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        self.sending.forget_revoked(busy);
+    }
+
+    fn close(&mut self, idle: bool) {
+        let Some(mut conn) = self.conn.take() else { return };
+        // The GPU is done with pool and memory when they are gone.
+        self.receiving.stop();
+        self.copiers.stop();
+        // What is on its way has no reader any more: the kernel is not to read the source for it either.
+        if !idle && let Some(Err(error)) = conn.fd().map(socket::reset_at_close) {
+            tracing::debug!(%error, "the kernel may go on to send what is on its way");
+        }
+        conn.shutdown();
+        self.sending.stop();
+        if let Some(rule) = self.rule.take() {
+            self.device.unsteer(rule);
+        }
+        drop(conn);
+    }
+
+    fn describe(&self) -> String {
+        let place = match self.device.pool().place() {
+            Place::Host => String::from("host memory"),
+            gpu => gpu.to_string(),
+        };
+        format!("{NAME} TCP on {} into {place}", self.device.name())
+    }
+}
+
+impl Drop for DevmemLane {
+    fn drop(&mut self) {
+        self.close(true);
+    }
+}

@@ -1,0 +1,366 @@
+//! What only devmem TCP does: in the VM of `tests/devmem-vm`, whose NICs can be told to do harm.
+//!
+//! Read next: `vm.rs`, the two hosts.
+
+use crate::vm::{Hosts, LIMIT, THERE};
+use crate::world::{assert_same, contents, pattern};
+use ferrywire::{Builder, DevmemConfig, DevmemStats, Endpoint, Error, Peer, Place, Region};
+use std::fs;
+use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::process::Command;
+use std::thread;
+use std::time::Duration;
+
+/// Sizes with ragged ends, and one of many chunks.
+const SIZES: [usize; 6] = [1, 4095, 70_001, 524_288, 1_048_577, 8 << 20];
+
+/// Both ends of a session, and their memory.
+struct Ends {
+    near: Peer,
+    far: Peer,
+    ends: [Endpoint; 2],
+    gpu: Option<u32>,
+}
+
+impl Ends {
+    fn new(hosts: &Hosts, gpu: Option<u32>, adapt: impl Fn(DevmemConfig) -> DevmemConfig) -> Ends {
+        let ends = [0, 1].map(|index| {
+            let builder = hosts.plain(index).channels(4).devmem(adapt(hosts.devmem(gpu)));
+            hosts.on(index, || builder.build()).unwrap()
+        });
+        let address = ends[1].listen_addresses()[0];
+        let near = ends[0].connect(address, LIMIT).unwrap();
+        let far = ends[1].accept(LIMIT).unwrap();
+        assert_eq!(near.stats().transport, "devmem");
+        Ends { near, far, ends, gpu }
+    }
+
+    fn region(&self, end: usize, bytes: &[u8]) -> Region {
+        let region = match self.gpu {
+            Some(gpu) => self.ends[end].register_sim(gpu, bytes.len()).unwrap(),
+            None => return self.ends[end].register(bytes.to_vec()).unwrap(),
+        };
+        region.write_at(0, bytes).unwrap();
+        region
+    }
+
+    /// Writes and reads, one way and the other, and compares.
+    fn exchange(&self, bytes: usize) {
+        for (salt, peer, from) in [(1, &self.near, 0), (2, &self.far, 1)] {
+            let (source, target) =
+                (self.region(from, &pattern(bytes, salt)), self.region(1 - from, &vec![0; bytes]));
+            let len = bytes as u64;
+            peer.write(&source, 0, &target.descriptor(), 0, len).unwrap().wait(LIMIT).unwrap();
+            assert_same(&contents(&target), &pattern(bytes, salt), "what was written");
+            source.write_at(0, &vec![0; bytes]).unwrap();
+            peer.read(&source, 0, &target.descriptor(), 0, len).unwrap().wait(LIMIT).unwrap();
+            assert_same(&contents(&source), &pattern(bytes, salt), "what was read back");
+        }
+    }
+
+    /// What both ends have counted.
+    fn counted(&self) -> DevmemStats {
+        let mut sum = DevmemStats::default();
+        for peer in [&self.near, &self.far] {
+            for counted in peer.stats().channels.into_iter().filter_map(|channel| channel.lane?.devmem) {
+                sum.fragments += counted.fragments;
+                sum.fragment_bytes += counted.fragment_bytes;
+                sum.released += counted.released;
+                sum.linear_bytes += counted.linear_bytes;
+                sum.plain_bytes += counted.plain_bytes;
+                sum.device_sent_bytes += counted.device_sent_bytes;
+                sum.staged_sent_bytes += counted.staged_sent_bytes;
+            }
+        }
+        sum
+    }
+}
+
+/// Packets of a NIC whose payload went to a pool, as the NIC itself has counted.
+fn devmem_packets(hosts: &Hosts, end: usize) -> u64 {
+    const NAMES_MAX: usize = 64;
+    #[repr(C)]
+    struct Names {
+        head: [u32; 3],
+        names: [[u8; 32]; NAMES_MAX],
+    }
+    #[repr(C)]
+    struct Counts {
+        head: [u32; 2],
+        counts: [u64; NAMES_MAX],
+    }
+    const GSTRINGS: u32 = 0x1b;
+    const GSTATS: u32 = 0x1d;
+    const OF_STATISTICS: u32 = 1;
+    let mut names = Names { head: [GSTRINGS, OF_STATISTICS, 0], names: [[0; 32]; NAMES_MAX] };
+    let mut counts = Counts { head: [GSTATS, 0], counts: [0; NAMES_MAX] };
+    hosts.on(end, || {
+        let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
+        for data in [(&raw mut names).cast::<libc::c_char>(), (&raw mut counts).cast()] {
+            // SAFETY: all zero is a request without a name.
+            let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+            for (to, from) in request.ifr_name.iter_mut().zip(format!("dm{end}").bytes()) {
+                *to = from as libc::c_char;
+            }
+            request.ifr_ifru.ifru_data = data;
+            // SAFETY: SIOCETHTOOL with room for more statistics than this NIC has.
+            let result = unsafe { libc::ioctl(AsRawFd::as_raw_fd(&socket), 0x8946, &raw mut request) };
+            assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
+        }
+    });
+    let told = names.head[2] as usize;
+    assert!(told > 0 && told <= NAMES_MAX, "{told} statistics");
+    let counted = names.names[..told].iter().zip(counts.counts);
+    let of_pools = |name: &[u8; 32]| String::from_utf8_lossy(name).contains("_devmem_pkts");
+    counted.filter(|(name, _)| of_pools(name)).map(|(_, count)| count).sum()
+}
+
+/// A setting of the NICs' driver, until it is dropped.
+struct Knob(&'static str, String);
+
+impl Knob {
+    fn set(name: &'static str, value: &str) -> Knob {
+        let path = format!("/sys/module/dmnic/parameters/{name}");
+        let before = fs::read_to_string(&path).unwrap();
+        fs::write(&path, value).unwrap();
+        Knob(name, before)
+    }
+}
+
+impl Drop for Knob {
+    fn drop(&mut self) {
+        fs::write(format!("/sys/module/dmnic/parameters/{}", self.0), &self.1).unwrap();
+    }
+}
+
+fn same(config: DevmemConfig) -> DevmemConfig {
+    config
+}
+
+#[test]
+fn bytes_land_in_the_pool_and_all_fragments_are_given_back() {
+    let Some(hosts) = Hosts::here() else { return };
+    for gpu in [None, Some(0)] {
+        let ends = Ends::new(&hosts, gpu, same);
+        // Whole pages, as NICs read them.
+        let sizes = SIZES.map(|bytes| bytes.next_multiple_of(4096));
+        let before = [0, 1].map(|end| devmem_packets(&hosts, end));
+        sizes.iter().for_each(|bytes| ends.exchange(*bytes));
+        let counted = ends.counted();
+        let total = 4 * sizes.iter().sum::<usize>() as u64;
+        assert_eq!(counted.fragment_bytes, total, "{counted:?}");
+        let after = [0, 1].map(|end| devmem_packets(&hosts, end));
+        let packets: u64 = after.iter().zip(before).map(|(after, before)| after - before).sum();
+        assert!(packets >= total / 9000, "the NICs tell of {packets} packets into pools, for {total} bytes");
+        assert_eq!((counted.linear_bytes, counted.plain_bytes), (0, 0), "{counted:?}");
+        assert_eq!(counted.fragments, counted.released, "{counted:?}");
+        assert_eq!(counted.device_sent_bytes > 0, gpu.is_some(), "{counted:?}");
+        assert_eq!(counted.staged_sent_bytes, 0, "{counted:?}");
+    }
+}
+
+#[test]
+fn bytes_that_miss_the_pool_are_counted_and_copied() {
+    let Some(hosts) = Hosts::here() else { return };
+    let _knob = Knob::set("split_linear", "100");
+    for gpu in [None, Some(0)] {
+        let ends = Ends::new(&hosts, gpu, same);
+        SIZES.iter().for_each(|bytes| ends.exchange(*bytes));
+        assert!(ends.counted().linear_bytes > 0, "{:?}", ends.counted());
+    }
+}
+
+#[test]
+fn lost_packets_are_sent_again() {
+    let Some(hosts) = Hosts::here() else { return };
+    let _knob = Knob::set("drop_every", "97");
+    for gpu in [None, Some(0)] {
+        let ends = Ends::new(&hosts, gpu, same);
+        SIZES.iter().for_each(|bytes| ends.exchange(*bytes));
+    }
+}
+
+#[test]
+fn a_pool_that_runs_empty_fills_again() {
+    let Some(hosts) = Hosts::here() else { return };
+    let _knob = Knob::set("pack", "0");
+    for gpu in [None, Some(0)] {
+        let ends = Ends::new(&hosts, gpu, |config| config.pool_bytes(2 << 20));
+        ends.exchange(16 << 20);
+    }
+}
+
+#[test]
+fn memory_that_a_nic_cannot_read_is_staged() {
+    let Some(hosts) = Hosts::here() else { return };
+    let limit = "/sys/module/udmabuf/parameters/size_limit_mb";
+    let before = fs::read_to_string(limit).unwrap();
+    let ends = Ends::new(&hosts, Some(0), same);
+    fs::write(limit, "1").unwrap();
+    ends.exchange(4 << 20);
+    fs::write(limit, before).unwrap();
+    let counted = ends.counted();
+    assert!(counted.staged_sent_bytes > 0 && counted.device_sent_bytes == 0, "{counted:?}");
+}
+
+#[test]
+fn several_queues_share_the_lanes() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, Some(0), |config| config.queues(3));
+    ends.exchange(8 << 20);
+    assert_eq!(ends.counted().plain_bytes, 0);
+}
+
+#[test]
+fn a_gpu_at_one_end_only() {
+    let Some(hosts) = Hosts::here() else { return };
+    let near = hosts.plain(0).channels(2).devmem(hosts.devmem(Some(0))).build().unwrap();
+    let far = hosts.plain(1).channels(2).devmem(hosts.devmem(None));
+    let far = hosts.on(1, || far.build()).unwrap();
+    let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+    let bytes = 3_000_001;
+    let on_gpu = near.register_sim(0, bytes).unwrap();
+    let on_host = far.register(pattern(bytes, 7)).unwrap();
+    peer.read(&on_gpu, 0, &on_host.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+    assert_same(&contents(&on_gpu), &pattern(bytes, 7), "from the host to the GPU");
+    on_host.write_at(0, &vec![0; bytes]).unwrap();
+    peer.write(&on_gpu, 0, &on_host.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+    assert_same(&contents(&on_host), &pattern(bytes, 7), "from the GPU to the host");
+    // Host memory beside it, over the same lanes.
+    let (source, target) = (near.register(pattern(bytes, 8)).unwrap(), far.register(vec![0; bytes]).unwrap());
+    peer.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 8), "between the hosts");
+}
+
+#[test]
+fn tcp_and_devmem_share_a_port() {
+    let Some(hosts) = Hosts::here() else { return };
+    let serving = hosts.plain(1).channels(2).devmem(hosts.devmem(None).if_possible());
+    let serving = hosts.on(1, || serving.build()).unwrap();
+    let address = serving.listen_addresses()[0];
+    let over = |builder: Builder| {
+        let end = builder.channels(2).build().unwrap();
+        let peer = end.connect(address, LIMIT).unwrap();
+        (peer.stats(), peer, end)
+    };
+    let (one, by_devmem, first) = over(hosts.plain(0).devmem(hosts.devmem(None).if_possible()));
+    let (other, by_tcp, second) = over(hosts.plain(0));
+    assert_eq!((one.transport, other.transport), ("devmem", "tcp"));
+    assert_eq!(one.transport_why, "both ends can");
+    let target = serving.register(vec![0; 4 << 20]).unwrap();
+    for (salt, peer, end) in [(3, &by_devmem, &first), (4, &by_tcp, &second)] {
+        let source = end.register(pattern(4 << 20, salt)).unwrap();
+        peer.write(&source, 0, &target.descriptor(), 0, 4 << 20).unwrap().wait(LIMIT).unwrap();
+        assert_same(&contents(&target), &pattern(4 << 20, salt), "over one port");
+    }
+    let accepted: Vec<&str> = (0..2).map(|_| serving.accept(LIMIT).unwrap().stats().transport).collect();
+    assert!(accepted.contains(&"devmem") && accepted.contains(&"tcp"), "{accepted:?}");
+}
+
+#[test]
+fn an_end_that_cannot_is_named() {
+    let Some(hosts) = Hosts::here() else { return };
+    // Nothing is set up, and nothing may be: each says so, and what is missing.
+    let only_if_ready = DevmemConfig::default();
+    let refused = hosts.plain(0).devmem(only_if_ready.clone()).build().unwrap_err().to_string();
+    assert!(refused.contains("dm0") && refused.contains("allow"), "{refused}");
+    let near = hosts.plain(0).devmem(only_if_ready.if_possible()).build().unwrap();
+    let far = hosts.plain(1).devmem(hosts.devmem(None).if_possible());
+    let far = hosts.on(1, || far.build()).unwrap();
+    let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+    let stats = peer.stats();
+    assert!(stats.transport == "tcp" && stats.transport_why.contains("dm0"), "{}", stats.transport_why);
+    let told = far.accept(LIMIT).unwrap().stats();
+    assert!(told.transport == "tcp" && told.transport_why.contains("other end"), "{}", told.transport_why);
+    // An end that needs it refuses one that has none.
+    let strict = hosts.plain(1).devmem(hosts.devmem(None));
+    let strict = hosts.on(1, || strict.build()).unwrap();
+    let error = near.connect(strict.listen_addresses()[0], LIMIT).unwrap_err();
+    assert!(matches!(&error, Error::Refused { why, .. } if why.contains("devmem")), "{error}");
+    // And packets that never cross a NIC are no use.
+    let beside = hosts.plain(0).devmem(hosts.devmem(None)).build().unwrap();
+    let error = beside.connect(near.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+    assert!(error.contains("stay on this host"), "{error}");
+}
+
+#[test]
+fn a_nic_that_goes_down_comes_back() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, Some(0), same);
+    ends.exchange(1 << 20);
+    let bytes = 64 << 20;
+    let (source, target) = (ends.region(0, &pattern(bytes, 5)), ends.region(1, &vec![0; bytes]));
+    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let link = |up: &str| {
+        assert!(Command::new("ip").args(["link", "set", "dm0", up]).status().unwrap().success());
+    };
+    thread::sleep(Duration::from_millis(50));
+    link("down");
+    thread::sleep(Duration::from_millis(300));
+    link("up");
+    transfer.wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 5), "across a NIC that was down");
+}
+
+#[test]
+fn bindings_that_end_in_mid_transfer_lose_nothing() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, None, same);
+    ends.exchange(1 << 20);
+    let bytes = 64 << 20;
+    let (source, target) = (ends.region(0, &pattern(bytes, 6)), ends.region(1, &vec![0; bytes]));
+    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    thread::sleep(Duration::from_millis(20));
+    unbind_all();
+    transfer.wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 6), "with a queue that lost its pool");
+    ends.exchange(1 << 20);
+    assert!(ends.counted().plain_bytes > 0, "{:?}", ends.counted());
+}
+
+/// Ends every binding of this process, as a NIC's driver may: they live as long as a netlink socket.
+fn unbind_all() {
+    let nowhere = fs::File::open("/dev/null").unwrap();
+    for entry in fs::read_dir("/proc/self/fd").unwrap() {
+        let name = entry.unwrap().file_name();
+        let Ok(fd) = name.to_str().unwrap_or_default().parse::<i32>() else { continue };
+        let mut domain: libc::c_int = 0;
+        let mut len = size_of::<libc::c_int>() as libc::socklen_t;
+        let into = (&raw mut domain).cast();
+        // SAFETY: room for an int; a descriptor that is no socket gives an error.
+        let got = unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_DOMAIN, into, &raw mut len) };
+        if got == 0 && domain == libc::AF_NETLINK {
+            // SAFETY: no memory is passed; what used the number finds a file that answers nothing.
+            unsafe { libc::dup2(AsRawFd::as_raw_fd(&nowhere), fd) };
+        }
+    }
+}
+
+#[test]
+fn messages_of_no_bytes_and_of_many_pass() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, Some(0), same);
+    for (tag, bytes) in [(1, 0), (2, 1), (3, 64 << 20)] {
+        let (source, target) = (ends.region(0, &pattern(bytes, tag)), ends.region(1, &vec![0; bytes]));
+        let received = ends.far.recv(tag, &target, 0, bytes as u64).unwrap();
+        ends.near.send(tag, &source, 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+        assert_eq!(received.wait(LIMIT), Ok(bytes as u64));
+        assert_same(&contents(&target), &pattern(bytes, tag), "a message");
+    }
+}
+
+/// Addresses are those of the NICs, whatever the endpoints' ports.
+#[test]
+fn lanes_are_told_in_the_statistics() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, Some(0), same);
+    ends.exchange(1 << 20);
+    for channel in ends.near.stats().channels {
+        let lane = channel.lane.unwrap();
+        assert_eq!((lane.plugin.as_str(), lane.device_name.as_str()), ("devmem", "dm0"));
+        assert!(lane.version.contains(&Place::SimGpu(0).to_string()), "{}", lane.version);
+        assert_eq!(channel.remote.ip(), IpAddr::V4(THERE));
+        assert_ne!(channel.remote, SocketAddr::new(IpAddr::V4(THERE), 0));
+    }
+}
