@@ -87,6 +87,8 @@ impl Claim {
     /// The same with the journal in a directory of one's own. All who share a NIC have to use the same one.
     pub fn in_directory(directory: &Path, nic: &str, wish: &Wish) -> Result<Claim, NicError> {
         let index = nics::index(nic).ok_or_else(|| NicError::NoNic { nic: nic.to_owned() })?;
+        // Before a word about anything else: most NICs cannot.
+        possible::refusal(nic, index)?;
         let kernel = Host::open(nic, index).map_err(|error| {
             NicError::setting(nic, "talk to the kernel about NICs", String::new(), &error)
         })?;

@@ -33,6 +33,8 @@ fn work(journal: &Path) {
         let steered = |port| SocketAddr::new([10, 9, 0, 2].into(), port);
         let rules: Vec<_> =
             (1..=4).filter_map(|port| claim.steer(end("10.9.0.1:7420"), steered(port)).ok()).collect();
+        // Long enough to be killed in between, now and then.
+        thread::sleep(Duration::from_millis(5));
         rules.into_iter().take(2).for_each(|rule| claim.unsteer(rule));
     }
 }
@@ -91,7 +93,7 @@ fn moments(seed: u64) -> impl Iterator<Item = Duration> {
     let mut state = seed;
     std::iter::repeat_with(move || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        Duration::from_micros((state >> 33) % 60_000)
+        Duration::from_micros((state >> 33) % 150_000)
     })
 }
 
@@ -108,12 +110,12 @@ fn kill_some(found: &Found, least: usize) {
         let has_rules = !seen().rules.is_empty();
         dirty += usize::from(has_rules || !is_calm());
         with_rules += usize::from(has_rules);
-        if all >= least && dirty > 0 {
+        if all >= least && with_rules > 0 {
             break;
         }
     }
     println!("{dirty} of {all} kills left something, {with_rules} of them rules");
-    assert!(dirty > 0, "no kill came in the midst of anything");
+    assert!(with_rules > 0, "no kill came while there were rules");
 }
 
 /// Whether flows are spread over all queues, as they were found.

@@ -2,14 +2,15 @@
 //!
 //! Read next: `../../../topology/`, which shows it.
 
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 
-use super::super::DevmemError;
+use super::super::{BindCause, DevmemError};
 use super::error::{Missing, NicError};
 use super::kernel::{Host, Kernel};
 use crate::sys::ethtool::Split;
 use crate::sys::mapping;
 use crate::sys::netdev::Netdev;
+use crate::sys::netlink::NetlinkError;
 use crate::sys::nics;
 
 /// What a NIC can do.
@@ -52,29 +53,37 @@ pub fn possible(nic: &str) -> Possible {
     found
 }
 
-/// Asks to bind what is no dma-buf: a driver that cannot bind refuses that before anybody looks at the memory, one that
-/// can leaves everything as it is.
 fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
-    let not_dmabuf = match mapping::anonymous_file(mapping::PAGE_BYTES) {
-        Ok(file) => file,
-        Err(error) => return found.why_not.push(error.to_string()),
-    };
-    let mut netdev = match Netdev::open() {
-        Ok(netdev) => netdev,
+    match refusal(nic, index) {
+        Ok(()) => found.receives = Some(true),
         Err(error) => {
-            (found.receives, found.sends) = (Some(false), Some(false));
-            return found.why_not.push(DevmemError::bind_rx(nic, &[], &error).to_string());
-        }
-    };
-    if let Err(error) = netdev.bind_rx(index, &[0], not_dmabuf.as_fd()) {
-        found.receives = answer(error.errno);
-        if found.receives != Some(true) {
-            found.why_not.push(DevmemError::bind_rx(nic, &[], &error).to_string());
+            let unknown = matches!(&error, DevmemError::Bind { cause: BindCause::NotAllowed, .. });
+            found.receives = (!unknown).then_some(false);
+            found.why_not.push(error.to_string());
         }
     }
-    if let Err(error) = netdev.bind_tx(index, not_dmabuf.as_fd()) {
-        found.sends = answer(error.errno);
+    found.sends =
+        probe(|netdev, fd| netdev.bind_tx(index, fd)).map_or_else(|error| answer(error.errno), Some);
+}
+
+/// Whether memory could be bound to a NIC. Asks to bind what is no dma-buf: a driver that cannot bind refuses that before
+/// anybody looks at the memory, one that can leaves everything as it is.
+pub(super) fn refusal(nic: &str, index: u32) -> Result<(), DevmemError> {
+    match probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)) {
+        Err(error) if answer(error.errno) != Some(true) => Err(DevmemError::bind_rx(nic, &[], &error)),
+        _ => Ok(()),
     }
+}
+
+fn probe(
+    bind: impl FnOnce(&mut Netdev, BorrowedFd<'_>) -> Result<u32, NetlinkError>,
+) -> Result<bool, NetlinkError> {
+    let not_dmabuf = mapping::anonymous_file(mapping::PAGE_BYTES).map_err(|error| NetlinkError {
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        text: None,
+        call: "memory to ask with",
+    })?;
+    bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
 }
 
 /// `EINVAL` is about the memory, so the driver had no objection.
@@ -90,7 +99,12 @@ fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
     match kernel.queues() {
         Ok(queues) => {
             let free = queues.iter().filter(|(queue, state)| *queue != 0 && state.is_free());
-            found.free_queues = free.count();
+            let free: Vec<u32> = free.map(|(queue, _)| *queue).collect();
+            found.free_queues = free.len();
+            let spread = kernel.spread().unwrap_or_default();
+            let last = free.iter().max().filter(|_| free.iter().all(|queue| spread.contains(queue)));
+            let missing = last.map(|last| Missing::Spread { queues: vec![*last], others: *last });
+            found.missing.extend(missing.map(|missing| missing.to_string()));
             if found.free_queues == 0 {
                 let up = if queues.is_empty() { "is it up?" } else { "the first one is everybody's" };
                 found.why_not.push(format!("NIC {nic} has no receive queue to spare: {up}"));

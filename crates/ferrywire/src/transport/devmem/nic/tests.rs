@@ -315,4 +315,8 @@ fn loopback_cannot_and_says_why() {
     let lo = possible("lo");
     assert!(!lo.is_possible());
     assert!(!lo.why_not.is_empty(), "{lo:?}");
+    let journal = tempfile::tempdir().expect("a folder");
+    let error = Claim::in_directory(journal.path(), "lo", &wish(1, true)).expect_err("it cannot");
+    assert_eq!(lo.why_not, [error.to_string()]);
+    assert_eq!(std::fs::read_dir(journal.path()).expect("a folder").count(), 0, "no journal of it");
 }
