@@ -203,7 +203,7 @@ fn add_ipv6() {
     run("ip -6 addr add fd09::1/64 dev dm0");
     run("nsenter -t $PEER_PID -n ip -6 addr add fd09::2/64 dev dm1");
     // Before it is known that nobody else has them, connections would come from elsewhere, and get nowhere.
-    wait_for_address("[fd09::1]:0", |address| TcpListener::bind(address));
+    wait_for_address("[fd09::1]:0", TcpListener::bind);
     wait_for_address("[fd09::2]:0", |address| vm::at_peer(|| TcpListener::bind(address)));
 }
 
