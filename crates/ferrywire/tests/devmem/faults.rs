@@ -1,5 +1,6 @@
 //! What goes wrong on the way: headers split badly, packets lost, pools that run dry, bindings that end.
 
+use crate::receive::hold;
 use crate::vm::{self, KIB, Knob, Link, MIB, Receiver, Sender, WAY, send_all, take};
 use ferrywire::sys::devmem::{Control, Fragment, Tokens};
 use std::os::fd::AsRawFd;
@@ -107,4 +108,26 @@ fn what_is_queued_outlives_the_binding_and_the_rest_is_plain() {
     assert_eq!((queued.bytes(), queued.plain_bytes), (32 * KIB, 0));
     let later = transfer((&receiver, &sender, &link), 32 * KIB, 2 * MIB);
     assert_eq!(later.plain_bytes, 2 * MIB);
+}
+
+#[test]
+fn a_nic_that_went_down_and_up_goes_on() {
+    if !vm::is_here() {
+        return;
+    }
+    let (mut receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
+    let before = transfer((&receiver, &sender, &link), 0, MIB);
+    assert_eq!((before.bytes(), before.plain_bytes), (MIB, 0));
+    vm::send_plain(&link, MIB, 32 * KIB);
+    let mut held = Tokens::new();
+    hold(&link, 32 * KIB).into_iter().for_each(|token| held.push(token));
+    vm::set_up(vm::NEAR, false);
+    vm::set_up(vm::NEAR, true);
+    let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
+    assert_eq!(state.dmabuf, Some(receiver.id), "the binding stays");
+    let told = held.fragments();
+    let released = held.release(link.near.as_raw_fd()).expect("their places were not lost");
+    assert_eq!((released.fragments, released.unknown), (told, 0));
+    let after = transfer((&receiver, &sender, &link), MIB + 32 * KIB, MIB);
+    assert_eq!((after.bytes(), after.plain_bytes), (MIB, 0));
 }

@@ -123,8 +123,8 @@ fn a_fragment_read_in_parts_has_a_token_for_each() {
     }
 }
 
-/// Tokens of all that is queued, held.
-fn hold(link: &Link, bytes: usize) -> Vec<u32> {
+/// Receives so many bytes, and keeps their tokens.
+pub fn hold(link: &Link, bytes: usize) -> Vec<u32> {
     let (mut held, mut got) = (Vec::new(), 0);
     let (mut control, mut buffer) = (Control::new(256), vec![0; 64 * KIB]);
     while got < bytes {

@@ -85,6 +85,16 @@ fn turn(name: &str, value: u32) {
     fs::write(path, value.to_string()).expect("a knob");
 }
 
+/// Takes a NIC of this namespace down, or up again.
+pub fn set_up(nic: &str, up: bool) {
+    let path = format!("/sys/class/net/{nic}/flags");
+    let flags = fs::read_to_string(&path).expect("the NIC is here");
+    let flags = u32::from_str_radix(flags.trim().trim_start_matches("0x"), 16).expect("a number");
+    let up_bit = libc::IFF_UP as u32;
+    let flags = if up { flags | up_bit } else { flags & !up_bit };
+    fs::write(&path, format!("{flags:#x}")).expect("it obeys");
+}
+
 /// Headers apart from payload, or not.
 pub fn set_split(split: Split, threshold_bytes: Option<u32>) -> Result<(), NetlinkError> {
     Ethtool::open()?.set_rings(NEAR, Rings { split: Some(split), threshold_bytes })
