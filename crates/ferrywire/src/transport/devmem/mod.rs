@@ -31,8 +31,8 @@ pub(crate) use counters::DevmemCounters;
 pub use counters::DevmemStats;
 pub use errors::{BindCause, DevmemError, Direction, SendCause};
 pub(crate) use host::Host;
+pub use nic::Possible;
 pub(crate) use setup::DevmemSetup;
 
 /// What it is called, in reports and between the ends.
 pub(crate) const NAME: &str = "devmem";
-pub use nic::Possible;
