@@ -94,3 +94,15 @@ cases! {
     nothing_left
     no_logger
 }
+
+#[test]
+fn silent_path() {
+    let root = Command::new("id").arg("-u").output().is_ok_and(|said| said.stdout == b"0\n");
+    if !std::env::var("FERRYWIRE_LONG").is_ok_and(|value| value == "1") {
+        println!("SKIPPED: needs FERRYWIRE_LONG=1, and minutes");
+    } else if !root || Command::new("ip").arg("-V").output().is_err() {
+        println!("SKIPPED: needs root and iproute2, to make network namespaces");
+    } else {
+        passes(12, "silent_path");
+    }
+}

@@ -584,6 +584,104 @@ static void late_receives(struct net *net)
     pair_close(net, pair);
 }
 
+static void shell(const char *format, ...)
+{
+    char command[256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(command, sizeof command, format, arguments);
+    va_end(arguments);
+    CHECK(system(command) == 0);
+}
+
+/* The other end of a socket has come as far. */
+static void both(int socket)
+{
+    char byte = 1;
+    CHECK(write(socket, &byte, 1) == 1 && read(socket, &byte, 1) == 1);
+}
+
+enum { QUIET, SMALL, BULK, PATHS };
+
+/* Three pairs between two hosts; then neither hears anything of the other any more. */
+static void goes_silent(struct net *net, int socket, const char *nic, int here, int there)
+{
+    static unsigned char data[64 << 20];
+    struct pair pairs[PATHS];
+    void *requests[4];
+    size_t count = 0;
+    char name[8];
+    int done;
+    shell("ip addr add 10.78.0.%d/24 dev %s && ip link set %s up", here, nic, nic);
+    snprintf(name, sizeof name, "=%s", nic);
+    CHECK(setenv("NCCL_SOCKET_IFNAME", name, 1) == 0);
+    net_open(net, path);
+    double begin = now();
+    /* A link is up some time after both of its ends. */
+    while (net_init(net, logger) != SUCCESS)
+        again(begin, "a link");
+    warnings = 0;
+    both(socket);
+    for (int n = 0; n < PATHS; n++)
+        pairs[n] = pair_there(net, socket);
+    /* A receive of what is never sent; more than the sockets take, in one message and in many that go inline. */
+    CHECK(net_irecv(net, pairs[QUIET].recv, data, 100, 0, &requests[count++]) == SUCCESS);
+    CHECK(net_isend(net, pairs[BULK].send, data, sizeof data, 0, &requests[count++]) == SUCCESS);
+    for (double since = 0; since == 0 || now() - since < 1;) {
+        if (since == 0) {
+            CHECK(net_isend(net, pairs[SMALL].send, data, 60000, 0, &requests[count]) == SUCCESS && requests[count]);
+            since = now();
+        }
+        CHECK(net_test(net, requests[count], &done, NULL) == SUCCESS);
+        if (done)
+            since = 0;
+        sched_yield();
+    }
+    count++;
+    both(socket);
+    /* To somebody who is not there. */
+    shell("ip neigh replace 10.78.0.%d lladdr 02:00:00:00:00:77 dev %s nud permanent", there, nic);
+    double since = now();
+    for (size_t left = count; left; again(since, "the end of a silent path")) {
+        for (size_t n = 0; n < count; n++) {
+            int result = requests[n] ? net_test(net, requests[n], &done, NULL) : SUCCESS;
+            if (result != SUCCESS) {
+                printf("request %zu ended after %.0f s\n", n, now() - since);
+                CHECK(result == REMOTE_ERROR && now() - since > 30);
+                requests[n] = NULL;
+                left--;
+            }
+        }
+    }
+    CHECK(warnings == PATHS);
+    for (int n = 0; n < PATHS; n++)
+        pair_close(net, pairs[n]);
+    both(socket);
+}
+
+static void silent_there(struct net *net, int socket)
+{
+    CHECK(unshare(CLONE_NEWNET) == 0);
+    both(socket);
+    both(socket);
+    goes_silent(net, socket, "vb", 2, 1);
+}
+
+static void silent_here(struct net *net, int socket)
+{
+    CHECK(unshare(CLONE_NEWNET) == 0);
+    both(socket);
+    shell("ip link add va type veth peer name vb netns %d", (int)peer);
+    both(socket);
+    goes_silent(net, socket, "va", 1, 2);
+}
+
+/* Both ends give up a path over which nothing comes any more, and not soon. */
+static void silent_path(struct net *net)
+{
+    two(net, silent_there, silent_here, 0);
+}
+
 static int entries(const char *directory)
 {
     int count = 0;
@@ -649,6 +747,7 @@ int main(int count, char **arguments)
         { "closing", closing },
         { "killed_peer", killed_peer },
         { "late_receives", late_receives },
+        { "silent_path", silent_path },
         { "nothing_left", nothing_left },
         { "no_logger", no_logger },
     };
