@@ -22,6 +22,7 @@ mod lane;
 pub mod nic;
 mod pool;
 mod receiving;
+mod rooms;
 mod sending;
 mod setup;
 mod sources;

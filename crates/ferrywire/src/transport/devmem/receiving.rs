@@ -9,7 +9,7 @@
 //! ```
 //!
 //! Where the pool runs empty, the NIC drops packets until something is given back: so all that can be is given back
-//! before this end waits for more.
+//! before this end waits for more, and of a message that waits for its rest the GPU brings away what is there.
 //!
 //! Invariant: no call asks for more bytes than the message lacks; no fragment is believed that leaves the pool.
 //! Read next: `gather.rs`; `sys/devmem.rs`, the calls.
@@ -17,9 +17,9 @@
 use super::counters::add;
 use super::gather::{Gatherer, Run as GatherRun};
 use super::host::Device;
+use super::rooms::{Buffer, Stages};
 use super::{DevmemCounters, NAME};
-use crate::memory::host::HostBuffer;
-use crate::memory::unpack::{Fragment, Mapped};
+use crate::memory::unpack::Fragment;
 use crate::memory::{GpuCopy, Memory, Place};
 use crate::sys::devmem::{self, Control, Fragment as Piece, Tokens};
 use crate::sys::dmabuf::Reading;
@@ -29,11 +29,17 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
 /// Fragments that one call can tell of.
 const PIECES_PER_CALL: usize = 512;
 /// Fragments that are given back together while more arrive.
 const RELEASE_AT: usize = 96;
+
+/// How long nothing arrives of a message until what is there is gathered.
+const PART_AFTER: Duration = Duration::from_millis(5);
+/// Parts of messages are numbered from here.
+const PARTS: u64 = 1 << 63;
 
 /// How a message gets from where it lands to where it belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,6 +63,12 @@ struct Incoming {
     stage: Option<usize>,
 }
 
+/// Some of a message's fragments, on their way out of the pool ahead of the rest.
+struct Part {
+    number: u64,
+    tokens: Vec<u32>,
+}
+
 /// One connection's receiving half.
 pub(super) struct Receiving {
     fd: RawFd,
@@ -73,6 +85,10 @@ pub(super) struct Receiving {
     stages: Stages,
     /// Fragments to be given back.
     back: Tokens,
+    /// What is gathered of a message that is not whole, and when bytes last arrived.
+    part: Option<Part>,
+    parts: u64,
+    arrived: Instant,
     spare: Vec<Incoming>,
     counters: Arc<DevmemCounters>,
 }
@@ -97,8 +113,11 @@ impl Receiving {
             whole: 0,
             control: Control::new(PIECES_PER_CALL),
             buffer,
-            stages: Stages { slots: window, slot_bytes: message_bytes_max, memory: None, free: Vec::new() },
+            stages: Stages::new(window, message_bytes_max),
             back: Tokens::new(),
+            part: None,
+            parts: 0,
+            arrived: Instant::now(),
             spare: Vec::new(),
             counters,
         })
@@ -157,13 +176,15 @@ impl Receiving {
     /// # Errors
     /// Why nothing more will come.
     pub fn is_whole(&mut self, number: u64) -> Result<bool, String> {
+        self.look_after_part()?;
         let at = number.wrapping_sub(self.first) as usize;
         while self.whole <= at && self.whole < self.messages.len() {
             if !self.receive()? {
                 return Ok(false);
             }
         }
-        Ok(at < self.whole)
+        // What was brought ahead of it has to be there too.
+        Ok(at < self.whole && self.part.is_none())
     }
 
     /// One call, for the oldest message that is not whole. False when nothing is there.
@@ -185,6 +206,7 @@ impl Receiving {
         let received = match unsafe { devmem::receive(self.fd, into, lacks, &mut self.control) } {
             Ok(received) => received,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                self.make_room();
                 self.give_back()?;
                 return Ok(false);
             }
@@ -193,6 +215,7 @@ impl Receiving {
         if received.bytes == 0 {
             return Err("the peer closed the connection".into());
         }
+        self.arrived = Instant::now();
         self.place(received.bytes, received.plain)?;
         let message = &self.messages[self.whole];
         if message.got == message.run.bytes {
@@ -254,6 +277,41 @@ impl Receiving {
         Ok(())
     }
 
+    /// The pool may be what the rest of a message waits for: what is there makes room, unless more arrives soon. It goes
+    /// into the buffer, since nobody expects its destination to be touched yet.
+    fn make_room(&mut self) {
+        let message = &mut self.messages[self.whole];
+        let waits = !message.fragments.is_empty() && self.arrived.elapsed() >= PART_AFTER;
+        let Some(gatherer) = self.gatherer.as_mut().filter(|_| waits && self.part.is_none()) else { return };
+        let (number, target) = (PARTS | self.parts, self.buffer.address() + self.buffer.at as u64);
+        self.parts += 1;
+        let mut bytes = 0;
+        for fragment in &mut message.fragments {
+            let source = (self.buffer.at + bytes) as u32;
+            message.elsewhere.push(Fragment { source, ..*fragment });
+            fragment.target = bytes as u64;
+            bytes += fragment.bytes as usize;
+        }
+        let run = GatherRun { source: self.device.pool().base(), fragments: &message.fragments };
+        gatherer.begin(number, &[run], target);
+        self.buffer.keep(bytes);
+        message.elsewhere_bytes += bytes;
+        message.fragments.clear();
+        self.part = Some(Part { number, tokens: std::mem::take(&mut message.tokens) });
+    }
+
+    /// Gives back what was brought ahead, once it is.
+    fn look_after_part(&mut self) -> Result<(), String> {
+        let (Some(part), Some(gatherer)) = (&self.part, &mut self.gatherer) else { return Ok(()) };
+        match gatherer.poll(part.number) {
+            Poll::Pending => return Ok(()),
+            Poll::Ready(result) => result.map_err(|error| error.to_string())?,
+        }
+        let part = self.part.take();
+        part.into_iter().flat_map(|part| part.tokens).for_each(|token| self.back.push(token));
+        self.give_back()
+    }
+
     /// Begins to bring a whole message to its place.
     pub fn gather(&mut self, number: u64) -> Result<(), String> {
         let (Some(message), Some(gatherer)) =
@@ -306,7 +364,7 @@ impl Receiving {
         (self.first, self.whole) = (self.first + 1, self.whole.saturating_sub(1));
         message.tokens.drain(..).for_each(|token| self.back.push(token));
         self.buffer.free(message.elsewhere_bytes);
-        message.stage.take().into_iter().for_each(|stage| self.stages.free.push(stage));
+        message.stage.take().into_iter().for_each(|stage| self.stages.give_back(stage));
         message.fragments.clear();
         message.elsewhere.clear();
         message.elsewhere_bytes = 0;
@@ -361,88 +419,5 @@ impl Incoming {
         // SAFETY: sources are checked against pool and buffer, and the kernel gives no more than the message lacks.
         unsafe { std::ptr::copy_nonoverlapping(from, base.add(self.got), bytes) };
         self.got += bytes;
-    }
-}
-
-/// Host memory for bytes that do not land in the pool; where a GPU gathers, it reads them there.
-struct Buffer {
-    base: u64,
-    len: usize,
-    /// Where the next bytes go, and how many before it are in use.
-    at: usize,
-    used: usize,
-    _memory: BufferMemory,
-}
-
-enum BufferMemory {
-    Host { _buffer: HostBuffer },
-    Mapped { _mapped: Mapped },
-}
-
-impl Buffer {
-    fn new(gatherer: Option<&Gatherer>, len: usize) -> Result<Buffer, String> {
-        let (base, memory) = match gatherer {
-            Some(gatherer) => {
-                let mapped = gatherer.map(len).map_err(|error| error.to_string())?;
-                (mapped.at(0, len), BufferMemory::Mapped { _mapped: mapped })
-            }
-            None => {
-                let buffer = HostBuffer::zeroed(len).map_err(|error| error.to_string())?;
-                (buffer.base(), BufferMemory::Host { _buffer: buffer })
-            }
-        };
-        Ok(Buffer { base: base as u64, len, at: 0, used: 0, _memory: memory })
-    }
-
-    fn address(&self) -> u64 {
-        self.base
-    }
-
-    /// Whether a whole message fits behind what is in use.
-    fn has_room_for(&mut self, bytes: usize) -> bool {
-        if self.used == 0 {
-            self.at = 0;
-        }
-        self.len - self.at >= bytes
-    }
-
-    fn next(&mut self, bytes: usize) -> *mut u8 {
-        debug_assert!(self.at + bytes <= self.len, "room for a message is made before it begins");
-        (self.address() + self.at as u64) as *mut u8
-    }
-
-    fn keep(&mut self, bytes: usize) {
-        self.at += bytes;
-        self.used += bytes;
-    }
-
-    fn free(&mut self, bytes: usize) {
-        self.used -= bytes;
-    }
-}
-
-/// Mapped memory that messages pass through, made when it is first needed.
-struct Stages {
-    slots: usize,
-    slot_bytes: usize,
-    memory: Option<Mapped>,
-    free: Vec<usize>,
-}
-
-impl Stages {
-    fn take(&mut self, gatherer: &Gatherer) -> Result<usize, String> {
-        if self.memory.is_none() {
-            self.memory =
-                Some(gatherer.map(self.slots * self.slot_bytes).map_err(|error| error.to_string())?);
-            self.free = (0..self.slots).rev().collect();
-        }
-        self.free.pop().ok_or_else(|| "more messages are posted than there are stages".into())
-    }
-
-    fn address(&self, stage: usize) -> u64 {
-        match &self.memory {
-            Some(memory) => memory.at(stage * self.slot_bytes, self.slot_bytes) as u64,
-            None => 0,
-        }
     }
 }
