@@ -205,6 +205,8 @@ pub const DEVMEM_QUEUES_MAX: usize = 64;
 pub const DEVMEM_POOL_BYTES_DEFAULT: usize = 64 << 20;
 /// The least.
 pub const DEVMEM_POOL_BYTES_MIN: usize = 1 << 20;
+/// Messages of the largest size that a pool holds at least.
+pub const DEVMEM_POOL_MESSAGES_MIN: usize = 4;
 /// The most: fragments count their place in 32 bits.
 pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 

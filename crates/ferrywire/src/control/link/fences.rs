@@ -153,8 +153,8 @@ impl Link {
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
         if let Some(why) = fence.lane_failed
-            && self.lanes.failed_for_good(now.saturating_sub(self.up_since[usize::from(index)]))
             && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
+            && self.lanes.failed_for_good(now.saturating_sub(self.up_since[usize::from(index)]))
         {
             let theirs = own_part(&fence.their_reason, &why);
             let why = format!("{why}; at the peer: {theirs}; no channel is left");

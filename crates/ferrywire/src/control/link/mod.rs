@@ -485,7 +485,9 @@ fn transport_of(engine: &Engine, carrier: Option<&Carrier>) -> (&'static str, St
     match (carrier, &engine.carrier) {
         (Some(_), Some(Carrier::Devmem(_))) => (engine.transport.name(), "both ends can".into()),
         (None, Some(Carrier::Devmem(host))) => {
-            let why = host.passed_over().unwrap_or_else(|| "the other end has no devmem".into());
+            let why = host
+                .passed_over()
+                .unwrap_or_else(|| "the other end has no devmem, or other settings of it".into());
             ("tcp", why)
         }
         _ => (engine.transport.name(), engine.no_carrier.clone().unwrap_or_default()),

@@ -96,7 +96,9 @@ impl DevmemConfig {
         self
     }
 
-    /// Goes without where this host or the other end cannot: payload then takes the way that it takes by default.
+    /// Goes without where this host or the other end cannot: payload then takes the way that it takes by default. Every NIC
+    /// that channels may use has to be able to; name those that are ([`Builder::nics`](crate::Builder::nics)). Memory of
+    /// GPUs is that of [`DevmemConfig::gpu`] alone, also where a session goes without.
     pub fn if_possible(mut self) -> DevmemConfig {
         self.required = false;
         self
@@ -115,6 +117,15 @@ impl DevmemConfig {
         within("queues of devmem", self.queues, 1, limits::DEVMEM_QUEUES_MAX)?;
         let (least, most) = (limits::DEVMEM_POOL_BYTES_MIN, limits::DEVMEM_POOL_BYTES_MAX);
         within("pool bytes of devmem", self.pool_bytes, least, most)?;
+        if self.pool_bytes < limits::DEVMEM_POOL_MESSAGES_MIN * self.message_bytes_max {
+            let why = format!(
+                "{} hold no {} messages of {} bytes: a larger pool, or smaller messages",
+                self.pool_bytes,
+                limits::DEVMEM_POOL_MESSAGES_MIN,
+                self.message_bytes_max
+            );
+            return Err(Error::invalid("pool bytes of devmem", why));
+        }
         match self.gpu {
             Some(Place::Host) => Err(Error::invalid("GPU of devmem", "host memory needs no GPU")),
             _ => Ok(()),

@@ -11,6 +11,7 @@
 use crate::error::{Error, Result};
 use crate::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use crate::memory::GpuCopy;
+use crate::memory::cuda::idle;
 use crate::memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode};
 use std::collections::VecDeque;
 use std::task::Poll;
@@ -85,8 +86,13 @@ impl Gatherer {
     /// Takes over a message: all runs to the target, from which their targets count.
     pub fn begin(&mut self, number: u64, runs: &[Run<'_>], target: u64) {
         let mut job = Job { number, target, copies: VecDeque::new(), lists: VecDeque::new(), launch: 0 };
+        // A kernel may have to stand behind a stream that waits for this very transfer.
+        let mode = match self.mode {
+            UnpackMode::Kernel if idle::streams_wait() => UnpackMode::Copy,
+            mode => mode,
+        };
         for run in runs {
-            match self.mode {
+            match mode {
                 UnpackMode::Kernel => job.lists.extend(segments(run)),
                 UnpackMode::None => {}
                 UnpackMode::Copy | UnpackMode::Host => {

@@ -112,6 +112,9 @@ impl Host {
         let mut trouble = Vec::new();
         let loopback = |name: &str| nics.iter().any(|nic| nic.name == *name && nic.loopback);
         for name in chosen_nics(endpoint, nics) {
+            if loopback(&name) && endpoint.nics.is_empty() {
+                continue;
+            }
             let opened = match loopback(&name) {
                 true => Err("packets of loopback never reach a NIC".to_owned()),
                 false => Device::open(&name, &config, gpu.as_ref()),
@@ -121,10 +124,11 @@ impl Host {
                 Err(why) => trouble.push(format!("{name}: {why}")),
             }
         }
-        let named_in_vain = config.required && !endpoint.nics.is_empty() && !trouble.is_empty();
-        if devices.is_empty() || named_in_vain {
+        // Whoever can do without is not to have channels that would lack their lane.
+        let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
+        if devices.is_empty() || incomplete {
             let why = match trouble.is_empty() {
-                true => "no NIC has an address".to_owned(),
+                true => "no NIC beyond loopback has an address".to_owned(),
                 false => trouble.join("; "),
             };
             return Err(Error::invalid(NAME, why));
@@ -160,7 +164,10 @@ impl Host {
         let ip = address.ip().to_canonical();
         match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
             true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
-            false => Ok(()),
+            false => {
+                *self.passed_over.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                Ok(())
+            }
         }
     }
 

@@ -175,6 +175,7 @@ impl Lane for DevmemLane {
 
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
         self.sending.forget_revoked(busy);
+        self.receiving.forget();
     }
 
     fn close(&mut self, idle: bool) {
@@ -205,6 +206,7 @@ impl Lane for DevmemLane {
 
 impl Drop for DevmemLane {
     fn drop(&mut self) {
-        self.close(true);
+        let idle = self.sending.is_idle() && self.receiving.is_idle();
+        self.close(idle);
     }
 }

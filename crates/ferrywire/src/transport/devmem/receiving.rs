@@ -382,9 +382,22 @@ impl Receiving {
         }
         let released =
             self.back.release(self.fd).map_err(|error| format!("giving fragments back: {error}"))?;
+        if released.unknown > 0 {
+            return Err(format!("the kernel does not know {} of the fragments given back", released.unknown));
+        }
         add(&self.counters.release_calls, released.calls);
         add(&self.counters.released, released.fragments);
         Ok(())
+    }
+
+    /// Whether no message is awaited.
+    pub fn is_idle(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// Keeps nothing of messages that are over.
+    pub fn forget(&mut self) {
+        self.spare.clear();
     }
 
     /// Nothing of the GPU's touches memory any more after this.

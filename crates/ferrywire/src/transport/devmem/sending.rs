@@ -61,8 +61,8 @@ pub(super) struct Sending {
     handed: usize,
     /// The number of the next call that is reported on.
     next_call: u32,
-    /// Whether reports are asked for on the socket, and how many calls wait for one.
-    reports: bool,
+    /// Whether the kernel reports on this socket, once asked; and how many calls wait for a report.
+    reports: Option<bool>,
     unreported: u64,
     counters: Arc<DevmemCounters>,
 }
@@ -87,7 +87,7 @@ impl Sending {
             first: 0,
             handed: 0,
             next_call: 0,
-            reports: false,
+            reports: None,
             unreported: 0,
             counters,
         }
@@ -135,13 +135,13 @@ impl Sending {
     }
 
     fn asks_for_reports(&mut self) -> bool {
-        if !self.reports {
-            match zerocopy::enable(self.fd) {
-                Ok(()) => self.reports = true,
-                Err(error) => tracing::warn!(%error, "this kernel sends nothing without a copy"),
+        *self.reports.get_or_insert_with(|| match zerocopy::enable(self.fd) {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::warn!(%error, "this kernel sends nothing without a copy");
+                false
             }
-        }
-        self.reports
+        })
     }
 
     /// Whether a message is done.
@@ -235,6 +235,11 @@ impl Sending {
             }
         }
         Ok(())
+    }
+
+    /// Whether no message is under way.
+    pub fn is_idle(&self) -> bool {
+        self.messages.is_empty()
     }
 
     /// Lets go of regions that are gone.

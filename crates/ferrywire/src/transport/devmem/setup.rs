@@ -133,5 +133,7 @@ impl Setup for DevmemSetup {
 fn make(host: Arc<Host>, device: Arc<Device>, conn: Box<dyn Conn>) -> Result<DevmemLane, String> {
     let fd = conn.fd().ok_or_else(|| format!("{NAME} needs a connection of the kernel's"))?;
     let rule = device.steer(conn.local(), conn.remote())?;
-    host.clone().with_gpu_current(|| DevmemLane::new(host.clone(), device.clone(), conn, fd, rule))
+    let made =
+        host.clone().with_gpu_current(|| DevmemLane::new(host.clone(), device.clone(), conn, fd, rule));
+    made.inspect_err(|_| device.unsteer(rule))
 }
