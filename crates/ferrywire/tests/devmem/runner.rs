@@ -2,7 +2,16 @@
 
 use super::boot;
 
+/// What the gate has time for.
 #[test]
 fn the_kernel_does_what_we_rely_on() {
-    boot::pass_in_the_vm(&[1500, 9000], 400, &[]);
+    boot::pass_in_the_vm(&[1500], 400, &["--skip", "kills::"]);
+}
+
+#[test]
+fn it_does_at_both_mtus_and_after_kills() {
+    match std::env::var_os("FERRYWIRE_LONG").is_some() {
+        true => boot::pass_in_the_vm(&[1500, 9000], 900, &[]),
+        false => println!("SKIPPED: needs FERRYWIRE_LONG=1, since it takes minutes"),
+    }
 }
