@@ -225,8 +225,9 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
     let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
-        plugin: carrier::for_serve(&flags, call_limit)?,
+        // What contradicts itself before what is not there.
         devmem: carrier::devmem_for_serve(&flags, listen, call_limit)?,
+        plugin: carrier::for_serve(&flags, call_limit)?,
         gpus,
         map,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
