@@ -330,6 +330,9 @@ impl CudaGpu {
     /// Zeroes device memory, and waits: by copies where there is little, or while a stream waits for a transfer. Filling is
     /// work of the multiprocessors, and the queue in which the hardware takes such work may be the one of that stream.
     ///
+    /// That does not help enough: a driver puts a short copy from memory that is not pinned into the same queue, so this can
+    /// still wait for such a stream.
+    ///
     /// # Safety
     /// As of [`CudaGpu::fill`].
     pub(super) unsafe fn zero(&self, target: u64, bytes: usize) -> Result<()> {
