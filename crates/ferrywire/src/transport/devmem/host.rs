@@ -128,7 +128,8 @@ impl Host {
         let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
         if devices.is_empty() || incomplete {
             let why = match trouble.is_empty() {
-                true => "no NIC beyond loopback has an address".to_owned(),
+                true => "packets of loopback never reach a NIC: listen on the address of one, or name one"
+                    .to_owned(),
                 false => trouble.join("; "),
             };
             return Err(Error::invalid(NAME, why));
