@@ -20,11 +20,12 @@
 //!
 //! # In reading order
 //!
-//! `tables` (what NCCL calls), `device` (which NICs), `attempt` and `listener` (how a comm comes about) with
+//! `tables` (what NCCL calls), `device` (which NICs), `channels` (how many rings), `attempt` and `listener` (how a comm comes about) with
 //! `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head` (what travels), `wire` (one socket),
 //! `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
 mod attempt;
+mod channels;
 mod comm;
 mod device;
 mod failure;

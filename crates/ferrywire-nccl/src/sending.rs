@@ -5,10 +5,11 @@
 //! can no longer bring; a slot is used again only after `test` has said that its message is gone.
 //! Read next: `wire.rs`.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ferrywire::transport::Conn;
 
@@ -21,14 +22,15 @@ use crate::settings::settings;
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
 
 /// A message is not cut into smaller pieces than this,
-const PIECE_BYTES_MIN: usize = 64 << 10;
+const PIECE_BYTES_MIN: usize = 32 << 10;
 /// nor into larger ones than this.
 const PIECE_BYTES_MAX: usize = 512 << 10;
 /// Cuts are made at multiples of this.
 const PIECE_BYTES_STEP: usize = 4 << 10;
-/// A message before which all have gone is what somebody waits for: up to so many times the usual length it goes inline,
-/// since handing it to a worker would take longer than copying it.
-const LONE_FACTOR: usize = 2;
+/// After a rest a message goes inline up to this length: the workers sleep, and to wake one would take longer than to copy it.
+const LONE_BYTES_MAX: usize = 128 << 10;
+/// A rest. Messages that follow sooner are a stream, or the steps of a collective.
+const REST_MIN: Duration = Duration::from_millis(1);
 /// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
@@ -118,6 +120,17 @@ impl Sending {
     }
 }
 
+thread_local! {
+    /// When this thread, one of NCCL's, last had a message to send that is not short, in whatever comm.
+    static POSTED: Cell<Option<Instant>> = const { Cell::new(None) };
+}
+
+/// Whether this thread has had no message but short ones for some time.
+fn comes_after_rest() -> bool {
+    let now = Instant::now();
+    POSTED.replace(Some(now)).is_none_or(|before| now - before >= REST_MIN)
+}
+
 /// A comm that sends.
 pub struct SendComm {
     shared: Arc<Sending>,
@@ -179,11 +192,12 @@ impl SendComm {
         if own.posted[slot].is_some() {
             return Ok(None);
         }
-        let inline_bytes = settings().inline_bytes * if self.is_idle(&own) { LONE_FACTOR } else { 1 };
+        let inline = bytes <= settings().inline_bytes
+            || (comes_after_rest() && bytes <= LONE_BYTES_MAX && !self.shared.has_work());
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
-        if bytes <= inline_bytes {
+        if inline {
             let length = bytes as u64;
             let head = Head { message, total_bytes: length, offset: 0, bytes: length, tag };
             own.inline.push_back(Piece { head, data });
@@ -195,18 +209,13 @@ impl SendComm {
         Ok(Some(slot))
     }
 
-    /// Whether the message before has gone, and with it whatever else there was to do.
-    fn is_idle(&self, own: &SendOwn) -> bool {
-        !own.sender.is_busy()
-            && own.inline.is_empty()
-            && !self.shared.has_work()
-            && (own.next == 0 || self.is_gone(slot_of(own.next - 1)))
-    }
-
-    /// Wakes as many sockets as have work, beginning with another one each time.
+    /// Wakes as many sockets as have work, first those whose worker is awake, beginning with another one each time.
     fn wake(&self, first: usize, wanted: usize) {
         let count = self.wires.len();
-        (0..count.min(wanted)).for_each(|n| self.wires[(first + n) % count].has_work());
+        let turns = (0..count).map(|n| &self.wires[(first + n) % count]);
+        let sleeps = |wire: &&Arc<Wire>| wire.worker.sleeps.load(Ordering::Relaxed);
+        let awake = turns.clone().filter(|wire| !sleeps(wire));
+        awake.chain(turns.filter(sleeps)).take(wanted).for_each(|wire| wire.has_work());
     }
 
     fn send_inline(&self, own: &mut SendOwn) {
@@ -303,23 +312,48 @@ mod tests {
         }
     }
 
+    fn is_queued(comm: &SendComm, bytes: usize) -> bool {
+        locked(&comm.shared.queue).messages.back().is_some_and(|message| message.bytes == bytes)
+    }
+
     #[test]
-    fn a_message_that_is_alone_goes_inline_up_to_twice_the_usual_length() {
+    fn what_is_short_goes_inline_and_what_is_longer_after_a_rest() {
         let (near, mut far) = connections(3);
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
-        let lone = settings().inline_bytes * LONE_FACTOR;
         let mut source = vec![7; BYTES];
         let mut post = |bytes| comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
-        let first = post(lone);
-        assert!(locked(&comm.own).inline.is_empty() && !comm.shared.has_work());
-        until("the first", || {
-            drained(far[0].as_mut());
-            comm.test(first).unwrap()
-        });
-        // Under way for as long as nobody receives it: what follows is not alone.
+        for bytes in [LONE_BYTES_MAX, settings().inline_bytes] {
+            std::thread::sleep(REST_MIN);
+            let slot = post(bytes);
+            assert!(locked(&comm.own).sender.is_busy() || comm.is_gone(slot));
+            until("a short one", || {
+                drained(far[0].as_mut());
+                comm.test(slot).unwrap()
+            });
+        }
+        // Under way for as long as nobody receives it, whatever rest there is.
         post(BYTES);
-        post(lone);
-        assert_eq!(locked(&comm.shared.queue).messages.back().unwrap().bytes, lone);
+        std::thread::sleep(REST_MIN);
+        post(LONE_BYTES_MAX);
+        assert!(is_queued(&comm, LONE_BYTES_MAX));
+    }
+
+    /// All messages of a stream went over one socket, copied by one thread: each was alone, since the one before had gone.
+    #[test]
+    fn of_messages_in_a_row_the_workers_have_their_share() {
+        let (near, mut far) = connections(3);
+        let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let mut source = vec![7; BYTES];
+        let mut bulk = 0;
+        until("what a worker sends", || {
+            let slot = comm.post(source.as_mut_ptr(), LONE_BYTES_MAX, 0, 0).unwrap().unwrap();
+            until("a send", || {
+                drained(far[0].as_mut());
+                bulk += far[1..].iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
+                comm.test(slot).unwrap()
+            });
+            (bulk >= LONE_BYTES_MAX).then_some(())
+        });
     }
 
     #[test]

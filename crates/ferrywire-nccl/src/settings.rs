@@ -4,8 +4,8 @@
 //! |---|---|---|
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12 | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4 | sockets for bulk in each comm |
-//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 65536 | messages up to this size are sent on NCCL's thread, lone ones up to twice that |
-//! | `FERRYWIRE_NCCL_SPIN_US` | 50 | how long a thread without work looks for more before it sleeps |
+//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread, and up to 128 KiB after a rest |
+//! | `FERRYWIRE_NCCL_SPIN_US` | 200 | how long a thread without work looks for more before it sleeps |
 //!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program.
@@ -84,8 +84,8 @@ impl Settings {
         let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
         let threads = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, enough);
         let sockets = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, (threads / 2).clamp(2, 4));
-        let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 64 << 10);
-        let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 50) as u64);
+        let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
+        let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 200) as u64);
         (Settings { threads, sockets, inline_bytes, spin }, ignored)
     }
 }
@@ -114,7 +114,7 @@ mod tests {
             _ => None,
         };
         let (settings, ignored) = Settings::from(16, 2, set);
-        assert_eq!((settings.threads, settings.sockets, settings.inline_bytes), (3, 2, 64 << 10));
+        assert_eq!((settings.threads, settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
         assert_eq!(ignored, ["FERRYWIRE_NCCL_SOCKETS", "FERRYWIRE_NCCL_INLINE_BYTES"]);
     }
 }

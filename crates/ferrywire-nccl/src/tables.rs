@@ -12,6 +12,7 @@ use std::ptr;
 use ferrywire::nccl::abi::*;
 
 use crate::attempt;
+use crate::channels;
 use crate::comm::{Comm, Memory, Request};
 use crate::device::{device, devices as all_devices};
 use crate::failure::{Fault, Outcome, told};
@@ -49,8 +50,21 @@ unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
     start(log)
 }
 
+/// Of a version of NCCL that takes tuners, too.
+fn start_tuned(log: Log) -> ResultCode {
+    log::set_logger(log);
+    guarded(|| {
+        channels::ask(all_devices()?);
+        Ok(())
+    })
+}
+
+unsafe extern "C" fn init_v9(log: Log) -> ResultCode {
+    start_tuned(log)
+}
+
 unsafe extern "C" fn init_v10(log: Log, _prof: Prof) -> ResultCode {
-    start(log)
+    start_tuned(log)
 }
 
 unsafe extern "C" fn init_v11(
@@ -65,7 +79,7 @@ unsafe extern "C" fn init_v11(
         // SAFETY: NCCL gives room for the pointer. There is no state per communicator; null might look like none.
         unsafe { context.write((&raw const CONTEXT).cast_mut().cast()) };
     }
-    start(log)
+    start_tuned(log)
 }
 
 unsafe extern "C" fn finalize(_context: P) -> ResultCode {
@@ -558,7 +572,7 @@ export! {
         reg_mr: reg_mr_v8, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v9 NetV9 {
-        init: init_v4, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        init: init_v9, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v8, isend: isend_v9, irecv: irecv_v9, iflush: iflush_v5,
     }
     ncclNetPlugin_v10 NetV10 {

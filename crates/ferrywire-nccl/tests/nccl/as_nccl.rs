@@ -83,6 +83,8 @@ cases! {
     setting_up
     handles
     registration
+    tuning
+    tuned_by_the_user
     deregistering
     testing
     receives

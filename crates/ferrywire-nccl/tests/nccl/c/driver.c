@@ -244,6 +244,49 @@ static void handles(struct net *net)
     net_close_listen(net, first);
 }
 
+/* NCCL is asked for more channels than it makes for one NIC, and short collectives are kept to few. */
+static void tuning(struct net *net)
+{
+    typedef int (*init_v4)(size_t, size_t, logger_t, void **);
+    typedef int (*init_v5)(void **, uint64_t, size_t, size_t, logger_t, void *, void *);
+    typedef int (*tune_v4)(void *, int, size_t, int, float **, int, int, int, int *);
+    float costs[7][3], before[7][3];
+    for (int at = 0; at < 21; at++)
+        (&costs[0][0])[at] = (float)at - 1;
+    memcpy(before, costs, sizeof costs);
+    net_load(net, path);
+    const char *asked = getenv("NCCL_MIN_NCHANNELS");
+    CHECK(asked && !strcmp(asked, "8"));
+    for (int version = 4; version <= 5; version++) {
+        void **tuner = dlsym(net->library, version == 4 ? "ncclTunerPlugin_v4" : "ncclTunerPlugin_v5"), *context;
+        CHECK(tuner && !strcmp(tuner[0], "ferrywire"));
+        if (version == 4)
+            CHECK(((init_v4)tuner[1])(2, 2, logger, &context) == SUCCESS);
+        else
+            CHECK(((init_v5)tuner[1])(&context, 42, 2, 2, logger, NULL, NULL) == SUCCESS);
+        int few = 0, all = 0;
+        CHECK(((tune_v4)tuner[2])(context, 4, 256 << 10, 1, (float **)costs, 7, 3, 0, &few) == SUCCESS && few == 2);
+        CHECK(((tune_v4)tuner[2])(context, 4, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
+        CHECK(!memcmp(before, costs, sizeof costs));
+        CHECK(((int (*)(void *))tuner[3])(context) == SUCCESS);
+    }
+}
+
+/* Who has said how many channels there should be is obeyed. */
+static void tuned_by_the_user(struct net *net)
+{
+    int few = 0;
+    void *context;
+    setenv("NCCL_MAX_NCHANNELS", "2", 1);
+    net_load(net, path);
+    CHECK(!getenv("NCCL_MIN_NCHANNELS"));
+    void **tuner = dlsym(net->library, "ncclTunerPlugin_v4");
+    CHECK(tuner && ((int (*)(size_t, size_t, logger_t, void **))tuner[1])(2, 2, logger, &context) == SUCCESS);
+    CHECK(((int (*)(void *, int, size_t, int, float **, int, int, int, int *))tuner[2])(
+              context, 4, 256 << 10, 1, NULL, 7, 3, 0, &few) == SUCCESS && few == 0);
+    CHECK(((int (*)(void *))tuner[3])(context) == SUCCESS);
+}
+
 static _Atomic int registering;
 
 struct registered {
@@ -739,6 +782,8 @@ int main(int count, char **arguments)
         { "setting_up", setting_up },
         { "handles", handles },
         { "registration", registration },
+        { "tuning", tuning },
+        { "tuned_by_the_user", tuned_by_the_user },
         { "deregistering", deregistering },
         { "testing", testing },
         { "receives", receives },
