@@ -77,7 +77,7 @@ class Runs:
             total = of_size[-1]
             cpu = total["cpu_s_per_gb"] or {"source": 0, "target": 0}
             self.results.setdefault((size, name), []).append({
-                "gb_per_s": total["gb_per_s"]["p50"], "cpu": cpu["source"] + cpu["target"], "setup_s": total["setup_s"],
+                "gb_per_s": total["extra"]["mean_gb_per_s"], "cpu": cpu["source"] + cpu["target"], "setup_s": total["setup_s"],
                 "least": min(gpus) / mean if mean else 1, "most": max(gpus) / mean if mean else 1})
 
     def round(self):

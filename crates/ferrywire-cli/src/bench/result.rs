@@ -420,6 +420,12 @@ fn extra(
         extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }
+    // With few messages, or where they come in bursts, the middle of the intervals says little.
+    let moved_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
+    let wall_s = share.members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
+    if wall_s > 0.0 {
+        extra.insert("mean_gb_per_s".into(), json!(moved_bytes as f64 / wall_s / 1e9));
+    }
     if let (Some(blocks), true) = (run.blocks, gb_per_s.p50 > 0.0) {
         // Bytes per nanosecond are GB/s.
         extra.insert("ns_per_block".into(), json!(size as f64 / gb_per_s.p50 / blocks as f64));
