@@ -81,10 +81,10 @@ impl Bench<'_, '_> {
                 }
             }
         }
-        if any_dead || cleaned.live.is_empty() {
-            let live = cleaned.live.clone();
-            cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
-        }
+        // Also where none is dead: one may have been killed after its files were removed, before its queues were given
+        // back to the spread.
+        let live = cleaned.live.clone();
+        cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
         cleaned.told.append(&mut self.journal.told);
         cleaned
     }

@@ -116,6 +116,11 @@ impl Bench<'_, '_> {
         }
     }
 
+    /// Keeps other flows off no more queues than those, unless somebody else has changed the spread meanwhile.
+    fn narrow(&mut self, spread: &Spread, live: &[u32]) -> Result<(), NicError> {
+        if spread.ours.contains(&self.spread()?) { self.keep_off(live) } else { Ok(()) }
+    }
+
     /// After a claim has ended: keeps what those that live need, or puts everything back. Says what it did.
     pub fn let_go(&mut self, live: &[u32], others: Others) -> Vec<String> {
         let settings = self.journal.settings();
@@ -123,7 +128,7 @@ impl Bench<'_, '_> {
             return Vec::new();
         }
         if !live.is_empty() {
-            let kept = settings.spread.map_or(Ok(()), |_| self.keep_off(live));
+            let kept = settings.spread.map_or(Ok(()), |spread| self.narrow(&spread, live));
             return kept.err().iter().map(ToString::to_string).collect();
         }
         self.put_back(settings, others)

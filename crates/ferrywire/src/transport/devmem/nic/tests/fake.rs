@@ -192,6 +192,13 @@ impl Nic {
         self.inside().recording.take().expect("it was recording")
     }
 
+    /// Holds the lock of a claim, as the process does whose claim it is.
+    pub fn keeps_alive(&self, claim: &str) -> fs::File {
+        let lock = fs::File::open(self.journal_folder().join(format!("{claim}.lock"))).expect("a lock");
+        lock.try_lock().expect("nobody has it");
+        lock
+    }
+
     fn snapshot(&self) {
         let mut inside = self.inside();
         let Some(mut state) = inside.state.clone() else { return };

@@ -75,3 +75,59 @@ fn a_change_of_the_spread_by_others_becomes_what_it_was_before() {
     drop((first, second));
     assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
 }
+
+/// One claim lives all the time. Another comes and goes, and is killed before and after each change; so is the process
+/// that cleans up after it, and so is the one after that.
+#[test]
+fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
+    let nic = Nic::new(State { rules: [(9, Some(foreign()))].into(), ..untouched_but_ntuple() });
+    let mut live = nic.claim(&wish(1, true)).expect("allowed");
+    live.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    let name = live.file.as_ref().expect("it lives").name();
+    let during = nic.state();
+    assert_eq!((live.queues(), &during.spread[..4]), (&[3][..], &[0, 1, 2, 0][..]));
+    nic.record();
+    let mut other = nic.claim(&wish(2, true)).expect("allowed");
+    assert_eq!(nic.state().spread, [0; 8]);
+    let rule = other.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
+    other.steer(end(PAIR[0]), end("10.0.0.2:40002")).expect("room");
+    other.unsteer(rule);
+    drop(other);
+    assert_eq!(nic.state(), during);
+    let mut killed = nic.recorded();
+    assert!(killed.len() >= 10, "{} states", killed.len());
+    for generation in 0..3 {
+        let mut again = Vec::new();
+        for (number, nic) in killed.into_iter().enumerate() {
+            let alive = nic.keeps_alive(&name);
+            nic.record();
+            let told = nic.clean();
+            assert_eq!(nic.state(), during, "state {number} of generation {generation}: {told:?}");
+            assert_eq!(
+                nic.clean(),
+                [""; 0],
+                "state {number} of generation {generation}: nothing is left to say"
+            );
+            again.extend(nic.recorded());
+            drop(alive);
+        }
+        killed = again;
+    }
+}
+
+fn untouched_but_ntuple() -> State {
+    State { ntuple: Feature { on: true, changeable: true }, ..untouched() }
+}
+
+#[test]
+fn a_spread_that_others_have_changed_is_left_when_one_of_two_claims_ends() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let second = nic.claim(&wish(1, true)).expect("allowed");
+    let theirs = vec![0, 0, 0, 0, 0, 0, 0, 3];
+    nic.change(|state| state.spread = theirs.clone());
+    drop(second);
+    assert_eq!(nic.state().spread, theirs);
+    drop(first);
+    assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
+}
