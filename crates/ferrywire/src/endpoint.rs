@@ -18,7 +18,7 @@ use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Identity, Place, Region, RegionHome};
 use crate::peer::Peer;
-use crate::progress::Worker;
+use crate::progress::{TurnedBy, Worker};
 use crate::schedule;
 use crate::sys::affinity;
 use crate::transport::carrier::Carrier;
@@ -77,11 +77,15 @@ impl Endpoint {
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let thread_only = carrier.is_some();
+        let turned_by = match &carrier {
+            None => TurnedBy::All,
+            Some(Carrier::Devmem(_)) => TurnedBy::ThreadWithLanes,
+            Some(Carrier::Plugin(_)) => TurnedBy::Thread,
+        };
         let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
         let spin = schedule::spin(cores, config.threads);
         let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
-            .map(|index| Worker::new(index, threaded, thread_only, spin).map(Arc::new))
+            .map(|index| Worker::new(index, threaded, turned_by, spin).map(Arc::new))
             .collect();
         let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
         let engine = Engine::new(identity, config, transport, workers, threaded, carrier, no_carrier);

@@ -203,7 +203,7 @@ impl RegionHome for Engine {
             }
         }
         // Lanes have no message of it any more, and so nothing that keeps it registered.
-        match self.workers.iter().any(|worker| worker.has_lanes()) {
+        match self.workers.iter().any(|worker| worker.may_have_lanes()) {
             true => progress::abandon_memory(self, memory),
             false => Ok(()),
         }

@@ -12,6 +12,11 @@ use crate::posted::{Arrival, Turned};
 use crate::wire::Header;
 
 impl Channel {
+    /// Whether its payload goes over one.
+    pub fn has_lane(&self) -> bool {
+        self.posted.is_some()
+    }
+
     /// Bytes in the lane's hands.
     pub fn lane_bytes_in_flight(&self) -> usize {
         self.posted.as_ref().map_or(0, |posted| posted.bytes_in_flight())

@@ -97,7 +97,7 @@ impl Draining {
         if !asked.is_answered() || self.memory.used() {
             return false;
         }
-        if !self.last && engine.workers.iter().any(|worker| worker.has_lanes()) {
+        if !self.last && engine.workers.iter().any(|worker| worker.may_have_lanes()) {
             (self.asked, self.last) = (None, true);
             return false;
         }

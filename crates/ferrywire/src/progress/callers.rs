@@ -94,6 +94,10 @@ impl Worker {
                 }
                 Turn::Idle => {}
             }
+            if self.thread_alone() {
+                // It has got a lane meanwhile.
+                return false;
+            }
             let now = Instant::now();
             if now.duration_since(*idle_since.get_or_insert(now)) < SPIN {
                 thread::yield_now();
@@ -327,13 +331,14 @@ pub(crate) fn nudge(peer: &Arc<PeerState>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::progress::TurnedBy;
 
     /// Such as one for a notification that is here before its bytes, which another worker's channels bring.
     #[test]
     fn a_caller_that_was_woken_for_nothing_is_woken_again() {
         let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();
         let engine = endpoint.downgrade().upgrade().unwrap();
-        let worker = Arc::new(Worker::new(0, false, false, Duration::ZERO).unwrap());
+        let worker = Arc::new(Worker::new(0, false, TurnedBy::All, Duration::ZERO).unwrap());
         let asked = std::cell::Cell::new(0);
         let mut wait = Wait {
             until: Instant::now() + Duration::from_secs(60),

@@ -118,7 +118,7 @@ impl Crank {
 
     /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
     fn turn_lanes(&mut self, worker: &Worker, engine: &Engine) -> bool {
-        if !worker.thread_only {
+        if !worker.may_have_lanes() {
             return false;
         }
         let mut worked = false;
@@ -157,7 +157,7 @@ impl Crank {
                 worked |= self.receive_at(worker, engine, place);
             }
         }
-        if !self.abandoning.is_empty() && !worker.thread_only {
+        if !self.abandoning.is_empty() && !worker.may_have_lanes() {
             self.let_go(worker, engine);
         }
         worked
@@ -185,6 +185,11 @@ impl Crank {
         self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
     }
 
+    /// Whether a channel has no lane.
+    pub(super) fn has_plain(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| !slot.channel.has_lane())
+    }
+
     fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
         let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
             self.slots.push(None);
@@ -192,8 +197,9 @@ impl Crank {
         });
         let fd = channel.conn().fd();
         self.polled += usize::from(fd.is_none());
+        let has_lane = channel.has_lane();
         self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
-        if worker.thread_only {
+        if has_lane {
             worker.lanes.fetch_add(1, Ordering::SeqCst);
             if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
                 engine.workers.iter().for_each(|each| each.command(Command::KeepToCore));
@@ -210,7 +216,7 @@ impl Crank {
         let Some(mut slot) = self.slots[place].take() else {
             return;
         };
-        worker.lanes.fetch_sub(usize::from(worker.thread_only), Ordering::SeqCst);
+        worker.lanes.fetch_sub(usize::from(slot.channel.has_lane()), Ordering::SeqCst);
         if slot.channel.peer.skips_drain() {
             slot.channel.hand_over(&mut self.space);
         }

@@ -183,15 +183,25 @@ pub(crate) struct Worker {
     /// The thread as the kernel numbers it; 0 before it runs.
     thread_id: AtomicI32,
     stop: AtomicBool,
-    /// Only its thread turns it: it makes calls that may block, or never return.
-    thread_only: bool,
+    turned_by: TurnedBy,
     /// Such a call has not returned in time: nobody waits for this worker any more.
     stuck: AtomicBool,
-    /// Channels it has, where they have lanes.
+    /// Channels with lanes that it has.
     lanes: AtomicUsize,
     /// The thread keeps to one core.
     kept: AtomicBool,
     spin: Duration,
+}
+
+/// Who turns a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TurnedBy {
+    /// Its thread, and callers.
+    All,
+    /// While it has lanes, its thread alone: nothing wakes a caller for what they bring.
+    ThreadWithLanes,
+    /// Its thread alone: it makes calls that may block, or never return.
+    Thread,
 }
 
 /// The channels of a worker. Only its owner touches them.
@@ -215,7 +225,7 @@ pub(crate) struct Crank {
 
 impl Worker {
     /// Its thread spins for `spin` without work before it sleeps in the kernel.
-    pub fn new(index: usize, threaded: bool, thread_only: bool, spin: Duration) -> io::Result<Worker> {
+    pub fn new(index: usize, threaded: bool, turned_by: TurnedBy, spin: Duration) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let waker = poller.waker();
         let crank = Crank {
@@ -247,7 +257,7 @@ impl Worker {
             thread: OnceLock::new(),
             thread_id: AtomicI32::new(0),
             stop: AtomicBool::new(false),
-            thread_only,
+            turned_by,
             stuck: AtomicBool::new(false),
             lanes: AtomicUsize::new(0),
             kept: AtomicBool::new(false),
@@ -327,12 +337,17 @@ impl Worker {
 
     /// Whether only its thread may turn it; not after that has ended.
     fn thread_alone(&self) -> bool {
-        self.thread_only && self.state.load(Ordering::SeqCst) != NO_THREAD
+        let alone = match self.turned_by {
+            TurnedBy::All => false,
+            TurnedBy::ThreadWithLanes => self.lanes.load(Ordering::SeqCst) > 0,
+            TurnedBy::Thread => true,
+        };
+        alone && self.state.load(Ordering::SeqCst) != NO_THREAD
     }
 
-    /// Whether its channels have lanes.
-    pub fn has_lanes(&self) -> bool {
-        self.thread_only
+    /// Whether its channels may have lanes.
+    pub fn may_have_lanes(&self) -> bool {
+        self.turned_by != TurnedBy::All
     }
 
     /// A call of its thread does not return. Whether that is news.
@@ -357,10 +372,10 @@ impl Worker {
         let _moving = idle::moving();
         let _ = self.thread.set(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
-        if !self.thread_only {
+        if self.turned_by != TurnedBy::Thread {
             self.keep_to_core(engine);
         }
-        if self.thread_only
+        if self.may_have_lanes()
             && let Err(error) = affinity::sharpen_timers(NAP / 10)
         {
             tracing::debug!(%error, "naps of a progress thread are longer than they should be");
@@ -423,11 +438,15 @@ impl Worker {
                 (idle_since, nap) = (None, NAP);
                 continue;
             }
-            if let Some(pause) = crank.lanes_pause().filter(|_| self.thread_only) {
-                thread::sleep(pause);
+            if let Some(pause) = crank.lanes_pause() {
+                // Channels without a lane have nothing to do with it.
+                match crank.has_plain() {
+                    true => self.nap(crank, pause),
+                    false => thread::sleep(pause),
+                }
                 continue;
             }
-            if self.thread_only && !self.kept.load(Ordering::Relaxed) && crank.lanes_in_bulk() {
+            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && crank.lanes_in_bulk() {
                 self.nap(crank, nap);
                 nap = NAP_MAX.min(2 * nap);
                 continue;
