@@ -435,6 +435,9 @@ impl Inner {
         }
         // What the threads left to somebody who may wait.
         idle::clear();
+        if let Some(carrier) = &engine.carrier {
+            carrier.end();
+        }
         match is_idle && finished {
             true => Ok(()),
             false => Err(Error::Deadline { what: "closing all peers".into(), waited: deadline }),

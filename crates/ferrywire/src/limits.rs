@@ -197,8 +197,10 @@ pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 const _: () = assert!(PLUGIN_LOG_LINES_TOLD <= PLUGIN_LOG_LINES_KEPT);
 /// A lane over devmem TCP that fails within this time did not last.
 pub const LANE_SHORT_LIVED: Duration = Duration::from_secs(1);
-/// So many of a peer in a row end the session.
+/// So many of one channel in a row that did not last, or did not come about, end the session where no channel is left.
 pub const LANES_SHORT_LIVED_MAX: usize = 32;
+/// So many of one channel in a row that lasted longer, while no payload of the peer's moved, end the session.
+pub const LANES_STALLED_MAX: usize = 3;
 /// Receive queues of one NIC that an endpoint takes for devmem TCP at most.
 pub const DEVMEM_QUEUES_MAX: usize = 64;
 /// Memory that a NIC fills over devmem TCP, in bytes: the default, and its bounds.

@@ -83,6 +83,8 @@ pub(crate) struct LaneCounters {
     /// Results of the current connection that said the peer may be closing.
     pub closing_results: AtomicU64,
     pub setup_us: AtomicU64,
+    /// Messages that have arrived, or that the peer has acknowledged.
+    pub moved: AtomicU64,
     /// What carries it; nothing without a lane.
     pub by: Mutex<Option<LaneBy>>,
 }

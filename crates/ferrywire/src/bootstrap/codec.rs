@@ -18,6 +18,8 @@ pub(crate) const LABEL_BYTES_MAX: usize = 64;
 pub(crate) const NIC_NAME_BYTES_MAX: usize = 15;
 /// Longest free-form part of a configuration.
 pub(crate) const EXTRA_BYTES_MAX: usize = 256;
+/// How further bytes begin that decline what was proposed, or propose nothing; the reason follows.
+pub(crate) const WITHOUT: &[u8] = b"without=";
 
 /// A family, an IPv6 address and a port.
 const ADDRESS_BYTES_MAX: usize = 1 + 16 + 2;
@@ -151,7 +153,8 @@ impl Config {
                 (settled != proposed).then(|| format!("crc = {settled}, where {proposed} was proposed"))
             })
             .or_else(|| {
-                let other = !self.extra.is_empty() && self.extra != proposed.extra;
+                let declined = self.extra.is_empty() || self.extra.starts_with(WITHOUT);
+                let other = !declined && self.extra != proposed.extra;
                 other.then(|| String::from("extra bytes not proposed"))
             })
     }

@@ -37,7 +37,7 @@ mod secure;
 #[cfg(test)]
 pub(crate) mod tests;
 
-pub(crate) use codec::{Config, Hello, ListenAddress, Reader, put_address};
+pub(crate) use codec::{Config, EXTRA_BYTES_MAX, Hello, ListenAddress, Reader, WITHOUT, put_address};
 pub(crate) use error::{HandshakeError, Mismatch, Refusal, RefusalCode, clean, clip};
 pub(crate) use initiator::{Initiator, Purpose};
 pub(crate) use responder::{Admission, KnownSession, Responder};

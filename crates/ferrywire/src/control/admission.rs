@@ -20,6 +20,8 @@ pub(super) struct Book {
     secret: Option<Secret>,
     secret_needed: bool,
     carrier: Option<Carrier>,
+    /// Why there is none, where one was tried.
+    no_carrier: Option<String>,
     sessions: HashMap<u64, Known>,
     lobby: Arc<Lobby>,
 }
@@ -37,15 +39,17 @@ impl Book {
         secret: Option<Secret>,
         secret_needed: bool,
         carrier: Option<Carrier>,
+        no_carrier: Option<String>,
         lobby: Arc<Lobby>,
     ) -> Book {
-        Book { me, secret, secret_needed, carrier, sessions: HashMap::new(), lobby }
+        Book { me, secret, secret_needed, carrier, no_carrier, sessions: HashMap::new(), lobby }
     }
 
     /// The session as we take it: whether payload goes over lanes is settled here.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
         let same_host = peer.boot_id == self.me.boot_id;
-        let extra = carrier::answer(self.carrier.as_ref(), &config.extra, same_host, config)?;
+        let (carrier, none) = (self.carrier.as_ref(), self.no_carrier.as_deref());
+        let extra = carrier::answer(carrier, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })
     }
 

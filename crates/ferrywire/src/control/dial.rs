@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::peer::PeerState;
 use crate::schedule;
-use crate::transport::{Bound, Conn, ConnOptions, Nic};
+use crate::transport::{Bound, Conn, ConnOptions, Nic, terms};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
@@ -24,6 +24,8 @@ pub(super) enum DialFor {
         address: SocketAddr,
         lobby: Arc<Lobby>,
         until: Duration,
+        /// Why payload is to go over the connections alone, if it is.
+        without: Option<String>,
     },
     Resume {
         session: u64,
@@ -91,8 +93,8 @@ pub(super) struct Dial {
 }
 
 impl Dial {
-    /// The first control connection to a peer.
-    pub fn control(engine: &Engine, me: &Hello, address: SocketAddr) -> Result<Dial> {
+    /// The first control connection to a peer; `without`: why nothing is to carry payload beside the connections.
+    pub fn control(engine: &Engine, me: &Hello, address: SocketAddr, without: Option<&str>) -> Result<Dial> {
         let config = &engine.config;
         if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
             let why =
@@ -105,9 +107,11 @@ impl Dial {
         };
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
-        let offered = match &engine.carrier {
-            Some(carrier) => carrier.offer(address, engine)?,
-            None => Vec::new(),
+        let offered = match (without, &engine.carrier, &engine.no_carrier) {
+            (Some(why), ..) => terms::without(why),
+            (None, Some(carrier), _) => carrier.offer(address, engine)?,
+            (None, None, Some(why)) => terms::without(&format!("at the end that connects: {why}")),
+            (None, None, None) => Vec::new(),
         };
         let session = SessionConfig {
             channels: config.channels.unwrap_or_else(default) as u16,

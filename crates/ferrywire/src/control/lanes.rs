@@ -48,21 +48,61 @@ pub(super) struct Lanes {
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that came before our end of the connection stood.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
-    /// Lanes in a row that failed soon after they stood.
+    /// How those of each channel have ended since payload last moved over one, and how much had moved then.
+    in_vain: BTreeMap<u16, InVain>,
+    moved: u64,
+}
+
+/// Lanes of one channel, one after the other.
+#[derive(Default)]
+struct InVain {
     short_lived: usize,
+    stalled: usize,
 }
 
 impl Lanes {
     pub fn new(carrier: Option<Carrier>) -> Lanes {
-        Lanes { carrier, waiting: BTreeMap::new(), early: BTreeMap::new(), short_lived: 0 }
+        Lanes {
+            carrier,
+            waiting: BTreeMap::new(),
+            early: BTreeMap::new(),
+            in_vain: BTreeMap::new(),
+            moved: 0,
+        }
     }
 
-    /// A lane that stood for such a time has failed: whether others would too. A plugin's always; connections of the
-    /// kernel's are made anew, as over TCP, unless several in a row do not last.
-    pub fn failed_for_good(&mut self, stood: Duration) -> bool {
-        self.short_lived = if stood < limits::LANE_SHORT_LIVED { self.short_lived + 1 } else { 0 };
-        let is_plugin = self.carrier.as_ref().is_some_and(|carrier| carrier.plugin().is_some());
-        is_plugin || self.short_lived >= limits::LANES_SHORT_LIVED_MAX
+    /// Whether a plugin's fail for good: connections of the kernel's are made anew, as over TCP.
+    pub fn are_a_plugins(&self) -> bool {
+        self.carrier.as_ref().is_some_and(|carrier| carrier.plugin().is_some())
+    }
+
+    /// A lane has failed after such a time, or has not come about within it; `moved`: messages that all of the peer's
+    /// have moved so far. Tells whether the next one would be in vain too, with the reason.
+    pub fn ended_in_vain(
+        &mut self,
+        index: u16,
+        lasted: Duration,
+        moved: u64,
+        any_is_up: bool,
+    ) -> Option<String> {
+        if std::mem::replace(&mut self.moved, moved) != moved {
+            self.in_vain.clear();
+        }
+        let ended = self.in_vain.entry(index).or_default();
+        match lasted < limits::LANE_SHORT_LIVED {
+            true => ended.short_lived += 1,
+            false => ended.stalled += 1,
+        }
+        if ended.stalled >= limits::LANES_STALLED_MAX {
+            return Some(format!("{} lanes of it in a row have moved nothing", ended.stalled));
+        }
+        let gone = !any_is_up && ended.short_lived >= limits::LANES_SHORT_LIVED_MAX;
+        gone.then(|| format!("{} lanes of it in a row did not last; no channel is left", ended.short_lived))
+    }
+
+    /// How long the set-up of a channel's lane has taken.
+    fn setup_age(&self, index: u16, now: Duration) -> Duration {
+        self.waiting.get(&index).map(|waiting| waiting.setup.age(now)).unwrap_or_default()
     }
 
     pub fn carrier(&self) -> Option<Carrier> {
@@ -238,13 +278,21 @@ impl Link {
 
     /// The lane of a channel does not come about.
     pub(super) fn lane_given_up(&mut self, index: u16, generation: u32, why: String, now: Duration) {
+        let age = self.lanes.setup_age(index, now);
         self.lanes.drop_setup(index);
         let why = format!("channel {index} cannot be set up: {why}");
         if self.settling() {
-            return self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
+            return self.part_with_lanes(why, now);
         }
         tracing::warn!(peer = self.peer().name(), "{why}");
         self.peer().note_lost(why.clone());
+        // Where another channel carries, it may stay so.
+        if !self.any_is_up()
+            && let Some(in_vain) = self.lanes.ended_in_vain(index, age, self.peer().lanes_moved(), false)
+        {
+            let why = format!("{why}; {in_vain}");
+            return self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
+        }
         self.fence_empty(index, generation, why, now);
     }
 
@@ -257,5 +305,37 @@ impl Link {
         self.peer().mark_stuck();
         let why = format!("{why}; it carried channels {}", channels.join(", "));
         self.part_with(Error::PeerLost { peer: self.peer().name().into(), why }, now);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const STALL: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn lanes_that_stall_one_after_another_end_the_session_unless_something_moved_meanwhile() {
+        let mut lanes = Lanes::new(None);
+        for round in 0..100 {
+            for _ in 1..limits::LANES_STALLED_MAX {
+                assert_eq!(lanes.ended_in_vain(0, STALL, round, true), None, "round {round}");
+                assert_eq!(lanes.ended_in_vain(1, STALL, round, true), None, "round {round}");
+            }
+        }
+        let why = lanes.ended_in_vain(1, STALL, 99, true).expect("once more is too often");
+        assert!(why.contains("3 lanes of it in a row have moved nothing"), "{why}");
+    }
+
+    #[test]
+    fn lanes_that_do_not_last_end_the_session_once_no_channel_is_left() {
+        let mut lanes = Lanes::new(None);
+        for _ in 0..10 * limits::LANES_SHORT_LIVED_MAX {
+            assert_eq!(lanes.ended_in_vain(3, Duration::ZERO, 7, true), None);
+        }
+        assert!(
+            lanes.ended_in_vain(3, Duration::ZERO, 7, false).is_some_and(|why| why.contains("no channel"))
+        );
+        assert_eq!(lanes.ended_in_vain(3, Duration::ZERO, 8, false), None, "something has moved");
     }
 }

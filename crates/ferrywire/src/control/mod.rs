@@ -108,7 +108,8 @@ impl Control {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let book = Book::new(me.clone(), secret, needed, engine.carrier.clone(), lobby.clone());
+        let (carrier, none) = (engine.carrier.clone(), engine.no_carrier.clone());
+        let book = Book::new(me.clone(), secret, needed, carrier, none, lobby.clone());
         Ok(Control {
             listeners,
             incoming: VecDeque::new(),
@@ -408,12 +409,28 @@ impl Control {
         }
         let now = self.now(engine);
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { address, lobby, until }, now);
+        self.dial_new(engine, DialFor::New { address, lobby, until, without: None }, now);
+    }
+
+    /// Connects once more, over the connections alone: the lanes of the session before did not come about.
+    fn connect_without(
+        &mut self,
+        engine: &Engine,
+        address: SocketAddr,
+        lobby: Arc<Lobby>,
+        why: String,
+        now: Duration,
+    ) {
+        if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
+            return lobby.put(Err(Error::Closed));
+        }
+        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        self.dial_new(engine, DialFor::New { address, lobby, until, without: Some(why) }, now);
     }
 
     fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
-        let DialFor::New { address, lobby, .. } = &what else { return };
-        match Dial::control(engine, &self.me, *address) {
+        let DialFor::New { address, lobby, without, .. } = &what else { return };
+        match Dial::control(engine, &self.me, *address, without.as_deref()) {
             Ok(dial) => self.start(dial, what, now),
             Err(error) => lobby.put(Err(error)),
         }
@@ -549,8 +566,12 @@ impl Control {
                 self.rewatch(fd, interest);
             }
             if over {
-                self.unfinished |= self.links.remove(&session).is_some_and(|link| link.unfinished());
                 worked = true;
+                let Some(mut link) = self.links.remove(&session) else { continue };
+                self.unfinished |= link.unfinished();
+                if let Some((address, lobby, why)) = link.take_retry() {
+                    self.connect_without(engine, address, lobby, why, now);
+                }
             }
         }
         worked

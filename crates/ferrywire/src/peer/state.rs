@@ -195,6 +195,11 @@ impl PeerState {
         self.counters[usize::from(index)].clone()
     }
 
+    /// Messages that the lanes of its channels have moved, both ways.
+    pub fn lanes_moved(&self) -> u64 {
+        self.counters.iter().map(|counters| counters.lane.moved.load(Ordering::Relaxed)).sum()
+    }
+
     /// The worker whose channels small operations prefer.
     pub fn home(&self) -> &Arc<Worker> {
         &self.engine.workers[self.home.load(Ordering::Relaxed) % self.engine.workers.len()]

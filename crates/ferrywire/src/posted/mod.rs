@@ -100,6 +100,7 @@ impl Posted {
 
     /// The peer has placed this frame: gives the entry back, unless the lane is not done with its memory.
     pub fn acknowledged(&mut self, frame: u64, entry: Entry) -> Option<Entry> {
+        self.counters.moved.fetch_add(1, Ordering::Relaxed);
         self.sending.acknowledged(frame, entry)
     }
 
@@ -157,6 +158,8 @@ impl Posted {
             .turn(&mut *self.lane, now, turned)
             .and_then(|()| self.receiving.turn(&mut *self.lane, now, turned));
         let counters = &self.counters;
+        let moved = turned.arrived.iter().filter(|arrival| arrival.header.is_posted()).count();
+        counters.moved.fetch_add(moved as u64, Ordering::Relaxed);
         counters.sends_most.fetch_max(self.sending.most() as u64, Ordering::Relaxed);
         counters.receives_most.fetch_max(self.receiving.most() as u64, Ordering::Relaxed);
         counters.closing_results.store(self.receiving.closing_results(), Ordering::Relaxed);

@@ -6,7 +6,7 @@
 //! Read next: `plugin/mod.rs`, `devmem/mod.rs`.
 
 use super::lane::Setup;
-use super::terms::Terms;
+use super::terms::{Terms, reason_without, without};
 use super::{Conn, devmem, plugin};
 use crate::bootstrap::Config as SessionConfig;
 use crate::engine::Engine;
@@ -23,7 +23,7 @@ pub(crate) enum Carrier {
 }
 
 impl Carrier {
-    /// What the end that connects offers, as bytes; empty for none, where that will do.
+    /// What the end that connects offers, as bytes; where none will do, why there is none.
     ///
     /// # Errors
     /// Why there can be none, and there has to be one.
@@ -32,10 +32,7 @@ impl Carrier {
         match host.crosses_nic(address, engine) {
             Ok(()) => Ok(self.terms().encode()),
             Err(why) if host.required() => Err(Error::Unreachable { address: address.to_string(), why }),
-            Err(why) => {
-                host.passes_over(&why);
-                Ok(Vec::new())
-            }
+            Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
         }
     }
 
@@ -73,6 +70,14 @@ impl Carrier {
         match self {
             Carrier::Plugin(host) => host.config.setup_limit,
             Carrier::Devmem(host) => host.setup_limit(),
+        }
+    }
+
+    /// The endpoint is closed: what was set at NICs for it is undone, though somebody may hold the endpoint for ever.
+    pub fn end(&self) {
+        match self {
+            Carrier::Plugin(_) => {}
+            Carrier::Devmem(host) => host.end(),
         }
     }
 
@@ -122,27 +127,33 @@ impl Carrier {
     }
 }
 
-/// What becomes of an offer at the end that accepts: the session's carrier goes by what is left of it.
+/// What becomes of an offer at the end that accepts: the session's carrier goes by what is left of it. `none`: why this
+/// end has no carrier, where it would have taken one.
 ///
 /// # Errors
 /// Why the two ends cannot have a session.
 pub(crate) fn answer(
     ours: Option<&Carrier>,
+    none: Option<&str>,
     offered: &[u8],
     same_host: bool,
     session: &SessionConfig,
 ) -> Result<Vec<u8>, String> {
-    let theirs = (!offered.is_empty()).then(|| Terms::decode(offered));
+    let declined = reason_without(offered);
+    let theirs = (!offered.is_empty() && declined.is_none()).then(|| Terms::decode(offered));
+    let declines = |why: &str| Ok(without(&format!("at the end that accepts: {why}")));
     match (ours, theirs) {
-        (None, None) => Ok(Vec::new()),
-        (Some(carrier), None) if carrier.optional() => Ok(Vec::new()),
+        (None, None) => Ok(offered.to_vec()),
+        (Some(carrier), None) if carrier.optional() => Ok(offered.to_vec()),
         (Some(carrier), Some(theirs)) if carrier.name() == theirs.plugin() => {
             match carrier.agree(&theirs, same_host, session) {
-                Err(_) if carrier.optional() && theirs.optional() => Ok(Vec::new()),
+                Err(why) if carrier.optional() && theirs.optional() => declines(&why),
                 agreed => agreed.map(|()| offered.to_vec()),
             }
         }
-        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(Carrier::optional) => Ok(Vec::new()),
+        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(Carrier::optional) => {
+            declines(none.unwrap_or("payload goes over tcp"))
+        }
         (Some(carrier), Some(theirs)) if carrier.plugin().is_some() => {
             carrier.agree(&theirs, same_host, session).map(|()| offered.to_vec())
         }
@@ -152,9 +163,10 @@ pub(crate) fn answer(
             let none = if devmem { "tcp" } else { "no plugin" };
             let here = here.map_or(none, Carrier::name);
             let there = there.as_ref().map_or(none, Terms::plugin);
+            let why = declined.map(|why| format!(" ({why})")).unwrap_or_default();
             Err(format!(
                 "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \
-                 the same"
+                 the same{why}"
             ))
         }
     }

@@ -3,7 +3,7 @@
 //! The end that connects sends its terms with the session's configuration; the end that accepts compares
 //! them with its own, and refuses with the first difference in words. Invariant: pure.
 
-use crate::bootstrap::clean;
+use crate::bootstrap::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 use crate::posted::Manner;
 
 /// One end's terms: names with values, in a fixed order.
@@ -20,6 +20,18 @@ const MANNER: &str = "manner";
 const SEED: &str = "seed";
 /// The name under which it says that without its carrier will do.
 const OPTIONAL: &str = "optional";
+
+/// What an end says in place of terms, which goes without for this reason. As bytes of the handshake.
+pub(crate) fn without(why: &str) -> Vec<u8> {
+    let mut why = clean(why);
+    clip(&mut why, EXTRA_BYTES_MAX - WITHOUT.len());
+    [WITHOUT, why.as_bytes()].concat()
+}
+
+/// The reason, where it is that.
+pub(crate) fn reason_without(bytes: &[u8]) -> Option<String> {
+    bytes.strip_prefix(WITHOUT).map(|why| clean(&String::from_utf8_lossy(why)))
+}
 
 impl Terms {
     pub fn new(plugin: &str, list: &[(&str, String)], gpu: bool) -> Terms {
@@ -129,6 +141,15 @@ mod tests {
         ));
         assert!(ours.difference(&terms("B", "524288", true)).unwrap().starts_with("plugin is A"));
         assert_eq!(ours.difference(&terms("A", "524288", false)), None);
+    }
+
+    #[test]
+    fn an_end_that_goes_without_says_why_in_place_of_terms() {
+        assert_eq!(reason_without(&without("no\nqueues")), Some("no?queues".to_owned()));
+        let long = without(&"é".repeat(200));
+        assert!(long.len() <= EXTRA_BYTES_MAX && reason_without(&long).is_some_and(|why| why.ends_with('é')));
+        assert_eq!(reason_without(&terms("A", "1", true).encode()), None);
+        assert_eq!(reason_without(b""), None);
     }
 
     #[test]

@@ -19,6 +19,11 @@ const BOOTS: usize = 3;
 
 /// Runs the tests with such names, once at each MTU; all of them have so many seconds each time.
 pub fn pass_in_the_vm(mtus: &[u32], limit_s: u32, names: &[&str]) {
+    pass_beside(&[], mtus, limit_s, names);
+}
+
+/// Likewise, with other programs beside them in the root directory.
+pub fn pass_beside(programs: &[&Path], mtus: &[u32], limit_s: u32, names: &[&str]) {
     if Path::new("/sys/module/dmnic").exists() {
         return;
     }
@@ -32,7 +37,7 @@ pub fn pass_in_the_vm(mtus: &[u32], limit_s: u32, names: &[&str]) {
     if let Some(out) = env::var_os("FERRYWIRE_DEVMEM_OUT") {
         kit.arg("-o").arg(out);
     }
-    for file in files(scratch.path()) {
+    for file in files(programs, scratch.path()) {
         kit.arg("-f").arg(file);
     }
     kit.arg(start_script(scratch.path())).args(names);
@@ -65,16 +70,24 @@ fn kit() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/devmem-vm/devmem-vm.sh")
 }
 
-/// This program without its debug information, and its libraries.
-fn files(scratch: &Path) -> Vec<PathBuf> {
-    let (me, mine) = (env::current_exe().expect("this program"), scratch.join("devmem-test"));
-    fs::copy(&me, &mine).expect("a copy");
-    // Where there is no strip, it is only larger.
-    let _ = Command::new("strip").arg(&mine).status();
-    let ldd = Command::new("ldd").arg(&me).output().expect("ldd");
-    let text = String::from_utf8_lossy(&ldd.stdout).into_owned();
-    let libraries = text.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from);
-    libraries.chain([mine]).collect()
+/// This program and others without their debug information, and their libraries.
+fn files(programs: &[&Path], scratch: &Path) -> Vec<PathBuf> {
+    let me = env::current_exe().expect("this program");
+    let others = programs.iter().map(|program| (*program, program.file_name().expect("a name").to_owned()));
+    let mut files = Vec::new();
+    for (program, name) in others.chain([(me.as_path(), "devmem-test".into())]) {
+        let copy = scratch.join(name);
+        fs::copy(program, &copy).expect("a copy");
+        // Where there is no strip, it is only larger.
+        let _ = Command::new("strip").arg(&copy).status();
+        files.push(copy);
+        let ldd = Command::new("ldd").arg(program).output().expect("ldd");
+        let text = String::from_utf8_lossy(&ldd.stdout).into_owned();
+        files.extend(text.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from));
+    }
+    files.sort();
+    files.dedup();
+    files
 }
 
 /// Puts the libraries where the program looks for them, and becomes it.

@@ -33,6 +33,7 @@ fn refused_sends_have_causes_and_leave_nothing() {
     assert_eq!(refused(sender.id, PATTERN_BYTES, 4096), SendCause::Outside);
     assert_eq!(refused(sender.id, PATTERN_BYTES - 4096, 8192), SendCause::Outside);
     assert_eq!(refused(sender.id, usize::MAX - 4095, 4096), SendCause::Outside);
+    assert_eq!(cause(send_without_flag(fd, sender.id)), SendCause::NotBound, "without MSG_ZEROCOPY");
     let local = at_peer(|| {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let near = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
@@ -46,6 +47,28 @@ fn refused_sends_have_causes_and_leave_nothing() {
     assert_eq!(vm::reap(fd), 0, "refused sends leave no notices");
     vm::send_all(&link, sender.id, 0, 4096, 4096);
     assert_eq!(take(&link, &receiver, 0, 4096, WAY).bytes(), 4096);
+}
+
+/// A send from a dma-buf that does not ask for zero copy, which ours always do; the kernel's refusal.
+fn send_without_flag(fd: i32, dmabuf: u32) -> io::Error {
+    let mut piece = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 4096 };
+    let mut control = [0_u64; 3];
+    // SAFETY: all zero is a valid `msghdr`; its pointers are to what lives on this stack; the header and the number
+    // behind it fit into the control buffer, which is aligned for them.
+    let sent = unsafe {
+        let mut message: libc::msghdr = std::mem::zeroed();
+        (message.msg_iov, message.msg_iovlen) = (&raw mut piece, 1);
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = libc::CMSG_SPACE(size_of::<u32>() as u32) as usize;
+        let head = libc::CMSG_FIRSTHDR(&raw const message);
+        (*head).cmsg_level = libc::SOL_SOCKET;
+        (*head).cmsg_type = devmem::SCM_DEVMEM_DMABUF;
+        (*head).cmsg_len = libc::CMSG_LEN(size_of::<u32>() as u32) as usize;
+        libc::CMSG_DATA(head).cast::<u32>().write_unaligned(dmabuf);
+        libc::sendmsg(fd, &raw const message, libc::MSG_DONTWAIT)
+    };
+    assert!(sent < 0, "{sent} bytes were sent");
+    io::Error::last_os_error()
 }
 
 #[test]

@@ -52,7 +52,10 @@ pub fn close_ends_what_cannot_finish(world: &mut impl World) {
 /// What was sent before the end can be received after it.
 pub fn messages_outlive_their_sender(world: &mut impl World) {
     let (near, far) = world.pair();
-    let source = world.patterned(0, 5000, 1);
+    let source = match world.sends_eagerly(0) {
+        true => world.patterned(0, 5000, 1),
+        false => world.end(0).register(pattern(5000, 1)).unwrap(),
+    };
     let sent = near.send(3, &source, 0, 5000).unwrap();
     let told = near.notify(b"bye").unwrap();
     world.all_done(&[sent, told]);

@@ -2,8 +2,9 @@
 //!
 //! Read next: `vm.rs`, the two hosts.
 
-use crate::vm::{Hosts, LIMIT, THERE};
+use crate::vm::{HERE, Hosts, LIMIT, THERE};
 use crate::world::{assert_same, contents, pattern};
+use ferrywire::sys::flow::{Flow, Flows};
 use ferrywire::{Builder, DevmemConfig, DevmemStats, Endpoint, Error, Peer, Place, Region};
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
@@ -258,6 +259,76 @@ fn tcp_and_devmem_share_a_port() {
     assert!(accepted.contains(&"devmem") && accepted.contains(&"tcp"), "{accepted:?}");
 }
 
+/// Rules of somebody else's in all places of a NIC, until they are dropped.
+struct Full<'a> {
+    hosts: &'a Hosts,
+    end: usize,
+    places: Vec<u32>,
+}
+
+impl Full<'_> {
+    fn new(hosts: &Hosts, end: usize) -> Full<'_> {
+        let local = SocketAddr::new(IpAddr::V4(if end == 0 { HERE } else { THERE }), 22);
+        let mut places = Vec::new();
+        hosts.on(end, || {
+            let flows = Flows::open(&format!("dm{end}")).unwrap();
+            for port in 1.. {
+                let flow = Flow::new(local, SocketAddr::new([10, 9, 0, 9].into(), port), 0).unwrap();
+                match flows.insert(&flow) {
+                    Ok(place) => places.push(place),
+                    Err(error) => return assert_eq!(error.raw_os_error(), Some(libc::ENOSPC)),
+                }
+            }
+        });
+        Full { hosts, end, places }
+    }
+}
+
+impl Drop for Full<'_> {
+    fn drop(&mut self) {
+        self.hosts.on(self.end, || {
+            let flows = Flows::open(&format!("dm{}", self.end)).unwrap();
+            self.places.iter().for_each(|place| flows.delete(*place).unwrap());
+        });
+    }
+}
+
+#[test]
+fn a_session_whose_lanes_do_not_come_about_goes_over_tcp_where_both_ends_can_do_without() {
+    let Some(hosts) = Hosts::here() else { return };
+    let optional = |index| hosts.plain(index).channels(2).devmem(hosts.devmem(None).if_possible());
+    let ends = [0, 1].map(|index| hosts.on(index, || optional(index).build()).unwrap());
+    let address = ends[1].listen_addresses()[0];
+    let bytes = 3_000_001;
+    let mut kept = Vec::new();
+    for (end, name) in [(0, "connects"), (1, "accepts")] {
+        let full = Full::new(&hosts, end);
+        let near = ends[0].connect(address, LIMIT).unwrap();
+        let far = ends[1].accept(LIMIT).unwrap();
+        for stats in [near.stats(), far.stats()] {
+            assert_eq!(stats.transport, "tcp");
+            for words in [format!("at the end that {name}"), format!("NIC dm{end}"), "steer".into()] {
+                assert!(stats.transport_why.contains(&words), "{words}: {}", stats.transport_why);
+            }
+        }
+        let (source, target) =
+            (ends[0].register(pattern(bytes, 9)).unwrap(), ends[1].register(vec![0; bytes]).unwrap());
+        near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+        assert_same(&contents(&target), &pattern(bytes, 9), "over TCP");
+        drop(full);
+        let again = [ends[0].connect(address, LIMIT).unwrap(), ends[1].accept(LIMIT).unwrap()];
+        assert_eq!(again.each_ref().map(|peer| peer.stats().transport), ["devmem", "devmem"]);
+        // Rules that went while a table is being filled would leave room.
+        kept.extend(again);
+    }
+    // An end that cannot do without says why the other one could not.
+    let strict = hosts.plain(1).devmem(hosts.devmem(None));
+    let strict = hosts.on(1, || strict.build()).unwrap();
+    let _full = Full::new(&hosts, 0);
+    let error = ends[0].connect(strict.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+    assert!(error.contains("steer") && error.contains("devmem at the end that accepts"), "{error}");
+}
+
 #[test]
 fn an_end_that_cannot_is_named() {
     let Some(hosts) = Hosts::here() else { return };
@@ -272,7 +343,7 @@ fn an_end_that_cannot_is_named() {
     let stats = peer.stats();
     assert!(stats.transport == "tcp" && stats.transport_why.contains("dm0"), "{}", stats.transport_why);
     let told = far.accept(LIMIT).unwrap().stats();
-    assert!(told.transport == "tcp" && told.transport_why.contains("other end"), "{}", told.transport_why);
+    assert!(told.transport == "tcp" && told.transport_why.contains("dm0"), "{}", told.transport_why);
     // An end that needs it refuses one that has none.
     let strict = hosts.plain(1).devmem(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();

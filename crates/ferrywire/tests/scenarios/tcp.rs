@@ -136,6 +136,10 @@ impl World for TcpWorld {
         &mut self.rng
     }
 
+    fn sends_eagerly(&self, index: usize) -> bool {
+        matches!(self.carrier, Carrier::Tcp) || self.gpus.of(index).is_none()
+    }
+
     fn peers_max(&self) -> usize {
         match self.carrier {
             // Each has a queue of the NIC to itself, which has four.

@@ -13,7 +13,7 @@ use std::thread;
 use std::time::Duration;
 
 /// Addresses of the NICs here and there.
-const HERE: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
+pub const HERE: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
 pub const THERE: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 const SECRET: &[u8] = b"the two hosts of one virtual machine";
 

@@ -83,6 +83,12 @@ pub trait World {
     /// Which ends have their memory on GPUs.
     fn gpus(&self) -> Gpus;
 
+    /// Whether small messages of an endpoint's memory leave before anybody receives them. Those of a GPU do not where a
+    /// lane could fetch them from there.
+    fn sends_eagerly(&self, _index: usize) -> bool {
+        true
+    }
+
     /// Registers bytes that follow from a salt.
     fn patterned(&self, index: usize, bytes: usize, salt: u64) -> Region {
         match self.gpus().of(index) {

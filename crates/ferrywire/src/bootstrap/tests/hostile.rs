@@ -240,6 +240,17 @@ fn lengths_that_cannot_be_are_refused_before_anything_is_held() {
 }
 
 #[test]
+fn a_welcome_may_decline_further_bytes_and_say_why() {
+    for extra in [Vec::new(), b"without=no queues".to_vec()] {
+        let desk = Shared::new(SECRET);
+        let settled = Config { extra, ..config() };
+        desk.desk().settle = Some(settled.clone());
+        let taken = join(dial(SECRET), Responder::new(desk), &Wire::default()).initiator;
+        assert!(matches!(taken, Ok(Outcome::Control(established)) if established.config == settled));
+    }
+}
+
+#[test]
 fn a_welcome_beyond_what_was_proposed_is_not_taken() {
     let beyond = [
         (Config { channels: 17, ..config() }, "channels = 17, where 16 was proposed"),

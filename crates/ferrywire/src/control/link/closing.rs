@@ -1,10 +1,13 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
-use super::{GAVE_UP, Link, Role, Slot, Stage};
+use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
+use crate::control::lobby::Lobby;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
 use crate::session::ControlMessage;
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -76,9 +79,47 @@ impl Link {
             Error::PeerLost { why, .. } => format!("{GAVE_UP}{why}"),
             error => format!("{GAVE_UP}{error}"),
         };
+        self.leave_with(reason, error, now);
+    }
+
+    fn leave_with(&mut self, reason: String, error: Error, now: Duration) {
         self.say(ControlMessage::Goodbye { reason }, now);
         self.last_words = Some(error);
         self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
+    }
+
+    /// Lanes do not come about, before the peer is up. Where both ends could do without them, a session without takes
+    /// this one's place: the end that connects opens it, and both tell why.
+    pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
+        let error = Error::PeerLost { peer: self.peer.name().into(), why: why.clone() };
+        if !self.lanes_optional || self.dying() {
+            return self.part_with(error, now);
+        }
+        let end = if self.dials() { "connects" } else { "accepts" };
+        let why = format!("at the end that {end}: {why}");
+        tracing::warn!(peer = self.peer.name(), "a session without devmem takes this one's place: {why}");
+        self.leave_with(format!("{WITHOUT_LANES}{why}"), error, now);
+        self.without = Some(why);
+    }
+
+    /// The peer says farewell.
+    pub(super) fn peer_leaves(&mut self, reason: &str) {
+        let peer = self.peer.name().into();
+        let (why, again) = match reason.strip_prefix(WITHOUT_LANES) {
+            Some(why) => (Some(why), self.settling() && self.lanes_optional),
+            None => (reason.strip_prefix(GAVE_UP), false),
+        };
+        self.without = self.without.take().or(why.filter(|_| again).map(crate::bootstrap::clean));
+        self.error = Some(match why {
+            Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
+            None => Error::PeerClosed { peer },
+        });
+    }
+
+    /// Whom to connect to once more, for whom, and why without lanes; once.
+    pub fn take_retry(&mut self) -> Option<(SocketAddr, Arc<Lobby>, String)> {
+        let Role::Connector { address, .. } = &self.role else { return None };
+        Some((*address, self.lobby.take()?, self.without.take()?))
     }
 
     /// The session is over: first the channels close, then what waits for the peer fails.
@@ -110,6 +151,9 @@ impl Link {
         }
         self.peer.fail();
         self.seat = None;
+        if self.without.is_some() && self.dials() {
+            return;
+        }
         if let Some(lobby) = self.lobby.take() {
             // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
             if matches!(self.role, Role::Connector { .. }) {

@@ -127,6 +127,16 @@ impl Link {
         self.resolve(index, generation, now);
     }
 
+    /// A lane of ours has failed: why the session ends with it, if it does.
+    fn given_up_with(&mut self, index: u16, now: Duration) -> Option<String> {
+        let any_is_up = self.any_is_up();
+        if self.lanes.are_a_plugins() {
+            return (!any_is_up).then(|| "no channel is left".to_owned());
+        }
+        let stood = now.saturating_sub(self.up_since[usize::from(index)]);
+        self.lanes.ended_in_vain(index, stood, self.peer.lanes_moved(), any_is_up)
+    }
+
     /// Both ends have closed the connection and said what they placed: the rest travels again.
     pub(super) fn resolve(&mut self, index: u16, generation: u32, now: Duration) {
         let Some(fence) = self.fences.get_mut(&(index, generation)) else {
@@ -153,11 +163,10 @@ impl Link {
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
         if let Some(why) = fence.lane_failed
-            && !self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
-            && self.lanes.failed_for_good(now.saturating_sub(self.up_since[usize::from(index)]))
+            && let Some(last) = self.given_up_with(index, now)
         {
             let theirs = own_part(&fence.their_reason, &why);
-            let why = format!("{why}; at the peer: {theirs}; no channel is left");
+            let why = format!("{why}; at the peer: {theirs}; {last}");
             return self.part_with(Error::PeerLost { peer: self.peer.name().into(), why }, now);
         }
         progress::kick(&self.peer, u64::MAX);

@@ -29,7 +29,7 @@ use crate::peer::{PeerInfo, PeerState};
 use crate::queue::Entry;
 use crate::session::{ControlMessage, Session};
 use crate::transport::carrier::Carrier;
-use crate::transport::terms::Terms;
+use crate::transport::terms::{Terms, reason_without};
 use crate::transport::{Conn, ConnOptions};
 use std::collections::BTreeMap;
 use std::io;
@@ -40,6 +40,8 @@ use std::time::Duration;
 
 /// How a farewell begins that is no orderly one; the reason follows.
 const GAVE_UP: &str = "gave up: ";
+/// Likewise, where the end that connects is to come back and do without lanes.
+const WITHOUT_LANES: &str = "without lanes: ";
 /// Socket calls that one turn makes to hear one peer.
 const READS_PER_TURN: usize = 8;
 
@@ -125,6 +127,10 @@ pub(super) struct Link {
     up_since: Vec<Duration>,
     fences: BTreeMap<(u16, u32), Fence>,
     pub(super) lanes: Lanes,
+    /// Both ends, as far as it is known, could do without lanes.
+    lanes_optional: bool,
+    /// Why a session without them has to take this one's place.
+    without: Option<String>,
     /// What ends the session once the peer has been told.
     last_words: Option<Error>,
     /// Data connections of ours that are bound and not dialled.
@@ -206,7 +212,9 @@ impl Link {
             false => format!("{remote} ({})", peer_hello.label),
         };
         let (carrier, refused) = carrier_of(engine, &config, peer_hello.boot_id == me.boot_id);
-        let (transport, transport_why) = transport_of(engine, carrier.as_ref());
+        let (transport, transport_why) = transport_of(engine, carrier.as_ref(), &config);
+        let lanes_optional =
+            carrier.as_ref().is_some_and(Carrier::optional) && Terms::decode(&config.extra).optional();
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),
@@ -246,6 +254,8 @@ impl Link {
             stage: Stage::Settling,
             fences: BTreeMap::new(),
             lanes: Lanes::new(carrier),
+            lanes_optional,
+            without: None,
             last_words: None,
             announced: BTreeMap::new(),
             sources: BTreeMap::new(),
@@ -306,6 +316,10 @@ impl Link {
 
     pub(super) fn set_slot(&mut self, index: u16, slot: Slot, generation: u32) {
         self.slots[usize::from(index)] = (slot, generation);
+    }
+
+    pub(super) fn any_is_up(&self) -> bool {
+        self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
     }
 
     /// Channels that carry data on a worker.
@@ -449,13 +463,7 @@ impl Link {
             }
             ControlMessage::Drain => self.peer_drains = true,
             ControlMessage::Drained => self.peer_drained = true,
-            ControlMessage::Goodbye { reason } => {
-                let peer = self.peer.name().into();
-                self.error = Some(match reason.strip_prefix(GAVE_UP) {
-                    Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
-                    None => Error::PeerClosed { peer },
-                });
-            }
+            ControlMessage::Goodbye { reason } => self.peer_leaves(&reason),
             ControlMessage::Lane { channel, generation, handle } => {
                 self.peer_listens(channel, generation, *handle, now);
             }
@@ -470,9 +478,11 @@ impl Link {
 /// What carries the payload of a session, and why it cannot.
 fn carrier_of(engine: &Engine, config: &SessionConfig, same_host: bool) -> (Option<Carrier>, Option<String>) {
     let Some(carrier) = engine.carrier.clone() else { return (None, None) };
-    if config.extra.is_empty() {
+    let declined = reason_without(&config.extra);
+    if config.extra.is_empty() || declined.is_some() {
         let refused = !carrier.optional();
-        let why = || format!("the other end does without {}, which this one needs", carrier.name());
+        let why = declined.map(|why| format!(": {why}")).unwrap_or_default();
+        let why = || format!("the other end does without {}, which this one needs{why}", carrier.name());
         return (None, refused.then(why));
     }
     // What the accepting end cannot know of us, and we of it, is whose memory is moved within one host.
@@ -481,13 +491,17 @@ fn carrier_of(engine: &Engine, config: &SessionConfig, same_host: bool) -> (Opti
 }
 
 /// How the payload of a session travels, and why so where that was a choice.
-fn transport_of(engine: &Engine, carrier: Option<&Carrier>) -> (&'static str, String) {
+fn transport_of(
+    engine: &Engine,
+    carrier: Option<&Carrier>,
+    config: &SessionConfig,
+) -> (&'static str, String) {
     match (carrier, &engine.carrier) {
         (Some(_), Some(Carrier::Devmem(_))) => (engine.transport.name(), "both ends can".into()),
-        (None, Some(Carrier::Devmem(host))) => {
-            let why = host
-                .passed_over()
-                .unwrap_or_else(|| "the other end has no devmem, or other settings of it".into());
+        (None, Some(Carrier::Devmem(_))) => {
+            let why =
+                reason_without(&config.extra).unwrap_or_else(|| "the other end did not offer devmem".into());
+            tracing::info!("payload goes over tcp: {why}");
             ("tcp", why)
         }
         _ => (engine.transport.name(), engine.no_carrier.clone().unwrap_or_default()),

@@ -53,8 +53,9 @@ impl DevmemConfig {
         self
     }
 
-    /// Allows settings of NICs to be changed: header split, its threshold, rules for flows, and which queues others' flows
-    /// are spread over. They are undone when the endpoint ends. Default: no, and an error says what is missing.
+    /// Allows settings of NICs to be changed: header split, its threshold, whether there are rules for flows at all, and
+    /// which queues others' flows are spread over. They are undone when the endpoint ends. Default: no, and an error says
+    /// what is missing. The rules that steer the endpoint's own connections need no leave; they go with the connections.
     pub fn allow_nic_setup(mut self, allow: bool) -> DevmemConfig {
         self.allow_nic_setup = allow;
         self

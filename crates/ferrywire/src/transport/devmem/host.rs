@@ -8,6 +8,7 @@ use super::gather::Gatherer;
 use super::nic::{Claim, Rule, Wish};
 use super::pool::Pool;
 use super::sources::Bindings;
+use super::steering::Steering;
 use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::engine::Engine;
@@ -17,7 +18,7 @@ use crate::memory::{Gpu, Memory, Place};
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// One NIC's queues with the pool that they fill.
@@ -26,8 +27,8 @@ pub(crate) struct Device {
     index: u32,
     binding: u32,
     bindings: Bindings,
-    // Unbound before the pool is gone.
-    claim: Mutex<Claim>,
+    // Ends before the claim does, and the claim before the pool is gone, to which it is bound.
+    steering: Steering,
     pool: Pool,
 }
 
@@ -51,7 +52,8 @@ impl Device {
             index: claim.index(),
             binding,
             bindings: Bindings::default(),
-            claim: Mutex::new(claim),
+            steering: Steering::new(name, claim)
+                .map_err(|error| format!("no thread that removes rules: {error}"))?,
             pool,
         })
     }
@@ -78,14 +80,14 @@ impl Device {
         &self.bindings
     }
 
-    /// Sends what arrives of a connection to our queues.
+    /// Sends what arrives of a connection to our queues. May wait for others who change the NIC's settings.
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, String> {
-        let mut claim = self.claim.lock().unwrap_or_else(PoisonError::into_inner);
-        claim.steer(local, remote).map_err(|error| error.to_string())
+        self.steering.steer(local, remote).map_err(|error| error.to_string())
     }
 
-    pub fn unsteer(&self, rule: Rule) {
-        self.claim.lock().unwrap_or_else(PoisonError::into_inner).unsteer(rule);
+    /// Removes a rule, without waiting for that.
+    pub fn unsteer_later(&self, rule: Rule) {
+        self.steering.unsteer_later(rule);
     }
 }
 
@@ -95,8 +97,6 @@ pub(crate) struct Host {
     pub config: DevmemConfig,
     gpu: Option<Gpu>,
     devices: Vec<Arc<Device>>,
-    /// Why the last session did without.
-    passed_over: Mutex<Option<String>>,
 }
 
 impl Host {
@@ -135,12 +135,17 @@ impl Host {
             return Err(Error::invalid(NAME, why));
         }
         trouble.iter().for_each(|why| tracing::info!("no {NAME} on {why}"));
-        Ok(Host { config, gpu, devices, passed_over: Mutex::new(None) })
+        Ok(Host { config, gpu, devices })
     }
 
     /// The NICs it has queues of.
     pub fn nics(&self) -> Vec<String> {
         self.devices.iter().map(|device| device.name.clone()).collect()
+    }
+
+    /// Gives the queues back, and undoes what was set for them.
+    pub fn end(&self) {
+        self.devices.iter().for_each(|device| device.steering.end());
     }
 
     pub fn required(&self) -> bool {
@@ -165,22 +170,8 @@ impl Host {
         let ip = address.ip().to_canonical();
         match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
             true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
-            false => {
-                *self.passed_over.lock().unwrap_or_else(PoisonError::into_inner) = None;
-                Ok(())
-            }
+            false => Ok(()),
         }
-    }
-
-    /// Notes why a session does without.
-    pub fn passes_over(&self, why: &str) {
-        tracing::info!("payload goes over tcp: {why}");
-        *self.passed_over.lock().unwrap_or_else(PoisonError::into_inner) = Some(why.to_owned());
-    }
-
-    /// Why the last session did.
-    pub fn passed_over(&self) -> Option<String> {
-        self.passed_over.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// What the other end has to have alike.

@@ -190,7 +190,7 @@ impl Lane for DevmemLane {
         conn.shutdown();
         self.sending.stop();
         if let Some(rule) = self.rule.take() {
-            self.device.unsteer(rule);
+            self.device.unsteer_later(rule);
         }
         drop(conn);
     }

@@ -26,6 +26,7 @@ mod rooms;
 mod sending;
 mod setup;
 mod sources;
+mod steering;
 
 pub use config::DevmemConfig;
 pub(crate) use counters::DevmemCounters;
@@ -34,6 +35,8 @@ pub use errors::{BindCause, DevmemError, Direction, SendCause};
 pub(crate) use host::Host;
 pub use nic::Possible;
 pub(crate) use setup::DevmemSetup;
+#[doc(hidden)]
+pub use steering::let_go_of_nics;
 
 /// What it is called, in reports and between the ends.
 pub(crate) const NAME: &str = "devmem";

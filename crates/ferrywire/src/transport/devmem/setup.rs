@@ -135,5 +135,5 @@ fn make(host: Arc<Host>, device: Arc<Device>, conn: Box<dyn Conn>) -> Result<Dev
     let rule = device.steer(conn.local(), conn.remote())?;
     let made =
         host.clone().with_gpu_current(|| DevmemLane::new(host.clone(), device.clone(), conn, fd, rule));
-    made.inspect_err(|_| device.unsteer(rule))
+    made.inspect_err(|_| device.unsteer_later(rule))
 }

@@ -23,6 +23,13 @@ pub fn clean_up() -> Vec<String> {
 pub fn clean_up_in(directory: &Path) -> Vec<String> {
     let mut told = Vec::new();
     for nic in journal::nics(directory) {
+        if nics::index(&nic).is_none() {
+            told.extend(
+                journal::forget(directory, &nic)
+                    .then(|| format!("NIC {nic} is gone, and with it what earlier runs have left there")),
+            );
+            continue;
+        }
         match clean_nic(directory, &nic) {
             Ok(lines) => told.extend(lines),
             Err(error) => told.push(format!("NIC {nic}: what earlier runs have left is not undone: {error}")),

@@ -83,6 +83,14 @@ pub(super) fn nics(directory: &Path) -> Vec<String> {
     nics
 }
 
+/// Forgets what was noted about a NIC that is gone; whether that was anything.
+pub(super) fn forget(directory: &Path, nic: &str) -> bool {
+    let Ok(namespace) = namespace() else { return false };
+    let folder = directory.join(format!("{namespace}-{nic}"));
+    let noted = fs::read_dir(&folder).is_ok_and(|files| files.flatten().any(|file| file.file_name() != LOCK));
+    noted && fs::remove_dir_all(&folder).is_ok()
+}
+
 /// The journal of one NIC.
 #[derive(Debug)]
 pub(super) struct Journal {

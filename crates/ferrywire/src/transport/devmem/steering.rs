@@ -1,0 +1,118 @@
+//! Rules of one NIC's claim, made by whoever sets up a lane, removed by a thread that does nothing else.
+//!
+//! Whoever changes a NIC holds a lock that all runs on it share, and may have to wait for a run that was stopped. Those who
+//! move data do not: they say which rule is not needed any more, and go on. What is to be removed goes before what is
+//! made next, so that rules that nobody needs fill no table.
+//! Invariant: ended, or dropped, the claim has ended, with all its rules. Read next: `nic.rs`.
+
+use super::nic::{Claim, NicError, Rule};
+use std::collections::VecDeque;
+use std::net::SocketAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+
+/// Those of this process.
+static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
+
+pub(super) struct Steering {
+    nic: String,
+    shared: Arc<Shared>,
+    /// `None` once it has ended.
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    claim: Mutex<Option<Claim>>,
+    unneeded: Mutex<Unneeded>,
+    news: Condvar,
+}
+
+#[derive(Default)]
+struct Unneeded {
+    rules: VecDeque<Rule>,
+    /// Nobody steers any more: the claim sees to its rules.
+    ended: bool,
+}
+
+/// Gives back the queues of all endpoints of this process, and undoes what was set for them. For a process that ends
+/// without dropping its endpoints, which threads of its own may hold: their lanes get no more device memory.
+pub fn let_go_of_nics() {
+    let all = std::mem::take(&mut *ALL.lock().unwrap_or_else(PoisonError::into_inner));
+    all.iter().filter_map(Weak::upgrade).for_each(|shared| drop(shared.claim().take()));
+}
+
+impl Steering {
+    pub fn new(nic: &str, claim: Claim) -> std::io::Result<Steering> {
+        let (claim, unneeded) = (Mutex::new(Some(claim)), Mutex::default());
+        let shared = Arc::new(Shared { claim, unneeded, news: Condvar::new() });
+        let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|each| each.strong_count() > 0);
+        all.push(Arc::downgrade(&shared));
+        drop(all);
+        let of_thread = shared.clone();
+        let thread = thread::Builder::new().name("ferrywire-unsteer".into());
+        let thread = thread.spawn(move || of_thread.remove_until_ended())?;
+        Ok(Steering { nic: nic.to_owned(), shared, thread: Some(thread) })
+    }
+
+    /// Makes a rule. May wait for others who change the NIC.
+    pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
+        let mut claim = self.shared.claim();
+        self.shared.remove(claim.as_mut());
+        let gone = || NicError::NoQueues {
+            nic: self.nic.clone(),
+            why: "the endpoint is closed, and has given its queues back".to_owned(),
+        };
+        claim.as_mut().ok_or_else(gone)?.steer(local, remote)
+    }
+
+    /// Lets a rule be removed, without waiting for that.
+    pub fn unsteer_later(&self, rule: Rule) {
+        self.shared.unneeded().rules.push_back(rule);
+        self.shared.news.notify_one();
+    }
+
+    /// Ends the claim. Lanes that still are there get no more device memory.
+    pub fn end(&self) {
+        drop(self.shared.claim().take());
+    }
+}
+
+impl Drop for Steering {
+    fn drop(&mut self) {
+        self.shared.unneeded().ended = true;
+        self.shared.news.notify_one();
+        // It holds the claim, which has to end here and now.
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that removes rules panicked");
+        }
+    }
+}
+
+impl Shared {
+    fn claim(&self) -> MutexGuard<'_, Option<Claim>> {
+        self.claim.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn unneeded(&self) -> MutexGuard<'_, Unneeded> {
+        self.unneeded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove(&self, claim: Option<&mut Claim>) {
+        let unneeded = std::mem::take(&mut self.unneeded().rules);
+        if let Some(claim) = claim {
+            unneeded.into_iter().for_each(|rule| claim.unsteer(rule));
+        }
+    }
+
+    fn remove_until_ended(&self) {
+        loop {
+            let nothing = |unneeded: &mut Unneeded| unneeded.rules.is_empty() && !unneeded.ended;
+            let waited = self.news.wait_while(self.unneeded(), nothing);
+            if waited.unwrap_or_else(PoisonError::into_inner).ended {
+                return;
+            }
+            self.remove(self.claim().as_mut());
+        }
+    }
+}
