@@ -77,6 +77,9 @@ pub struct TopoFlags {
     /// Channels per GPU to spread over its NICs [default: 8]
     #[arg(long, value_name = "N")]
     pub channels: Option<usize>,
+    /// Undo first what runs with --allow-nic-setup that were killed have left at NICs of this network namespace: rules and settings. Live runs keep theirs
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub clean_up: bool,
     /// A recorded host in place of this one
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,

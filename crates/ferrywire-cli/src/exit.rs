@@ -9,6 +9,8 @@ use tracing_subscriber::fmt;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::sys;
+
 const A_LANE_STANDS_STILL: &str = "likely: the network between the plugin's NICs loses what it sends, or the plugin of \
 one end stands still; try: -v on both ends, for what it logs, and the run without --plugin, to see what the network does";
 /// Where plugins' lines are found in the log.
@@ -21,7 +23,7 @@ pub enum Failure {
     Usage(String),
     /// Peer, network, memory or data: 1. The first line says what; more lines say what to try.
     Failed(String),
-    /// Ctrl-C: 130.
+    /// Ctrl-C: 130. SIGTERM: 143.
     Interrupted,
 }
 
@@ -63,7 +65,7 @@ impl From<ferrywire::Error> for Failure {
 pub fn report(outcome: Outcome) -> ExitCode {
     let (message, status) = match outcome {
         Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Interrupted) => return ExitCode::from(130),
+        Err(Failure::Interrupted) => return ExitCode::from(sys::interrupted_status()),
         Err(Failure::Usage(message)) => (message, 2),
         Err(Failure::Failed(message)) => (message, 1),
     };

@@ -22,7 +22,10 @@ use std::process::ExitCode;
 use bench::isolated::Order;
 
 fn main() -> ExitCode {
-    exit::report(run())
+    let outcome = run();
+    // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
+    ferrywire::transport::devmem::let_go_of_nics();
+    exit::report(outcome)
 }
 
 fn run() -> exit::Outcome {

@@ -60,6 +60,8 @@ pub struct TopoPlan {
     pub wishes: Wishes,
     /// Channels per GPU.
     pub channels: usize,
+    /// What killed runs have left at NICs is undone first.
+    pub clean_up: bool,
     /// A recorded host; `None`: this one.
     pub root: Option<PathBuf>,
     /// Print JSON.
@@ -187,7 +189,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
 }
 
 fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
-    let TopoFlags { json, map, nics, allow_cross_numa, channels, root } = flags;
+    let TopoFlags { json, map, nics, allow_cross_numa, channels, clean_up, root } = flags;
     let map = map.map_or(Ok(Default::default()), |text| {
         text.parse().map_err(|why| Failure::Usage(format!("--map {text}: {why}")))
     })?;
@@ -196,7 +198,10 @@ fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
         return usage(format!("--channels {channels}: at most {CHANNELS_MAX}"));
     }
     let nics = nics.map(|names| names.0).unwrap_or_default();
-    Ok(TopoPlan { wishes: Wishes { map, nics, allow_cross_numa }, channels, root, json })
+    if clean_up && root.is_some() {
+        return usage("--clean-up is about this host: leave out --root");
+    }
+    Ok(TopoPlan { wishes: Wishes { map, nics, allow_cross_numa }, channels, clean_up, root, json })
 }
 
 fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {

@@ -5,27 +5,38 @@ use std::fs::File;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::FromRawFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 
-static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+/// The signal that asked this process to end; 0: none.
+static INTERRUPTED: AtomicI32 = AtomicI32::new(0);
 
-extern "C" fn note_interrupt(_signal: libc::c_int) {
-    INTERRUPTED.store(true, Ordering::Relaxed);
+extern "C" fn note_interrupt(signal: libc::c_int) {
+    INTERRUPTED.store(signal, Ordering::Relaxed);
 }
 
-/// From now on the first Ctrl-C only sets [`interrupted`]; a second one kills.
+/// From now on the first Ctrl-C, or SIGTERM, only sets [`interrupted`]; a second one kills.
 pub fn catch_interrupt() {
     // SAFETY: sigaction is plain data for which all zeroes is a valid value.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = note_interrupt as extern "C" fn(libc::c_int) as libc::sighandler_t;
     action.sa_flags = libc::SA_RESETHAND | libc::SA_RESTART;
-    // SAFETY: the handler only stores to an atomic, which is async-signal-safe; the pointers are valid.
-    unsafe { libc::sigaction(libc::SIGINT, &action, std::ptr::null_mut()) };
+    for signal in [libc::SIGINT, libc::SIGTERM] {
+        // SAFETY: the handler only stores to an atomic, which is async-signal-safe; the pointers are valid.
+        unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) };
+    }
 }
 
-/// Whether Ctrl-C was pressed.
+/// Whether Ctrl-C was pressed, or something else asked this process to end.
 pub fn interrupted() -> bool {
-    INTERRUPTED.load(Ordering::Relaxed)
+    INTERRUPTED.load(Ordering::Relaxed) != 0
+}
+
+/// The exit status of a process that was asked to end, as shells tell it.
+pub fn interrupted_status() -> u8 {
+    match INTERRUPTED.load(Ordering::Relaxed) {
+        libc::SIGTERM => 128 + libc::SIGTERM as u8,
+        _ => 128 + libc::SIGINT as u8,
+    }
 }
 
 /// Does to a child of this process, not yet waited for, what Ctrl-C does.
@@ -44,10 +55,10 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
-/// Has the kernel end this process when the one that started it ends.
+/// Has the kernel kill this process when the one that started it ends, whatever it is doing.
 pub fn die_with_parent() {
     // SAFETY: PR_SET_PDEATHSIG takes one integer and touches no memory.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) };
+    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
 }
 
 /// What was standard output, for this program alone; from now on what is printed goes to standard error.

@@ -6,6 +6,7 @@
 mod report;
 
 use ferrywire::topology::{Plan, PlanError, Source, Topology};
+use ferrywire::transport::devmem::nic;
 
 use crate::exit::{Failure, Outcome};
 use crate::plan::TopoPlan;
@@ -13,6 +14,13 @@ use report::Report;
 
 /// Prints the topology, with the plan if there is one.
 pub fn run(asked: &TopoPlan) -> Outcome {
+    if asked.clean_up {
+        let told = nic::clean_up();
+        told.iter().for_each(|line| eprintln!("{line}"));
+        if told.is_empty() {
+            eprintln!("no run has left anything at a NIC of this network namespace");
+        }
+    }
     let source = match &asked.root {
         Some(root) => Source::recorded(root)?,
         None => Source::of_this_host(),
