@@ -35,6 +35,13 @@ fn this_host_is_shown_whatever_it_has() {
 }
 
 #[test]
+fn what_is_undone_is_of_this_host_alone() {
+    let output = topo(&Tree::named("small-vm"), "--clean-up");
+    assert_eq!(output.status.code(), Some(2));
+    assert!(first_error(&output).contains("--clean-up is about this host"), "{}", text(&output.stderr));
+}
+
+#[test]
 fn a_small_vm_as_people_read_it() {
     let output = topo(&Tree::named("small-vm"), "");
     assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
