@@ -3,6 +3,7 @@
 
 mod fake;
 mod sharing;
+mod steering;
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -285,6 +286,20 @@ fn a_journal_of_an_earlier_start_of_the_host_is_forgotten() {
     let told = nic.clean().join("\n");
     assert!(told.contains("a NIC that is gone"), "{told}");
     assert_eq!((nic.state(), nic.files()), (set_up(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn what_was_noted_of_a_nic_that_is_gone_is_told_once() {
+    let journal = tempfile::tempdir().expect("a folder");
+    let folder = journal.path().join(format!("{}-gone0", journal::namespace().expect("a namespace")));
+    std::fs::create_dir(&folder).expect("a folder");
+    std::fs::write(folder.join("lock"), "").expect("a file");
+    assert_eq!(clean_up_in(journal.path()), [""; 0], "a lock says nothing");
+    std::fs::write(folder.join("settings"), "whatever").expect("a file");
+    let told = clean_up_in(journal.path()).join("\n");
+    assert!(told.contains("gone0 is gone"), "{told}");
+    assert_eq!(clean_up_in(journal.path()), [""; 0]);
+    assert!(!folder.exists());
 }
 
 #[test]

@@ -153,6 +153,13 @@ impl Nic {
         told
     }
 
+    /// Does something while another run has the journal.
+    pub fn while_locked<T>(&self, body: impl FnOnce() -> T) -> T {
+        let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
+        let _locked = journal.lock().expect("nobody has it for long");
+        body()
+    }
+
     pub fn told_something(&self) -> bool {
         *self.told.lock().expect("no test failed")
     }

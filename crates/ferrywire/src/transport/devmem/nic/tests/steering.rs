@@ -1,0 +1,63 @@
+//! Rules that come and go while others change the NIC.
+
+use super::*;
+use crate::transport::devmem::steering::Steering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+fn until_rules_are(nic: &Nic, count: usize) {
+    let began = Instant::now();
+    while nic.state().rules.len() != count {
+        assert!(began.elapsed() < LIMIT, "{:?}", nic.state().rules);
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn whoever_needs_a_rule_no_more_does_not_wait_for_others_at_the_nic() {
+    let nic = Nic::new(untouched());
+    let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    nic.while_locked(|| {
+        // Comes back although the lock is taken on this very thread.
+        steering.unsteer_later(rule);
+        assert_eq!(nic.state().rules.len(), 1);
+    });
+    until_rules_are(&nic, 0);
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    steering.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
+    steering.unsteer_later(rule);
+    drop(steering);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn rules_that_are_needed_no_more_leave_their_places_to_new_ones() {
+    let nic = Nic::new(set_up());
+    let steering =
+        Steering::new(fake::NAME, nic.claim(&wish(1, false)).expect("it is set up")).expect("a thread");
+    let peer = |port| SocketAddr::new(end(PAIR[1]).ip(), port);
+    let mut rules: Vec<Rule> =
+        (1..=64).map(|port| steering.steer(end(PAIR[0]), peer(port)).expect("room")).collect();
+    assert!(steering.steer(end(PAIR[0]), peer(100)).is_err(), "the table is full");
+    for port in 200..300 {
+        rules.drain(..1).for_each(|rule| steering.unsteer_later(rule));
+        rules.push(steering.steer(end(PAIR[0]), peer(port)).expect("the place of the one before"));
+    }
+    drop(steering);
+    assert_eq!(nic.state(), set_up());
+}
+
+#[test]
+fn an_ended_claim_is_no_longer_steered_by() {
+    let nic = Nic::new(untouched());
+    let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    steering.end();
+    assert_eq!(nic.state(), untouched());
+    let error = steering.steer(end(PAIR[0]), end(PAIR[1])).expect_err("there is no queue").to_string();
+    assert!(error.contains("closed"), "{error}");
+    steering.unsteer_later(rule);
+}
