@@ -16,8 +16,8 @@ use super::ring::Ring;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaBuffer, CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
-use crate::memory::unpack::{CopyList, Kernels};
+use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
+use crate::memory::unpack::{COUNTERS, CopyList, Counter, Kernels};
 
 /// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
 const LOOKS_PER_QUESTION: u32 = 4096;
@@ -39,7 +39,7 @@ pub(super) struct CudaCopier {
 /// What copies by the kernel need.
 struct ListKernel {
     kernels: Arc<Kernels>,
-    done: CudaBuffer,
+    done: Counter,
     list: PinnedBuffer,
     ring: Ring,
     /// The marks of the batches in the ring.
@@ -156,12 +156,17 @@ impl Copier for CudaCopier {
 
 impl ListKernel {
     fn new(gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
-        let (done, list) = (gpu.alloc_own(size_of::<u32>(), 8)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
+        let (kernels, list) = (Kernels::of(gpu)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
+        let done = kernels.counter().ok_or_else(|| Error::Limit {
+            name: "COUNTERS",
+            limit: COUNTERS as u64,
+            why: "as many channels stage for this GPU: use fewer channels or peers".into(),
+        })?;
         if list.address() != list.as_ptr() as u64 {
             return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
         }
         let ring = Ring::new(limits::STAGING_LIST_BYTES);
-        Ok(ListKernel { kernels: Kernels::of(gpu)?, done, list, ring, marks: VecDeque::new() })
+        Ok(ListKernel { kernels, done, list, ring, marks: VecDeque::new() })
     }
 
     /// Enqueues the copies and the mark behind them; false if the list has no room.

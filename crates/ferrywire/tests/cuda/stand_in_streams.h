@@ -5,12 +5,17 @@
 
 enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
 
+/* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them.
+ * They are for kernels, for what is filled, for copies within a GPU, and, as an H200's driver has it, for copies to it of
+ * fewer bytes than this. */
+enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10 };
+
 struct work {
     int what;
     char *to, *from;
     size_t bytes;
     address value;
-    int other, kernel, blocks, begun;
+    int other, kernel, blocks, begun, queued;
     struct timespec until;
     char *parameters;
     struct work *next;
@@ -55,8 +60,18 @@ static void show(int how) {
             mprotect((void *)ranges[k].base, ranges[k].bytes, how);
 }
 
+static int all_queues_are_held(void) {
+    int held = 0;
+    for (int k = 0; k < STREAMS; k++) {
+        struct work *first = all_streams[k].first;
+        held += first && first->what == HOLD && __atomic_load_n((address *)first->to, __ATOMIC_ACQUIRE) < first->value;
+    }
+    return held >= QUEUED_STREAMS;
+}
+
 static int is_ready(struct work *work) {
     struct timespec now;
+    if ((work->queued || work->what == FILL || work->what == KERNEL) && all_queues_are_held()) return 0;
     if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
     if (work->what != AWAIT) return 1;
     if (work->other >= 0) return all_streams[work->other].done >= work->value;
@@ -156,7 +171,9 @@ static int move(void *handle, address target, address source, size_t bytes) {
     int given = !to || !from || (handle && !stream) ? INVALID_VALUE : DONE;
     int at_once = !stream || !find(target) || !find(source);
     if (given == DONE && stream) {
-        given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes});
+        struct range *device = find(target), *other = find(source);
+        int queued = device && device->kind == DEVICE && (bytes < SHORT_BYTES || (other && other->kind == DEVICE));
+        given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued});
         if (at_once) finish(stream);
     } else if (given == DONE) {
         memmove(to, from, bytes);

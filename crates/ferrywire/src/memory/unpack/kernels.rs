@@ -10,7 +10,7 @@ use super::device::GatherRun;
 use super::table::Fragment;
 use crate::limits::CUDA_GPUS_MAX;
 use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
+use crate::memory::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -35,6 +35,9 @@ const COPY_MULTIPROCESSORS: u32 = 8;
 const PIECE_BYTES: u64 = 4096;
 /// Fragments of a run that are looked at.
 const SAMPLES: u64 = 32;
+/// Words for the copies of streams, each in a sector of its own.
+const COUNTER_BYTES: usize = 32;
+pub(crate) const COUNTERS: usize = 8192;
 
 /// What `ferrywire_gather` is given.
 #[derive(Debug)]
@@ -74,7 +77,7 @@ pub(crate) struct CopyList {
     pub flag: u64,
     /// What it writes.
     pub value: u64,
-    /// 4 bytes of device memory that are zero, and the stream's own.
+    /// Address of a [`Counter`] that is the stream's own.
     pub done: u64,
 }
 
@@ -103,6 +106,31 @@ pub(crate) struct Kernels {
     check_list: CudaFunction,
     delay: CudaFunction,
     multiprocessors: u32,
+    /// Device memory of zeroes, and which of its words are nobody's.
+    _counters: CudaBuffer,
+    free: Mutex<Vec<u64>>,
+}
+
+/// A word of device memory in which one stream's copies count their blocks: zero whenever none is under way. All are zeroed
+/// at once, when the kernels are loaded: a driver has a GPU's multiprocessors write so short a thing, and all their queues
+/// may be behind streams that wait for the very transfer that needs it.
+#[derive(Debug)]
+pub(crate) struct Counter {
+    kernels: Arc<Kernels>,
+    address: u64,
+}
+
+impl Counter {
+    /// Where it lies.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+}
+
+impl Drop for Counter {
+    fn drop(&mut self) {
+        self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.address);
+    }
 }
 
 static LOADED: Mutex<[Weak<Kernels>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
@@ -116,6 +144,8 @@ impl Kernels {
             return Ok(kernels);
         }
         let module = CudaModule::load(gpu, PTX)?;
+        let counters = gpu.alloc_own(COUNTERS * COUNTER_BYTES, COUNTER_BYTES)?;
+        let free = (0..COUNTERS).map(|at| counters.address() + (at * COUNTER_BYTES) as u64);
         let kernels = Arc::new(Kernels {
             gather: module.function(c"ferrywire_gather")?,
             copy: module.function(c"ferrywire_copy")?,
@@ -125,9 +155,18 @@ impl Kernels {
             check_list: module.function(c"ferrywire_check_list")?,
             delay: module.function(c"ferrywire_delay")?,
             multiprocessors: gpu.multiprocessors().max(1),
+            free: Mutex::new(free.rev().collect()),
+            _counters: counters,
         });
         *slot = Arc::downgrade(&kernels);
         Ok(kernels)
+    }
+
+    /// A word for one stream's [`CopyList::done`], to be dropped when its work is done; `None` when there are too many
+    /// streams.
+    pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
+        let address = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Counter { kernels: self.clone(), address })
     }
 
     /// Enqueues the copies of all fragments of some runs, at most [`RUNS_PER_LAUNCH_MAX`], in one launch.
