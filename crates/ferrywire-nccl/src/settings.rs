@@ -5,7 +5,7 @@
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12 | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4 | sockets for bulk in each comm |
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread, and up to 128 KiB after a rest |
-//! | `FERRYWIRE_NCCL_SPIN_US` | 200 | how long a thread without work looks for more before it sleeps |
+//! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program.
@@ -85,7 +85,7 @@ impl Settings {
         let threads = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, enough);
         let sockets = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, (threads / 2).clamp(2, 4));
         let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
-        let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 200) as u64);
+        let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 100) as u64);
         (Settings { threads, sockets, inline_bytes, spin }, ignored)
     }
 }
