@@ -171,3 +171,30 @@ pub(crate) fn answer(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answered(none: Option<&str>, offered: &[u8]) -> Result<Option<String>, String> {
+        let session = SessionConfig { channels: 1, chunk_bytes: 1, window: 1, crc: false, extra: Vec::new() };
+        answer(None, none, offered, false, &session).map(|extra| reason_without(&extra))
+    }
+
+    #[test]
+    fn an_end_without_a_carrier_declines_with_the_reason_and_takes_one() {
+        let terms = Terms::new(devmem::NAME, &[], false);
+        let optional = terms.clone().if_possible().encode();
+        let declined = answered(Some("NIC eth1 has no queue to spare"), &optional);
+        assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));
+        let never_tried = answered(None, &optional);
+        assert_eq!(never_tried, Ok(Some("at the end that accepts: payload goes over tcp".into())));
+        // What the other end cannot is kept for both.
+        assert_eq!(answered(None, &without("at the end that connects: no NIC")), {
+            Ok(Some("at the end that connects: no NIC".into()))
+        });
+        assert_eq!(answered(None, b""), Ok(None));
+        let refused = answered(None, &terms.encode()).unwrap_err();
+        assert!(refused.contains("over tcp at the end that accepts and over devmem at the end"), "{refused}");
+    }
+}
