@@ -13,6 +13,7 @@ use std::env;
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
 use std::process::{Child, ChildStdin, Command, Stdio, exit};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -216,15 +217,16 @@ fn leaves(arguments: &[String]) -> Result<()> {
     println!("built");
     next();
     let targets: Vec<Target> = (0..peers).map(|endpoint| Target { endpoint, addresses: vec![hub] }).collect();
-    let connected = all.connect(&targets, LIMIT)?;
+    let connected = Arc::new(all.connect(&targets, LIMIT)?);
+    let peers_of_all = connected.clone();
     println!("connected");
     let Some(target) = unhex(&next()) else { usage() };
     let target = RemoteRegion::from_bytes(&target)?;
-    all.each("writing", |peer, endpoint| {
+    all.each("writing", LIMIT, move |peer, endpoint| {
         let source = endpoint.register_zeroed(bytes)?;
         source.write_at(0, &pattern(peer, bytes))?;
         let at = (peer * bytes) as u64;
-        let write = connected[peer].write_notify(&source, 0, &target, at, bytes as u64, b"written")?;
+        let write = peers_of_all[peer].write_notify(&source, 0, &target, at, bytes as u64, b"written")?;
         write.wait(LIMIT).map(drop)
     })?;
     next();

@@ -10,6 +10,7 @@
 //! Invariant: a phase that fails leaves nothing behind: endpoints that had started are closed, and so are peers that were
 //! connected in it. Read next: `endpoint.rs`.
 
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -56,31 +57,19 @@ impl Orchestrator {
     /// # Errors
     /// As for [`Orchestrator::start`]; none of the new ones stays then.
     pub fn extend(&mut self, builders: Vec<(String, Builder)>, deadline: Duration) -> Result<()> {
-        let phase = "starting";
-        let names: Vec<String> = builders.iter().map(|(name, _)| name.clone()).collect();
-        let (built, endpoints) = channel();
-        for (index, (name, builder)) in builders.into_iter().enumerate() {
-            let built = built.clone();
-            // A builder that comes too late finds nobody who takes its endpoint, and drops it.
-            let build = move || drop(built.send((index, builder.build())));
-            let spawned = thread::Builder::new().name("ferrywire-start".into()).spawn(build);
-            spawned.map_err(|error| failed(phase, &name, Error::io("start a thread", &error)))?;
-        }
-        drop(built);
-        let until = end_of(deadline);
-        let mut started: Vec<Option<Endpoint>> = names.iter().map(|_| None).collect();
-        while let Some(missing) = started.iter().position(Option::is_none) {
-            match endpoints.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok((index, Ok(endpoint))) => started[index] = Some(endpoint),
-                Ok((index, Err(error))) => return Err(failed(phase, &names[index], error)),
-                Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], deadline)),
-                Err(RecvTimeoutError::Disconnected) => {
-                    return Err(failed(phase, &names[missing], Error::Bug("a builder panicked".into())));
-                }
-            }
-        }
+        let builds = builders.into_iter().map(|(name, builder)| (name, move || builder.build()));
+        self.extend_with(builds.collect(), deadline)
+    }
+
+    fn extend_with(
+        &mut self,
+        builds: Vec<(String, impl FnOnce() -> Result<Endpoint> + Send + 'static)>,
+        deadline: Duration,
+    ) -> Result<()> {
+        let (names, builds): (Vec<String>, Vec<_>) = builds.into_iter().unzip();
+        let started = all_at_once("starting", &names, builds, deadline)?;
         self.names.extend(names);
-        self.endpoints.extend(started.into_iter().flatten());
+        self.endpoints.extend(started);
         Ok(())
     }
 
@@ -161,25 +150,23 @@ impl Orchestrator {
 
     /// Does the same with all endpoints at once, such as registering memory; gives what came of it, in order.
     ///
+    /// Work that comes too late goes on by itself, and what comes of it is dropped.
+    ///
     /// # Errors
-    /// [`Error::Phase`] with the name of the first endpoint, in order, with which it failed.
-    pub fn each<T: Send>(
+    /// [`Error::Phase`] with the name of an endpoint with which it failed, or that had not finished in time.
+    pub fn each<T: Send + 'static>(
         &self,
         phase: &'static str,
-        work: impl Fn(usize, &Endpoint) -> Result<T> + Sync,
+        deadline: Duration,
+        work: impl Fn(usize, &Endpoint) -> Result<T> + Send + Sync + 'static,
     ) -> Result<Vec<T>> {
-        let work = &work;
-        let results: Vec<Result<T>> = thread::scope(|scope| {
-            let spawn = |(index, endpoint)| scope.spawn(move || work(index, endpoint));
-            let threads: Vec<_> = self.endpoints.iter().enumerate().map(spawn).collect();
-            let join = |thread: thread::ScopedJoinHandle<'_, Result<T>>| {
-                thread.join().unwrap_or_else(|_| Err(Error::Bug(format!("{phase} panicked"))))
-            };
-            threads.into_iter().map(join).collect()
-        });
-        let named =
-            |(index, result): (usize, Result<T>)| result.map_err(|error| self.failed(phase, index, error));
-        results.into_iter().enumerate().map(named).collect()
+        let work = Arc::new(work);
+        let one = |(index, endpoint): (usize, &Endpoint)| {
+            let (work, endpoint) = (work.clone(), endpoint.clone());
+            move || work(index, &endpoint)
+        };
+        let all = self.endpoints.iter().enumerate().map(one).collect();
+        all_at_once(phase, &self.names, all, deadline)
     }
 
     /// Finishes with all peers and ends all endpoints, at once.
@@ -187,7 +174,19 @@ impl Orchestrator {
     /// # Errors
     /// [`Error::Phase`] with the first that did not finish in time; all are closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
-        self.each("closing", |_, endpoint| endpoint.close(deadline)).map(drop)
+        // Each keeps to the deadline by itself, and none is left to do so behind our back.
+        let results: Vec<Result<()>> = thread::scope(|scope| {
+            let close = |endpoint| scope.spawn(move || Endpoint::close(endpoint, deadline));
+            let threads: Vec<_> = self.endpoints.iter().map(close).collect();
+            let join = |thread: thread::ScopedJoinHandle<'_, Result<()>>| {
+                thread.join().unwrap_or_else(|_| Err(Error::Bug("closing panicked".into())))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        let named = |(index, result): (usize, Result<()>)| {
+            result.map_err(|error| self.failed("closing", index, error))
+        };
+        results.into_iter().enumerate().try_for_each(named)
     }
 
     /// Looks until nothing is missing, something fails, or the time has come; gives who is missing then.
@@ -271,6 +270,37 @@ impl<'a> Dial<'a> {
     }
 }
 
+/// Does all of it, each in a thread; gives what came of each, in order. What comes too late finds nobody who takes it, and
+/// is dropped.
+fn all_at_once<T: Send + 'static>(
+    phase: &'static str,
+    names: &[String],
+    work: Vec<impl FnOnce() -> Result<T> + Send + 'static>,
+    deadline: Duration,
+) -> Result<Vec<T>> {
+    let (done, results) = channel();
+    for (index, (work, name)) in work.into_iter().zip(names).enumerate() {
+        let done = done.clone();
+        let body = move || drop(done.send((index, work())));
+        let spawned = thread::Builder::new().name(format!("ferrywire-{phase}")).spawn(body);
+        spawned.map_err(|error| failed(phase, name, Error::io("start a thread", &error)))?;
+    }
+    drop(done);
+    let until = end_of(deadline);
+    let mut came: Vec<Option<T>> = names.iter().map(|_| None).collect();
+    while let Some(missing) = came.iter().position(Option::is_none) {
+        match results.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Ok((index, Err(error))) => return Err(failed(phase, &names[index], error)),
+            Ok((index, Ok(result))) => came[index] = Some(result),
+            Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], deadline)),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(failed(phase, &names[missing], Error::Bug(format!("{phase} panicked"))));
+            }
+        }
+    }
+    Ok(came.into_iter().flatten().collect())
+}
+
 /// A deadline beyond all clocks is a far one.
 fn end_of(deadline: Duration) -> Instant {
     let now = Instant::now();
@@ -292,4 +322,54 @@ fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
 
 fn late(phase: &'static str, endpoint: &str, waited: Duration) -> Error {
     failed(phase, endpoint, Error::Deadline { what: phase.to_owned(), waited })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::SocketAddr;
+
+    type Build = Box<dyn FnOnce() -> Result<Endpoint> + Send>;
+
+    fn listening(address: SocketAddr) -> Builder {
+        Endpoint::builder().listen(address).threads(1).channels(1)
+    }
+
+    #[test]
+    fn a_builder_that_hangs_is_named_and_the_others_let_go() {
+        let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
+        let free: SocketAddr = ([127, 0, 0, 1], 0).into();
+        let (built, port) = channel();
+        let good: Build = Box::new(move || {
+            let endpoint = listening(free).build()?;
+            let _ = built.send(endpoint.listen_addresses()[0]);
+            Ok(endpoint)
+        });
+        let (release, released) = channel::<()>();
+        let hanging: Build = Box::new(move || {
+            let _ = released.recv();
+            Err(Error::Closed)
+        });
+        let builds = vec![("good".to_owned(), good), ("hanging".to_owned(), hanging)];
+        let short = Duration::from_millis(500);
+        let error = all.extend_with(builds, short).expect_err("one hangs");
+        assert_eq!(error, late("starting", "hanging", short));
+        assert!(all.endpoints().is_empty());
+        // The port of the one that had started is free again, soon.
+        let port = port.recv().expect("it has started");
+        let until = Instant::now() + Duration::from_secs(60);
+        while let Err(error) = listening(port).build() {
+            assert!(Instant::now() < until, "{error}");
+            thread::sleep(Duration::from_millis(10));
+        }
+        drop(release);
+    }
+
+    #[test]
+    fn work_that_panics_is_a_bug_with_a_name() {
+        let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
+        let builds: Vec<(String, Build)> = vec![("odd".to_owned(), Box::new(|| panic!("as it should")))];
+        let error = all.extend_with(builds, Duration::from_secs(60)).expect_err("it panics");
+        assert_eq!(error, failed("starting", "odd", Error::Bug("starting panicked".into())));
+    }
 }

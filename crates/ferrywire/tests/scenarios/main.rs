@@ -15,6 +15,9 @@ mod callers;
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
 mod closing;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "../nccl/compile.rs"]
+mod compile;
 mod devmem;
 mod faults;
 mod gpu;

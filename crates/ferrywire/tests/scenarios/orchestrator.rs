@@ -3,8 +3,11 @@
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
+use ferrywire::memory::sim::SimGpu;
 use ferrywire::orchestrator::Target;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer, Region};
+
+use crate::compile;
 
 const LONG: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
@@ -54,8 +57,8 @@ fn endpoints_of_a_process_start_connect_register_and_move_together() {
     assert_eq!((peers.len(), accepted.iter().map(Vec::len).collect::<Vec<_>>()), (64, vec![GPUS; GPUS]));
     let regions = |end: &Orchestrator, seed: usize| -> Vec<Region> {
         let register =
-            |gpu: usize, endpoint: &Endpoint| endpoint.register(vec![(seed + gpu) as u8; GPUS << 10]);
-        end.each("registering", register).expect("memory")
+            move |gpu: usize, endpoint: &Endpoint| endpoint.register(vec![(seed + gpu) as u8; GPUS << 10]);
+        end.each("registering", LONG, register).expect("memory")
     };
     let (sources, targets) = (regions(&here, 1), regions(&there, 100));
     let write = |((from, to), peer): ((usize, usize), &Peer)| {
@@ -139,9 +142,9 @@ fn work_that_fails_on_one_endpoint_names_it() {
         1 => Err(Error::invalid("memory", "there is none")),
         other => Ok(other),
     };
-    let (phase, endpoint, _) = parts(here.each("registering", fail).expect_err("one fails"));
+    let (phase, endpoint, _) = parts(here.each("registering", LONG, fail).expect_err("one fails"));
     assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
-    assert_eq!(here.each("registering", |gpu, _| Ok(gpu)), Ok(vec![0, 1, 2]));
+    assert_eq!(here.each("registering", LONG, |gpu, _| Ok(gpu)), Ok(vec![0, 1, 2]));
 }
 
 #[test]
@@ -160,4 +163,110 @@ fn a_deadline_beyond_all_clocks_is_a_far_one() {
     let here = connecting(1);
     let target = [Target { endpoint: 0, addresses: vec![address(&there, 0)] }];
     assert_eq!(here.connect(&target, Duration::MAX).expect("it is there").len(), 1);
+}
+
+/// Work on one endpoint that does not end, and a target that takes a connection and says nothing, are late by name.
+#[test]
+fn what_does_not_end_is_late_by_name() {
+    let here = connecting(2);
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let hang = move |gpu: usize, _: &Endpoint| {
+        if gpu == 1 {
+            let _ = released.lock().expect("nobody else").recv();
+        }
+        Ok(gpu)
+    };
+    let (phase, endpoint, error) = parts(here.each("registering", SHORT, hang).expect_err("one hangs"));
+    assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
+    assert!(matches!(error, Error::Deadline { waited: SHORT, .. }), "{error}");
+    drop(release);
+
+    let there = listening(1);
+    let silent = TcpListener::bind(loopback(0)).expect("a port");
+    let target = |endpoint, address| Target { endpoint, addresses: vec![address] };
+    let targets = [target(0, address(&there, 0)), target(1, silent.local_addr().expect("it has one"))];
+    let limit = Duration::from_secs(2);
+    let (phase, endpoint, error) = parts(here.connect(&targets, limit).expect_err("one is silent"));
+    assert_eq!((phase, endpoint.as_str()), ("connecting", "gpu 1"));
+    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    if let Ok(peer) = there.endpoints()[0].accept(SHORT) {
+        let gone = peer.wait_notification(LONG).expect_err("it is closed with the others");
+        assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
+    }
+}
+
+/// Threads, descriptors and simulated GPUs of this process.
+fn held() -> (usize, usize, usize) {
+    let count = |folder: &str| std::fs::read_dir(folder).expect("of this process").count();
+    let gpus = (0..16).filter(|gpu| SimGpu::opened(*gpu).is_some()).count();
+    (count("/proc/self/task"), count("/proc/self/fd"), gpus)
+}
+
+/// In whatever phase it fails. Alone in its process: others' threads would be counted too.
+#[test]
+fn a_phase_that_fails_leaves_nothing_behind() {
+    compile::alone("orchestrator::a_phase_that_fails_leaves_nothing_behind", || {
+        // Whatever is made once and stays.
+        drop((
+            listening(2),
+            connecting(2).each("", LONG, |_, endpoint| endpoint.register_sim(0, 64)).is_ok(),
+        ));
+        let settled = |what: &str, before: Option<(usize, usize, usize)>| {
+            let since = Instant::now();
+            let mut now = held();
+            while before.map_or(now.2 > 0 || since.elapsed() < Duration::from_secs(1), |before| now != before)
+            {
+                assert!(since.elapsed() < LONG, "{what}: threads, descriptors, GPUs {now:?}, not {before:?}");
+                std::thread::sleep(Duration::from_millis(20));
+                now = held();
+            }
+            now
+        };
+        let before = settled("at first", None);
+        let taken = TcpListener::bind(loopback(0)).expect("a port");
+        let port = taken.local_addr().expect("it has one");
+        let phases: [(&str, &dyn Fn()); 6] = [
+            ("starting", &|| {
+                let build = |gpu| Endpoint::builder().listen(if gpu == 2 { port } else { loopback(0) });
+                Orchestrator::start(builders(4, build), LONG).expect_err("one has no port");
+            }),
+            ("extending", &|| {
+                let mut all = listening(2);
+                all.extend(builders(2, |_| Endpoint::builder().listen(port)), LONG).expect_err("no port");
+            }),
+            ("connecting", &|| {
+                let (here, there) = (connecting(2), listening(1));
+                let target = |endpoint, address| Target { endpoint, addresses: vec![address] };
+                let targets = [target(0, address(&there, 0)), target(1, port)];
+                here.connect(&targets, SHORT).expect_err("nobody speaks there");
+            }),
+            ("accepting", &|| {
+                let (here, there) = (connecting(1), listening(2));
+                let only = [Target { endpoint: 0, addresses: vec![address(&there, 0)] }];
+                let _peers = here.connect(&only, LONG).expect("it is there");
+                there.accept(1, SHORT).expect_err("one of two");
+            }),
+            ("registering", &|| {
+                let register = |gpu: usize, endpoint: &Endpoint| match gpu {
+                    3 => Err(Error::invalid("memory", "there is none")),
+                    _ => endpoint.register_sim(gpu as u32, 1 << 20),
+                };
+                connecting(4).each("registering", LONG, register).expect_err("one has no memory");
+            }),
+            ("registering late", &|| {
+                let register = |gpu: usize, endpoint: &Endpoint| {
+                    let region = endpoint.register_sim(gpu as u32, 1 << 20);
+                    std::thread::sleep(if gpu == 1 { 3 * SHORT } else { Duration::ZERO });
+                    region
+                };
+                connecting(2).each("registering", SHORT, register).expect_err("one is late");
+            }),
+        ];
+        let with_port = (before.0, before.1 + 1, before.2);
+        for (name, fail) in phases {
+            fail();
+            settled(name, Some(with_port));
+        }
+    });
 }
