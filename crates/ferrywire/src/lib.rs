@@ -71,6 +71,7 @@ mod queue;
 pub mod ranks;
 mod schedule;
 mod session;
+mod spread;
 mod staging;
 mod stats;
 pub mod sys;

@@ -4,10 +4,9 @@
 //! from a process take part.
 //! Read next: `plan.rs`, whose parts these are.
 
-use std::collections::BTreeMap;
-
 use super::plan::{GpuPlan, gpus_shown};
 use super::{Cpus, Gpu, PciAddress, Topology};
+use crate::spread::spread;
 
 /// CPUs for each GPU: whole cores of its NUMA node, no two GPUs the same as long as there are enough. And what went
 /// against that.
@@ -59,39 +58,13 @@ fn slice<T>(all: &[T], place: usize, of: usize) -> &[T] {
     }
 }
 
-/// The NIC of each channel of each GPU.
+/// The NIC of each channel of each GPU, as the engine deals them. GPUs that share NICs begin with different ones, as
+/// endpoints of a process do that listen on ports in a row.
 pub(super) fn channels(topology: &Topology, gpus: &[GpuPlan], per_gpu: usize) -> Vec<Vec<String>> {
-    let mut of_host = BTreeMap::<&str, u64>::new();
-    gpus.iter().map(|gpu| spread(topology, gpu, per_gpu, &mut of_host)).collect()
-}
-
-fn spread<'a>(
-    topology: &Topology,
-    gpu: &'a GpuPlan,
-    channels: usize,
-    of_host: &mut BTreeMap<&'a str, u64>,
-) -> Vec<String> {
-    let speeds: Option<Vec<u64>> =
-        gpu.nics.iter().map(|name| Some(u64::from(topology.nic(name)?.speed_mbps?))).collect();
-    let speeds = speeds.unwrap_or_else(|| vec![1; gpu.nics.len()]);
-    let mut own = vec![0u64; gpu.nics.len()];
-    let mut names = Vec::new();
-    for _ in 0..channels {
-        // A NIC that has none yet goes first: a slow one only takes less, it is not left out.
-        let load = |at: usize| (own[at] > 0, (own[at] + 1) * scale(&speeds, at));
-        let others = |at: usize| of_host.get(gpu.nics[at].as_str()).copied().unwrap_or(0);
-        let Some(at) = (0..own.len()).min_by_key(|at| (load(*at), others(*at))) else { break };
-        own[at] += 1;
-        names.push(gpu.nics[at].clone());
-    }
-    for (name, count) in gpu.nics.iter().zip(own) {
-        *of_host.entry(name).or_default() += count;
-    }
-    names
-}
-
-/// What one channel weighs on a NIC beside the fastest: 1000 on that.
-fn scale(speeds: &[u64], at: usize) -> u64 {
-    let fastest = speeds.iter().copied().max().unwrap_or(1);
-    fastest * 1000 / speeds[at].max(1)
+    let of_gpu = |(place, gpu): (usize, &GpuPlan)| -> Vec<String> {
+        let speeds: Vec<Option<u32>> =
+            gpu.nics.iter().map(|name| topology.nic(name).and_then(|nic| nic.speed_mbps)).collect();
+        spread(&speeds, place, per_gpu).into_iter().map(|at| gpu.nics[at].clone()).collect()
+    };
+    gpus.iter().enumerate().map(of_gpu).collect()
 }

@@ -202,7 +202,8 @@ impl Plan {
     }
 
     /// The NIC of each of `per_gpu` channels, by GPU in the plan's order: all NICs of a GPU evenly, or by speed where
-    /// it is known; between equals the one that carries less of other GPUs.
+    /// every one tells its own, as the engine deals them. Where there are not as many channels on each, which of equals
+    /// has one more also depends on the port.
     pub fn channels(&self, topology: &Topology, per_gpu: usize) -> Vec<Vec<String>> {
         deal::channels(topology, &self.gpus, per_gpu)
     }

@@ -4,6 +4,7 @@ mod hosts;
 mod mesh;
 mod order;
 mod rails;
+mod spread;
 #[allow(dead_code, reason = "the command's tests use all of it")]
 mod tree;
 mod wishes;

@@ -4,11 +4,11 @@ use ferrywire::topology::{Nearness, Plan, PlanError, Topology, Wishes};
 
 use crate::{named, nics, plan, refused, topology, tree, without};
 
-fn mapped(map: &str) -> Wishes {
+pub fn mapped(map: &str) -> Wishes {
     Wishes { map: map.parse().expect("a map"), ..Wishes::default() }
 }
 
-fn planned(topology: &Topology, wishes: &Wishes) -> Plan {
+pub fn planned(topology: &Topology, wishes: &Wishes) -> Plan {
     Plan::of(topology, wishes).expect("a plan")
 }
 

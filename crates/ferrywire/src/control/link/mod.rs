@@ -28,6 +28,7 @@ use crate::memory::Identity;
 use crate::peer::{PeerInfo, PeerState};
 use crate::queue::Entry;
 use crate::session::{ControlMessage, Session};
+use crate::spread::spread;
 use crate::transport::carrier::Carrier;
 use crate::transport::terms::{Terms, reason_without};
 use crate::transport::{Conn, ConnOptions};
@@ -47,7 +48,12 @@ const READS_PER_TURN: usize = 8;
 
 /// Which end opened the session; that end dials.
 enum Role {
-    Connector { address: SocketAddr, pairs: Vec<Pair> },
+    /// With the paths to the peer, and which of them each channel takes.
+    Connector {
+        address: SocketAddr,
+        pairs: Vec<Pair>,
+        dealt: Vec<usize>,
+    },
     Acceptor,
 }
 
@@ -172,11 +178,12 @@ impl Link {
     ) -> Link {
         let nics = engine.transport.nics().unwrap_or_default();
         let listens: &[ListenAddress] = &established.peer_hello.addresses;
-        let mut pairs = pairs(&nics, &engine.config.nics, address, listens);
+        let pairs = pairs(&nics, &engine.config.nics, address, listens);
+        let speeds: Vec<Option<u32>> = pairs.iter().map(|pair| pair.nic.as_ref()?.speed_mbps).collect();
         // With little in flight the first channels carry it all: of several peers on different NICs.
-        let first = engine.count_dialled(address.port()) % pairs.len().max(1);
-        pairs.rotate_left(first);
-        let role = Role::Connector { address, pairs };
+        let first = engine.count_dialled(address.port());
+        let dealt = spread(&speeds, first, usize::from(established.config.channels));
+        let role = Role::Connector { address, pairs, dealt };
         Link::new(engine, conn, address, established, role, lobby, me, now)
     }
 
