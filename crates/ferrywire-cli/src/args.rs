@@ -164,7 +164,7 @@ pub struct ServeFlags {
     /// Address to listen on; 0.0.0.0 listens on every NIC [default: 127.0.0.1:7420]
     #[arg(long, value_name = "ADDR:PORT")]
     pub listen: Option<String>,
-    /// NICs to use, by name [default: every NIC with an address; loopback when listening on loopback]
+    /// NICs to use, by name [default: with --memory cuda:N those on that GPU's PCIe root, else every NIC with an address; loopback when listening on loopback]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
     /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4 [default: one endpoint]
@@ -173,6 +173,13 @@ pub struct ServeFlags {
     /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
     #[arg(long, value_name = "GPU=NIC,...")]
     pub map: Option<String>,
+    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_cross_numa: Option<bool>,
+    /// A recorded host to plan with in place of this one
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub root: Option<PathBuf>,
     /// End after one peer, with its outcome as exit status
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new(), value_name = "BOOL")]
@@ -258,7 +265,7 @@ pub struct ConnectFlags {
     /// Channels per peer [default: chosen]
     #[arg(long, value_name = "N")]
     pub channels: Option<usize>,
-    /// NICs to use, by name: eth1,eth2 [default: the route's own]
+    /// NICs to use, by name: eth1,eth2 [default: those on the PCIe root of the GPU of --memory, else the route's own]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
     /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4; the serve there needs --gpus too. GPU i moves data to GPU i of the other end [default: one endpoint]
@@ -267,6 +274,13 @@ pub struct ConnectFlags {
     /// NICs of each GPU, where the plan (see `topo`) is not to be followed: 0=eth1,1=eth1,eth2 or 0-1=eth1
     #[arg(long, value_name = "GPU=NIC,...")]
     pub map: Option<String>,
+    /// Let GPUs use NICs of another NUMA node where there is no nearer one
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
+          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
+    pub allow_cross_numa: Option<bool>,
+    /// A recorded host to plan with in place of this one
+    #[arg(long, value_name = "DIR", hide = true)]
+    pub root: Option<PathBuf>,
     /// Chunk size [default: chosen]
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,

@@ -1,9 +1,12 @@
 //! What the kernel tells about NICs.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::path::Path;
 
+use ferrywire::sys::nics;
 use ferrywire::topology::Map;
+use ferrywire::transport::Nic;
 
 use crate::exit::{Failure, Outcome};
 use crate::sys;
@@ -20,25 +23,73 @@ pub fn name_of(address: IpAddr) -> Option<String> {
     sys::nic_addresses().into_iter().find(|(_, of_nic)| *of_nic == address).map(|(name, _)| name)
 }
 
-/// Refuses names that no NIC with an address has.
+/// Refuses names of NICs that have no address, or are down.
 pub fn check(names: &[String]) -> Outcome {
     check_of("--nics ", names)
 }
 
-/// The same of the NICs of each GPU.
-pub fn check_map(map: &Map) -> Outcome {
-    map.nics.iter().try_for_each(|(gpu, names)| check_of(&format!("--map {gpu}="), names))
+/// The same of the NICs of these GPUs. Those of others, which a map may name too, are for other processes to check.
+pub fn check_map(map: &Map, gpus: &[u32]) -> Outcome {
+    let mut of_these = map.nics.iter().filter(|(gpu, _)| gpus.contains(gpu));
+    of_these.try_for_each(|(gpu, names)| check_of(&format!("--map {gpu}="), names))
+}
+
+/// Whether it can be used.
+pub fn is_usable(name: &str) -> bool {
+    check(&[name.to_owned()]).is_ok()
 }
 
 fn check_of(flag: &str, names: &[String]) -> Outcome {
-    let mut present: Vec<String> = sys::nic_addresses().into_iter().map(|(name, _)| name).collect();
-    present.sort_unstable();
-    present.dedup();
-    match names.iter().find(|name| !present.contains(name)) {
-        None => Ok(()),
-        Some(name) => {
-            let present = present.join(", ");
-            Err(Failure::Usage(format!("{flag}{name}: no such NIC with an address; there are {present}")))
+    if names.is_empty() {
+        return Ok(());
+    }
+    let found = nics::addresses().map_err(|error| Failure::failed(format!("NICs of this host: {error}")))?;
+    judge(flag, names, &found)
+}
+
+fn judge(flag: &str, names: &[String], found: &[Nic]) -> Outcome {
+    for name in names {
+        let mut of_name = found.iter().filter(|nic| nic.name == *name).peekable();
+        if of_name.peek().is_none() {
+            let present: BTreeSet<&str> = found.iter().map(|nic| nic.name.as_str()).collect();
+            let present = present.into_iter().collect::<Vec<_>>().join(", ");
+            return Err(Failure::Usage(format!(
+                "{flag}{name}: no such NIC with an address; there are {present}"
+            )));
         }
+        if of_name.all(|nic| !nic.up) {
+            return Err(Failure::failed(format!(
+                "{flag}{name}: {name} is down: it is switched off, or has no link; bring it up, or leave it out"
+            )));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_nic_that_is_missing_or_down_is_named() {
+        let nic = |name: &str, up| Nic {
+            name: name.to_owned(),
+            address: IpAddr::from([10, 0, 0, 1]),
+            prefix_len: 24,
+            speed_mbps: None,
+            loopback: false,
+            up,
+        };
+        // One of several addresses of a NIC may be new, and not up yet.
+        let found = [nic("b", true), nic("a", false), nic("b", false)];
+        let said = |names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+            judge("--map 2=", &names, &found)
+        };
+        assert_eq!(said(&["b"]), Ok(()));
+        let missing = "--map 2=c: no such NIC with an address; there are a, b";
+        assert_eq!(said(&["b", "c"]), Err(Failure::Usage(missing.to_owned())));
+        let down = said(&["a"]).expect_err("it is down");
+        assert!(matches!(&down, Failure::Failed(why) if why.starts_with("--map 2=a: a is down")), "{down:?}");
     }
 }

@@ -92,6 +92,10 @@ pub struct EnginePlan {
     pub gpus: Option<Vec<u32>>,
     /// NICs by GPU, where that was said.
     pub map: Map,
+    /// Whether GPUs may use NICs of other NUMA nodes.
+    pub allow_cross_numa: bool,
+    /// A recorded host to plan with; `None`: this one.
+    pub root: Option<PathBuf>,
     /// Channels per peer.
     pub channels: Option<usize>,
     /// Chunk size.
@@ -235,6 +239,8 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         plugin: carrier::for_serve(&flags, call_limit)?,
         gpus,
         map,
+        allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
+        root: flags.root,
         nics: flags.nics.map(|names| names.0).unwrap_or_default(),
         threads: at_least_one("--threads", flags.threads)?,
         congestion_control: flags.congestion_control,
@@ -321,6 +327,8 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
             nics: flags.nics.map(|names| names.0).unwrap_or_default(),
             gpus,
             map,
+            allow_cross_numa: flags.allow_cross_numa.unwrap_or(false),
+            root: flags.root,
             crc: flags.crc,
             congestion_control: flags.congestion_control,
             secret,

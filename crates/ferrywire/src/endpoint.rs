@@ -338,6 +338,14 @@ impl Endpoint {
         self.inner.engine.with_control(|control| control.peer_count()).unwrap_or(0)
     }
 
+    /// How many connections were refused because whoever made them held another secret, or none.
+    pub fn wrong_secrets(&self) -> u64 {
+        if self.check_origin().is_err() {
+            return 0;
+        }
+        self.inner.engine.with_control(|control| control.wrong_secrets()).unwrap_or(0)
+    }
+
     /// Stops listening, finishes with all peers, and ends the threads.
     ///
     /// # Errors

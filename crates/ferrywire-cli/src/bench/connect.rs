@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 use ferrywire::{Endpoint, Error, Peer, PeerStats};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::fleet;
+use super::fleet::{self, Setting};
 use super::host::Host;
 use super::incast::Companions;
 use super::isolated;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link};
+use super::places;
 use super::protocol::{self, Hello, Message, Run, Side};
 use super::report::{News, Output, Record};
 use super::result::{self, Circumstances, RankPair};
@@ -23,7 +24,7 @@ use super::turns::Turns;
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Home;
-use crate::plan::ConnectPlan;
+use crate::plan::{ConnectPlan, EnginePlan};
 use crate::sys;
 use crate::units::Bytes;
 
@@ -31,8 +32,9 @@ use crate::units::Bytes;
 const DIAL_SLICE: Duration = Duration::from_millis(50);
 
 /// Connects and measures; what is finished is printed and stored also when the rest fails.
-pub fn run(plan: ConnectPlan) -> Outcome {
+pub fn run(mut plan: ConnectPlan) -> Outcome {
     let output = Output::open(&plan)?;
+    plan.engine = on_nics_of_gpu(&plan, plan.member == 0)?;
     if plan.member > 0 {
         sys::die_with_parent();
     }
@@ -69,7 +71,7 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     let start = Instant::now();
     let home = plan.run.memory.open()?;
     home.check_room(layout::region_bytes(&plan.run))?;
-    let endpoint = super::endpoint(&plan.engine, None)?;
+    let endpoint = super::endpoint(&on_nics_of_gpu(plan, false)?, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
     let part = Part::of_peer(plan.member, &plan.run, &endpoint, &home, &[]);
@@ -78,6 +80,12 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     take_leave(&link, &outcome);
     let _ = endpoint.close(CLOSE_DEADLINE);
     outcome
+}
+
+/// The engine options with the NICs of its GPU; a child of the process that prints finds the same ones.
+fn on_nics_of_gpu(plan: &ConnectPlan, tells: bool) -> Outcome<EnginePlan> {
+    let on_loopback = Setting::alone(&plan.engine, &plan.addresses).on_loopback;
+    places::of_one(&plan.engine, Some(plan.run.memory), on_loopback, tells)
 }
 
 /// Tells the other end how it ended, where it does not know.

@@ -15,13 +15,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::topology::{Plan, Topology, Wishes};
+use ferrywire::topology::Topology;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
 
 use super::connect::{self, Listeners, Part};
 use super::gate::HEARSAY;
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, Stop};
+use super::places::{self, Place, Places};
 use super::protocol::{Message, PEERS_MAX, Run};
 use super::turns::Turns;
 use crate::args::Pattern;
@@ -41,6 +42,8 @@ pub struct Fleet {
     places: Vec<Place>,
     /// Every NIC that a GPU of this host uses, where that is known.
     nics: Vec<String>,
+    /// What might be better, for people.
+    notes: Vec<String>,
     setting: Setting,
 }
 
@@ -51,15 +54,6 @@ pub struct Setting {
     pub on_host: usize,
     /// Both ends are on this host, and loopback joins them.
     pub on_loopback: bool,
-    /// Whether to print what might be better.
-    pub notes: bool,
-}
-
-/// NICs and cores of one GPU's endpoint; empty: any.
-#[derive(Clone, Debug, Default)]
-struct Place {
-    nics: Vec<String>,
-    cores: Vec<usize>,
 }
 
 /// A pair of GPUs.
@@ -81,7 +75,7 @@ impl Setting {
     /// Of a process that has the host's cores to itself.
     pub fn alone(plan: &EnginePlan, addresses: &[SocketAddr]) -> Setting {
         let on_loopback = !addresses.is_empty() && addresses.iter().all(|address| address.ip().is_loopback());
-        Setting { on_host: plan.gpus.as_ref().map_or(1, Vec::len), on_loopback, notes: true }
+        Setting { on_host: plan.gpus.as_ref().map_or(1, Vec::len), on_loopback }
     }
 }
 
@@ -98,10 +92,10 @@ impl Fleet {
         deadline: Duration,
         setting: Setting,
     ) -> Outcome<Fleet> {
-        nics::check_map(&plan.map)?;
         let gpus = plan.gpus.clone().unwrap_or_default();
+        nics::check_map(&plan.map, &gpus)?;
         let homes: Vec<Home> = gpus.iter().map(|gpu| memory.on(*gpu).open()).collect::<Outcome<_>>()?;
-        let (places, nics) = places(plan, memory, &gpus, setting)?;
+        let Places { places, nics, notes } = places::of_gpus(plan, memory, &gpus, setting)?;
         let builders = gpus.iter().zip(&places).enumerate().map(|(index, (gpu, place))| {
             let name = format!("the endpoint of GPU {gpu}");
             let listen = listen.map(|address| behind(address, index)).transpose()?;
@@ -109,7 +103,17 @@ impl Fleet {
         });
         let orchestrator =
             Orchestrator::start(builders.collect::<Outcome<_>>()?, deadline).map_err(start_failed)?;
-        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, setting })
+        Ok(Fleet { orchestrator: Arc::new(orchestrator), homes, gpus, places, nics, notes, setting })
+    }
+
+    /// What might be better, or is not as one might think; for people, once.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notes)
+    }
+
+    /// Prints that.
+    pub fn print_notes(&mut self) {
+        self.take_notes().iter().for_each(|note| eprintln!("note: {note}"));
     }
 
     /// Where the bytes of each GPU lie.
@@ -156,65 +160,6 @@ fn start_failed(error: Error) -> Failure {
     }
 }
 
-/// NICs and cores of each GPU, and all NICs of the host's GPUs. NICs as they were named; else, of CUDA GPUs, those that
-/// the plan of this host gives them; empty: any that lead to the peer. Cores likewise.
-fn places(
-    plan: &EnginePlan,
-    memory: Memory,
-    gpus: &[u32],
-    setting: Setting,
-) -> Outcome<(Vec<Place>, Vec<String>)> {
-    let planned = match memory {
-        Memory::Cuda(_) => planned(plan, setting)?,
-        _ => None,
-    };
-    let places = gpus.iter().map(|gpu| place(plan, planned.as_ref(), *gpu, setting)).collect();
-    let of_plan = planned.iter().flat_map(|planned| &planned.gpus).flat_map(|of_gpu| &of_gpu.nics);
-    let mut nics: Vec<String> = match plan.map.nics.is_empty() {
-        true => of_plan.cloned().collect(),
-        false => plan.map.nics.values().flatten().cloned().collect(),
-    };
-    nics.sort_unstable();
-    nics.dedup();
-    Ok((places, nics))
-}
-
-/// NICs and cores of one GPU.
-fn place(plan: &EnginePlan, planned: Option<&Plan>, gpu: u32, setting: Setting) -> Place {
-    let planned = planned.and_then(|planned| planned.gpu(gpu));
-    let nics = match (plan.map.nics.get(&gpu), planned) {
-        (Some(named), _) => named,
-        // Whoever speaks over loopback has no use for the NIC next to a GPU.
-        (None, Some(planned)) if !setting.on_loopback => &planned.nics,
-        _ => &plan.nics,
-    };
-    let cores =
-        planned.map_or_else(Vec::new, |planned| planned.cpus.iter().map(|cpu| cpu as usize).collect());
-    Place { nics: nics.clone(), cores }
-}
-
-/// The plan of this host, where it has NICs to plan with. Where NICs were named for each GPU, or are not needed, it is
-/// asked for cores alone, and may be missing.
-fn planned(plan: &EnginePlan, setting: Setting) -> Outcome<Option<Plan>> {
-    let topology = Topology::of_this_host();
-    let beyond_loopback =
-        topology.nics.iter().any(|nic| nic.up && !nic.loopback && !nic.addresses.is_empty());
-    if !beyond_loopback {
-        return Ok(None);
-    }
-    let for_cores = setting.on_loopback || !plan.map.nics.is_empty();
-    let wishes = Wishes { allow_cross_numa: for_cores, nics: plan.nics.clone(), ..Wishes::default() };
-    match Plan::of(&topology, &wishes) {
-        Ok(planned) => {
-            let notes = planned.notes.iter().filter(|_| setting.notes && !for_cores);
-            notes.for_each(|note| eprintln!("note: {note}"));
-            Ok(Some(planned))
-        }
-        Err(_) if for_cores => Ok(None),
-        Err(error) => Err(Failure::Usage(error.to_string())),
-    }
-}
-
 /// An endpoint of one GPU, which a plugin is told of.
 fn builder(
     plan: &EnginePlan,
@@ -250,6 +195,7 @@ pub fn measure(plan: &ConnectPlan, (tell, stage): Listeners<'_>) -> Outcome {
     let start = Instant::now();
     let setting = Setting::alone(&plan.engine, &plan.addresses);
     let mut fleet = Fleet::start(&plan.engine, plan.run.memory, None, plan.deadline, setting)?;
+    fleet.print_notes();
     stage("while connecting");
     let lead = Link::new(connect::dial(fleet.lead(), plan)?, plan.deadline);
     let outcome = with_lead(plan, &mut fleet, lead, start, (tell, stage));
@@ -267,7 +213,9 @@ fn with_lead(
 ) -> Outcome {
     let prepared = ask(&lead).and_then(|there| {
         let mut pairs = pairs(plan.run.pattern, &fleet.gpus, &there)?;
+        pairs.iter().try_for_each(|pair| reachable(pair.peer_gpu, &pair.addresses))?;
         fleet.take_detours(plan, &mut pairs)?;
+        fleet.print_notes();
         let run = Run { peers: pairs.len(), ..plan.run.clone() };
         for (index, home) in fleet.homes.iter().enumerate() {
             let regions = pairs.iter().filter(|pair| pair.home == index).count() as u64;
@@ -315,12 +263,10 @@ impl Fleet {
             let wanted = (pair.home, nic);
             let at = detours.iter().position(|known| *known == wanted).unwrap_or_else(|| {
                 let (own, gpu) = (self.places[pair.home].nics.join(", "), pair.gpu);
-                if self.setting.notes {
-                    let (peer_gpu, nic) = (pair.peer_gpu, &wanted.1);
-                    eprintln!(
-                        "note: GPU {gpu}: {own} does not reach GPU {peer_gpu} there; {nic} does, on that rail"
-                    );
-                }
+                let (peer_gpu, nic) = (pair.peer_gpu, &wanted.1);
+                self.notes.push(format!(
+                    "GPU {gpu}: {own} does not reach GPU {peer_gpu} there; {nic} does, on that rail"
+                ));
                 detours.push(wanted);
                 detours.len() - 1
             });
@@ -349,6 +295,16 @@ impl Fleet {
             return None;
         }
         self.nics.iter().find(|name| reaches(name)).cloned()
+    }
+}
+
+/// Refuses a GPU of the other end that listens nowhere.
+pub fn reachable(gpu: u32, addresses: &[SocketAddr]) -> Outcome {
+    match addresses {
+        [] => Err(Failure::failed(format!(
+            "the NIC of GPU {gpu} there is down or has no address: bring it up, or give that GPU another with --map there"
+        ))),
+        _ => Ok(()),
     }
 }
 
@@ -454,7 +410,6 @@ fn named(failure: &Failure, pair: &Pair) -> Failure {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire::topology::{GpuPlan, Nearness};
 
     fn there(count: u32) -> Vec<(u32, Vec<SocketAddr>)> {
         (0..count).map(|gpu| (gpu + 10, Vec::new())).collect()
@@ -465,31 +420,6 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_has_the_nics_named_for_it_else_those_planned_and_always_its_cores() {
-        let of_gpu = |gpu: u32, nic: &str| GpuPlan {
-            gpu,
-            nics: vec![nic.to_owned()],
-            nearness: Nearness::Root,
-            why: String::new(),
-            cpus: [2 * gpu, 2 * gpu + 1].into_iter().collect(),
-            others: Vec::new(),
-        };
-        let gpus = vec![of_gpu(0, "eth1"), of_gpu(1, "eth2")];
-        let planned = Plan { gpus, host_nics: Vec::new(), unused: Vec::new(), notes: Vec::new() };
-        let beyond = Setting { on_host: 2, on_loopback: false, notes: false };
-        let plan = EnginePlan { map: "0=eth7".parse().expect("a map"), ..EnginePlan::default() };
-        let found = |plan, gpu, setting| {
-            let place = place(plan, Some(&planned), gpu, setting);
-            (place.nics.join(","), place.cores)
-        };
-        assert_eq!(found(&plan, 0, beyond), ("eth7".to_owned(), vec![0, 1]));
-        let plan = EnginePlan { nics: vec!["lo".to_owned()], ..EnginePlan::default() };
-        assert_eq!(found(&plan, 1, beyond), ("eth2".to_owned(), vec![2, 3]));
-        assert_eq!(found(&plan, 1, Setting { on_loopback: true, ..beyond }), ("lo".to_owned(), vec![2, 3]));
-        assert_eq!(found(&plan, 5, beyond), ("lo".to_owned(), Vec::new()));
-    }
-
-    #[test]
     fn patterns_join_the_right_gpus() {
         assert_eq!(numbers(Pattern::Pair, &[4, 5], 2), Ok(vec![(0, 10), (1, 11)]));
         assert_eq!(numbers(Pattern::Mesh, &[4, 5], 3).map(|pairs| pairs.len()), Ok(6));
@@ -497,6 +427,13 @@ mod tests {
         assert_eq!(numbers(Pattern::Incast, &[4, 5], 3), Ok(vec![(0, 10), (1, 10)]));
         let said = numbers(Pattern::Bidir, &[4, 5], 1).expect_err("not as many").message();
         assert!(said.contains("2 endpoints") && said.contains("the other 1 endpoint:"), "{said}");
+    }
+
+    #[test]
+    fn a_gpu_that_listens_nowhere_is_the_other_ends_matter() {
+        assert_eq!(reachable(2, &[([127, 0, 0, 1], 1).into()]), Ok(()));
+        let said = reachable(2, &[]).expect_err("nowhere").message();
+        assert!(said.starts_with("the NIC of GPU 2 there is down or has no address"), "{said}");
     }
 
     #[test]

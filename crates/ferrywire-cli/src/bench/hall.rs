@@ -2,6 +2,7 @@
 //!
 //! Read next: [`super::serve`], which lets peers in; [`super::gate`], where those inside wait for each other.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,6 +15,8 @@ use crate::sys;
 
 /// A run that is about to end is waited for before the next is refused.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
+/// During a run others may knock as often as they like: so many of them are told of.
+const TURNED_AWAY_MAX: usize = 16;
 /// Begins what a peer hears that comes during another's run.
 const BUSY: &str = "busy with a run of ";
 
@@ -43,6 +46,8 @@ pub struct Hall {
     active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
     /// What --deadline says in the run that is about to begin, or takes place.
     deadline: Mutex<Option<Duration>>,
+    /// Runs that came during the one that takes place.
+    turned_away: Mutex<BTreeSet<String>>,
 }
 
 impl Hall {
@@ -66,6 +71,12 @@ impl Hall {
             std::thread::sleep(Duration::from_millis(20));
         }
         Ok(())
+    }
+
+    /// Whether a run that was turned away is news: of its peers the first is.
+    pub fn is_news(&self, run_id: &str) -> bool {
+        let mut turned_away = self.turned_away.lock().unwrap_or_else(PoisonError::into_inner);
+        turned_away.len() < TURNED_AWAY_MAX && turned_away.insert(run_id.to_owned())
     }
 
     /// Lets a peer in, or says why not.
@@ -107,6 +118,7 @@ impl Hall {
         }
         let (run, _, outcome) = active.take()?;
         *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.turned_away.lock().unwrap_or_else(PoisonError::into_inner).clear();
         Some(Ended { name: run.name.clone(), what: describe(&run.run), outcome })
     }
 

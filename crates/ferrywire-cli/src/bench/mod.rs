@@ -23,6 +23,7 @@ pub mod link;
 pub mod measure;
 pub mod pattern;
 pub mod pingpong;
+pub mod places;
 pub mod protocol;
 pub mod ranks;
 pub mod report;

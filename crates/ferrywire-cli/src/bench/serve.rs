@@ -18,6 +18,7 @@ use super::host::Host;
 use super::isolated::message::{Message as ToParent, Sender as Pipe};
 use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, SLICE};
+use super::places;
 use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::session::Session;
 use crate::args::{Inject, Pattern};
@@ -66,7 +67,8 @@ impl Voice {
 }
 
 /// Serves until stopped, or with `--once` until the first run is over.
-pub fn run(plan: ServePlan) -> Outcome {
+pub fn run(mut plan: ServePlan) -> Outcome {
+    plan.engine = on_nics_of_gpu(&plan, true)?;
     match plan.engine.plugin {
         Some(_) => super::isolated::serve::run(plan),
         None => serve(plan, &Voice::Own),
@@ -125,16 +127,22 @@ enum Kept {
     Several { _fleet: Fleet },
 }
 
+/// The engine options with the NICs of its GPU, if that was named; a child of the process that prints finds the same.
+fn on_nics_of_gpu(plan: &ServePlan, tells: bool) -> Outcome<EnginePlan> {
+    places::of_one(&plan.engine, plan.memory, plan.listen.ip().is_loopback(), tells)
+}
+
 fn open_doors(plan: &ServePlan) -> Outcome<(Vec<Door>, Kept)> {
     if plan.engine.gpus.is_none() {
         let home = plan.memory.map(Memory::open).transpose()?;
-        let endpoint = super::endpoint(&plan.engine, Some(plan.listen))?;
+        let endpoint = super::endpoint(&on_nics_of_gpu(plan, false)?, Some(plan.listen))?;
         let all = Arc::new(vec![(0, endpoint.reachable_addresses())]);
         return Ok((vec![Door { endpoint, gpu: None, all }], Kept::One { _home: home }));
     }
     let memory = plan.memory.unwrap_or_else(|| Memory::of_this_host(None));
     let setting = Setting::alone(&plan.engine, &[plan.listen]);
-    let fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE, setting)?;
+    let mut fleet = Fleet::start(&plan.engine, memory, Some(plan.listen), START_DEADLINE, setting)?;
+    fleet.print_notes();
     let reachable = |(gpu, endpoint): (u32, &Endpoint)| (gpu, endpoint.reachable_addresses());
     let all = Arc::new(fleet.endpoints().map(reachable).collect::<Vec<_>>());
     let door = |(gpu, endpoint): (u32, &Endpoint)| Door {
@@ -170,11 +178,12 @@ impl House {
         let (house, door) = (self.clone(), door.clone());
         let attend = move || {
             let mut link = Link::new(peer, house.hall.patience(house.plan.deadline));
-            match admit(&mut link, &house.hall, &house.plan, &door) {
+            let mut run_id = String::new();
+            match admit(&mut link, &house.hall, &house.plan, &door, &mut run_id) {
                 Err(failure) => {
                     let why = failure.message();
-                    // During a run others may knock as often as they like.
-                    if house.plan.verbose || !hall::is_busy(&failure) {
+                    let is_news = || !hall::is_busy(&failure) || house.hall.is_news(&run_id);
+                    if house.plan.verbose || is_news() {
                         eprintln!("error: no run of {}: {why}", link.peer.name());
                     }
                     link.tell_last(&Message::Refused { why });
@@ -263,12 +272,13 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
     }
 }
 
-/// Hears what the peer wants, and lets it in if there is room.
+/// Hears what the peer wants and of which run it is, and lets it in if there is room.
 fn admit(
     link: &mut Link,
     hall: &Hall,
     plan: &ServePlan,
     door: &Door,
+    run_id: &mut String,
 ) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
     let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
     let mut first = link.hear()?;
@@ -288,6 +298,7 @@ fn admit(
     if hello.version != protocol::VERSION {
         return Err(Failure::Failed(protocol::other_version(hello.version.into())));
     }
+    run_id.clone_from(&hello.run_id);
     hello.run.check().map_err(Failure::Failed)?;
     let memory = offered(&hello, own, &plan.engine)?;
     hello.run.peer_memory = Some(memory);

@@ -145,6 +145,13 @@ impl Meeting {
         let host = match told {
             _ if on_one_host => Ipv4Addr::LOCALHOST.to_string(),
             Some(Rendezvous { host, .. }) => host.clone(),
+            // Its variables name the host of mpirun, or each rank's own; that of rank 0 none does.
+            None if ranks.launcher == Launcher::OpenMpi => {
+                return usage(format!(
+                    "Open MPI tells no rank where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} behind 'ferrywire bench', ADDR \
+                     being an address of the host that has rank 0, the first of the hostfile ('hostname -I' there)"
+                ));
+            }
             None => {
                 return usage(
                     "nobody says where the ranks meet: give all of them --rendezvous ADDR:PORT with an address of rank 0's \
@@ -235,6 +242,8 @@ fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
     let own = ConnectFlags {
         nics: None,
         map: None,
+        allow_cross_numa: None,
+        root: None,
         threads: None,
         plugin: None,
         json: None,

@@ -77,6 +77,8 @@ pub(crate) struct Control {
     calls_seen: Duration,
     call_watch: CallWatch,
     refusals_told: u64,
+    /// Strangers that held another secret.
+    wrong_secrets: u64,
     refusals_since: Duration,
     /// Nothing is accepted before then, because the last attempt failed.
     accept_at: Option<Duration>,
@@ -126,6 +128,7 @@ impl Control {
             calls_seen: Duration::ZERO,
             call_watch: CallWatch::default(),
             refusals_told: 0,
+            wrong_secrets: 0,
             refusals_since: Duration::ZERO,
             accept_at: None,
             accept_told: None,
@@ -191,6 +194,10 @@ impl Control {
 
     pub fn peer_count(&self) -> usize {
         self.links.len()
+    }
+
+    pub fn wrong_secrets(&self) -> u64 {
+        self.wrong_secrets
     }
 
     // ---- listening ----
@@ -321,6 +328,7 @@ impl Control {
     /// One log line for each refused stranger, until there are too many to read.
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
+        self.wrong_secrets += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
             return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");

@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use super::report::Record;
 use crate::exit::Outcome;
+use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
 use message::Message;
 use ward::{Event, Ward};
@@ -61,9 +62,10 @@ impl Order {
 
 /// The variables that the plugin of this end will be loaded with.
 pub fn environment(engine: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Vec<Variable>> {
-    crate::nics::check_map(&engine.map)?;
-    // A plugin is told once of all NICs that its endpoints will use.
-    let mut nics: Vec<String> = engine.map.nics.values().flatten().chain(&engine.nics).cloned().collect();
+    nics::check_map(&engine.map, engine.gpus.as_deref().unwrap_or_default())?;
+    // A plugin is told once of all NICs that its endpoints will use, those of other rails in a mesh among them.
+    let mapped = engine.map.nics.values().flatten().filter(|name| nics::is_usable(name));
+    let mut nics: Vec<String> = mapped.chain(&engine.nics).cloned().collect();
     nics.sort();
     nics.dedup();
     let of_all = EnginePlan { nics, ..engine.clone() };

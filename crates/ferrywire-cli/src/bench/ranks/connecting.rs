@@ -10,7 +10,7 @@ use ferrywire::orchestrator::Target;
 use ferrywire::topology::Topology;
 
 use super::super::connect::{self, Listeners, Part};
-use super::super::fleet::{Fleet, Pair};
+use super::super::fleet::{Fleet, Pair, reachable};
 use super::super::layout;
 use super::super::link::Link;
 use super::super::protocol::Run;
@@ -34,7 +34,8 @@ pub fn take_part(
 ) -> Outcome {
     let bench = &plan.bench;
     let mut fleet = Fleet::start(&bench.engine, plan.own, None, bench.deadline, plan.setting())?;
-    let outcome = meeting.table(plan.place(Vec::new())).and_then(|table| {
+    let outcome = meeting.tell_notes(fleet.take_notes()).and_then(|()| {
+        let table = meeting.table(plan.place(Vec::new()))?;
         table.run.check().map_err(Failure::Failed)?;
         if plan.ranks.rank == 0 {
             tell(News::Ranks(rows(&table)));
@@ -90,7 +91,12 @@ impl<'a> Connecting<'a> {
         let mut bench = ConnectPlan { run_id: table.run_id.clone(), ..plan.bench.clone() };
         bench.run = Run { memory: plan.own, ..run.clone() };
         fleet.homes()[0].check_room(layout::region_bytes(&run).saturating_mul(own.len() as u64))?;
+        for (pair, at) in own_pairs.iter().zip(&own) {
+            reachable(pair.peer_gpu, &pair.addresses)
+                .inspect_err(|failure| meeting.fail(Some(all[*at].1), failure))?;
+        }
         fleet.take_detours(&bench, &mut own_pairs)?;
+        meeting.tell_notes(fleet.take_notes())?;
         let fleet = &*fleet;
         meeting.watch_over(fleet.all_endpoints().to_vec(), None)?;
         stage("while connecting");

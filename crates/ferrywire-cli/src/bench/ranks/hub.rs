@@ -83,6 +83,8 @@ impl Hub {
                 self.reports.insert((report.step, report.pair), *report);
                 None
             }
+            // Printed, not counted.
+            Word::Note(_) => None,
             Word::Done => {
                 self.done[from as usize] = true;
                 let all = self.done.iter().all(|done| *done);
@@ -104,8 +106,8 @@ impl Hub {
         (!self.over).then(|| self.fault(rank, why.to_owned()))
     }
 
-    /// The time for all to come is up: says who is missing.
-    pub fn late(&mut self, waited_s: f64) -> Option<Word> {
+    /// The time for all to come is up: says who is missing, and how many have come with another secret.
+    pub fn late(&mut self, waited_s: f64, strangers: u64) -> Option<Word> {
         let missing = |of: &dyn Fn(usize) -> bool| (0..self.cards.len()).find(|at| !of(*at));
         let came = self.cards.iter().flatten().count();
         let absent = missing(&|at| self.cards[at].is_some());
@@ -113,12 +115,15 @@ impl Hub {
         let (rank, why) = match (absent, unready) {
             (Some(rank), _) => {
                 let all = self.cards.len();
-                (
-                    rank,
-                    format!(
-                        "it has not come within {waited_s:.0} s (--deadline); {came} of {all} ranks are here"
-                    ),
-                )
+                let strangers = match strangers {
+                    0 => String::new(),
+                    1 => "; 1 connection had another secret".to_owned(),
+                    many => format!("; {many} connections had another secret"),
+                };
+                let why = format!(
+                    "it has not come within {waited_s:.0} s (--deadline); {came} of {all} ranks are here{strangers}"
+                );
+                (rank, why)
             }
             (None, Some(rank)) => (rank, format!("it has not got ready within {waited_s:.0} s (--deadline)")),
             (None, None) => return None,
@@ -373,9 +378,13 @@ mod tests {
 
     #[test]
     fn the_first_that_is_missing_is_named() {
-        assert!(fault(hub(Pattern::Pair, 3).late(9.6)).starts_with("rank 3: it has not come within 10 s"));
+        assert_eq!(
+            fault(hub(Pattern::Pair, 3).late(9.6, 1)),
+            "rank 3: it has not come within 10 s (--deadline); 3 of 4 ranks are here; 1 connection had another secret"
+        );
+        assert!(fault(hub(Pattern::Pair, 2).late(9.6, 0)).ends_with("2 of 4 ranks are here"));
         let mut unready = hub(Pattern::Pair, 4);
         assert!(unready.take(0, place(Memory::Host)).is_none());
-        assert!(fault(unready.late(1.0)).starts_with("rank 1 (h0): it has not got ready"));
+        assert!(fault(unready.late(1.0, 0)).starts_with("rank 1 (h0): it has not got ready"));
     }
 }

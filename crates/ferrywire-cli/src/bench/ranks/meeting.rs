@@ -119,7 +119,8 @@ impl Meeting {
             return Ok(table);
         }
         if is_hub {
-            let word = self.lock().hub.as_mut().and_then(|hub| hub.late(limit.as_secs_f64()));
+            let strangers = self.endpoint.wrong_secrets();
+            let word = self.lock().hub.as_mut().and_then(|hub| hub.late(limit.as_secs_f64(), strangers));
             self.tell_all(word);
         }
         let table = self.wait(Some(Duration::ZERO), &|| {}, |state| state.table.clone())?;
@@ -266,8 +267,16 @@ impl Meeting {
         link.ok_or_else(|| Failure::failed("internal error, please report: no link to rank 0"))
     }
 
+    /// Has rank 0 print what might be better at this rank.
+    pub fn tell_notes(&self, notes: Vec<String>) -> Outcome {
+        notes.into_iter().try_for_each(|note| self.say(Word::Note(note)))
+    }
+
     /// Rank 0 hears a word.
     fn hear(&self, from: u32, word: Word) {
+        if let Word::Note(note) = &word {
+            eprintln!("note: rank {from}: {note}");
+        }
         let to_all = self.lock().hub.as_mut().and_then(|hub| hub.take(from, word));
         self.tell_all(to_all);
     }

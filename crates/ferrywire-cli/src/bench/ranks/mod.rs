@@ -105,6 +105,6 @@ impl RanksPlan {
 
     fn setting(&self) -> Setting {
         let on_host = self.ranks.local_world.unwrap_or(self.ranks.world / 2).max(1) as usize;
-        Setting { on_host, on_loopback: self.on_loopback, notes: self.ranks.rank == 0 }
+        Setting { on_host, on_loopback: self.on_loopback }
     }
 }

@@ -27,8 +27,10 @@ const CONNECT_GRACE: Duration = Duration::from_secs(5);
 pub fn take_part(plan: &RanksPlan, meeting: &Arc<Meeting>) -> Outcome {
     let bench = &plan.bench;
     let listen = Some(plan.serves_at()?);
-    let fleet = Fleet::start(&bench.engine, plan.own, listen, bench.deadline, plan.setting())?;
-    let outcome = with_fleet(plan, meeting, &fleet);
+    let mut fleet = Fleet::start(&bench.engine, plan.own, listen, bench.deadline, plan.setting())
+        .map_err(|failure| plan.port_taken(failure))?;
+    let notes = fleet.take_notes();
+    let outcome = meeting.tell_notes(notes).and_then(|()| with_fleet(plan, meeting, &fleet));
     fleet.close();
     outcome
 }
@@ -76,6 +78,20 @@ impl RanksPlan {
             Failure::Usage(format!("--rendezvous: port {port} + local rank {local_rank} is no port"))
         };
         Ok(SocketAddr::new(self.listen.ip(), port.ok_or_else(none)?))
+    }
+
+    /// Says where a port came from that somebody else has.
+    fn port_taken(&self, failure: Failure) -> Failure {
+        match failure {
+            Failure::Failed(why) if why.contains("in use") && !self.on_loopback => {
+                let (port, local_rank) = (self.listen.port(), self.ranks.local_rank);
+                Failure::Failed(format!(
+                    "{why}\nlikely: another run serves here, or another program has the port, which is that of --rendezvous, \
+                     {port}, + local rank {local_rank}; try: another port with --rendezvous, the same for all ranks"
+                ))
+            }
+            other => other,
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 //!   Join ──────────────────▶   (options, version, world as its own?)
 //!   Here ──────────────────▶   (addresses, memory)         once all are ready
 //!        ◀────────────────── Table
+//!   Note ──────────────────▶   what might be better there, from ranks that have something to say
 //!   Arrived ───────────────▶   at the start and at the end of each timed part, from ranks that serve
 //!        ◀────────────────── Pass                          once all of them have arrived
 //!   Step ──────────────────▶   what a pair measured, from ranks that connect
@@ -37,6 +38,8 @@ pub enum Word {
     Pass(u64),
     /// What a pair measured.
     Step(Box<PairReport>),
+    /// What might be better at a rank, for people: rank 0 prints.
+    Note(String),
     /// A rank has nothing more to do.
     Done,
     /// A rank cannot go on.
