@@ -1,10 +1,18 @@
 //! Runs the real command in the tests.
 
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
+
+/// What --deadline is, where nothing is said.
+pub const DEADLINE_DEFAULT: Duration = Duration::from_secs(30);
+/// More than a busy machine adds to anything. Whoever takes longer than a deadline and this hangs.
+pub const GRACE: Duration = Duration::from_secs(60);
 
 /// The command, untouched by the environment of whoever runs the tests.
 pub fn ferrywire(args: &str) -> Command {
@@ -19,6 +27,26 @@ pub fn ferrywire(args: &str) -> Command {
 /// Runs the command to its end.
 pub fn run(args: &str) -> Output {
     ferrywire(args).output().expect("the command starts")
+}
+
+/// Runs a command that ends within this deadline, or little later; one that does not hangs, and is killed.
+pub fn run_within(deadline: Duration, command: &mut Command) -> Output {
+    let spawned = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    end_within(deadline, spawned.expect("the command starts"))
+}
+
+/// Waits for a process in the same way.
+pub fn end_within(deadline: Duration, child: Child) -> Output {
+    let id = child.id().to_string();
+    let (done, result) = mpsc::channel();
+    thread::spawn(move || done.send(child.wait_with_output()));
+    let limit = deadline + GRACE;
+    let output = result.recv_timeout(limit).unwrap_or_else(|_| {
+        let _ = Command::new("kill").args(["-KILL", &id]).status();
+        let said = result.recv_timeout(GRACE).map(|output| output.map(|output| text(&output.stderr)));
+        panic!("it has not ended within {limit:?}: {said:?}")
+    });
+    output.expect("it can be waited for")
 }
 
 /// First line of what a command said on standard error.
@@ -50,7 +78,8 @@ pub struct Serve {
     pub address: String,
     pub child: Child,
     pub stdout: BufReader<ChildStdout>,
-    stderr: Option<BufReader<ChildStderr>>,
+    /// Lines.
+    stderr: Option<Receiver<String>>,
 }
 
 impl Serve {
@@ -66,7 +95,7 @@ impl Serve {
         let mut child = command.spawn().expect("serve starts");
         let mut stdout = BufReader::new(child.stdout.take().expect("piped"));
         let line = read_line(&mut stdout);
-        let stderr = Some(BufReader::new(child.stderr.take().expect("piped")));
+        let stderr = Some(lines(child.stderr.take().expect("piped")));
         let address =
             line.trim().strip_prefix("listening on ").unwrap_or_else(|| panic!("serve said {line:?}"));
         Serve { address: address.split(", ").next().unwrap_or_default().to_owned(), child, stdout, stderr }
@@ -77,9 +106,21 @@ impl Serve {
         run(&format!("bench connect {} {args}", self.address))
     }
 
+    /// The same with a deadline, see [`run_within`].
+    pub fn connect_within(&self, deadline: Duration, args: &str) -> Output {
+        run_within(deadline, &mut ferrywire(&format!("bench connect {} {args}", self.address)))
+    }
+
     /// The exit status and standard error of a serve that ends by itself.
     pub fn end(mut self) -> (Option<i32>, String) {
-        let status = self.child.wait().expect("serve ends");
+        let until = Instant::now() + DEADLINE_DEFAULT + GRACE;
+        let status = loop {
+            match self.child.try_wait().expect("it can be waited for") {
+                Some(status) => break status,
+                None => assert!(Instant::now() < until, "serve does not end"),
+            }
+            thread::sleep(Duration::from_millis(5));
+        };
         (status.code(), self.errors())
     }
 
@@ -90,12 +131,21 @@ impl Serve {
         self.errors()
     }
 
-    /// Waits for the next error on standard error, past warnings.
+    /// Waits for the next error on standard error, past warnings. Empty: it has ended.
     pub fn next_error(&mut self) -> String {
+        self.next_error_within(DEADLINE_DEFAULT)
+    }
+
+    /// The same with a deadline, see [`run_within`].
+    pub fn next_error_within(&mut self, deadline: Duration) -> String {
+        let until = Instant::now() + deadline + GRACE;
+        let lines = self.stderr.as_ref().expect("nobody else reads it");
         loop {
-            let line = read_line(self.stderr.as_mut().expect("nobody else reads it"));
-            if line.is_empty() || line.starts_with("error: ") {
-                return line;
+            match lines.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(line) if line.starts_with("error: ") => return line,
+                Ok(_) => {}
+                Err(RecvTimeoutError::Disconnected) => return String::new(),
+                Err(RecvTimeoutError::Timeout) => panic!("no error within {deadline:?} and {GRACE:?}"),
             }
         }
     }
@@ -104,18 +154,13 @@ impl Serve {
     pub fn collect_errors(&mut self) -> Arc<Mutex<Vec<String>>> {
         let lines = Arc::<Mutex<Vec<String>>>::default();
         let (stderr, into) = (self.stderr.take().expect("nobody else reads it"), lines.clone());
-        std::thread::spawn(move || {
-            for line in stderr.lines().map_while(Result::ok) {
-                into.lock().expect("a whole line").push(line);
-            }
-        });
+        thread::spawn(move || stderr.iter().for_each(|line| into.lock().expect("a whole line").push(line)));
         lines
     }
 
     fn errors(&mut self) -> String {
-        let mut said = String::new();
-        self.stderr.as_mut().expect("nobody else reads it").read_to_string(&mut said).expect("text");
-        said
+        let lines = self.stderr.as_ref().expect("nobody else reads it");
+        lines.iter().map(|line| line + "\n").collect()
     }
 }
 
@@ -131,4 +176,14 @@ pub fn read_line(pipe: &mut impl BufRead) -> String {
     let mut line = String::new();
     pipe.read_line(&mut line).expect("text");
     line
+}
+
+/// The lines of a pipe, as they come.
+fn lines(pipe: ChildStderr) -> Receiver<String> {
+    let (sender, lines) = mpsc::channel();
+    thread::spawn(move || {
+        let read = BufReader::new(pipe).lines().map_while(Result::ok);
+        read.for_each(|line| drop(sender.send(line)));
+    });
+    lines
 }

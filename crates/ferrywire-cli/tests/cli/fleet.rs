@@ -2,8 +2,10 @@
 
 use serde_json::Value;
 
-use crate::common::{Serve, ferrywire, first_error, json, results, run, text};
+use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, text};
+use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
+use crate::tree::Tree;
 
 const QUICK: &str = "--iters 6 --warmup 1 --json -";
 
@@ -57,14 +59,15 @@ fn the_demo_has_several_endpoints_at_both_ends() {
 
 #[test]
 fn ends_with_different_numbers_of_gpus_are_told_which() {
-    let serve = Serve::start("--gpus 0-1 --memory sim");
-    let refused = serve.connect("--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3");
+    let mut serve = Serve::start("--gpus 0-1 --memory sim");
+    let args = "--gpus 0-2 --memory sim --peer-memory sim --sizes 4K --iters 3";
+    let refused = serve.connect_within(DEADLINE_DEFAULT, args);
     assert_eq!(refused.status.code(), Some(1));
+    let why = "this end has 3 endpoints, the other 2 endpoints: give both as many with --gpus";
     let said = first_error(&refused);
-    assert!(
-        said.contains("this end has 3 endpoints, the other 2 endpoints: give both as many with --gpus"),
-        "{said}"
-    );
+    assert!(said.contains(why), "{said}");
+    let told = serve.next_error();
+    assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");
     // What does not need as many of both goes on, and so does the serving end.
     let args = format!("--gpus 0-2 --memory sim --peer-memory sim --pattern mesh --sizes 4K {QUICK}");
     assert_eq!(results(&serve.connect(&args)).len(), 7);
@@ -73,10 +76,12 @@ fn ends_with_different_numbers_of_gpus_are_told_which() {
         results(&serve.connect(&format!("--memory host --peer-memory host --sizes 4K {QUICK}"))).len(),
         1
     );
-    let plain = Serve::start("--memory sim");
-    let refused = plain.connect("--gpus 0-1 --memory sim --peer-memory sim --sizes 4K --iters 3");
-    let said = first_error(&refused);
-    assert!(said.contains("2 endpoints, the other 1 endpoint:"), "{said}");
+    let mut plain = Serve::start("--memory sim");
+    let args = "--gpus 0-1 --memory sim --peer-memory sim --sizes 4K --iters 3";
+    let refused = plain.connect_within(DEADLINE_DEFAULT, args);
+    for said in [first_error(&refused), plain.next_error()] {
+        assert!(said.contains("2 endpoints, the other 1 endpoint:"), "{said}");
+    }
 }
 
 #[test]
@@ -97,6 +102,40 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         let output = run(&format!("bench connect 127.0.0.1:9 {args}"));
         assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
         assert!(text(&output.stderr).contains(part), "{args}: {}", text(&output.stderr));
+    }
+}
+
+/// What the error advises is what helps, at both ends. Only a GPU that is used is a reason to refuse.
+#[test]
+fn a_gpu_without_a_near_nic_needs_leave_to_use_a_far_one() {
+    // Nobody has this NIC: whoever gets so far as to miss it has a plan.
+    let host = Tree::of(
+        "node 0 0\nnode 1 1\ncpus 0-1\n\
+         gpu pci0000:40/0000:40:01.0/0000:41:00.0 node=0\ngpu pci0000:c0/0000:c0:01.0/0000:c1:00.0 node=1\n\
+         nic nofw0 pci0000:40/0000:40:02.0/0000:42:00.0 node=0\nfact address nofw0 192.0.2.9/24\n\
+         fact gpu 0 0000:41:00.0 A\nfact gpu 1 0000:c1:00.0 B",
+    );
+    let driver = driver::stand_in(&[]);
+    for end in ["serve --listen 0.0.0.0:0", "connect 192.0.2.1:9 --peer-memory host"] {
+        let refused = |args: &str| {
+            let mut command = ferrywire(&format!("bench {end} --memory cuda {args} --root"));
+            command
+                .arg(host.root())
+                .env("LD_LIBRARY_PATH", &driver)
+                .env("FERRYWIRE_SECRET", "of these tests");
+            let output = command.output().expect("it runs");
+            assert_eq!(output.status.code(), Some(2), "{end} {args}: {}", text(&output.stderr));
+            text(&output.stderr)
+        };
+        let said = refused("--gpus 0-1");
+        assert!(
+            said.contains("GPU 1 (NUMA node 1)") && said.contains("--allow-cross-numa uses them"),
+            "{said}"
+        );
+        for enough in ["--gpus 0-1 --allow-cross-numa", "--gpus 0"] {
+            let said = refused(enough);
+            assert!(said.contains("nofw0: no such NIC with an address"), "{said}");
+        }
     }
 }
 

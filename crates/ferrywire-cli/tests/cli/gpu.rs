@@ -1,7 +1,7 @@
 //! Memory of GPUs over TCP, by the real command: of simulated ones, and of CUDA with a stand-in for the driver that
 //! runs the kernels on the CPU.
 
-use crate::common::{Serve, ferrywire, first_error, json, results, run, text};
+use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, text};
 use crate::driver::{self, stand_in};
 use serde_json::Value;
 use std::path::PathBuf;
@@ -280,12 +280,15 @@ fn what_is_missing_for_cuda_memory_is_said() {
     // The stand-in has 1 GiB; the host is not asked for more than it can give.
     let full = with(&[], "bench --memory cuda --peer-memory host --sizes 1G --depth 1");
     assert!(full.contains("MiB on cuda:0 (stand-in 0)") && full.contains("1024 MiB free"), "{full}");
-    let serve = Driver(stand_in(&[])).serve("");
+    let mut serve = Driver(stand_in(&[])).serve("");
     for (asked, why) in
         [("cuda:5", "there is no CUDA GPU 5"), ("cuda:1 --sizes 1G --depth 1", "1024 MiB free")]
     {
-        let refused = failed(&serve.connect(&format!("--memory host --peer-memory {asked} --iters 5")));
+        let args = format!("--memory host --peer-memory {asked} --iters 5");
+        let refused = failed(&serve.connect_within(DEADLINE_DEFAULT, &args));
         assert!(refused.contains(why), "{refused}");
+        let told = serve.next_error();
+        assert!(told.contains("no run of 127.0.0.1:") && told.contains(why), "{told}");
     }
     // With the host's memory the same end goes on.
     results(&serve.connect("--memory host --peer-memory host --sizes 4K --iters 5 --json -"));

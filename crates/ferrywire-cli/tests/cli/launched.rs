@@ -5,8 +5,9 @@ use std::net::TcpListener;
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::thread;
+use std::time::Duration;
 
-use crate::common::{ferrywire, text};
+use crate::common::{DEADLINE_DEFAULT, end_within, ferrywire, text};
 
 /// Variables of launchers, which may have started these tests.
 const LAUNCHERS: [&str; 6] = ["SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "LOCAL_"];
@@ -85,11 +86,16 @@ impl Launched {
         Rest(thread::spawn(move || rest_of(errors)))
     }
 
-    /// Waits for all of them.
-    pub fn end(mut self) -> Vec<Output> {
-        let waiting: Vec<_> =
-            self.ranks.drain(..).map(|rank| thread::spawn(|| rank.wait_with_output())).collect();
-        waiting.into_iter().map(|rank| rank.join().expect("waited").expect("it ends")).collect()
+    /// Waits for all of them. Whatever is wrong, they end little later than the deadline.
+    pub fn end(self) -> Vec<Output> {
+        self.end_within(DEADLINE_DEFAULT)
+    }
+
+    /// The same with another deadline.
+    pub fn end_within(mut self, deadline: Duration) -> Vec<Output> {
+        let wait = |rank| thread::spawn(move || end_within(deadline, rank));
+        let waiting: Vec<_> = self.ranks.drain(..).map(wait).collect();
+        waiting.into_iter().map(|rank| rank.join().expect("it ends in time")).collect()
     }
 }
 

@@ -19,6 +19,7 @@ mod matrix;
 mod plugin;
 mod ranks;
 mod refused;
+mod runbook;
 mod topo;
 #[path = "../../../ferrywire/tests/topology/tree.rs"]
 mod tree;

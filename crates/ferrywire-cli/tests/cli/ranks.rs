@@ -2,10 +2,12 @@
 
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::{first_error, json, results, text};
+use crate::common::{DEADLINE_DEFAULT, first_error, json, results, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::launched::{Launched, all_well, error_line, flags, port, untouched};
@@ -173,6 +175,14 @@ fn ranks_that_cannot_be_are_bad_usage() {
     let output = two_launchers.output().expect("it runs");
     assert_eq!(output.status.code(), Some(2));
     assert!(first_error(&output).contains("two launchers disagree"), "{}", first_error(&output));
+    // Over several hosts; on one they meet on loopback.
+    let mut without = untouched("bench --memory host");
+    without.envs([("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")]);
+    without.envs([("OMPI_COMM_WORLD_LOCAL_RANK", "0"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
+    let output = without.output().expect("it runs");
+    assert_eq!(output.status.code(), Some(2));
+    let said = first_error(&output);
+    assert!(said.contains("add --rendezvous ADDR:7420 behind 'ferrywire bench'"), "{said}");
     // One rank is no run of several.
     results(
         &untouched(&format!("bench --rank 0 --world 1 --sizes 4K --memory host --peer-memory host {QUICK}"))
@@ -263,7 +273,7 @@ fn a_rank_that_does_not_come_is_named_by_all() {
             }
         });
     assert!(launched.rank(2).wait().expect("it ends").success());
-    let mut outputs = launched.end();
+    let mut outputs = launched.end_within(Duration::from_secs(10));
     outputs.remove(2);
     for line in failures(&outputs) {
         assert!(line.starts_with("error: rank 2: it has not come within 10 s"), "{line}");
@@ -301,9 +311,10 @@ fn a_rank_with_another_secret_is_told_so() {
         command.args(flags(rank, 2, port));
         command.env("FERRYWIRE_SECRET", format!("the secret of rank {rank}"));
     })
-    .end();
+    .end_within(Duration::from_secs(10));
     let said = failures(&outputs);
     assert!(said[0].contains("rank 1: it has not come within 10 s"), "{}", said[0]);
+    assert!(said[0].ends_with("1 of 2 ranks are here; 1 connection had another secret"), "{}", said[0]);
     assert!(said[1].starts_with("error: rank 1 (") && said[1].contains("secret"), "{}", said[1]);
     let port = self::port();
     let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3", |rank, command| {
@@ -320,11 +331,69 @@ fn a_meeting_point_that_is_taken_is_said() {
     let outputs = Launched::start(2, "--memory host --sizes 4K --iters 3 --deadline 5", |rank, command| {
         command.args(flags(rank, 2, port));
     })
-    .end();
+    .end_within(Duration::from_secs(5));
     let said = failures(&outputs);
     assert!(said[0].contains("cannot wait for the other ranks at 127.0.0.1:"), "{}", said[0]);
     assert!(text(&outputs[0].stderr).contains("another port with --rendezvous"), "{}", said[0]);
     assert!(said[1].starts_with("error: rank 1 ("), "{}", said[1]);
+}
+
+/// The ranks of another launch are told so, one error each, and the first goes on.
+#[test]
+fn a_second_launch_at_one_meeting_point_leaves_the_first_alone() {
+    // On a slow machine the first may be over before the second has begun.
+    for seconds in [4, 30] {
+        let port = port();
+        let args = format!("--memory sim --sizes 64K --channels 1 --seconds {seconds} -v --json -");
+        let job = |name: &'static str| {
+            move |rank: usize, command: &mut Command| {
+                let local = [("LOCAL_RANK", rank.to_string()), ("LOCAL_WORLD_SIZE", "2".to_owned())];
+                command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").envs(local);
+                command.env("TORCHELASTIC_RUN_ID", name);
+                command.env("FERRYWIRE_RENDEZVOUS", format!("127.0.0.1:{port}"));
+            }
+        };
+        let mut first = Launched::start(2, &args, job("one"));
+        if first.rank(0).try_wait().expect("it can be waited for").is_none() {
+            thread::sleep(Duration::from_secs(1));
+        }
+        let others = [("other", "another launch has started"), ("one", "two runs at one --rendezvous")];
+        let said = others.map(|(name, _)| Launched::start(2, &args, job(name)).end());
+        let first = first.end_within(Duration::from_secs(seconds) + DEADLINE_DEFAULT);
+        if said.iter().flatten().any(|output| output.status.success()) {
+            continue;
+        }
+        for ((_, why), outputs) in others.iter().zip(&said) {
+            let lines = failures(outputs);
+            assert!(lines[0].contains("cannot wait for the other ranks at 127.0.0.1:"), "{}", lines[0]);
+            // So says rank 0 of the first.
+            assert!(lines[1].starts_with("error: rank 0: ") && lines[1].contains(why), "{}", lines[1]);
+            assert!(lines[1].contains("this is rank 0 of a run of 2 on "), "{}", lines[1]);
+        }
+        let rows = results(&first[0]);
+        assert!(rows.len() == 2 && rows.iter().all(|row| row["verified"] == true), "{rows:?}");
+        assert_eq!((text(&first[1].stderr), first[1].status.code()), (String::new(), Some(0)));
+        return;
+    }
+    panic!("no launch came during another");
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_named_with_its_rank() {
+    let (port, stand_in) = (port(), driver::stand_in(&[]));
+    let outputs = Launched::start(4, "--memory cuda --sizes 4K --iters 3", |rank, command| {
+        // The last is the third of its host, which has two GPUs.
+        let local_rank = [0, 1, 0, 2][rank];
+        command
+            .args([format!("--rank={rank}"), format!("--local-rank={local_rank}")])
+            .args(["--world=4", &format!("--rendezvous=127.0.0.1:{port}")]);
+        command.env("LD_LIBRARY_PATH", &stand_in);
+    })
+    .end();
+    for line in failures(&outputs) {
+        assert!(line.starts_with("error: rank 3 ("), "{line}");
+        assert!(line.contains("memory cuda:2: there is no CUDA GPU 2: this process sees 2"), "{line}");
+    }
 }
 
 /// By default each rank has the GPU of its local rank.

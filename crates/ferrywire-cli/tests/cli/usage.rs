@@ -28,8 +28,6 @@ fn bad_usage_is_status_2() {
         "bench --pattern latency --depth 4",
         "bench --config /nonexistent.toml",
         "bench connect",
-        "bench --nics nosuch",
-        "bench serve --nics nosuch",
         "bench --chunk 1",
         "bench connect nowhere:port",
         "bench serve --listen 1.2.3.4:port",
@@ -55,6 +53,23 @@ fn what_this_build_cannot_do_is_said() {
         assert!(
             refused(&format!("{end} --transport devmem --plugin x.so")).contains("leave one of them out")
         );
+    }
+}
+
+/// With what there is instead.
+#[test]
+fn a_nic_that_is_not_there_is_named_at_both_ends() {
+    for (args, flag) in [
+        ("connect 127.0.0.1:9 --nics nosuch --memory host", "--nics nosuch"),
+        ("serve --nics lo,nosuch --memory host", "--nics nosuch"),
+        ("--nics nosuch --memory host --peer-memory host", "--nics nosuch"),
+        ("connect 127.0.0.1:9 --gpus 0 --map 0=nope0 --memory host", "--map 0=nope0"),
+        ("serve --gpus 0-1 --map 0=lo,1=nope0 --memory host", "--map 1=nope0"),
+    ] {
+        let said = refused(&format!("bench {args}"));
+        let there = said.strip_prefix(&format!("error: {flag}: no such NIC with an address; there are "));
+        let there = there.unwrap_or_else(|| panic!("{args}: {said}"));
+        assert!(there.split(", ").any(|name| name == "lo"), "{said}");
     }
 }
 
@@ -99,8 +114,12 @@ fn a_refused_connection_names_the_likely_cause() {
 #[test]
 fn an_address_in_use_is_said() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let output = run(&format!("bench serve --listen {}", taken.local_addr().expect("bound")));
+    let address = taken.local_addr().expect("bound");
+    let output = run(&format!("bench serve --listen {address}"));
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let said = first_error(&output);
+    assert!(said.starts_with("error: ") && said.contains(&address.to_string()), "{said}");
+    assert!(said.contains("Address already in use"), "{said}");
 }
 
 #[test]
