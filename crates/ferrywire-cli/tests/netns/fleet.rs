@@ -3,17 +3,16 @@
 
 use serde_json::Value;
 
-use crate::process::{Process, SERVE, wait_until};
-use crate::world::{Host, LINKS, World};
-use crate::{RUN_DEADLINE, nothing_is_left, turn};
+use crate::counters::{Counters, agree};
+use crate::process::{Ended, Process, SERVE, wait_until};
+use crate::world::{Host, World};
+use crate::{RUN_DEADLINE, long, nothing_is_left, turn};
 
 /// GPUs of each host, and channels of each.
 pub const GPUS: usize = 8;
 pub const CHANNELS: usize = 8;
 /// As on A3-high: two GPUs to a NIC.
 pub const MAPS: [&str; 2] = ["0-1=va1,2-3=va2,4-5=va3,6-7=va4", "0-1=vb1,2-3=vb2,4-5=vb3,6-7=vb4"];
-/// What headers and the conversation add to the payload, at most.
-pub const OVERHEAD: f64 = 0.08;
 
 /// The NIC of a GPU on host A.
 pub fn nic_of(gpu: usize) -> String {
@@ -24,6 +23,30 @@ pub fn nic_of(gpu: usize) -> String {
 pub fn numbers(pair: &Value) -> Option<(usize, usize)> {
     let number = |at: usize| pair[at].as_str()?.strip_prefix("sim:")?.parse().ok();
     Some((number(0)?, number(1)?))
+}
+
+/// How far a GPU's rate may be from the mean of all.
+const SPREAD: f64 = 0.15;
+
+/// All GPUs move data at the same time and as fast: each by all that it sends.
+pub fn progress_together(what: &str, rows: &[Value]) {
+    let (all, pairs): (Vec<&Value>, Vec<&Value>) = rows.iter().partition(|row| row["gpu"] == "all");
+    let mut rates = [0.0; GPUS];
+    for row in pairs {
+        let (gpu, _) = numbers(&serde_json::json!([row["gpu"], row["peer_gpu"]])).expect("two GPUs");
+        rates[gpu] += row["gb_per_s"]["p50"].as_f64().expect("a rate");
+    }
+    let mean = rates.iter().sum::<f64>() / GPUS as f64;
+    let [least, most] = [f64::min, f64::max].map(|pick| rates.into_iter().reduce(pick).expect("rates"));
+    let all = all[0]["gb_per_s"]["p50"].as_f64().expect("a rate");
+    println!("SUMMARY {what}: all {all:.3} GB/s, each {least:.3} to {most:.3}, mean {mean:.3}");
+    let near = |rate: f64| (rate / mean - 1.0).abs() <= SPREAD;
+    assert!(near(least) && near(most), "{what}: mean {mean:.3} GB/s: {rates:.3?}");
+}
+
+/// Results of a run that is long enough for that.
+pub fn timed(world: &World, map: &str, how: &str) -> Vec<Value> {
+    connect(world, map, &format!("--sizes 1M --depth 2 --seconds 20 --verify off {how}"))
 }
 
 fn serve(world: &World, map: &str) -> Process {
@@ -37,20 +60,41 @@ pub fn stop(world: &World, serve: Process) {
     nothing_is_left(world);
 }
 
-fn connect(world: &World, map: &str, args: &str) -> Vec<Value> {
+fn ended(world: &World, map: &str, args: &str) -> Ended {
     let fixed =
         format!("bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {map} --json -");
-    let ended = Process::start(world, Host::A, &format!("{fixed} {args}")).end(RUN_DEADLINE);
+    let ended = Process::start(world, Host::A, &format!("{fixed} {args}")).end(2 * RUN_DEADLINE);
     assert_eq!(ended.status, Some(0), "{}", ended.errors);
+    ended
+}
+
+fn rows(ended: &Ended) -> Vec<Value> {
     ended.json()["results"].as_array().expect("results").clone()
 }
 
-/// Bytes that left each link of host A during a run, by the kernel's counters; and its results.
+fn connect(world: &World, map: &str, args: &str) -> Vec<Value> {
+    rows(&ended(world, map, args))
+}
+
+/// Bytes of TCP that left each link of host A during a run, by the kernel's counters; and its results.
 pub fn measured_by(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
-    let sent = || (1..=LINKS).map(|link| world.sent_bytes(Host::A, link)).collect::<Vec<u64>>();
-    let before = sent();
+    let before = Counters::of(world);
     let results = connect(world, map, args);
-    (sent().iter().zip(&before).map(|(after, before)| after - before).collect(), results)
+    (Counters::payload_since(world, &before), results)
+}
+
+/// What a mesh says of GPUs whose own NICs do not reach those of the others there.
+pub fn mesh_notes() -> Vec<String> {
+    let mut notes = Vec::new();
+    for gpu in 0..GPUS {
+        for there in (0..GPUS).step_by(2).filter(|there| nic_of(*there) != nic_of(gpu)) {
+            let (own, on_rail) = (nic_of(gpu), nic_of(there));
+            notes.push(format!(
+                "GPU {gpu}: {own} does not reach GPU {there} there; {on_rail} does, on that rail"
+            ));
+        }
+    }
+    notes
 }
 
 /// Every GPU on its own NIC, none on another; what the kernel counted is what we say, and a little more.
@@ -63,16 +107,13 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
     let args = format!("--sizes 1M --depth 2 --channels {CHANNELS} --iters 12 --warmup 0 --verify off");
     let (kernel, results) = measured_by(&world, MAPS[0], &args);
     assert_eq!(results.len(), GPUS + 1, "a row for each GPU, and one for all");
-    let mut ours = [0u64; LINKS];
     for (gpu, row) in results[..GPUS].iter().enumerate() {
         assert_eq!(numbers(&row["extra"]["pair"]), Some((gpu, gpu)));
         assert_eq!((row["channels"].as_u64(), row["iterations"].as_u64()), (Some(CHANNELS as u64), Some(12)));
         let nics = row["per_nic"].as_array().expect("NICs");
         assert_eq!(nics.len(), 1, "{row}");
         assert_eq!(nics[0]["nic"], nic_of(gpu));
-        let payload = nics[0]["tx_bytes"].as_u64().expect("bytes");
-        assert!(payload >= 12 << 20, "{row}");
-        ours[gpu / 2] += payload;
+        assert!(nics[0]["tx_bytes"].as_u64().expect("bytes") >= 12 << 20, "{row}");
         let channels = row["per_channel"].as_array().expect("channels");
         assert_eq!(channels.len(), CHANNELS);
         assert!(channels.iter().all(|channel| channel["nic"] == nic_of(gpu)));
@@ -80,17 +121,17 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
     let all = &results[GPUS];
     assert_eq!((&all["gpu"], &all["peer_gpu"]), (&"all".into(), &"all".into()));
     assert_eq!(all["iterations"].as_u64(), Some(12 * GPUS as u64));
-    for (kernel, ours) in kernel.iter().zip(ours) {
-        let share = *kernel as f64 / ours as f64;
-        assert!((1.0..1.0 + OVERHEAD).contains(&share), "{kernel} bytes by the kernel, {ours} by us");
-    }
+    agree("one process, own NICs, tcp", &kernel, &results[..GPUS]);
     let args = format!("--pattern bidir --sizes 70001 --channels {CHANNELS} --iters 8 --warmup 2");
     let results = connect(&world, MAPS[0], &args);
     assert_eq!(results.len(), 3 * (GPUS + 1), "each way, and both");
     assert!(results.iter().all(|row| row["verified"] == true));
     // A mesh joins GPUs of different rails over the target's.
     let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
-    let results = connect(&world, MAPS[0], args);
+    let mesh = ended(&world, MAPS[0], args);
+    let notes: Vec<&str> = mesh.errors.lines().filter_map(|line| line.strip_prefix("note: ")).collect();
+    assert_eq!(notes, mesh_notes());
+    let results = rows(&mesh);
     assert_eq!(results.len(), GPUS * GPUS + 1);
     for row in &results[..GPUS * GPUS] {
         let (_, there) = numbers(&row["extra"]["pair"]).expect("two GPUs");
@@ -99,6 +140,11 @@ fn every_gpu_of_a_process_uses_its_own_nic() {
             (&nic_of(there).into(), &true.into()),
             "{row}"
         );
+    }
+    if long() {
+        progress_together("one process, own NICs, tcp", &timed(&world, MAPS[0], "--channels 8"));
+        let rows = timed(&world, MAPS[0], "--pattern mesh --channels 1");
+        progress_together("one process, mesh, tcp", &rows);
     }
     stop(&world, serve);
 }
@@ -109,17 +155,25 @@ fn every_gpu_of_a_process_may_use_all_nics() {
     let Some(_turn) = turn() else { return };
     let world = World::new("2gbit");
     let serve = serve(&world, "0-7=vb1,vb2,vb3,vb4");
-    let args = "--sizes 1M --depth 2 --channels 4 --iters 20 --warmup 0 --verify sample";
-    let (kernel, results) = measured_by(&world, "0-7=va1,va2,va3,va4", args);
+    // Nothing but the timed part moves data.
+    let args = "--sizes 1M --depth 2 --channels 4 --iters 20 --warmup 0";
+    let verified = connect(&world, "0-7=va1,va2,va3,va4", &format!("{args} --verify sample"));
+    assert!(verified.iter().all(|row| row["verified"] == true));
+    let (kernel, results) = measured_by(&world, "0-7=va1,va2,va3,va4", &format!("{args} --verify off"));
     for row in &results[..GPUS] {
         let nics: Vec<&str> =
             row["per_nic"].as_array().expect("NICs").iter().filter_map(|nic| nic["nic"].as_str()).collect();
         assert_eq!(nics, ["va1", "va2", "va3", "va4"], "{row}");
     }
+    agree("one process, all NICs, tcp", &kernel, &results[..GPUS]);
     let (least, most) = (kernel.iter().min().expect("links"), kernel.iter().max().expect("links"));
     let payload = (GPUS * 20) as u64 * (1 << 20);
     assert!(kernel.iter().sum::<u64>() >= payload, "{kernel:?}");
     assert!(*least as f64 > *most as f64 * 0.3, "all links take part: {kernel:?}");
+    if long() {
+        let rows = timed(&world, "0-7=va1,va2,va3,va4", "--channels 4");
+        progress_together("one process, all NICs, tcp", &rows);
+    }
     stop(&world, serve);
 }
 

@@ -7,14 +7,23 @@
 //! an earlier run.
 
 mod clock;
+mod counters;
+mod down;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "../../../ferrywire/tests/cuda/driver.rs"]
+mod driver;
 mod faults;
 mod fleet;
+mod gpu;
 mod kills;
 mod links;
 mod long;
 mod plugin;
 mod process;
 mod ranks;
+#[allow(dead_code, reason = "other tests use all of it")]
+#[path = "../../../ferrywire/tests/topology/tree.rs"]
+mod tree;
 mod world;
 
 use std::sync::{Mutex, MutexGuard};

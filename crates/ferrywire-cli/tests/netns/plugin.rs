@@ -1,13 +1,12 @@
 //! Several GPUs in one process on either host, as in `fleet.rs`, with payload over the simulated plugin.
 
-use std::collections::BTreeMap;
-
 use serde_json::Value;
 
-use crate::fleet::{CHANNELS, GPUS, MAPS, OVERHEAD, measured_by, nic_of, numbers, stop};
+use crate::counters::{agree, told};
+use crate::fleet::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
 use crate::process::{Process, SERVE, wait_until};
-use crate::world::{Host, LINKS, World};
-use crate::{RUN_DEADLINE, turn};
+use crate::world::{Host, World};
+use crate::{RUN_DEADLINE, long, turn};
 
 /// Every GPU over all NICs, on either host: the original's own plan.
 pub const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
@@ -23,25 +22,6 @@ fn serve(world: &World, map: &str) -> Process {
 
 fn measured(world: &World, map: &str, args: &str) -> (Vec<u64>, Vec<Value>) {
     measured_by(world, map, &format!("{} {args}", plugin()))
-}
-
-/// What we say was sent, by NIC, of the rows of all pairs.
-fn told(rows: &[Value]) -> BTreeMap<String, u64> {
-    let mut told = BTreeMap::new();
-    for nic in rows.iter().flat_map(|row| row["per_nic"].as_array().expect("NICs")) {
-        let name = nic["nic"].as_str().expect("a name").to_owned();
-        *told.entry(name).or_default() += nic["tx_bytes"].as_u64().expect("bytes");
-    }
-    told
-}
-
-fn agree(kernel: &[u64], rows: &[Value]) {
-    let told = told(rows);
-    assert_eq!(told.len(), LINKS, "{told:?}");
-    for (kernel, ours) in kernel.iter().zip(told.values()) {
-        let share = *kernel as f64 / *ours as f64;
-        assert!((1.0..1.0 + OVERHEAD).contains(&share), "{kernel} bytes by the kernel, {ours} by us");
-    }
 }
 
 /// 64 channels, each on the NIC of its GPU; the kernel counted what we say, and a little more. A mesh too.
@@ -60,7 +40,7 @@ fn eight_gpus_use_their_own_nics_over_a_plugin() {
         assert_eq!((channels.len(), row["iterations"].as_u64()), (CHANNELS, Some(12)));
         assert!(channels.iter().all(|channel| channel["nic"] == nic_of(gpu)), "{row}");
     }
-    agree(&kernel, pairs);
+    agree("one process, own NICs, plugin", &kernel, pairs);
     let args = "--pattern mesh --sizes 64K --depth 2 --channels 1 --iters 4 --warmup 0 --verify sample";
     let (_, results) = measured(&world, MAPS[0], args);
     assert_eq!(results.len(), GPUS * GPUS + 1);
@@ -68,6 +48,13 @@ fn eight_gpus_use_their_own_nics_over_a_plugin() {
         let (_, there) = numbers(&row["extra"]["pair"]).expect("two GPUs");
         let (nic, verified) = (&row["per_nic"][0]["nic"], &row["verified"]);
         assert_eq!((nic, verified), (&nic_of(there).into(), &true.into()), "{row}");
+    }
+    if long() {
+        let plugin = plugin();
+        let rows = timed(&world, MAPS[0], &format!("--channels 8 {plugin}"));
+        progress_together("one process, own NICs, plugin", &rows);
+        let rows = timed(&world, MAPS[0], &format!("--pattern mesh --channels 1 {plugin}"));
+        progress_together("one process, mesh, plugin", &rows);
     }
     stop(&world, serve);
 }
@@ -79,12 +66,16 @@ fn eight_gpus_may_use_all_nics_over_a_plugin() {
     let serve = serve(&world, ALL[1]);
     let args = "--sizes 2M --depth 2 --channels 4 --iters 8 --warmup 0";
     let (kernel, results) = measured(&world, ALL[0], &format!("{args} --verify off"));
-    agree(&kernel, &results[..GPUS]);
+    agree("one process, all NICs, plugin", &kernel, &results[..GPUS]);
     let (_, results) = measured(&world, ALL[0], args);
     for row in &results[..GPUS] {
         assert_eq!(row["verified"], true);
         let nics = told(std::slice::from_ref(row)).into_keys().collect::<Vec<_>>();
         assert_eq!(nics, ["va1", "va2", "va3", "va4"], "{row}");
+    }
+    if long() {
+        let rows = timed(&world, ALL[0], &format!("--channels 4 {}", plugin()));
+        progress_together("one process, all NICs, plugin", &rows);
     }
     stop(&world, serve);
 }

@@ -212,10 +212,18 @@ impl World {
         self.inside(host, "nft", &["delete table inet deaf"]);
     }
 
-    /// Bytes that a NIC has sent, as the kernel counts them.
-    pub fn sent_bytes(&self, host: Host, link: usize) -> u64 {
+    /// Bytes and packets that a NIC has sent, as the kernel counts them.
+    pub fn sent(&self, host: Host, link: usize) -> (u64, u64) {
         let shown = self.show(host, link);
-        shown["stats64"]["tx"]["bytes"].as_u64().unwrap_or_else(|| panic!("no counter in {shown}"))
+        let counter = |name: &str| {
+            shown["stats64"]["tx"][name].as_u64().unwrap_or_else(|| panic!("no counter in {shown}"))
+        };
+        (counter("bytes"), counter("packets"))
+    }
+
+    /// Bytes that a NIC has sent.
+    pub fn sent_bytes(&self, host: Host, link: usize) -> u64 {
+        self.sent(host, link).0
     }
 
     /// Bytes that a host has sent over all links.
@@ -233,9 +241,14 @@ impl World {
         self.must("ip", &["netns", "pids", &self.namespace(host)])
     }
 
+    /// Whether a NIC is up, and the other end of its link too.
+    pub fn has_carrier(&self, host: Host, link: usize) -> bool {
+        self.show(host, link)["operstate"] == "UP"
+    }
+
     fn await_carrier(&self, host: Host, link: usize) {
         let start = Instant::now();
-        while self.show(host, link)["operstate"] != "UP" {
+        while !self.has_carrier(host, link) {
             assert!(start.elapsed() < CARRIER_DEADLINE, "{} does not come up", host.nic(link));
             thread::sleep(Duration::from_millis(10));
         }
