@@ -124,7 +124,7 @@ def test_after_close(pair: Pair):
         lambda: pair.near.accept(),
         lambda: pair.near.metadata(),
     ):
-        with refuses("the endpoint is closed", fw.Closed):
+        with refuses("closed by this process", fw.Closed):
             use()
     with pytest.raises((fw.PeerClosed, fw.Closed), match="closed"):
         pair.to_far.write(region, target).wait(LIMIT)

@@ -200,8 +200,8 @@ pub enum Error {
     /// The caller cancelled it.
     #[error("cancelled")]
     Cancelled,
-    /// The endpoint was closed.
-    #[error("the endpoint is closed")]
+    /// The endpoint, or the peer, was closed by this process.
+    #[error("closed by this process: the endpoint, or its connection to this peer")]
     Closed,
     /// A limit with a name was reached.
     #[error("limit {name} = {limit} reached: {why}")]

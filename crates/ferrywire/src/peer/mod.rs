@@ -320,7 +320,7 @@ impl Peer {
 
     /// Delivers a small message after everything posted to this peer before it.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
-        self.state.engine.origin.check()?;
+        self.check_open()?;
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Verb::Notify, pieces, None, 0);
         op.message = checked_message(message)?;
@@ -395,7 +395,7 @@ impl Peer {
         }
     }
 
-    /// Finishes what was posted, on both sides, then closes.
+    /// Finishes what was posted, on both sides, then closes. Nothing more can be posted to it from here on.
     ///
     /// # Errors
     /// [`Error::Deadline`] when the peer did not finish in time; it is closed all the same.
@@ -408,9 +408,18 @@ impl Peer {
         Op::new(self.state.engine.next_id(), verb, pieces, memory, key)
     }
 
+    /// Whether this process may post anything.
+    fn check_open(&self) -> Result<()> {
+        self.state.engine.origin.check()?;
+        match self.state.closing.load(Ordering::SeqCst) {
+            true => Err(self.state.gone()),
+            false => Ok(()),
+        }
+    }
+
     /// Whether the region is ours, and the transport gets there.
     fn check_local(&self, local: &Region) -> Result<()> {
-        self.state.engine.origin.check()?;
+        self.check_open()?;
         local.belongs_to(self.state.engine.identity)?;
         local.place().reached_by(&*self.state.engine.transport, "local")
     }

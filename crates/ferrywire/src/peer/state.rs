@@ -125,6 +125,8 @@ pub(crate) struct PeerState {
     pub setup: Mutex<Duration>,
     /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
     pub abandoned: AtomicBool,
+    /// It is being closed here: what was posted is finished, and nothing more is taken.
+    pub closing: AtomicBool,
     /// It was closed here before all was finished.
     pub unfinished: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
@@ -170,6 +172,7 @@ impl PeerState {
             lost: Mutex::new(Vec::new()),
             setup: Mutex::new(Duration::ZERO),
             abandoned: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             lost_waiters: WaitList::default(),

@@ -6,7 +6,9 @@ use crate::world::{Gpus, World};
 use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
+use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -191,4 +193,40 @@ fn endpoints_close_at_whatever_moment() {
         accepting.close(LIMIT).unwrap();
         drop(far);
     }
+}
+
+#[test]
+fn callers_who_go_on_posting_do_not_keep_a_peer_from_closing() {
+    let accepting = Endpoint::builder().listen(SocketAddr::new(Ipv4Addr::LOCALHOST.into(), 0));
+    let accepting = accepting.build().unwrap();
+    let connecting = Endpoint::builder().build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+    let _far = accepting.accept(LIMIT).unwrap();
+    let (source, target) =
+        (connecting.register_zeroed(4096).unwrap(), accepting.register_zeroed(4096).unwrap());
+    let posting = Barrier::new(5);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                posting.wait();
+                // Never without something under way, so that the peer is never quiet.
+                let mut under_way = VecDeque::new();
+                let refusal = loop {
+                    match near.write(&source, 0, &target.descriptor(), 0, 4096) {
+                        Ok(transfer) => under_way.push_back(transfer),
+                        Err(error) => break error,
+                    }
+                    if under_way.len() == 8 {
+                        under_way.pop_front().unwrap().wait(LIMIT).unwrap();
+                    }
+                };
+                assert_eq!(refusal, Error::Closed);
+                // What was posted before that is finished.
+                under_way.into_iter().for_each(|transfer| assert_eq!(transfer.wait(LIMIT), Ok(4096)));
+            });
+        }
+        posting.wait();
+        near.close(LIMIT).unwrap();
+        assert_eq!(near.notify(b"late").err(), Some(Error::Closed));
+    });
 }

@@ -15,6 +15,8 @@ impl Link {
     /// Finishes what was posted, then closes; at the latest by then.
     pub fn close(&mut self, by: Duration) {
         self.close_by.get_or_insert(by);
+        // Callers who go on posting would never let it be quiet.
+        self.peer.closing.store(true, Ordering::SeqCst);
     }
 
     pub(super) fn quiet(&self) -> bool {
