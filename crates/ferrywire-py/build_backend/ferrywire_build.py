@@ -1,18 +1,24 @@
-"""Builds the wheel: maturin makes the module, cargo the `ferrywire` command that lies beside it.
+"""Builds the wheel: maturin makes the module, cargo the `ferrywire` command and the NCCL plugin that lie beside it.
 
-maturin puts either a module or programs into a wheel; what lies in the folder `ferrywire.data/scripts` goes in too. The
-folder is filled before and removed after.
+maturin puts either a module or programs into a wheel; what lies in the folder `ferrywire.data` goes in too: `scripts` to
+the commands, `platlib` into the package. The folder is filled before and removed after.
+
+The source distribution has what such a build reads, and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from pathlib import Path
 
 import maturin
@@ -22,11 +28,20 @@ from maturin import (  # noqa: F401  (the hooks that are maturin's own)
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-DATA = ROOT / "crates" / "ferrywire-py" / "ferrywire.data"
+PACKAGE = Path("crates/ferrywire-py")
+DATA = ROOT / PACKAGE / "ferrywire.data"
+# Rust gives a library no name with hyphens, and NCCL looks for this one.
+PLUGIN = "libnccl-net-ferrywire.so"
+
+# What is built, and what cargo reads of the workspace to build it: the simulator is a dependency of the tests.
+CRATES = ("ferrywire", "ferrywire-cli", "ferrywire-nccl", "ferrywire-py", "ferrywire-tcpx-sim")
+OF_A_CRATE = ("Cargo.toml", "build.rs", "src", "python", "build_backend")
+OF_THE_ROOT = ("Cargo.lock", "pyproject.toml", "LICENSE-MIT", "LICENSE-APACHE", "docs/python.md")
+NOT_SOURCES = (".so", ".pyc")
 
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    with _scripts():
+    with _data():
         return maturin.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
 
@@ -34,26 +49,74 @@ prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
-    with _scripts() as scripts:
-        _copy(_built(_profile(config_settings)), scripts / "ferrywire")
+    with _data():
+        _beside_the_module(_profile(config_settings))
         return maturin.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
-    with _scripts() as scripts:
-        _copy(_built(_profile(config_settings)), scripts / "ferrywire")
+    with _data():
+        _beside_the_module(_profile(config_settings))
         return maturin.build_editable(wheel_directory, config_settings, metadata_directory)
 
 
+def get_requires_for_build_sdist(config_settings=None):
+    return []
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    with tempfile.TemporaryDirectory() as folder:
+        metadata = Path(folder, prepare_metadata_for_build_wheel(folder, config_settings), "METADATA").read_bytes()
+    version = re.search(rb"^Version: (\S+)$", metadata, re.MULTILINE).group(1).decode()
+    name = f"ferrywire-{version}"
+    with tarfile.open(Path(sdist_directory, f"{name}.tar.gz"), "w:gz", format=tarfile.PAX_FORMAT) as archive:
+        for path in _sources():
+            archive.add(ROOT / path, f"{name}/{path}", recursive=False, filter=_nobodys)
+        for path, content in (("Cargo.toml", _workspace()), ("PKG-INFO", metadata)):
+            member = _nobodys(tarfile.TarInfo(f"{name}/{path}"))
+            member.size, member.mtime = len(content), (ROOT / "Cargo.toml").stat().st_mtime
+            archive.addfile(member, io.BytesIO(content))
+    return f"{name}.tar.gz"
+
+
+def _sources():
+    """Files of the source distribution, from the root, that are in it as they are."""
+    yield from OF_THE_ROOT
+    for crate in CRATES:
+        for part in (ROOT / "crates" / crate / name for name in OF_A_CRATE):
+            for path in sorted(part.rglob("*")) if part.is_dir() else [part] * part.exists():
+                if path.is_file() and not str(path).endswith(NOT_SOURCES):
+                    yield path.relative_to(ROOT)
+
+
+def _workspace():
+    """The workspace without the members that are not there."""
+    members = json.dumps([f"crates/{crate}" for crate in CRATES])
+    text, count = re.subn(r"^members = \[.*\]$", f"members = {members}", (ROOT / "Cargo.toml").read_text(), flags=re.M)
+    if count != 1:
+        sys.exit(f"{ROOT / 'Cargo.toml'}: no line with the members of the workspace")
+    return text.encode()
+
+
+def _nobodys(member):
+    member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""
+    return member
+
+
 @contextlib.contextmanager
-def _scripts():
-    scripts = DATA / "scripts"
+def _data():
     shutil.rmtree(DATA, ignore_errors=True)
-    scripts.mkdir(parents=True)
+    DATA.mkdir()
     try:
-        yield scripts
+        yield
     finally:
         shutil.rmtree(DATA, ignore_errors=True)
+
+
+def _beside_the_module(profile):
+    built = _built(profile)
+    _copy(built["ferrywire"], DATA / "scripts" / "ferrywire")
+    _copy(built["libnccl_net_ferrywire.so"], DATA / "platlib" / "ferrywire" / "lib" / PLUGIN)
 
 
 def _profile(config_settings):
@@ -64,7 +127,8 @@ def _profile(config_settings):
 
 
 def _built(profile):
-    arguments = ["cargo", "build", "-p", "ferrywire-cli", "--bin", "ferrywire", "--profile", profile]
+    """The command and the plugin, by the names of their files."""
+    arguments = ["cargo", "build", "-p", "ferrywire-cli", "-p", "ferrywire-nccl", "--profile", profile]
     told = subprocess.run(
         [*arguments, "--message-format", "json-render-diagnostics"],
         cwd=ROOT,
@@ -74,11 +138,12 @@ def _built(profile):
     if told.returncode != 0:
         sys.exit(f"{shlex.join(arguments)} failed")
     messages = map(json.loads, told.stdout.splitlines())
-    built = [message["executable"] for message in messages if message.get("executable")]
-    return Path(built[-1])
+    files = [Path(file) for message in messages for file in message.get("filenames", ())]
+    return {file.name: file for file in files}
 
 
-def _copy(program, to):
-    shutil.copy2(program, to)
+def _copy(built, to):
+    to.parent.mkdir(parents=True)
+    shutil.copy2(built, to)
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-debug", str(to)], check=True)

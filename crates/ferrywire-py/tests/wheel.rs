@@ -1,9 +1,15 @@
-//! What users do: `pip install .`, then the command and the module, in an environment that has nothing else.
+//! What users do: `pip install .` in a clone, then the command, the module and the NCCL plugin, in an environment that has
+//! nothing else; and a source distribution that becomes the same wheel.
 
 mod environment;
+mod inspection;
 
-use std::path::Path;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
+
+use inspection::{Wheel, needs_nothing_else};
 
 /// Moves some bytes and says which libraries came along.
 const FIRST_TRANSFER: &str = r#"
@@ -17,48 +23,148 @@ assert got == b"\x07" * len(got)
 print("moved", fw.__version__, fw._ferrywire.__file__, sorted({"numpy", "torch"} & set(sys.modules)))
 "#;
 
-/// Shared libraries that every Linux with glibc has.
-const EVERYWHERE: [&str; 6] =
-    ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"];
+/// As build front ends ask for a source distribution.
+const MAKE_SDIST: &str = r#"
+import sys
+sys.path.insert(0, "crates/ferrywire-py/build_backend")
+import ferrywire_build
+ferrywire_build.build_sdist(sys.argv[1])
+"#;
 
 #[test]
-fn an_installation_from_the_sources_works() {
+fn an_installation_from_a_clone_works() {
     let Some(python) = environment::python("wheel", &["maturin>=1.9.4,<2"]) else {
         return;
     };
-    let target = environment::folder("..").canonicalize().expect("the target folder");
-    let install = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--force-reinstall"];
-    let mut pip = Command::new(&python);
-    // What the build needs is here already: nothing depends on a package index any more.
-    pip.args(install).args(["--no-index", "--no-build-isolation"]).arg(environment::root());
-    let bin = python.parent().expect("a folder").display();
-    let path = format!("{bin}:{}", std::env::var("PATH").unwrap_or_default());
-    pip.env("CARGO_TARGET_DIR", target).env("PATH", path);
-    environment::run(&mut pip);
-
-    let said = environment::run(Command::new(&python).args(["-I", "-W", "error", "-c", FIRST_TRANSFER]));
-    let words: Vec<&str> = said.split_whitespace().collect();
-    assert_eq!((words[0], words[1], words[3]), ("moved", env!("CARGO_PKG_VERSION"), "[]"), "{said}");
-    needs_nothing_else(Path::new(words[2]));
-
+    let (clone, copied) = clone();
+    environment::run(pip(&python, "install").arg("--force-reinstall").arg(&clone));
+    copied.are_unchanged();
+    let installed = first_transfer(&python);
     let command = python.with_file_name("ferrywire");
-    needs_nothing_else(&command);
     let table =
         environment::run(Command::new(&command).args(["bench", "--sizes", "64K", "--memory", "host"]));
     assert!(table.contains(" 64K ") && table.contains(" yes"), "{table}");
+    let plugin = plugin_works(&python, &command);
+    for file in [&installed, &command, &plugin] {
+        needs_nothing_else(file);
+    }
+
+    let wheel = Wheel::open(&wheel_from_sdist(&python, &clone));
+    wheel.has_what_users_need();
+    // It is what was installed from the clone.
+    let site = installed.ancestors().nth(2).expect("the folder of the packages");
+    for file in wheel.files("ferrywire/") {
+        assert!(site.join(&file).is_file(), "{file} is in the wheel from the source distribution alone");
+    }
 }
 
-/// No CUDA, no Python library of a certain version, nothing that a distribution may lack.
-fn needs_nothing_else(file: &Path) {
-    let listed = match Command::new("readelf").arg("-d").arg(file).output() {
-        Ok(output) => String::from_utf8_lossy(&output.stdout).into_owned(),
-        Err(_) => {
-            return println!("SKIPPED: needs readelf (binutils), for the libraries of {}", file.display());
+/// Runs the module, and tells where it is.
+fn first_transfer(python: &Path) -> PathBuf {
+    let said = environment::run(Command::new(python).args(["-I", "-W", "error", "-c", FIRST_TRANSFER]));
+    let words: Vec<&str> = said.split_whitespace().collect();
+    assert_eq!((words[0], words[1], words[3]), ("moved", env!("CARGO_PKG_VERSION"), "[]"), "{said}");
+    PathBuf::from(words[2])
+}
+
+/// The plugin is where the package says, and a host of plugins can use it.
+fn plugin_works(python: &Path, command: &Path) -> PathBuf {
+    let ask = "import ferrywire; print(ferrywire.nccl_plugin_path())";
+    let path = environment::run(Command::new(python).args(["-I", "-c", ask]));
+    let plugin = PathBuf::from(path.trim());
+    assert!(plugin.ends_with("ferrywire/lib/libnccl-net-ferrywire.so"), "{}", plugin.display());
+    let mut hosted = Command::new(command);
+    let said = environment::run(hosted.arg("plugin").arg(&plugin).env("NCCL_SOCKET_IFNAME", "lo"));
+    assert!(said.contains("v10") && said.contains("  lo "), "{said}");
+    plugin
+}
+
+/// Files of the work tree, and when they were last changed.
+#[derive(Default)]
+struct Copied(Vec<(PathBuf, SystemTime)>);
+
+impl Copied {
+    /// Cargo takes what it has built of a clone for built of the work tree, and goes by the times of files.
+    fn are_unchanged(&self) {
+        for (path, changed) in &self.0 {
+            let now = fs::metadata(path).and_then(|about| about.modified()).ok();
+            let path = path.display();
+            assert_eq!(
+                now,
+                Some(*changed),
+                "{path} was changed while its clone was built: touch it, and build again"
+            );
         }
-    };
-    let needed = listed.lines().filter(|line| line.contains("(NEEDED)"));
-    for line in needed {
-        let library = line.split(['[', ']']).nth(1).unwrap_or(line);
-        assert!(EVERYWHERE.contains(&library), "{} needs {library}", file.display());
     }
+}
+
+/// What a commit of this work tree would hold, in a clone; the work tree itself, and said so, where there is no git.
+fn clone() -> (PathBuf, Copied) {
+    let (root, clone) = (environment::root(), environment::folder("clone"));
+    let _ = fs::remove_dir_all(&clone);
+    let mut git = Command::new("git");
+    let made = git.args(["clone", "--quiet", "--no-hardlinks"]).arg(&root).arg(&clone).output();
+    let listed = ["ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+    let listed = Command::new("git").arg("-C").arg(&root).args(listed).output();
+    let (Ok(true), Ok(listed)) = (made.map(|made| made.status.success()), listed) else {
+        println!(
+            "SKIPPED: needs git and its repository, for an installation from a clone: takes the work tree"
+        );
+        return (root, Copied::default());
+    };
+    let mut copied = Copied::default();
+    // With the files' own times: what cargo has built of them it need not build again.
+    for path in String::from_utf8(listed.stdout).expect("names").split_terminator('\0') {
+        let (from, to) = (root.join(path), clone.join(path));
+        let Ok(about) = fs::metadata(&from) else {
+            let _ = fs::remove_file(&to);
+            continue;
+        };
+        fs::create_dir_all(to.parent().expect("a folder")).expect("a folder");
+        fs::copy(&from, &to).expect("a copy");
+        let changed = about.modified().expect("a time");
+        File::options().append(true).open(&to).and_then(|file| file.set_modified(changed)).expect("its time");
+        if path.contains("/src/") {
+            copied.0.push((from, changed));
+        }
+    }
+    (clone, copied)
+}
+
+/// The wheel that comes of a source distribution, without a network.
+fn wheel_from_sdist(python: &Path, sources: &Path) -> PathBuf {
+    let folder = environment::folder("sdist");
+    fs::remove_dir_all(&folder).and_then(|()| fs::create_dir(&folder)).expect("an empty folder");
+    let mut make = Command::new(python);
+    make.args(["-c", MAKE_SDIST]).arg(&folder).current_dir(sources);
+    environment::run(&mut with_tools(make, python));
+    let sdist = folder.join(format!("ferrywire-{}.tar.gz", env!("CARGO_PKG_VERSION")));
+    let listed = environment::run(Command::new(python).args(["-m", "tarfile", "-l"]).arg(&sdist));
+    inspection::sdist_has_no_more_than_it_needs(&listed);
+
+    environment::run(pip(python, "wheel").arg("--wheel-dir").arg(&folder).arg(&sdist));
+    let files = fs::read_dir(&folder).expect("a folder").map(|file| file.expect("a file").path());
+    files.into_iter().find(|file| file.extension().is_some_and(|kind| kind == "whl")).expect("a wheel")
+}
+
+/// What the build needs is here already: nothing depends on a package index, or on a network, any more.
+fn pip(python: &Path, what: &str) -> Command {
+    let mut pip = Command::new(python);
+    pip.args(["-m", "pip", what, "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]);
+    pip.arg("--no-build-isolation");
+    with_tools(pip, python)
+}
+
+fn with_tools(mut command: Command, python: &Path) -> Command {
+    // What cargo tells a test of its package is no setting for another cargo, which would build everything anew for it.
+    let told = |name: &str| {
+        ["CARGO_PKG_", "CARGO_MANIFEST_", "CARGO_BIN_"].iter().any(|begin| name.starts_with(begin))
+    };
+    for (name, _) in std::env::vars().filter(|(name, _)| told(name)) {
+        command.env_remove(name);
+    }
+    let bin = python.parent().expect("a folder").display();
+    let target = environment::folder("..").canonicalize().expect("the target folder");
+    command.env("PATH", format!("{bin}:{}", std::env::var("PATH").unwrap_or_default()));
+    command.env("CARGO_TARGET_DIR", target).env("CARGO_NET_OFFLINE", "true");
+    command
 }

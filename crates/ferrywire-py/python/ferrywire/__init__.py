@@ -47,6 +47,7 @@ from ._ferrywire import (
     RemoteRegion,
     Transfer,
     __version__,
+from ._nccl import nccl_plugin_path
 )
 from ._tensors import Shared, fetch, share
 
@@ -77,6 +78,7 @@ __all__ = [
     "Truncated",
     "Unreachable",
     "UsageError",
+    "nccl_plugin_path",
     "__version__",
     "fetch",
     "share",
