@@ -48,6 +48,9 @@ impl BlockList {
 #[pymethods]
 impl BlockList {
     /// Offsets are int64 arrays (numpy, torch, array) of one length, in bytes; `sizes` is one number or such an array.
+    ///
+    /// Raises `UsageError` for arrays of another type, shape or length, blocks outside of the regions, and a region that is
+    /// deregistered.
     #[new]
     fn new(
         local: &Bound<'_, Region>,
@@ -73,6 +76,8 @@ impl BlockList {
     }
 
     /// All blocks of several lists as one: one operation moves them, and one notification follows them.
+    ///
+    /// Raises `UsageError` for no lists at all, and for remote regions of different peers.
     #[staticmethod]
     fn join(py: Python<'_>, lists: Vec<Py<BlockList>>) -> PyResult<BlockList> {
         let parts: Vec<&ferrywire::BlockList> = lists.iter().map(|each| &each.get().list).collect();

@@ -20,9 +20,8 @@ use crate::tensor::{Library, View};
 use crate::waiting::{Errand, aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
-/// How long `connect` waits unless it is told.
-const CONNECT_SECONDS: f64 = 30.0;
-/// How long closing waits for what is in flight unless it is told.
+/// How long closing waits for what is in flight unless it is told, as in the signatures of `close`: there a name would
+/// hide the number from `help()`.
 pub const CLOSE_SECONDS: f64 = 5.0;
 
 /// One end of transfers: memory, NICs, threads and peers.
@@ -81,6 +80,8 @@ impl Endpoint {
 #[pymethods]
 impl Endpoint {
     /// Builds it: checks everything, listens, starts its threads. Every option has a default that fits the host.
+    ///
+    /// Raises `UsageError` for an option that cannot be, `LocalError` where this host refuses: an address in use.
     #[new]
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
         chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
@@ -164,19 +165,27 @@ impl Endpoint {
     }
 
     /// Identity and addresses as bytes, for `connect` of somebody else, by way of any store or message.
+    ///
+    /// Raises `Closed`.
     fn metadata<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         Ok(PyBytes::new(py, &self.open(py)?.metadata()))
     }
 
     /// Connects to the endpoint that made these metadata (bytes), or that listens on an address ("host:port" or a
     /// pair). With metadata an endpoint that restarted meanwhile is refused.
-    #[pyo3(signature = (to, timeout=CONNECT_SECONDS))]
+    ///
+    /// Raises `Unreachable` where nobody answers, `Refused` where somebody else does, or one with another secret,
+    /// `PeerMisbehaved` where one takes more than it was offered, `Deadline`, `Closed`, and `UsageError` for what is
+    /// neither metadata nor an address.
+    #[pyo3(signature = (to, timeout=30.0))]
     fn connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Peer> {
         let peer = aside(py, self.connecting(py, to, timeout)?)?;
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
     /// Waits for the next peer that connects.
+    ///
+    /// Raises `Deadline`, `Closed`, and `UsageError` of an endpoint that does not listen.
     #[pyo3(signature = (timeout=None))]
     fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Peer> {
         let endpoint = self.open(py)?;
@@ -186,8 +195,8 @@ impl Endpoint {
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
-    /// The same as `connect`, awaited.
-    #[pyo3(signature = (to, timeout=CONNECT_SECONDS))]
+    /// The same as `connect`, awaited; raises what `connect` raises, and `Deadline` of its own `timeout`.
+    #[pyo3(signature = (to, timeout=30.0))]
     fn connect_async<'py>(
         slf: &Bound<'py, Self>,
         to: Bound<'py, PyAny>,
@@ -203,7 +212,7 @@ impl Endpoint {
         })
     }
 
-    /// The same as `accept`, awaited.
+    /// The same as `accept`, awaited. Raises `Deadline`, `Closed`, `UsageError`, as it does.
     #[pyo3(signature = (timeout=None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "accept", timeout)
@@ -220,6 +229,8 @@ impl Endpoint {
     }
 
     /// The next peer that has connected, or None.
+    ///
+    /// Raises `Closed`, and `UsageError` of an endpoint that does not listen.
     fn try_accept(&self, py: Python<'_>) -> PyResult<Option<Peer>> {
         let endpoint = self.open(py)?;
         if endpoint.listen_addresses().is_empty() {
@@ -234,6 +245,9 @@ impl Endpoint {
     /// kept alive until nothing can touch its memory any more.
     ///
     /// Read-only memory can be sent and written from, no more; `writable=True` refuses it here.
+    ///
+    /// Raises `UsageError` for what has no memory to show, or no single run of it, `GpuError` where the memory of a GPU
+    /// cannot be used, `Closed`.
     #[pyo3(signature = (memory, *, writable=None))]
     fn register(&self, memory: &Bound<'_, PyAny>, writable: Option<bool>) -> PyResult<Region> {
         let py = memory.py();
@@ -249,6 +263,9 @@ impl Endpoint {
     }
 
     /// Allocates and registers zeroed memory: `place` is "host", "cuda:N", or "sim:N", a simulated GPU.
+    ///
+    /// Raises `UsageError` for another place, `LocalError` or `GpuError` where there is not so much memory, or no such
+    /// GPU, `Closed`.
     #[pyo3(signature = (nbytes, place="host"))]
     fn allocate(&self, py: Python<'_>, nbytes: i64, place: &str) -> PyResult<Region> {
         let endpoint = self.open(py)?;
@@ -266,13 +283,15 @@ impl Endpoint {
     }
 
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
-    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    ///
+    /// Raises `Deadline` where a peer has not taken what was posted in `timeout` seconds; it is closed nevertheless.
+    #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         aside(py, self.closing(py, timeout)?)
     }
 
-    /// The same, awaited.
-    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    /// The same as `close`, awaited. Raises `Deadline` as it does.
+    #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }

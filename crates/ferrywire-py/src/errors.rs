@@ -56,7 +56,8 @@ fn class_of(error: &Error) -> &'static str {
             Fault::Usage => "UsageError",
             Fault::Local => "LocalError",
             Fault::Gpu => "GpuError",
-            Fault::Plugin => "PluginError",
+            // No endpoint of this package has a plugin.
+            Fault::Plugin => "Error",
             Fault::Peer | Fault::Stranger => "PeerError",
             Fault::Bug => "InternalError",
         },

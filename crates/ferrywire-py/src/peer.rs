@@ -111,6 +111,9 @@ impl Peer {
 
     /// Writes `nbytes` bytes of `source` to the peer's `target`; by default all behind the offset. Complete when they
     /// are in the peer's memory. With `message` the peer gets that notification once they are.
+    ///
+    /// Raises `UsageError` for a range outside of a region, a region that is deregistered or of another endpoint; `Closed`,
+    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such region any more.
     #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a method")]
     fn write(
@@ -134,6 +137,10 @@ impl Peer {
     }
 
     /// Reads `nbytes` bytes of the peer's `source` into `target`; by default all that `target` has behind the offset.
+    ///
+    /// Raises `UsageError` for a range outside of a region, a region that is read-only, deregistered or of another endpoint;
+    /// `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such
+    /// region any more.
     #[pyo3(signature = (target, source, *, target_offset=0, source_offset=0, nbytes=None, stream=None))]
     fn read(
         &self,
@@ -152,6 +159,8 @@ impl Peer {
     }
 
     /// Writes the blocks of a list, or those that `indices` (int64) name, as one operation.
+    ///
+    /// Raises `UsageError` for an index that is none, and what `write` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, message=None, stream=None))]
     fn write_blocks(
         &self,
@@ -167,6 +176,8 @@ impl Peer {
     }
 
     /// Reads the blocks of a list, or those that `indices` (int64) name, as one operation.
+    ///
+    /// Raises `UsageError` for an index that is none, and what `read` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, stream=None))]
     fn read_blocks(
         &self,
@@ -181,6 +192,9 @@ impl Peer {
     }
 
     /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    ///
+    /// Raises `UsageError` for a range outside of the region or a region that is deregistered; `Closed`, `PeerLost`,
+    /// `PeerClosed`. The transfer raises these too.
     #[pyo3(signature = (tag, source, *, offset=0, nbytes=None, stream=None))]
     fn send(
         &self,
@@ -197,6 +211,9 @@ impl Peer {
     }
 
     /// Receives the next message with this tag. The outcome is the message's length in bytes.
+    ///
+    /// Raises `UsageError` for a range outside of the region, or a region that is read-only or deregistered; `Closed`,
+    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `Truncated` where the message is longer.
     #[pyo3(signature = (tag, target, *, offset=0, nbytes=None, stream=None))]
     fn recv(
         &self,
@@ -213,6 +230,8 @@ impl Peer {
     }
 
     /// Sends one message gathered from pieces of a region: int64 arrays of offsets and sizes in bytes.
+    ///
+    /// Raises `UsageError` for lists of different length, and what `send` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, source, offsets, sizes, *, stream=None))]
     fn send_blocks(
         &self,
@@ -228,6 +247,8 @@ impl Peer {
     }
 
     /// Receives one message, scattered over pieces of a region: int64 arrays of offsets and sizes in bytes.
+    ///
+    /// Raises `UsageError` for lists of different length, and what `recv` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, target, offsets, sizes, *, stream=None))]
     fn recv_blocks(
         &self,
@@ -243,18 +264,24 @@ impl Peer {
     }
 
     /// Delivers a small message, at most `NOTIFY_BYTES_MAX` bytes, after everything posted to this peer before it.
+    ///
+    /// Raises `UsageError` for a longer one; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too.
     fn notify(&self, py: Python<'_>, message: &[u8]) -> PyResult<Transfer> {
         let transfer = py.detach(|| self.peer.notify(message)).or_raise(py)?;
         Ok(Transfer::of_host(transfer, self.shared.clone()))
     }
 
     /// The next notification, or None. Those that came before a peer was lost are still given.
+    ///
+    /// Raises `Closed`, `PeerLost`, `PeerClosed` once there are no more.
     fn poll_notification<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let message = py.detach(|| self.peer.poll_notification()).or_raise(py)?;
         Ok(message.map(|message| PyBytes::new(py, &message)))
     }
 
     /// Waits for the next notification, at most `timeout` seconds.
+    ///
+    /// Raises `Deadline`; `Closed`, `PeerLost`, `PeerClosed` once there are no more.
     #[pyo3(signature = (timeout=None))]
     fn wait_notification<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyBytes>> {
         let limit = limit(py, "timeout", timeout)?;
@@ -262,7 +289,7 @@ impl Peer {
         Ok(PyBytes::new(py, &message))
     }
 
-    /// The same, awaited.
+    /// The same as `wait_notification`, awaited. Raises `Deadline`, `Closed`, `PeerLost`, `PeerClosed` as it does.
     #[pyo3(signature = (timeout=None))]
     fn wait_notification_async<'py>(
         slf: &Bound<'py, Self>,
@@ -286,7 +313,10 @@ impl Peer {
     }
 
     /// Finishes what was posted, on both sides, then closes.
-    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    ///
+    /// Raises `Deadline` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone; it
+    /// is closed nevertheless.
+    #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         aside(py, self.closing(py, timeout)?)
     }
@@ -295,8 +325,8 @@ impl Peer {
         Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))
     }
 
-    /// The same, awaited.
-    #[pyo3(signature = (timeout=CLOSE_SECONDS))]
+    /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.
+    #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])
     }

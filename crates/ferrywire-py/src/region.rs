@@ -117,6 +117,8 @@ impl Region {
     }
 
     /// What a peer needs to reach the region, as bytes for any store or message.
+    ///
+    /// Raises `UsageError` for memory that is read-only or deregistered.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         if !self.writable {
             let why = "its memory is read-only, and a peer that has the descriptor could write to it: register a \
@@ -127,6 +129,8 @@ impl Region {
     }
 
     /// The region as peers see it.
+    ///
+    /// Raises `UsageError` for memory that is read-only or deregistered.
     fn remote(&self, py: Python<'_>) -> PyResult<RemoteRegion> {
         self.descriptor(py)?;
         Ok(RemoteRegion { remote: self.source(py)?.descriptor() })
@@ -138,6 +142,8 @@ impl Region {
     }
 
     /// Copies `nbytes` bytes at `offset` out, of a GPU too. What peers write meanwhile may be seen by half.
+    ///
+    /// Raises `UsageError` for a range outside of the region, or one that is deregistered; `GpuError`.
     #[pyo3(signature = (offset=0, nbytes=None))]
     fn read_at<'py>(
         &self,
@@ -158,6 +164,8 @@ impl Region {
     }
 
     /// Copies the bytes of `data`, an object with the buffer protocol, to `offset`, on a GPU too.
+    ///
+    /// Raises `UsageError` for a range outside of the region, or one that is read-only or deregistered; `GpuError`.
     fn write_at(&self, py: Python<'_>, offset: i64, data: &Bound<'_, PyAny>) -> PyResult<()> {
         let offset = unsigned(py, "offset", offset)?;
         let region = self.target(py)?;
@@ -172,6 +180,9 @@ impl Region {
 
     /// Ends it: peers are refused from here on, and when this returns nothing touches the memory. A second call
     /// does nothing.
+    ///
+    /// Raises `UsageError` where operations of this process still use the memory after some seconds: wait for them, or
+    /// cancel them, and deregister again. Peers are refused all the same.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let Some(region) = self.now() else {
             return Ok(());
@@ -248,6 +259,8 @@ pub struct RemoteRegion {
 #[pymethods]
 impl RemoteRegion {
     /// Reads what `Region.descriptor()` gave.
+    ///
+    /// Raises `UsageError` for anything else.
     #[new]
     fn new(py: Python<'_>, descriptor: &[u8]) -> PyResult<RemoteRegion> {
         Ok(RemoteRegion { remote: ferrywire::RemoteRegion::from_bytes(descriptor).or_raise(py)? })

@@ -7,6 +7,7 @@
 
 use ferrywire::memory::cuda::{CudaGpu, RawStream};
 use ferrywire::{Place, Ready};
+use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
 
@@ -70,8 +71,13 @@ fn current(py: Python<'_>, library: Library, gpu: u32) -> PyResult<Option<usize>
             let Some(cupy) = loaded(py, "cupy")? else {
                 return Ok(None);
             };
-            raw(&cupy.getattr(intern!(py, "cuda"))?.call_method0(intern!(py, "get_current_stream"))?)
-                .map(Some)
+            let ask = cupy.getattr(intern!(py, "cuda"))?.getattr(intern!(py, "get_current_stream"))?;
+            let stream = match ask.call1((gpu,)) {
+                // Older ones have one current stream for all GPUs.
+                Err(error) if error.is_instance_of::<PyTypeError>(py) => ask.call0()?,
+                of_gpu => of_gpu?,
+            };
+            raw(&stream).map(Some)
         }
     }
 }

@@ -43,6 +43,9 @@ impl Transfer {
 #[pymethods]
 impl Transfer {
     /// The outcome, or None while it is under way: bytes moved; for `recv`, the length of the message.
+    ///
+    /// Raises what it failed with: `AccessRefused`, `PeerLost`, `PeerClosed`, `Closed`, `Cancelled`, `Truncated`, `UsageError`,
+    /// `GpuError`, `LocalError`.
     fn poll(&self, py: Python<'_>) -> PyResult<Option<u64>> {
         py.detach(|| self.transfer.poll()).transpose().or_raise(py)
     }
@@ -53,8 +56,10 @@ impl Transfer {
     }
 
     /// Waits for the end and returns the outcome. `timeout` is the longest time in all, `stall_timeout` the longest
-    /// time without progress, both in seconds; after `Deadline` the operation goes on, and can be waited for again or
-    /// cancelled.
+    /// time without progress, both in seconds.
+    ///
+    /// Raises `Deadline`, after which the operation goes on, and can be waited for again or cancelled; else what `poll`
+    /// raises.
     #[pyo3(signature = (timeout=None, *, stall_timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stall_timeout: Option<f64>) -> PyResult<u64> {
         let whole = limit(py, "timeout", timeout)?;
@@ -82,7 +87,7 @@ impl Transfer {
         outcome?.or_raise(py)
     }
 
-    /// The same, awaited: the event loop goes on meanwhile.
+    /// The same, awaited: the event loop goes on meanwhile. Raises `Deadline`, and what `poll` raises.
     #[pyo3(signature = (timeout=None))]
     fn wait_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "wait_transfer", timeout)
@@ -103,6 +108,8 @@ impl Transfer {
     /// Lets a CUDA stream wait, on the device, until the transfer has ended; the current stream by default. What is
     /// launched in it from here on finds what was received. Free no GPU memory meanwhile (`empty_cache`): the driver
     /// would wait for the stream.
+    ///
+    /// Raises `GpuError` of the driver, `UsageError` for what is no stream.
     #[pyo3(signature = (stream=None))]
     fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let Some(named) = of_transfer(py, self.place, self.library, stream)? else {

@@ -15,6 +15,8 @@ import ferrywire as fw
 
 # Longer than anything takes on a machine that works: who waits so long has hung.
 LIMIT = 90.0
+# By then a peer that was killed is told of: its kernel says so at once, and what is promised is no more than this.
+LOSS_IS_TOLD = 15.0
 
 
 @dataclass

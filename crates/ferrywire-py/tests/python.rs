@@ -5,13 +5,23 @@
 #[path = "../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod environment;
+mod hostile;
 
 use std::os::unix::fs::symlink;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
+
+/// What the stubs say and the module cannot be asked: buffers written in C have this method from Python 3.12 on.
+const NOT_TO_BE_SEEN: &str = "ferrywire._ferrywire.Region.__buffer__\n";
 
 /// The package as an installation has it: the sources, and the module beside them.
-fn site() -> PathBuf {
+fn site() -> &'static Path {
+    static SITE: OnceLock<PathBuf> = OnceLock::new();
+    SITE.get_or_init(make_site)
+}
+
+fn make_site() -> PathBuf {
     let site = environment::folder("site");
     let package = site.join("ferrywire");
     let _ = std::fs::remove_dir_all(&package);
@@ -30,15 +40,36 @@ fn site() -> PathBuf {
 
 #[test]
 fn pytest() {
+    run_pytest(&[]);
+}
+
+/// What the C library finds wrong with its heap ends the process; memory is filled when it is given out and given back.
+#[test]
+fn pytest_with_a_debug_allocator() {
+    const ALLOCATOR: &str = "libc_malloc_debug.so.0";
+    if std::env::var_os("FERRYWIRE_LONG").is_none() {
+        return println!("SKIPPED: needs FERRYWIRE_LONG=1 (minutes)");
+    }
+    let preload = format!("LD_PRELOAD={ALLOCATOR}");
+    let loaded = Command::new("env").args([&preload, "cat", "/proc/self/maps"]).output().expect("cat");
+    if !String::from_utf8_lossy(&loaded.stdout).contains(ALLOCATOR) {
+        return println!("SKIPPED: needs {ALLOCATOR} (glibc 2.34 or newer)");
+    }
+    run_pytest(&[&preload, "MALLOC_CHECK_=3", "MALLOC_PERTURB_=165", "FERRYWIRE_LONG="]);
+}
+
+fn run_pytest(variables: &[&str]) {
     let chosen = std::env::var_os("FERRYWIRE_PYTHON").map(PathBuf::from);
     let Some(python) = chosen.or_else(|| environment::python("python", &["numpy", "pytest"])) else {
         return;
     };
     let site = site();
     let mut command = Command::new("env");
+    command.args(variables);
     let stand_in = driver::stand_in(if driver::has_kernels() { &[driver::WITH_KERNELS] } else { &[] });
     command.arg(format!("PYTHONPATH={}", site.display()));
-    command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display())).arg(python);
+    command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display()));
+    command.arg(format!("FERRYWIRE_TEST_HOSTILE={}", hostile::overreaching_peer())).arg(python);
     command.args(["-X", "dev", "-m", "pytest", "-rs", "-p", "no:cacheprovider"]);
     let said = environment::run(command.current_dir(environment::root()));
     for line in said.lines() {
@@ -47,4 +78,23 @@ fn pytest() {
             _ => println!("{line}"),
         }
     }
+}
+
+#[test]
+fn the_stubs_are_those_of_the_module() {
+    let Some(python) = environment::python("types", &["mypy"]) else {
+        return;
+    };
+    let folder = environment::folder("stubtest");
+    let [seen, options] = ["allowed", "mypy.ini"].map(|name| folder.join(name));
+    std::fs::write(&seen, NOT_TO_BE_SEEN).expect("a file");
+    // PyTorch and numpy are not here.
+    std::fs::write(&options, "[mypy]\nignore_missing_imports = True\n").expect("a file");
+    let mut command = Command::new("env");
+    for name in ["PYTHONPATH", "MYPYPATH"] {
+        command.arg(format!("{name}={}", site().display()));
+    }
+    command.arg(python).args(["-m", "mypy.stubtest", "ferrywire", "--concise", "--ignore-unused-allowlist"]);
+    command.arg("--allowlist").arg(seen).arg("--mypy-config-file").arg(options);
+    environment::run(command.current_dir(folder));
 }

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from conftest import LIMIT, Pair, Program
+from conftest import LIMIT, LOSS_IS_TOLD, Pair, Program
 
 import ferrywire as fw
 
@@ -251,11 +251,13 @@ def test_a_peer_killed_in_mid_transfer_is_named(program: type[Program]):
                 source, target = endpoint.allocate(64 << 20), fw.RemoteRegion(descriptor)
                 transfers = [peer.write(source, target) for _ in range(200)]
                 other.process.kill()
+                began = time.monotonic()
                 with pytest.raises(fw.PeerLost, match="lost peer .*doomed"):
                     for transfer in transfers:
-                        await transfer.wait_async(LIMIT)
+                        await transfer.wait_async(LOSS_IS_TOLD)
                 with pytest.raises(fw.PeerLost, match="doomed") as lost:
-                    await peer.wait_notification_async(LIMIT)
+                    await peer.wait_notification_async(LOSS_IS_TOLD)
+                assert time.monotonic() - began < LOSS_IS_TOLD
                 assert "doomed" in lost.value.peer and isinstance(peer.error, fw.PeerLost)
         # The endpoint serves the next peer.
         with fw.Endpoint() as near:

@@ -177,6 +177,58 @@ del source, target, blocks, received
 """)
 
 
+# CuPy shows its arrays by DLPack, with a capsule that is made here by hand.
+CUPY = """
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+capsule = ctypes.pythonapi.PyCapsule_New
+capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+exported, asked = [], []
+class ndarray:
+    __module__ = "cupy"
+    def __init__(self, array):
+        self.array, self.shape = array, (ctypes.c_int64 * 1)(array.nbytes // 4)
+        # It begins behind its address.
+        self.tensor = Tensor(array.address - 4, 2, 0, 1, 0, 32, 1, ctypes.addressof(self.shape), None, 4)
+    def __dlpack_device__(self): return (2, 0)
+    def __dlpack__(self, *, stream, max_version=None):
+        exported.append(stream)
+        return capsule(ctypes.addressof(self.tensor), b"dltensor", None)
+cupy = sys.modules["cupy"] = types.ModuleType("cupy")
+stream = new_stream()
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"), [("device_id=-1", "[0] * 3"), ("", "[None] * 3")], ids=["newer", "older"]
+)
+def test_the_current_stream_of_cupy_is_asked_for(program: type[Program], parameters: str, expected: str):
+    run(program, CUPY + f"""
+def get_current_stream({parameters}):
+    asked.append(locals().get("device_id"))
+    return types.SimpleNamespace(ptr=stream.value)
+cupy.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
+sent, got = Array(1 << 18), Array(1 << 18)
+source, target = near.register(ndarray(sent)), far.register(ndarray(got))
+# Nobody had to wait for a stream to show them.
+assert (source.place, source.nbytes, source.writable, exported) == ("cuda:0", 1 << 20, True, [-1, -1])
+for turn in range(1, 4):
+    data = bytes([turn]) * sent.nbytes
+    gate = Gate(stream)
+    sent.put(stream, data)
+    transfer = to_far.write(source, target.remote())
+    try: transfer.wait(0.05)
+    except fw.Deadline: pass
+    else: raise AssertionError("it did not wait for the stream")
+    gate.open()
+    transfer.wait(60)
+    assert got.get() == data, turn
+assert asked == {expected}, asked
+""")
+
+
 def test_a_stream_that_is_none(program: type[Program]):
     run(program, """
 source, target = near.register(Array(4)), far.register(Array(4)).remote()
@@ -192,7 +244,8 @@ import ferrywire as fw
 endpoint = fw.Endpoint()
 try: endpoint.allocate(1000, "cuda:0")
 except fw.GpuError as error: print(error.fault, error, flush=True)
+else: print("made", flush=True)
 """, LD_LIBRARY_PATH="/nonexistent") as other:
         said = other.end()
-    # A machine with a driver has made it.
-    assert said.startswith("gpu ") or said == ""
+    # A machine with a driver may find it elsewhere.
+    assert said.startswith("gpu no CUDA driver: libcuda.so.1 cannot be loaded") or said == "made\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -194,6 +195,34 @@ def test_nobody_there_and_somebody_else(pair: Pair):
             pair.near.connect(nonsense)
         with refuses("region descriptor: "):
             fw.RemoteRegion(nonsense)
+
+
+HOSTILE = os.environ.get("FERRYWIRE_TEST_HOSTILE")
+
+
+@pytest.mark.skipif(HOSTILE is None, reason="needs a peer that breaks the protocol (run by cargo test)")
+def test_a_peer_that_takes_more_than_it_was_offered(pair: Pair):
+    with refuses("channels = 256, where ", fw.PeerMisbehaved) as caught:
+        pair.near.connect(HOSTILE, timeout=LIMIT)
+    assert caught.value.fault == "peer" and HOSTILE in caught.value.peer
+    assert pair.to_far.notify(b"still here").wait(LIMIT) == 0
+
+
+def test_this_host_and_its_gpus_are_named(pair: Pair):
+    with refuses(f"listen on 127.0.0.1:{pair.far.port}: Address already in use", fw.LocalError) as taken:
+        fw.Endpoint(f"127.0.0.1:{pair.far.port}")
+    assert taken.value.fault == "local" and taken.value.peer is None and isinstance(taken.value, OSError)
+    with refuses("allocate host memory: the system has no 1152921504606846976 bytes to give", fw.LocalError):
+        pair.near.allocate(1 << 60)
+    with refuses("there is no simulated GPU 99999: use 0 to 15", fw.GpuError) as none:
+        pair.near.allocate(8, "sim:99999")
+    assert none.value.fault == "gpu"
+
+
+def test_the_plugin_of_sources_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ferrywire._nccl.FILE", "ferrywire/lib/none.so")
+    with refuses("none.so: install the package (pip install .), or build the plugin", fw.LocalError):
+        fw.nccl_plugin_path()
 
 
 def test_every_exception_has_its_place():

@@ -170,6 +170,40 @@ def test_dlpack_says_that_memory_is_read_only(pair: Pair):
     assert not pair.near.register(ThroughDlpack(held, True)).writable
 
 
+class OfJax(ThroughDlpack):
+    """An array as jax has it: immutable, which its capsules do not say, and perhaps still being computed."""
+
+    __module__ = "jaxlib._jax"
+    ready = False
+
+    def __init__(self, held: np.ndarray):
+        super().__init__(held, versions=False)
+
+    def block_until_ready(self):
+        self.held[:] = 7
+        self.ready = True
+        return self
+
+    def __dlpack__(self, **options):
+        assert self.ready
+        return super().__dlpack__(**options)
+
+
+def test_arrays_of_jax_are_waited_for_and_never_written_to(pair: Pair):
+    computed, got = OfJax(np.zeros(8, np.uint8)), bytearray(8)
+    region = pair.near.register(computed)
+    assert computed.ready and not region.writable
+    pair.to_far.write(region, pair.target(got)).wait(LIMIT)
+    assert got == b"\x07" * 8
+    for use in (
+        lambda: pair.to_far.recv(1, region),
+        region.remote,
+        lambda: pair.near.register(computed, writable=True),
+    ):
+        with pytest.raises(fw.UsageError, match="read-only"):
+            use()
+
+
 @pytest.mark.parametrize("place", ["host", "sim:0"])
 def test_memory_of_the_engine(pair: Pair, place: str):
     near, far = pair.near.allocate(1 << 20, place), pair.far.allocate(1 << 20, place)

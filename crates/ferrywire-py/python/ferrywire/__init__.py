@@ -31,7 +31,6 @@ from ._errors import (
     PeerError,
     PeerLost,
     PeerMisbehaved,
-    PluginError,
     Refused,
     Truncated,
     Unreachable,
@@ -47,8 +46,8 @@ from ._ferrywire import (
     RemoteRegion,
     Transfer,
     __version__,
-from ._nccl import nccl_plugin_path
 )
+from ._nccl import nccl_plugin_path
 from ._tensors import Shared, fetch, share
 
 __all__ = [
@@ -69,7 +68,6 @@ __all__ = [
     "PeerError",
     "PeerLost",
     "PeerMisbehaved",
-    "PluginError",
     "Refused",
     "Region",
     "RemoteRegion",
@@ -78,9 +76,9 @@ __all__ = [
     "Truncated",
     "Unreachable",
     "UsageError",
-    "nccl_plugin_path",
     "__version__",
     "fetch",
+    "nccl_plugin_path",
     "share",
 ]
 

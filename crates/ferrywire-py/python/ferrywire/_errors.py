@@ -1,6 +1,6 @@
 """What ferrywire raises, sorted by who has to act.
 
-Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"plugin"``, ``"peer"``, ``"stranger"``, ``"bug"``)
+Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"stranger"``, ``"bug"``)
 and ``peer``, the name of the remote endpoint where one is concerned, else ``None``.
 """
 
@@ -19,7 +19,6 @@ __all__ = [
     "PeerError",
     "PeerLost",
     "PeerMisbehaved",
-    "PluginError",
     "Refused",
     "Truncated",
     "Unreachable",
@@ -60,12 +59,6 @@ class GpuError(Error):
     """A GPU of this host, its driver, or its use."""
 
     fault = "gpu"
-
-
-class PluginError(Error):
-    """An NCCL net plugin, or its file."""
-
-    fault = "plugin"
 
 
 class PeerError(Error):

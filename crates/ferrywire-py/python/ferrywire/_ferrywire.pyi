@@ -1,7 +1,31 @@
-"""The native half. Sizes and offsets are in bytes, times in seconds; what raises, raises a ``ferrywire.Error``."""
+"""The native half. Sizes and offsets are in bytes, times in seconds; what raises, raises a ``ferrywire.Error``.
 
-from collections.abc import Awaitable, Buffer, Generator, Sequence
+The docstrings are the module's own: ``help(ferrywire.Peer)``.
+"""
+
+from collections.abc import Awaitable, Generator, Sequence
 from typing import Any, Final, Self, SupportsIndex, final
+
+# In `collections.abc` from Python 3.12 on. Type checkers have this one without an installation.
+from typing_extensions import Buffer
+
+__all__ = [
+    "NOTIFY_BYTES_MAX",
+    "SECRET_BYTES_MIN",
+    "BlockList",
+    "Endpoint",
+    "Errand",
+    "Peer",
+    "Region",
+    "RemoteRegion",
+    "Transfer",
+    "Wakeup",
+    "__version__",
+    "leave",
+    "log_level",
+    "log_stop",
+    "log_take",
+]
 
 __version__: Final[str]
 NOTIFY_BYTES_MAX: Final[int]

@@ -94,6 +94,9 @@ def fetch(
     New ones are made, of the library that the peer's are of (torch on ``device``), or they go into those of ``into``,
     which must have the same names, shapes and element types. ``timeout`` is in seconds; a fetch that does not succeed
     is cancelled, and leaves anything in the tensors.
+
+    Raises :class:`UsageError` for what is no description, or does not match ``into``; :class:`AccessRefused` where the
+    tensors are not shared any more, :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`Deadline`.
     """
     entries = _told(description)
     remotes = [_remote(entry) for entry in entries]

@@ -1,0 +1,173 @@
+"""What is closed or deregistered: by us or by the peer, while others use it, and when it hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from conftest import LIMIT, Pair, Program
+
+import ferrywire as fw
+
+CLOSED = "closed by this process: the endpoint, or its connection to this peer"
+
+
+def test_a_peer_that_was_closed_here(pair: Pair):
+    source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    blocks = fw.BlockList(source, target, [0], [0], 8)
+    peer = pair.to_far
+    peer.close()
+    peer.close()
+    for use in (
+        lambda: peer.write(source, target),
+        lambda: peer.read(source, target),
+        lambda: peer.write_blocks(blocks),
+        lambda: peer.read_blocks(blocks),
+        lambda: peer.send(1, source),
+        lambda: peer.recv(1, source),
+        lambda: peer.send_blocks(1, source, [0], [8]),
+        lambda: peer.recv_blocks(1, source, [0], [8]),
+        lambda: peer.notify(b"x"),
+        lambda: peer.wait_notification(LIMIT),
+        peer.poll_notification,
+    ):
+        with pytest.raises(fw.Closed, match=f"^{CLOSED}$"):
+            use()
+    assert isinstance(peer.error, fw.Closed) and "closed" in repr(peer) and not peer.stats()["channels"][0]["alive"]
+    # What is left works: the endpoint, its regions, and a new connection.
+    source.write_at(0, b"after it")
+    with pair.near.connect(pair.far.metadata(), timeout=LIMIT) as again:
+        assert again.write(source, target).wait(LIMIT) == 8
+
+
+def test_a_peer_that_has_closed(pair: Pair):
+    source, target = pair.far.register(bytearray(8)), pair.near.register(bytearray(8)).remote()
+    pair.to_far.notify(b"the last").wait(LIMIT)
+    pair.to_far.close()
+    assert pair.to_near.wait_notification(LIMIT) == b"the last"
+    for use in (lambda: pair.to_near.wait_notification(LIMIT), lambda: pair.to_near.write(source, target).wait(LIMIT)):
+        with pytest.raises(fw.PeerClosed, match=r"peer .*near.* closed the connection") as closed:
+            use()
+        assert "near" in closed.value.peer and closed.value.fault == "peer"
+
+
+def test_a_block_list_over_a_deregistered_region(pair: Pair):
+    source, target = pair.near.register(bytearray(16)), pair.far.register(bytearray(16))
+    blocks = fw.BlockList(source, target.remote(), [0, 8], [8, 0], 8)
+    both = fw.BlockList.join([blocks, fw.BlockList(pair.near.register(bytearray(8)), target.remote(), [0], [0], 8)])
+    assert pair.to_far.write_blocks(blocks).wait(LIMIT) == 16
+    target.deregister()
+    for move in (pair.to_far.write_blocks, pair.to_far.read_blocks):
+        with pytest.raises(fw.AccessRefused, match="peer .*far.* refused the access: it has no region with that key"):
+            move(blocks).wait(LIMIT)
+    source.deregister()
+    for move in (pair.to_far.write_blocks, pair.to_far.read_blocks):
+        for each in (blocks, both):
+            with pytest.raises(fw.UsageError, match="^region: it is deregistered$"):
+                move(each)
+    with pytest.raises(fw.UsageError, match="^region: it is deregistered$"):
+        fw.BlockList(source, target_of(pair), [0], [0], 8)
+
+
+def target_of(pair: Pair) -> fw.RemoteRegion:
+    return pair.target(bytearray(16))
+
+
+def writers(pair: Pair, source: fw.Region, target: fw.RemoteRegion) -> tuple[list[threading.Thread], list[Exception]]:
+    """Threads that write until they may not any more, and why they stopped; each has written before this returns."""
+    begun, ends = threading.Barrier(9), []
+
+    def work(number: int) -> None:
+        under_way = []
+        try:
+            pair.to_far.write(source, target, source_offset=number << 12, nbytes=4096).wait(LIMIT)
+            begun.wait(LIMIT)
+            while True:
+                under_way.append(pair.to_far.write(source, target, source_offset=number << 12, nbytes=4096))
+                if len(under_way) == 4:
+                    under_way.pop(0).wait(LIMIT)
+        except Exception as error:
+            ends.append(error)
+        # What was posted comes to an end too.
+        for transfer in under_way:
+            try:
+                transfer.wait(LIMIT)
+            except (fw.Closed, fw.Cancelled, fw.UsageError) as error:
+                ends.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    [thread.start() for thread in threads]
+    begun.wait(LIMIT)
+    return threads, ends
+
+
+@pytest.mark.parametrize("what", ["the region", "the peer", "the endpoint"])
+def test_ends_under_8_threads_that_write(pair: Pair, what: str):
+    memory = bytearray(8 << 12)
+    source, target = pair.near.register(memory), pair.target(bytearray(4096))
+    threads, ends = writers(pair, source, target)
+    time.sleep(0.05)
+    if what == "the region":
+        source.deregister()
+        # Nothing touches the memory any more: it can be resized.
+        memory.extend(b"more")
+    else:
+        (pair.to_far if what == "the peer" else pair.near).close(LIMIT)
+    [thread.join(LIMIT) for thread in threads]
+    assert not any(thread.is_alive() for thread in threads) and len(ends) >= 8
+    expected = fw.UsageError if what == "the region" else fw.Closed
+    assert all(isinstance(error, expected | fw.Cancelled) for error in ends), ends
+    # What was not ended goes on.
+    if what == "the region":
+        assert pair.to_far.write(pair.near.register(bytes(8)), target).wait(LIMIT) == 8
+    assert pair.far.peer_count <= 1 and not pair.far.closed
+
+
+PEER = """
+import ferrywire as fw, sys
+endpoint = fw.Endpoint("127.0.0.1:0", label="stopped")
+region = endpoint.allocate(16 << 20)
+print(endpoint.metadata().hex(), region.descriptor().hex(), flush=True)
+peer = endpoint.accept()
+print("accepted", flush=True)
+sys.stdin.read()
+"""
+
+# The peer does not take what is on its way to it, so that what has to wait for that waits.
+STOPPED = """
+import ferrywire as fw, os, signal, socket, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)
+silent = socket.create_server(("127.0.0.1", 0))
+metadata, descriptor, number = bytes.fromhex(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+near = fw.Endpoint(label="near")
+peer = near.connect(metadata, timeout=60)
+sys.stdin.readline()
+memory = bytearray(16 << 20)
+region = near.register(memory)
+os.kill(number, signal.SIGSTOP)
+transfers = [peer.write(region, fw.RemoteRegion(descriptor)) for _ in range(4)]
+def connects(): near.connect(silent.getsockname(), timeout=1000)
+def deregisters(): region.deregister()
+def closes_the_peer(): peer.close(timeout=1000)
+def closes(): near.close(timeout=1000)
+for act in (connects, deregisters, closes_the_peer, closes):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try: act()
+    except KeyboardInterrupt: print("stopped", flush=True)
+    else: print(act.__name__, "came to an end", flush=True)
+    # It goes on behind the back, and what ends is not used again.
+    if act is deregisters or act is closes_the_peer:
+        memory = region if act is deregisters else near.register(bytearray(8))
+        try: peer.write(memory, fw.RemoteRegion(descriptor), nbytes=8)
+        except fw.UsageError as error: print(error, flush=True)
+silent.close()
+"""
+
+
+def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]):
+    with program(PEER) as peer:
+        with program(STOPPED, *peer.line().split(), str(peer.process.pid)) as other:
+            assert peer.line() == "accepted"
+            other.tell("go on")
+            assert other.end() == f"stopped\nstopped\nregion: it is deregistered\nstopped\n{CLOSED}\nstopped\n"
