@@ -21,8 +21,8 @@ CLASSES = {
     "BlockList": fw.BlockList,
 }
 
-# All methods of `nixl_agent`, and of UCCL's `Endpoint`, in their sources of August 2026; UCCL's messages and
-# notifications are of older ones, and its forms over shared memory stand in the table as one.
+# All methods of `nixl_agent`, and of UCCL's `Endpoint`, in their sources of August 2026. UCCL's messages are of older
+# ones, its notifications of its C interface, and its forms over shared memory stand in the table as one.
 NIXL = """
 add_remote_agent check_remote_metadata check_remote_xfer_done check_xfer_state create_backend deregister_memory
 deserialize_descs estimate_xfer_cost fetch_remote_metadata get_agent_metadata get_backend_mem_types get_backend_params
