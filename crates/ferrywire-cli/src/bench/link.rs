@@ -44,6 +44,8 @@ pub struct Link {
     pub peer: Peer,
     deadline: Duration,
     partial: Mutex<Vec<u8>>,
+    /// The parts of a message follow one another, whoever else speaks over this link.
+    speaking: Mutex<()>,
     their_failure: Mutex<Option<String>>,
     stop: Stop,
 }
@@ -63,8 +65,8 @@ impl Stop {
 impl Link {
     /// A conversation whose waits end after `deadline` without progress.
     pub fn new(peer: Peer, deadline: Duration) -> Link {
-        let (partial, their_failure) = (Mutex::default(), Mutex::default());
-        Link { peer, deadline, partial, their_failure, stop: Stop::default() }
+        let (partial, speaking, their_failure) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Link { peer, deadline, partial, speaking, their_failure, stop: Stop::default() }
     }
 
     /// The same conversation with another deadline.
@@ -124,6 +126,7 @@ impl Link {
     fn post(&self, message: &Message) -> Outcome<Vec<Transfer>> {
         let text = serde_json::to_vec(message).map_err(|error| Failure::failed(error.to_string()))?;
         let parts: Vec<&[u8]> = text.chunks(PART_BYTES).collect();
+        let _speaking = self.speaking.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let post = |(i, part): (usize, &&[u8])| {
             let first = if i + 1 == parts.len() { LAST_PART } else { PART };
             self.peer.notify(&[&[first], *part].concat()).map_err(|error| self.lost(error))
@@ -321,4 +324,44 @@ fn plugin_call(waited: Duration) -> String {
     let device = call.device.map_or_else(String::new, |device| format!(" on device {device}"));
     let CallUnderWay { plugin, call, since, .. } = call;
     format!(": {call}{device} of plugin {plugin} has not returned for {:.1} s", since.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire::Endpoint;
+    use std::thread;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+    const SPEAKERS: usize = 4;
+    const TIMES: usize = 40;
+
+    /// As the pairs of a rank do that hand in their reports.
+    #[test]
+    fn long_messages_of_several_threads_stay_whole() {
+        let loopback = ([127, 0, 0, 1], 0).into();
+        let there = Endpoint::builder().listen(loopback).build().expect("an endpoint");
+        let here = Endpoint::builder().build().expect("an endpoint");
+        let near = here.connect(there.listen_addresses()[0], LIMIT).expect("it connects");
+        let near = Link::new(near, LIMIT);
+        let far = Link::new(there.accept(LIMIT).expect("it comes"), LIMIT);
+        thread::scope(|scope| {
+            for speaker in 0..SPEAKERS {
+                let near = &near;
+                scope.spawn(move || {
+                    let region = speaker.to_string().repeat(3 * PART_BYTES);
+                    let said =
+                        (0..TIMES).try_for_each(|_| near.say(&Message::Region { region: region.clone() }));
+                    said.expect("it is there");
+                });
+            }
+            for _ in 0..SPEAKERS * TIMES {
+                let Message::Region { region } = far.hear().expect("a whole message") else {
+                    panic!("another message")
+                };
+                let first = region.as_bytes()[0];
+                assert!(region.len() == 3 * PART_BYTES && region.bytes().all(|byte| byte == first));
+            }
+        });
+    }
 }
