@@ -1,95 +1,96 @@
 //! How many channels NCCL uses.
 //!
-//! Left alone NCCL makes two channels for one NIC, however fast it is: each is a ring of its own, and all messages of a ring
+//! Left alone NCCL makes two channels for one NIC and one GPU per host: each is a ring of its own, and all messages of a ring
 //! wait for one another. Two carry about 10 GB/s of a reduction, eight more than twice as much. But a short message cut
 //! into eight takes longer than one cut into two.
 //!
-//! So more are asked for when the plugin is loaded (by NCCL's own variable, unless the user has said anything), and a tuner,
+//! So eight are asked for when the plugin is loaded (by NCCL's own variable, unless the user has said anything), and a tuner,
 //! which NCCL finds in the same library, keeps short collectives to as few as there would have been.
-//! Invariant: where NCCL would have made its own choice, or the user has, nothing is changed.
+//! Invariants: all ranks must come to the same numbers, so nothing here looks at this host's NICs; nothing changes where
+//! the user has said how many channels there should be, or has a tuner.
 
 use std::ffi::{c_char, c_float, c_int, c_void};
 use std::sync::OnceLock;
 
 use ferrywire::nccl::abi::{Log, ResultCode};
 
-use crate::device::Device;
 use crate::log;
 
+/// What NCCL is asked by.
+const VARIABLE: &str = "NCCL_MIN_NCHANNELS";
+/// Beside it: that it was set here. Children inherit both.
+const MARK: &str = "FERRYWIRE_NCCL_CHANNELS_ASKED";
 /// What the user may have said about it.
-const SAID_BY_USER: [&str; 6] = [
-    "NCCL_MIN_NCHANNELS",
+const SAID_BY_USER: [&str; 7] = [
+    VARIABLE,
     "NCCL_MAX_NCHANNELS",
     "NCCL_MIN_NRINGS",
     "NCCL_MAX_NRINGS",
     "NCCL_MIN_CTAS",
     "NCCL_MAX_CTAS",
+    "NCCL_TUNER_PLUGIN",
 ];
 /// Channels that are asked for.
 const CHANNELS: usize = 8;
-/// What NCCL makes for each NIC.
-const CHANNELS_PER_DEVICE: usize = 2;
-/// A NIC that is slower is full with what NCCL makes.
-const FAST_MBPS: u32 = 40_000;
+/// What NCCL makes for one NIC.
+const CHANNELS_BEFORE: usize = 2;
 /// Of a long collective each rank has so many bytes or more in each channel: about a step of NCCL's,
 const BYTES_PER_STEP: usize = 512 << 10;
 /// of a short one so many, as NCCL has it.
 const BYTES_PER_CHANNEL_MIN: usize = 16 << 10;
 
-/// Channels that were asked for, and those that NCCL would have made; `None`: nothing was asked for.
-static ASKED: OnceLock<Option<Asked>> = OnceLock::new();
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Asked {
-    most: usize,
-    least: usize,
-}
+/// Whether channels were asked for.
+static ASKED: OnceLock<bool> = OnceLock::new();
 
 /// Asks for channels, once for the process. Only a version of NCCL that takes tuners may be asked.
-pub fn ask(devices: &[Device]) {
+pub fn ask() {
     ASKED.get_or_init(|| {
-        let speeds: Vec<Option<u32>> = devices.iter().map(|device| device.nic.speed_mbps).collect();
-        let asked = wanted(&speeds, |name| std::env::var_os(name).is_some())?;
-        // SAFETY: other threads of the program may read its variables meanwhile, as they may while NCCL, whose call this
-        // is, reads its own from its file; nothing is written that was there.
-        unsafe { std::env::set_var(SAID_BY_USER[0], asked.most.to_string()) };
-        log::info(format_args!("{}={} set, unless set before", SAID_BY_USER[0], asked.most));
-        Some(asked)
+        if !may_ask(|name| std::env::var(name).ok()) {
+            return false;
+        }
+        for name in [VARIABLE, MARK] {
+            // SAFETY: not proven. A thread of the program that reads a variable at this very moment may, in C libraries
+            // before glibc 2.41, read freed memory; NCCL does the same when it reads its file, and calls this only
+            // while it makes its first communicator.
+            unsafe { std::env::set_var(name, CHANNELS.to_string()) };
+        }
+        log::info(format_args!("{VARIABLE}={CHANNELS} set"));
+        true
     });
 }
 
-/// For NICs of these speeds, in Mbit/s.
-fn wanted(speeds: &[Option<u32>], is_set: impl Fn(&str) -> bool) -> Option<Asked> {
-    let least = speeds.len() * CHANNELS_PER_DEVICE;
-    let fast = speeds.iter().any(|speed| speed.is_none_or(|mbps| mbps >= FAST_MBPS));
-    let free = !SAID_BY_USER.into_iter().any(is_set);
-    (fast && free && least < CHANNELS).then_some(Asked { most: CHANNELS, least })
+/// Whether the user has said nothing; what a parent process has set is not the user's word.
+fn may_ask(read: impl Fn(&str) -> Option<String>) -> bool {
+    let inherited = read(MARK).is_some_and(|mark| read(VARIABLE) == Some(mark));
+    !SAID_BY_USER.into_iter().any(|name| read(name).is_some() && !(inherited && name == VARIABLE))
 }
 
-/// How many of the channels a collective of so many bytes among so many ranks should have; `None`: as NCCL thinks.
-fn channels_for(asked: Asked, ranks: usize, bytes: usize) -> Option<usize> {
-    let least = (bytes / BYTES_PER_CHANNEL_MIN).clamp(1, asked.least);
+/// How many channels a collective of so many bytes among so many ranks should have; `None`: as NCCL thinks.
+fn channels_for(ranks: usize, bytes: usize) -> Option<usize> {
+    let least = (bytes / BYTES_PER_CHANNEL_MIN).clamp(1, CHANNELS_BEFORE);
     let channels = (bytes / (BYTES_PER_STEP * ranks.max(1))).max(least);
-    (channels < asked.most).then_some(channels)
+    (channels < CHANNELS).then_some(channels)
 }
 
 /// What one communicator is tuned by.
 struct Context {
-    asked: Option<Asked>,
-    ranks: usize,
+    /// None: NCCL decides.
+    ranks: Option<usize>,
 }
 
-/// All ranks of a host are one node for NCCL, which then has better ways than a network, unless they are switched off.
-fn over_network(nodes: usize, is_off: impl Fn(&str) -> bool) -> bool {
-    nodes > 1 || (is_off("NCCL_P2P_DISABLE") && is_off("NCCL_SHM_DISABLE"))
+/// Whether every step goes over the network. Ranks of one host have better ways, which want more channels, unless they are
+/// switched off.
+fn over_network_alone(ranks: usize, nodes: usize, is_off: impl Fn(&str) -> bool) -> bool {
+    ranks == nodes || (is_off("NCCL_P2P_DISABLE") && is_off("NCCL_SHM_DISABLE"))
 }
 
 fn init(ranks: usize, nodes: usize, logger: Log, context: *mut *mut c_void) -> ResultCode {
     log::set_logger(logger);
     let is_off = |name: &str| std::env::var(name).is_ok_and(|value| value.trim() == "1");
-    let asked = ASKED.get().copied().flatten().filter(|_| over_network(nodes, is_off));
+    let asked = ASKED.get().copied().unwrap_or(false) && over_network_alone(ranks, nodes, is_off);
+    let made = Box::new(Context { ranks: asked.then_some(ranks) });
     // SAFETY: NCCL gives room for the pointer.
-    unsafe { context.write(Box::into_raw(Box::new(Context { asked, ranks })).cast()) };
+    unsafe { context.write(Box::into_raw(made).cast()) };
     ResultCode::SUCCESS
 }
 
@@ -119,8 +120,8 @@ unsafe extern "C" fn init_v5(
 unsafe fn tune(context: *mut c_void, bytes: usize, channels: *mut c_int) -> ResultCode {
     // SAFETY: by the caller's promise.
     let (context, channels) = unsafe { (context.cast::<Context>().as_ref(), channels.as_mut()) };
-    if let (Some(&Context { asked: Some(asked), ranks }), Some(channels)) = (context, channels)
-        && let Some(wanted) = channels_for(asked, ranks, bytes)
+    if let (Some(&Context { ranks: Some(ranks) }), Some(channels)) = (context, channels)
+        && let Some(wanted) = channels_for(ranks, bytes)
     {
         *channels = wanted as c_int;
     }
@@ -223,35 +224,41 @@ mod tests {
     use super::*;
     use std::ptr;
 
-    const ASKED_FOR_ONE: Asked = Asked { most: CHANNELS, least: CHANNELS_PER_DEVICE };
+    fn with(said: &[(&str, &str)]) -> bool {
+        may_ask(|name| said.iter().find(|(said, _)| *said == name).map(|(_, value)| String::from(*value)))
+    }
 
     #[test]
-    fn more_channels_are_asked_for_where_nics_are_fast_and_nobody_has_said_anything() {
-        let free = |_: &str| false;
-        assert_eq!(wanted(&[None], free), Some(ASKED_FOR_ONE));
-        assert_eq!(wanted(&[Some(200_000)], free), Some(ASKED_FOR_ONE));
-        assert_eq!(wanted(&[Some(10_000)], free), None);
-        assert_eq!(wanted(&[None; 3], free).map(|asked| asked.least), Some(6));
-        assert_eq!(wanted(&[None; 4], free), None, "NCCL makes as many itself");
+    fn channels_are_asked_for_unless_the_user_has_said_anything() {
+        assert!(with(&[]));
         for name in SAID_BY_USER {
-            assert_eq!(wanted(&[None], |set| set == name), None, "{name}");
+            assert!(!with(&[(name, "8")]), "{name}");
         }
+    }
+
+    /// A child took what its parent had set for the user's word, and was not tuned as its parent.
+    #[test]
+    fn what_a_parent_process_has_set_is_not_the_users_word() {
+        assert!(with(&[(VARIABLE, "8"), (MARK, "8")]));
+        assert!(!with(&[(VARIABLE, "4"), (MARK, "8")]));
+        assert!(!with(&[(VARIABLE, "8"), (MARK, "8"), ("NCCL_MAX_CTAS", "4")]));
     }
 
     #[test]
     fn short_collectives_keep_to_few_channels() {
-        let of = |bytes| channels_for(ASKED_FOR_ONE, 2, bytes);
+        let of = |bytes| channels_for(2, bytes);
         assert_eq!([of(0), of(8 << 10), of(31 << 10)], [Some(1); 3]);
         assert_eq!([of(32 << 10), of(64 << 10), of(2 << 20)], [Some(2); 3]);
         assert_eq!([of(4 << 20), of(8 << 20), of(1 << 30)], [Some(4), None, None]);
-        assert_eq!(channels_for(ASKED_FOR_ONE, 4, 4 << 20), Some(2));
+        assert_eq!(channels_for(4, 4 << 20), Some(2));
     }
 
     #[test]
-    fn ranks_of_one_host_are_left_alone_unless_they_meet_over_the_network() {
-        assert!(over_network(2, |_| false));
-        assert!(!over_network(1, |_| false) && !over_network(1, |name| name == "NCCL_P2P_DISABLE"));
-        assert!(over_network(1, |_| true));
+    fn what_does_not_go_over_the_network_alone_is_left_to_nccl() {
+        assert!(over_network_alone(2, 2, |_| false));
+        assert!(!over_network_alone(16, 2, |_| false), "hosts with several ranks");
+        assert!(!over_network_alone(2, 1, |name| name == "NCCL_P2P_DISABLE"));
+        assert!(over_network_alone(2, 1, |_| true));
     }
 
     /// As NCCL calls it, in each version.
@@ -268,7 +275,7 @@ mod tests {
             }
             channels
         };
-        let asked = Box::into_raw(Box::new(Context { asked: Some(ASKED_FOR_ONE), ranks: 2 })).cast();
+        let asked = Box::into_raw(Box::new(Context { ranks: Some(2) })).cast();
         assert_eq!([tuned(asked, 1 << 20), tuned(asked, 1 << 30)], [[2; 3], [0; 3]]);
         let mut contexts = [ptr::null_mut(); 2];
         // SAFETY: room for the contexts, each ended once.

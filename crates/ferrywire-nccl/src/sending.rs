@@ -128,7 +128,7 @@ thread_local! {
 /// Whether this thread has had no message but short ones for some time.
 fn comes_after_rest() -> bool {
     let now = Instant::now();
-    POSTED.replace(Some(now)).is_none_or(|before| now - before >= REST_MIN)
+    POSTED.replace(Some(now)).is_none_or(|before| now.saturating_duration_since(before) >= REST_MIN)
 }
 
 /// A comm that sends.
@@ -192,8 +192,8 @@ impl SendComm {
         if own.posted[slot].is_some() {
             return Ok(None);
         }
-        let inline = bytes <= settings().inline_bytes
-            || (comes_after_rest() && bytes <= LONE_BYTES_MAX && !self.shared.has_work());
+        let short = settings().inline_bytes;
+        let inline = bytes <= short || (comes_after_rest() && short > 0 && self.is_lone(&own, bytes));
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
@@ -207,6 +207,11 @@ impl SendComm {
             self.wake(message as usize, wanted);
         }
         Ok(Some(slot))
+    }
+
+    /// Whether nothing is in the way of a message that is to go inline.
+    fn is_lone(&self, own: &SendOwn, bytes: usize) -> bool {
+        bytes <= LONE_BYTES_MAX && !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
     }
 
     /// Wakes as many sockets as have work, first those whose worker is awake, beginning with another one each time.
@@ -316,44 +321,54 @@ mod tests {
         locked(&comm.shared.queue).messages.back().is_some_and(|message| message.bytes == bytes)
     }
 
+    /// As if this thread had had a long message so long ago.
+    fn rested(time: Duration) {
+        POSTED.set(Instant::now().checked_sub(time));
+    }
+
     #[test]
     fn what_is_short_goes_inline_and_what_is_longer_after_a_rest() {
         let (near, mut far) = connections(3);
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let short = settings().inline_bytes;
         let mut source = vec![7; BYTES];
         let mut post = |bytes| comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
-        for bytes in [LONE_BYTES_MAX, settings().inline_bytes] {
-            std::thread::sleep(REST_MIN);
+        for (rest, bytes) in [(REST_MIN, LONE_BYTES_MAX), (Duration::ZERO, short)] {
+            rested(rest);
             let slot = post(bytes);
-            assert!(locked(&comm.own).sender.is_busy() || comm.is_gone(slot));
-            until("a short one", || {
-                drained(far[0].as_mut());
-                comm.test(slot).unwrap()
+            let (mut inline, mut gone) = (0, false);
+            until("what goes inline", || {
+                inline += drained(far[0].as_mut()).len();
+                gone = gone || comm.test(slot).unwrap().is_some();
+                (gone && inline >= bytes).then_some(())
             });
         }
         // Under way for as long as nobody receives it, whatever rest there is.
+        rested(REST_MIN);
         post(BYTES);
-        std::thread::sleep(REST_MIN);
+        rested(REST_MIN);
         post(LONE_BYTES_MAX);
         assert!(is_queued(&comm, LONE_BYTES_MAX));
     }
 
     /// All messages of a stream went over one socket, copied by one thread: each was alone, since the one before had gone.
     #[test]
-    fn of_messages_in_a_row_the_workers_have_their_share() {
+    fn messages_that_follow_closely_are_the_workers() {
         let (near, mut far) = connections(3);
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
         let mut source = vec![7; BYTES];
-        let mut bulk = 0;
-        until("what a worker sends", || {
+        for _ in 0..4 {
+            // Not past, however late this thread runs.
+            POSTED.set(Some(Instant::now() + Duration::from_secs(3600)));
             let slot = comm.post(source.as_mut_ptr(), LONE_BYTES_MAX, 0, 0).unwrap().unwrap();
-            until("a send", || {
-                drained(far[0].as_mut());
+            let (mut bulk, mut gone) = (0, false);
+            until("what a worker sends", || {
+                assert!(drained(far[0].as_mut()).is_empty());
                 bulk += far[1..].iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
-                comm.test(slot).unwrap()
+                gone = gone || comm.test(slot).unwrap().is_some();
+                (gone && bulk >= LONE_BYTES_MAX).then_some(())
             });
-            (bulk >= LONE_BYTES_MAX).then_some(())
-        });
+        }
     }
 
     #[test]

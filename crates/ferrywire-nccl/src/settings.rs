@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12 | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4 | sockets for bulk in each comm |
-//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread, and up to 128 KiB after a rest |
+//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, and after a millisecond without longer ones, up to 128 KiB |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for

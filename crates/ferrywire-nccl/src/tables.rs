@@ -54,7 +54,8 @@ unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
 fn start_tuned(log: Log) -> ResultCode {
     log::set_logger(log);
     guarded(|| {
-        channels::ask(all_devices()?);
+        all_devices()?;
+        channels::ask();
         Ok(())
     })
 }

@@ -37,8 +37,8 @@ const SPIN: Duration = Duration::from_micros(50);
 const NAP: Duration = Duration::from_micros(150);
 /// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
 const NAP_MAX: Duration = Duration::from_micros(1200);
-/// The shortest, for lanes that have little to do: a fraction of the time in which they have brought nothing, so that what
-/// comes is found hardly later.
+/// The shortest, for lanes that have little to do: a fraction of the time in which they have brought nothing, so that the wait
+/// for what comes then is longer by that fraction at most.
 const NAP_MIN: Duration = Duration::from_micros(50);
 const NAP_FRACTION: u32 = 4;
 /// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
@@ -451,17 +451,17 @@ impl Worker {
                 continue;
             }
             let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
-            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) {
+            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && crank.lanes_active() {
+                let rest = idle / NAP_FRACTION;
                 if crank.lanes_in_bulk() {
                     self.nap(crank, nap);
                     nap = NAP_MAX.min(2 * nap);
-                    continue;
-                }
-                let rest = idle / NAP_FRACTION;
-                if rest >= NAP_MIN && crank.lanes_active() {
+                } else if rest >= NAP_MIN {
                     self.nap(crank, rest.min(NAP_MAX));
-                    continue;
+                } else {
+                    thread::yield_now();
                 }
+                continue;
             }
             if idle > self.spin {
                 return false;

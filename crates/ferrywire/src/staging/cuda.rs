@@ -51,7 +51,7 @@ impl CudaCopier {
         let kernel = match ListKernel::new(gpu) {
             Ok(kernel) => Some(kernel),
             Err(error) => {
-                tracing::warn!(%error, "scattered memory is copied run by run, since the GPU takes no kernel");
+                tracing::warn!(%error, "scattered memory is copied run by run");
                 None
             }
         };
@@ -111,7 +111,8 @@ impl Copier for CudaCopier {
         self.fill(runs);
         (self.marked, self.asked) = (mark, 0);
         self.check()?;
-        // A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not.
+        // A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not. (The
+        // driver has the multiprocessors do the shortest copies to a GPU as well, for which there is no other way.)
         if self.batch.len() >= KERNEL_RUNS_MIN
             && !idle::streams_wait()
             && let Some(kernel) = &mut self.kernel
@@ -160,7 +161,7 @@ impl ListKernel {
         let done = kernels.counter().ok_or_else(|| Error::Limit {
             name: "COUNTERS",
             limit: COUNTERS as u64,
-            why: "as many channels stage for this GPU: use fewer channels or peers".into(),
+            why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
         })?;
         if list.address() != list.as_ptr() as u64 {
             return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
