@@ -115,6 +115,14 @@ impl Lanes {
         self.early.remove(&index);
     }
 
+    /// The set-up of a channel gives way to one of a later generation, whose handle may be here already.
+    pub fn drop_setup_before(&mut self, index: u16, generation: u32) {
+        self.waiting.remove(&index);
+        if self.early.get(&index).is_some_and(|(of, _)| *of < generation) {
+            self.early.remove(&index);
+        }
+    }
+
     pub fn drop_all(&mut self) {
         self.waiting.clear();
         self.early.clear();

@@ -157,7 +157,11 @@ impl Link {
         self.compare_source(conn.remote(), index, generation);
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Lane && generation > current {
-            self.lane_given_up(index, current, "the peer dialled it again".into(), now);
+            // The peer has given up that connection before its lane stood: nothing came over it, and it says nothing of lanes.
+            tracing::debug!(peer = self.peer.name(), channel = index, "dialled again before its lane stood");
+            self.lanes.drop_setup_before(index, generation);
+            self.close_generation(index, current);
+            self.slots[usize::from(index)].0 = Slot::Down { dial_at: now };
         }
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Up && generation > current {
