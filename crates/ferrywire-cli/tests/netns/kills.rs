@@ -4,7 +4,7 @@ use std::sync::Mutex;
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::process::{CONNECT, Process, SERVE};
+use crate::process::{CONNECT, Process, SERVE, wait_until};
 use crate::world::{Host, World};
 use crate::{RUN_DEADLINE, clock, long, nothing_is_left, summarize, turn};
 
@@ -85,10 +85,11 @@ fn connect_is_killed(world: &World, moment: Duration) -> Option<Duration> {
         break;
     }
     if begun {
-        serve.await_error(RUN_DEADLINE);
+        let said = wait_until(RUN_DEADLINE, || !serve.failures().is_empty());
+        assert!(said, "serve has not said that the run failed: {}", serve.errors());
     }
     assert!(serve.runs(), "serve ended: {}", serve.errors());
-    let errors = serve.error_lines();
+    let errors = serve.failures();
     assert!(errors.len() == 1 || (errors.is_empty() && !begun), "{errors:?}: {}", serve.errors());
     assert!(errors.iter().all(|error| error.contains(CONNECT)), "{errors:?}");
     Some(serve.kill().failed_at? - since)

@@ -18,6 +18,8 @@ pub const SERVE: &str = "10.77.1.2:7420";
 pub const CONNECT: &str = "10.77.1.1:";
 /// Begins a line that says what failed.
 const FAILED: &str = "error: ";
+/// Part of what a serving end says of a run that it turns away: nothing of its own has failed.
+const TURNED_AWAY: &str = "busy with a run of";
 /// How often a wait looks.
 const TICK: Duration = Duration::from_millis(10);
 
@@ -60,6 +62,10 @@ impl Ended {
 }
 
 /// Lines that say what failed.
+fn is_failure(line: &str) -> bool {
+    line.starts_with(FAILED) && !line.contains(TURNED_AWAY)
+}
+
 fn error_lines(text: &str) -> Vec<String> {
     text.lines().filter(|line| line.starts_with(FAILED)).map(str::to_owned).collect()
 }
@@ -141,6 +147,11 @@ impl Process {
         error_lines(&lock(&self.errors).text)
     }
 
+    /// Those of them that are about its own runs.
+    pub fn failures(&self) -> Vec<String> {
+        self.error_lines().into_iter().filter(|line| is_failure(line)).collect()
+    }
+
     /// Its standard error so far.
     pub fn errors(&self) -> String {
         lock(&self.errors).text.clone()
@@ -208,7 +219,7 @@ fn collect(pipe: impl Read + Send + 'static, text: &Text) -> JoinHandle<()> {
         while lines.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
             let said = String::from_utf8_lossy(&line);
             let mut heard = lock(&text);
-            if heard.failed_at.is_none() && said.starts_with(FAILED) {
+            if heard.failed_at.is_none() && is_failure(&said) {
                 heard.failed_at = Some(clock::now());
             }
             heard.text.push_str(&said);
