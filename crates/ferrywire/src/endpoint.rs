@@ -17,6 +17,7 @@ use crate::memory::host::HostBuffer;
 use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Identity, Place, Region, RegionHome};
+use crate::patience::Patience;
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
 use crate::schedule;
@@ -34,7 +35,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 /// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
-/// closes its peers in an orderly way.
+/// closes its peers in an orderly way, and waits for what was posted to them as long as that gets on.
 #[derive(Clone)]
 pub struct Endpoint {
     inner: Arc<Inner>,
@@ -352,7 +353,7 @@ impl Endpoint {
     /// [`Error::Deadline`] when a peer did not finish in time; all is closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.check_origin()?;
-        self.inner.close(deadline)
+        self.inner.close(Some(deadline))
     }
 }
 
@@ -397,14 +398,20 @@ impl Connecting {
 }
 
 impl Inner {
-    /// Turns, or lets turn, until no peer is left or the time has come.
-    fn wait_idle(&self, until: Duration) -> bool {
+    /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
+    fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let engine = &self.engine;
+        let (mut patience, mut before) = (Patience::new(limit), None);
         loop {
-            if engine.with_control(|control| control.idle()).unwrap_or(true) {
+            let seen = engine.with_control(|control| (control.idle(), control.drained()));
+            let (idle, drained) = seen.unwrap_or((true, 0));
+            if idle {
                 return true;
             }
-            if engine.transport.now() >= until {
+            if drains && before.replace(drained) != Some(drained) {
+                patience = Patience::new(limit);
+            }
+            if patience.is_over(engine.transport.now()) {
                 return false;
             }
             match engine.caller_driven() {
@@ -414,19 +421,22 @@ impl Inner {
         }
     }
 
-    fn close(&self, deadline: Duration) -> Result<()> {
+    /// Without a deadline what was posted is finished as long as it gets on.
+    fn close(&self, deadline: Option<Duration>) -> Result<()> {
         let engine = &self.engine;
         if engine.closing.swap(true, Ordering::SeqCst) {
             return Ok(());
         }
-        let now = engine.transport.now();
-        engine.with_control(|control| control.close_all(engine, deadline));
-        let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
-        let mut is_idle = self.wait_idle(until);
+        engine.with_control(|control| match deadline {
+            Some(deadline) => control.close_all(engine, deadline),
+            None => control.drain_all(engine),
+        });
+        let (drains, deadline) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
+        let mut is_idle = self.wait_idle(deadline.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
         if !is_idle {
             // Nothing may wait for this endpoint for ever, however its peers are.
             engine.with_control(|control| control.abort_all(engine));
-            is_idle = self.wait_idle(engine.transport.now().saturating_add(limits::HEARTBEAT_INTERVAL));
+            is_idle = self.wait_idle(limits::HEARTBEAT_INTERVAL, false);
         }
         let finished = !engine.with_control(|control| control.unfinished()).unwrap_or(false);
         // Nobody accepts them any more; they would keep the engine, which keeps them.
@@ -462,7 +472,7 @@ impl Drop for Inner {
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));
         }
-        if let Err(error) = self.close(limits::DRAIN_DEADLINE) {
+        if let Err(error) = self.close(None) {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }
     }

@@ -179,7 +179,7 @@ pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
 pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
 /// A thread has this long to let go of memory that is deregistered, while we run ourselves.
 pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
-/// A closing peer has this long to drain.
+/// A peer that was dropped is closed when nothing of what was posted to it has got on for so long.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
 /// A place of a plugin's source that logs too much is heard again after this time.
 pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);

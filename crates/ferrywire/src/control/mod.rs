@@ -593,8 +593,26 @@ impl Control {
         }
     }
 
+    /// Closes all peers, at the latest after so long.
     pub fn close_all(&mut self, engine: &Engine, deadline: Duration) {
         let now = self.now(engine);
+        self.take_no_more();
+        self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
+    }
+
+    /// Closes all peers, each once what was posted to it does not get on any more.
+    pub fn drain_all(&mut self, engine: &Engine) {
+        let now = self.now(engine);
+        self.take_no_more();
+        self.links.values_mut().for_each(|link| link.drain(now));
+    }
+
+    /// Changes as long as what was posted gets on.
+    pub fn drained(&self) -> u64 {
+        self.links.values().fold(0, |sum, link| sum.wrapping_add(link.drained()))
+    }
+
+    fn take_no_more(&mut self) {
         self.listeners.clear();
         self.incoming.clear();
         // Peers that are not there yet do not come any more.
@@ -607,7 +625,6 @@ impl Control {
         };
         self.dials.retain(|dial| comes(&dial.what));
         self.redials.retain(|(_, what)| comes(what));
-        self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 
     /// Ends what has not finished in time, without a farewell.

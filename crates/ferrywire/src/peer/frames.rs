@@ -101,10 +101,11 @@ impl PeerState {
         landing: Option<&Landing>,
         message: Vec<u8>,
     ) -> Result<(), Refusal> {
-        if let Some(Landing::Sink { sink, .. }) = landing
-            && let Some(op) = self.inbound.filled(sink, u64::from(header.len))
-        {
-            self.ended(&op);
+        if let Some(Landing::Sink { sink, .. }) = landing {
+            self.note_moved(&sink.op);
+            if let Some(op) = self.inbound.filled(sink, u64::from(header.len)) {
+                self.ended(&op);
+            }
         }
         if header.flags & wire::FLAG_COUNTED != 0 {
             self.inbound.count(header)?;

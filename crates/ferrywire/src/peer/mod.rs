@@ -36,7 +36,7 @@ use std::time::Duration;
 use blocks::pieces_of;
 
 /// A connected remote endpoint. Clones share it; when the last is dropped the connection is closed
-/// after what was posted has been sent.
+/// after what was posted has been sent, or nothing of it has got on for 5 s.
 #[derive(Clone)]
 pub struct Peer {
     pub(crate) state: Arc<PeerState>,

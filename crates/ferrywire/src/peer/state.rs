@@ -125,6 +125,8 @@ pub(crate) struct PeerState {
     pub setup: Mutex<Duration>,
     /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
     pub abandoned: AtomicBool,
+    /// How often something of what was posted here has been moved since.
+    drained: AtomicU64,
     /// It is being closed here: what was posted is finished, and nothing more is taken.
     pub closing: AtomicBool,
     /// It was closed here before all was finished.
@@ -172,6 +174,7 @@ impl PeerState {
             lost: Mutex::new(Vec::new()),
             setup: Mutex::new(Duration::ZERO),
             abandoned: AtomicBool::new(false),
+            drained: AtomicU64::new(0),
             closing: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
@@ -415,9 +418,26 @@ impl PeerState {
                 self.end_sink(op);
             }
             Kind::Read => {}
-            _ => op.count(u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
+            _ => self.count(op, u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
         }
         self.let_go(op);
+    }
+
+    fn count(&self, op: &Op, bytes: u64) {
+        op.count(bytes);
+        self.note_moved(op);
+    }
+
+    /// Something of an operation has been moved. What the peer reads of us is none of ours: it could go on for ever.
+    pub(super) fn note_moved(&self, op: &Op) {
+        if self.abandoned.load(Ordering::Relaxed) && op.verb != Verb::Serve {
+            self.drained.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Changes as long as what was posted here gets on, once nobody holds a [`Peer`].
+    pub fn drained(&self) -> u64 {
+        self.drained.load(Ordering::Relaxed)
     }
 
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {

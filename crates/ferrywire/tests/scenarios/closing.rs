@@ -2,11 +2,12 @@
 
 use crate::load::Load;
 use crate::sim::is_gone;
-use crate::world::{World, assert_same, contents, pattern};
-use ferrywire::Error;
+use crate::world::{Faulty, World, assert_same, contents, pattern};
+use ferrywire::{Error, Peer, Region, Transfer};
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(20);
+const SLOW_BYTES: usize = 350_000;
 
 /// Closing waits for what was posted on both sides, and nothing of it is lost.
 pub fn close_finishes_what_was_posted(world: &mut impl World) {
@@ -94,4 +95,75 @@ pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
     load.finish_well(world, [(0, &near), (1, &far)]);
     assert!(matches!(end.connecting(world.address(1)), Err(Error::Closed)));
     assert_eq!(end.close(LIMIT), Ok(()));
+}
+
+/// Two endpoints whose NICs take many seconds for what [`slowly`] posts.
+fn slow_pair(world: &mut impl Faulty) -> (Peer, Peer) {
+    let pair = world.pair();
+    for end in [0, 1] {
+        let nic = world.nic(end, 0);
+        world.net().set_bandwidth(nic, Some(SLOW_BYTES as u64 / 7));
+    }
+    pair
+}
+
+/// A write and a read, each of them longer under way than a dropped peer may stand still; and what has to be there.
+fn slowly(world: &mut impl World, near: &Peer) -> [(Transfer, Region); 2] {
+    let len = SLOW_BYTES as u64;
+    let (source, target) = (world.patterned(0, SLOW_BYTES, 1), world.zeroed(1, SLOW_BYTES));
+    let write = near.write(&source, 0, &target.descriptor(), 0, len).unwrap();
+    let (remote, local) = (world.patterned(1, SLOW_BYTES, 1), world.zeroed(0, SLOW_BYTES));
+    let read = near.read(&local, 0, &remote.descriptor(), 0, len).unwrap();
+    // They are read from until the end.
+    std::mem::forget((source, remote));
+    [(write, target), (read, local)]
+}
+
+fn all_there(world: &mut impl World, posted: [(Transfer, Region); 2]) {
+    for (transfer, target) in posted {
+        assert_eq!(world.outcome(&transfer), Ok(SLOW_BYTES as u64));
+        assert_same(&contents(&target), &pattern(SLOW_BYTES, 1), "what was posted before a drop");
+    }
+}
+
+/// What was posted to a dropped peer has the time that it needs.
+pub fn dropped_peers_may_be_slow(world: &mut impl Faulty) {
+    let (near, far) = slow_pair(world);
+    let posted = slowly(world, &near);
+    let since = world.net().now();
+    drop(near);
+    all_there(world, posted);
+    let took = world.net().now() - since;
+    assert!(took > Duration::from_secs(6), "{took:?} are no test of it");
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
+/// And what does not get on keeps it no longer, whatever the other side goes on posting.
+pub fn dropped_peers_do_not_wait_for_what_stands_still(world: &mut impl Faulty) {
+    let (near, far) = world.pair();
+    let (source, target) = (world.patterned(1, 100_000, 1), world.zeroed(0, 100_000));
+    let sent = near.send(1, &target, 0, 100_000).unwrap();
+    let since = world.net().now();
+    drop(near);
+    let error = loop {
+        let write = far.write(&source, 0, &target.descriptor(), 0, 100_000);
+        if let Err(error) = write.and_then(|write| world.outcome(&write)) {
+            break error;
+        }
+        world.pass(Duration::from_millis(100));
+        let took = world.net().now() - since;
+        assert!(took < Duration::from_secs(8), "{took:?}");
+    };
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert!(is_gone(&world.outcome(&sent).unwrap_err()));
+}
+
+/// Dropping the endpoint waits for what was posted, however slow that is.
+pub fn dropped_endpoints_finish_first(world: &mut impl Faulty) {
+    let (near, _far) = slow_pair(world);
+    let posted = slowly(world, &near);
+    drop(near);
+    world.drop_end(0);
+    all_there(world, posted);
 }

@@ -169,6 +169,11 @@ scenarios! {
         corrupt_bytes_are_found_and_sent_again,
         stalls_and_slow_nics,
     };
+    sim(10): closing::{
+        dropped_peers_may_be_slow,
+        dropped_peers_do_not_wait_for_what_stands_still,
+        dropped_endpoints_finish_first,
+    };
     sim(40): faults::{
         all_channels_reset_at_once,
         one_of_two_nics_cut_and_healed,

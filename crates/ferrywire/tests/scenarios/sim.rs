@@ -250,6 +250,11 @@ impl Faulty for SimWorld {
         std::mem::forget(endpoint);
     }
 
+    fn drop_end(&mut self, index: usize) {
+        let endpoint = self.members[index].endpoint.take().expect("it was killed before");
+        self.blocking(|| drop(endpoint));
+    }
+
     fn freeze(&mut self, index: usize) {
         self.members[index].frozen = true;
         self.net.freeze(self.members[index].host.host_name());

@@ -120,6 +120,9 @@ pub trait Faulty: World {
     /// Kills the process of an endpoint: it is turned no more, and its connections break.
     fn kill(&mut self, index: usize);
 
+    /// Drops an endpoint, as its program does; the call returns when that is done.
+    fn drop_end(&mut self, index: usize);
+
     /// Stops the process of an endpoint.
     fn freeze(&mut self, index: usize);
 

@@ -19,6 +19,30 @@ impl Link {
         self.peer.closing.store(true, Ordering::SeqCst);
     }
 
+    /// Finishes what was posted as long as it gets on, then closes.
+    pub fn drain(&mut self, now: Duration) {
+        self.peer.abandoned.store(true, Ordering::SeqCst);
+        self.peer.closing.store(true, Ordering::SeqCst);
+        if self.lobby.is_some() {
+            self.close(now + limits::DRAIN_DEADLINE);
+        }
+    }
+
+    /// When closing ends, whatever is left.
+    fn close_by(&mut self, now: Duration) -> Option<Duration> {
+        if self.close_by.is_some() || !self.peer.abandoned.load(Ordering::SeqCst) || self.lobby.is_some() {
+            return self.close_by;
+        }
+        let drained = self.peer.drained();
+        match self.drained {
+            Some((before, since)) if before == drained => Some(since + limits::DRAIN_DEADLINE),
+            _ => {
+                self.drained = Some((drained, now));
+                Some(now + limits::DRAIN_DEADLINE)
+            }
+        }
+    }
+
     pub(super) fn quiet(&self) -> bool {
         !self.peer.in_flight() && !self.peer.queue.has_work()
     }
@@ -30,14 +54,11 @@ impl Link {
         if self.dying() {
             return;
         }
-        if self.peer.abandoned.load(Ordering::SeqCst) && self.lobby.is_none() {
-            self.close_by.get_or_insert(now + limits::DRAIN_DEADLINE);
-        }
         if self.peer_drains && !self.drained_told && self.quiet() {
             self.drained_told = true;
             self.say(ControlMessage::Drained, now);
         }
-        let Some(by) = self.close_by else { return };
+        let Some(by) = self.close_by(now) else { return };
         if self.peer.skips_drain() {
             self.error.get_or_insert(Error::Closed);
             return;
@@ -48,12 +69,12 @@ impl Link {
                     self.drain_told = true;
                     self.say(ControlMessage::Drain, now);
                 }
-                self.stage = Stage::Draining { until: by };
+                self.stage = Stage::Draining;
             }
-            Stage::Draining { until } => {
+            Stage::Draining => {
                 // A peer that drains too says so all the same when it has finished.
                 let done = self.quiet() && self.peer_drained;
-                if done || now >= until {
+                if done || now >= by {
                     self.peer.unfinished.store(!done, Ordering::SeqCst);
                     let reason = if done { "closed" } else { "closed before all was finished" };
                     self.say(ControlMessage::Goodbye { reason: reason.into() }, now);

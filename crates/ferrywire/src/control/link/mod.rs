@@ -62,10 +62,8 @@ enum Stage {
     /// Channels are being set up, since then.
     Settling,
     Up,
-    /// We asked the peer to finish, and wait for it until then.
-    Draining {
-        until: Duration,
-    },
+    /// We asked the peer to finish, and wait for it.
+    Draining,
     /// All is finished; the farewell has until then to arrive.
     Leaving {
         until: Duration,
@@ -163,6 +161,8 @@ pub(super) struct Link {
     drained_told: bool,
     peer_drained: bool,
     close_by: Option<Duration>,
+    /// Where nobody holds the peer any more: what has got on of it last, and when.
+    drained: Option<(u64, Duration)>,
 }
 
 impl Link {
@@ -282,6 +282,7 @@ impl Link {
             drained_told: false,
             peer_drained: false,
             close_by: None,
+            drained: None,
         }
     }
 
@@ -292,6 +293,11 @@ impl Link {
     /// Whether it was closed before all was finished.
     pub fn unfinished(&self) -> bool {
         self.peer.unfinished.load(Ordering::SeqCst)
+    }
+
+    /// Changes as long as what was posted gets on, after [`Link::drain`].
+    pub fn drained(&self) -> u64 {
+        self.peer.drained()
     }
 
     pub(super) fn peer(&self) -> &Arc<PeerState> {
