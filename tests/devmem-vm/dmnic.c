@@ -38,6 +38,9 @@ MODULE_PARM_DESC(split_linear, "first N payload bytes of each packet go to the l
 static int drop_every;
 module_param(drop_every, int, 0644);
 MODULE_PARM_DESC(drop_every, "drop every Nth data packet of a queue (0: none)");
+static int swallow;
+module_param(swallow, int, 0644);
+MODULE_PARM_DESC(swallow, "1: data packets that a rule names are lost");
 static int pack = 1;
 module_param(pack, int, 0644);
 MODULE_PARM_DESC(pack, "1: several packets share a page; 0: a page per fragment");
@@ -287,14 +290,15 @@ static bool rule_matches(const struct ethtool_rx_flow_spec *fs, const struct sk_
 	return false;
 }
 
-/* The receiver's queue: the first ntuple rule that matches, else RSS. */
+/* The receiver's queue: the first ntuple rule that matches, else RSS; NQ for what is swallowed. */
 static int pick_queue(const struct dm *p, struct sk_buff *skb)
 {
 	int i;
 
 	for (i = 0; i < NRULE && skb_transport_header_was_set(skb) && is_tcp(skb); i++)
 		if (p->rule[i].used && rule_matches(&p->rule[i].fs, skb))
-			return p->rule[i].fs.ring_cookie;
+			return swallow && skb->len > skb_tcp_all_headers(skb) ?
+			       NQ : p->rule[i].fs.ring_cookie;
 	return p->indir[skb_get_hash(skb) % NINDIR];
 }
 
@@ -313,6 +317,8 @@ static netdev_tx_t dm_xmit(struct sk_buff *skb, struct net_device *dev)
 	if (!skb_frags_readable(skb))
 		d->tx_netmem++;
 	q = pick_queue(p, skb);
+	if (q == NQ)
+		goto drop;
 	r = &p->rq[q % NQ];
 	if (!READ_ONCE(r->on) || skb_queue_len(&r->q) > MAX_BACKLOG)
 		goto drop;

@@ -10,7 +10,7 @@ fn each_operation_both_ways_is_verified() {
     let before = [find(0, false), find(1, false)];
     let serving = Running::serve("");
     for op in ["write", "read", "send"] {
-        let sizes = if op == "write" { "1,64K,1M,64M" } else { "1,4097,1M" };
+        let sizes = if op == "write" { "0,1,64K,1M,64M" } else { "0,1,4097,1M" };
         let run = connect(&format!(
             "--op {op} --pattern bidir --sizes {sizes} --iters 2 --warmup 0 --depth 1 --channels 4 --json -"
         ));

@@ -482,13 +482,12 @@ impl Channel {
         self.unproven = health.waiting;
         self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         self.counters.note_buffers(&*self.conn);
-        health.is_dead().then(|| {
-            format!(
-                "no answer from the peer's host for {:.1} s after {} retransmissions",
-                health.silent_for.as_secs_f64(),
-                health.unanswered
-            )
-        })
+        if health.is_dead() {
+            return Some(health.describe());
+        }
+        let trouble = self.posted.as_ref().and_then(|posted| posted.path_trouble());
+        self.lane_failed |= trouble.is_some();
+        trouble
     }
 }
 

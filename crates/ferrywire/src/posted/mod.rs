@@ -91,6 +91,11 @@ impl Posted {
         self.lane.pause()
     }
 
+    /// A dead path under the lane, in words.
+    pub fn path_trouble(&self) -> Option<String> {
+        self.lane.path_trouble().map(|why| format!("{}: {why}", self.lane.describe()))
+    }
+
     // ---- sending ----
 
     /// A frame was taken whose payload goes over the lane. In the order of their heads.

@@ -61,6 +61,10 @@ impl Lane for AsSeed {
         Some(PAUSE)
     }
 
+    fn path_trouble(&self) -> Option<String> {
+        self.lane.path_trouble()
+    }
+
     fn gather(&mut self, number: u64, run: &Run) -> Result<(), String> {
         self.lane.gather(number, run)?;
         let since = Instant::now();

@@ -135,6 +135,11 @@ pub(crate) trait Lane: Send {
     /// Largest message.
     fn message_bytes_max(&self) -> usize;
 
+    /// A dead path under it, in words. A send that is done says nothing of that: the peer may lack it for ever.
+    fn path_trouble(&self) -> Option<String> {
+        None
+    }
+
     /// Posts a message. Its memory stays as it is until the request is done or the lane closed.
     fn isend(&mut self, run: &Run) -> Post;
 

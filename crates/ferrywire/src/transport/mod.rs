@@ -67,6 +67,12 @@ impl PathHealth {
     pub fn is_dead(&self) -> bool {
         self.waiting && self.unanswered >= UNANSWERED_MIN && self.silent_for >= limits::PATH_DEAD_AFTER
     }
+
+    /// The silence in words.
+    pub(crate) fn describe(&self) -> String {
+        let (silent, unanswered) = (self.silent_for.as_secs_f64(), self.unanswered);
+        format!("no answer from the peer's host for {silent:.1} s after {unanswered} retransmissions")
+    }
 }
 
 /// Retransmissions without an answer before a path counts as dead.

@@ -11,7 +11,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::process::Command;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Sizes with ragged ends, and one of many chunks.
 const SIZES: [usize; 6] = [1, 4095, 70_001, 524_288, 1_048_577, 8 << 20];
@@ -405,6 +405,57 @@ fn unbind_all() {
             // SAFETY: no memory is passed; what used the number finds a file that answers nothing.
             unsafe { libc::dup2(AsRawFd::as_raw_fd(&nowhere), fd) };
         }
+    }
+}
+
+#[test]
+fn a_lane_that_stalls_is_made_anew() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, Some(0), same);
+    ends.exchange(1 << 20);
+    let bytes = 16 << 20;
+    let (source, target) = (ends.region(0, &pattern(bytes, 10)), ends.region(1, &vec![0; bytes]));
+    let knob = Knob::set("swallow", "1");
+    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let since = Instant::now();
+    while ends.near.stats().lost_channels.is_empty() {
+        assert!(since.elapsed() < LIMIT, "nobody notices that lanes stand still");
+        thread::sleep(Duration::from_millis(10));
+    }
+    drop(knob);
+    transfer.wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 10), "over lanes made anew");
+    assert_eq!(ends.counted().plain_bytes, 0, "{:?}", ends.counted());
+}
+
+#[test]
+fn lanes_that_stall_again_and_again_end_the_session_with_the_reason() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, None, same);
+    let bytes = 1 << 20;
+    let (source, target) = (ends.region(0, &pattern(bytes, 11)), ends.region(1, &vec![0; bytes]));
+    let knob = Knob::set("swallow", "1");
+    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let error = transfer.wait(LIMIT).unwrap_err();
+    for error in [error, ends.near.error().unwrap(), told(&ends.far)] {
+        assert!(matches!(error, Error::PeerLost { .. }), "{error}");
+        assert!(error.to_string().contains("lanes of it in a row have moved nothing"), "{error}");
+    }
+    drop(knob);
+    let again = ends.ends[0].connect(ends.ends[1].listen_addresses()[0], LIMIT).unwrap();
+    again.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap().wait(LIMIT).unwrap();
+    assert_same(&contents(&target), &pattern(bytes, 11), "over the next session");
+}
+
+/// What a peer was lost for.
+fn told(peer: &Peer) -> Error {
+    let since = Instant::now();
+    loop {
+        if let Some(error) = peer.error() {
+            return error;
+        }
+        assert!(since.elapsed() < LIMIT, "nobody tells");
+        thread::sleep(Duration::from_millis(10));
     }
 }
 

@@ -6,7 +6,6 @@ use super::host::{Device, Host};
 use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{DevmemCounters, NAME};
-use crate::limits;
 use crate::memory::{Memory, Place};
 use crate::stats::LaneBy;
 use crate::sys::socket;
@@ -18,7 +17,7 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long whoever asked in vain leaves a lane alone: the kernel fills its buffer meanwhile.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -32,7 +31,6 @@ pub(crate) struct DevmemLane {
     rule: Option<Rule>,
     host: Arc<Host>,
     device: Arc<Device>,
-    looked: Instant,
     counters: Arc<DevmemCounters>,
 }
 
@@ -66,7 +64,6 @@ impl DevmemLane {
             rule: Some(rule),
             host,
             device,
-            looked: Instant::now(),
             counters,
         })
     }
@@ -85,15 +82,6 @@ impl DevmemLane {
             devmem: Some(self.counters.clone()),
         }
     }
-
-    /// Whether the path under the connection is dead, now and then.
-    fn path_is_dead(&mut self) -> bool {
-        if self.looked.elapsed() < limits::PATH_CHECK_INTERVAL {
-            return false;
-        }
-        self.looked = Instant::now();
-        self.conn.as_ref().is_some_and(|conn| conn.health().is_dead())
-    }
 }
 
 impl Lane for DevmemLane {
@@ -107,6 +95,11 @@ impl Lane for DevmemLane {
 
     fn message_bytes_max(&self) -> usize {
         self.host.config.message_bytes_max
+    }
+
+    fn path_trouble(&self) -> Option<String> {
+        let health = self.conn.as_ref()?.health();
+        health.is_dead().then(|| health.describe())
     }
 
     fn isend(&mut self, run: &Run) -> Post {
@@ -132,9 +125,6 @@ impl Lane for DevmemLane {
     fn test_send(&mut self, ticket: Ticket) -> Step {
         match self.sending.is_done(ticket.0 as u64) {
             Ok(true) => Step::Done,
-            Ok(false) if self.path_is_dead() => {
-                Step::Failed("the peer's host does not answer any more".into())
-            }
             Ok(false) => Step::Pending,
             Err(why) => Step::Failed(why),
         }
