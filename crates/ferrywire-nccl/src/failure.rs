@@ -4,7 +4,6 @@
 
 use std::fmt;
 use std::io;
-use std::net::SocketAddr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -41,7 +40,7 @@ impl Fault {
     }
 
     /// A connection ended with this error.
-    pub fn connection(peer: SocketAddr, error: &io::Error) -> Fault {
+    pub fn connection(peer: impl fmt::Display, error: &io::Error) -> Fault {
         Fault::remote(format_args!("connection with {peer}: {error}"))
     }
 }

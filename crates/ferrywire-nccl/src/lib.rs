@@ -21,7 +21,7 @@
 //! # In reading order
 //!
 //! `tables` (what NCCL calls), `device` (which NICs), `channels` (how many rings), `attempt` and `listener` (how a comm comes about) with
-//! `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head` (what travels), `wire` (one socket),
+//! `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head` (what travels), `wire` (one socket), `link` (what it is called),
 //! `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
 mod attempt;
@@ -31,6 +31,7 @@ mod device;
 mod failure;
 mod handle;
 mod head;
+mod link;
 mod listener;
 mod log;
 mod pool;

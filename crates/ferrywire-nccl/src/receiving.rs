@@ -19,6 +19,7 @@ use crate::attempt::be_patient;
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
+use crate::link::Link;
 use crate::pool::{Opening, Pool, Wire, pool};
 use crate::wire::{Receiver, Turn};
 
@@ -192,12 +193,12 @@ impl RecvComm {
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
         conns.iter().for_each(|conn| be_patient(conn.as_ref()));
         let sockets = conns.len();
-        let mut conns = conns.into_iter();
-        let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
-        let shared = Arc::new(Receiving::new(first.remote(), sockets));
+        let mut links = Link::all(conns);
+        let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let shared = Arc::new(Receiving::new(first.conn.remote(), sockets));
         let mut wires = Opening::default();
-        for (conn, socket) in conns.zip(1..) {
-            wires.add(pool.receive_over(Receiver::new(conn, socket), shared.clone())?);
+        for (link, socket) in links.zip(1..) {
+            wires.add(pool.receive_over(Receiver::new(link, socket), shared.clone())?);
         }
         let own =
             RecvOwn { receiver: Receiver::new(first, 0), next: 0, posted: [None; REQUESTS], quiet: None };

@@ -17,6 +17,7 @@ use crate::attempt::be_patient;
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
+use crate::link::Link;
 use crate::pool::{Opening, Pool, Wire, pool};
 use crate::settings::settings;
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
@@ -167,12 +168,12 @@ impl SendComm {
     /// Likewise, its bulk moved by these workers.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
         conns.iter().for_each(|conn| be_patient(conn.as_ref()));
-        let mut conns = conns.into_iter();
-        let first = conns.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
-        let shared = Arc::new(Sending { sockets: conns.len(), ..Sending::default() });
+        let mut links = Link::all(conns);
+        let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
+        let shared = Arc::new(Sending { sockets: links.len(), ..Sending::default() });
         let mut wires = Opening::default();
-        for conn in conns {
-            wires.add(pool.send_over(Sender::new(conn), shared.clone())?);
+        for link in links {
+            wires.add(pool.send_over(Sender::new(link), shared.clone())?);
         }
         let own = SendOwn {
             sender: Sender::new(first),

@@ -9,13 +9,13 @@
 //! Invariant: memory of a request is touched only while the connection is in its place; closing takes it out.
 
 use std::io;
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use ferrywire::transport::{Conn, IoVec};
 
 use crate::failure::Fault;
 use crate::head::{HEAD_BYTES, Head};
+use crate::link::{Link, LinkName};
 use crate::receiving::Receiving;
 use crate::sending::Sending;
 
@@ -58,6 +58,7 @@ pub struct Piece {
 /// The sending side of a socket.
 pub struct Sender {
     conn: Box<dyn Conn>,
+    name: LinkName,
     piece: Option<(Piece, [u8; HEAD_BYTES])>,
     /// Bytes of head and payload that the kernel has.
     sent: usize,
@@ -69,18 +70,13 @@ unsafe impl Send for Sender {}
 
 impl Sender {
     /// Over a connection that has proved itself.
-    pub fn new(conn: Box<dyn Conn>) -> Sender {
-        Sender { conn, piece: None, sent: 0 }
+    pub fn new(Link { conn, name }: Link) -> Sender {
+        Sender { conn, name, piece: None, sent: 0 }
     }
 
     /// The connection.
     pub fn conn(&mut self) -> &mut dyn Conn {
         self.conn.as_mut()
-    }
-
-    /// The peer.
-    pub fn peer(&self) -> SocketAddr {
-        self.conn.remote()
     }
 
     /// Whether a piece is under way.
@@ -92,7 +88,7 @@ impl Sender {
     pub fn silence(&mut self) -> Option<Fault> {
         let path = self.conn.health();
         let given_up = path.is_dead() && path.silent_for >= SILENT_MAX;
-        given_up.then(|| Fault::remote(format_args!("{} does not answer", self.peer())))
+        given_up.then(|| Fault::remote(format_args!("{} does not answer", self.name)))
     }
 
     /// Ends the connection: memory of the piece under way is not touched any more, what the kernel has goes on.
@@ -113,7 +109,7 @@ impl Sender {
                 Ok(Some(done)) => comm.sent(&done.head),
                 Ok(None) => return Turn::Blocked,
                 Err(e) => {
-                    comm.failure.record(Fault::connection(self.peer(), &e));
+                    comm.failure.record(Fault::connection(&self.name, &e));
                     return Turn::Over;
                 }
             }
@@ -156,9 +152,9 @@ impl Sender {
         // SAFETY: the byte is ours.
         let fault = match unsafe { self.conn.recv(&[IoVec::new(&mut byte, 1)]) } {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
-            Err(e) => Fault::connection(self.peer(), &e),
-            Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.peer())),
-            Ok(_) => Fault::remote(format_args!("{} sent what nobody asked for", self.peer())),
+            Err(e) => Fault::connection(&self.name, &e),
+            Ok(0) => Fault::remote(format_args!("{} has closed the connection", self.name)),
+            Ok(_) => Fault::remote(format_args!("{} sent what nobody asked for", self.name)),
         };
         comm.failure.record(fault);
         Turn::Over
@@ -168,6 +164,7 @@ impl Sender {
 /// The receiving side of a socket.
 pub struct Receiver {
     conn: Box<dyn Conn>,
+    name: LinkName,
     /// Its number among those of its comm.
     socket: usize,
     head: [u8; HEAD_BYTES],
@@ -189,18 +186,13 @@ unsafe impl Send for Receiver {}
 
 impl Receiver {
     /// Over a connection that has proved itself.
-    pub fn new(conn: Box<dyn Conn>, socket: usize) -> Receiver {
-        Receiver { conn, socket, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
+    pub fn new(Link { conn, name }: Link, socket: usize) -> Receiver {
+        Receiver { conn, name, socket, head: [0; HEAD_BYTES], head_bytes: 0, payload: None, over: false }
     }
 
     /// The connection.
     pub fn conn(&mut self) -> &mut dyn Conn {
         self.conn.as_mut()
-    }
-
-    /// The peer.
-    pub fn peer(&self) -> SocketAddr {
-        self.conn.remote()
     }
 
     /// Whether a payload is under way.
@@ -234,7 +226,7 @@ impl Receiver {
                 Ok((0, _)) => return self.end(comm),
                 Ok(moved) => moved,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Turn::Idle,
-                Err(e) => return self.breaks(comm, Fault::connection(self.peer(), &e)),
+                Err(e) => return self.breaks(comm, Fault::connection(&self.name, &e)),
             };
             received += bytes;
             self.arrived(comm, bytes);
@@ -280,7 +272,7 @@ impl Receiver {
     /// Finds the place of the piece whose head is here. The message to wait for, if it has none yet.
     fn place(&mut self, comm: &Receiving) -> Result<Option<u64>, Fault> {
         let head = Head::from_bytes(&self.head)
-            .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.peer())))?;
+            .ok_or_else(|| Fault::remote(format_args!("{} sent what is no message", self.name)))?;
         let Some(start) = comm.place(self.socket, &head)? else { return Ok(Some(head.message)) };
         self.head_bytes = 0;
         let piece_bytes = head.bytes as usize;
@@ -296,7 +288,7 @@ impl Receiver {
     /// The stream has ended, in order or within a message.
     fn end(&mut self, comm: &Receiving) -> Turn {
         if self.payload.is_some() || self.head_bytes > 0 {
-            let why = format_args!("{} closed the connection within a message", self.peer());
+            let why = format_args!("{} closed the connection within a message", self.name);
             return self.breaks(comm, Fault::remote(why));
         }
         self.over = true;

@@ -1,0 +1,47 @@
+//! A connection of a comm, and what it is called in errors.
+//!
+//! The name of its NIC is looked up while there is a connection: once the NIC is down, its address may be gone.
+
+use std::fmt;
+use std::net::SocketAddr;
+
+use ferrywire::sys::nics;
+use ferrywire::transport::{Conn, Nic};
+
+/// A connection with the name of its NIC.
+pub struct Link {
+    /// The connection.
+    pub conn: Box<dyn Conn>,
+    /// Where it goes, and over what.
+    pub name: LinkName,
+}
+
+/// `10.0.1.2:4567 over eth1`.
+#[derive(Clone, Debug)]
+pub struct LinkName {
+    peer: SocketAddr,
+    nic: Option<String>,
+}
+
+impl Link {
+    /// Of connections that stand.
+    pub fn all(conns: Vec<Box<dyn Conn>>) -> impl ExactSizeIterator<Item = Link> {
+        let nics = nics::addresses().unwrap_or_default();
+        conns.into_iter().map(move |conn| Link::new(conn, &nics))
+    }
+
+    fn new(conn: Box<dyn Conn>, nics: &[Nic]) -> Link {
+        let nic = nics::with_address(nics, conn.local().ip()).map(|nic| nic.name.clone());
+        let name = LinkName { peer: conn.remote(), nic };
+        Link { conn, name }
+    }
+}
+
+impl fmt::Display for LinkName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.nic {
+            Some(nic) => write!(f, "{} over {nic}", self.peer),
+            None => write!(f, "{}", self.peer),
+        }
+    }
+}
