@@ -3,9 +3,10 @@
 //!
 //! ```text
 //! drive PLUGIN.so [--comms 2] [--bytes 524288] [--steps 8] [--both] [--seconds 3] [--hold-us 0] [--ping]
+//!     [--devices 0]
 //! ```
 //!
-//! `--hold-us` is how long a receiver keeps a buffer, as a GPU does. `--ping` sends one message to and fro instead, and prints half of the round trip.
+//! `--devices 0,1` uses these NICs as one device, where the plugin merges them. `--hold-us` is how long a receiver keeps a buffer, as a GPU does. `--ping` sends one message to and fro instead, and prints half of the round trip.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -27,6 +28,7 @@ struct Options {
     seconds: f64,
     hold: Duration,
     ping: bool,
+    devices: Vec<i32>,
 }
 
 impl Options {
@@ -44,6 +46,8 @@ impl Options {
             seconds: value("--seconds").map_or(3.0, |text| text.parse().expect("seconds")),
             hold: Duration::from_micros(number("--hold-us", 0) as u64),
             ping: has("--ping"),
+            devices: value("--devices")
+                .map_or(vec![0], |text| text.split(',').map(|one| one.parse().expect("a number")).collect()),
         }
     }
 }
@@ -100,7 +104,11 @@ fn main() {
     };
     // SAFETY: the file is named by whoever runs this.
     let plugin = unsafe { Library::open(&options.plugin).unwrap().load(None).unwrap() };
-    let (sends, recvs) = connect(&plugin, &mut other, options.comms);
+    let device = match options.devices[..] {
+        [device] => device,
+        _ => plugin.make_v_device(&options.devices).unwrap(),
+    };
+    let (sends, recvs) = connect(&plugin, device, &mut other, options.comms);
     let mut lanes: Vec<Lane> = Vec::new();
     let forth = options.both || options.ping || !is_child;
     let back = options.both || options.ping || is_child;
@@ -142,14 +150,14 @@ fn main() {
     }
 }
 
-fn connect(plugin: &Plugin, other: &mut Other, comms: usize) -> (Vec<SendComm>, Vec<RecvComm>) {
+fn connect(plugin: &Plugin, device: i32, other: &mut Other, comms: usize) -> (Vec<SendComm>, Vec<RecvComm>) {
     let (mut sends, mut recvs) = (Vec::new(), Vec::new());
     for _ in 0..comms {
-        let (mut listener, handle) = plugin.listen(0).unwrap();
+        let (mut listener, handle) = plugin.listen(device).unwrap();
         other.tell(&handle.bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>());
         let theirs = other.hear();
         let bytes = std::array::from_fn(|at| u8::from_str_radix(&theirs[2 * at..2 * at + 2], 16).unwrap());
-        let mut connecting = plugin.connect(0, &Handle::from_bytes(bytes));
+        let mut connecting = plugin.connect(device, &Handle::from_bytes(bytes));
         let (mut send, mut recv) = (None, None);
         while send.is_none() || recv.is_none() {
             if send.is_none() {

@@ -4,7 +4,10 @@
 //! attempt may be left for good at any moment: those that nobody asks about for long are dropped by what is called next
 //! for any comm or listener.
 //! Its life: asked about -> (long not asked about ->) doubted -> dropped | asked about again.
-//! Invariant: no call waits.
+//!
+//! Of several pairs of NICs one over which nobody is reached is left out, and the rest is dialled anew as another comm: how
+//! many sockets a comm has is part of what each of them proves.
+//! Invariants: no call waits; the last pair is never left out, its error is the attempt's.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -12,12 +15,14 @@ use std::time::{Duration, Instant};
 
 use ferrywire::sys::socket;
 use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Conn, ConnOptions, Nic, Transport};
+use ferrywire::transport::{Conn, ConnOptions, Transport};
 
 use crate::comm::{Comm, locked};
 use crate::device::Device;
 use crate::failure::{Fault, Outcome};
-use crate::handle::{HANDLE_BYTES_USED, Handle, Secret};
+use crate::handle::{self, Handle, Secret};
+use crate::log;
+use crate::pairs::{Pair, pairs};
 use crate::proof::{self, Claim, Dialling};
 use crate::sending::SendComm;
 use crate::settings::settings;
@@ -26,6 +31,9 @@ use crate::settings::settings;
 const LEFT_AFTER: Duration = Duration::from_secs(30);
 /// unless it is asked about within this time: the whole process may have been stopped.
 const DOUBTED_FOR: Duration = Duration::from_secs(5);
+
+/// Where another pair is answered, one that is not answered by the peer's kernel within this time is left out.
+const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
 
 /// How data connections are tuned.
 pub fn data_options() -> ConnOptions {
@@ -45,10 +53,25 @@ pub fn be_patient(conn: &dyn Conn) {
 
 struct Attempt {
     secret: Secret,
-    dialling: Vec<Dialling>,
-    conns: Vec<Option<Box<dyn Conn>>>,
+    pairs: Vec<Pair>,
+    dialled: Vec<Dialled>,
+    since: Instant,
     asked: Instant,
     doubted: Option<Instant>,
+}
+
+/// A connection of an attempt.
+struct Dialled {
+    /// Its place among the pairs.
+    pair: usize,
+    dialling: Dialling,
+    conn: Option<Box<dyn Conn>>,
+}
+
+/// A pair over which there is no connection, and why.
+struct Broken {
+    pair: usize,
+    fault: Fault,
 }
 
 struct Attempts {
@@ -73,9 +96,8 @@ fn swept(under_way: &mut HashMap<u64, Attempt>, now: Instant) -> Vec<Attempt> {
 }
 
 /// One call of `connect`: a comm, or nothing yet. The handle's memory remembers the attempt.
-pub fn connect(device: &Device, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<Option<Box<Comm>>> {
-    let handle = Handle::from_bytes(bytes);
-    let mut handle = handle.ok_or_else(|| Fault::usage("the handle is not one of this plugin"))?;
+pub fn connect(device: &Device, bytes: &mut [u8]) -> Outcome<Option<Box<Comm>>> {
+    let handle = Handle::read(bytes).map_err(Fault::usage)?;
     let mut attempt = match handle.attempt {
         0 => {
             sweep();
@@ -83,17 +105,13 @@ pub fn connect(device: &Device, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<
         }
         number => take(number).ok_or_else(|| Fault::usage("the handle is of an attempt that has ended"))?,
     };
-    let polled = attempt.poll();
-    handle.attempt = match polled {
-        Ok(false) => put_back(handle.attempt, attempt),
-        Ok(true) => {
-            *bytes = Handle { attempt: 0, ..handle }.to_bytes();
-            return Ok(Some(SendComm::open(attempt.conns.into_iter().flatten().collect())?));
-        }
-        Err(_) => 0,
-    };
-    *bytes = handle.to_bytes();
-    polled.map(|_| None)
+    handle::set_attempt(bytes, 0);
+    if attempt.poll()? {
+        let conns = attempt.dialled.into_iter().filter_map(|dialled| dialled.conn);
+        return SendComm::open(conns.collect()).map(Some);
+    }
+    handle::set_attempt(bytes, put_back(handle.attempt, attempt));
+    Ok(None)
 }
 
 fn take(number: u64) -> Option<Attempt> {
@@ -118,15 +136,42 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
 
 impl Attempt {
     fn begin(device: &Device, handle: &Handle) -> Outcome<Attempt> {
-        let sockets = settings().sockets as u16 + 1;
-        let comm = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
-        let dial = |index| {
-            let conn = dial(&device.nic, handle)?;
-            Ok(Dialling::new(conn, Claim { comm, index, sockets }))
+        let pairs = pairs(&device.nics_up(), &handle.addresses);
+        let now = Instant::now();
+        let mut attempt = Attempt {
+            secret: handle.secret,
+            pairs,
+            dialled: Vec::new(),
+            since: now,
+            asked: now,
+            doubted: None,
         };
-        let dialling = (0..sockets).map(dial).collect::<Outcome<Vec<_>>>()?;
-        let conns = dialling.iter().map(|_| None).collect();
-        Ok(Attempt { secret: handle.secret, dialling, conns, asked: Instant::now(), doubted: None })
+        attempt.dial()?;
+        Ok(attempt)
+    }
+
+    /// Dials over all pairs but those that fail at once.
+    fn dial(&mut self) -> Outcome<()> {
+        loop {
+            let comm = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
+            match dial_all(comm, &self.pairs) {
+                Ok(dialled) => {
+                    self.dialled = dialled;
+                    self.since = Instant::now();
+                    return Ok(());
+                }
+                Err(broken) => self.leave_out(broken)?,
+            }
+        }
+    }
+
+    fn leave_out(&mut self, Broken { pair, fault }: Broken) -> Outcome<()> {
+        if self.pairs.len() == 1 {
+            return Err(fault);
+        }
+        let Pair { nic, to } = self.pairs.remove(pair);
+        log::warn_once(format_args!("{} to {} is left out: {}", nic.name, to.ip(), fault.why));
+        Ok(())
     }
 
     /// Whether it was left; the first to find that so long nobody asked only doubts it.
@@ -139,21 +184,55 @@ impl Attempt {
 
     /// Whether all connections stand.
     fn poll(&mut self) -> Outcome<bool> {
-        for (dialling, conn) in self.dialling.iter_mut().zip(&mut self.conns) {
-            if conn.is_none() {
-                *conn = dialling.poll(&self.secret)?;
+        if let Some(broken) = self.progress()? {
+            self.leave_out(broken)?;
+            self.dial()?;
+        }
+        Ok(self.dialled.iter().all(|dialled| dialled.conn.is_some()))
+    }
+
+    /// Goes on with all connections, or up to one that cannot be made. What a peer that was reached says is an error.
+    fn progress(&mut self) -> Outcome<Option<Broken>> {
+        let late = self.since.elapsed() >= ANSWERED_WITHIN;
+        let is_silent = |dialled: &Dialled| dialled.conn.is_none() && dialled.dialling.is_unanswered();
+        let some_answered = late && !self.dialled.iter().all(is_silent);
+        for dialled in self.dialled.iter_mut().filter(|dialled| dialled.conn.is_none()) {
+            let pair = dialled.pair;
+            match dialled.dialling.poll(&self.secret) {
+                Ok(conn) => dialled.conn = conn,
+                Err(fault) if dialled.dialling.has_heard() => return Err(fault),
+                Err(fault) => return Ok(Some(Broken { pair, fault })),
+            }
+            if some_answered && is_silent(dialled) {
+                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers") }));
             }
         }
-        Ok(self.conns.iter().all(Option::is_some))
+        Ok(None)
     }
 }
 
-/// Over the device's NIC where it has the peer in its subnet; else the routing table knows better.
-fn dial(nic: &Nic, handle: &Handle) -> Outcome<Box<dyn Conn>> {
-    let nic = Some(nic).filter(|nic| nic.reaches(handle.address.ip()));
-    TcpTransport::default()
-        .dial(nic, handle.address, &data_options())
-        .map_err(|e| Fault::connection(handle.address, &e))
+/// The sockets of a comm: one for small messages over the first pair, and those for bulk, over one pair after another.
+fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
+    let counts = pairs.iter().map(|pair| settings().sockets_over(pair.nic.speed_mbps, pairs.len()));
+    let over: Vec<usize> = [0].into_iter().chain(dealt(&counts.collect::<Vec<_>>())).collect();
+    let sockets = over.len() as u16;
+    let one = |(&pair, index): (&usize, u16)| {
+        let conn = dial(&pairs[pair]).map_err(|fault| Broken { pair, fault })?;
+        Ok(Dialled { pair, dialling: Dialling::new(conn, Claim { comm, index, sockets }), conn: None })
+    };
+    over.iter().zip(0..).map(one).collect()
+}
+
+/// The places of counts, in turns, each as often as it counts.
+fn dealt(counts: &[usize]) -> impl Iterator<Item = usize> {
+    let rounds = counts.iter().copied().max().unwrap_or(0);
+    (0..rounds).flat_map(move |round| (0..counts.len()).filter(move |&place| round < counts[place]))
+}
+
+/// Over the NIC where it has the peer in its subnet; else the routing table knows better.
+fn dial(pair: &Pair) -> Outcome<Box<dyn Conn>> {
+    let nic = Some(&pair.nic).filter(|nic| nic.reaches(pair.to.ip()));
+    TcpTransport::default().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))
 }
 
 #[cfg(test)]
@@ -161,7 +240,8 @@ mod tests {
     use super::*;
 
     fn asked_about(asked: Instant) -> Attempt {
-        Attempt { secret: [0; 32], dialling: Vec::new(), conns: Vec::new(), asked, doubted: None }
+        let (pairs, dialled) = (Vec::new(), Vec::new());
+        Attempt { secret: [0; 32], pairs, dialled, since: asked, asked, doubted: None }
     }
 
     #[test]
@@ -176,5 +256,12 @@ mod tests {
         assert!(swept(&mut under_way, later + DOUBTED_FOR / 2).is_empty());
         assert_eq!(swept(&mut under_way, later + DOUBTED_FOR).len(), 1);
         assert_eq!(under_way.into_keys().collect::<Vec<_>>(), [2]);
+    }
+
+    #[test]
+    fn sockets_go_over_one_pair_after_another() {
+        assert_eq!(dealt(&[2, 2]).collect::<Vec<_>>(), [0, 1, 0, 1]);
+        assert_eq!(dealt(&[1, 3]).collect::<Vec<_>>(), [0, 1, 1, 1]);
+        assert_eq!(dealt(&[4]).collect::<Vec<_>>(), [0; 4]);
     }
 }

@@ -5,6 +5,7 @@
 //! docker's, then loopback. `NCCL_SOCKET_FAMILY` (`AF_INET`, `AF_INET6`) chooses among addresses.
 //! Invariants: a NIC is listed once, with the first address that fits; devices never change once they are listed,
 //! and their strings live as long as the process.
+//! Read next: `merged.rs`, devices made of several of these.
 
 use std::ffi::{CString, OsStr};
 use std::fs;
@@ -25,11 +26,13 @@ const SPEED_MBPS_LOOPBACK: u32 = 100_000;
 /// As many as NCCL's own.
 const DEVICES_MAX: usize = 16;
 
-/// A NIC, as NCCL sees it.
+/// A NIC, or several, as NCCL sees them.
 #[derive(Debug)]
 pub struct Device {
-    /// The NIC and its address.
-    pub nic: Nic,
+    /// The NICs with their addresses, at least one. Speeds are those that can be believed.
+    pub nics: Vec<Nic>,
+    /// The numbers of the devices that it is made of; of a plain one its own.
+    pub members: Vec<i32>,
     /// Its name for C.
     pub name: CString,
     /// Its directory in sysfs; none for virtual NICs.
@@ -39,17 +42,40 @@ pub struct Device {
 }
 
 impl Device {
-    /// Of a NIC.
-    pub fn new(nic: Nic) -> Device {
+    /// Of a NIC, with a number.
+    pub fn of(number: i32, mut nic: Nic) -> Device {
         let unknown = if nic.loopback { SPEED_MBPS_LOOPBACK } else { SPEED_MBPS_UNKNOWN };
         let speed_mbps = nic.speed_mbps.unwrap_or(unknown).try_into().unwrap_or(i32::MAX);
         let name = CString::new(nic.name.as_str()).unwrap_or_default();
         let pci_path = pci_path(Path::new("/sys/class/net"), &nic.name);
-        Device { nic, name, pci_path, speed_mbps }
+        if pci_path.is_none() {
+            // A pair of virtual ones says 10 Gbit/s, whatever it carries.
+            nic.speed_mbps = None;
+        }
+        Device { nics: vec![nic], members: vec![number], name, pci_path, speed_mbps }
+    }
+
+    /// Its NICs that are up. All of them where none is: what is tried then tells what is wrong.
+    pub fn nics_up(&self) -> Vec<&Nic> {
+        if self.nics.len() == 1 {
+            return self.nics.iter().collect();
+        }
+        let now = nics::addresses().unwrap_or_default();
+        let is_up = |nic: &&Nic| {
+            now.iter().any(|other| other.up && other.name == nic.name && other.address == nic.address)
+        };
+        let (up, down): (Vec<&Nic>, Vec<&Nic>) = self.nics.iter().partition(is_up);
+        if up.is_empty() {
+            return down;
+        }
+        for nic in down {
+            log::warn_once(format_args!("{} is down and left out", nic.name));
+        }
+        up
     }
 }
 
-/// The devices of this process, read once there are any.
+/// The plain devices of this process, read once there are any.
 pub fn devices() -> Outcome<&'static [Device]> {
     static DEVICES: OnceLock<Vec<Device>> = OnceLock::new();
     if let Some(devices) = DEVICES.get() {
@@ -66,18 +92,15 @@ pub fn devices() -> Outcome<&'static [Device]> {
             ..no_device()
         });
     }
-    let devices = DEVICES.get_or_init(|| chosen.into_iter().map(Device::new).collect());
+    let devices =
+        DEVICES.get_or_init(|| (0..).zip(chosen).map(|(number, nic)| Device::of(number, nic)).collect());
     for (index, device) in devices.iter().enumerate() {
-        let (nic, speed) = (&device.nic, device.speed_mbps);
-        log::info(format_args!("device {index}: {} {}, {speed} Mbit/s", nic.name, nic.address));
+        let speed = device.speed_mbps;
+        for nic in &device.nics {
+            log::info(format_args!("device {index}: {} {}, {speed} Mbit/s", nic.name, nic.address));
+        }
     }
     Ok(devices)
-}
-
-/// A device by its number.
-pub fn device(number: i32) -> Outcome<&'static Device> {
-    let device = usize::try_from(number).ok().and_then(|index| devices().ok()?.get(index));
-    device.ok_or_else(|| Fault::usage(format_args!("there is no device {number}")))
 }
 
 fn no_device() -> Fault {

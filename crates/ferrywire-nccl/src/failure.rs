@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -74,9 +75,19 @@ impl Failure {
 }
 
 /// Writes a failed call to NCCL's log, unless that has been done.
-pub fn told(fault: &Fault) -> ResultCode {
+fn told(fault: &Fault) -> ResultCode {
     if !fault.why.is_empty() {
         log::warn(format_args!("{}", fault.why));
     }
     fault.code
+}
+
+/// Does what NCCL has called for; a panic stays here.
+pub fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => ResultCode::SUCCESS,
+        // Writing the line is a call of NCCL's, which does not unwind.
+        Ok(Err(fault)) => told(&fault),
+        Err(_) => ResultCode::INTERNAL_ERROR,
+    }
 }

@@ -1,69 +1,124 @@
 //! The handle that NCCL carries from the listener to whoever connects.
 //!
-//! 64 bytes, so that it fits the oldest hosts too: where to connect, the listener's secret, and room in which the
-//! connecting end keeps the number of its attempt, since NCCL repeats a call with the same memory.
+//! ```text
+//!   0  "FWN"   3  version   4  addresses: how many   5  bit k: address k is of IPv6
+//!   6  the listener's secret, 32 bytes   38  attempt, 8 bytes   46  addresses, each 4 or 16 bytes and a port of 2
+//! ```
+//!
+//! The attempt is room in which the connecting end keeps a number, since NCCL repeats a call with the same memory. The
+//! oldest hosts give 64 bytes, in which one address of either family fits exactly; NCCL that can merge NICs gives 128,
+//! for four of IPv6 or more of IPv4.
 //! Invariant: every byte of what the host gives is written.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Bytes used of a handle.
-pub const HANDLE_BYTES_USED: usize = 64;
+use ferrywire::nccl::abi::HANDLE_BYTES_V4;
+
 /// A listener's secret, which both ends prove that they know.
 pub type Secret = [u8; 32];
 
-const MAGIC: [u8; 4] = *b"FWN1";
-const FAMILY: usize = 4;
-const PORT: usize = 6;
-const ADDRESS: usize = 8;
-const SECRET: usize = 24;
-const ATTEMPT: usize = 56;
+const MAGIC: [u8; 3] = *b"FWN";
+const VERSION: usize = 3;
+/// Of this layout. The first one had a digit here.
+const LAYOUT: u8 = 2;
+const COUNT: usize = 4;
+const FAMILIES: usize = 5;
+const SECRET: usize = 6;
+const ATTEMPT: usize = 38;
+const ADDRESSES: usize = 46;
+/// With its port.
+const V4_BYTES: usize = 6;
+/// With its port.
+const V6_BYTES: usize = 18;
+const _: () = assert!(ADDRESSES + V6_BYTES == HANDLE_BYTES_V4);
 
 /// What a handle says.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// Where the listener is.
-    pub address: SocketAddr,
+    /// Where the listener is, one for each of its NICs.
+    pub addresses: Vec<SocketAddr>,
     /// What proves that one was meant to connect there.
     pub secret: Secret,
     /// The attempt that uses this memory; 0 before its first call.
     pub attempt: u64,
 }
 
+/// How many of these addresses fit into so many bytes of a handle.
+pub fn fitting(addresses: impl IntoIterator<Item = IpAddr>, room: usize) -> usize {
+    let mut left = room - ADDRESSES;
+    let fits = |address: &IpAddr| {
+        let bytes = if address.is_ipv4() { V4_BYTES } else { V6_BYTES };
+        let enough = bytes <= left;
+        left = left.saturating_sub(bytes);
+        enough
+    };
+    addresses.into_iter().take(u8::BITS as usize).take_while(fits).count()
+}
+
 impl Handle {
-    /// As bytes.
-    pub fn to_bytes(&self) -> [u8; HANDLE_BYTES_USED] {
-        let mut bytes = [0; HANDLE_BYTES_USED];
-        bytes[..4].copy_from_slice(&MAGIC);
-        bytes[PORT..ADDRESS].copy_from_slice(&self.address.port().to_le_bytes());
-        match self.address.ip() {
-            IpAddr::V4(v4) => {
-                bytes[FAMILY] = 4;
-                bytes[ADDRESS..ADDRESS + 4].copy_from_slice(&v4.octets());
-            }
-            IpAddr::V6(v6) => {
-                bytes[FAMILY] = 6;
-                bytes[ADDRESS..SECRET].copy_from_slice(&v6.octets());
-            }
-        }
+    /// Into the memory that the host gives; addresses that do not fit are left out.
+    pub fn write(&self, bytes: &mut [u8]) {
+        bytes.fill(0);
+        bytes[..VERSION].copy_from_slice(&MAGIC);
+        bytes[VERSION] = LAYOUT;
         bytes[SECRET..ATTEMPT].copy_from_slice(&self.secret);
-        bytes[ATTEMPT..].copy_from_slice(&self.attempt.to_le_bytes());
-        bytes
+        set_attempt(bytes, self.attempt);
+        let count = fitting(self.addresses.iter().map(SocketAddr::ip), bytes.len());
+        bytes[COUNT] = count as u8;
+        let mut at = ADDRESSES;
+        let mut put = |part: &[u8], bytes: &mut [u8]| {
+            bytes[at..at + part.len()].copy_from_slice(part);
+            at += part.len();
+        };
+        for (k, address) in self.addresses[..count].iter().enumerate() {
+            match address.ip() {
+                IpAddr::V4(v4) => put(&v4.octets(), bytes),
+                IpAddr::V6(v6) => {
+                    bytes[FAMILIES] |= 1 << k;
+                    put(&v6.octets(), bytes);
+                }
+            }
+            put(&address.port().to_le_bytes(), bytes);
+        }
     }
 
-    /// From bytes; `None` when they are no handle of ours.
-    pub fn from_bytes(bytes: &[u8; HANDLE_BYTES_USED]) -> Option<Handle> {
-        if bytes[..4] != MAGIC {
-            return None;
+    /// From bytes; the error says why they are no handle of ours.
+    pub fn read(bytes: &[u8]) -> Result<Handle, String> {
+        if bytes[..VERSION] != MAGIC {
+            return Err("the handle is not one of this plugin".into());
         }
-        let ip: IpAddr = match bytes[FAMILY] {
-            4 => Ipv4Addr::from(array::<4>(bytes, ADDRESS)).into(),
-            6 => Ipv6Addr::from(array::<16>(bytes, ADDRESS)).into(),
-            _ => return None,
-        };
-        let address = SocketAddr::new(ip, u16::from_le_bytes(array(bytes, PORT)));
+        if bytes[VERSION] != LAYOUT {
+            return Err(format!(
+                "the handle is of version {}, this plugin knows {LAYOUT}: use the same plugin on all hosts",
+                bytes[VERSION]
+            ));
+        }
+        let addresses = read_addresses(bytes).ok_or("the handle has no address, or is cut")?;
         let attempt = u64::from_le_bytes(array(bytes, ATTEMPT));
-        Some(Handle { address, secret: array(bytes, SECRET), attempt })
+        Ok(Handle { addresses, secret: array(bytes, SECRET), attempt })
     }
+}
+
+fn read_addresses(bytes: &[u8]) -> Option<Vec<SocketAddr>> {
+    let mut at = ADDRESSES;
+    let mut one = |k: u8| {
+        let is_v6 = bytes[FAMILIES] & (1 << k) != 0;
+        let length = if is_v6 { V6_BYTES } else { V4_BYTES };
+        let part = bytes.get(at..at + length)?;
+        at += length;
+        let ip: IpAddr = match is_v6 {
+            true => Ipv6Addr::from(array::<16>(part, 0)).into(),
+            false => Ipv4Addr::from(array::<4>(part, 0)).into(),
+        };
+        Some(SocketAddr::new(ip, u16::from_le_bytes(array(part, length - 2))))
+    };
+    let possible = (1..=u8::BITS as u8).contains(&bytes[COUNT]);
+    possible.then(|| (0..bytes[COUNT]).map(&mut one).collect())?
+}
+
+/// Notes the attempt that uses a handle's memory.
+pub fn set_attempt(bytes: &mut [u8], attempt: u64) {
+    bytes[ATTEMPT..ADDRESSES].copy_from_slice(&attempt.to_le_bytes());
 }
 
 /// The `N` bytes at `at`, which the callers' constants keep inside.
@@ -73,22 +128,67 @@ pub fn array<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
 
 #[cfg(test)]
 mod tests {
+    use ferrywire::nccl::abi::HANDLE_BYTES;
+
     use super::*;
+
+    const V4: &str = "10.1.2.3:4567";
+    const V6: &str = "[2001:db8::7]:65535";
+
+    fn handle(addresses: &[&str]) -> Handle {
+        let addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        Handle { addresses, secret: [7; 32], attempt: 9 }
+    }
+
+    fn written(handle: &Handle, room: usize) -> Vec<u8> {
+        let mut bytes = vec![0xEE; room];
+        handle.write(&mut bytes);
+        bytes
+    }
 
     #[test]
     fn a_handle_survives_its_bytes() {
-        for address in ["10.1.2.3:4567", "[2001:db8::7]:1"] {
-            let handle = Handle { address: address.parse().unwrap(), secret: [7; 32], attempt: 9 };
-            assert!(Handle::from_bytes(&handle.to_bytes()) == Some(handle));
+        for addresses in [&[V4][..], &[V6], &[V4; 8], &[V6; 4], &[V6, V4, V6, V6, V4], &[V4, V6]] {
+            let handle = handle(addresses);
+            assert_eq!(Handle::read(&written(&handle, HANDLE_BYTES)), Ok(handle));
         }
     }
 
     #[test]
+    fn in_the_oldest_hosts_one_address_fits() {
+        for (addresses, fits) in [(&[V4, V6][..], 1), (&[V6, V6], 1), (&[V4; 4], 3)] {
+            let read = Handle::read(&written(&handle(addresses), HANDLE_BYTES_V4)).unwrap();
+            assert_eq!(read, handle(&addresses[..fits]));
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_left_out_and_no_byte_is_left_as_it_was() {
+        let many = handle(&[V6; 9]);
+        let bytes = written(&many, HANDLE_BYTES);
+        assert_eq!(Handle::read(&bytes).unwrap(), handle(&[V6; 4]));
+        assert!(bytes[ADDRESSES + 4 * V6_BYTES..].iter().all(|&byte| byte == 0));
+        assert_eq!(Handle::read(&written(&handle(&[V4; 9]), HANDLE_BYTES)).unwrap(), handle(&[V4; 8]));
+    }
+
+    #[test]
+    fn the_attempt_alone_is_changed() {
+        let mut bytes = written(&handle(&[V4, V6]), HANDLE_BYTES);
+        set_attempt(&mut bytes, u64::MAX);
+        assert_eq!(Handle::read(&bytes).unwrap(), Handle { attempt: u64::MAX, ..handle(&[V4, V6]) });
+    }
+
+    #[test]
     fn foreign_bytes_are_no_handle() {
-        assert!(Handle::from_bytes(&[0; 64]).is_none());
-        let mut bytes =
-            Handle { address: "10.1.2.3:4".parse().unwrap(), secret: [7; 32], attempt: 0 }.to_bytes();
-        bytes[FAMILY] = 5;
-        assert!(Handle::from_bytes(&bytes).is_none());
+        let why = |bytes: &[u8]| Handle::read(bytes).unwrap_err();
+        assert!(why(&[0; HANDLE_BYTES]).contains("not one of this plugin"));
+        let mut bytes = written(&handle(&[V6; 2]), HANDLE_BYTES);
+        assert!(why(&bytes[..HANDLE_BYTES_V4]).contains("cut"));
+        for count in [0, 9] {
+            bytes[COUNT] = count;
+            assert!(why(&bytes).contains("no address"), "{count}");
+        }
+        bytes[VERSION] = b'1';
+        assert!(why(&bytes).contains("version 49") && why(&bytes).contains("all hosts"));
     }
 }

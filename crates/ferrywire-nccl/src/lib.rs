@@ -20,9 +20,9 @@
 //!
 //! # In reading order
 //!
-//! `tables` (what NCCL calls), `device` (which NICs), `channels` (how many rings), `attempt` and `listener` (how a comm comes about) with
-//! `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head` (what travels), `wire` (one socket), `link` (what it is called),
-//! `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
+//! `tables` (what NCCL calls), `properties` and `device` (which NICs) and `merged` (several as one), `channels` (how many rings), `attempt` and
+//! `listener` (how a comm comes about) with `pairs`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
+//! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
 mod attempt;
 mod channels;
@@ -34,8 +34,11 @@ mod head;
 mod link;
 mod listener;
 mod log;
+mod merged;
+mod pairs;
 mod pool;
 mod proof;
+mod properties;
 mod receiving;
 mod sending;
 mod settings;

@@ -7,13 +7,14 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Conn, Listener, Transport};
+use ferrywire::transport::{Conn, Listener, Nic, Transport};
 
 use crate::attempt::{self, data_options};
 use crate::comm::Comm;
 use crate::device::Device;
 use crate::failure::{Fault, Outcome};
 use crate::handle::{Handle, Secret};
+use crate::log;
 use crate::proof::{self, Claim, Serving};
 use crate::receiving::RecvComm;
 
@@ -24,7 +25,8 @@ const PROVING_MIN: Duration = Duration::from_secs(5);
 
 /// What `listen` gives.
 pub struct ListenComm {
-    listener: Box<dyn Listener>,
+    /// One for each NIC.
+    listeners: Vec<Box<dyn Listener>>,
     secret: Secret,
     proving: Vec<(Instant, Serving)>,
     proving_max: usize,
@@ -38,16 +40,31 @@ struct Gathering {
 }
 
 impl ListenComm {
-    /// Listens on a device.
+    /// Listens on a device: on all of its NICs that can be listened on, at least one.
     pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
-        let address = SocketAddr::new(device.nic.address, 0);
-        let listener = TcpTransport::default()
-            .listen(address)
-            .map_err(|e| Fault::system(format_args!("listening on {}", device.nic.address), &e))?;
+        let listen = |nic: &&Nic| {
+            let listener = TcpTransport::default().listen(SocketAddr::new(nic.address, 0));
+            listener
+                .map_err(|e| Fault::system(format_args!("listening on {} of {}", nic.address, nic.name), &e))
+        };
+        let nics = device.nics_up();
+        let (mut listeners, mut faults) = (Vec::new(), Vec::new());
+        for made in nics.iter().map(listen) {
+            match made {
+                Ok(listener) => listeners.push(listener),
+                Err(fault) => faults.push(fault),
+            }
+        }
+        match faults.into_iter().next() {
+            Some(fault) if listeners.is_empty() => return Err(fault),
+            Some(fault) => log::warn_once(format_args!("{}, which is left out", fault.why)),
+            None => {}
+        }
         let secret = proof::random().map_err(|e| Fault::system("random bytes", &e))?;
-        let handle = Handle { address: listener.local(), secret, attempt: 0 };
+        let addresses = listeners.iter().map(|listener| listener.local()).collect();
+        let handle = Handle { addresses, secret, attempt: 0 };
         let (proving, gathering) = (Vec::new(), Vec::new());
-        Ok((ListenComm { listener, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
+        Ok((ListenComm { listeners, secret, proving, proving_max: PROVING_MAX, gathering }, handle))
     }
 
     /// One call of `accept`: a comm, or nothing yet.
@@ -79,29 +96,35 @@ impl ListenComm {
     }
 
     fn take_in(&mut self) -> Outcome<()> {
-        loop {
-            if self.proving.len() >= self.proving_max {
-                self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
-                if self.proving.len() >= self.proving_max {
-                    return Ok(());
-                }
-            }
-            match self.listener.accept() {
-                Ok(None) => return Ok(()),
-                Ok(Some(conn)) => {
-                    let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
-                    self.proving.push((Instant::now(), serving));
-                }
-                // Strangers may have taken all there is: the oldest of them goes.
-                Err(e) if is_short(&e) && !self.proving.is_empty() => {
-                    self.proving.remove(0);
-                    return Ok(());
-                }
-                Err(e) => {
-                    return Err(Fault::system(format_args!("accept on {}", self.listener.local()), &e));
+        for place in 0..self.listeners.len() {
+            while self.has_room() {
+                let listener = &mut self.listeners[place];
+                match listener.accept() {
+                    Ok(None) => break,
+                    Ok(Some(conn)) => {
+                        let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
+                        self.proving.push((Instant::now(), serving));
+                    }
+                    // Strangers may have taken all there is: the oldest of them goes.
+                    Err(e) if is_short(&e) && !self.proving.is_empty() => {
+                        self.proving.remove(0);
+                        return Ok(());
+                    }
+                    Err(e) => {
+                        return Err(Fault::system(format_args!("accept on {}", listener.local()), &e));
+                    }
                 }
             }
         }
+        Ok(())
+    }
+
+    /// Whether one more may be under proof.
+    fn has_room(&mut self) -> bool {
+        if self.proving.len() >= self.proving_max {
+            self.proving.retain(|(since, _)| since.elapsed() < PROVING_MIN);
+        }
+        self.proving.len() < self.proving_max
     }
 
     fn gather(&mut self, claim: Claim, mut conn: Box<dyn Conn>) {
@@ -138,10 +161,11 @@ mod tests {
     fn connections_that_have_proved_themselves_make_room_for_no_stranger() {
         let nic =
             nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
-        let device = Device::new(nic);
+        let device = Device::of(0, nic);
         let (mut listener, handle) = ListenComm::open(&device).unwrap();
         listener.proving_max = 3;
-        let connect = || TcpTransport::default().dial(None, handle.address, &ConnOptions::default()).unwrap();
+        let connect =
+            || TcpTransport::default().dial(None, handle.addresses[0], &ConnOptions::default()).unwrap();
         let claim = |index| Claim { comm: [1; 16], index, sockets: 3 };
         let mut dialling: Vec<_> = (0..3).map(|index| Dialling::new(connect(), claim(index))).collect();
         until("all are here", || {

@@ -4,9 +4,10 @@
 //! inside a call of its own, so the logger is there whenever it is used.
 //! Invariant: without a logger lines are lost, and nothing else.
 
+use std::collections::HashSet;
 use std::ffi::{CString, c_int, c_ulong};
 use std::fmt::Arguments;
-use std::sync::{PoisonError, RwLock};
+use std::sync::{LazyLock, Mutex, PoisonError, RwLock};
 
 use ferrywire::nccl::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
 
@@ -22,6 +23,19 @@ pub fn set_logger(logger: Log) {
 /// A line that is shown whenever NCCL shows warnings.
 pub fn warn(text: Arguments<'_>) {
     line(LOG_WARN, subsystem::ALL, text);
+}
+
+/// Lines that are told once, at most: hundreds of comms meet the same.
+const TOLD_MAX: usize = 1024;
+
+/// The same, the first time that it is to be said.
+pub fn warn_once(text: Arguments<'_>) {
+    static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
+    let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
+    if told.len() < TOLD_MAX && told.insert(text.to_string()) {
+        drop(told);
+        warn(text);
+    }
 }
 
 /// A line for `NCCL_DEBUG=INFO`.

@@ -13,6 +13,7 @@
 use std::io;
 
 use blake3::Hash;
+use ferrywire::sys::tcp_info::{self, TcpInfo};
 use ferrywire::transport::{Conn, IoVec};
 
 use crate::failure::Fault;
@@ -145,6 +146,17 @@ impl Dialling {
     pub fn new(conn: Box<dyn Conn>, claim: Claim) -> Dialling {
         let stage = DialStage::Challenge(Moving::new([0; CHALLENGE_BYTES]));
         Dialling { conn: Some(conn), claim, stage }
+    }
+
+    /// Whether the peer's kernel has not answered yet.
+    pub fn is_unanswered(&self) -> bool {
+        let state = self.conn.as_ref().and_then(|conn| TcpInfo::read(conn.fd()?).ok());
+        state.is_some_and(|info| info.state == tcp_info::SYN_SENT)
+    }
+
+    /// Whether something of the peer's has come: it is one that was reached, whatever it says.
+    pub fn has_heard(&self) -> bool {
+        !matches!(&self.stage, DialStage::Challenge(message) if message.moved == 0)
     }
 
     /// The connection once both ends have proved themselves; `None`: not yet, or it was given already.

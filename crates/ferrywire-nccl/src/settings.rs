@@ -2,13 +2,14 @@
 //!
 //! | variable | default | is |
 //! |---|---|---|
-//! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12 | threads that move bulk, for all comms of a process |
-//! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4 | sockets for bulk in each comm |
+//! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12; fewer for slow NICs | threads that move bulk, for all comms of a process |
+//! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4; fewer for slow NICs | sockets for bulk in each comm; over merged NICs twice as many, at least one for each |
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, and after a millisecond without longer ones, up to 128 KiB |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
-//! the threads of NCCL and of the program.
+//! the threads of NCCL and of the program. How fast a NIC is counts where a
+//! physical one says so: one of 10 Gbit/s needs one socket and two threads.
 //!
 //! Read once, when the first comm is made. A value that is no number in its range is ignored, with a warning.
 
@@ -17,6 +18,7 @@ use std::ops::RangeInclusive;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use crate::device::devices;
 use crate::log;
 
 /// Most bulk sockets of a comm; a peer that asks for more is refused.
@@ -27,6 +29,10 @@ const THREADS_MAX: usize = 64;
 const THREADS_DEFAULT_MAX: usize = 12;
 /// Ranks of a host whose GPUs are not known.
 const RANKS_ASSUMED: usize = 2;
+/// What one socket carries of a NIC's speed, and one thread one way.
+const MBPS_PER_SOCKET: u64 = 12_500;
+/// Threads of a process with slow NICs only.
+const THREADS_MIN: usize = 2;
 /// Longest message that may go inline.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
@@ -35,8 +41,10 @@ const INLINE_BYTES_MAX: usize = 4 << 20;
 pub struct Settings {
     /// Threads that move bulk.
     pub threads: usize,
-    /// Sockets for bulk in each comm.
+    /// Sockets for bulk in each comm over one NIC.
     pub sockets: usize,
+    /// The user has said how many.
+    sockets_said: bool,
     /// Longest message that is sent on NCCL's thread.
     pub inline_bytes: usize,
     /// How long a worker without work looks for more.
@@ -48,7 +56,7 @@ pub fn settings() -> &'static Settings {
     static SETTINGS: OnceLock<Settings> = OnceLock::new();
     SETTINGS.get_or_init(|| {
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        let (settings, ignored) = Settings::from(cores, gpus(), |name| std::env::var(name).ok());
+        let (settings, ignored) = Settings::from(cores, gpus(), nics_mbps(), |name| std::env::var(name).ok());
         for name in ignored {
             log::warn(format_args!("{name} is not a number in its range, and ignored"));
         }
@@ -57,16 +65,36 @@ pub fn settings() -> &'static Settings {
     })
 }
 
+/// The speed of all NICs together, if each tells its own.
+fn nics_mbps() -> Option<u64> {
+    let nics = devices().ok()?.iter().flat_map(|device| &device.nics);
+    nics.map(|nic| nic.speed_mbps.map(u64::from)).sum()
+}
+
 /// GPUs of this host, as far as their driver tells.
 fn gpus() -> usize {
     fs::read_dir("/proc/driver/nvidia/gpus").map_or(0, |entries| entries.count())
 }
 
 impl Settings {
-    /// For so many cores and GPUs, and the names of variables that make no sense.
+    /// Sockets for bulk over each of so many pairs of NICs, for one of this speed, if it tells it.
+    pub fn sockets_over(&self, speed_mbps: Option<u32>, pairs: usize) -> usize {
+        let share = if pairs > 1 {
+            (2 * self.sockets).div_ceil(pairs).min(SOCKETS_MAX / pairs)
+        } else {
+            self.sockets
+        };
+        match speed_mbps {
+            Some(speed_mbps) if !self.sockets_said => share.min(sockets_for(speed_mbps.into())),
+            _ => share,
+        }
+    }
+
+    /// For so many cores and GPUs and this speed of all NICs, and the names of variables that make no sense.
     fn from(
         cores: usize,
         gpus: usize,
+        nics_mbps: Option<u64>,
         read: impl Fn(&str) -> Option<String>,
     ) -> (Settings, Vec<&'static str>) {
         let mut ignored = Vec::new();
@@ -82,12 +110,22 @@ impl Settings {
         };
         let share = cores / if gpus == 0 { RANKS_ASSUMED } else { gpus };
         let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
-        let threads = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, enough);
-        let sockets = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, (threads / 2).clamp(2, 4));
+        // Both ways.
+        let needed = nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN));
+        let threads = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, enough.min(needed));
+        const NOT_SAID: usize = 0;
+        let said = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, NOT_SAID);
+        let sockets_said = said != NOT_SAID;
+        let sockets = if sockets_said { said } else { (threads / 2).clamp(2, 4) };
         let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
         let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 100) as u64);
-        (Settings { threads, sockets, inline_bytes, spin }, ignored)
+        (Settings { threads, sockets, sockets_said, inline_bytes, spin }, ignored)
     }
+}
+
+/// As many as a NIC of this speed needs.
+fn sockets_for(mbps: u64) -> usize {
+    mbps.div_ceil(MBPS_PER_SOCKET).clamp(1, SOCKETS_MAX as u64) as usize
 }
 
 #[cfg(test)]
@@ -97,12 +135,39 @@ mod tests {
     #[test]
     fn threads_and_sockets_follow_cores_and_gpus() {
         let of = |cores, gpus| {
-            let (settings, ignored) = Settings::from(cores, gpus, |_| None);
+            let (settings, ignored) = Settings::from(cores, gpus, None, |_| None);
             assert_eq!(ignored, [""; 0]);
             (settings.threads, settings.sockets)
         };
         assert_eq!([of(1, 0), of(2, 8), of(8, 0), of(16, 2)], [(2, 2), (2, 2), (3, 2), (6, 3)]);
         assert_eq!([of(32, 2), of(208, 8), of(96, 1)], [(12, 4), (12, 4), (12, 4)]);
+    }
+
+    #[test]
+    fn slow_nics_need_fewer_sockets_and_threads() {
+        let of = |nics: &[u32]| {
+            let sum = nics.iter().map(|&mbps| u64::from(mbps)).sum();
+            let (settings, _) = Settings::from(32, 2, Some(sum), |_| None);
+            let over = |&mbps| settings.sockets_over(Some(mbps), nics.len());
+            (settings.threads, nics.iter().map(over).collect::<Vec<_>>())
+        };
+        assert_eq!([of(&[1000]), of(&[10_000]), of(&[25_000])], [(2, vec![1]), (2, vec![1]), (4, vec![2])]);
+        assert_eq!([of(&[100_000]), of(&[400_000])], [(12, vec![4]), (12, vec![4])]);
+        assert_eq!([of(&[10_000; 4]), of(&[100_000; 4])], [(8, vec![1; 4]), (12, vec![2; 4])]);
+        assert_eq!(of(&[100_000, 10_000]), (12, vec![4, 1]));
+    }
+
+    #[test]
+    fn merged_nics_have_at_least_a_socket_each_and_no_more_than_a_peer_takes() {
+        let of = |sockets: &'static str| {
+            Settings::from(16, 2, None, |name| (name == "FERRYWIRE_NCCL_SOCKETS").then(|| sockets.into())).0
+        };
+        for pairs in 1..=8 {
+            assert!(of("1").sockets_over(Some(1000), pairs) >= 1, "{pairs}");
+            assert!(of("64").sockets_over(None, pairs) * pairs <= SOCKETS_MAX, "{pairs}");
+        }
+        // What the user has said is not cut for a slow NIC.
+        assert_eq!([1, 2, 4, 8].map(|pairs| of("4").sockets_over(Some(1000), pairs)), [4, 4, 2, 1]);
     }
 
     #[test]
@@ -113,7 +178,7 @@ mod tests {
             "FERRYWIRE_NCCL_INLINE_BYTES" => Some(String::from("none")),
             _ => None,
         };
-        let (settings, ignored) = Settings::from(16, 2, set);
+        let (settings, ignored) = Settings::from(16, 2, Some(10_000), set);
         assert_eq!((settings.threads, settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
         assert_eq!(ignored, ["FERRYWIRE_NCCL_SOCKETS", "FERRYWIRE_NCCL_INLINE_BYTES"]);
     }

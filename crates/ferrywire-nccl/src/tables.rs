@@ -2,11 +2,10 @@
 //!
 //! Each version's table is a static. Functions that differ between versions are a few lines around the same body.
 //! Invariants: no panic crosses into NCCL, it becomes result 3; what a call has to write is written on every path.
-//! Read next: `device.rs`, then `attempt.rs` and `comm.rs`.
+//! Read next: `properties.rs`, `device.rs` and `merged.rs`, then `attempt.rs` and `comm.rs`.
 
-use std::ffi::{c_float, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 
 use ferrywire::nccl::abi::*;
@@ -14,36 +13,16 @@ use ferrywire::nccl::abi::*;
 use crate::attempt;
 use crate::channels;
 use crate::comm::{Comm, Memory, Request};
-use crate::device::{device, devices as all_devices};
-use crate::failure::{Fault, Outcome, told};
-use crate::handle::HANDLE_BYTES_USED;
+use crate::device::devices as devices_of_this_host;
+use crate::failure::{Fault, Outcome, guarded};
 use crate::listener::ListenComm;
 use crate::log;
-
-const MAX_COMMS: c_int = 65536;
-/// One message per receive: each pair of ranks has a comm of its own, and with it sockets of its own.
-const MAX_RECVS: c_int = 1;
-/// Not known, as for NCCL's own sockets: NCCL then reckons with its default.
-const LATENCY_US: c_float = 0.0;
-/// NCCL registers whole user buffers up front where this is 1, on connections that it makes for that alone. Here that
-/// would be work for nothing: host memory is not registered at all.
-const REG_IS_GLOBAL: c_int = 0;
-
-fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => ResultCode::SUCCESS,
-        // Writing the line is a call of NCCL's, which does not unwind.
-        Ok(Err(fault)) => told(&fault),
-        Err(_) => ResultCode::INTERNAL_ERROR,
-    }
-}
+use crate::merged::{self, device};
+use crate::properties::*;
 
 fn start(log: Log) -> ResultCode {
     log::set_logger(log);
-    guarded(|| {
-        all_devices()?;
-        Ok(())
-    })
+    guarded(begin)
 }
 
 unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
@@ -54,10 +33,16 @@ unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
 fn start_tuned(log: Log) -> ResultCode {
     log::set_logger(log);
     guarded(|| {
-        all_devices()?;
+        begin()?;
         channels::ask();
         Ok(())
     })
+}
+
+fn begin() -> Outcome<()> {
+    devices_of_this_host()?;
+    merged::begin();
+    Ok(())
 }
 
 unsafe extern "C" fn init_v9(log: Log) -> ResultCode {
@@ -96,81 +81,11 @@ unsafe extern "C" fn set_net_attr(_context: P, _attributes: *mut NetAttr) -> Res
 
 unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
     guarded(|| {
-        let count = all_devices()?.len() as c_int;
+        let count = merged::count()? as c_int;
         // SAFETY: NCCL gives room for the number.
         unsafe { ndev.write(count) };
         Ok(())
     })
-}
-
-/// `getProperties` of one layout: the fields that all have, and those that this one adds.
-macro_rules! get_properties {
-    ($($name:ident $properties:ident($dev:ident) { $($field:ident: $value:expr),* $(,)? })+) => {$(
-        unsafe extern "C" fn $name($dev: c_int, props: *mut $properties) -> ResultCode {
-            guarded(|| {
-                let device = device($dev)?;
-                let properties = $properties {
-                    name: device.name.as_ptr(),
-                    pci_path: device.pci_path.as_ref().map_or(ptr::null(), |path| path.as_ptr()),
-                    guid: $dev as u64,
-                    ptr_support: PTR_HOST,
-                    speed: device.speed_mbps,
-                    port: 0,
-                    max_comms: MAX_COMMS,
-                    $($field: $value,)*
-                };
-                // SAFETY: NCCL gives room for properties of this version.
-                unsafe { props.write(properties) };
-                Ok(())
-            })
-        }
-    )+};
-}
-
-get_properties! {
-    get_properties_v4 PropertiesV4(dev) {}
-    get_properties_v6 PropertiesV6(dev) { latency: LATENCY_US, max_recvs: MAX_RECVS }
-    get_properties_v7 PropertiesV7(dev) {
-        latency: LATENCY_US, max_recvs: MAX_RECVS,
-        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
-    }
-    get_properties_v8 PropertiesV8(dev) {
-        latency: LATENCY_US, max_recvs: MAX_RECVS,
-        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
-        reg_is_global: REG_IS_GLOBAL,
-    }
-    get_properties_v9 PropertiesV9(dev) {
-        latency: LATENCY_US, max_recvs: MAX_RECVS,
-        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
-        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v9(dev),
-        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX,
-    }
-    get_properties_v11 PropertiesV11(dev) {
-        latency: LATENCY_US, max_recvs: MAX_RECVS,
-        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
-        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v9(dev),
-        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX, max_multi_request_size: 1,
-    }
-    get_properties_v12 PropertiesV12(dev) {
-        latency: LATENCY_US, max_recvs: MAX_RECVS,
-        net_device_type: DEVICE_HOST, net_device_version: DEVICE_VERSION_NONE,
-        reg_is_global: REG_IS_GLOBAL, force_flush: 0, v_props: itself_v12(dev),
-        max_p2p_bytes: NET_SIZE_BYTES_MAX, max_coll_bytes: NET_SIZE_BYTES_MAX, max_multi_request_size: 1,
-        rail_id: RAIL_UNKNOWN, plane_id: RAIL_UNKNOWN,
-    }
-}
-
-/// A plain device names itself.
-fn itself_v9(dev: c_int) -> VDevicePropsV9 {
-    let mut itself = VDevicePropsV9 { ndevs: 1, ..VDevicePropsV9::zeroed() };
-    itself.devs[0] = dev;
-    itself
-}
-
-fn itself_v12(dev: c_int) -> VDevicePropsV12 {
-    let mut itself = VDevicePropsV12 { ndevs: 1, ..VDevicePropsV12::zeroed() };
-    itself.devs[0] = dev;
-    itself
 }
 
 /// # Safety
@@ -179,11 +94,11 @@ unsafe fn listen(dev: c_int, handle: P, room: usize, listen_comm: PP) -> ResultC
     guarded(|| {
         attempt::sweep();
         let (comm, made) = ListenComm::open(device(dev)?)?;
-        let bytes = made.to_bytes();
-        // SAFETY: by the caller's promise; the handle used is the smallest there is.
+        let mut bytes = [0; HANDLE_BYTES];
+        made.write(&mut bytes[..room]);
+        // SAFETY: by the caller's promise.
         unsafe {
-            handle.cast::<u8>().write_bytes(0, room);
-            handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), HANDLE_BYTES_USED);
+            handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), room);
             listen_comm.write(Box::into_raw(Box::new(comm)).cast());
         }
         Ok(())
@@ -205,12 +120,14 @@ unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm:
     unsafe { listen(dev, handle, HANDLE_BYTES, listen_comm) }
 }
 
-unsafe extern "C" fn connect_v4(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+/// # Safety
+/// `handle` is null or has `ROOM` bytes, the same in each call; `send_comm` has room for a pointer.
+unsafe fn connect<const ROOM: usize>(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
     guarded(|| {
-        // SAFETY: NCCL gives room for the pointer, and a handle of its own, the same in each call.
+        // SAFETY: by the caller's promise.
         let handle = unsafe {
             send_comm.write(ptr::null_mut());
-            handle.cast::<[u8; HANDLE_BYTES_USED]>().as_mut()
+            handle.cast::<[u8; ROOM]>().as_mut()
         };
         let handle = handle.ok_or_else(|| Fault::usage("connect without a handle"))?;
         let comm = attempt::connect(device(dev)?, handle)?;
@@ -220,6 +137,16 @@ unsafe extern "C" fn connect_v4(dev: c_int, handle: P, send_comm: PP) -> ResultC
     })
 }
 
+unsafe extern "C" fn connect_v4(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+    // SAFETY: NCCL gives room for the pointer, and a handle of its own, of the size that `listen` has.
+    unsafe { connect::<HANDLE_BYTES_V4>(dev, handle, send_comm) }
+}
+
+unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+    // SAFETY: as above.
+    unsafe { connect::<HANDLE_BYTES>(dev, handle, send_comm) }
+}
+
 /// The pointer for NCCL: null while there is no comm.
 fn raw(comm: Option<Box<Comm>>) -> P {
     comm.map_or(ptr::null_mut(), |comm| Box::into_raw(comm).cast())
@@ -227,7 +154,7 @@ fn raw(comm: Option<Box<Comm>>) -> P {
 
 unsafe extern "C" fn connect_v7(dev: c_int, handle: P, send_comm: PP, _device: Dh) -> ResultCode {
     // SAFETY: as promised to this function. The device handle is left alone.
-    unsafe { connect_v4(dev, handle, send_comm) }
+    unsafe { connect_v5(dev, handle, send_comm) }
 }
 
 unsafe extern "C" fn connect_v10(
@@ -238,7 +165,7 @@ unsafe extern "C" fn connect_v10(
     _device: Dh,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { connect_v4(dev, handle, send_comm) }
+    unsafe { connect_v5(dev, handle, send_comm) }
 }
 
 unsafe extern "C" fn connect_v11(
@@ -249,7 +176,7 @@ unsafe extern "C" fn connect_v11(
     _device: Dh,
 ) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { connect_v4(dev, handle, send_comm) }
+    unsafe { connect_v5(dev, handle, send_comm) }
 }
 
 unsafe extern "C" fn accept_v4(listen_comm: P, recv_comm: PP) -> ResultCode {
@@ -557,11 +484,11 @@ export! {
         reg_mr: reg_mr_v4, isend: isend_v4, irecv: irecv_v4, iflush: iflush_v4,
     }
     ncclNetPlugin_v5 NetV5 {
-        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v4, accept: accept_v4,
+        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v4,
         reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v6 NetV6 {
-        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v4, accept: accept_v4,
+        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v4,
         reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v7 NetV7 {
@@ -575,19 +502,23 @@ export! {
     ncclNetPlugin_v9 NetV9 {
         init: init_v9, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v8, isend: isend_v9, irecv: irecv_v9, iflush: iflush_v5,
+        make_v_device: make_v_device_v9,
     }
     ncclNetPlugin_v10 NetV10 {
         init: init_v10, get_properties: get_properties_v9, listen: listen_v5, connect: connect_v10,
         accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+        make_v_device: make_v_device_v9,
     }
     ncclNetPlugin_v11 NetV11 {
         init: init_v11, get_properties: get_properties_v11, listen: listen_v11, connect: connect_v11,
         accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+        make_v_device: make_v_device_v9,
         finalize: finalize, set_net_attr: set_net_attr,
     }
     ncclNetPlugin_v12 NetV12 {
         init: init_v11, get_properties: get_properties_v12, listen: listen_v11, connect: connect_v11,
         accept: accept_v7, reg_mr: reg_mr_v8, isend: isend_v10, irecv: irecv_v10, iflush: iflush_v5,
+        make_v_device: make_v_device_v12,
         finalize: finalize, set_net_attr: set_net_attr,
     }
 }

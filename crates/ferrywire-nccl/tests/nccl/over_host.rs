@@ -9,7 +9,7 @@ use crate::pair::{Pair, pattern, plugin, tested, until};
 const REQUESTS: usize = 32;
 
 /// Sends all messages at once, or as many as the comm takes, into receives with `room` bytes more than needed.
-fn exchange(pair: &Pair, sizes: &[usize], room: usize, receives_first: bool) {
+pub fn exchange(pair: &Pair, sizes: &[usize], room: usize, receives_first: bool) {
     let mut sources: Vec<Vec<u8>> =
         sizes.iter().enumerate().map(|(seed, &size)| pattern(seed, size)).collect();
     let mut targets: Vec<Vec<u8>> = sizes.iter().map(|&size| vec![0xEE; size + room]).collect();
@@ -40,7 +40,7 @@ fn exchange(pair: &Pair, sizes: &[usize], room: usize, receives_first: bool) {
     }
 }
 
-const SIZES: [usize; 14] = [
+pub const SIZES: [usize; 14] = [
     0,
     1,
     63,

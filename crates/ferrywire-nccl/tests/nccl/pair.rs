@@ -47,8 +47,12 @@ pub struct Pair {
 
 impl Pair {
     pub fn new(plugin: &Plugin) -> Pair {
-        let (mut listener, handle) = plugin.listen(0).unwrap();
-        let mut connecting = plugin.connect(0, &handle);
+        Pair::over(plugin, 0)
+    }
+
+    pub fn over(plugin: &Plugin, device: i32) -> Pair {
+        let (mut listener, handle) = plugin.listen(device).unwrap();
+        let mut connecting = plugin.connect(device, &handle);
         let (mut send, mut recv) = (None, None);
         // In turns on one thread: neither call may wait for the other.
         until("connecting", || {

@@ -3,6 +3,8 @@
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -34,10 +36,13 @@ struct net {
     int version;
     void *context;
     int config;
+    /* Where it listens, and from where it connects. */
+    int device;
 };
 
-/* Lines at level WARN so far. */
+/* Lines at level WARN so far, and the last of them. */
 static _Atomic int warnings;
+static char last_warning[1024];
 
 static void logger(int level, unsigned long flags, const char *file, int line, const char *format, ...)
 {
@@ -49,6 +54,7 @@ static void logger(int level, unsigned long flags, const char *file, int line, c
     (void)flags, (void)file, (void)line;
     if (level == 2) {
         warnings++;
+        memcpy(last_warning, text, sizeof text);
         printf("WARN %s\n", text);
     }
 }
@@ -100,16 +106,17 @@ static int net_properties(struct net *net, int device, void *into)
 static int net_listen(struct net *net, void *handle, void **comm)
 {
     if (net->version == 10)
-        return ((int (*)(int, void *, void **))net->table[4])(0, handle, comm);
-    return ((int (*)(void *, int, void *, void **))net->table[4])(net->context, 0, handle, comm);
+        return ((int (*)(int, void *, void **))net->table[4])(net->device, handle, comm);
+    return ((int (*)(void *, int, void *, void **))net->table[4])(net->context, net->device, handle, comm);
 }
 
 static int net_connect(struct net *net, void *handle, void **comm, void **device_handle)
 {
     if (net->version == 10)
-        return ((int (*)(int, int *, void *, void **, void **))net->table[5])(0, &net->config, handle, comm,
+        return ((int (*)(int, int *, void *, void **, void **))net->table[5])(net->device, &net->config, handle,
+                                                                               comm,
                                                                                device_handle);
-    return ((int (*)(void *, int, void *, void **, void **))net->table[5])(net->context, 0, handle, comm,
+    return ((int (*)(void *, int, void *, void **, void **))net->table[5])(net->context, net->device, handle, comm,
                                                                             device_handle);
 }
 
@@ -293,4 +300,55 @@ static void message(struct net *net, struct pair pair, size_t size, size_t room,
     CHECK(length == (int)size && is_filled(target, size, seed) && target[size] == 0xEE);
     free(source);
     free(target);
+}
+
+/* Runs both bodies, the first in a child; the child's pid is in `peer` of the second. */
+static pid_t peer;
+
+static void two(struct net *net, void (*child)(struct net *, int), void (*parent)(struct net *, int), int signal)
+{
+    int sockets[2], status;
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
+    peer = fork();
+    CHECK(peer >= 0);
+    if (peer == 0) {
+        /* If the other ends early, this hears of it. */
+        close(sockets[1]);
+        child(net, sockets[0]);
+        exit(0);
+    }
+    close(sockets[0]);
+    parent(net, sockets[1]);
+    CHECK(waitpid(peer, &status, 0) == peer);
+    CHECK(signal ? WIFSIGNALED(status) && WTERMSIG(status) == signal : status == 0);
+}
+
+static void shell(const char *format, ...)
+{
+    char command[256];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(command, sizeof command, format, arguments);
+    va_end(arguments);
+    CHECK(system(command) == 0);
+}
+
+/* The other end of a socket has come as far. */
+static void both(int socket)
+{
+    char byte = 1;
+    CHECK(write(socket, &byte, 1) == 1 && read(socket, &byte, 1) == 1);
+}
+
+/* Whether a NIC is up, which it is some time after both ends of its link, and has an address of this family. */
+static int is_up(const char *name, int family)
+{
+    struct ifaddrs *all;
+    int up = 0;
+    CHECK(getifaddrs(&all) == 0);
+    for (struct ifaddrs *one = all; one; one = one->ifa_next)
+        up |= !strcmp(one->ifa_name, name) && one->ifa_addr && one->ifa_addr->sa_family == family
+              && (one->ifa_flags & IFF_UP) && (one->ifa_flags & IFF_RUNNING);
+    freeifaddrs(all);
+    return up;
 }

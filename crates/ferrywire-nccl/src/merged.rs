@@ -1,0 +1,190 @@
+//! Devices made of several: NCCL asks for them where NICs lie close together, and then uses each as one fast NIC.
+//!
+//! NCCL counts the plain devices after it has loaded the plugin, asks for merged ones, and counts again. When it has
+//! unloaded the plugin and loads it again, versions from 2.28 on do all of that again, and earlier ones go on with the
+//! numbers that they know. So the count begins anew, and the devices stay.
+//! Invariants: merged devices have the numbers behind the plain ones, in the order in which they were asked for; the same
+//! ones asked for again are the same device; none has a merged one inside.
+
+use std::cell::Cell;
+use std::ffi::CString;
+use std::sync::Mutex;
+
+use ferrywire::nccl::abi::HANDLE_BYTES;
+
+use crate::comm::locked;
+use crate::device::{self, Device};
+use crate::failure::{Fault, Outcome};
+use crate::handle;
+use crate::log;
+
+/// The merged devices of a process.
+struct Merged {
+    made: Vec<&'static Device>,
+    /// As many have been asked for since NCCL last began.
+    counted: usize,
+}
+
+static MERGED: Mutex<Merged> = Mutex::new(Merged { made: Vec::new(), counted: 0 });
+
+thread_local! {
+    /// NCCL has started the plugin on this thread, and asked for nothing since.
+    static BEGINS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The plugin was started.
+pub fn begin() {
+    BEGINS.set(true);
+}
+
+/// How many devices there are, with the merged ones; for one who has just begun, without.
+pub fn count() -> Outcome<usize> {
+    let plain = device::devices()?.len();
+    let mut merged = locked(&MERGED);
+    if BEGINS.take() {
+        merged.counted = 0;
+    }
+    Ok(plain + merged.counted)
+}
+
+/// A device by its number.
+pub fn device(number: i32) -> Outcome<&'static Device> {
+    let plain = device::devices()?;
+    let found = usize::try_from(number).ok().and_then(|index| match plain.get(index) {
+        None => locked(&MERGED).made.get(index - plain.len()).copied(),
+        plain => plain,
+    });
+    found.ok_or_else(|| Fault::usage(format_args!("there is no device {number}")))
+}
+
+/// The number of the device that is made of these.
+pub fn merge(members: &[i32]) -> Outcome<i32> {
+    BEGINS.set(false);
+    let plain = device::devices()?;
+    let checked = check(plain, members)?;
+    if let [one] = members {
+        return Ok(*one);
+    }
+    let mut merged = locked(&MERGED);
+    let before = merged.counted;
+    let index = merged.number(members, || Box::leak(Box::new(made_of(&checked))));
+    let number = (plain.len() + index) as i32;
+    if merged.counted > before {
+        let device = merged.made[index];
+        let (name, speed) = (device.name.to_string_lossy(), device.speed_mbps);
+        log::info(format_args!("device {number}: {name}, {speed} Mbit/s"));
+    }
+    Ok(number)
+}
+
+impl Merged {
+    /// Its place among the merged ones; it may be there from before NCCL began anew.
+    fn number(&mut self, members: &[i32], make: impl FnOnce() -> &'static Device) -> usize {
+        let counted = self.counted;
+        if let Some(index) = self.made[..counted].iter().position(|device| device.members == members) {
+            return index;
+        }
+        match self.made.get(counted) {
+            Some(device) if device.members == members => {}
+            Some(_) => self.made[counted] = make(),
+            None => self.made.push(make()),
+        }
+        self.counted += 1;
+        counted
+    }
+}
+
+/// The devices of these numbers, if one can be made of them.
+fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
+    let refused = |why: String| Fault::usage(format_args!("devices {members:?} cannot be merged: {why}"));
+    let find = |(k, number): (usize, &i32)| {
+        if members[..k].contains(number) {
+            return Err(refused(format!("{number} is named twice")));
+        }
+        let found = usize::try_from(*number).ok().and_then(|index| plain.get(index));
+        found.ok_or_else(|| refused(format!("there is no plain device {number}")))
+    };
+    let found = members.iter().enumerate().map(find).collect::<Outcome<Vec<_>>>()?;
+    let fitting =
+        handle::fitting(found.iter().flat_map(|device| &device.nics).map(|nic| nic.address), HANDLE_BYTES);
+    match found.len() {
+        0 => Err(refused("there are none".into())),
+        count if count > fitting => Err(refused(format!("a handle holds the addresses of {fitting}"))),
+        _ => Ok(found),
+    }
+}
+
+fn made_of(devices: &[&Device]) -> Device {
+    let names: Vec<&[u8]> = devices.iter().map(|device| device.name.as_bytes()).collect();
+    Device {
+        nics: devices.iter().flat_map(|device| device.nics.clone()).collect(),
+        members: devices.iter().flat_map(|device| device.members.clone()).collect(),
+        name: CString::new(names.join(&b'+')).unwrap_or_default(),
+        pci_path: devices[0].pci_path.clone(),
+        speed_mbps: devices.iter().fold(0, |sum, device| sum.saturating_add(device.speed_mbps)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire::transport::Nic;
+
+    fn plain(count: i32, family: &str) -> Vec<Device> {
+        let nic = |k: i32| Nic {
+            name: format!("no-such-nic{k}"),
+            address: family.replace('K', &k.to_string()).parse().unwrap(),
+            prefix_len: 24,
+            speed_mbps: Some(25_000 + k as u32),
+            loopback: false,
+            up: true,
+        };
+        (0..count).map(|k| Device::of(k, nic(k))).collect()
+    }
+
+    fn made(plain: &[Device], members: &[i32]) -> &'static Device {
+        Box::leak(Box::new(made_of(&check(plain, members).unwrap())))
+    }
+
+    #[test]
+    fn a_merged_device_has_what_its_members_have_together() {
+        let mut plain = plain(3, "10.0.K.1");
+        plain[2].pci_path = Some(c"/sys/devices/pci0000:00/0000:00:04.0".into());
+        let device = made(&plain, &[2, 0]);
+        assert_eq!((device.name.as_c_str(), device.speed_mbps), (c"no-such-nic2+no-such-nic0", 50_002));
+        assert_eq!((&device.members[..], &device.pci_path), (&[2, 0][..], &plain[2].pci_path));
+        assert_eq!(device.nics[0].address, plain[2].nics[0].address);
+        plain[0].speed_mbps = i32::MAX;
+        assert_eq!(made(&plain, &[0, 1]).speed_mbps, i32::MAX);
+    }
+
+    #[test]
+    fn what_cannot_be_merged_is_refused_with_the_reason() {
+        let why = |plain: &[Device], members: &[i32]| check(plain, members).unwrap_err().why;
+        let four = plain(4, "10.0.K.1");
+        for members in [&[0, 4][..], &[-1, 0], &[i32::MIN], &[i32::MAX, 1]] {
+            assert!(why(&four, members).contains("no plain device"), "{members:?}");
+        }
+        assert!(why(&four, &[0, 1, 0]).contains("0 is named twice"));
+        assert!(why(&four, &[]).contains("none"));
+        assert_eq!(check(&plain(8, "10.0.K.1"), &[7, 6, 5, 4, 3, 2, 1, 0]).unwrap().len(), 8);
+        assert!(why(&plain(9, "10.0.K.1"), &[0, 1, 2, 3, 4, 5, 6, 7, 8]).contains("addresses of 8"));
+        assert!(why(&plain(5, "2001:db8::K"), &[0, 1, 2, 3, 4]).contains("addresses of 4"));
+    }
+
+    #[test]
+    fn the_same_ones_are_the_same_device_also_after_a_new_beginning() {
+        let plain = plain(4, "10.0.K.1");
+        let mut merged = Merged { made: Vec::new(), counted: 0 };
+        let number = |merged: &mut Merged, members: &[i32]| merged.number(members, || made(&plain, members));
+        for _ in 0..2 {
+            assert_eq!([number(&mut merged, &[0, 1]), number(&mut merged, &[2, 3])], [0, 1]);
+            assert_eq!(number(&mut merged, &[1, 0]), 2);
+            assert_eq!((number(&mut merged, &[2, 3]), merged.counted, merged.made.len()), (1, 3, 3));
+            merged.counted = 0;
+        }
+        // Others than before the beginning.
+        assert_eq!((number(&mut merged, &[2, 3]), &merged.made[0].members[..]), (0, &[2, 3][..]));
+        assert_eq!((merged.counted, merged.made.len()), (1, 3));
+    }
+}

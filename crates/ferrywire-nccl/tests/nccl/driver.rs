@@ -1,0 +1,87 @@
+//! Programs in C that use the plugin, one process for each case.
+
+use std::io::{Read, Seek};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use crate::pair::file;
+
+/// A driver that has not ended after this long hangs.
+const HANGS_AFTER: Duration = Duration::from_secs(300);
+/// The programs, in `c/`.
+const PROGRAMS: [&str; 2] = ["driver", "nics"];
+
+/// The folder with the programs, and the shared object under the name that NCCL looks for.
+fn built() -> &'static PathBuf {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let folder =
+            tempfile::Builder::new().prefix("nccl-").tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        // Kept for the whole run; the folder is one of cargo's.
+        let folder = folder.keep();
+        std::fs::copy(file(), folder.join("libnccl-net-ferrywire.so")).unwrap();
+        for program in PROGRAMS {
+            let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(format!("tests/nccl/c/{program}.c"));
+            let mut cc = Command::new(std::env::var_os("CC").unwrap_or_else(|| "cc".into()));
+            cc.args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-pthread", "-o"])
+                .arg(folder.join(program))
+                .arg(source)
+                .arg("-ldl");
+            let output = cc.output().expect("a C compiler, which Rust links with");
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        }
+        folder
+    })
+}
+
+/// Runs a case of a program with a version of the interface.
+pub fn passes(program: &str, version: u32, case: &str) {
+    let folder = built();
+    // A pipe that nobody reads meanwhile would hold up a program that says much.
+    let mut said = tempfile::tempfile().unwrap();
+    let mut child = Command::new(folder.join(program))
+        .arg(folder.join("libnccl-net-ferrywire.so"))
+        .args([version.to_string().as_str(), case])
+        .env("NCCL_SOCKET_IFNAME", "lo")
+        .env_remove("NCCL_MIN_NCHANNELS")
+        .env_remove("NCCL_MAX_NCHANNELS")
+        .stdin(Stdio::null())
+        .stdout(said.try_clone().unwrap())
+        .stderr(said.try_clone().unwrap())
+        .spawn()
+        .unwrap();
+    let since = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if since.elapsed() > HANGS_AFTER {
+            let _ = child.kill();
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let status = child.wait().unwrap();
+    let mut text = String::new();
+    said.rewind().unwrap();
+    said.read_to_string(&mut text).unwrap();
+    assert!(status.success() && text.contains("passed\n"), "v{version} {case}: {status}\n{text}");
+}
+
+/// Whether tests may take minutes.
+pub fn has_time() -> bool {
+    let has = std::env::var("FERRYWIRE_LONG").is_ok_and(|value| value == "1");
+    if !has {
+        println!("SKIPPED: needs FERRYWIRE_LONG=1, and minutes");
+    }
+    has
+}
+
+/// Whether hosts can be played by network namespaces.
+pub fn can_make_namespaces() -> bool {
+    let root = Command::new("id").arg("-u").output().is_ok_and(|said| said.stdout == b"0\n");
+    let tools = ["ip", "tc"].into_iter().all(|tool| Command::new(tool).arg("-V").output().is_ok());
+    if !root || !tools {
+        println!("SKIPPED: needs root and iproute2, to make network namespaces");
+    }
+    root && tools
+}
