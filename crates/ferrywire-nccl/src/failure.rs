@@ -91,3 +91,25 @@ pub fn guarded(body: impl FnOnce() -> Outcome<()>) -> ResultCode {
         Err(_) => ResultCode::INTERNAL_ERROR,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_does_not_cross_into_nccl() {
+        assert_eq!(guarded(|| panic!("a bug, made for a test")), ResultCode::INTERNAL_ERROR);
+        assert_eq!(guarded(|| Err(Fault::usage("a mistake"))), ResultCode::INVALID_ARGUMENT);
+        assert_eq!(guarded(|| Ok(())), ResultCode::SUCCESS);
+    }
+
+    #[test]
+    fn a_failure_has_one_line_however_often_it_is_asked_about() {
+        let failure = Failure::default();
+        assert_eq!(failure.check(), Ok(()));
+        failure.record(Fault::remote("first"));
+        failure.record(Fault::usage("second"));
+        assert_eq!(failure.check(), Err(Fault::remote("first")));
+        assert_eq!(failure.check(), Err(Fault::remote("")));
+    }
+}

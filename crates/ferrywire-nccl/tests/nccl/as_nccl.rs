@@ -37,6 +37,11 @@ cases! {
 }
 
 #[test]
+fn tables() {
+    passes("driver", 12, "tables");
+}
+
+#[test]
 fn silent_path() {
     if has_time() && can_make_namespaces() {
         passes("driver", 12, "silent_path");

@@ -157,6 +157,52 @@ static void properties(struct net *net)
     CHECK(net_properties(net, 1, room) != SUCCESS && net_properties(net, -1, room) != SUCCESS);
 }
 
+/* All tables: which slots there are, how far properties reach, and that a negative size is refused where sizes have a sign. */
+static void tables(struct net *net)
+{
+    static const struct {
+        int version, slots, regmr_dmabuf, properties, speed, comms, recvs;
+    } all[] = {
+        { 4, 16, 0, 40, 28, 36, 0 },   { 5, 16, 0, 48, 28, 40, 44 },   { 6, 17, 8, 48, 28, 40, 44 },
+        { 7, 19, 8, 56, 28, 40, 44 },  { 8, 19, 8, 64, 32, 44, 48 },   { 9, 20, 8, 104, 36, 48, 52 },
+        { 10, 20, 8, 104, 36, 48, 52 }, { 11, 22, 8, 112, 36, 48, 52 }, { 12, 22, 8, 128, 36, 48, 52 },
+    };
+    net_load(net, path);
+    struct pair pair = pair_here(net);
+    for (int n = 0; n < 9; n++) {
+        unsigned char room[256];
+        char symbol[32], byte = 0;
+        int version = all[n].version, before = warnings;
+        void *handle = NULL, *request = NULL;
+        snprintf(symbol, sizeof symbol, "ncclNetPlugin_v%d", version);
+        void **table = dlsym(net->library, symbol);
+        CHECK(table && !strcmp(table[0], "ferrywire"));
+        for (int slot = 1; slot < all[n].slots; slot++) {
+            /* regMrDmaBuf, getDeviceMr and irecvConsumed are not there; finalize has to be. */
+            int empty = (all[n].regmr_dmabuf && slot == 8) || slot == 17 || slot == 18;
+            CHECK((table[slot] == NULL) == empty);
+        }
+        memset(room, 0xA5, sizeof room);
+        CHECK(((int (*)(int, void *))table[3])(0, room) == SUCCESS);
+        CHECK(!strcmp(*(char **)room, "lo") && *(int *)(room + 24) == HOST && *(int *)(room + all[n].speed) > 0);
+        CHECK(*(int *)(room + all[n].comms) == 65536 && (!all[n].recvs || *(int *)(room + all[n].recvs) == 1));
+        for (size_t at = (size_t)all[n].properties; at < sizeof room; at++)
+            CHECK(room[at] == 0xA5);
+        if (version < 8) {
+            CHECK(((int (*)(void *, void *, int, int, void **))table[7])(pair.send, &byte, -1, HOST, &handle) != SUCCESS);
+            CHECK(handle == NULL && warnings == ++before);
+        }
+        if (version >= 5 && version < 9) {
+            void *isend = table[version == 5 ? 9 : 10];
+            CHECK(((int (*)(void *, void *, int, int, void *, void **))isend)(pair.send, &byte, -1, 0, NULL, &request)
+                  != SUCCESS);
+            CHECK(request == NULL && warnings == ++before);
+        }
+    }
+    message(net, pair, 100, 100, 1);
+    pair_close(net, pair);
+}
+
 static void setting_up(struct net *net)
 {
     char handle[128 + 16], copy[128];
@@ -740,6 +786,7 @@ int main(int count, char **arguments)
         { "init_again", init_again },
         { "unload_without_a_call", unload_without_a_call },
         { "properties", properties },
+        { "tables", tables },
         { "setting_up", setting_up },
         { "handles", handles },
         { "registration", registration },
