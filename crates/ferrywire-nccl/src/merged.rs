@@ -2,7 +2,12 @@
 //!
 //! NCCL counts the plain devices after it has loaded the plugin, asks for merged ones, and counts again. When it has
 //! unloaded the plugin and loads it again, versions from 2.28 on do all of that again, and earlier ones go on with the
-//! numbers that they know. So the count begins anew, and the devices stay.
+//! numbers that they know. So the count begins anew, and the devices stay. Versions before 2.27 ask for each NIC that stays
+//! alone, too, and forget it unless it is counted.
+//!
+//! NCCL puts a merged device beside its members' PCI functions. Where they have none, or the same, it puts it where it does
+//! not look for it any more, and would have no NIC: such a merge, which it asks for without being told to, is refused, and it
+//! goes on without.
 //! Invariants: merged devices have the numbers behind the plain ones, in the order in which they were asked for; the same
 //! ones asked for again are the same device; none has a merged one inside.
 
@@ -62,8 +67,9 @@ pub fn merge(members: &[i32]) -> Outcome<i32> {
     BEGINS.set(false);
     let plain = device::devices()?;
     let checked = check(plain, members)?;
-    if let [one] = members {
-        return Ok(*one);
+    if let Some(why) = misplaced(&checked).filter(|_| !may_merge_any()) {
+        log::info(format_args!("devices {members:?} stay apart: {why}"));
+        return Err(Fault { why: String::new(), ..Fault::usage(why) });
     }
     let mut merged = locked(&MERGED);
     let before = merged.counted;
@@ -112,6 +118,23 @@ fn check<'a>(plain: &'a [Device], members: &[i32]) -> Outcome<Vec<&'a Device>> {
         count if count > fitting => Err(refused(format!("a handle holds the addresses of {fitting}"))),
         _ => Ok(found),
     }
+}
+
+/// Why NCCL would lose what these are merged to.
+fn misplaced(devices: &[&Device]) -> Option<&'static str> {
+    let paths: Vec<_> = devices.iter().map(|device| &device.pci_path).collect();
+    let twice = |(k, path): (usize, _)| paths[..k].contains(path);
+    match paths.len() {
+        1 => None,
+        _ if paths.iter().any(|path| path.is_none()) => Some("NCCL merges none but PCI devices"),
+        _ if paths.iter().enumerate().any(twice) => Some("NCCL merges no ports of one PCI function"),
+        _ => None,
+    }
+}
+
+/// For programs that are not NCCL.
+fn may_merge_any() -> bool {
+    std::env::var("FERRYWIRE_NCCL_MERGE").is_ok_and(|value| value == "any")
 }
 
 fn made_of(devices: &[&Device]) -> Device {
@@ -170,6 +193,20 @@ mod tests {
         assert_eq!(check(&plain(8, "10.0.K.1"), &[7, 6, 5, 4, 3, 2, 1, 0]).unwrap().len(), 8);
         assert!(why(&plain(9, "10.0.K.1"), &[0, 1, 2, 3, 4, 5, 6, 7, 8]).contains("addresses of 8"));
         assert!(why(&plain(5, "2001:db8::K"), &[0, 1, 2, 3, 4]).contains("addresses of 4"));
+    }
+
+    #[test]
+    fn what_nccl_would_lose_stays_apart() {
+        let mut plain = plain(3, "10.0.K.1");
+        let why = |plain: &[Device], members: &[i32]| misplaced(&check(plain, members).unwrap());
+        assert!(why(&plain, &[0, 1]).is_some_and(|why| why.contains("none but PCI")));
+        assert_eq!(why(&plain, &[2]), None);
+        plain[0].pci_path = Some(c"/sys/devices/pci0000:00/0000:00:04.0".into());
+        plain[1].pci_path = Some(c"/sys/devices/pci0000:00/0000:00:04.1".into());
+        assert_eq!(why(&plain, &[1, 0]), None);
+        assert!(why(&plain, &[1, 0, 2]).is_some());
+        plain[2].pci_path = plain[0].pci_path.clone();
+        assert!(why(&plain, &[0, 1, 2]).is_some_and(|why| why.contains("one PCI function")));
     }
 
     #[test]

@@ -7,6 +7,8 @@
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, and after a millisecond without longer ones, up to 128 KiB |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
+//! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
+//!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program. How fast a NIC is counts where a
 //! physical one says so: one of 10 Gbit/s needs one socket and two threads.

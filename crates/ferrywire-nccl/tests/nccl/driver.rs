@@ -45,6 +45,7 @@ pub fn passes(program: &str, version: u32, case: &str) {
         .arg(folder.join("libnccl-net-ferrywire.so"))
         .args([version.to_string().as_str(), case])
         .env("NCCL_SOCKET_IFNAME", "lo")
+        .env("FERRYWIRE_NCCL_MERGE", "any")
         .env_remove("NCCL_MIN_NCHANNELS")
         .env_remove("NCCL_MAX_NCHANNELS")
         .stdin(Stdio::null())

@@ -80,7 +80,7 @@ fn our_own_host_uses_merged_devices() {
     let name = "several_nics::in_a_namespace_of_its_own";
     let mut inside = Command::new(std::env::current_exe().unwrap());
     inside.args(["--exact", name, "--ignored", "--nocapture"]).env("NCCL_SOCKET_IFNAME", "=n0,n2");
-    inside.env(INSIDE, "1");
+    inside.env(INSIDE, "1").env("FERRYWIRE_NCCL_MERGE", "any");
     // SAFETY: a system call, and nothing else between fork and exec.
     unsafe {
         inside.pre_exec(|| match libc::unshare(libc::CLONE_NEWNET) {
@@ -125,7 +125,8 @@ fn in_a_namespace_of_its_own() {
         assert_eq!(both.speed_mbps, first.speed_mbps + second.speed_mbps);
         assert_eq!((both.guid, both.pci_path, both.max_recvs), (2, None, 1));
         assert!(plugin.make_v_device(&[0, merged]).is_err());
-        assert_eq!(plugin.make_v_device(&[0]).unwrap(), 0);
+        let alone = plugin.make_v_device(&[0]).unwrap();
+        assert_eq!((alone, plugin.properties(alone).unwrap().name), (3, first.name));
         let pair = Pair::over(&plugin, merged);
         exchange(&pair, &SIZES, 0, true);
         exchange(&pair, &SIZES, 5000, false);

@@ -231,7 +231,18 @@ static void merging(struct net *net)
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &made) == SUCCESS && made == 6 && net_devices(net) == 7);
     CHECK(net_merge(net, 2, (int[]){ 1, 3 }, &made) == SUCCESS && made == 7 && net_devices(net) == 8);
     CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &again_made) == SUCCESS && again_made == 6);
-    CHECK(net_merge(net, 1, (int[]){ 5 }, &again_made) == SUCCESS && again_made == 5 && net_devices(net) == 8);
+    /* One alone is counted, too: versions before 2.27 ask for it. */
+    CHECK(net_merge(net, 1, (int[]){ 5 }, &made) == SUCCESS && made == 8 && net_devices(net) == 9);
+    char *alone[2];
+    for (int n = 0; n < 2; n++) {
+        CHECK(net_properties(net, n ? 8 : 5, room) == SUCCESS && *(int *)(room + 64) == 1 && *(int *)(room + 68) == 5);
+        alone[n] = *(char **)room;
+    }
+    CHECK(!strcmp(alone[0], alone[1]));
+    /* NCCL would lose those that are no PCI devices: not a mistake of the user's, and no warning. */
+    CHECK(unsetenv("FERRYWIRE_NCCL_MERGE") == 0);
+    CHECK(net_merge(net, 3, (int[]){ 4, 0, 2 }, &again_made) != SUCCESS && warnings == 0);
+    CHECK(setenv("FERRYWIRE_NCCL_MERGE", "any", 1) == 0);
     char *names[3], joined[64];
     for (int n = 0; n < 3; n++) {
         CHECK(net_properties(net, (int[]){ 4, 0, 2 }[n], room) == SUCCESS);
@@ -261,9 +272,9 @@ static void merging(struct net *net)
         CHECK(net_merge(net, wrong[n].count, wrong[n].devices, &made) != SUCCESS && made == 77);
         CHECK(warnings == n + 1 && strstr(last_warning, wrong[n].why));
     }
-    CHECK(net_devices(net) == 8);
+    CHECK(net_devices(net) == 9);
     if (net->version == 12)
-        CHECK(net_merge(net, 6, (int[]){ 0, 1, 2, 3, 4, 5 }, &made) == SUCCESS && made == 8);
+        CHECK(net_merge(net, 6, (int[]){ 0, 1, 2, 3, 4, 5 }, &made) == SUCCESS && made == 9);
     net->device = 6;
     struct pair pair = pair_here(net);
     message(net, pair, 3 << 20, 3 << 20, 1);
