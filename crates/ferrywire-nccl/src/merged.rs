@@ -2,8 +2,8 @@
 //!
 //! NCCL counts the plain devices after it has loaded the plugin, asks for merged ones, and counts again. When it has
 //! unloaded the plugin and loads it again, versions from 2.28 on do all of that again, and earlier ones go on with the
-//! numbers that they know. So the count begins anew, and the devices stay. Versions before 2.27 ask for each NIC that stays
-//! alone, too, and forget it unless it is counted.
+//! numbers that they know. So the count begins anew, and the devices stay. Versions before 2.27 ask for NICs that stay alone,
+//! too, and where there is a merged device forget all NICs that are not counted with it: so those alone are counted once more.
 //!
 //! NCCL puts a merged device beside its members' PCI functions. Where they have none, or the same, it puts it where it does
 //! not look for it any more, and would have no NIC: such a merge, which it asks for without being told to, is refused, and it
@@ -28,9 +28,11 @@ struct Merged {
     made: Vec<&'static Device>,
     /// As many have been asked for since NCCL last began.
     counted: usize,
+    /// So has one of a single NIC.
+    asked_alone: bool,
 }
 
-static MERGED: Mutex<Merged> = Mutex::new(Merged { made: Vec::new(), counted: 0 });
+static MERGED: Mutex<Merged> = Mutex::new(Merged::new());
 
 thread_local! {
     /// NCCL has started the plugin on this thread, and asked for nothing since.
@@ -44,12 +46,13 @@ pub fn begin() {
 
 /// How many devices there are, with the merged ones; for one who has just begun, without.
 pub fn count() -> Outcome<usize> {
-    let plain = device::devices()?.len();
+    let plain = device::devices()?;
     let mut merged = locked(&MERGED);
-    if BEGINS.take() {
-        merged.counted = 0;
+    match BEGINS.take() {
+        true => merged.begin(),
+        false => merged.add_alone(plain),
     }
-    Ok(plain + merged.counted)
+    Ok(plain.len() + merged.counted)
 }
 
 /// A device by its number.
@@ -72,6 +75,10 @@ pub fn merge(members: &[i32]) -> Outcome<i32> {
         return Err(Fault { why: String::new(), ..Fault::usage(why) });
     }
     let mut merged = locked(&MERGED);
+    if let [alone] = members {
+        merged.asked_alone = true;
+        return Ok(*alone);
+    }
     let before = merged.counted;
     let index = merged.number(members, || Box::leak(Box::new(made_of(&checked))));
     let number = (plain.len() + index) as i32;
@@ -84,6 +91,28 @@ pub fn merge(members: &[i32]) -> Outcome<i32> {
 }
 
 impl Merged {
+    const fn new() -> Merged {
+        Merged { made: Vec::new(), counted: 0, asked_alone: false }
+    }
+
+    fn begin(&mut self) {
+        self.counted = 0;
+        self.asked_alone = false;
+    }
+
+    /// Counts the NICs beside merged ones, for a version that asks for them.
+    fn add_alone(&mut self, plain: &[Device]) {
+        if !self.asked_alone || self.counted == 0 {
+            return;
+        }
+        for device in plain {
+            let has = |other: &&Device| other.members.contains(&device.members[0]);
+            if !self.made[..self.counted].iter().copied().any(|other| has(&other)) {
+                self.number(&device.members, || Box::leak(Box::new(made_of(&[device]))));
+            }
+        }
+    }
+
     /// Its place among the merged ones; it may be there from before NCCL began anew.
     fn number(&mut self, members: &[i32], make: impl FnOnce() -> &'static Device) -> usize {
         let counted = self.counted;
@@ -212,16 +241,37 @@ mod tests {
     #[test]
     fn the_same_ones_are_the_same_device_also_after_a_new_beginning() {
         let plain = plain(4, "10.0.K.1");
-        let mut merged = Merged { made: Vec::new(), counted: 0 };
+        let mut merged = Merged::new();
         let number = |merged: &mut Merged, members: &[i32]| merged.number(members, || made(&plain, members));
         for _ in 0..2 {
             assert_eq!([number(&mut merged, &[0, 1]), number(&mut merged, &[2, 3])], [0, 1]);
             assert_eq!(number(&mut merged, &[1, 0]), 2);
             assert_eq!((number(&mut merged, &[2, 3]), merged.counted, merged.made.len()), (1, 3, 3));
-            merged.counted = 0;
+            merged.begin();
         }
         // Others than before the beginning.
         assert_eq!((number(&mut merged, &[2, 3]), &merged.made[0].members[..]), (0, &[2, 3][..]));
         assert_eq!((merged.counted, merged.made.len()), (1, 3));
+    }
+
+    #[test]
+    fn nics_beside_merged_ones_are_counted_where_nccl_asks_for_any() {
+        let plain = plain(5, "10.0.K.1");
+        let mut merged = Merged::new();
+        // A version that asks for them, and has none merged.
+        merged.asked_alone = true;
+        merged.add_alone(&plain);
+        assert_eq!(merged.counted, 0);
+        merged.begin();
+        merged.number(&[1, 3], || made(&plain, &[1, 3]));
+        merged.add_alone(&plain);
+        assert_eq!(merged.counted, 1, "a version that does not ask for them");
+        merged.asked_alone = true;
+        for _ in 0..2 {
+            merged.add_alone(&plain);
+            let members: Vec<_> = merged.made.iter().map(|device| &device.members[..]).collect();
+            assert_eq!((merged.counted, members), (4, vec![&[1, 3][..], &[0], &[2], &[4]]));
+        }
+        assert_eq!(merged.made[2].name, plain[2].name);
     }
 }
