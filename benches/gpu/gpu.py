@@ -5,6 +5,7 @@ its data before it gives a number. See ../README.md for what the columns mean.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -64,6 +65,14 @@ def raw(o, connections, bytes_each, call_bytes, placement):
                "--placement", placement, "--seconds", o.seconds, "--json"]
     result = json.loads(call([str(part) for part in command]))
     return {"gb_per_s": result["gb_per_s"], "cpu": sum(result["cpu_s_per_gb"].values())}
+
+
+def raw_both_ways(o, connections):
+    """Two runs at once, each with so many connections: loopback has no direction."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = list(pool.map(lambda _: raw(o, connections, RING_BYTES, 1 << 20, "free"), range(2)))
+    rates = [run["gb_per_s"] for run in runs]
+    return {"gb_per_s": sum(rates), "cpu": sum(run["cpu"] * rate for run, rate in zip(runs, rates)) / sum(rates)}
 
 
 def better(*results):
@@ -180,6 +189,7 @@ def repetition(o, series, parts, channels, sizes, floor):
     if "bidir" in parts:
         both = lambda: [each for each in ferrywire(o, "--sizes=64M", "--pattern=bidir") if each["direction"] == "both"]
         series.measure("ferrywire 64M, both directions", lambda: rate(both()[0]))
+        series.measure("raw, both directions", lambda: raw_both_ways(o, 16))
     if "latency" in parts:
         for size in ("8", "4K", "64K"):
             def half(size=size):
@@ -206,7 +216,9 @@ def report(o, series, parts, channels, sizes):
         blocks = re.search(r"(\d+) blocks of (\d+) KiB", name)
         median = series.median(name)
         ns = f"{int(blocks[2]) * 1024 / median:.0f} ns per block; " if blocks and median else ""
-        series.show(name, ns + series.ratio(name, largest))
+        series.show(name, ns + series.ratio(name, "raw, both directions" if name.endswith("both directions") else largest))
+    if "raw, both directions" in series.found:
+        series.show("raw, both directions", "16 connections each way")
     for name in [name for name in series.found | series.failed if name.startswith("half a round trip")]:
         p50, p99 = series.median(name, "p50"), series.median(name, "p99")
         print(f"  {name:44} p50 {p50:.1f} us, p99 {p99:.1f} us" if p50 else f"  {name:44} -   {series.failed.get(name)}")
