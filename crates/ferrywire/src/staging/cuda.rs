@@ -64,43 +64,35 @@ impl CudaCopier {
         unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.load(Ordering::Acquire)
     }
 
-    /// The runs as the GPU takes them, those that touch on both sides as one.
-    fn fill(&mut self, runs: &[Run]) {
-        self.batch.clear();
-        for run in runs {
-            let (source, target) = match self.way {
-                Way::Out => (run.device, run.host as u64),
-                Way::In => (run.host as u64, run.device),
-            };
-            match self.batch.last_mut() {
-                Some(last)
-                    if last.source + last.bytes as u64 == source
-                        && last.target + last.bytes as u64 == target =>
-                {
-                    last.bytes += run.bytes;
-                }
-                _ => self.batch.push(GpuCopy { source, target, bytes: run.bytes }),
-            }
-        }
-    }
-}
-
-impl CudaCopier {
+    /// The runs as the GPU takes them: those of one allocation that touch on both sides as one. What lies side by side
+    /// may be of several allocations, over whose border no copy may go.
+    ///
     /// Sees that the memory of GPUs is still there: its owner may have freed it without a word, and neither a copy engine
     /// nor a kernel would forgive that. One question per allocation and batch.
-    fn check(&mut self) -> Result<()> {
+    fn fill(&mut self, runs: &[Run]) -> Result<()> {
+        self.batch.clear();
         let mut known = 0..0;
-        for GpuCopy { source, target, bytes } in &self.batch {
-            let (address, bytes) = (if self.way == Way::Out { *source } else { *target }, *bytes as u64);
-            let end = address + bytes;
-            if known.start <= address && end <= known.end {
-                continue;
+        for &Run { host, device, bytes } in runs {
+            let end = device + bytes as u64;
+            let asked = device < known.start || known.end < end;
+            if asked {
+                self.calls += 1;
+                known = pointer::stretch(device, bytes as u64)
+                    .map(|found| found.base..found.base + found.bytes)
+                    .filter(|found| end <= found.end)
+                    .ok_or(CudaError::Freed { address: device, bytes: bytes as u64 })?;
             }
-            self.calls += 1;
-            known = pointer::stretch(address, bytes)
-                .map(|found| found.base..found.base + found.bytes)
-                .filter(|found| end <= found.end)
-                .ok_or(CudaError::Freed { address, bytes })?;
+            let (source, target) = match self.way {
+                Way::Out => (device, host as u64),
+                Way::In => (host as u64, device),
+            };
+            let touches = |last: &&mut GpuCopy| {
+                last.source + last.bytes as u64 == source && last.target + last.bytes as u64 == target
+            };
+            match self.batch.last_mut().filter(|_| !asked).filter(touches) {
+                Some(last) => last.bytes += bytes,
+                None => self.batch.push(GpuCopy { source, target, bytes }),
+            }
         }
         Ok(())
     }
@@ -108,9 +100,8 @@ impl CudaCopier {
 
 impl Copier for CudaCopier {
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
-        self.fill(runs);
         (self.marked, self.asked) = (mark, 0);
-        self.check()?;
+        self.fill(runs)?;
         // A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not. (The
         // driver has the multiprocessors do the shortest copies to a GPU as well, for which there is no other way.)
         if self.batch.len() >= KERNEL_RUNS_MIN

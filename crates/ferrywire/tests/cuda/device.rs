@@ -203,17 +203,6 @@ fn a_batch_copies_every_piece_and_nothing_else() {
     assert!(if batches { calls == 1 } else { calls > PIECES / 2 && calls <= PIECES }, "{calls}");
     // SAFETY: nothing is named.
     assert_eq!(unsafe { stream.copy_batch(&[GpuCopy::default(); 9]) }.unwrap(), 0);
-    // SAFETY: as above; it all touches.
-    let touching = unsafe {
-        stream.copy_batch(&std::array::from_fn::<_, 9, _>(|index| GpuCopy {
-            source: source.address() + index as u64 * 100,
-            target: target.address() + index as u64 * 100,
-            bytes: 100,
-        }))
-    };
-    assert_eq!(touching.unwrap(), 1);
-    stream.wait(LONG).unwrap();
-    assert_eq!(gpu.read_to_vec(target.address(), 900).unwrap(), bytes[..900]);
 }
 
 #[test]
@@ -408,6 +397,67 @@ fn memory_of_gpus_moves_over_tcp() {
         }
     }
     near.close(LONG).unwrap();
+}
+
+/// A copy that ran on from one allocation into the next was taken for one of memory that had been freed.
+#[test]
+fn copies_end_where_an_allocation_does_though_another_lies_beside_it() {
+    let Some(gpu) = gpu() else { return };
+    const BYTES: usize = 2 << 20;
+    const PART: u64 = 200 << 10;
+    let allocate = || {
+        let mut address = 0;
+        // SAFETY: room for an address.
+        let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut address, BYTES) }).unwrap();
+        assert_eq!(code as u32, 0, "{code:?}");
+        address
+    };
+    let mut allocations: Vec<u64> = Vec::new();
+    let pair = loop {
+        assert!(allocations.len() < 64, "none of {allocations:x?} lies beside another");
+        allocations.push(allocate());
+        allocations.sort_unstable();
+        let beside = |pair: &&[u64]| pair[0] + BYTES as u64 == pair[1];
+        if let Some(pair) = allocations.windows(2).find(beside) {
+            break [pair[0], pair[1]];
+        }
+    };
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let _far = accepting.accept(LONG).unwrap();
+    let region = accepting.register_zeroed(2 * PART as usize).unwrap();
+    let there = region.descriptor();
+    // SAFETY: freed below, behind the end of both regions.
+    let [low, high] =
+        pair.map(|base| unsafe { connecting.register_raw(base as *mut u8, BYTES) }.unwrap());
+    let tail = BYTES as u64 - PART;
+    for round in 0..20 {
+        let bytes = bytes_of(round, 2 * PART as usize);
+        let (first, second) = bytes.split_at(PART as usize);
+        low.write_at(tail, first).unwrap();
+        high.write_at(0, second).unwrap();
+        let writes = [near.write(&low, tail, &there, 0, PART), near.write(&high, 0, &there, PART, PART)];
+        writes.into_iter().for_each(|write| assert_eq!(write.unwrap().wait(LONG), Ok(PART)));
+        let mut seen = vec![0; bytes.len()];
+        region.read_at(0, &mut seen).unwrap();
+        assert!(seen == bytes, "written, round {round}");
+        seen.reverse();
+        region.write_at(0, &seen).unwrap();
+        let reads = [near.read(&low, tail, &there, 0, PART), near.read(&high, 0, &there, PART, PART)];
+        reads.into_iter().for_each(|read| assert_eq!(read.unwrap().wait(LONG), Ok(PART)));
+        let mut back = vec![0; bytes.len()];
+        low.read_at(tail, &mut back[..PART as usize]).unwrap();
+        high.read_at(0, &mut back[PART as usize..]).unwrap();
+        assert!(back == seen, "read, round {round}");
+    }
+    low.deregister().unwrap();
+    high.deregister().unwrap();
+    for address in allocations {
+        // SAFETY: freed once.
+        let code = gpu.with_current(|| unsafe { sys::cuMemFree_v2(address) }).unwrap();
+        assert_eq!(code as u32, 0, "{code:?}");
+    }
 }
 
 /// Many runs of all lengths at once, from places to other places, both ways.

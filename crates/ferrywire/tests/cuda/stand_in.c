@@ -35,6 +35,7 @@ static struct range {
 } ranges[RANGES];
 /* Addresses of device memory that was freed: no copy follows them, for a while. */
 static struct { address base; size_t bytes; } gone[GONE];
+static address next_base = 0x600000000000;
 static int ranges_used, next_gone;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int contexts[DEVICES + 1], retained[DEVICES + 1], streams, events, pushed, initialised;
@@ -199,11 +200,13 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
     int fd = memfd_create("stand-in", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, bytes)) return OUT_OF_MEMORY;
     char *seen = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    void *base = mmap(NULL, bytes, PROT_NONE, MAP_SHARED, fd, 0);
+    /* Allocations lie side by side, as a GPU's do. */
+    void *base = mmap((void *)next_base, bytes, PROT_NONE, MAP_SHARED, fd, 0);
     close(fd);
     memset(seen, 0xDD, bytes);
     *at = (address)base;
     pthread_mutex_lock(&lock);
+    next_base = *at + ((bytes + 4095) & ~4095ull);
     taken += bytes;
     int added = add(DEVICE, *at, seen, bytes);
     pthread_mutex_unlock(&lock);

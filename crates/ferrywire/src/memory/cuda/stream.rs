@@ -118,8 +118,8 @@ impl CudaStream {
         unsafe { call!(self.gpu.about().bytes(bytes), cuMemcpyAsync(target, source, bytes, self.raw)) }
     }
 
-    /// Enqueues copies, which may be done in any order, with as few calls of the driver as it has functions for;
-    /// neighbours that go on where the one before ends become one. Returns how many calls there were.
+    /// Enqueues copies, which may be done in any order, with as few calls of the driver as it has functions for.
+    /// Returns how many calls there were.
     ///
     /// # Safety
     /// As for [`CudaStream::copy`], for each of them; no target overlaps with anything else of the batch.
@@ -309,17 +309,10 @@ impl Batch {
         self.targets.clear();
         self.sources.clear();
         self.sizes.clear();
-        let mut end = None;
         for GpuCopy { source, target, bytes } in copies.iter().copied().filter(|copy| copy.bytes > 0) {
-            match self.sizes.last_mut() {
-                Some(last) if end == Some((source, target)) => *last += bytes,
-                _ => {
-                    self.targets.push(target);
-                    self.sources.push(source);
-                    self.sizes.push(bytes);
-                }
-            }
-            end = Some((source.wrapping_add(bytes as u64), target.wrapping_add(bytes as u64)));
+            self.targets.push(target);
+            self.sources.push(source);
+            self.sizes.push(bytes);
         }
     }
 }
@@ -346,24 +339,16 @@ impl std::fmt::Debug for CudaStream {
 mod tests {
     use super::*;
 
+    /// Neighbours may be of several allocations: whoever knows that they are not has made one copy of them.
     #[test]
-    fn neighbours_of_a_batch_become_one_copy() {
+    fn a_batch_holds_the_copies_that_have_bytes_as_they_are() {
         let copy = |source, target, bytes| GpuCopy { source, target, bytes };
         let mut batch = Batch::default();
         batch.fill(&[copy(9, 9, 9)]);
-        batch.fill(&[
-            copy(100, 500, 10),
-            copy(110, 510, 5),
-            copy(7, 7, 0),
-            copy(115, 515, 1),
-            // Only in the source, only in the target, the other way round.
-            copy(116, 600, 4),
-            copy(300, 604, 4),
-            copy(296, 600, 4),
-        ]);
-        assert_eq!(batch.sources, [100, 116, 300, 296]);
-        assert_eq!(batch.targets, [500, 600, 604, 600]);
-        assert_eq!(batch.sizes, [16, 4, 4, 4]);
+        batch.fill(&[copy(100, 500, 10), copy(110, 510, 5), copy(7, 7, 0), copy(116, 600, 4)]);
+        assert_eq!(batch.sources, [100, 110, 116]);
+        assert_eq!(batch.targets, [500, 510, 600]);
+        assert_eq!(batch.sizes, [10, 5, 4]);
         batch.fill(&[copy(1, 1, 0)]);
         assert!(batch.sizes.is_empty());
     }
