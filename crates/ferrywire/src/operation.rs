@@ -332,6 +332,42 @@ impl Transfer {
         }
     }
 
+    /// Waits until one of several transfers with one peer has ended, well or not, and gives its place among them:
+    /// for those who keep a number of them in flight. `deadline` is the longest time in which none of them moves.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
+    pub fn wait_any<'a>(
+        transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
+        deadline: Duration,
+    ) -> Result<usize> {
+        let transfers = transfers.into_iter();
+        let of_one = |first: &&Transfer| transfers.clone().all(|other| Arc::ptr_eq(&first.peer, &other.peer));
+        let Some(first) = transfers.clone().next().filter(of_one) else {
+            return Err(Error::invalid("transfers", "none, or of several peers: give those of one peer"));
+        };
+        let ended = || transfers.clone().position(|transfer| transfer.op.ended());
+        let lost = || first.outcome().is_some().then_some(0);
+        let moved = || transfers.clone().map(|transfer| transfer.op.moved()).sum::<u64>();
+        let mut before = moved();
+        loop {
+            if let Some(at) = ended().or_else(lost) {
+                return Ok(at);
+            }
+            let ended = progress::wait(
+                &first.peer,
+                deadline,
+                |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
+                || ended().or_else(lost).is_some(),
+            );
+            let now = moved();
+            if !ended && now == before {
+                return Err(Error::Deadline { what: first.describe(), waited: deadline });
+            }
+            before = now;
+        }
+    }
+
     /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
     /// transfers would notice; attached twice it is attached once.
     pub fn wake(&self, wakeup: &Wakeup) {

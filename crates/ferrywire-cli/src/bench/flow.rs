@@ -136,19 +136,26 @@ impl<'a> Poster<'a> {
     }
 }
 
+/// A transfer that was posted.
+struct Posted {
+    transfer: Transfer,
+    slot: u64,
+    since: Instant,
+}
+
 /// Drives a flow until the limit, `depth` transfers in flight; with a place in a ring, only in its turns.
 pub fn drive(poster: &Poster, depth: usize, limit: Limit, place: Option<&Place>) -> Outcome<FlowReport> {
-    let mut in_flight = VecDeque::with_capacity(depth);
+    let mut in_flight = Vec::with_capacity(depth);
     let driven = drive_with(&mut in_flight, poster, depth, limit, place);
     if driven.is_err() {
         // What is told next need not wait for them.
-        in_flight.iter().for_each(|(transfer, _)| transfer.cancel());
+        in_flight.iter().for_each(|posted| posted.transfer.cancel());
     }
     driven
 }
 
 fn drive_with(
-    in_flight: &mut VecDeque<(Transfer, Instant)>,
+    in_flight: &mut Vec<Posted>,
     poster: &Poster,
     depth: usize,
     limit: Limit,
@@ -157,23 +164,33 @@ fn drive_with(
     let (slots, size) = (poster.layout.slots, poster.layout.size());
     let mut meter = Meter::start();
     let (mut posted, mut now) = (0, Instant::now());
+    // Transfers need not end in their order; where memory is short they share slots.
+    let mut free: VecDeque<u64> = (0..slots).collect();
     loop {
         let _turn = place.map(Place::turn).transpose()?;
         if place.is_some() {
             now = Instant::now();
         }
         while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
-            in_flight.push_back((poster.post(posted % slots)?, now));
+            // The other end receives messages into its slots in turn; what is sent may be sent twice at once.
+            let unused = if poster.op == Op::Send { None } else { free.pop_front() };
+            let slot = unused.unwrap_or(posted % slots);
+            in_flight.push(Posted { transfer: poster.post(slot)?, slot, since: now });
             posted += 1;
             if in_flight.len() < depth {
                 now = Instant::now();
             }
         }
-        let Some((transfer, since)) = in_flight.front() else { break };
-        poster.finish(transfer)?;
+        if in_flight.is_empty() {
+            break;
+        }
+        let done = in_flight.remove(poster.link.first_of(in_flight.iter().map(|posted| &posted.transfer))?);
+        poster.finish(&done.transfer)?;
         now = Instant::now();
-        meter.completed(now, size, now.duration_since(*since));
-        in_flight.pop_front();
+        meter.completed(now, size, now.duration_since(done.since));
+        if poster.op != Op::Send {
+            free.push_back(done.slot);
+        }
     }
     if poster.op == Op::Send {
         poster.link.tell(&Message::Stop { count: posted })?;

@@ -266,6 +266,21 @@ impl Link {
         }
     }
 
+    /// Waits until one of these transfers has ended, and gives its place among them.
+    pub fn first_of<'a>(&self, transfers: impl Iterator<Item = &'a Transfer> + Clone) -> Outcome<usize> {
+        self.goes_on()?;
+        let mut stall = None;
+        loop {
+            match Transfer::wait_any(transfers.clone(), SLICE) {
+                Ok(at) => return Ok(at),
+                Err(Error::Deadline { .. }) => {
+                    stall.get_or_insert_with(|| Stall::new(self)).check("a transfer")?
+                }
+                Err(error) => return Err(self.lost(error)),
+            }
+        }
+    }
+
     /// What an engine error means here: after Ctrl-C, nothing else matters.
     pub fn lost(&self, error: Error) -> Failure {
         if sys::interrupted() { Failure::Interrupted } else { error.into() }

@@ -51,6 +51,7 @@ const LONG_TICK: Duration = Duration::from_millis(100);
 const TICKS_WITHOUT_CALLER: u32 = 5;
 
 /// Who is to be woken when something has happened.
+#[derive(Clone)]
 pub(crate) enum WakeHandle {
     /// A parked thread.
     Thread(Thread),
@@ -70,6 +71,12 @@ impl NobodyDrives {
             worker.unpark();
         }
         NobodyDrives(worker.clone())
+    }
+}
+
+impl Clone for NobodyDrives {
+    fn clone(&self) -> NobodyDrives {
+        NobodyDrives::on(&self.0)
     }
 }
 

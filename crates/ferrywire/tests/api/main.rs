@@ -1,6 +1,7 @@
 //! What programs in other languages need of the API: waiting for many things at once, memory that somebody else
 //! owns, blocks in arrays, limits on time, and processes that fork.
 
+mod any;
 mod blocks;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]

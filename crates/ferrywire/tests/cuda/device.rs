@@ -429,8 +429,7 @@ fn copies_end_where_an_allocation_does_though_another_lies_beside_it() {
     let region = accepting.register_zeroed(2 * PART as usize).unwrap();
     let there = region.descriptor();
     // SAFETY: freed below, behind the end of both regions.
-    let [low, high] =
-        pair.map(|base| unsafe { connecting.register_raw(base as *mut u8, BYTES) }.unwrap());
+    let [low, high] = pair.map(|base| unsafe { connecting.register_raw(base as *mut u8, BYTES) }.unwrap());
     let tail = BYTES as u64 - PART;
     for round in 0..20 {
         let bytes = bytes_of(round, 2 * PART as usize);

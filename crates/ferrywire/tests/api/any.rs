@@ -1,0 +1,76 @@
+//! Waiting for whichever of several transfers ends first.
+
+use crate::{LIMIT, pair};
+use ferrywire::{Error, Transfer};
+use std::thread;
+use std::time::Duration;
+
+const SHORT: Duration = Duration::from_millis(50);
+
+#[test]
+fn the_one_that_has_ended_is_named_wherever_it_stands() {
+    let pair = pair();
+    let target = pair.ends[1].register_zeroed(4096).unwrap();
+    let source = pair.ends[0].register(vec![7u8; 4096]).unwrap();
+    // Each waits for a message of its own, which come in another order.
+    let mut waiting: Vec<(u64, Transfer)> =
+        (0..8).map(|tag| (tag, pair.far.recv(tag, &target, tag * 512, 512).unwrap())).collect();
+    for tag in [5, 0, 7, 2, 6, 1, 4, 3] {
+        assert!(matches!(
+            Transfer::wait_any(waiting.iter().map(|(_, one)| one), SHORT),
+            Err(Error::Deadline { .. })
+        ));
+        thread::scope(|scope| {
+            scope.spawn(|| pair.near.send(tag, &source, 0, 512).unwrap().wait(LIMIT).unwrap());
+            let at = Transfer::wait_any(waiting.iter().map(|(_, one)| one), LIMIT).unwrap();
+            let (ended, transfer) = waiting.remove(at);
+            assert_eq!((ended, transfer.poll()), (tag, Some(Ok(512))));
+        });
+    }
+}
+
+#[test]
+fn a_number_of_transfers_is_kept_in_flight() {
+    let pair = pair();
+    const SLOT: u64 = 300_000;
+    let source =
+        pair.ends[0].register((0..8 * SLOT as usize).map(|k| (k >> 7) as u8).collect::<Vec<_>>()).unwrap();
+    let target = pair.ends[1].register_zeroed(8 * SLOT as usize).unwrap();
+    let remote = target.descriptor();
+    let post = |slot: u64| pair.near.write(&source, slot * SLOT, &remote, slot * SLOT, SLOT).unwrap();
+    let mut in_flight: Vec<(u64, Transfer)> = (0..8).map(|slot| (slot, post(slot))).collect();
+    for _ in 0..500 {
+        let at = Transfer::wait_any(in_flight.iter().map(|(_, one)| one), LIMIT).unwrap();
+        let (slot, ended) = in_flight.remove(at);
+        assert_eq!(ended.poll(), Some(Ok(SLOT)));
+        in_flight.push((slot, post(slot)));
+    }
+    in_flight.iter().for_each(|(_, one)| assert_eq!(one.wait(LIMIT), Ok(SLOT)));
+    let (mut sent, mut seen) = (vec![0; 8 * SLOT as usize], vec![1; 8 * SLOT as usize]);
+    source.read_at(0, &mut sent).unwrap();
+    target.read_at(0, &mut seen).unwrap();
+    assert!(seen == sent);
+}
+
+#[test]
+fn a_transfer_that_fails_has_ended_and_so_have_all_when_the_peer_goes() {
+    let pair = pair();
+    let target = pair.ends[1].register_zeroed(64).unwrap();
+    let receives: Vec<Transfer> = (0..3).map(|tag| pair.far.recv(tag, &target, 0, 64).unwrap()).collect();
+    receives[1].cancel();
+    assert_eq!(Transfer::wait_any(&receives, LIMIT), Ok(1));
+    assert_eq!(receives[1].poll(), Some(Err(Error::Cancelled)));
+    thread::scope(|scope| {
+        scope.spawn(|| pair.near.close(LIMIT).unwrap());
+        let at = Transfer::wait_any([&receives[0], &receives[2]], LIMIT).unwrap();
+        assert!([&receives[0], &receives[2]][at].poll().is_some_and(|outcome| outcome.is_err()));
+    });
+}
+
+#[test]
+fn none_and_those_of_several_peers_are_refused() {
+    let (one, other) = (pair(), pair());
+    assert!(matches!(Transfer::wait_any([], LIMIT), Err(Error::Invalid { .. })));
+    let notes = [one.near.notify(b"a").unwrap(), other.near.notify(b"b").unwrap()];
+    assert!(matches!(Transfer::wait_any(&notes, LIMIT), Err(Error::Invalid { .. })));
+}
