@@ -97,6 +97,8 @@ pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 /// Pinned memory for the lists of scattered runs that a channel's copier has under way: room for 8192 runs.
 pub const STAGING_LIST_BYTES: usize = 24 * 8192;
+/// Largest part of a payload for a GPU that is received in one call: between calls somebody looks which copies are done.
+pub const STAGING_PART_BYTES: usize = 256 << 10;
 /// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.
 pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
 /// Pinned memory of one channel for one GPU, to receive into.

@@ -118,6 +118,13 @@ pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: 
     equal.saturating_add(limits::STAGING_CHUNK_BYTES_MIN as u64).saturating_sub(backlog)
 }
 
+/// Shortest chunk of staged payload while `in_flight` bytes of several operations are queued or under way: an equal share.
+/// Each chunk stops a GPU's copy engine for a moment; only where an operation is alone is it worth to cut it finely.
+pub fn staged_chunk_bytes_min(in_flight: u64, channels: usize) -> usize {
+    let equal = in_flight / channels.max(1) as u64;
+    (equal as usize).clamp(limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES)
+}
+
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
 pub fn channels_default(cores: usize, pairs: usize) -> usize {
     workers(cores).next_multiple_of(pairs.max(1)).min(limits::CHANNELS_MAX)
@@ -218,6 +225,14 @@ mod tests {
         assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), (9 << 18) + chunk);
         // All alone it takes everything.
         assert_eq!(staged_share(1 << 30, 0, 1, 0), (1 << 30) + chunk);
+    }
+
+    #[test]
+    fn one_operation_is_cut_finely_and_many_are_not() {
+        let (finest, slot) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
+        assert_eq!(staged_chunk_bytes_min(0, 16), finest);
+        assert_eq!(staged_chunk_bytes_min(8 << 20, 16), 512 << 10);
+        assert_eq!([staged_chunk_bytes_min(1 << 40, 16), staged_chunk_bytes_min(1 << 40, 0)], [slot; 2]);
     }
 
     proptest! {

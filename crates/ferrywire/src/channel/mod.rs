@@ -270,6 +270,10 @@ impl Channel {
             bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
             chunk_bytes,
+            staged_bytes_min: match self.staging.sending.begun() {
+                true => self.peer.staged_chunk_bytes_min(),
+                false => limits::STAGING_CHUNK_BYTES_MIN,
+            },
             small,
             bulk,
             messages: self.posted.as_ref().map(|posted| posted.room()),

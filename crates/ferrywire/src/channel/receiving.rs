@@ -19,7 +19,7 @@ use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 impl Channel {
     /// Receives what is there, within a turn's bounds. Returns the bytes.
     pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
-        let mut moved = 0;
+        let (mut moved, mut cut_short) = (0, false);
         while moved < TURN_BYTES && self.ended.is_none() && self.resume()? {
             let (bytes, room) = match self.receive_some(space) {
                 Ok(result) => result,
@@ -33,8 +33,13 @@ impl Channel {
             if bytes < room {
                 break;
             }
+            // The peer waits to hear of copies that are done: they are looked after before there is more.
+            cut_short = moved >= limits::STAGING_PART_BYTES && self.staging.receiving.copying();
+            if cut_short {
+                break;
+            }
         }
-        if self.staging.receiving.begun() {
+        if self.staging.receiving.begun() && !cut_short {
             self.flush_parts();
         }
         self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);

@@ -298,6 +298,13 @@ impl PeerState {
         schedule::staged_share(self.queue.bulk_bytes(), all, channels, backlog)
     }
 
+    /// Shortest chunk of what is staged.
+    pub fn staged_chunk_bytes_min(&self) -> usize {
+        let company = self.in_flight_beside_one() > 0;
+        let in_flight = if company { self.in_flight_bytes.load(Ordering::Relaxed) } else { 0 };
+        schedule::staged_chunk_bytes_min(in_flight, self.live_channels())
+    }
+
     /// A channel was lost, in words; the oldest are forgotten.
     pub fn note_lost(&self, line: String) {
         let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);

@@ -190,6 +190,7 @@ impl Bench {
             bytes: u64::MAX,
             channels: 1,
             chunk_bytes: queue.chunk_bytes,
+            staged_bytes_min: limits::STAGING_CHUNK_BYTES_MIN,
             small: u64::MAX,
             bulk: true,
             messages: Some(room),

@@ -1,6 +1,6 @@
 //! Payload for GPU memory on its way in: from the stream into a ring, and from there to the GPU.
 //!
-//! A payload is received in *parts* of at most a slot. A part's life:
+//! A payload is received in *parts*, each by one socket call. A part's life:
 //! `open -> whole -> copying -> in its place`; its bytes of the ring are free again after that. A frame counts
 //! as placed when its last part is, and so do the frames behind it: an acknowledgement is a count.
 //!
@@ -94,7 +94,7 @@ impl Receiving {
     pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
-        let bytes = current.rest.min(limits::STAGING_SLOT_BYTES);
+        let bytes = current.rest.min(limits::STAGING_PART_BYTES);
         let taken = lane.line.ring.take(bytes);
         self.stalled.set(taken.is_none());
         let offset = taken?;
@@ -305,7 +305,7 @@ mod tests {
             let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
             receiving.begin(Place::SimGpu(15), &mut targets).unwrap();
             let (part, last) = receiving.open_part().expect("the ring is empty");
-            assert_eq!((part.len, last, targets.len()), (limits::STAGING_SLOT_BYTES, false, 0));
+            assert_eq!((part.len, last, targets.len()), (limits::STAGING_PART_BYTES, false, 0));
             receiving.break_off(None);
             assert!(!receiving.active(), "nothing is copied");
         }
