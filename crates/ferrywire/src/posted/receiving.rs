@@ -18,6 +18,10 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+/// Of what has arrived one turn takes no more than this, but whole messages: each may be copied by the CPU, and the worker
+/// has other lanes, and requests to let go of memory.
+const BYTES_PER_TURN: u64 = 1 << 20;
+
 /// A frame as the stream brought it.
 pub(crate) struct Arrival {
     pub header: Header,
@@ -147,9 +151,9 @@ impl Receiving {
         self.look_after_closing(now)
     }
 
-    /// Tests the oldest request, and those behind it as long as they are done.
+    /// Tests the oldest request, and those behind it as long as they are done and others can wait for so much.
     fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
-        while self.tested < self.seen {
+        while self.tested < self.seen && turned.received_bytes < BYTES_PER_TURN {
             let frame = &mut self.frames[self.tested];
             let State::Posted(receive) = &frame.state else {
                 self.tested += 1;

@@ -124,6 +124,10 @@ impl Crank {
         let mut worked = false;
         for place in 0..self.slots.len() {
             let Some(slot) = &mut self.slots[place] else { continue };
+            // Lanes may copy megabytes, and somebody waits for the answer.
+            if worked && !worker.commands.is_empty() {
+                break;
+            }
             match slot.channel.turn_lane() {
                 Ok(moved) => worked |= moved,
                 Err(error) => {

@@ -81,3 +81,17 @@ fn a_finished_receive_counts_until_it_is_given_back() {
     assert_eq!(numbers(&bench.turn().unwrap()), [0]);
     assert_eq!(bench.posted.told(), WINDOW as u32 + 1);
 }
+
+#[test]
+fn a_turn_takes_no_more_than_others_can_wait_for() {
+    const BYTES: usize = 600 << 10;
+    let memory = Memory::private(BYTES).unwrap();
+    let mut bench = Bench::new();
+    (0..5).for_each(|number| bench.expect(frame(number, &[(0, BYTES)], &memory)));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
+    for expected in [vec![0, 1], vec![2, 3], vec![4]] {
+        let turned = bench.turn().unwrap();
+        assert_eq!((numbers(&turned), turned.worked), (expected, true), "and it is turned again");
+    }
+}
