@@ -377,17 +377,28 @@ fn a_nic_that_goes_down_comes_back() {
 #[test]
 fn bindings_that_end_in_mid_transfer_lose_nothing() {
     let Some(hosts) = Hosts::here() else { return };
-    let ends = Ends::new(&hosts, None, same);
-    ends.exchange(1 << 20);
-    let bytes = 64 << 20;
-    let (source, target) = (ends.region(0, &pattern(bytes, 6)), ends.region(1, &vec![0; bytes]));
-    let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
-    thread::sleep(Duration::from_millis(20));
-    unbind_all();
-    transfer.wait(LIMIT).unwrap();
-    assert_same(&contents(&target), &pattern(bytes, 6), "with a queue that lost its pool");
-    ends.exchange(1 << 20);
-    assert!(ends.counted().plain_bytes > 0, "{:?}", ends.counted());
+    // Of a GPU's memory those to send from end too: a send says so, and a lane made anew binds the region again.
+    for gpu in [None, Some(0)] {
+        let ends = Ends::new(&hosts, gpu, same);
+        ends.exchange(1 << 20);
+        let bytes = 64 << 20;
+        let (source, target) = (ends.region(0, &pattern(bytes, 6)), ends.region(1, &vec![0; bytes]));
+        // So that it is bound.
+        ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
+        let transfer = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        thread::sleep(Duration::from_millis(20));
+        unbind_all();
+        transfer.wait(LIMIT).unwrap();
+        assert_same(&contents(&target), &pattern(bytes, 6), "with a queue that lost its pool");
+        target.write_at(0, &vec![0; bytes]).unwrap();
+        let again = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        again.wait(LIMIT).unwrap();
+        assert_same(&contents(&target), &pattern(bytes, 6), "from a region that lost its binding");
+        ends.exchange(1 << 20);
+        assert!(ends.counted().plain_bytes > 0, "{:?}", ends.counted());
+        let told = ends.near.stats().lost_channels.join("; ");
+        assert_eq!(told.contains("it is not bound to send any more"), gpu.is_some(), "{told}");
+    }
 }
 
 /// Ends every binding of this process, as a NIC's driver may: they live as long as a netlink socket.

@@ -91,20 +91,6 @@ pub enum DevmemError {
         /// All that were told.
         told: usize,
     },
-    /// Bytes came the ordinary way, and the user wants none of that.
-    #[error(
-        "NIC {nic}: {bytes} bytes from {peer} did not come as device memory: is the peer on this host, does the \
-         flow rule match and was it there before the connection, does RSS keep others off the bound queues, and \
-         is the memory still bound?"
-    )]
-    Plain {
-        /// The NIC.
-        nic: String,
-        /// The other end.
-        peer: String,
-        /// How many.
-        bytes: u64,
-    },
 }
 
 impl DevmemError {
@@ -135,9 +121,7 @@ impl DevmemError {
     /// Whose fault it is.
     pub fn fault(&self) -> Fault {
         match self {
-            DevmemError::Bind { .. } | DevmemError::Setting { .. } | DevmemError::Plain { .. } => {
-                Fault::Local
-            }
+            DevmemError::Bind { .. } | DevmemError::Setting { .. } => Fault::Local,
             DevmemError::Send { cause, .. } => cause.fault(),
             DevmemError::Receive { fault: ReceiveFault::NoRoom, .. } => Fault::Bug,
             DevmemError::Receive { .. } | DevmemError::OutsidePool { .. } => Fault::Local,

@@ -13,7 +13,7 @@ use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::unpack::{GatherDevice, UnpackMode};
+use crate::memory::unpack::{GatherDevice, Mapped, UnpackMode};
 use crate::memory::{Gpu, Memory, Place};
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
@@ -218,6 +218,11 @@ impl Host {
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
         let gpu = self.gpu.as_ref().ok_or_else(|| format!("{NAME} was given no GPU"))?;
         gpu.queue().map_err(|error| error.to_string())
+    }
+
+    /// Host memory that its GPU reaches. May wait for the GPU.
+    pub(super) fn map(&self, bytes: usize) -> Result<Mapped, String> {
+        self.with_gpu_current(|| self.gpu_queue()?.map(bytes).map_err(|error| error.to_string()))
     }
 
     /// What gathers a lane's messages, where a GPU has a part in it. May wait for the GPU.

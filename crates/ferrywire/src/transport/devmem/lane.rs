@@ -45,16 +45,8 @@ impl DevmemLane {
     ) -> Result<DevmemLane, String> {
         let counters = Arc::new(DevmemCounters::default());
         counters.pool_bytes.store(device.pool().bytes() as u64, Relaxed);
-        let config = &host.config;
         let gatherer = host.gatherer()?;
-        let receiving = Receiving::new(
-            fd,
-            device.clone(),
-            gatherer,
-            config.window,
-            config.message_bytes_max,
-            counters.clone(),
-        )?;
+        let receiving = Receiving::new(fd, &host, device.clone(), gatherer, counters.clone())?;
         let sending = Sending::new(fd, host.clone(), device.clone(), counters.clone());
         Ok(DevmemLane {
             sending,
@@ -107,7 +99,8 @@ impl Lane for DevmemLane {
             return Post::Failed("the connection is closed".into());
         }
         match self.sending.post(run) {
-            Ok(number) => Post::Posted(Ticket(number as usize)),
+            Ok(Poll::Ready(number)) => Post::Posted(Ticket(number as usize)),
+            Ok(Poll::Pending) => Post::Full("what it needs is still being bound or mapped"),
             Err(why) => Post::Failed(why),
         }
     }
@@ -117,7 +110,8 @@ impl Lane for DevmemLane {
             return Post::Failed("the connection is closed".into());
         }
         match self.receiving.expect(run) {
-            Ok(number) => Post::Posted(Ticket(number as usize)),
+            Ok(Poll::Ready(number)) => Post::Posted(Ticket(number as usize)),
+            Ok(Poll::Pending) => Post::Full("what it needs is still being mapped"),
             Err(why) => Post::Failed(why),
         }
     }

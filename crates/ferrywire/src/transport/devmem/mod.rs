@@ -18,6 +18,7 @@ mod errors;
 mod gather;
 mod host;
 mod lane;
+mod making;
 #[doc(hidden)]
 pub mod nic;
 mod pool;

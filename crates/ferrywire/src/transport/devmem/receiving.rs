@@ -15,8 +15,9 @@
 //! Read next: `gather.rs`; `sys/devmem.rs`, the calls.
 
 use super::counters::add;
+use super::errors::DevmemError;
 use super::gather::{Gatherer, Run as GatherRun};
-use super::host::Device;
+use super::host::{Device, Host};
 use super::rooms::{Buffer, Stages};
 use super::{DevmemCounters, NAME};
 use crate::memory::unpack::Fragment;
@@ -96,12 +97,12 @@ pub(super) struct Receiving {
 impl Receiving {
     pub fn new(
         fd: RawFd,
+        host: &Arc<Host>,
         device: Arc<Device>,
         gatherer: Option<Gatherer>,
-        window: usize,
-        message_bytes_max: usize,
         counters: Arc<DevmemCounters>,
     ) -> Result<Receiving, String> {
+        let (window, message_bytes_max) = (host.config.window, host.config.message_bytes_max);
         let buffer = Buffer::new(gatherer.as_ref(), 2 * message_bytes_max)?;
         Ok(Receiving {
             fd,
@@ -113,7 +114,7 @@ impl Receiving {
             whole: 0,
             control: Control::new(PIECES_PER_CALL),
             buffer,
-            stages: Stages::new(window, message_bytes_max),
+            stages: Stages::new(host.clone(), window, message_bytes_max),
             back: Tokens::new(),
             part: None,
             parts: 0,
@@ -137,8 +138,8 @@ impl Receiving {
         }
     }
 
-    /// The next message; its number.
-    pub fn expect(&mut self, run: &Run) -> Result<u64, String> {
+    /// The next message; its number, unless memory that it passes through is still being made.
+    pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let route = self.route(&run.memory);
         if route != Route::Direct && self.gatherer.is_none() {
             return Err(format!(
@@ -152,9 +153,12 @@ impl Receiving {
                 run.bytes, self.message_bytes_max
             ));
         }
-        let stage = match (route, &self.gatherer) {
-            (Route::GpuThenHost | Route::HostThenGpu, Some(gatherer)) => Some(self.stages.take(gatherer)?),
-            _ => None,
+        let stage = match route {
+            Route::GpuThenHost | Route::HostThenGpu => match self.stages.take()? {
+                Poll::Ready(stage) => Some(stage),
+                Poll::Pending => return Ok(Poll::Pending),
+            },
+            Route::Direct | Route::Gpu => None,
         };
         let mut incoming = self.spare.pop().unwrap_or_else(|| Incoming {
             run: run.clone(),
@@ -168,7 +172,7 @@ impl Receiving {
         });
         (incoming.run, incoming.route, incoming.got, incoming.stage) = (run.clone(), route, 0, stage);
         self.messages.push_back(incoming);
-        Ok(self.first + self.messages.len() as u64 - 1)
+        Ok(Poll::Ready(self.first + self.messages.len() as u64 - 1))
     }
 
     /// Receives what is there, and tells whether a message is whole.
@@ -247,11 +251,15 @@ impl Receiving {
                 }
                 Piece::Pool { dmabuf, offset, bytes, token } => {
                     if dmabuf != self.device.binding() || !pool.holds(offset, bytes) {
-                        return Err(format!(
-                            "the kernel tells of {bytes} bytes at {offset} of dma-buf {dmabuf}; ours is {} with {} bytes",
-                            self.device.binding(),
-                            pool.bytes()
-                        ));
+                        let outside = DevmemError::OutsidePool {
+                            nic: self.device.name().to_owned(),
+                            dmabuf,
+                            offset,
+                            bytes,
+                            pool: self.device.binding(),
+                            pool_bytes: pool.bytes() as u64,
+                        };
+                        return Err(outside.to_string());
                     }
                     add(&self.counters.fragments, 1);
                     add(&self.counters.fragment_bytes, bytes as usize);
@@ -380,10 +388,12 @@ impl Receiving {
         if self.back.is_empty() {
             return Ok(());
         }
+        let told = self.back.fragments();
         let released =
             self.back.release(self.fd).map_err(|error| format!("giving fragments back: {error}"))?;
         if released.unknown > 0 {
-            return Err(format!("the kernel does not know {} of the fragments given back", released.unknown));
+            let (nic, unknown) = (self.device.name().to_owned(), released.unknown);
+            return Err(DevmemError::UnknownTokens { nic, unknown, told }.to_string());
         }
         add(&self.counters.release_calls, released.calls);
         add(&self.counters.released, released.fragments);

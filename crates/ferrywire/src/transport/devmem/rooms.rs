@@ -3,8 +3,12 @@
 //! Read next: `receiving.rs`, whose it is.
 
 use super::gather::Gatherer;
+use super::host::Host;
+use super::making::Making;
 use crate::memory::host::HostBuffer;
 use crate::memory::unpack::Mapped;
+use std::sync::Arc;
+use std::task::Poll;
 
 /// Host memory for bytes that do not land in the pool; where a GPU gathers, it reads them there.
 pub(super) struct Buffer {
@@ -65,28 +69,36 @@ impl Buffer {
 
 /// Mapped memory that messages pass through, made when it is first needed.
 pub(super) struct Stages {
+    host: Arc<Host>,
     slots: usize,
     slot_bytes: usize,
+    making: Option<Arc<Making<Mapped>>>,
     memory: Option<Mapped>,
     free: Vec<usize>,
 }
 
 impl Stages {
-    pub fn new(slots: usize, slot_bytes: usize) -> Stages {
-        Stages { slots, slot_bytes, memory: None, free: Vec::new() }
+    pub fn new(host: Arc<Host>, slots: usize, slot_bytes: usize) -> Stages {
+        Stages { host, slots, slot_bytes, making: None, memory: None, free: Vec::new() }
     }
 
     pub fn give_back(&mut self, stage: usize) {
         self.free.push(stage);
     }
 
-    pub fn take(&mut self, gatherer: &Gatherer) -> Result<usize, String> {
+    /// A stage, once they are made.
+    pub fn take(&mut self) -> Result<Poll<usize>, String> {
         if self.memory.is_none() {
-            self.memory =
-                Some(gatherer.map(self.slots * self.slot_bytes).map_err(|error| error.to_string())?);
+            let (host, bytes) = (self.host.clone(), self.slots * self.slot_bytes);
+            let start = || Making::start("mapping memory to receive through", move || host.map(bytes));
+            let Poll::Ready(made) = self.making.get_or_insert_with(start).take() else {
+                return Ok(Poll::Pending);
+            };
+            self.memory = Some(made?);
             self.free = (0..self.slots).rev().collect();
         }
-        self.free.pop().ok_or_else(|| "more messages are posted than there are stages".into())
+        let stage = self.free.pop().ok_or("more messages are posted than there are stages")?;
+        Ok(Poll::Ready(stage))
     }
 
     pub fn address(&self, stage: usize) -> u64 {

@@ -9,8 +9,10 @@
 
 use super::NAME;
 use super::counters::add;
+use super::errors::{DevmemError, SendCause};
 use super::gather::Gatherer;
 use super::host::Device;
+use super::making::Making;
 use super::sources::{Binding, Sources};
 use super::{DevmemCounters, host::Host};
 use crate::memory::unpack::{Mapped, UnpackMode};
@@ -52,6 +54,7 @@ pub(super) struct Sending {
     fd: RawFd,
     // Before what it reads and writes.
     stager: Option<Stager>,
+    making: Option<Arc<Making<Stager>>>,
     host: Arc<Host>,
     device: Arc<Device>,
     sources: Sources,
@@ -80,6 +83,7 @@ impl Sending {
         Sending {
             fd,
             stager: None,
+            making: None,
             host,
             device,
             sources: Sources::default(),
@@ -93,10 +97,10 @@ impl Sending {
         }
     }
 
-    /// Takes over a message, and sends of it what the kernel takes; its number.
-    pub fn post(&mut self, run: &Run) -> Result<u64, String> {
+    /// Takes over a message, and sends of it what the kernel takes; its number, unless what it needs is still being made.
+    pub fn post(&mut self, run: &Run) -> Result<Poll<u64>, String> {
         let number = self.first + self.messages.len() as u64;
-        let source = self.source_of(run, number)?;
+        let Poll::Ready(source) = self.source_of(run, number)? else { return Ok(Poll::Pending) };
         let (first_call, calls, unreported) = (0, 0, 0);
         self.messages.push_back(Outgoing {
             source,
@@ -107,31 +111,37 @@ impl Sending {
             unreported,
         });
         self.send()?;
-        Ok(number)
+        Ok(Poll::Ready(number))
     }
 
-    fn source_of(&mut self, run: &Run, number: u64) -> Result<Source, String> {
+    fn source_of(&mut self, run: &Run, number: u64) -> Result<Poll<Source>, String> {
         let address = run.base() as u64;
         if run.memory.place() == Place::Host {
             add(&self.counters.host_sent_bytes, run.bytes);
-            return Ok(Source::Host(address));
+            return Ok(Poll::Ready(Source::Host(address)));
         }
-        if let Some(binding) = self.sources.of(&self.device, &run.memory)
-            && self.asks_for_reports()
-        {
+        let Poll::Ready(binding) = self.sources.of(&self.device, &run.memory) else {
+            return Ok(Poll::Pending);
+        };
+        if let Some(binding) = binding.filter(|_| self.asks_for_reports()) {
             add(&self.counters.device_sent_bytes, run.bytes);
             let offset = binding.offset_of(address);
-            return Ok(Source::Bound { binding, offset });
+            return Ok(Poll::Ready(Source::Bound { binding, offset }));
         }
-        add(&self.counters.staged_sent_bytes, run.bytes);
         if self.stager.is_none() {
-            self.stager = Some(Stager::new(&self.host)?);
+            let host = self.host.clone();
+            let start = || Making::start("mapping memory to send from", move || Stager::new(&host));
+            let Poll::Ready(made) = self.making.get_or_insert_with(start).take() else {
+                return Ok(Poll::Pending);
+            };
+            self.stager = Some(made?);
         }
         let Some(stager) = &mut self.stager else { return Err("no stage".into()) };
+        add(&self.counters.staged_sent_bytes, run.bytes);
         let stage = stager.free.pop().ok_or("more messages are posted than there are stages")?;
         let target = stager.address(stage);
         stager.gatherer.begin_copy(number, GpuCopy { source: address, target, bytes: run.bytes });
-        Ok(Source::Staged { stage, copied: false })
+        Ok(Poll::Ready(Source::Staged { stage, copied: false }))
     }
 
     fn asks_for_reports(&mut self) -> bool {
@@ -203,7 +213,7 @@ impl Sending {
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && self.unreported > 0 => {
                     return Ok(());
                 }
-                Err(error) => return Err(format!("sending over {NAME} TCP: {error}")),
+                Err(error) => return Err(refused(self.device.name(), &message.source, &error)),
             };
             message.sent += sent;
             if reported {
@@ -249,22 +259,39 @@ impl Sending {
 
     /// Nothing of the GPU's touches memory any more after this.
     pub fn stop(&mut self) {
-        self.stager = None;
+        (self.stager, self.making) = (None, None);
         self.sources.clear();
     }
 }
 
 impl Stager {
     fn new(host: &Host) -> Result<Stager, String> {
-        let gatherer =
-            Gatherer::new(host.gpu_queue()?, UnpackMode::Copy).map_err(|error| error.to_string())?;
         let (slots, slot_bytes) = (host.config.window, host.config.message_bytes_max);
-        let memory = gatherer.map(slots * slot_bytes).map_err(|error| error.to_string())?;
-        Ok(Stager { gatherer, memory, slot_bytes, free: (0..slots).rev().collect() })
+        host.with_gpu_current(|| {
+            let gatherer =
+                Gatherer::new(host.gpu_queue()?, UnpackMode::Copy).map_err(|error| error.to_string())?;
+            let memory = gatherer.map(slots * slot_bytes).map_err(|error| error.to_string())?;
+            Ok(Stager { gatherer, memory, slot_bytes, free: (0..slots).rev().collect() })
+        })
     }
 
     fn address(&self, stage: usize) -> u64 {
         self.memory.at(stage * self.slot_bytes, self.slot_bytes) as u64
+    }
+}
+
+/// Why the kernel takes nothing more, in words that say what to do where it is for memory of a GPU.
+fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
+    match (source, SendCause::of(error)) {
+        (_, SendCause::Other) | (Source::Host(_) | Source::Staged { .. }, _) => {
+            format!("sending over {NAME} TCP: {error}")
+        }
+        (Source::Bound { binding, .. }, cause) => {
+            if cause == SendCause::NotBound {
+                binding.lose();
+            }
+            DevmemError::send(nic, binding.id, error).to_string()
+        }
     }
 }
 

@@ -1,18 +1,22 @@
 //! What is sent from GPU memory: regions that a NIC reads itself, where driver and NIC can, and the reason where not.
 //!
 //! A region is bound to a NIC as a whole, when a message of it is first sent over one, and as long as a lane may send
-//! from it. Lanes of one NIC share its bindings.
+//! from it. Lanes of one NIC share its bindings, and wait for them while they are made.
 //!
 //! Invariant: a binding lives as long as its netlink socket, and that as long as a lane holds it.
 //! Read next: `sending.rs`.
 
+use super::errors::DevmemError;
 use super::host::Device;
+use super::making::Making;
 use crate::memory::{Gpu, Memory, dmabuf_fd};
 use crate::sys::netdev::Netdev;
 use std::collections::HashMap;
 use std::fmt;
 use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::task::Poll;
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -21,6 +25,8 @@ pub(super) struct Binding {
     pub id: u32,
     /// Address of its first byte.
     base: u64,
+    /// The kernel does not know it any more: the NIC's driver may end it.
+    lost: AtomicBool,
     /// Closed, the binding ends.
     _netdev: Netdev,
 }
@@ -31,10 +37,19 @@ impl Binding {
         address - self.base
     }
 
+    /// Whoever sends from the region next has it bound anew.
+    pub fn lose(&self) {
+        self.lost.store(true, Ordering::Relaxed);
+    }
+
     /// Binds whole pages around a region, which stay inside of its allocation.
-    fn make(device: &Device, memory: &Memory) -> Result<Binding, String> {
+    fn make(nic: &str, index: u32, memory: &Memory) -> Result<Binding, String> {
+        let gpu = Gpu::opened(memory.place()).map_err(|error| error.to_string())?;
+        gpu.with_current(|| Binding::make_on(&gpu, nic, index, memory)).map_err(|error| error.to_string())?
+    }
+
+    fn make_on(gpu: &Gpu, nic: &str, index: u32, memory: &Memory) -> Result<Binding, String> {
         let (place, start) = (memory.place(), memory.span(0, 0).map_or(0, |base| base as u64));
-        let gpu = Gpu::opened(place).map_err(|error| error.to_string())?;
         let base = start / PAGE_BYTES * PAGE_BYTES;
         let bytes = (start + memory.len()).next_multiple_of(PAGE_BYTES) - base;
         let queue = gpu.queue().map_err(|error| error.to_string())?;
@@ -45,16 +60,36 @@ impl Binding {
         }
         let dmabuf = dmabuf_fd(place, base, bytes).map_err(|error| error.to_string())?;
         let mut netdev = Netdev::open().map_err(|error| error.to_string())?;
-        let id = netdev.bind_tx(device.index(), dmabuf.as_fd()).map_err(|error| error.to_string())?;
-        tracing::debug!(nic = device.name(), id, bytes, "a region of {place} is bound to be sent from");
-        Ok(Binding { id, base, _netdev: netdev })
+        let id = netdev
+            .bind_tx(index, dmabuf.as_fd())
+            .map_err(|error| DevmemError::bind_tx(nic, &error).to_string())?;
+        tracing::debug!(nic, id, bytes, "a region of {place} is bound to be sent from");
+        Ok(Binding { id, base, lost: AtomicBool::new(false), _netdev: netdev })
     }
 }
+
+/// An operation's hold on memory, for a thread: it is not taken back meanwhile.
+struct InUse(Arc<Memory>);
+
+impl InUse {
+    fn new(memory: &Arc<Memory>) -> InUse {
+        memory.enter();
+        InUse(memory.clone())
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.leave();
+    }
+}
+
+type Bound = Making<Arc<Binding>>;
 
 /// The bindings of one NIC, by region.
 #[derive(Default)]
 pub(super) struct Bindings {
-    bound: Mutex<HashMap<usize, Weak<Binding>>>,
+    bound: Mutex<HashMap<usize, Weak<Bound>>>,
     /// Why the NIC reads no memory of GPUs, once that is known.
     told: Mutex<Option<String>>,
 }
@@ -66,24 +101,23 @@ impl fmt::Debug for Bindings {
 }
 
 impl Bindings {
-    fn of(&self, device: &Device, memory: &Arc<Memory>) -> Option<Arc<Binding>> {
+    /// That of a region, which may be on its way.
+    fn of(&self, device: &Device, memory: &Arc<Memory>) -> Arc<Bound> {
         let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
         bound.retain(|_, binding| binding.strong_count() > 0);
         let key = Arc::as_ptr(memory) as usize;
-        if let Some(binding) = bound.get(&key).and_then(Weak::upgrade) {
-            return Some(binding);
+        let lost = |bound: &Arc<Bound>| matches!(bound.get(), Poll::Ready(Ok(binding)) if binding.lost.load(Ordering::Relaxed));
+        if let Some(binding) = bound.get(&key).and_then(Weak::upgrade).filter(|bound| !lost(bound)) {
+            return binding;
         }
-        match Binding::make(device, memory) {
-            Ok(binding) => {
-                let binding = Arc::new(binding);
-                bound.insert(key, Arc::downgrade(&binding));
-                Some(binding)
-            }
-            Err(why) => {
-                self.tell(device, why);
-                None
-            }
-        }
+        let (nic, index, memory) = (device.name().to_owned(), device.index(), InUse::new(memory));
+        let binding = Making::start("binding a region", move || {
+            let made = Binding::make(&nic, index, &memory.0);
+            drop(memory);
+            made.map(Arc::new)
+        });
+        bound.insert(key, Arc::downgrade(&binding));
+        binding
     }
 
     /// Says once per reason that payload takes the longer way.
@@ -102,18 +136,20 @@ impl Bindings {
 /// One lane's.
 #[derive(Default)]
 pub(super) struct Sources {
-    known: Vec<(Arc<Memory>, Option<Arc<Binding>>)>,
+    known: Vec<(Arc<Memory>, Arc<Bound>)>,
 }
 
 impl Sources {
-    /// The binding of a region of GPU memory; `None` where there can be none.
-    pub fn of(&mut self, device: &Device, memory: &Arc<Memory>) -> Option<Arc<Binding>> {
-        if let Some((_, binding)) = self.known.iter().find(|(known, _)| Arc::ptr_eq(known, memory)) {
-            return binding.clone();
-        }
-        let binding = device.bindings().of(device, memory);
-        self.known.push((memory.clone(), binding.clone()));
-        binding
+    /// The binding of a region of GPU memory, once it is made; `None` where there can be none.
+    pub fn of(&mut self, device: &Device, memory: &Arc<Memory>) -> Poll<Option<Arc<Binding>>> {
+        let at = match self.known.iter().position(|(known, _)| Arc::ptr_eq(known, memory)) {
+            Some(at) => at,
+            None => {
+                self.known.push((memory.clone(), device.bindings().of(device, memory)));
+                self.known.len() - 1
+            }
+        };
+        self.known[at].1.get().map(|made| made.map_err(|why| device.bindings().tell(device, why)).ok())
     }
 
     /// Lets go of regions that are gone.
