@@ -550,6 +550,17 @@ int ferrywire_transfer_wait(const ferrywire_transfer *transfer,
                             uint64_t *moved);
 
 /**
+ * Waits until one of `count` transfers with one peer has ended, well or not, and puts its place among them at `first`;
+ * the transfer itself tells how it ended. Limits as in `ferrywire_transfer_wait`, `stall_ms` for a time in which none of
+ * them moves. After FERRYWIRE_ERROR_TIMEOUT all are still under way.
+ */
+int ferrywire_transfer_wait_any(ferrywire_transfer *const *transfers,
+                                size_t count,
+                                int64_t total_ms,
+                                int64_t stall_ms,
+                                size_t *first);
+
+/**
  * Bytes that have arrived so far; 0 for a wrong handle.
  */
 uint64_t ferrywire_transfer_bytes_moved(const ferrywire_transfer *transfer);

@@ -4,6 +4,7 @@
 //! it does when its handle is freed.
 
 use std::ffi::{c_int, c_void};
+use std::sync::Arc;
 
 use ferrywire::memory::cuda::CudaGpu;
 
@@ -11,7 +12,9 @@ use crate::blocks::Blocks;
 use crate::handles::{self, object};
 use crate::memory::{Region, Remote};
 use crate::peer::Peer;
-use crate::status::{FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, array, bytes, call, limit, put_if_wanted};
+use crate::status::{
+    FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, Out, array, bytes, call, limit, put_if_wanted,
+};
 
 /// An operation under way.
 pub struct Transfer(pub(crate) ferrywire::Transfer);
@@ -229,6 +232,29 @@ pub unsafe extern "C" fn ferrywire_transfer_wait(
         let bytes = handles::get(transfer)?.0.wait_for(limit(total_ms), limit(stall_ms))?;
         // SAFETY: by the caller's promise.
         unsafe { put_if_wanted(moved, bytes) };
+        Ok(FERRYWIRE_OK)
+    })
+}
+
+/// Waits until one of `count` transfers with one peer has ended, well or not, and puts its place among them at `first`;
+/// the transfer itself tells how it ended. Limits as in `ferrywire_transfer_wait`, `stall_ms` for a time in which none of
+/// them moves. After FERRYWIRE_ERROR_TIMEOUT all are still under way.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn ferrywire_transfer_wait_any(
+    transfers: *const *mut Transfer,
+    count: usize,
+    total_ms: i64,
+    stall_ms: i64,
+    first: *mut usize,
+) -> c_int {
+    call(|| {
+        // SAFETY: by the caller's promise.
+        let (out, list) =
+            unsafe { (Out::new("the place for the first", first)?, array("transfers", transfers, count)?) };
+        let list: Vec<Arc<Transfer>> =
+            list.iter().map(|transfer| handles::get(*transfer)).collect::<Result<_, _>>()?;
+        let each = list.iter().map(|transfer| &transfer.0);
+        out.put(ferrywire::Transfer::wait_any_for(each, limit(total_ms), limit(stall_ms))?);
         Ok(FERRYWIRE_OK)
     })
 }

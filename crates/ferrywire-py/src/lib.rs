@@ -43,7 +43,7 @@ mod native {
     #[pymodule_export]
     use crate::region::{Region, RemoteRegion};
     #[pymodule_export]
-    use crate::transfer::Transfer;
+    use crate::transfer::{Transfer, wait_any};
     #[pymodule_export]
     use crate::waiting::Errand;
     #[pymodule_export]

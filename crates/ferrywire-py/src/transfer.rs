@@ -9,7 +9,7 @@ use ferrywire::memory::cuda::{CudaGpu, RawStream};
 use ferrywire::{Error, Place};
 use pyo3::prelude::*;
 
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, usage};
 use crate::leaving::Shared;
 use crate::stream::of_transfer;
 use crate::tensor::Library;
@@ -135,4 +135,40 @@ impl Transfer {
     fn __repr__(&self) -> String {
         format!("<ferrywire.{:?}>", self.transfer)
     }
+}
+
+/// Waits until one of several transfers with one peer has ended, well or not, and returns its place among them, the
+/// first where several have; the transfer itself tells how. So a number of them is kept in flight. `timeout` is the
+/// longest time in all, in seconds; 0 asks without waiting.
+///
+/// Raises `Deadline`, after which all go on; `UsageError` when there are none, when one is something else, and for those
+/// of several peers.
+#[pyfunction]
+#[pyo3(signature = (transfers, timeout=None))]
+pub fn wait_any(transfers: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<usize> {
+    let py = transfers.py();
+    let whole = limit(py, "timeout", timeout)?;
+    let transfers = listed(transfers)?;
+    sliced(py, whole, |slice| {
+        let each = transfers.iter().map(|transfer| &transfer.get().transfer);
+        ferrywire::Transfer::wait_any_for(each, slice, Duration::MAX)
+    })
+}
+
+fn listed(transfers: &Bound<'_, PyAny>) -> PyResult<Vec<Py<Transfer>>> {
+    let refused = |why: String| usage(transfers.py(), "transfers", why);
+    let Ok(entries) = transfers.try_iter() else {
+        let kind = transfers.get_type().qualname()?;
+        return Err(refused(format!("{kind} is no sequence of transfers: try [x]")));
+    };
+    let mut list = Vec::with_capacity(transfers.len().unwrap_or(0));
+    for (at, entry) in entries.enumerate() {
+        let entry = entry?;
+        let Ok(transfer) = entry.cast::<Transfer>() else {
+            let kind = entry.get_type().qualname()?;
+            return Err(refused(format!("entry {at} is {kind}, not a Transfer")));
+        };
+        list.push(transfer.clone().unbind());
+    }
+    Ok(list)
 }

@@ -83,6 +83,7 @@ def operations() -> list[tuple[str, object]]:
     kinds = (fw.Endpoint, fw.Peer, fw.Region, fw.RemoteRegion, fw.BlockList, fw.Transfer)
     methods = [(f"{kind.__name__}.{name}", getattr(kind, name)) for kind in kinds for name in vars(kind) if name[0] != "_"]
     functions = [("share", fw.share), ("fetch", fw.fetch), ("nccl_plugin_path", fw.nccl_plugin_path)]
+    functions.append(("wait_any", fw.wait_any))
     return [each for each in methods + functions if callable(each[1])]
 
 

@@ -341,6 +341,19 @@ impl Transfer {
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         deadline: Duration,
     ) -> Result<usize> {
+        Transfer::wait_any_for(transfers, Duration::MAX, deadline)
+    }
+
+    /// The same, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without
+    /// waiting.
+    ///
+    /// # Errors
+    /// As [`Transfer::wait_any`], and [`Error::TimedOut`]: then too all are still under way.
+    pub fn wait_any_for<'a>(
+        transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
+        total: Duration,
+        stall: Duration,
+    ) -> Result<usize> {
         let transfers = transfers.into_iter();
         let of_one = |first: &&Transfer| transfers.clone().all(|other| Arc::ptr_eq(&first.peer, &other.peer));
         let Some(first) = transfers.clone().next().filter(of_one) else {
@@ -349,20 +362,27 @@ impl Transfer {
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
         let moved = || transfers.clone().map(|transfer| transfer.op.moved()).sum::<u64>();
+        let until = (total < Duration::MAX).then(|| first.peer.now().saturating_add(total));
         let mut before = moved();
         loop {
             if let Some(at) = ended().or_else(lost) {
                 return Ok(at);
             }
+            let left = until.map_or(Duration::MAX, |until| until.saturating_sub(first.peer.now()));
+            if left.is_zero() {
+                progress::nudge(&first.peer);
+                let timed_out = || Error::TimedOut { what: first.describe(), limit: total };
+                return ended().or_else(lost).ok_or_else(timed_out);
+            }
             let ended = progress::wait(
                 &first.peer,
-                deadline,
+                stall.min(left),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
                 || ended().or_else(lost).is_some(),
             );
             let now = moved();
-            if !ended && now == before {
-                return Err(Error::Deadline { what: first.describe(), waited: deadline });
+            if !ended && now == before && stall <= left {
+                return Err(Error::Deadline { what: first.describe(), waited: stall });
             }
             before = now;
         }

@@ -39,6 +39,44 @@ static void closed(struct pair pair) {
     for (int end = 0; end < 2; end++) OK(ferrywire_endpoint_free(pair.ends[end]));
 }
 
+/* Whichever of several ends first, wherever it stands: each receive waits for a message of its own. */
+static void wait_for_any(struct pair pair, ferrywire_region *source, ferrywire_region *target) {
+    enum { TAGS = 4 };
+    const uint64_t order[TAGS] = {2, 0, 3, 1};
+    uint64_t tags[TAGS], moved;
+    ferrywire_transfer *waiting[TAGS];
+    size_t first = 77;
+    for (size_t at = 0; at < TAGS; at++) {
+        tags[at] = 100 + at;
+        OK(ferrywire_recv(pair.far, tags[at], target, at * 64, 64, &waiting[at]));
+    }
+    for (size_t left = TAGS; left > 0; left--) {
+        uint64_t tag = 100 + order[TAGS - left];
+        FAILS(ferrywire_transfer_wait_any(waiting, left, 10, -1, &first), FERRYWIRE_ERROR_TIMEOUT, "not done within 10ms: recv");
+        FAILS(ferrywire_transfer_wait_any(waiting, left, 0, -1, &first), FERRYWIRE_ERROR_TIMEOUT, "not done within");
+        FAILS(ferrywire_transfer_wait_any(waiting, left, -1, 10, &first), FERRYWIRE_ERROR_TIMEOUT, "no progress for 10ms");
+        CHECK(left < TAGS || first == 77);
+        OK(ferrywire_send(pair.near, tag, source, 0, 64, NULL));
+        OK(ferrywire_transfer_wait_any(waiting, left, LIMIT_MS, -1, &first));
+        CHECK(first < left && tags[first] == tag);
+        OK(ferrywire_transfer_poll(waiting[first], &moved));
+        CHECK(moved == 64);
+        OK(ferrywire_transfer_free(waiting[first]));
+        for (size_t at = first + 1; at < left; at++) {
+            tags[at - 1] = tags[at];
+            waiting[at - 1] = waiting[at];
+        }
+    }
+    /* One that fails has ended. */
+    for (size_t at = 0; at < 2; at++) OK(ferrywire_recv(pair.far, 100, target, 0, 64, &waiting[at]));
+    OK(ferrywire_transfer_cancel(waiting[1]));
+    OK(ferrywire_transfer_wait_any(waiting, 2, LIMIT_MS, -1, &first));
+    CHECK(first == 1);
+    FAILS(ferrywire_transfer_poll(waiting[1], NULL), FERRYWIRE_ERROR_CANCELLED, "cancelled");
+    OK(ferrywire_transfer_cancel(waiting[0]));
+    for (size_t at = 0; at < 2; at++) OK(ferrywire_transfer_free(waiting[at]));
+}
+
 static void *fails_elsewhere(void *unused) {
     CHECK(strcmp(ferrywire_last_error(), "") == 0);
     USAGE(ferrywire_peer_error(NULL), "the ferrywire_peer is NULL");
@@ -117,6 +155,8 @@ int main(void) {
     OK(ferrywire_transfer_cancel(transfer));
     FAILS(ferrywire_transfer_wait(transfer, LIMIT_MS, -1, NULL), FERRYWIRE_ERROR_CANCELLED, "cancelled");
     OK(ferrywire_transfer_free(transfer));
+
+    wait_for_any(pair, source, target);
 
     /* Blocks in reverse order, in two regions, with one notification; then one of them back. */
     ferrywire_region *second;

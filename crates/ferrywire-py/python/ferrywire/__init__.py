@@ -46,6 +46,7 @@ from ._ferrywire import (
     RemoteRegion,
     Transfer,
     __version__,
+    wait_any,
 )
 from ._nccl import nccl_plugin_path
 from ._tensors import Shared, fetch, share
@@ -80,6 +81,7 @@ __all__ = [
     "fetch",
     "nccl_plugin_path",
     "share",
+    "wait_any",
 ]
 
 _exit.arrange()

@@ -3,7 +3,7 @@
 The docstrings are the module's own: ``help(ferrywire.Peer)``.
 """
 
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Generator, Iterable, Sequence
 from typing import Any, Final, Self, SupportsIndex, final
 
 # In `collections.abc` from Python 3.12 on. Type checkers have this one without an installation.
@@ -25,6 +25,7 @@ __all__ = [
     "log_level",
     "log_stop",
     "log_take",
+    "wait_any",
 ]
 
 __version__: Final[str]
@@ -246,6 +247,7 @@ class Wakeup:
     def fileno(self) -> int: ...
     def clear(self) -> None: ...
 
+def wait_any(transfers: Iterable[Transfer], timeout: float | None = None) -> int: ...
 def leave() -> None: ...
 def log_level(level: int) -> None: ...
 def log_stop() -> None: ...

@@ -1,7 +1,7 @@
 //! Waiting for whichever of several transfers ends first.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Error, Transfer};
+use ferrywire::{Block, BlockList, Error, Transfer};
 use std::thread;
 use std::time::Duration;
 
@@ -65,6 +65,33 @@ fn a_transfer_that_fails_has_ended_and_so_have_all_when_the_peer_goes() {
         let at = Transfer::wait_any([&receives[0], &receives[2]], LIMIT).unwrap();
         assert!([&receives[0], &receives[2]][at].poll().is_some_and(|outcome| outcome.is_err()));
     });
+}
+
+#[test]
+fn there_is_a_limit_in_all_and_one_without_progress() {
+    let pair = pair();
+    let bytes = 1 << 20;
+    let source = pair.ends[0].register_zeroed(bytes).unwrap();
+    let target = pair.ends[1].register_zeroed(bytes).unwrap();
+    let receive = pair.near.recv(1, &source, 0, 1).unwrap();
+    for total in [SHORT, Duration::ZERO] {
+        let outcome = Transfer::wait_any_for([&receive], total, LIMIT);
+        assert!(matches!(&outcome, Err(Error::TimedOut { limit, .. }) if *limit == total), "{outcome:?}");
+    }
+    let outcome = Transfer::wait_any_for([&receive], LIMIT, SHORT);
+    assert!(matches!(&outcome, Err(Error::Deadline { waited, .. }) if *waited == SHORT), "{outcome:?}");
+    // The same megabyte over and over, minutes of work: one that moves all the time extends no total.
+    let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
+    let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    let both = [receive, pair.near.write_blocks(&list, None, None).unwrap()];
+    while both[1].bytes_moved() == 0 {
+        assert_eq!(both[1].poll(), None);
+    }
+    let outcome = Transfer::wait_any_for(&both, 6 * SHORT, LIMIT);
+    assert!(matches!(outcome, Err(Error::TimedOut { .. })), "{outcome:?}");
+    both[1].cancel();
+    assert_eq!(Transfer::wait_any_for(&both, LIMIT, LIMIT), Ok(1));
+    assert_eq!(Transfer::wait_any_for(&both, Duration::ZERO, Duration::ZERO), Ok(1));
 }
 
 #[test]

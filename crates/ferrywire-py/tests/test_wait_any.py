@@ -1,0 +1,99 @@
+"""Waiting for whichever of several transfers ends first."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import pytest
+from conftest import LIMIT, Pair
+
+import ferrywire as fw
+
+np = pytest.importorskip("numpy", reason="needs numpy")
+
+SHORT = 0.1
+
+
+def test_the_one_that_has_ended_is_named_wherever_it_stands(pair: Pair):
+    source, target = pair.near.register(bytes(8)), pair.far.register(bytearray(8 * 8))
+    # Each waits for a message of its own, which come in another order.
+    waiting = deque((tag, pair.to_near.recv(tag, target, offset=tag * 8, nbytes=8)) for tag in range(8))
+    for tag in (5, 0, 7, 2, 6, 1, 4, 3):
+        for timeout in (0, SHORT):
+            with pytest.raises(fw.Deadline, match="not done within"):
+                fw.wait_any((transfer for _, transfer in waiting), timeout)
+        # The thread needs the interpreter while this one waits.
+        sender = threading.Timer(SHORT, lambda tag=tag: pair.to_far.send(tag, source))
+        sender.start()
+        at = fw.wait_any([transfer for _, transfer in waiting], timeout=LIMIT)
+        ended, transfer = waiting[at]
+        assert (ended, transfer.poll()) == (tag, 8)
+        del waiting[at]
+        sender.join()
+
+
+def test_a_number_of_transfers_is_kept_in_flight(pair: Pair):
+    depth, size = 8, 300_000
+    sent = np.random.default_rng(1).integers(0, 256, (depth, size), dtype=np.uint8)
+    got = np.zeros_like(sent)
+    source, target = pair.near.register(sent), pair.target(got)
+
+    def post(slot: int) -> fw.Transfer:
+        return pair.to_far.write(source, target, source_offset=slot * size, target_offset=slot * size, nbytes=size)
+
+    in_flight = [post(slot) for slot in range(depth)]
+    for _ in range(300):
+        slot = fw.wait_any(in_flight)
+        assert in_flight[slot].poll() == size
+        in_flight[slot] = post(slot)
+    assert [transfer.wait(LIMIT) for transfer in in_flight] == [size] * depth
+    assert (got == sent).all()
+
+
+def test_what_fails_has_ended_and_tells_why_itself(pair: Pair):
+    target = pair.far.register(bytearray(8))
+    receives = [pair.to_near.recv(tag, target) for tag in range(3)]
+    receives[1].cancel()
+    assert fw.wait_any(receives, LIMIT) == 1
+    with pytest.raises(fw.Cancelled):
+        receives[1].wait()
+    del receives[1]
+    closing = threading.Timer(SHORT, pair.to_far.close)
+    closing.start()
+    at = fw.wait_any(receives, LIMIT)
+    closing.join()
+    with pytest.raises(fw.PeerClosed):
+        receives[at].wait(LIMIT)
+
+
+def test_progress_does_not_extend_the_timeout(pair: Pair):
+    nbytes, count = 1 << 20, 1 << 20
+    source, target = pair.near.allocate(nbytes), pair.far.allocate(nbytes)
+    # The same megabyte over and over: minutes of work.
+    nowhere_else = np.zeros(count, np.int64)
+    blocks = fw.BlockList(source, target.remote(), nowhere_else, nowhere_else, nbytes)
+    write = pair.to_far.write_blocks(blocks)
+    while not write.bytes_moved:
+        assert write.poll() is None
+    with pytest.raises(fw.Deadline, match="not done within .*write"):
+        fw.wait_any([write], 3 * SHORT)
+    write.cancel()
+    assert fw.wait_any([write], LIMIT) == 0 and write.done()
+
+
+def test_what_is_no_several_transfers_with_one_peer(pair: Pair):
+    with fw.Endpoint("127.0.0.1:0") as other, pair.near.connect(other.metadata(), timeout=LIMIT) as to_other:
+        notes = [pair.to_far.notify(b"a"), to_other.notify(b"b")]
+        for wrong, why in (
+            ([], "transfers: none, or of several peers: give those of one peer"),
+            (notes, "transfers: none, or of several peers: give those of one peer"),
+            ([notes[0], None], "transfers: entry 1 is NoneType, not a Transfer"),
+            ([pair.to_far], "transfers: entry 0 is Peer, not a Transfer"),
+            (notes[0], "transfers: Transfer is no sequence of transfers: try \\[x\\]"),
+        ):
+            with pytest.raises(fw.UsageError, match=why):
+                fw.wait_any(wrong, LIMIT)
+        with pytest.raises(fw.UsageError, match="timeout: -1 is not a number of seconds"):
+            fw.wait_any(notes[:1], -1)
+        assert [note.wait(LIMIT) for note in notes] == [0, 0]
