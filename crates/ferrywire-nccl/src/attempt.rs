@@ -193,9 +193,12 @@ impl Attempt {
 
     /// Goes on with all connections, or up to one that cannot be made. What a peer that was reached says is an error.
     fn progress(&mut self) -> Outcome<Option<Broken>> {
-        let late = self.since.elapsed() >= ANSWERED_WITHIN;
         let is_silent = |dialled: &Dialled| dialled.conn.is_none() && dialled.dialling.is_unanswered();
-        let some_answered = late && !self.dialled.iter().all(is_silent);
+        // One path of several between two NICs may be dead for as long as the kernel tries; a pair of NICs is left out only
+        // when none of its connections is answered, and another pair's are.
+        let late = self.since.elapsed() >= ANSWERED_WITHIN;
+        let answers = |pair| self.dialled.iter().any(|dialled| dialled.pair == pair && !is_silent(dialled));
+        let answered: Vec<bool> = (0..self.pairs.len()).map(|pair| late && answers(pair)).collect();
         for dialled in self.dialled.iter_mut().filter(|dialled| dialled.conn.is_none()) {
             let pair = dialled.pair;
             match dialled.dialling.poll(&self.secret) {
@@ -203,7 +206,7 @@ impl Attempt {
                 Err(fault) if dialled.dialling.has_heard() => return Err(fault),
                 Err(fault) => return Ok(Some(Broken { pair, fault })),
             }
-            if some_answered && is_silent(dialled) {
+            if !answered[pair] && answered.contains(&true) && is_silent(dialled) {
                 return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers") }));
             }
         }

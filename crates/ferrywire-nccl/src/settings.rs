@@ -11,7 +11,7 @@
 //!
 //! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program. How fast a NIC is counts where a
-//! physical one says so: one of 10 Gbit/s needs one socket and two threads.
+//! physical one says so: one of 10 Gbit/s needs two sockets and four threads.
 //!
 //! Read once, when the first comm is made. A value that is no number in its range is ignored, with a warning.
 
@@ -34,7 +34,9 @@ const RANKS_ASSUMED: usize = 2;
 /// What one socket carries of a NIC's speed, and one thread one way.
 const MBPS_PER_SOCKET: u64 = 12_500;
 /// Threads of a process with slow NICs only.
-const THREADS_MIN: usize = 2;
+const THREADS_MIN: usize = 4;
+/// Sockets of a comm over one NIC, however slow.
+const SOCKETS_MIN: usize = 2;
 /// Longest message that may go inline.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
@@ -87,7 +89,11 @@ impl Settings {
             self.sockets
         };
         match speed_mbps {
-            Some(speed_mbps) if !self.sockets_said => share.min(sockets_for(speed_mbps.into())),
+            // A lone NIC may be faster than its driver says, or its network limit each flow.
+            Some(speed_mbps) if !self.sockets_said => {
+                let least = if pairs > 1 { 1 } else { SOCKETS_MIN };
+                share.min(sockets_for(speed_mbps.into()).max(least))
+            }
             _ => share,
         }
     }
@@ -153,7 +159,7 @@ mod tests {
             let over = |&mbps| settings.sockets_over(Some(mbps), nics.len());
             (settings.threads, nics.iter().map(over).collect::<Vec<_>>())
         };
-        assert_eq!([of(&[1000]), of(&[10_000]), of(&[25_000])], [(2, vec![1]), (2, vec![1]), (4, vec![2])]);
+        assert_eq!([of(&[1000]), of(&[10_000]), of(&[25_000])], [(4, vec![2]), (4, vec![2]), (4, vec![2])]);
         assert_eq!([of(&[100_000]), of(&[400_000])], [(12, vec![4]), (12, vec![4])]);
         assert_eq!([of(&[10_000; 4]), of(&[100_000; 4])], [(8, vec![1; 4]), (12, vec![2; 4])]);
         assert_eq!(of(&[100_000, 10_000]), (12, vec![4, 1]));

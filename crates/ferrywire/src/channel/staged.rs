@@ -87,7 +87,11 @@ impl Channel {
         }
         self.staging.receiving.free();
         if !self.staging.receiving.copying() {
-            self.count_staged();
+            // Parts that waited for company: the copy engine has nothing else to do, and there may be nothing more to come.
+            match self.staging.receiving.gathered_bytes() {
+                0 => self.count_staged(),
+                _ => self.flush_parts(),
+            }
         }
         let mut worked = begun;
         while let Some(arrival) = self.staging.receiving.next() {

@@ -292,17 +292,22 @@ impl PeerState {
 
     /// What a channel with so much in its window may take of what is staged.
     pub fn staged_share(&self, backlog: u64) -> u64 {
-        let live = self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed));
-        let (channels, all) =
-            live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()));
-        schedule::staged_share(self.queue.bulk_bytes(), all, channels, backlog)
+        let (channels, in_flight) = self.live_backlog();
+        schedule::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
     }
 
     /// Shortest chunk of what is staged.
     pub fn staged_chunk_bytes_min(&self) -> usize {
+        let (channels, in_flight) = self.live_backlog();
         let company = self.in_flight_beside_one() > 0;
-        let in_flight = if company { self.in_flight_bytes.load(Ordering::Relaxed) } else { 0 };
-        schedule::staged_chunk_bytes_min(in_flight, self.live_channels())
+        let bytes = if company { self.queue.bulk_bytes().saturating_add(in_flight) } else { 0 };
+        schedule::staged_chunk_bytes_min(bytes, channels)
+    }
+
+    /// Live channels, and what they have in their windows together.
+    fn live_backlog(&self) -> (usize, u64) {
+        let live = self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed));
+        live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()))
     }
 
     /// A channel was lost, in words; the oldest are forgotten.

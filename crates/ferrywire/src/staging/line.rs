@@ -183,6 +183,12 @@ impl Line {
     /// The failure has been told to all whose copies were not done: gives it, and starts afresh.
     pub fn settle(&mut self) -> Option<Error> {
         let failure = self.failure.take()?;
+        if !self.batch.is_empty() {
+            // Their mark is told as well, and never given again.
+            self.marked += 1;
+            self.batch.clear();
+            self.batch_bytes = 0;
+        }
         self.reached = self.marked;
         self.busy.set(false);
         Some(failure)

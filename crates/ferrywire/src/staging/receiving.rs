@@ -162,6 +162,8 @@ impl Receiving {
         if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
             *last = Some(0);
         }
+        // Whole parts that wait for company are copied while the landing is kept, and not after that.
+        self.lanes[current.lane].line.flush();
         // Nobody else looks while nothing is copied.
         self.lanes[current.lane].free();
         let line = &self.lanes[current.lane].line;
@@ -178,7 +180,7 @@ impl Receiving {
 
     /// Whether it has to be looked after.
     pub fn active(&self) -> bool {
-        !self.frames.is_empty() || self.copying()
+        !self.frames.is_empty() || self.copying() || self.gathered_bytes() > 0
     }
 
     /// Whether copies are under way.
@@ -293,7 +295,76 @@ impl Receiving {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::sim::SimGpu;
+    use crate::memory::sim::{SimFaults, SimGpu};
+
+    const GPU: u32 = 14;
+
+    /// What a payload of so many parts has, the last of them open; the first is being copied.
+    fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
+        receiving.begin(Place::SimGpu(GPU), &mut targets.to_vec()).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(receiving.close_part());
+        receiving.flush();
+        receiving.open_part().expect("the ring has room");
+        assert!(receiving.close_part());
+        receiving.open_part().expect("the ring has room");
+    }
+
+    /// They were copied later, when their operation had ended and its memory was the user's again.
+    #[test]
+    fn parts_that_wait_for_company_when_their_frame_is_broken_off_are_copied_before_its_landing_goes() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        assert_eq!(receiving.gathered_bytes(), limits::STAGING_PART_BYTES);
+        receiving.break_off(None);
+        assert_eq!(receiving.gathered_bytes(), 0);
+        let line = &receiving.lanes[0].line;
+        assert_eq!(line.next_mark(), 3, "the second part has a mark, which its landing waits for");
+    }
+
+    /// A connection that brings nothing more may not be asked again.
+    #[test]
+    fn parts_that_wait_for_company_have_to_be_looked_after() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        let start = std::time::Instant::now();
+        while receiving.copying() {
+            assert!(!receiving.look());
+            assert!(start.elapsed() < Duration::from_secs(60), "the first part is copied");
+        }
+        receiving.free();
+        assert!(receiving.active());
+    }
+
+    /// Their mark stood behind copies that nobody would make any more: nothing behind them was acknowledged.
+    #[test]
+    fn parts_that_wait_for_company_when_the_copies_before_fail_are_told_with_them() {
+        const FAILING: u32 = 13;
+        let gpu = SimGpu::open(FAILING).unwrap();
+        gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        let two_parts = 2 * limits::STAGING_PART_BYTES;
+        receiving.begin(Place::SimGpu(FAILING), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)]).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(receiving.close_part());
+        receiving.flush();
+        receiving.open_part().expect("the ring has room");
+        assert!(!receiving.close_part(), "the frame is whole");
+        receiving.current = None;
+        let start = std::time::Instant::now();
+        while receiving.lanes[0].line.failure().is_none() {
+            receiving.look();
+            assert!(start.elapsed() < Duration::from_secs(60), "the copies fail");
+        }
+        receiving.free();
+        receiving.flush();
+        assert!(!receiving.active());
+    }
 
     /// They filled the ring, and nobody looked: the channel read nothing any more.
     #[test]
