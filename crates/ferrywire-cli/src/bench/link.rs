@@ -271,9 +271,9 @@ impl Link {
         self.goes_on()?;
         let mut stall = None;
         loop {
-            match Transfer::wait_any(transfers.clone(), SLICE) {
+            match Transfer::wait_any_for(transfers.clone(), SLICE, SLICE) {
                 Ok(at) => return Ok(at),
-                Err(Error::Deadline { .. }) => {
+                Err(Error::Deadline { .. } | Error::TimedOut { .. }) => {
                     stall.get_or_insert_with(|| Stall::new(self)).check("a transfer")?
                 }
                 Err(error) => return Err(self.lost(error)),

@@ -85,11 +85,13 @@ impl Drop for InUse {
 }
 
 type Bound = Making<Arc<Binding>>;
+/// While it is there, no other region has the same address.
+type OfRegion = (Weak<Memory>, Weak<Bound>);
 
 /// The bindings of one NIC, by region.
 #[derive(Default)]
 pub(super) struct Bindings {
-    bound: Mutex<HashMap<usize, Weak<Bound>>>,
+    bound: Mutex<HashMap<usize, OfRegion>>,
     /// Why the NIC reads no memory of GPUs, once that is known.
     told: Mutex<Option<String>>,
 }
@@ -104,19 +106,21 @@ impl Bindings {
     /// That of a region, which may be on its way.
     fn of(&self, device: &Device, memory: &Arc<Memory>) -> Arc<Bound> {
         let mut bound = self.bound.lock().unwrap_or_else(PoisonError::into_inner);
-        bound.retain(|_, binding| binding.strong_count() > 0);
+        bound.retain(|_, (_, binding)| binding.strong_count() > 0);
         let key = Arc::as_ptr(memory) as usize;
         let lost = |bound: &Arc<Bound>| matches!(bound.get(), Poll::Ready(Ok(binding)) if binding.lost.load(Ordering::Relaxed));
-        if let Some(binding) = bound.get(&key).and_then(Weak::upgrade).filter(|bound| !lost(bound)) {
+        let known = bound.get(&key).and_then(|(_, binding)| binding.upgrade());
+        if let Some(binding) = known.filter(|bound| !lost(bound)) {
             return binding;
         }
+        let region = Arc::downgrade(memory);
         let (nic, index, memory) = (device.name().to_owned(), device.index(), InUse::new(memory));
         let binding = Making::start("binding a region", move || {
             let made = Binding::make(&nic, index, &memory.0);
             drop(memory);
             made.map(Arc::new)
         });
-        bound.insert(key, Arc::downgrade(&binding));
+        bound.insert(key, (region, Arc::downgrade(&binding)));
         binding
     }
 
