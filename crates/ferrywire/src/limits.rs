@@ -179,7 +179,7 @@ pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 pub const DIAL_DEADLINE: Duration = Duration::from_secs(2);
 /// Blocking helpers of a simulated GPU give up after this; long, since a stall may be part of a test.
 pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
-/// A thread has this long to let go of memory that is deregistered, while we run ourselves.
+/// A thread that is to let go of memory may do nothing at all for this long, while we run ourselves.
 pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// A peer that was dropped is closed when nothing of what was posted to it has got on for so long.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);

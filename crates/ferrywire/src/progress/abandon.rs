@@ -3,15 +3,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::Command;
+use super::{Command, SPIN};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Memory;
 use crate::patience::Patience;
 use crate::peer::Landing;
+
+/// How long whoever waits for an answer sleeps, once it has not come at once: one who asks again and again, with yields in
+/// between, takes so much of a small host that the worker is kept from answering, for seconds on an overloaded one.
+const PAUSE: Duration = Duration::from_micros(100);
 
 /// A request to all workers to let go of some memory, and which of them have answered.
 pub(crate) struct Abandon {
@@ -31,31 +35,57 @@ impl Abandon {
     }
 }
 
+/// How long a worker that has not answered stands still. One that gets on is waited for: before it answers it may have
+/// megabytes to bring to their place, on a host that has no time for it.
+struct Standstill {
+    patience: Patience,
+    /// The worker, and its steps when it was last looked at.
+    seen: Option<(usize, u64)>,
+}
+
+impl Standstill {
+    fn new() -> Standstill {
+        Standstill { patience: Patience::new(limits::ABANDON_DEADLINE), seen: None }
+    }
+
+    /// Whether that is too long, now. Ask often.
+    fn is_over(&mut self, worker: usize, steps: u64, now: Duration) -> bool {
+        if self.seen.replace((worker, steps)) != Some((worker, steps)) {
+            self.patience = Patience::new(limits::ABANDON_DEADLINE);
+        }
+        self.patience.is_over(now)
+    }
+}
+
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
 ///
 /// # Errors
-/// [`Error::HeldUp`] about `what` when a worker does not answer within `limits::ABANDON_DEADLINE`, or cannot
-/// because a call of a plugin does not return.
+/// [`Error::HeldUp`] about `what` when a worker that has not answered does nothing at all for
+/// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return.
 pub(crate) fn abandon(
     engine: &Engine,
     what: impl FnOnce() -> String,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
     let request = ask(engine, gone);
-    let mut patience = Patience::new(limits::ABANDON_DEADLINE);
+    let mut standstill = Standstill::new();
     let start = Instant::now();
-    // Each worker answers at its next turn; whoever has no owner is turned from here.
+    // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
     while let Some(missing) = request.missing() {
-        let stuck = engine.workers[missing].stuck();
-        if stuck || patience.is_over(start.elapsed()) {
+        let (stuck, steps) = (engine.workers[missing].stuck(), engine.workers[missing].steps());
+        if stuck || standstill.is_over(missing, steps, start.elapsed()) {
             let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
-            return Err(Error::HeldUp { what, by, waited: patience.waited() });
+            return Err(Error::HeldUp { what, by, waited: standstill.patience.waited() });
         }
+        let mut worked = false;
         for worker in &engine.workers {
-            worker.turn_once(engine);
+            worked |= worker.turn_once(engine);
         }
-        thread::yield_now();
+        match worked || start.elapsed() < SPIN {
+            true => thread::yield_now(),
+            false => thread::sleep(PAUSE),
+        }
     }
     Ok(())
 }
@@ -81,4 +111,53 @@ pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Aband
 pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
     abandon(engine, || what, move |landing| landing.is_in(&memory))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOK: Duration = Duration::from_millis(50);
+
+    /// Looks until it is over, or long after; when that was.
+    fn given_up_at(mut seen: impl FnMut(Duration) -> (usize, u64)) -> Option<Duration> {
+        let mut standstill = Standstill::new();
+        (0..20_000).map(|look| look * LOOK).find(|now| {
+            let (worker, steps) = seen(*now);
+            standstill.is_over(worker, steps, *now)
+        })
+    }
+
+    #[test]
+    fn who_gets_on_slowly_is_waited_for() {
+        assert_eq!(given_up_at(|now| (1, now.as_secs() / 4)), None, "a step every four seconds");
+    }
+
+    #[test]
+    fn who_stands_still_is_not() {
+        assert_eq!(given_up_at(|_| (1, 7)), Some(limits::ABANDON_DEADLINE));
+        let since = Duration::from_secs(60);
+        let gave_up = given_up_at(|now| (1, now.min(since).as_secs()));
+        assert_eq!(gave_up, Some(since + limits::ABANDON_DEADLINE), "after the last step");
+        // The first one answers after four seconds; from then on it is the second one that is waited for.
+        let answered = Duration::from_secs(4);
+        let gave_up = given_up_at(|now| (usize::from(now >= answered), 7));
+        assert_eq!(gave_up, Some(answered + limits::ABANDON_DEADLINE));
+    }
+
+    #[test]
+    fn every_turn_and_what_it_does_are_steps() {
+        let endpoint = crate::Endpoint::builder().threads(0).build().unwrap();
+        let engine = endpoint.downgrade().upgrade().unwrap();
+        let worker = &engine.workers[0];
+        let turned = |before: u64| {
+            worker.turn_once(&engine);
+            worker.steps() - before
+        };
+        let idle = turned(worker.steps());
+        assert!(idle > 0);
+        worker.command(Command::KeepToCore);
+        worker.command(Command::KeepToCore);
+        assert!(turned(worker.steps()) >= idle + 2, "a step for each command");
+    }
 }

@@ -39,6 +39,7 @@ impl Crank {
     /// One turn: commands, what can be received, then, unless `done`, what can be sent.
     pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
         let _moving = idle::moving();
+        worker.step();
         let mut worked = self.obey(worker, engine);
         worked |= self.receive(worker, engine);
         worked |= self.turn_lanes(worker, engine);
@@ -64,6 +65,7 @@ impl Crank {
         let mut worked = false;
         while let Some(command) = worker.commands.pop() {
             worked = true;
+            worker.step();
             match command {
                 Command::Add(channel) => self.add(worker, engine, channel),
                 Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
@@ -100,6 +102,7 @@ impl Crank {
             for place in 0..self.slots.len() {
                 let Some(slot) = &mut self.slots[place] else { continue };
                 let touched = slot.channel.abandon(&request.gone);
+                worker.step();
                 if touched && late {
                     let why = "memory was taken back while a message was being received into it";
                     self.lose(worker, engine, place, why.into());
@@ -128,7 +131,9 @@ impl Crank {
             if worked && !worker.commands.is_empty() {
                 break;
             }
-            match slot.channel.turn_lane() {
+            let turned = slot.channel.turn_lane();
+            worker.step();
+            match turned {
                 Ok(moved) => worked |= moved,
                 Err(error) => {
                     self.fail(worker, engine, place, &error);
@@ -149,7 +154,9 @@ impl Crank {
             let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
                 continue;
             };
-            match slot.channel.turn_staging() {
+            let turned = slot.channel.turn_staging();
+            worker.step();
+            match turned {
                 Ok(placed) => worked |= placed,
                 Err(error) => {
                     self.fail(worker, engine, place, &error);
@@ -231,6 +238,7 @@ impl Crank {
         let (peer, index, generation) =
             (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
         let remains = slot.channel.end();
+        worker.step();
         engine.lost(peer, index, generation, why, remains);
     }
 
@@ -302,7 +310,9 @@ impl Crank {
         let Some(slot) = &mut self.slots[place] else {
             return false;
         };
-        match slot.channel.receive(&mut self.space) {
+        let received = slot.channel.receive(&mut self.space);
+        worker.step();
+        match received {
             Ok(bytes) => {
                 self.moved += bytes as u64;
                 if bytes > 0 {
@@ -334,7 +344,9 @@ impl Crank {
         if slot.polled {
             slot.channel.unblock();
         }
-        match slot.channel.send(flush, &mut self.space) {
+        let sent = slot.channel.send(flush, &mut self.space);
+        worker.step();
+        match sent {
             Ok(bytes) => {
                 slot.watch(worker, place);
                 self.moved += bytes as u64;

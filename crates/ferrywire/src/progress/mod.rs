@@ -197,6 +197,8 @@ pub(crate) struct Worker {
     turned_by: TurnedBy,
     /// Such a call has not returned in time: nobody waits for this worker any more.
     stuck: AtomicBool,
+    /// Grows with whatever its owner has done, or looked at.
+    steps: AtomicU64,
     /// Channels with lanes that it has.
     lanes: AtomicUsize,
     /// The thread keeps to one core.
@@ -270,6 +272,7 @@ impl Worker {
             stop: AtomicBool::new(false),
             turned_by,
             stuck: AtomicBool::new(false),
+            steps: AtomicU64::new(0),
             lanes: AtomicUsize::new(0),
             kept: AtomicBool::new(false),
             spin,
@@ -368,6 +371,16 @@ impl Worker {
 
     pub fn stuck(&self) -> bool {
         self.stuck.load(Ordering::SeqCst)
+    }
+
+    /// Its owner gets on. One thread at a time: that of the crank.
+    fn step(&self) {
+        self.steps.store(self.steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// Another number than before when its owner has got on since.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
     }
 
     pub fn stop(&self) {
