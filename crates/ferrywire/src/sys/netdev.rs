@@ -84,7 +84,8 @@ impl Netdev {
         self.bind("netdev bind-rx", BIND_RX, rx_binding(ifindex, queues, dmabuf))
     }
 
-    /// The same with buffers of `page_bytes`, a power of 2, in place of pages: kernels from 7.3, and some drivers.
+    /// The same with buffers of `page_bytes`, a power of 2, in place of pages: kernels from 7.3, and some drivers. Other
+    /// sizes are refused here: by its source the kernel gives its number for anything, `EINVAL`, and no words.
     pub fn bind_rx_pages(
         &mut self,
         ifindex: u32,
@@ -92,8 +93,12 @@ impl Netdev {
         dmabuf: BorrowedFd<'_>,
         page_bytes: u32,
     ) -> Result<u32, NetlinkError> {
-        let binding = rx_binding(ifindex, queues, dmabuf).u32(DMABUF_RX_PAGE_SIZE, page_bytes);
-        self.bind("netdev bind-rx", BIND_RX, binding)
+        let call = "netdev bind-rx";
+        if !page_bytes.is_power_of_two() {
+            let text = Some(format!("rx-page-size {page_bytes} is not a power of 2"));
+            return Err(NetlinkError { errno: Errno::INVAL.raw_os_error(), text, call });
+        }
+        self.bind(call, BIND_RX, rx_binding(ifindex, queues, dmabuf).u32(DMABUF_RX_PAGE_SIZE, page_bytes))
     }
 
     /// Lets a device send from a dma-buf; gives the number that sends name it by.
@@ -217,6 +222,9 @@ mod tests {
         }
         let missing = netdev.device(1 << 30).expect_err("there is none");
         assert_eq!(missing.errno, libc::ENODEV, "{missing}");
+        let refused = netdev.bind_rx_pages(LO, &[0], some_file().as_fd(), 12288).expect_err("three pages");
+        assert_eq!(refused.errno, libc::EINVAL, "{refused}");
+        assert_eq!(refused.text.as_deref(), Some("rx-page-size 12288 is not a power of 2"));
         if !is_root() {
             return println!("SKIPPED: needs root to ask for a binding");
         }

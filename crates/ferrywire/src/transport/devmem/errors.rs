@@ -175,6 +175,8 @@ pub enum BindCause {
     NoLargeBuffers,
     /// The driver has none.
     DriverNoLargeBuffers,
+    /// Their size is no power of 2.
+    OddBuffers,
     /// The NIC reads and writes no memory by itself.
     NoDma,
     /// The NIC cannot reach this memory.
@@ -184,7 +186,7 @@ pub enum BindCause {
 }
 
 /// Words of the kernel's that tell a cause, whatever the number. The first that match count.
-const WORDS: [(&str, BindCause); 14] = [
+const WORDS: [(&str, BindCause); 15] = [
     ("tcp-data-split is disabled", BindCause::SplitOff),
     ("hds-thresh is not zero", BindCause::SplitThreshold),
     ("already memory provider bound", BindCause::QueueTaken),
@@ -195,6 +197,8 @@ const WORDS: [(&str, BindCause); 14] = [
     ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
     ("Unknown attribute type", BindCause::NoLargeBuffers),
     ("does not support: rx_page_size", BindCause::DriverNoLargeBuffers),
+    // Ours: the kernel has none for it.
+    ("is not a power of 2", BindCause::OddBuffers),
     ("does not support netmem TX", BindCause::CannotSend),
     ("doesn't support DMA", BindCause::NoDma),
     ("Failed to bind dmabuf to device", BindCause::OutOfReach),
@@ -273,6 +277,9 @@ impl fmt::Display for BindCause {
             BindCause::NoLargeBuffers => "this kernel (before 7.3) has no larger receive buffers: ask for none",
             BindCause::DriverNoLargeBuffers => {
                 "its driver has no receive buffers of this size (bnxt and mlx5 have some): ask for none"
+            }
+            BindCause::OddBuffers => {
+                "the size of receive buffers has to be a power of 2, at least 4096 bytes: ask for such, or for none"
             }
             BindCause::NoDma => "it reads and writes no memory by itself: use a physical NIC",
             BindCause::OutOfReach => {

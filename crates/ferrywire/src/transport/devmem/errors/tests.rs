@@ -7,7 +7,7 @@ use crate::sys::devmem::ControlFault;
 /// Number, the kernel's words ("" for none), what it means, and words that the message must have.
 type Row = (i32, &'static str, BindCause, &'static [&'static str]);
 
-const RECEIVE: [Row; 19] = [
+const RECEIVE: [Row; 20] = [
     // seen: loopback
     (libc::EOPNOTSUPP, "", BindCause::CannotReceive, &["driver", "--transport tcp"]),
     // seen
@@ -43,6 +43,7 @@ const RECEIVE: [Row; 19] = [
     // seen, on kernels before 7.3
     (libc::EINVAL, "Unknown attribute type", BindCause::NoLargeBuffers, &["7.3"]),
     (libc::EOPNOTSUPP, "device does not support: rx_page_size", BindCause::DriverNoLargeBuffers, &["driver"]),
+    (libc::EINVAL, "rx-page-size 12288 is not a power of 2", BindCause::OddBuffers, &["at least 4096 bytes"]),
     (libc::EOPNOTSUPP, "Device doesn't support DMA", BindCause::NoDma, &["physical NIC"]),
     (libc::EOPNOTSUPP, "Failed to bind dmabuf to device", BindCause::OutOfReach, &["PCIe", "BAR1"]),
     (libc::EIO, "Failed to map dmabuf attachment", BindCause::OutOfReach, &["IOMMU"]),
@@ -105,7 +106,7 @@ fn no_two_causes_are_told_alike() {
     for pair in told.windows(2) {
         assert_ne!(pair[0].0, pair[1].0);
     }
-    assert_eq!(told.len(), 19, "each cause has a row");
+    assert_eq!(told.len(), 20, "each cause has a row");
 }
 
 #[test]
