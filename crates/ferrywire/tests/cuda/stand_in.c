@@ -200,13 +200,16 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
     int fd = memfd_create("stand-in", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, bytes)) return OUT_OF_MEMORY;
     char *seen = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    /* Allocations lie side by side, as a GPU's do. */
-    void *base = mmap((void *)next_base, bytes, PROT_NONE, MAP_SHARED, fd, 0);
+    /* Allocations lie side by side, as a GPU's do, each where none has been. */
+    pthread_mutex_lock(&lock);
+    void *place = (void *)next_base;
+    next_base += (bytes + 4095) & ~4095ull;
+    pthread_mutex_unlock(&lock);
+    void *base = mmap(place, bytes, PROT_NONE, MAP_SHARED, fd, 0);
     close(fd);
     memset(seen, 0xDD, bytes);
     *at = (address)base;
     pthread_mutex_lock(&lock);
-    next_base = *at + ((bytes + 4095) & ~4095ull);
     taken += bytes;
     int added = add(DEVICE, *at, seen, bytes);
     pthread_mutex_unlock(&lock);
