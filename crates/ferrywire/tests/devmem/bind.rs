@@ -2,9 +2,14 @@
 
 use crate::vm::{self, FAR, NEAR, Pool, QUEUE, at_peer, index, set_split};
 use ferrywire::sys::ethtool::Split;
+use ferrywire::sys::mapping::anonymous_file;
 use ferrywire::sys::netdev::{Netdev, QueueState};
+use ferrywire::sys::netlink::{Attributes, Family, NetlinkError};
 use ferrywire::transport::devmem::{BindCause, DevmemError};
+use std::collections::BTreeSet;
+use std::fs;
 use std::os::fd::AsFd;
+use std::path::Path;
 
 /// Loopback's number in every network namespace.
 const LO: u32 = 1;
@@ -15,6 +20,92 @@ fn cause(error: DevmemError) -> BindCause {
     match error {
         DevmemError::Bind { cause, .. } => cause,
         other => panic!("{other:?}"),
+    }
+}
+
+/// The attributes that this kernel knows in a request to bind queues, as it says itself. `ENOENT`: it does not know the
+/// request. The numbers are those of the kernel's headers, once more and not taken from what is tested.
+fn known_of_bindings() -> Result<BTreeSet<u16>, NetlinkError> {
+    const CTRL_CMD_GETPOLICY: u8 = 10;
+    const CTRL_ATTR_FAMILY_NAME: u16 = 2;
+    const CTRL_ATTR_POLICY: u16 = 8;
+    const CTRL_ATTR_OP_POLICY: u16 = 9;
+    const CTRL_ATTR_OP: u16 = 10;
+    const CTRL_ATTR_POLICY_DO: u16 = 1;
+    const NETDEV_CMD_BIND_RX: u16 = 13;
+    let question = Attributes::new()
+        .text(CTRL_ATTR_FAMILY_NAME, "netdev")
+        .u32(CTRL_ATTR_OP, u32::from(NETDEV_CMD_BIND_RX));
+    let told = Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question)?;
+    // One reply says which policy is the request's, and one each what is known of one attribute of one policy.
+    let requests = told.iter().find_map(|reply| reply.attributes().nest(CTRL_ATTR_OP_POLICY));
+    let policy = requests.and_then(|all| all.nest(NETDEV_CMD_BIND_RX)).expect("the request has a policy");
+    let policy = policy.u32(CTRL_ATTR_POLICY_DO).and_then(|number| u16::try_from(number).ok());
+    let policy = policy.expect("it has a number");
+    let attributes = told.iter().filter_map(|reply| reply.attributes().nest(CTRL_ATTR_POLICY)?.nest(policy));
+    Ok(attributes.flatten().map(|(attribute, _)| attribute).collect())
+}
+
+/// Whether this kernel has receive buffers of other sizes than a page. `ENOENT`: it binds none at all.
+fn knows_rx_page_size() -> Result<bool, NetlinkError> {
+    const NETDEV_A_DMABUF_FD: u16 = 3;
+    const NETDEV_A_DMABUF_RX_PAGE_SIZE: u16 = 5;
+    let known = known_of_bindings()?;
+    assert!(known.contains(&NETDEV_A_DMABUF_FD), "no binding is without one: {known:?}");
+    Ok(known.contains(&NETDEV_A_DMABUF_RX_PAGE_SIZE))
+}
+
+/// Whether every kernel lets this process bind queues: the right counts in the first user namespace only, up to some
+/// version after 6.18.
+fn has_every_right() -> bool {
+    /// Of the first user namespace, on every kernel.
+    const FIRST: &str = "user:[4026531837]";
+    const CAP_NET_ADMIN: u32 = 12;
+    let status = fs::read_to_string("/proc/self/status").expect("it is there");
+    let rights = status.lines().find_map(|line| line.strip_prefix("CapEff:")).expect("rights");
+    let rights = u64::from_str_radix(rights.trim(), 16).expect("a number");
+    let namespace = fs::read_link("/proc/self/ns/user").expect("a link");
+    namespace == Path::new(FIRST) && rights >> CAP_NET_ADMIN & 1 == 1
+}
+
+/// The kernel of any host: loopback cannot do any of it.
+#[test]
+fn loopback_refuses_with_causes() {
+    let mut netdev = match Netdev::open() {
+        Ok(netdev) => netdev,
+        Err(error) => return println!("SKIPPED: needs the kernel's netdev family: {error}"),
+    };
+    let file = anonymous_file(vm::MIB).expect("memory");
+    let error = netdev.bind_tx(LO, file.as_fd()).expect_err("loopback sends no such memory");
+    assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-tx"), "{error}");
+    assert_eq!(cause(DevmemError::bind_tx("lo", &error)), BindCause::CannotSend);
+    let error = netdev.bind_rx(LO, &[0], file.as_fd()).expect_err("loopback has no such queues");
+    if error.errno == libc::EPERM && !has_every_right() {
+        assert_eq!(cause(DevmemError::bind_rx("lo", &[0], &error)), BindCause::NotAllowed);
+        return println!(
+            "SKIPPED: needs CAP_NET_ADMIN, and no user namespace, to ask for a binding to receive"
+        );
+    }
+    // Kernels before 6.12 do not know the request, and refuse it with the same number.
+    assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-rx"), "{error}");
+    assert_eq!(cause(DevmemError::bind_rx("lo", &[0], &error)), BindCause::CannotReceive);
+    let larger = match knows_rx_page_size() {
+        Ok(larger) => larger,
+        Err(error) => {
+            assert_eq!(error.errno, libc::ENOENT, "{error}");
+            return println!("SKIPPED: needs a kernel that binds memory to receive into (6.12)");
+        }
+    };
+    let error = netdev.bind_rx_pages(LO, &[0], file.as_fd(), 16 << 10).expect_err("nor larger buffers");
+    let said = (error.errno, error.text.as_deref());
+    let told = DevmemError::bind_rx("lo", &[0], &error);
+    if larger {
+        assert_eq!(said, (libc::EOPNOTSUPP, None), "{error}");
+        assert_eq!(cause(told), BindCause::CannotReceive);
+    } else {
+        assert_eq!(said, (libc::EINVAL, Some("Unknown attribute type")), "{error}");
+        assert!(told.to_string().contains("no larger receive buffers: ask for none"), "{told}");
+        assert_eq!(cause(told), BindCause::NoLargeBuffers);
     }
 }
 
@@ -41,8 +132,11 @@ fn refusals_to_receive_have_causes() {
     assert_eq!(refused(1 << 30, &[QUEUE], pool.dmabuf.as_fd()), BindCause::NoNic);
     let error = netdev.bind_rx_pages(nic, &[QUEUE], pool.dmabuf.as_fd(), 16 << 10).expect_err("refused");
     let cause = cause(DevmemError::bind_rx(NEAR, &[QUEUE], &error));
-    // By the kernel's version: unknown to it, unknown to the driver, or more than a page of host memory has.
-    let causes = [BindCause::NoLargeBuffers, BindCause::DriverNoLargeBuffers, BindCause::Scattered];
+    // More than a page of host memory has, where the kernel looks at that before it asks the driver.
+    let causes: &[_] = match knows_rx_page_size().expect("it binds memory") {
+        true => &[BindCause::DriverNoLargeBuffers, BindCause::Scattered],
+        false => &[BindCause::NoLargeBuffers],
+    };
     assert!(causes.contains(&cause), "{cause:?}");
 }
 

@@ -247,8 +247,8 @@ impl fmt::Display for BindCause {
             }
             BindCause::NoNic => "there is no such NIC in this network namespace",
             BindCause::NotAllowed => {
-                "not allowed: it takes CAP_NET_ADMIN in the user namespace that the network namespace belongs to \
-                 (root, or setcap cap_net_admin+ep)"
+                "not allowed: it takes CAP_NET_ADMIN (root, or setcap cap_net_admin+ep) in the user namespace that the \
+                 network namespace belongs to; older kernels, 6.18 among them, want it outside of any container's"
             }
             BindCause::CannotReceive => {
                 "its driver, or this kernel, cannot receive into device memory: it takes Linux 6.12 and gve (DQO), \

@@ -1,5 +1,6 @@
-//! Each of the kernel's refusals, and what a user is told. Where a row is marked `seen`, the test program in the VM
-//! gets it from a kernel; the others need hardware or accidents, and are made up here.
+//! Each of the kernel's refusals, and what a user is told. Where a row is marked `seen`, the test program
+//! (`tests/devmem/`) gets it from a kernel, in the VM or on the host; the others need hardware or accidents, and are made
+//! up here.
 
 use super::*;
 use crate::sys::devmem::ControlFault;
@@ -40,13 +41,14 @@ const RECEIVE: [Row; 20] = [
         BindCause::Scattered,
         &["2 MiB"],
     ),
-    // seen, on kernels before 7.3
+    // seen, on kernels before 7.3: on a host's 6.18
     (libc::EINVAL, "Unknown attribute type", BindCause::NoLargeBuffers, &["7.3"]),
     (libc::EOPNOTSUPP, "device does not support: rx_page_size", BindCause::DriverNoLargeBuffers, &["driver"]),
     (libc::EINVAL, "rx-page-size 12288 is not a power of 2", BindCause::OddBuffers, &["at least 4096 bytes"]),
     (libc::EOPNOTSUPP, "Device doesn't support DMA", BindCause::NoDma, &["physical NIC"]),
     (libc::EOPNOTSUPP, "Failed to bind dmabuf to device", BindCause::OutOfReach, &["PCIe", "BAR1"]),
     (libc::EIO, "Failed to map dmabuf attachment", BindCause::OutOfReach, &["IOMMU"]),
+    // seen: in a user namespace, on a host's 6.18
     (libc::EPERM, "", BindCause::NotAllowed, &["CAP_NET_ADMIN"]),
     (libc::ENODEV, "", BindCause::NoNic, &["no such NIC"]),
     (libc::EINVAL, "words of a later kernel", BindCause::Other, &["words of a later kernel"]),
