@@ -1,7 +1,8 @@
 //! What only devmem TCP does: in the VM of `tests/devmem-vm`, whose NICs can be told to do harm.
 //!
-//! Read next: `vm.rs`, the two hosts.
+//! Read next: `vm.rs`, the two hosts; `nics.rs`, their NICs.
 
+use crate::nics::{Counter, Knob, counted};
 use crate::vm::{HERE, Hosts, LIMIT, THERE};
 use crate::world::{assert_same, contents, pattern};
 use ferrywire::sys::flow::{Flow, Flows};
@@ -78,63 +79,6 @@ impl Ends {
     }
 }
 
-/// Packets of a NIC whose payload went to a pool, as the NIC itself has counted.
-fn devmem_packets(hosts: &Hosts, end: usize) -> u64 {
-    const NAMES_MAX: usize = 64;
-    #[repr(C)]
-    struct Names {
-        head: [u32; 3],
-        names: [[u8; 32]; NAMES_MAX],
-    }
-    #[repr(C)]
-    struct Counts {
-        head: [u32; 2],
-        counts: [u64; NAMES_MAX],
-    }
-    const GSTRINGS: u32 = 0x1b;
-    const GSTATS: u32 = 0x1d;
-    const OF_STATISTICS: u32 = 1;
-    let mut names = Names { head: [GSTRINGS, OF_STATISTICS, 0], names: [[0; 32]; NAMES_MAX] };
-    let mut counts = Counts { head: [GSTATS, 0], counts: [0; NAMES_MAX] };
-    hosts.on(end, || {
-        let socket = std::net::UdpSocket::bind("0.0.0.0:0").unwrap();
-        for data in [(&raw mut names).cast::<libc::c_char>(), (&raw mut counts).cast()] {
-            // SAFETY: all zero is a request without a name.
-            let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-            for (to, from) in request.ifr_name.iter_mut().zip(format!("dm{end}").bytes()) {
-                *to = from as libc::c_char;
-            }
-            request.ifr_ifru.ifru_data = data;
-            // SAFETY: SIOCETHTOOL with room for more statistics than this NIC has.
-            let result = unsafe { libc::ioctl(AsRawFd::as_raw_fd(&socket), 0x8946, &raw mut request) };
-            assert_eq!(result, 0, "{}", std::io::Error::last_os_error());
-        }
-    });
-    let told = names.head[2] as usize;
-    assert!(told > 0 && told <= NAMES_MAX, "{told} statistics");
-    let counted = names.names[..told].iter().zip(counts.counts);
-    let of_pools = |name: &[u8; 32]| String::from_utf8_lossy(name).contains("_devmem_pkts");
-    counted.filter(|(name, _)| of_pools(name)).map(|(_, count)| count).sum()
-}
-
-/// A setting of the NICs' driver, until it is dropped.
-struct Knob(&'static str, String);
-
-impl Knob {
-    fn set(name: &'static str, value: &str) -> Knob {
-        let path = format!("/sys/module/dmnic/parameters/{name}");
-        let before = fs::read_to_string(&path).unwrap();
-        fs::write(&path, value).unwrap();
-        Knob(name, before)
-    }
-}
-
-impl Drop for Knob {
-    fn drop(&mut self) {
-        fs::write(format!("/sys/module/dmnic/parameters/{}", self.0), &self.1).unwrap();
-    }
-}
-
 fn same(config: DevmemConfig) -> DevmemConfig {
     config
 }
@@ -146,13 +90,14 @@ fn bytes_land_in_the_pool_and_all_fragments_are_given_back() {
         let ends = Ends::new(&hosts, gpu, same);
         // Whole pages, as NICs read them.
         let sizes = SIZES.map(|bytes| bytes.next_multiple_of(4096));
-        let before = [0, 1].map(|end| devmem_packets(&hosts, end));
+        let packets =
+            || [0, 1].iter().flat_map(|end| counted(&hosts, *end, Counter::DevmemPackets)).sum::<u64>();
+        let before = packets();
         sizes.iter().for_each(|bytes| ends.exchange(*bytes));
         let counted = ends.counted();
         let total = 4 * sizes.iter().sum::<usize>() as u64;
         assert_eq!(counted.fragment_bytes, total, "{counted:?}");
-        let after = [0, 1].map(|end| devmem_packets(&hosts, end));
-        let packets: u64 = after.iter().zip(before).map(|(after, before)| after - before).sum();
+        let packets = packets() - before;
         assert!(packets >= total / 9000, "the NICs tell of {packets} packets into pools, for {total} bytes");
         assert_eq!((counted.linear_bytes, counted.plain_bytes), (0, 0), "{counted:?}");
         assert_eq!(counted.fragments, counted.released, "{counted:?}");
@@ -188,7 +133,11 @@ fn a_pool_that_runs_empty_fills_again() {
     let _knob = Knob::set("pack", "0");
     for gpu in [None, Some(0)] {
         let ends = Ends::new(&hosts, gpu, |config| config.pool_bytes(2 << 20));
+        let empty = || [0, 1].map(|end| counted(&hosts, end, Counter::PoolEmpty));
+        let before = empty();
         ends.exchange(16 << 20);
+        // The counts only grow.
+        assert_ne!(empty(), before, "no pool ran empty");
     }
 }
 
@@ -209,8 +158,14 @@ fn memory_that_a_nic_cannot_read_is_staged() {
 fn several_queues_share_the_lanes() {
     let Some(hosts) = Hosts::here() else { return };
     let ends = Ends::new(&hosts, Some(0), |config| config.queues(3));
+    let packets = || [0, 1].map(|end| counted(&hosts, end, Counter::DevmemPackets));
+    let before = packets();
     ends.exchange(8 << 20);
     assert_eq!(ends.counted().plain_bytes, 0);
+    for (after, before) in packets().iter().zip(&before) {
+        let used: Vec<bool> = after.iter().zip(before).map(|(after, before)| after > before).collect();
+        assert!(!used[0] && used.iter().filter(|used| **used).count() > 1, "{before:?}, {after:?}");
+    }
 }
 
 #[test]

@@ -23,6 +23,7 @@ mod faults;
 mod gpu;
 mod load;
 mod messages;
+mod nics;
 mod orchestrator;
 mod ordering;
 mod regions;
