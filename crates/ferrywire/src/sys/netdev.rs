@@ -9,7 +9,9 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::io::Errno;
 
-use super::netlink::{AttributeList, Attributes, Family, NetlinkError, Reply};
+use super::netlink::{self, AttributeList, Attributes, Family, NetlinkError, Reply};
+
+const FAMILY: &str = "netdev";
 
 const DEV_GET: u8 = 1;
 const QUEUE_GET: u8 = 10;
@@ -70,7 +72,7 @@ pub struct Netdev {
 impl Netdev {
     /// Opens it. `ENOENT` where the kernel is older than the family (6.3).
     pub fn open() -> Result<Netdev, NetlinkError> {
-        Ok(Netdev { family: Family::open("netdev")? })
+        Ok(Netdev { family: Family::open(FAMILY)? })
     }
 
     /// Binds queues that receive to a dma-buf; gives its number, as fragments tell it. Headers must be split from
@@ -129,8 +131,18 @@ impl Netdev {
     }
 
     fn bind(&mut self, call: &'static str, command: u8, binding: Attributes) -> Result<u32, NetlinkError> {
-        let reply = self.family.ask(call, command, &binding)?;
+        let reply = self.family.ask(call, command, &binding).map_err(|error| told_apart(error, command))?;
         number_of(&reply).ok_or(NetlinkError { errno: Errno::PROTO.raw_os_error(), text: None, call })
+    }
+}
+
+/// A kernel that does not know a request, and a device that cannot follow it, give one number and no words. The first
+/// gets some here.
+fn told_apart(error: NetlinkError, command: u8) -> NetlinkError {
+    let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
+    match alike && netlink::knows(FAMILY, command) == Ok(false) {
+        true => NetlinkError { text: Some("this kernel has no such request".to_owned()), ..error },
+        false => error,
     }
 }
 
@@ -222,6 +234,17 @@ mod tests {
         let refused = netdev.bind_rx_pages(LO, &[0], some_file().as_fd(), 12288).expect_err("three pages");
         assert_eq!(refused.errno, libc::EINVAL, "{refused}");
         assert_eq!(refused.text.as_deref(), Some("rx-page-size 12288 is not a power of 2"));
+    }
+
+    #[test]
+    fn a_request_that_the_kernel_does_not_know_is_told_apart() {
+        let Some(mut netdev) = netdev() else { return };
+        let binding = || rx_binding(LO, &[0], some_file().as_fd());
+        let refused = netdev.bind("a binding of later kernels", 250, binding()).expect_err("no such command");
+        assert_eq!(refused.errno, libc::EOPNOTSUPP, "{refused}");
+        assert_eq!(refused.text.as_deref(), Some("this kernel has no such request"));
+        assert_eq!(netlink::knows(FAMILY, 250), Ok(false));
+        assert_eq!(netlink::knows(FAMILY, DEV_GET), Ok(true));
     }
 
     #[test]

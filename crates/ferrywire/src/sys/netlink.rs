@@ -24,8 +24,10 @@ use super::socket;
 /// `GENL_ID_CTRL`, which knows the other families; its question and the attributes of it.
 const CONTROL_FAMILY: u16 = 0x10;
 const CTRL_CMD_GETFAMILY: u8 = 3;
+const CTRL_CMD_GETPOLICY: u8 = 10;
 const CTRL_ATTR_FAMILY_ID: u16 = 1;
 const CTRL_ATTR_FAMILY_NAME: u16 = 2;
+const CTRL_ATTR_OP: u16 = 10;
 const FAMILY_VERSION: u8 = 1;
 
 const NLM_F_REQUEST: u16 = 0x001;
@@ -189,6 +191,16 @@ impl Family {
         let (_, bytes) = retry_on_intr(|| net::recv(&self.socket, &mut *into, RecvFlags::TRUNC))?;
         // Told with its whole length, though only what had room was written.
         if bytes > room { Err(Errno::MSGSIZE) } else { Ok(bytes) }
+    }
+}
+
+/// Whether the kernel knows a command of a family that it has. By its number alone a refusal does not tell.
+pub(crate) fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
+    let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, family).u32(CTRL_ATTR_OP, command.into());
+    match Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
+        Ok(_) => Ok(true),
+        Err(NetlinkError { errno: libc::ENOENT, .. }) => Ok(false),
+        Err(error) => Err(error),
     }
 }
 

@@ -23,36 +23,41 @@ fn cause(error: DevmemError) -> BindCause {
     }
 }
 
-/// The attributes that this kernel knows in a request to bind queues, as it says itself. `ENOENT`: it does not know the
-/// request. The numbers are those of the kernel's headers, once more and not taken from what is tested.
-fn known_of_bindings() -> Result<BTreeSet<u16>, NetlinkError> {
+/// Numbers of the kernel's headers, once more and not taken from what is tested.
+const NETDEV_CMD_BIND_RX: u16 = 13;
+const NETDEV_CMD_BIND_TX: u16 = 15;
+
+/// The attributes that this kernel knows in a request to bind, as it says itself; `None`: it does not know the request.
+fn known(request: u16) -> Option<BTreeSet<u16>> {
     const CTRL_CMD_GETPOLICY: u8 = 10;
     const CTRL_ATTR_FAMILY_NAME: u16 = 2;
     const CTRL_ATTR_POLICY: u16 = 8;
     const CTRL_ATTR_OP_POLICY: u16 = 9;
     const CTRL_ATTR_OP: u16 = 10;
     const CTRL_ATTR_POLICY_DO: u16 = 1;
-    const NETDEV_CMD_BIND_RX: u16 = 13;
-    let question = Attributes::new()
-        .text(CTRL_ATTR_FAMILY_NAME, "netdev")
-        .u32(CTRL_ATTR_OP, u32::from(NETDEV_CMD_BIND_RX));
-    let told = Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question)?;
+    const NETDEV_A_DMABUF_FD: u16 = 3;
+    let question =
+        Attributes::new().text(CTRL_ATTR_FAMILY_NAME, "netdev").u32(CTRL_ATTR_OP, u32::from(request));
+    let mut control = Family::open("nlctrl").expect("every kernel has it");
+    let told = match control.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
+        Err(NetlinkError { errno: libc::ENOENT, .. }) => return None,
+        told => told.expect("a list"),
+    };
     // One reply says which policy is the request's, and one each what is known of one attribute of one policy.
     let requests = told.iter().find_map(|reply| reply.attributes().nest(CTRL_ATTR_OP_POLICY));
-    let policy = requests.and_then(|all| all.nest(NETDEV_CMD_BIND_RX)).expect("the request has a policy");
+    let policy = requests.and_then(|all| all.nest(request)).expect("the request has a policy");
     let policy = policy.u32(CTRL_ATTR_POLICY_DO).and_then(|number| u16::try_from(number).ok());
     let policy = policy.expect("it has a number");
     let attributes = told.iter().filter_map(|reply| reply.attributes().nest(CTRL_ATTR_POLICY)?.nest(policy));
-    Ok(attributes.flatten().map(|(attribute, _)| attribute).collect())
+    let known: BTreeSet<u16> = attributes.flatten().map(|(attribute, _)| attribute).collect();
+    assert!(known.contains(&NETDEV_A_DMABUF_FD), "no binding is without one: {known:?}");
+    Some(known)
 }
 
-/// Whether this kernel has receive buffers of other sizes than a page. `ENOENT`: it binds none at all.
-fn knows_rx_page_size() -> Result<bool, NetlinkError> {
-    const NETDEV_A_DMABUF_FD: u16 = 3;
+/// Whether this kernel has receive buffers of other sizes than a page; `None` where it binds none at all.
+fn knows_rx_page_size() -> Option<bool> {
     const NETDEV_A_DMABUF_RX_PAGE_SIZE: u16 = 5;
-    let known = known_of_bindings()?;
-    assert!(known.contains(&NETDEV_A_DMABUF_FD), "no binding is without one: {known:?}");
-    Ok(known.contains(&NETDEV_A_DMABUF_RX_PAGE_SIZE))
+    Some(known(NETDEV_CMD_BIND_RX)?.contains(&NETDEV_A_DMABUF_RX_PAGE_SIZE))
 }
 
 /// Whether every kernel lets this process bind queues: the right counts in the first user namespace only, up to some
@@ -78,7 +83,8 @@ fn loopback_refuses_with_causes() {
     let file = anonymous_file(vm::MIB).expect("memory");
     let error = netdev.bind_tx(LO, file.as_fd()).expect_err("loopback sends no such memory");
     assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-tx"), "{error}");
-    assert_eq!(cause(DevmemError::bind_tx("lo", &error)), BindCause::CannotSend);
+    let sends = known(NETDEV_CMD_BIND_TX).map_or(BindCause::NoKernel, |_| BindCause::CannotSend);
+    assert_eq!(cause(DevmemError::bind_tx("lo", &error)), sends);
     let error = netdev.bind_rx(LO, &[0], file.as_fd()).expect_err("loopback has no such queues");
     if error.errno == libc::EPERM && !has_every_right() {
         assert_eq!(cause(DevmemError::bind_rx("lo", &[0], &error)), BindCause::NotAllowed);
@@ -86,16 +92,11 @@ fn loopback_refuses_with_causes() {
             "SKIPPED: needs CAP_NET_ADMIN, and no user namespace, to ask for a binding to receive"
         );
     }
-    // Kernels before 6.12 do not know the request, and refuse it with the same number.
+    // A kernel that does not know the request refuses it with the same number.
     assert_eq!((error.errno, error.call), (libc::EOPNOTSUPP, "netdev bind-rx"), "{error}");
-    assert_eq!(cause(DevmemError::bind_rx("lo", &[0], &error)), BindCause::CannotReceive);
-    let larger = match knows_rx_page_size() {
-        Ok(larger) => larger,
-        Err(error) => {
-            assert_eq!(error.errno, libc::ENOENT, "{error}");
-            return println!("SKIPPED: needs a kernel that binds memory to receive into (6.12)");
-        }
-    };
+    let told = cause(DevmemError::bind_rx("lo", &[0], &error));
+    let Some(larger) = knows_rx_page_size() else { return assert_eq!(told, BindCause::NoKernel) };
+    assert_eq!(told, BindCause::CannotReceive);
     let error = netdev.bind_rx_pages(LO, &[0], file.as_fd(), 16 << 10).expect_err("nor larger buffers");
     let said = (error.errno, error.text.as_deref());
     let told = DevmemError::bind_rx("lo", &[0], &error);

@@ -143,15 +143,15 @@ pub enum Direction {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BindCause {
-    /// No netlink family.
+    /// The kernel has no such request, or not even its netlink family.
     NoKernel,
     /// No such NIC.
     NoNic,
     /// No right.
     NotAllowed,
-    /// Driver or kernel cannot receive.
+    /// The driver cannot receive.
     CannotReceive,
-    /// Driver or kernel cannot send.
+    /// The driver cannot send.
     CannotSend,
     /// Headers are not split from payload.
     SplitOff,
@@ -186,7 +186,7 @@ pub enum BindCause {
 }
 
 /// Words of the kernel's that tell a cause, whatever the number. The first that match count.
-const WORDS: [(&str, BindCause); 15] = [
+const WORDS: [(&str, BindCause); 16] = [
     ("tcp-data-split is disabled", BindCause::SplitOff),
     ("hds-thresh is not zero", BindCause::SplitThreshold),
     ("already memory provider bound", BindCause::QueueTaken),
@@ -199,6 +199,8 @@ const WORDS: [(&str, BindCause); 15] = [
     ("does not support: rx_page_size", BindCause::DriverNoLargeBuffers),
     // Ours: the kernel has none for it.
     ("is not a power of 2", BindCause::OddBuffers),
+    // Ours too.
+    ("kernel has no such request", BindCause::NoKernel),
     ("does not support netmem TX", BindCause::CannotSend),
     ("doesn't support DMA", BindCause::NoDma),
     ("Failed to bind dmabuf to device", BindCause::OutOfReach),
@@ -243,7 +245,8 @@ impl fmt::Display for BindCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             BindCause::NoKernel => {
-                "this kernel has no netlink family for it: Linux 6.12 receives into device memory, 6.16 sends from it"
+                "this kernel is too old: it takes Linux 6.12 to receive into device memory (before: use --transport tcp), \
+                 6.16 to send from it (before: it is copied to the host first)"
             }
             BindCause::NoNic => "there is no such NIC in this network namespace",
             BindCause::NotAllowed => {
@@ -251,12 +254,10 @@ impl fmt::Display for BindCause {
                  network namespace belongs to; older kernels, 6.18 among them, want it outside of any container's"
             }
             BindCause::CannotReceive => {
-                "its driver, or this kernel, cannot receive into device memory: it takes Linux 6.12 and gve (DQO), \
-                 bnxt, mlx5 or fbnic; use --transport tcp"
+                "its driver cannot receive into device memory: gve (DQO), bnxt, mlx5 and fbnic can, in newer kernels; \
+                 use --transport tcp"
             }
-            BindCause::CannotSend => {
-                "its driver, or this kernel (before 6.16), cannot send device memory: it is copied to the host first"
-            }
+            BindCause::CannotSend => "its driver cannot send device memory: it is copied to the host first",
             BindCause::SplitOff => "headers are not split from payload: allow it (--allow-nic-setup)",
             BindCause::SplitThreshold => {
                 "headers of short packets are not split from payload: allow it (--allow-nic-setup)"

@@ -8,9 +8,10 @@ use crate::sys::devmem::ControlFault;
 /// Number, the kernel's words ("" for none), what it means, and words that the message must have.
 type Row = (i32, &'static str, BindCause, &'static [&'static str]);
 
-const RECEIVE: [Row; 20] = [
+const RECEIVE: [Row; 21] = [
     // seen: loopback
-    (libc::EOPNOTSUPP, "", BindCause::CannotReceive, &["driver", "--transport tcp"]),
+    (libc::EOPNOTSUPP, "", BindCause::CannotReceive, &["its driver", "--transport tcp"]),
+    (libc::EOPNOTSUPP, "this kernel has no such request", BindCause::NoKernel, &["6.12", "--transport tcp"]),
     // seen
     (libc::EINVAL, "tcp-data-split is disabled", BindCause::SplitOff, &["ethtool -G eth7 tcp-data-split on"]),
     // seen
@@ -58,7 +59,7 @@ const SEND: [Row; 6] = [
     // seen: loopback
     (libc::EOPNOTSUPP, "Driver does not support netmem TX", BindCause::CannotSend, &["copied to the host"]),
     // A kernel that can only receive does not know the request.
-    (libc::EOPNOTSUPP, "", BindCause::CannotSend, &["6.16"]),
+    (libc::EOPNOTSUPP, "this kernel has no such request", BindCause::NoKernel, &["6.16"]),
     (libc::EINVAL, "TX dma-buf size must be a multiple of PAGE_SIZE", BindCause::OddSize, &["4096"]),
     // seen: no dma-buf
     (libc::EINVAL, "", BindCause::NoDmabuf, &["no dma-buf"]),
