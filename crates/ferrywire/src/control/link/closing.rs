@@ -106,6 +106,8 @@ impl Link {
     }
 
     fn leave_with(&mut self, reason: String, error: Error, now: Duration) {
+        // Operations may end from now on, with the channels that go while the peer is told.
+        self.peer.doom(error.clone());
         self.say(ControlMessage::Goodbye { reason }, now);
         self.last_words = Some(error);
         self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
@@ -183,5 +185,54 @@ impl Link {
                 lobby.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use std::thread;
+    use std::time::Instant;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// A channel that goes between the decision and the end has work of operations, which learn why from it.
+    #[test]
+    fn what_is_lost_while_the_peer_is_told_fails_for_the_reason_that_it_is_told() {
+        let builder = || Endpoint::builder().threads(0).channels(2);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
+        let (peer, accepted) = thread::scope(|scope| {
+            let accepted = scope.spawn(|| far.accept(LIMIT).unwrap());
+            (near.connect(address, LIMIT).unwrap(), accepted.join().unwrap())
+        });
+        // More than a socket takes: nobody drives the far end, so that nothing is acknowledged.
+        const BYTES: usize = 64 << 20;
+        let (source, target) = (near.register_zeroed(BYTES).unwrap(), far.register_zeroed(BYTES).unwrap());
+        let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        let sent = || peer.stats().channels[0].sent_bytes;
+        let since = Instant::now();
+        while sent() < 100_000 {
+            assert!(since.elapsed() < LIMIT, "nothing is sent");
+            near.progress();
+        }
+        let why = Error::PeerLost { peer: peer.name(), why: "its lanes are no good".into() };
+        let engine = peer.state.engine();
+        let part = |control: &mut crate::control::Control| {
+            let link = control.links.get_mut(&peer.state.session).unwrap();
+            link.part_with(why.clone(), engine.transport.now());
+            link.drop_channel(engine, 0, link.slots[0].1, "it stalled as well".into());
+        };
+        engine.with_control(part).unwrap();
+        let outcome = loop {
+            assert!(since.elapsed() < LIMIT, "it does not end");
+            near.progress();
+            if let Some(outcome) = transfer.poll() {
+                break outcome;
+            }
+        };
+        assert_eq!((outcome, peer.error()), (Err(why.clone()), Some(why)));
+        drop(accepted);
     }
 }
