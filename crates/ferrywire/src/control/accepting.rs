@@ -1,0 +1,246 @@
+//! Connections that arrive: accepted, answered, and handed to a link once they have proven themselves.
+//!
+//! Invariant: what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`; whoever has waited longest makes room.
+//! Read next: `admission.rs`, who is let in.
+
+use super::admission::Admitter;
+use super::lanes::LANE;
+use super::link::Link;
+use super::{Control, LISTENER_TOKEN, read_in, write_out};
+use crate::bootstrap::{HandshakeError, Outcome, Refusal, RefusalCode, Responder};
+use crate::endpoint::advertised;
+use crate::engine::Engine;
+use crate::limits;
+use crate::sys::poll::Interest;
+use crate::transport::Conn;
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::PoisonError;
+use std::time::Duration;
+
+/// A connection that has not proven anything yet.
+pub(super) struct Incoming {
+    conn: Box<dyn Conn>,
+    responder: Responder<Admitter>,
+    output: Vec<u8>,
+    since: Duration,
+    /// Refused: closed as soon as the refusal is written.
+    over: bool,
+}
+
+impl Control {
+    pub(super) fn accept(&mut self, engine: &Engine, now: Duration) -> bool {
+        if self.accept_at.is_some_and(|at| now < at) {
+            return false;
+        }
+        if self.accept_at.take().is_some() {
+            self.listen_for(Interest::READ);
+        }
+        let mut worked = false;
+        for index in 0..self.listeners.len() {
+            // As many as fit, so that a flood cannot keep us here.
+            for _ in 0..limits::HANDSHAKES_PENDING_MAX {
+                match self.listeners[index].accept() {
+                    Ok(Some(conn)) => {
+                        self.look_at_nics(engine, now);
+                        self.greet(conn, now);
+                    }
+                    Ok(None) => break,
+                    Err(error) => {
+                        self.stop_accepting(&error, now);
+                        return worked;
+                    }
+                }
+                worked = true;
+            }
+        }
+        worked
+    }
+
+    /// Whoever knocks is still there, and would wake us without end: nothing is accepted for a while.
+    fn stop_accepting(&mut self, error: &io::Error, now: Duration) {
+        const SECONDS_BETWEEN_LINES: u64 = 60;
+        self.accept_at = Some(now + limits::ACCEPT_RETRY_INTERVAL);
+        self.listen_for(Interest::NONE);
+        if self.accept_told.is_none_or(|at| (now - at).as_secs() >= SECONDS_BETWEEN_LINES) {
+            self.accept_told = Some(now);
+            let every = limits::ACCEPT_RETRY_INTERVAL;
+            tracing::warn!(
+                "nobody can be accepted: {error}; tried again every {every:?} (open files: see ulimit -n)"
+            );
+        }
+    }
+
+    fn listen_for(&self, interest: Interest) {
+        for fd in self.listeners.iter().filter_map(|listener| listener.fd()) {
+            if let Err(error) = self.poller.modify(fd, LISTENER_TOKEN, interest) {
+                tracing::warn!(%error, "changing what a listener waits for failed");
+            }
+        }
+    }
+
+    /// Finds out again under which addresses peers can reach us, but not for each stranger.
+    fn look_at_nics(&mut self, engine: &Engine, now: Duration) {
+        if now.saturating_sub(self.nics_seen) < limits::REDIAL_INTERVAL {
+            return;
+        }
+        self.nics_seen = now;
+        let listening: Vec<SocketAddr> = self.listeners.iter().map(|listener| listener.local()).collect();
+        if let Ok(addresses) = advertised(&engine.config, &*engine.transport, &listening) {
+            self.me.addresses = addresses.clone();
+            self.book.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
+        }
+    }
+
+    fn greet(&mut self, conn: Box<dyn Conn>, now: Duration) {
+        if self.incoming.len() >= limits::HANDSHAKES_PENDING_MAX {
+            self.displace(now);
+        }
+        self.watch(&*conn, Interest::READ);
+        let responder = Responder::new(Admitter::new(self.book.clone()));
+        let output = Vec::new();
+        self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
+    }
+
+    /// The connection that has waited longest gives its place to a new one.
+    fn displace(&mut self, now: Duration) {
+        let Some(mut oldest) = self.incoming.pop_front() else { return };
+        // Another try may find room: the limit is full for a moment.
+        let busy = Refusal::new(RefusalCode::Busy, "HANDSHAKES_PENDING_MAX reached");
+        let error = oldest.responder.refuse(busy);
+        oldest.output.append(&mut oldest.responder.take_output());
+        // Whoever does not read it has nothing to learn from it.
+        let _ = write_out(&mut *oldest.conn, &mut oldest.output);
+        self.tell_refusal(oldest.conn.remote(), &error, now);
+    }
+
+    pub(super) fn advance_incoming(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        let mut rest = VecDeque::with_capacity(self.incoming.len());
+        for mut incoming in std::mem::take(&mut self.incoming) {
+            let told = incoming.over;
+            match incoming.advance(now) {
+                Ok(None) => rest.push_back(incoming),
+                Ok(Some(outcome)) => {
+                    worked = true;
+                    self.settle(engine, incoming, outcome, now);
+                }
+                Err(error) => {
+                    worked = true;
+                    if !told {
+                        self.tell_refusal(incoming.conn.remote(), &error, now);
+                    }
+                    if !incoming.output.is_empty() && !incoming.over {
+                        incoming.over = true;
+                        rest.push_back(incoming);
+                    }
+                }
+            }
+        }
+        rest.extend(std::mem::take(&mut self.incoming));
+        self.incoming = rest;
+        worked
+    }
+
+    /// One log line for each refused stranger, until there are too many to read.
+    fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
+        const LINES_PER_MINUTE: u64 = 100;
+        self.wrong_secrets += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
+        let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
+        if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
+            return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");
+        }
+        if now.saturating_sub(self.refusals_since) > Duration::from_secs(60) {
+            self.refusals_since = now;
+            self.refusals_told = 0;
+        }
+        self.refusals_told += 1;
+        match self.refusals_told {
+            0..LINES_PER_MINUTE => tracing::warn!("refused a connection from {from}: {error}"),
+            LINES_PER_MINUTE => {
+                tracing::warn!("many connections are refused; the rest of this minute is not told")
+            }
+            _ => {}
+        }
+    }
+
+    fn settle(&mut self, engine: &Engine, incoming: Incoming, outcome: Outcome, now: Duration) {
+        self.unwatch(&*incoming.conn);
+        // Its seat in the lobby goes with the responder, when the link has taken its own.
+        let Incoming { conn, output, responder: _responder, .. } = incoming;
+        debug_assert!(output.is_empty());
+        match outcome {
+            Outcome::Data { session, channel, generation } => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match channel & LANE {
+                    0 => link.channel_accepted(engine, conn, channel, generation, now),
+                    _ => link.lane_connected(engine, conn, channel & !LANE, generation, now),
+                }
+            }
+            Outcome::Control(established) => {
+                let session = established.session;
+                let remote = conn.remote();
+                self.watch(&*conn, Interest::READ);
+                match self.links.get_mut(&session) {
+                    Some(link) => link.attach(conn, *established, now),
+                    None => {
+                        self.enter(&established);
+                        let link = Link::accepted(
+                            engine,
+                            conn,
+                            remote,
+                            *established,
+                            self.lobby.clone(),
+                            &self.me,
+                            now,
+                        );
+                        self.links.insert(session, link);
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Incoming {
+    /// Moves the handshake on.
+    fn advance(&mut self, now: Duration) -> Result<Option<Outcome>, HandshakeError> {
+        if now.saturating_sub(self.since) > limits::HANDSHAKE_DEADLINE {
+            self.over = true;
+            return Err(self.responder.late());
+        }
+        loop {
+            self.output.append(&mut self.responder.take_output());
+            let flushed =
+                write_out(&mut *self.conn, &mut self.output).map_err(|_| self.responder.closed())?;
+            if self.over {
+                return match flushed {
+                    true => Err(self.responder.closed()),
+                    false => Ok(None),
+                };
+            }
+            if flushed && let Some(outcome) = self.responder.finished() {
+                return Ok(Some(outcome));
+            }
+            let mut buffer = [0u8; limits::HANDSHAKE_BYTES_MAX];
+            let want = self.responder.want().min(buffer.len());
+            if want == 0 {
+                return Ok(None);
+            }
+            match read_in(&mut *self.conn, &mut buffer[..want]) {
+                Ok(None) => return Ok(None),
+                Ok(Some(0)) | Err(_) => return Err(self.responder.closed()),
+                Ok(Some(count)) => {
+                    if let Err(error) = self.responder.feed(&buffer[..count]) {
+                        self.output.append(&mut self.responder.take_output());
+                        let _ = write_out(&mut *self.conn, &mut self.output);
+                        return Err(error);
+                    }
+                }
+            }
+        }
+    }
+}

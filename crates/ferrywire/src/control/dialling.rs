@@ -1,0 +1,144 @@
+//! Connections that we make: for new peers, for channels and lanes of known ones, and for sessions to be resumed.
+//!
+//! Invariant: every [`Dial`] has a deadline, and tells whoever asked for it how it ended.
+//! Read next: `dial.rs`, one of them.
+
+use super::dial::{Dial, DialFailure, DialFor};
+use super::link::Link;
+use super::{Control, Lobby};
+use crate::bootstrap::{Outcome, RefusalCode};
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::limits;
+use crate::sys::poll::Interest;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+impl Control {
+    /// Starts to connect; the result comes to the lobby.
+    pub fn connect(&mut self, engine: &Engine, address: SocketAddr, lobby: Arc<Lobby>) {
+        if self.links.len() >= limits::PEERS_MAX {
+            let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
+            lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
+            return;
+        }
+        let now = self.now(engine);
+        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        self.dial_new(engine, DialFor::New { address, lobby, until, without: None }, now);
+    }
+
+    /// Connects once more, over the connections alone: the lanes of the session before did not come about.
+    pub(super) fn connect_without(
+        &mut self,
+        engine: &Engine,
+        address: SocketAddr,
+        lobby: Arc<Lobby>,
+        why: String,
+        now: Duration,
+    ) {
+        if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
+            return lobby.put(Err(Error::Closed));
+        }
+        let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
+        self.dial_new(engine, DialFor::New { address, lobby, until, without: Some(why) }, now);
+    }
+
+    fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
+        let DialFor::New { address, lobby, without, .. } = &what else { return };
+        match Dial::control(engine, &self.me, *address, without.as_deref()) {
+            Ok(dial) => self.start(dial, what, now),
+            Err(error) => lobby.put(Err(error)),
+        }
+    }
+
+    pub(super) fn redial(&mut self, engine: &Engine, now: Duration) {
+        let due = self.redials.extract_if(.., |(at, _)| *at <= now);
+        for (_, what) in due.collect::<Vec<_>>() {
+            self.dial_new(engine, what, now);
+        }
+    }
+
+    pub(super) fn start(&mut self, mut dial: Dial, what: DialFor, now: Duration) {
+        dial.begin(what, now);
+        self.watch(dial.conn(), Interest::READ);
+        self.dials.push(dial);
+    }
+
+    pub(super) fn advance_dials(&mut self, engine: &Engine, now: Duration) -> bool {
+        let mut worked = false;
+        let mut rest = Vec::new();
+        for mut dial in std::mem::take(&mut self.dials) {
+            if dial.pointless(&self.links) {
+                continue;
+            }
+            match dial.advance(now) {
+                None => rest.push(dial),
+                Some(result) => {
+                    worked = true;
+                    self.dialled(engine, dial, result, now);
+                }
+            }
+        }
+        rest.append(&mut self.dials);
+        self.dials = rest;
+        worked
+    }
+
+    fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome, DialFailure>, now: Duration) {
+        let Dial { conn, what, .. } = dial;
+        match (what, result) {
+            (DialFor::New { address, lobby, .. }, Ok(Outcome::Control(established))) => {
+                let session = established.session;
+                if self.links.contains_key(&session) {
+                    let why = "it gave the session a number that another peer's session has".into();
+                    return lobby.put(Err(Error::Refused { address: address.to_string(), why }));
+                }
+                self.enter(&established);
+                let link = Link::connected(engine, conn, address, *established, lobby, &self.me, now);
+                self.links.insert(session, link);
+            }
+            (what @ DialFor::New { until, .. }, Err(failure))
+                if failure.refused == Some(RefusalCode::Busy) && now < until =>
+            {
+                self.redials.push((now + limits::REDIAL_INTERVAL, what));
+            }
+            (DialFor::New { lobby, .. }, Err(failure)) => lobby.put(Err(failure.error)),
+            (DialFor::New { .. }, Ok(Outcome::Data { .. })) => {}
+            (DialFor::Resume { session }, result) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(Outcome::Control(established)) => link.attach(conn, *established, now),
+                    Ok(Outcome::Data { .. }) => {}
+                    Err(failure) => link.resume_failed(failure, now),
+                }
+            }
+            (DialFor::Lane { session, index, generation }, result) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(_) => {
+                        drop(conn.fd().map(|fd| self.poller.remove(fd)));
+                        link.lane_connected(engine, conn, index, generation, now);
+                    }
+                    Err(failure) => link.lane_not_connected(index, generation, &failure.error, now),
+                }
+            }
+            (DialFor::Channel { session, index, generation }, result) => {
+                let Some(link) = self.links.get_mut(&session) else {
+                    return;
+                };
+                match result {
+                    Ok(_) => {
+                        drop(conn.fd().map(|fd| self.poller.remove(fd)));
+                        link.channel_dialled(engine, conn, index, generation, now);
+                    }
+                    Err(failure) => link.channel_failed(index, generation, failure.error, now),
+                }
+            }
+        }
+    }
+}
