@@ -1,6 +1,6 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device`, `foreign`, `gather`, `held`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows
+//! `device`, `foreign`, `gather`, `held`, `nic`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows
 //! what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
 //! `gather` and `pattern` with one that runs kernels on the CPU. `over_plugin` needs `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
@@ -18,6 +18,7 @@ mod gather;
 mod gpus;
 mod held;
 mod kernel;
+mod nic;
 #[path = "../plugin/gpu.rs"]
 mod over_plugin;
 mod pattern;
