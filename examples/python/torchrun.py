@@ -80,7 +80,8 @@ def main() -> None:
         for transfer in transfers:
             transfer.wait(LIMIT)
         assert all(got == bytes([other]) * 1024 for other, got in theirs.items())
-        print(f"rank {rank} of {world_size} has heard {sorted(theirs)}", flush=True)
+        # In one piece: torchrun's ranks share an output, which is not buffered.
+        print(f"rank {rank} of {world_size} has heard {sorted(theirs)}\n", end="", flush=True)
 
 
 if __name__ == "__main__":
