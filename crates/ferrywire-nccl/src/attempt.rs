@@ -6,7 +6,8 @@
 //! Its life: asked about -> (long not asked about ->) doubted -> dropped | asked about again.
 //!
 //! Of several pairs of NICs one over which nobody is reached is left out, and the rest is dialled anew as another comm: how
-//! many sockets a comm has is part of what each of them proves.
+//! many sockets a comm has is part of what each of them proves. Pairs over which others have reached nobody are spared until
+//! those that are dialled do not work either.
 //! Invariants: no call waits; the last pair is never left out, its error is the attempt's.
 
 use std::collections::HashMap;
@@ -26,6 +27,7 @@ use crate::pairs::{Pair, pairs};
 use crate::proof::{self, Claim, Dialling};
 use crate::sending::SendComm;
 use crate::settings::settings;
+use crate::unreached;
 
 /// An attempt that nobody asks about for so long may have been left,
 const LEFT_AFTER: Duration = Duration::from_secs(30);
@@ -54,6 +56,8 @@ pub fn be_patient(conn: &dyn Conn) {
 struct Attempt {
     secret: Secret,
     pairs: Vec<Pair>,
+    /// Not dialled as long as one of the pairs works.
+    spare: Vec<Pair>,
     dialled: Vec<Dialled>,
     since: Instant,
     asked: Instant,
@@ -72,6 +76,8 @@ struct Dialled {
 struct Broken {
     pair: usize,
     fault: Fault,
+    /// Nobody was reached, which took a while.
+    unreached: bool,
 }
 
 struct Attempts {
@@ -136,11 +142,12 @@ fn put_back(number: u64, mut attempt: Attempt) -> u64 {
 
 impl Attempt {
     fn begin(device: &Device, handle: &Handle) -> Outcome<Attempt> {
-        let pairs = pairs(&device.nics_up(), &handle.addresses);
+        let (pairs, spare) = unreached::part(pairs(&device.nics_up(), &handle.addresses));
         let now = Instant::now();
         let mut attempt = Attempt {
             secret: handle.secret,
             pairs,
+            spare,
             dialled: Vec::new(),
             since: now,
             asked: now,
@@ -165,13 +172,26 @@ impl Attempt {
         }
     }
 
-    fn leave_out(&mut self, Broken { pair, fault }: Broken) -> Outcome<()> {
+    fn leave_out(&mut self, Broken { pair, fault, unreached }: Broken) -> Outcome<()> {
+        if self.pairs.len() == 1 {
+            self.bring_in_spare();
+        }
         if self.pairs.len() == 1 {
             return Err(fault);
         }
-        let Pair { nic, to } = self.pairs.remove(pair);
-        log::warn_once(format_args!("{} to {} is left out: {}", nic.name, to.ip(), fault.why));
+        let pair = self.pairs.remove(pair);
+        let path = format!("{} to {}", pair.nic.name, pair.to.ip());
+        // What is wrong may name a port, which is another one for each comm.
+        log::warn_once_of(&path, format_args!("{path} is left out: {}", fault.why));
+        if unreached {
+            unreached::note(&pair);
+        }
         Ok(())
+    }
+
+    fn bring_in_spare(&mut self) {
+        unreached::forget(&self.spare);
+        self.pairs.append(&mut self.spare);
     }
 
     /// Whether it was left; the first to find that so long nobody asked only doubts it.
@@ -187,30 +207,50 @@ impl Attempt {
         if let Some(broken) = self.progress()? {
             self.leave_out(broken)?;
             self.dial()?;
+        } else if !self.spare.is_empty() && self.is_late() && self.dialled.iter().all(Dialled::is_silent) {
+            self.bring_in_spare();
+            self.dial()?;
         }
         Ok(self.dialled.iter().all(|dialled| dialled.conn.is_some()))
     }
 
     /// Goes on with all connections, or up to one that cannot be made. What a peer that was reached says is an error.
     fn progress(&mut self) -> Outcome<Option<Broken>> {
-        let is_silent = |dialled: &Dialled| dialled.conn.is_none() && dialled.dialling.is_unanswered();
         // One path of several between two NICs may be dead for as long as the kernel tries; a pair of NICs is left out only
         // when none of its connections is answered, and another pair's are.
-        let late = self.since.elapsed() >= ANSWERED_WITHIN;
-        let answers = |pair| self.dialled.iter().any(|dialled| dialled.pair == pair && !is_silent(dialled));
-        let answered: Vec<bool> = (0..self.pairs.len()).map(|pair| late && answers(pair)).collect();
+        let (several, is_late) = (self.pairs.len() > 1, self.is_late());
+        let is_given_up = |pair| several && (is_late || unreached::has(pair));
+        let given_up: Vec<bool> = self.pairs.iter().map(is_given_up).collect();
+        let looks = given_up.contains(&true);
+        let answers = |pair| self.dialled.iter().any(|dialled| dialled.pair == pair && !dialled.is_silent());
+        let answered: Vec<bool> = (0..self.pairs.len()).map(|pair| looks && answers(pair)).collect();
         for dialled in self.dialled.iter_mut().filter(|dialled| dialled.conn.is_none()) {
             let pair = dialled.pair;
             match dialled.dialling.poll(&self.secret) {
                 Ok(conn) => dialled.conn = conn,
                 Err(fault) if dialled.dialling.has_heard() => return Err(fault),
-                Err(fault) => return Ok(Some(Broken { pair, fault })),
+                Err(fault) => {
+                    let unreached = dialled.dialling.is_unreached();
+                    return Ok(Some(Broken { pair, fault, unreached }));
+                }
             }
-            if !answered[pair] && answered.contains(&true) && is_silent(dialled) {
-                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers") }));
+            if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
+                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers"), unreached: true }));
             }
         }
         Ok(None)
+    }
+
+    /// Whether it is time that pairs are answered.
+    fn is_late(&self) -> bool {
+        self.since.elapsed() >= ANSWERED_WITHIN
+    }
+}
+
+impl Dialled {
+    /// Whether nothing has come back yet.
+    fn is_silent(&self) -> bool {
+        self.conn.is_none() && self.dialling.is_unanswered()
     }
 }
 
@@ -220,7 +260,7 @@ fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
     let over: Vec<usize> = [0].into_iter().chain(dealt(&counts.collect::<Vec<_>>())).collect();
     let sockets = over.len() as u16;
     let one = |(&pair, index): (&usize, u16)| {
-        let conn = dial(&pairs[pair]).map_err(|fault| Broken { pair, fault })?;
+        let conn = dial(&pairs[pair]).map_err(|fault| Broken { pair, fault, unreached: false })?;
         Ok(Dialled { pair, dialling: Dialling::new(conn, Claim { comm, index, sockets }), conn: None })
     };
     over.iter().zip(0..).map(one).collect()
@@ -243,8 +283,8 @@ mod tests {
     use super::*;
 
     fn asked_about(asked: Instant) -> Attempt {
-        let (pairs, dialled) = (Vec::new(), Vec::new());
-        Attempt { secret: [0; 32], pairs, dialled, since: asked, asked, doubted: None }
+        let (pairs, spare, dialled) = (Vec::new(), Vec::new(), Vec::new());
+        Attempt { secret: [0; 32], pairs, spare, dialled, since: asked, asked, doubted: None }
     }
 
     #[test]

@@ -21,7 +21,7 @@
 //! # In reading order
 //!
 //! `tables` (what NCCL calls), `properties` and `device` (which NICs) and `merged` (several as one), `channels` (how many rings), `attempt` and
-//! `listener` (how a comm comes about) with `pairs`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
+//! `listener` (how a comm comes about) with `pairs`, `unreached`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
 //! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
 mod attempt;
@@ -45,5 +45,6 @@ mod settings;
 mod tables;
 #[cfg(test)]
 mod testing;
+mod unreached;
 mod wire;
 mod worker;

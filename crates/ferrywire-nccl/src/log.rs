@@ -30,9 +30,14 @@ const TOLD_MAX: usize = 1024;
 
 /// The same, the first time that it is to be said.
 pub fn warn_once(text: Arguments<'_>) {
+    warn_once_of(&text.to_string(), text);
+}
+
+/// The same, the first time that something is to be said of this.
+pub fn warn_once_of(what: &str, text: Arguments<'_>) {
     static TOLD: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
     let mut told = TOLD.lock().unwrap_or_else(PoisonError::into_inner);
-    if told.len() < TOLD_MAX && told.insert(text.to_string()) {
+    if told.len() < TOLD_MAX && told.insert(what.to_owned()) {
         drop(told);
         warn(text);
     }

@@ -133,6 +133,7 @@ pub struct Dialling {
     conn: Option<Box<dyn Conn>>,
     claim: Claim,
     stage: DialStage,
+    unreached: bool,
 }
 
 enum DialStage {
@@ -145,13 +146,18 @@ impl Dialling {
     /// Begins on a connection that has been dialled.
     pub fn new(conn: Box<dyn Conn>, claim: Claim) -> Dialling {
         let stage = DialStage::Challenge(Moving::new([0; CHALLENGE_BYTES]));
-        Dialling { conn: Some(conn), claim, stage }
+        Dialling { conn: Some(conn), claim, stage, unreached: false }
     }
 
     /// Whether the peer's kernel has not answered yet.
     pub fn is_unanswered(&self) -> bool {
         let state = self.conn.as_ref().and_then(|conn| TcpInfo::read(conn.fd()?).ok());
         state.is_some_and(|info| info.state == tcp_info::SYN_SENT)
+    }
+
+    /// Whether it ended since nobody was reached; a peer that refuses was.
+    pub fn is_unreached(&self) -> bool {
+        self.unreached
     }
 
     /// Whether something of the peer's has come: it is one that was reached, whatever it says.
@@ -164,23 +170,27 @@ impl Dialling {
         let Some(conn) = &mut self.conn else { return Ok(None) };
         let peer = conn.remote();
         let conn = conn.as_mut();
-        let broken = |e: io::Error| Fault::connection(peer, &e);
+        let unreached = &mut self.unreached;
+        let mut broken = |e: io::Error| {
+            *unreached = is_unreached(&e);
+            Fault::connection(peer, &e)
+        };
         loop {
             match &mut self.stage {
                 DialStage::Challenge(message) => {
-                    let Some(asked) = message.receive(conn).map_err(broken)? else { return Ok(None) };
+                    let Some(asked) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
                     let (claim, expected) = answer(secret, &asked, self.claim)
                         .map_err(|why| Fault::remote(format_args!("{peer}: {why}")))?;
                     self.stage = DialStage::Claim(Moving::new(claim), expected);
                 }
                 DialStage::Claim(message, expected) => {
-                    if !message.send(conn).map_err(broken)? {
+                    if !message.send(conn).map_err(&mut broken)? {
                         return Ok(None);
                     }
                     self.stage = DialStage::Proof(Moving::new([0; PROOF_BYTES]), *expected);
                 }
                 DialStage::Proof(message, expected) => {
-                    let Some(proof) = message.receive(conn).map_err(broken)? else { return Ok(None) };
+                    let Some(proof) = message.receive(conn).map_err(&mut broken)? else { return Ok(None) };
                     if *expected != proof {
                         return Err(Fault::remote(format_args!(
                             "{peer} does not know the listener's secret"
@@ -191,6 +201,12 @@ impl Dialling {
             }
         }
     }
+}
+
+/// Whether the kernel gave up finding the peer.
+fn is_unreached(error: &io::Error) -> bool {
+    use io::ErrorKind::{HostUnreachable, NetworkUnreachable, TimedOut};
+    matches!(error.kind(), HostUnreachable | NetworkUnreachable | TimedOut)
 }
 
 /// The claim with its proof, and the proof that the listener has to give.

@@ -62,6 +62,16 @@ fn an_address_that_does_not_answer_is_left_out() {
 }
 
 #[test]
+fn an_address_that_is_not_found_is_left_out() {
+    passes_with_nics(&[12], "absent_at_start");
+}
+
+#[test]
+fn what_was_not_reached_is_tried_again_once_nothing_else_works() {
+    passes_with_nics(&[12], "mute_in_turn");
+}
+
+#[test]
 fn a_nic_that_dies_later_is_an_error_that_names_it() {
     if has_time() {
         passes_with_nics(&[12], "dies_later");
