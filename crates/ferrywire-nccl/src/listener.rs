@@ -1,8 +1,9 @@
 //! Listeners: each waits for the connections of a peer, and makes a comm of them.
 //!
 //! Invariants: no call waits; a comm lives without its listener; connections that do not prove themselves are
-//! bounded in number, and hold nothing up.
+//! bounded in number, and hold nothing up; what fails at one of several NICs ends nothing at the others.
 
+use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -95,28 +96,45 @@ impl ListenComm {
         proven.into_iter().for_each(|(claim, conn)| self.gather(claim, conn));
     }
 
+    /// Takes in what has arrived over all NICs. A NIC whose listener fails is closed: who dials it is refused, and goes over
+    /// the others.
     fn take_in(&mut self) -> Outcome<()> {
-        for place in 0..self.listeners.len() {
-            while self.has_room() {
-                let listener = &mut self.listeners[place];
-                match listener.accept() {
-                    Ok(None) => break,
-                    Ok(Some(conn)) => {
-                        let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
-                        self.proving.push((Instant::now(), serving));
-                    }
-                    // Strangers may have taken all there is: the oldest of them goes.
-                    Err(e) if is_short(&e) && !self.proving.is_empty() => {
-                        self.proving.remove(0);
-                        return Ok(());
-                    }
-                    Err(e) => {
-                        return Err(Fault::system(format_args!("accept on {}", listener.local()), &e));
-                    }
+        let mut place = 0;
+        while let Some(listener) = self.listeners.get(place) {
+            let at = listener.local();
+            match self.take_in_at(place)? {
+                Ok(()) => place += 1,
+                // Strangers may have taken all there is: the oldest of them goes.
+                Err(e) if is_short(&e) && !self.proving.is_empty() => {
+                    self.proving.remove(0);
+                    return Ok(());
+                }
+                Err(e) if is_short(&e) || self.listeners.len() == 1 => {
+                    return Err(Fault::system(format_args!("accept on {at}"), &e));
+                }
+                Err(e) => {
+                    let at = format!("accept on {}", at.ip());
+                    log::warn_once_of(&at, format_args!("{at}: {e}; this address is left out"));
+                    self.listeners.remove(place);
                 }
             }
         }
         Ok(())
+    }
+
+    /// Takes in what has arrived at one listener, up to its failure.
+    fn take_in_at(&mut self, place: usize) -> Outcome<io::Result<()>> {
+        while self.has_room() {
+            match self.listeners[place].accept() {
+                Ok(None) => break,
+                Ok(Some(conn)) => {
+                    let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
+                    self.proving.push((Instant::now(), serving));
+                }
+                Err(e) => return Ok(Err(e)),
+            }
+        }
+        Ok(Ok(()))
     }
 
     /// Whether one more may be under proof.
@@ -144,7 +162,7 @@ impl ListenComm {
 }
 
 /// Whether the system lacks what a connection needs.
-fn is_short(error: &std::io::Error) -> bool {
+fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
@@ -155,14 +173,74 @@ mod tests {
     use crate::testing::until;
     use ferrywire::sys::nics;
     use ferrywire::transport::ConnOptions;
+    use std::os::fd::RawFd;
+
+    /// On loopback.
+    fn listening() -> (ListenComm, Handle) {
+        let nic =
+            nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
+        ListenComm::open(&Device::of(0, nic)).unwrap()
+    }
+
+    /// What happens to a listener whose address is taken away and its sockets with it: accept() fails for good.
+    fn end(listener: &dyn Listener) {
+        // SAFETY: a system call on a descriptor that the listener keeps open.
+        assert_eq!(unsafe { libc::shutdown(listener.fd().unwrap(), libc::SHUT_RDWR) }, 0);
+    }
+
+    #[test]
+    fn a_listener_that_fails_ends_nothing_at_other_nics() {
+        let (mut listener, handle) = listening();
+        for _ in 0..2 {
+            let failing = TcpTransport::default().listen("127.0.0.2:0".parse().unwrap()).unwrap();
+            end(failing.as_ref());
+            listener.listeners.insert(0, failing);
+        }
+        let options = ConnOptions::default();
+        let claim = |index| Claim { comm: [2; 16], index, sockets: 2 };
+        let connect = || TcpTransport::default().dial(None, handle.addresses[0], &options).unwrap();
+        let mut dialling = [0, 1].map(|index| Dialling::new(connect(), claim(index)));
+        until("a comm", || {
+            dialling.iter_mut().for_each(|dialling| drop(dialling.poll(&handle.secret).unwrap()));
+            listener.accept().unwrap()
+        });
+        assert_eq!(listener.listeners.len(), 1);
+        end(listener.listeners[0].as_ref());
+        // However often it is asked.
+        for _ in 0..2 {
+            assert!(listener.accept().err().unwrap().why.contains("accept on 127.0.0.1"));
+        }
+    }
+
+    /// A listener of a process without descriptors to spare.
+    struct Short(SocketAddr);
+
+    impl Listener for Short {
+        fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>> {
+            Err(io::Error::from_raw_os_error(libc::EMFILE))
+        }
+
+        fn local(&self) -> SocketAddr {
+            self.0
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            None
+        }
+    }
+
+    #[test]
+    fn what_the_whole_process_lacks_is_no_fault_of_a_nic() {
+        let (mut listener, handle) = listening();
+        listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
+        assert!(listener.accept().err().unwrap().why.contains("Too many open files"));
+        assert_eq!(listener.listeners.len(), 2);
+    }
 
     /// They were dropped for strangers, after a time in which nobody had looked at them.
     #[test]
     fn connections_that_have_proved_themselves_make_room_for_no_stranger() {
-        let nic =
-            nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
-        let device = Device::of(0, nic);
-        let (mut listener, handle) = ListenComm::open(&device).unwrap();
+        let (mut listener, handle) = listening();
         listener.proving_max = 3;
         let connect =
             || TcpTransport::default().dial(None, handle.addresses[0], &ConnOptions::default()).unwrap();
