@@ -15,11 +15,10 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ferrywire::sys::socket;
-use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::transport::{Conn, ConnOptions, Transport};
 
 use crate::comm::{Comm, locked};
-use crate::device::Device;
+use crate::device::{Device, network};
 use crate::failure::{Fault, Outcome};
 use crate::handle::{self, Handle, Secret};
 use crate::log;
@@ -275,7 +274,7 @@ fn dealt(counts: &[usize]) -> impl Iterator<Item = usize> {
 /// Over the NIC where it has the peer in its subnet; else the routing table knows better.
 fn dial(pair: &Pair) -> Outcome<Box<dyn Conn>> {
     let nic = Some(&pair.nic).filter(|nic| nic.reaches(pair.to.ip()));
-    TcpTransport::default().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))
+    network().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))
 }
 
 #[cfg(test)]

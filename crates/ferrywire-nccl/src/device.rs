@@ -11,10 +11,12 @@ use std::ffi::{CString, OsStr};
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::sync::OnceLock;
+use std::sync::{LazyLock, OnceLock};
+use std::time::Duration;
 
 use ferrywire::sys::nics;
 use ferrywire::transport::Nic;
+use ferrywire::transport::tcp::TcpTransport;
 
 use crate::failure::{Fault, Outcome};
 use crate::log;
@@ -23,6 +25,8 @@ use crate::log;
 const SPEED_MBPS_UNKNOWN: u32 = 10_000;
 /// Within a host cores copy; this is what several of them do.
 const SPEED_MBPS_LOOPBACK: u32 = 100_000;
+/// So long the host's addresses, and which NICs are up, are taken for what they were.
+const ADDRESSES_FOR: Duration = Duration::from_secs(1);
 /// As many as NCCL's own.
 const DEVICES_MAX: usize = 16;
 
@@ -60,7 +64,7 @@ impl Device {
         if self.nics.len() == 1 {
             return self.nics.iter().collect();
         }
-        let now = nics::addresses().unwrap_or_default();
+        let now = network().addresses().unwrap_or_default();
         let is_up = |nic: &&Nic| {
             now.iter().any(|other| other.up && other.name == nic.name && other.address == nic.address)
         };
@@ -73,6 +77,13 @@ impl Device {
         }
         up
     }
+}
+
+/// The network of all comms. There are hundreds, each of many sockets, and a host may have as many interfaces: what they
+/// are is asked for once in a while and not for each socket.
+pub fn network() -> &'static TcpTransport {
+    static NETWORK: LazyLock<TcpTransport> = LazyLock::new(|| TcpTransport::asking_once_in(ADDRESSES_FOR));
+    &NETWORK
 }
 
 /// The plain devices of this process, read once there are any.

@@ -8,6 +8,8 @@ use std::net::SocketAddr;
 use ferrywire::sys::nics;
 use ferrywire::transport::{Conn, Nic};
 
+use crate::device::network;
+
 /// A connection with the name of its NIC.
 pub struct Link {
     /// The connection.
@@ -26,7 +28,7 @@ pub struct LinkName {
 impl Link {
     /// Of connections that stand.
     pub fn all(conns: Vec<Box<dyn Conn>>) -> impl ExactSizeIterator<Item = Link> {
-        let nics = nics::addresses().unwrap_or_default();
+        let nics = network().addresses().unwrap_or_default();
         conns.into_iter().map(move |conn| Link::new(conn, &nics))
     }
 

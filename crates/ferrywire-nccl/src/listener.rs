@@ -7,12 +7,11 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::transport::{Conn, Listener, Nic, Transport};
 
 use crate::attempt::{self, data_options};
 use crate::comm::Comm;
-use crate::device::Device;
+use crate::device::{Device, network};
 use crate::failure::{Fault, Outcome};
 use crate::handle::{Handle, Secret};
 use crate::log;
@@ -44,7 +43,7 @@ impl ListenComm {
     /// Listens on a device: on all of its NICs that can be listened on, at least one.
     pub fn open(device: &Device) -> Outcome<(ListenComm, Handle)> {
         let listen = |nic: &&Nic| {
-            let listener = TcpTransport::default().listen(SocketAddr::new(nic.address, 0));
+            let listener = network().listen(SocketAddr::new(nic.address, 0));
             listener
                 .map_err(|e| Fault::system(format_args!("listening on {} of {}", nic.address, nic.name), &e))
         };
@@ -173,6 +172,7 @@ mod tests {
     use crate::testing::until;
     use ferrywire::sys::nics;
     use ferrywire::transport::ConnOptions;
+    use ferrywire::transport::tcp::TcpTransport;
     use std::os::fd::RawFd;
 
     /// On loopback.

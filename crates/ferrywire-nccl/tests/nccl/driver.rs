@@ -28,7 +28,8 @@ fn built() -> &'static PathBuf {
             cc.args(["-std=gnu11", "-O1", "-Wall", "-Werror", "-pthread", "-o"])
                 .arg(folder.join(program))
                 .arg(source)
-                .arg("-ldl");
+                // The plugin is to find what a program has in place of the C library's.
+                .args(["-rdynamic", "-ldl"]);
             let output = cc.output().expect("a C compiler, which Rust links with");
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }

@@ -72,6 +72,11 @@ fn what_was_not_reached_is_tried_again_once_nothing_else_works() {
 }
 
 #[test]
+fn interfaces_are_not_asked_for_by_each_comm() {
+    passes_with_nics(&[12], "asking");
+}
+
+#[test]
 fn a_nic_that_dies_later_is_an_error_that_names_it() {
     if has_time() {
         passes_with_nics(&[12], "dies_later");

@@ -8,6 +8,8 @@ use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::ptr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::checked;
 use crate::transport::Nic;
@@ -36,6 +38,47 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
         nics.extend(unsafe { nic_from(entry) });
     }
     Ok(nics)
+}
+
+/// What [`addresses`] says, for those who ask hundreds of times: asked for anew once it is older than an interval. Without
+/// an interval it is always asked for.
+#[derive(Debug, Default)]
+pub struct Recent {
+    interval: Duration,
+    last: Mutex<Option<(Instant, Arc<[Nic]>)>>,
+}
+
+impl Recent {
+    /// Nothing is known yet.
+    pub const fn new(interval: Duration) -> Recent {
+        Recent { interval, last: Mutex::new(None) }
+    }
+
+    /// Every address of every interface, as it was within the interval.
+    pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
+        self.at(Instant::now, addresses)
+    }
+
+    fn at(
+        &self,
+        now: impl FnOnce() -> Instant,
+        ask: impl FnOnce() -> io::Result<Vec<Nic>>,
+    ) -> io::Result<Arc<[Nic]>> {
+        if self.interval.is_zero() {
+            return ask().map(Arc::from);
+        }
+        // Nothing is left half done by a panic.
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = now();
+        if let Some((asked, nics)) = &*last
+            && now.duration_since(*asked) < self.interval
+        {
+            return Ok(nics.clone());
+        }
+        let nics: Arc<[Nic]> = ask()?.into();
+        *last = Some((now, nics.clone()));
+        Ok(nics)
+    }
 }
 
 /// The local address that the routing table gives a connection towards `to`.
@@ -167,6 +210,31 @@ mod tests {
         let lo = with_address(&nics, Ipv4Addr::LOCALHOST.into()).expect("a host has a loopback address");
         assert_eq!((lo.name.as_str(), lo.prefix_len), ("lo", 8));
         assert!(lo.loopback && lo.up);
+    }
+
+    #[test]
+    fn what_is_recent_is_asked_for_once_an_interval() {
+        let (start, second) = (Instant::now(), Duration::from_secs(1));
+        let asked = |recent: &Recent, after: Duration| {
+            let mut asked = false;
+            let nics = recent.at(
+                || start + after,
+                || {
+                    asked = true;
+                    addresses()
+                },
+            );
+            assert!(!nics.unwrap().is_empty());
+            asked
+        };
+        let recent = Recent::new(second);
+        let nothing = recent.at(|| start, || Err(io::Error::from_raw_os_error(libc::ENOBUFS)));
+        assert_eq!(nothing.unwrap_err().raw_os_error(), Some(libc::ENOBUFS));
+        for (after, right) in [(0, true), (0, false), (999, false), (1000, true), (1999, false), (2000, true)]
+        {
+            assert_eq!(asked(&recent, Duration::from_millis(after)), right, "after {after} ms");
+        }
+        assert!((0..2).all(|_| asked(&Recent::default(), second)));
     }
 
     #[test]

@@ -19,15 +19,16 @@ mod tests;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsRawFd, RawFd};
-use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use socket2::{Domain, Protocol, Socket, Type};
 
 use self::tuning::Path;
 use super::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
-use crate::sys::{nics, socket};
+use crate::sys::nics::{self, Recent};
+use crate::sys::socket;
 
 pub use self::conn::TcpConn;
 
@@ -48,6 +49,8 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 pub struct TcpTransport {
     /// It has been said that connections cannot be bound to a device.
     device_refusal_told: AtomicBool,
+    /// This host's, which paths are judged by.
+    addresses: Arc<Recent>,
 }
 
 impl Transport for TcpTransport {
@@ -56,7 +59,7 @@ impl Transport for TcpTransport {
     }
 
     fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
-        Ok(Box::new(TcpListener::bind(address)?))
+        Ok(Box::new(TcpListener::bind(address, self.addresses.clone())?))
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
@@ -87,7 +90,7 @@ impl Transport for TcpTransport {
     }
 
     fn nic_name(&self, address: IpAddr) -> Option<String> {
-        let nics = nics::addresses().unwrap_or_default();
+        let nics = self.addresses().unwrap_or_default();
         nics::with_address(&nics, address).map(|nic| nic.name.clone())
     }
 
@@ -106,6 +109,7 @@ struct Prepared {
     path: Path,
     to: SocketAddr,
     options: ConnOptions,
+    addresses: Arc<Recent>,
 }
 
 impl Prepared {
@@ -119,7 +123,7 @@ impl Prepared {
             _ => {}
         }
         tuning::complete(self.socket.as_raw_fd(), self.path, self.options.round_trip, &self.options);
-        TcpConn::dialled(self.socket, self.to, self.path, &self.options)
+        TcpConn::dialled(self.socket, self.to, self.path, &self.options, self.addresses)
     }
 }
 
@@ -140,6 +144,17 @@ impl Bound for TcpBound {
 }
 
 impl TcpTransport {
+    /// Asks for this host's addresses at most once an interval, whatever the number of connections. Those that are newer
+    /// may not be known yet.
+    pub fn asking_once_in(interval: Duration) -> TcpTransport {
+        TcpTransport { addresses: Arc::new(Recent::new(interval)), ..TcpTransport::default() }
+    }
+
+    /// This host's addresses, one NIC each, without speeds.
+    pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
+        self.addresses.addresses()
+    }
+
     fn connect(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<TcpConn> {
         let prepared = self.prepare(nic, to, options)?;
         if let Some(nic) = nic {
@@ -154,7 +169,7 @@ impl TcpTransport {
     /// A tuned socket, bound to its device.
     fn prepare(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Prepared> {
         let to = canonical(to);
-        let nics = nics::addresses()?;
+        let nics = self.addresses()?;
         let socket = new_socket(to)?;
         common_options(&socket)?;
         let path = Path::towards(&nics, nic.map(|nic| nic.address), to.ip());
@@ -162,7 +177,7 @@ impl TcpTransport {
         if let Some(nic) = nic {
             self.bind_to_device(&socket, nic, to, nics::is_local(&nics, to.ip()))?;
         }
-        Ok(Prepared { socket, path, to, options: options.clone() })
+        Ok(Prepared { socket, path, to, options: options.clone(), addresses: self.addresses.clone() })
     }
 
     /// Binds a connection to the NIC, unless the peer is on this host: such packets travel over loopback,
@@ -193,16 +208,17 @@ impl TcpTransport {
 pub struct TcpListener {
     socket: Socket,
     local: SocketAddr,
+    addresses: Arc<Recent>,
 }
 
 impl TcpListener {
-    fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    fn bind(address: SocketAddr, addresses: Arc<Recent>) -> io::Result<TcpListener> {
         let socket = new_socket(address)?;
         socket.set_reuse_address(true)?;
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         let local = ip_address(&socket.local_addr()?)?;
-        Ok(TcpListener { socket, local })
+        Ok(TcpListener { socket, local, addresses })
     }
 }
 
@@ -212,7 +228,7 @@ impl Listener for TcpListener {
             match self.socket.accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
                 Ok((socket, remote)) => {
                     // One that is gone already is the dialler's business; the next may be fine.
-                    if let Ok(conn) = accepted(socket, &remote) {
+                    if let Ok(conn) = accepted(socket, &remote, &self.addresses) {
                         return Ok(Some(Box::new(conn)));
                     }
                 }
@@ -232,12 +248,12 @@ impl Listener for TcpListener {
     }
 }
 
-fn accepted(socket: Socket, remote: &socket2::SockAddr) -> io::Result<TcpConn> {
+fn accepted(socket: Socket, remote: &socket2::SockAddr, addresses: &Arc<Recent>) -> io::Result<TcpConn> {
     common_options(&socket)?;
     let remote = canonical(ip_address(remote)?);
-    let foreign = |nics: Vec<Nic>| !nics::is_local(&nics, remote.ip());
-    let local_peer = remote.ip().is_loopback() || !nics::addresses().is_ok_and(foreign);
-    TcpConn::established(socket, remote, local_peer)
+    let foreign = |nics: Arc<[Nic]>| !nics::is_local(&nics, remote.ip());
+    let local_peer = remote.ip().is_loopback() || !addresses.addresses().is_ok_and(foreign);
+    TcpConn::established(socket, remote, local_peer, addresses.clone())
 }
 
 /// A connection that has its port before it is dialled shares it with no other, whatever their destinations.

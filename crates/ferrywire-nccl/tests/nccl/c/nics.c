@@ -419,6 +419,35 @@ static void refused_at_start(struct net *net)
     }
 }
 
+static int asked;
+
+/* In place of the C library's, also for the plugin: counts who walks all interfaces. */
+int getifaddrs(struct ifaddrs **all)
+{
+    asked++;
+    return ((int (*)(struct ifaddrs **))dlsym(RTLD_NEXT, "getifaddrs"))(all);
+}
+
+/* Many comms ask for the interfaces once a second together, and not each for itself. */
+static void asking(struct net *net)
+{
+    enum { COMMS = 32 };
+    CHECK(unshare(CLONE_NEWNET) == 0);
+    shell("ip link set lo up");
+    shell("ip link add a0 type veth peer name a1");
+    nics_up('a', 2);
+    load_merged(net, 2);
+    asked = 0;
+    double since = now();
+    for (int n = 0; n < COMMS; n++) {
+        struct pair pair = pair_here(net);
+        message(net, pair, 100, 100, (unsigned)n);
+        pair_close(net, pair);
+    }
+    printf("asked %d times for %d comms, %.3f s\n", asked, 2 * COMMS, now() - since);
+    CHECK(asked >= 1 && asked <= 1 + now() - since);
+}
+
 /* To somebody who is not there: nothing comes back. */
 static void nobody_answers(const char *nic, const char *address)
 {
@@ -576,6 +605,7 @@ int main(int count, char **arguments)
         { "mute_at_start", mute_at_start },
         { "absent_at_start", absent_at_start },
         { "mute_in_turn", mute_in_turn },
+        { "asking", asking },
         { "dies_later", dies_later },
     };
     CHECK(count == 4);

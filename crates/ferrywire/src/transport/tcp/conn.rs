@@ -9,6 +9,7 @@ use std::cell::Cell;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
 
 use socket2::Socket;
 
@@ -18,8 +19,9 @@ use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{START, canonical, ip_address};
 use crate::limits::IOVECS_PER_CALL_MAX;
+use crate::sys::nics::Recent;
 use crate::sys::tcp_info::{self, TcpInfo};
-use crate::sys::{nics, socket, zerocopy};
+use crate::sys::{socket, zerocopy};
 use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
 
 /// Shorter sends are copied: pinning their pages would cost more than the copy.
@@ -44,6 +46,8 @@ pub struct TcpConn {
     zero_copy: ZeroCopy,
     lending: Lending,
     watch: Cell<Watch>,
+    /// This host's, when it is tuned.
+    addresses: Arc<Recent>,
 }
 
 impl TcpConn {
@@ -53,15 +57,21 @@ impl TcpConn {
         remote: SocketAddr,
         path: Path,
         options: &ConnOptions,
+        addresses: Arc<Recent>,
     ) -> io::Result<TcpConn> {
-        let mut conn = TcpConn::established(socket, remote, path == Path::SameHost)?;
+        let mut conn = TcpConn::established(socket, remote, path == Path::SameHost, addresses)?;
         conn.connecting = true;
         conn.tuning = Tuning::new(path, options.round_trip, options);
         Ok(conn)
     }
 
     /// A connection that both hosts have agreed on.
-    pub(super) fn established(socket: Socket, remote: SocketAddr, within_host: bool) -> io::Result<TcpConn> {
+    pub(super) fn established(
+        socket: Socket,
+        remote: SocketAddr,
+        within_host: bool,
+        addresses: Arc<Recent>,
+    ) -> io::Result<TcpConn> {
         let local = canonical(ip_address(&socket.local_addr()?)?);
         let zero_copy = ZeroCopy::new(!within_host && zerocopy::enable(socket.as_raw_fd()).is_ok());
         Ok(TcpConn {
@@ -77,6 +87,7 @@ impl TcpConn {
             zero_copy,
             lending: Lending::default(),
             watch: Cell::default(),
+            addresses,
         })
     }
 
@@ -281,7 +292,7 @@ impl Conn for TcpConn {
 
     fn tune(&mut self, options: &ConnOptions) {
         let fd = self.descriptor();
-        let nics = nics::addresses().unwrap_or_default();
+        let nics = self.addresses.addresses().unwrap_or_default();
         let path = Path::towards(&nics, Some(self.local.ip()), self.remote.ip());
         let round_trip = tuning::shorter(options.round_trip, tuning::round_trip(fd));
         if let Err(e) = tuning::apply(fd, path, round_trip, options) {
