@@ -244,6 +244,10 @@ impl Endpoint {
     /// Registers the memory of a tensor, array or buffer, of the host or of a CUDA GPU, without a copy. The object is
     /// kept alive until nothing can touch its memory any more.
     ///
+    /// A tensor of PyTorch must not be moved or resized meanwhile (`share_memory_()`, a torch.multiprocessing queue,
+    /// `resize_`): that frees the memory in use. Call `share_memory_()` before. The region finds it at its next use, too
+    /// late for what is under way.
+    ///
     /// Read-only memory can be sent and written from, no more; `writable=True` refuses it here.
     ///
     /// Raises `UsageError` for what has no memory to show, or no single run of it, `GpuError` where the memory of a GPU
@@ -252,14 +256,15 @@ impl Endpoint {
     fn register(&self, memory: &Bound<'_, PyAny>, writable: Option<bool>) -> PyResult<Region> {
         let py = memory.py();
         let endpoint = self.open(py)?;
-        let view = View::of("memory", memory)?;
+        let mut view = View::of("memory", memory)?;
         if writable == Some(true) && !view.writable {
             let why = "it is read-only: register a writable copy, such as a bytearray";
             return Err(usage(py, "memory", why));
         }
         let (writable, library) = (writable.unwrap_or(view.writable), view.library);
+        let watch = view.watch.take();
         let region = view.register(endpoint).or_raise(py)?;
-        Ok(Region::new(self.shared.clone(), region, writable, false, library))
+        Ok(Region::new(self.shared.clone(), region, writable, false, library, watch))
     }
 
     /// Allocates and registers zeroed memory: `place` is "host", "cuda:N", or "sim:N", a simulated GPU.
@@ -279,7 +284,7 @@ impl Endpoint {
             "sim" => endpoint.register_sim(index, nbytes),
             _ => Err(Error::invalid("place", format!("{place:?}; there are host, cuda:N and sim:N"))),
         });
-        Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Library::Other))
+        Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Library::Other, None))
     }
 
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.

@@ -5,7 +5,8 @@
 //! Read next: `tensor.rs`, for where an object's bytes lie.
 
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ferrywire::{Error, Place};
 use pyo3::buffer::PyUntypedBuffer;
@@ -17,14 +18,26 @@ use pyo3::types::{PyBytes, PyType};
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
 use crate::options::unsigned;
-use crate::tensor::Library;
+use crate::tensor::{Library, Watch};
 use crate::waiting::aside;
+
+/// What a region has until it is deregistered.
+struct Held {
+    region: ferrywire::Region,
+    watch: Option<Watch>,
+}
+
+const MOVED: &str = "its tensor's memory has been moved or freed since it was registered, as share_memory_(), a \
+                     torch.multiprocessing queue and resize_ do: peers are refused from here on; register the tensor \
+                     again, and call share_memory_() before that";
 
 /// Memory of this process that operations can name, and peers too.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Region {
     /// Nothing once it is deregistered.
-    region: Mutex<Option<ferrywire::Region>>,
+    held: Mutex<Option<Held>>,
+    /// Its memory is not where it was any more.
+    moved: AtomicBool,
     len_bytes: u64,
     place: Place,
     writable: bool,
@@ -43,11 +56,12 @@ impl Region {
         writable: bool,
         owned: bool,
         library: Library,
+        watch: Option<Watch>,
     ) -> Region {
         let (len_bytes, place) = (region.len(), region.place());
-        let region = Mutex::new(Some(region));
+        let (held, moved) = (Mutex::new(Some(Held { region, watch })), AtomicBool::new(false));
         let shown = OnceLock::new();
-        Region { region, len_bytes, place, writable, owned, library, shown, _endpoint: endpoint }
+        Region { held, moved, len_bytes, place, writable, owned, library, shown, _endpoint: endpoint }
     }
 
     pub fn len_bytes(&self) -> u64 {
@@ -58,13 +72,39 @@ impl Region {
         self.place
     }
 
+    fn held(&self) -> MutexGuard<'_, Option<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn now(&self) -> Option<ferrywire::Region> {
-        self.region.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.held().as_ref().map(|held| held.region.clone())
     }
 
     /// The engine's region, to be read.
     pub fn source(&self, py: Python<'_>) -> PyResult<ferrywire::Region> {
-        self.now().ok_or_else(|| usage(py, "region", "it is deregistered"))
+        // Let go before Python runs, which may come back here.
+        let held = self
+            .held()
+            .as_ref()
+            .map(|held| (held.region.clone(), held.watch.as_ref().map(|watch| watch.clone_ref(py))));
+        let Some((region, watch)) = held else {
+            let why = if self.moved.load(Ordering::SeqCst) { MOVED } else { "it is deregistered" };
+            return Err(usage(py, "region", why));
+        };
+        match watch.map_or(Ok(false), |watch| watch.has_moved(py))? {
+            false => Ok(region),
+            true => Err(self.give_up(py, region)),
+        }
+    }
+
+    /// The memory is not the tensor's any more: peers must not reach it either.
+    fn give_up(&self, py: Python<'_>, region: ferrywire::Region) -> PyErr {
+        self.moved.store(true, Ordering::SeqCst);
+        let last = self.held().take();
+        drop(last);
+        // What still uses it cannot be helped; peers are refused all the same.
+        let _ = aside(py, move || region.deregister());
+        usage(py, "region", MOVED)
     }
 
     /// The engine's region, to be written to.
@@ -118,7 +158,7 @@ impl Region {
 
     /// What a peer needs to reach the region, as bytes for any store or message.
     ///
-    /// Raises `UsageError` for memory that is read-only or deregistered.
+    /// Raises `UsageError` for memory that is read-only or deregistered, or that PyTorch has moved.
     fn descriptor<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         if !self.writable {
             let why = "its memory is read-only, and a peer that has the descriptor could write to it: register a \
@@ -130,7 +170,7 @@ impl Region {
 
     /// The region as peers see it.
     ///
-    /// Raises `UsageError` for memory that is read-only or deregistered.
+    /// Raises `UsageError` for memory that is read-only or deregistered, or that PyTorch has moved.
     fn remote(&self, py: Python<'_>) -> PyResult<RemoteRegion> {
         self.descriptor(py)?;
         Ok(RemoteRegion { remote: self.source(py)?.descriptor() })
@@ -188,7 +228,9 @@ impl Region {
             return Ok(());
         };
         aside(py, move || region.deregister())?;
-        let last = self.region.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let last = self.held().take();
+        // The tensor that is watched goes with the interpreter's lock.
+        let last = last.map(|Held { region, .. }| region);
         py.detach(|| drop(last));
         Ok(())
     }

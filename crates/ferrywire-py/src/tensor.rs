@@ -34,6 +34,25 @@ pub enum Keeper {
     Objects { _objects: Vec<Py<PyAny>> },
 }
 
+/// Tells whether memory is still where it was. PyTorch moves that of a tensor while others have it: nothing that we could
+/// hold keeps the old memory, since what a storage owns is exchanged in place.
+pub struct Watch {
+    /// Bound to a tensor of our own of the same storage, so that asking is one call.
+    data_ptr: Py<PyAny>,
+    address: usize,
+}
+
+impl Watch {
+    /// Whether the memory is elsewhere now.
+    pub fn has_moved(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(self.data_ptr.call0(py)?.extract::<usize>(py)? != self.address)
+    }
+
+    pub fn clone_ref(&self, py: Python<'_>) -> Watch {
+        Watch { data_ptr: self.data_ptr.clone_ref(py), address: self.address }
+    }
+}
+
 /// The objects as the engine owns them.
 struct Owner(Option<Keeper>);
 
@@ -53,14 +72,18 @@ pub struct View {
     pub writable: bool,
     pub library: Library,
     pub keeper: Keeper,
+    /// Of memory that its owner may move.
+    pub watch: Option<Watch>,
 }
 
 impl View {
     /// Registers it; the region keeps the object.
     pub fn register(self, endpoint: &ferrywire::Endpoint) -> ferrywire::Result<ferrywire::Region> {
         let owner = Box::new(Owner(Some(self.keeper)));
-        // SAFETY: the owner keeps the memory where it is; a buffer's, by the protocol, and a tensor's, since nobody
-        // gives memory back that an object still has. That bytes change under Python's hands is what peers are for.
+        // SAFETY: the owner keeps the memory where it is: a buffer's, by the protocol, and an array's, since nobody
+        // gives memory back that an object still has. Not so PyTorch, whose users are told to let a registered tensor
+        // be; its region looks for it before each use (`Watch`), which is as much as there is to have. That bytes
+        // change under Python's hands is what peers are for.
         unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }
     }
 
@@ -104,6 +127,7 @@ fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vi
         writable: !buffer.readonly(),
         library: Library::Other,
         keeper: Keeper::Buffer { _buffer: buffer },
+        watch: None,
     })
 }
 
@@ -138,13 +162,15 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
     let kept = object.call_method0(intern!(py, "detach"))?;
     let items: usize = kept.call_method0(intern!(py, "numel"))?.extract()?;
     let item_bytes: usize = kept.call_method0(intern!(py, "element_size"))?.extract()?;
-    let address: usize = kept.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let data_ptr = kept.getattr(intern!(py, "data_ptr"))?;
+    let address: usize = data_ptr.call0()?.extract()?;
     Ok(Some(View {
         address: address as *mut u8,
         len_bytes: items * item_bytes,
         writable: true,
         library: Library::Torch,
         keeper: Keeper::Objects { _objects: vec![kept.unbind()] },
+        watch: Some(Watch { data_ptr: data_ptr.unbind(), address }),
     }))
 }
 
@@ -195,6 +221,7 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         writable: !seen.read_only && !immutable,
         library,
         keeper: Keeper::Objects { _objects: vec![capsule.unbind(), object.clone().unbind()] },
+        watch: None,
     })
 }
 
@@ -219,6 +246,7 @@ fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         writable: !read_only,
         library: library_of(object)?,
         keeper: Keeper::Objects { _objects: vec![object.clone().unbind()] },
+        watch: None,
     })
 }
 

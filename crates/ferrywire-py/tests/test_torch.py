@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 from conftest import LIMIT, Pair, eventually
@@ -12,6 +14,8 @@ from conftest import LIMIT, Pair, eventually
 import ferrywire as fw
 
 torch = pytest.importorskip("torch", reason="needs torch")
+# Its pickling for other processes.
+pytest.importorskip("torch.multiprocessing")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +63,77 @@ def test_the_memory_lives_though_the_tensor_is_given_another(pair: Pair):
     assert region.read_at(0, 200) == bytes(range(200)) and tensor.sum() == 3
     region.deregister()
     del storage
+
+
+def shared_by_itself(tensor: torch.Tensor) -> None:
+    tensor.share_memory_()
+
+
+def shared_by_a_queue(tensor: torch.Tensor) -> None:
+    # What a queue does with a tensor before it sends it.
+    ForkingPickler.dumps(tensor)
+
+
+def resized(tensor: torch.Tensor) -> None:
+    tensor.resize_(1 << 22)
+
+
+def storage_emptied(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("move", [shared_by_itself, shared_by_a_queue, resized, storage_emptied])
+def test_a_tensor_that_is_moved_is_found_before_its_old_memory_is_used(pair: Pair, move):
+    """What was freed must not be touched: neither by us nor by peers that hold the description."""
+    tensor, other = torch.zeros(1 << 20), torch.zeros(1 << 20)
+    uses = {
+        "write": lambda region: pair.to_far.write(region, remote),
+        "read": lambda region: pair.to_far.read(region, remote),
+        "send": lambda region: pair.to_far.send(1, region),
+        "recv": lambda region: pair.to_far.recv(1, region),
+        "send_blocks": lambda region: pair.to_far.send_blocks(1, region, [0], [8]),
+        "recv_blocks": lambda region: pair.to_far.recv_blocks(1, region, [0], [8]),
+        "read_at": lambda region: region.read_at(0, 8),
+        "write_at": lambda region: region.write_at(0, b"12345678"),
+        "descriptor": lambda region: region.descriptor(),
+        "remote": lambda region: region.remote(),
+        "pickle": pickle.dumps,
+    }
+    remote = pair.target(other)
+    # Each finds it first once.
+    regions = {name: pair.near.register(tensor) for name in (*uses, "write_blocks", "read_blocks")}
+    for name in ("write_blocks", "read_blocks"):
+        blocks = fw.BlockList(regions[name], remote, [0], [0], 8)
+        uses[name] = lambda _, post=getattr(pair.to_far, name), blocks=blocks: post(blocks)
+    held = regions["write"].remote()
+    move(tensor)
+    for name, use in uses.items():
+        for _ in range(2):
+            with pytest.raises(fw.UsageError, match=r"region: its tensor's memory has been moved .* call share_memory_\(\) before"):
+                use(regions[name])
+                raise AssertionError(name)
+    with pytest.raises(fw.AccessRefused):
+        pair.to_near.read(pair.far.register(bytearray(8)), held, nbytes=8).wait(LIMIT)
+    for region in regions.values():
+        region.deregister()
+
+
+def test_a_tensor_that_is_shared_before_it_is_registered_is_as_any(pair: Pair):
+    tensor = torch.zeros(1 << 10).share_memory_()
+    region = pair.far.register(tensor)
+    ForkingPickler.dumps(tensor)
+    pair.to_far.write(pair.near.register(torch.ones(1 << 10)), region.remote()).wait(LIMIT)
+    assert tensor.sum() == 1 << 10
+
+
+def test_what_is_shared_to_be_fetched_and_then_moved_is_not_described(pair: Pair):
+    tensor = torch.zeros(1 << 20)
+    shared = fw.share(pair.far, {"a": tensor})
+    assert shared.describe()
+    tensor.share_memory_()
+    with pytest.raises(fw.UsageError, match="its tensor's memory has been moved"):
+        shared.describe()
+    shared.close()
 
 
 def test_a_registered_tensor_is_kept_and_let_go(pair: Pair):

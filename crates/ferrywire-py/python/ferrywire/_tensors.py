@@ -33,8 +33,10 @@ class Shared:
     def describe(self) -> bytes:
         """What :func:`fetch` needs, for any store or message: names, shapes, element types and where the bytes are.
 
-        About 150 bytes for each tensor.
+        About 150 bytes for each tensor. Raises :class:`UsageError` where PyTorch has moved one since it was shared.
         """
+        for region in self._regions:
+            region.descriptor()
         return json.dumps({"version": VERSION, "tensors": self._entries}).encode()
 
     def close(self) -> None:
