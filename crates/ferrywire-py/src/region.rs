@@ -13,13 +13,14 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyType};
+use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
 use crate::options::unsigned;
 use crate::tensor::{Library, Watch};
 use crate::waiting::aside;
+use crate::wakeup::left;
 
 /// What a region has until it is deregistered.
 struct Held {
@@ -221,8 +222,9 @@ impl Region {
     /// Ends it: peers are refused from here on, and when this returns nothing touches the memory. A second call
     /// does nothing.
     ///
-    /// Raises `UsageError` where operations of this process still use the memory after some seconds: wait for them, or
-    /// cancel them, and deregister again. Peers are refused all the same.
+    /// Waits for operations of this process that still use the memory, at most 5 seconds, and raises `UsageError` where
+    /// some do even then: wait for them, or cancel them, and deregister again. Peers are refused all the same. In a
+    /// coroutine wait for the operations before, or call it by `asyncio.to_thread`: the event loop waits too.
     fn deregister(&self, py: Python<'_>) -> PyResult<()> {
         let Some(region) = self.now() else {
             return Ok(());
@@ -239,9 +241,11 @@ impl Region {
         slf
     }
 
-    #[pyo3(signature = (*_exception))]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyAny>) -> PyResult<()> {
-        self.deregister(py)
+    /// Deregisters, and waits as `deregister` does. What the block raised comes out, with a note where this fails after
+    /// it.
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        left(py, exception, self.deregister(py))
     }
 
     fn __repr__(&self) -> String {

@@ -171,3 +171,26 @@ def test_ctrl_c_ends_connecting_deregistering_and_closing(program: type[Program]
             assert peer.line() == "accepted"
             other.tell("go on")
             assert other.end() == f"stopped\nstopped\nregion: it is deregistered\nstopped\n{CLOSED}\nstopped\n"
+
+
+@pytest.mark.parametrize("what", ["a region", "what is shared"])
+def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pair, what: str):
+    if what == "a region":
+        block = region = pair.far.register(bytearray(8))
+        in_flight = pair.to_near.recv(1, region)
+    else:
+        np = pytest.importorskip("numpy", reason="needs numpy")
+        block = fw.share(pair.far, {"a": np.zeros(1, np.int64)})
+        (region,) = block._regions
+        in_flight = pair.to_near.recv(1, region)
+    with pytest.raises(KeyError, match="body") as raised, block:
+        raise KeyError("body")
+    assert ["operations still use it" in note for note in raised.value.__notes__] == [True]
+    # Nothing else is told of a block that raised nothing.
+    with pytest.raises(fw.UsageError, match="operations still use it: wait for them, or cancel them, first"), block:
+        pass
+    in_flight.cancel()
+    with block:
+        pass
+    with pytest.raises(fw.UsageError, match="it is deregistered"):
+        region.read_at()

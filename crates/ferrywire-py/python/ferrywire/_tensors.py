@@ -54,7 +54,14 @@ class Shared:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except Exception as failed:
+            if error is None:
+                raise
+            from ._aio import note
+
+            note(error, failed)
 
 
 def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
