@@ -8,6 +8,9 @@ use std::ffi::{CStr, c_void};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 
+/// Elements that are handles, as `DLDataTypeCode` counts.
+pub const HANDLES: u8 = 3;
+
 const UNVERSIONED: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 const MAJOR_VERSION: u32 = 1;

@@ -115,7 +115,14 @@ impl View {
     }
 }
 
+/// Peers would write numbers over references: the interpreter crashes when it follows one.
+const OBJECTS: &str = "its elements are Python objects: their bytes are pointers, which mean nothing elsewhere, and a \
+                       peer's would crash the interpreter; use an element type of numbers";
+
 fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<View> {
+    if has_objects(buffer.format().to_bytes()) {
+        return Err(usage(py, what, OBJECTS));
+    }
     if !buffer.is_c_contiguous() {
         let why =
             scattered(&list(buffer.shape()), &list(buffer.strides()), "bytes", "numpy.ascontiguousarray(x)");
@@ -201,6 +208,9 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let Some(seen) = described else {
         return Err(usage(py, what, "its __dlpack__ gives no capsule of version 1 or older"));
     };
+    if seen.code == dlpack::HANDLES {
+        return Err(usage(py, what, OBJECTS));
+    }
     if !matches!(seen.device, dlpack::ON_HOST | dlpack::ON_CUDA | dlpack::ON_PINNED_HOST) {
         let why = format!(
             "it is on device {} of DLPack kind {}, not on the host or a CUDA GPU",
@@ -290,6 +300,12 @@ fn list<T: ToString>(values: &[T]) -> String {
     let parts: Vec<String> = values.iter().map(ToString::to_string).collect();
     let comma = if parts.len() == 1 { "," } else { "" };
     format!("({}{comma})", parts.join(", "))
+}
+
+/// Whether a format of the buffer protocol has Python objects among its elements: an `O` outside of the names, which
+/// stand between colons.
+fn has_objects(format: &[u8]) -> bool {
+    format.split(|byte| *byte == b':').step_by(2).any(|codes| codes.contains(&b'O'))
 }
 
 /// Element formats of the buffer protocol that are signed integers of 8 bytes here.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import re
 
@@ -28,6 +30,45 @@ def test_an_array_that_is_no_single_run(pair: Pair):
 def test_what_has_no_memory(pair: Pair, thing: object):
     with refuses(f"memory: {type(thing).__name__} has no memory to show"):
         pair.near.register(thing)
+
+
+class WithAnObject(ctypes.Structure):
+    _fields_ = [("number", ctypes.c_int), ("thing", ctypes.py_object)]
+
+
+OBJECTS = {
+    "array": lambda: np.array([1.5, None, "x"], dtype=object),
+    "empty": lambda: np.zeros(0, dtype=object),
+    "struct": lambda: np.zeros(3, np.dtype([("Offset", "i8"), ("thing", "O")])),
+    "struct in a struct": lambda: np.zeros(3, np.dtype([("a", [("b", "i8"), ("c", "O", (2,))])])),
+    "view": lambda: memoryview(np.array([None])),
+    "py_object": lambda: memoryview((ctypes.py_object * 4)()),
+    "structure": lambda: memoryview((WithAnObject * 2)()),
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_arrays_of_objects_are_refused(pair: Pair, make):
+    """A peer that writes there crashes the interpreter."""
+    with refuses("memory: its elements are Python objects"):
+        pair.near.register(make())
+
+
+def test_arrays_of_objects_are_neither_shared_nor_fetched_into(pair: Pair):
+    for make in (OBJECTS["array"], OBJECTS["struct"]):
+        with refuses("tensor 'a': memory: its elements are Python objects"):
+            fw.share(pair.far, {"a": make()})
+        mine = make()
+        region = pair.far.register(bytearray(mine.nbytes))
+        entry = {"name": "a", "library": "numpy", "dtype": str(mine.dtype), "shape": [3]}
+        told = {"version": 1, "tensors": [{**entry, "region": region.descriptor().hex()}]}
+        with refuses("tensor 'a': memory: its elements are Python objects"):
+            fw.fetch(pair.near, pair.to_far, json.dumps(told).encode(), into={"a": mine})
+
+
+def test_the_letter_of_objects_in_a_name_is_no_object(pair: Pair):
+    named = np.zeros(3, np.dtype([("O", "i4"), ("Of", "f8")]))
+    assert pair.near.register(named).nbytes == 36
 
 
 @pytest.mark.parametrize("offsets", [np.zeros(2), np.zeros(2, np.uint64), np.zeros(2, np.int32)])

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ._errors import Error, UsageError
+from ._errors import Closed, Error, UsageError
 from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion
 
 VERSION = 1
@@ -72,10 +72,7 @@ def share(endpoint: Endpoint, tensors: Mapping[str, Any]) -> Shared:
     """
     regions, entries = [], []
     for name, tensor in tensors.items():
-        try:
-            region = endpoint.register(tensor, writable=True)
-        except UsageError as error:
-            raise UsageError(f"tensor {name!r}: {error}") from error
+        region = _registered(endpoint, name, tensor)
         regions.append(region)
         entries.append(
             {
@@ -112,7 +109,7 @@ def fetch(
     result = _matching(into, entries) if into is not None else {e["name"]: _made(e, device) for e in entries}
     regions, lists = [], []
     for entry, remote in zip(entries, remotes, strict=True):
-        region = endpoint.register(result[entry["name"]], writable=True)
+        region = _registered(endpoint, entry["name"], result[entry["name"]])
         if region.nbytes != remote.nbytes:
             raise UsageError(f"tensor {entry['name']!r}: {region.nbytes} bytes here, {remote.nbytes} at the peer")
         if region.nbytes:
@@ -167,6 +164,15 @@ def _remote(entry: dict[str, Any]) -> RemoteRegion:
         return RemoteRegion(bytes.fromhex(entry["region"]))
     except ValueError as error:
         raise UsageError(f"tensor {entry['name']!r}: {error}") from error
+
+
+def _registered(endpoint: Endpoint, name: str, tensor: Any) -> Region:
+    try:
+        return endpoint.register(tensor, writable=True)
+    except Closed:
+        raise
+    except UsageError as error:
+        raise UsageError(f"tensor {name!r}: {error}") from error
 
 
 def _release(regions: Iterable[Region]) -> None:
