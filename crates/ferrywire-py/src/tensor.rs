@@ -6,6 +6,7 @@
 
 use std::ffi::CStr;
 
+use ferrywire::{Error, Place};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -74,6 +75,8 @@ pub struct View {
     pub keeper: Keeper,
     /// Of memory that its owner may move.
     pub watch: Option<Watch>,
+    /// Its library says so: such an address must not be taken for the host's.
+    pub on_gpu: bool,
 }
 
 impl View {
@@ -84,7 +87,13 @@ impl View {
         // gives memory back that an object still has. Not so PyTorch, whose users are told to let a registered tensor
         // be; its region looks for it before each use (`Watch`), which is as much as there is to have. That bytes
         // change under Python's hands is what peers are for.
-        unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }
+        let region = unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }?;
+        if self.on_gpu && region.place() == Place::Host && !region.is_empty() {
+            let why = "it says that it is on a CUDA GPU, but no driver here knows its address: is the program \
+                       using the GPU's libcuda.so.1, and the array still there?";
+            return Err(Error::invalid("memory", why));
+        }
+        Ok(region)
     }
 
     /// Of an object; `what` names it in errors.
@@ -135,6 +144,7 @@ fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vi
         library: Library::Other,
         keeper: Keeper::Buffer { _buffer: buffer },
         watch: None,
+        on_gpu: false,
     })
 }
 
@@ -178,6 +188,7 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
         library: Library::Torch,
         keeper: Keeper::Objects { _objects: vec![kept.unbind()] },
         watch: Some(Watch { data_ptr: data_ptr.unbind(), address }),
+        on_gpu: device == "cuda",
     }))
 }
 
@@ -218,46 +229,85 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         );
         return Err(usage(py, what, why));
     }
-    if let Some(strides) = seen.strides.as_deref().filter(|strides| !in_order(&seen.shape, strides)) {
+    if let Some(strides) = seen.strides.as_deref().filter(|strides| !in_order(&seen.shape, strides, 1)) {
         let why = scattered(&list(&seen.shape), &list(strides), "elements", "a contiguous copy");
         return Err(usage(py, what, why));
     }
+    let Some(len_bits) = bytes_of(&seen.shape, seen.item_bits) else {
+        let why = format!("its shape is {}: no such array fits into memory", list(&seen.shape));
+        return Err(usage(py, what, why));
+    };
     let library = library_of(object)?;
     // Without a version nobody can say that an array must not change.
     let immutable = object.get_type().module()?.to_str()?.starts_with("jax");
     Ok(View {
         address: seen.address,
-        len_bytes: (product(&seen.shape) * seen.item_bits).div_ceil(8),
+        len_bytes: len_bits.div_ceil(8),
         writable: !seen.read_only && !immutable,
         library,
         keeper: Keeper::Objects { _objects: vec![capsule.unbind(), object.clone().unbind()] },
         watch: None,
+        on_gpu: seen.device == dlpack::ON_CUDA,
     })
 }
 
 fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
     let py = object.py();
     let interface = object.getattr(intern!(py, "__cuda_array_interface__"))?;
-    let shape: Vec<i64> = interface.get_item("shape")?.extract()?;
-    let kind: String = interface.get_item("typestr")?.extract()?;
-    let (address, read_only): (usize, bool) = interface.get_item("data")?.extract()?;
-    let Some(item_bytes) = kind.get(2..).and_then(|size| size.parse::<usize>().ok()) else {
-        return Err(usage(py, what, format!("its element type {kind:?} has no size")));
+    let refused = |why: String| usage(py, what, format!("its __cuda_array_interface__ {why}"));
+    let Ok(interface) = interface.cast::<PyDict>() else {
+        return Err(refused("is no dictionary".into()));
     };
-    let strides = interface.call_method1("get", ("strides",))?.extract::<Option<Vec<i64>>>()?;
-    let in_items =
-        |strides: &[i64]| strides.iter().map(|bytes| bytes / item_bytes.max(1) as i64).collect::<Vec<_>>();
-    if let Some(strides) = strides.filter(|strides| !in_order(&shape, &in_items(strides))) {
-        return Err(usage(py, what, scattered(&list(&shape), &list(&strides), "bytes", "a contiguous copy")));
+    let entry = |name: &str| interface.get_item(name);
+    let needed = |name: &str| entry(name)?.ok_or_else(|| refused(format!("has no {name:?}")));
+    let other = |name: &str, value: &Bound<'_, PyAny>| refused(format!("has {name:?}: {value}"));
+    let value = needed("shape")?;
+    let shape: Vec<i64> = value.extract().map_err(|_| other("shape", &value))?;
+    let value = needed("typestr")?;
+    let kind: String = value.extract().map_err(|_| other("typestr", &value))?;
+    let item_bytes = item_bytes(&kind).ok_or_else(|| other("typestr", &value))?;
+    if kind.as_bytes()[1] == b'O' {
+        return Err(usage(py, what, OBJECTS));
+    }
+    let value = needed("data")?;
+    let (address, read_only): (usize, bool) = value.extract().map_err(|_| other("data", &value))?;
+    let len_bytes = bytes_of(&shape, item_bytes).ok_or_else(|| {
+        refused(format!("has shape {} of {kind:?}: no such array fits into memory", list(&shape)))
+    })?;
+    if let Some(value) = entry("strides")?.filter(|value| !value.is_none()) {
+        let strides: Vec<i64> = value.extract().map_err(|_| other("strides", &value))?;
+        if strides.len() != shape.len() {
+            let why = format!("has {} strides for {} dimensions", strides.len(), shape.len());
+            return Err(refused(why));
+        }
+        if !in_order(&shape, &strides, item_bytes as i64) {
+            return Err(usage(
+                py,
+                what,
+                scattered(&list(&shape), &list(&strides), "bytes", "a contiguous copy"),
+            ));
+        }
     }
     Ok(View {
         address: address as *mut u8,
-        len_bytes: product(&shape) * item_bytes,
+        len_bytes,
         writable: !read_only,
         library: library_of(object)?,
         keeper: Keeper::Objects { _objects: vec![object.clone().unbind()] },
         watch: None,
+        on_gpu: true,
     })
+}
+
+/// Of a type as numpy writes it: byte order, kind, and a size, which counts characters of 4 bytes in texts.
+fn item_bytes(kind: &str) -> Option<usize> {
+    let [b'<' | b'>' | b'=' | b'|', letter, size @ ..] = kind.as_bytes() else { return None };
+    let size: u32 = std::str::from_utf8(size).ok()?.parse().ok()?;
+    match letter {
+        b't' => None,
+        b'U' => Some(size as usize * 4),
+        _ => Some(size as usize),
+    }
 }
 
 fn library_of(object: &Bound<'_, PyAny>) -> PyResult<Library> {
@@ -272,21 +322,31 @@ pub fn loaded<'py>(py: Python<'py>, name: &str) -> PyResult<Option<Bound<'py, Py
     Ok((!module.is_none()).then_some(module))
 }
 
-/// Whether elements lie one behind the other, the last dimension first. Strides are in elements.
-fn in_order(shape: &[i64], strides: &[i64]) -> bool {
+/// Whether elements lie one behind the other, the last dimension first. Strides are in the unit of an item's.
+fn in_order(shape: &[i64], strides: &[i64], item: i64) -> bool {
     if shape.contains(&0) {
         return true;
     }
-    let mut expected = 1;
-    shape.iter().zip(strides).rev().all(|(len, stride)| {
-        let fits = *len == 1 || *stride == expected;
-        expected *= len;
-        fits
-    })
+    let mut expected = Some(item);
+    shape.len() == strides.len()
+        && shape.iter().zip(strides).rev().all(|(len, stride)| {
+            let fits = *len == 1 || Some(*stride) == expected;
+            expected = expected.and_then(|expected| expected.checked_mul(*len));
+            fits
+        })
 }
 
-fn product(shape: &[i64]) -> usize {
-    shape.iter().map(|len| usize::try_from(*len).unwrap_or(0)).product()
+/// Bytes of an array with items of this size; `None` where that is nothing that memory could hold.
+fn bytes_of(shape: &[i64], item_bytes: usize) -> Option<usize> {
+    if shape.iter().any(|len| *len < 0) {
+        return None;
+    }
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let bytes =
+        shape.iter().try_fold(item_bytes, |bytes, len| bytes.checked_mul(usize::try_from(*len).ok()?))?;
+    (bytes <= isize::MAX as usize).then_some(bytes)
 }
 
 fn scattered(shape: &str, strides: &str, unit: &str, instead: &str) -> String {

@@ -71,6 +71,55 @@ def test_the_letter_of_objects_in_a_name_is_no_object(pair: Pair):
     assert pair.near.register(named).nbytes == 36
 
 
+class OnGpu:
+    """An array of a library for GPUs, as it tells of itself."""
+
+    def __init__(self, **changes: object):
+        whole = {"shape": (4,), "typestr": "<i4", "data": (0x10000, False), "version": 3, **changes}
+        self.__cuda_array_interface__ = {name: value for name, value in whole.items() if value is not KeyError}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"shape": (1 << 62, 4)}, "has shape (4611686018427387904, 4) of \"<i4\": no such array fits into memory"),
+        ({"shape": (1 << 61,)}, "has shape (2305843009213693952,) of \"<i4\": no such array fits"),
+        ({"shape": (-4,)}, "has shape (-4,) of"),
+        ({"shape": (-4, -4)}, "has shape (-4, -4) of"),
+        ({"shape": (0, -4)}, "has shape (0, -4) of"),
+        ({"shape": (1 << 70,)}, "has \"shape\": (1180591620717411303424,)"),
+        ({"shape": "x"}, "has \"shape\": x"),
+        ({"strides": (6,)}, "not contiguous: shape (4,), strides (6,) in bytes"),
+        ({"strides": (5,)}, "not contiguous"),
+        ({"shape": (4, 4), "strides": (4,)}, "has 1 strides for 2 dimensions"),
+        ({"shape": (1 << 60, 1 << 60, 0), "strides": (1,)}, "has 1 strides for 3 dimensions"),
+        ({"strides": "none"}, "has \"strides\": none"),
+        ({"typestr": "f"}, "has \"typestr\": f"),
+        ({"typestr": "<i-4"}, "has \"typestr\": <i-4"),
+        ({"typestr": 4}, "has \"typestr\": 4"),
+        ({"typestr": "|O8"}, "its elements are Python objects"),
+        ({"data": 0x10000}, "has \"data\": 65536"),
+        *(({name: KeyError}, f"has no \"{name}\"") for name in ("shape", "typestr", "data")),
+        # What is whole is refused for its address alone.
+        ({}, "it says that it is on a CUDA GPU, but no driver here knows its address"),
+        ({"strides": (4,)}, "no driver here knows its address"),
+        ({"typestr": "<U2", "shape": (2, 3), "strides": (24, 8)}, "no driver here knows its address"),
+    ],
+)
+def test_what_an_array_says_of_its_gpu_memory_is_checked(pair: Pair, changes: dict[str, object], why: str):
+    with refuses(why):
+        pair.near.register(OnGpu(**changes))
+
+
+def test_an_array_without_elements_is_on_no_gpu(pair: Pair):
+    for empty in (OnGpu(shape=(0,)), OnGpu(shape=(1 << 62, 4, 0), data=(0, False))):
+        assert pair.near.register(empty).nbytes == 0
+    wrong = OnGpu()
+    wrong.__cuda_array_interface__ = 5
+    with refuses("its __cuda_array_interface__ is no dictionary"):
+        pair.near.register(wrong)
+
+
 @pytest.mark.parametrize("offsets", [np.zeros(2), np.zeros(2, np.uint64), np.zeros(2, np.int32)])
 def test_offsets_of_another_type(pair: Pair, offsets: np.ndarray):
     source, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
