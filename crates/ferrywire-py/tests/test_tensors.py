@@ -68,6 +68,44 @@ def test_a_description_that_is_none_is_refused(pair: Pair):
             fw.fetch(pair.near, pair.to_far, told)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_description_that_contradicts_its_regions_allocates_nothing(pair: Pair, library: str):
+    if library == "torch":
+        pytest.importorskip("torch", reason="needs torch")
+    with fw.share(pair.far, {"a": np.zeros(3, np.float32)}) as shared:
+        (entry,) = json.loads(shared.describe())["tensors"]
+
+        def altered(**changes: object) -> bytes:
+            whole = {"version": 1, "tensors": [{**entry, "library": library, **changes}]}
+            return json.dumps(whole).encode()
+
+        for changes, said in (
+            ({"shape": [1 << 40]}, 1 << 42),
+            ({"shape": [1 << 62, 4]}, 1 << 66),
+            ({"shape": [0, 1 << 62]}, 0),
+            ({"shape": [4]}, 16),
+            ({"dtype": "float64"}, 24),
+        ):
+            with pytest.raises(fw.UsageError, match=f"^tensor 'a': shape .* is {said} bytes, its region at the peer has 12$"):
+                fw.fetch(pair.near, pair.to_far, altered(**changes))
+        got = fw.fetch(pair.near, pair.to_far, altered(), timeout=LIMIT)["a"]
+        assert list(got.shape) == [3] and not got.any()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_memory_that_is_not_there_is_named(pair: Pair, library: str):
+    if library == "torch":
+        pytest.importorskip("torch", reason="needs torch")
+    with fw.share(pair.far, {"a": np.zeros(1, np.float32)}) as shared:
+        (entry,) = json.loads(shared.describe())["tensors"]
+        descriptor = bytearray.fromhex(entry["region"])
+        # As a peer's that lies in a way that fits.
+        descriptor[25:33] = (1 << 60).to_bytes(8, "little")
+        lie = {**entry, "library": library, "shape": [1 << 58], "region": descriptor.hex()}
+        with pytest.raises(fw.LocalError, match=f"^tensor 'a': {1 << 60} bytes cannot be had: "):
+            fw.fetch(pair.near, pair.to_far, json.dumps({"version": 1, "tensors": [lie]}).encode())
+
+
 PEER = """
 import ferrywire as fw, numpy as np, sys
 endpoint = fw.Endpoint("127.0.0.1:0")

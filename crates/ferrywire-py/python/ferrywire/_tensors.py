@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ._errors import Closed, Error, UsageError
+from ._errors import Closed, Error, LocalError, UsageError
 from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion
 
 VERSION = 1
@@ -101,12 +102,16 @@ def fetch(
     which must have the same names, shapes and element types. ``timeout`` is in seconds; a fetch that does not succeed
     is cancelled, and leaves anything in the tensors.
 
-    Raises :class:`UsageError` for what is no description, or does not match ``into``; :class:`AccessRefused` where the
+    Raises :class:`UsageError` for what is no description, contradicts itself, or does not match ``into``;
+    :class:`LocalError` where this host has no memory for it; :class:`AccessRefused` where the
     tensors are not shared any more, :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`Deadline`.
     """
     entries = _told(description)
     remotes = [_remote(entry) for entry in entries]
-    result = _matching(into, entries) if into is not None else {e["name"]: _made(e, device) for e in entries}
+    if into is not None:
+        result = _matching(into, entries)
+    else:
+        result = {e["name"]: _made(e, r.nbytes, device) for e, r in zip(entries, remotes, strict=True)}
     regions, lists = [], []
     for entry, remote in zip(entries, remotes, strict=True):
         region = _registered(endpoint, entry["name"], result[entry["name"]])
@@ -156,7 +161,7 @@ def _is_entry(entry: Any) -> bool:
         return False
     texts = all(isinstance(entry.get(key), str) for key in ("name", "library", "dtype", "region"))
     shape = entry.get("shape")
-    return texts and isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    return texts and isinstance(shape, list) and all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
 
 
 def _remote(entry: dict[str, Any]) -> RemoteRegion:
@@ -205,21 +210,46 @@ def _dtype_name(tensor: Any) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _made(entry: dict[str, Any], device: str) -> Any:
+def _made(entry: dict[str, Any], nbytes: int, device: str) -> Any:
+    """A new tensor. What the entry says came from elsewhere: nothing is allocated before it fits its region."""
+    dtype, item_bytes = _dtype(entry)
+    said = math.prod(entry["shape"]) * item_bytes
+    if said != nbytes:
+        raise UsageError(
+            f"tensor {entry['name']!r}: shape {entry['shape']} of {entry['dtype']} is {said} bytes, "
+            f"its region at the peer has {nbytes}"
+        )
+    try:
+        if entry["library"] == "torch":
+            import torch
+
+            return torch.empty(entry["shape"], dtype=dtype, device=device)
+        import numpy
+
+        return numpy.empty(entry["shape"], dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _unknown(entry) from error
+    # PyTorch has no other for a device that is none, or full.
+    except (MemoryError, RuntimeError) as error:
+        raise LocalError(f"tensor {entry['name']!r}: {nbytes} bytes cannot be had: {error}") from error
+
+
+def _dtype(entry: dict[str, Any]) -> tuple[Any, int]:
+    """The element type and its size."""
     if entry["library"] == "torch":
         import torch
 
         kind = getattr(torch, entry["dtype"], None)
         if not isinstance(kind, torch.dtype):
             raise _unknown(entry)
-        return torch.empty(entry["shape"], dtype=kind, device=device)
+        return kind, kind.itemsize
     import numpy
 
     try:
         kind = numpy.dtype(entry["dtype"])
         if kind.hasobject:
             raise TypeError("its bytes would be pointers")
-        return numpy.empty(entry["shape"], kind)
+        return kind, kind.itemsize
     except (TypeError, ValueError, SyntaxError) as error:
         raise _unknown(entry) from error
 
