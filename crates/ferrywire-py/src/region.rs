@@ -32,7 +32,10 @@ const MOVED: &str = "its tensor's memory has been moved or freed since it was re
                      torch.multiprocessing queue and resize_ do: peers are refused from here on; register the tensor \
                      again, and call share_memory_() before that";
 
-/// Memory of this process that operations can name, and peers too.
+/// Memory of this process that operations can name, and peers too. An object that refers to its own region is freed only
+/// after `deregister()`: the garbage collector does not look for such cycles.
+// It would empty the object before the region (`tp_clear`; some, such as memoryview, let go of their memory then), and
+// peers may write to it at any moment: no traverse and clear of ours can rule that out.
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Region {
     /// Nothing once it is deregistered.

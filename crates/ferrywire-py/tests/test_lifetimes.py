@@ -44,6 +44,19 @@ def test_registered_memory_lives_as_long_as_its_region(pair: Pair):
     eventually(lambda: alive() is None, "the array ends with the last reference to its region")
 
 
+def test_an_object_that_refers_to_its_region_goes_once_that_is_deregistered(pair: Pair):
+    array, alive = watched(1 << 20)
+    array.region = region = pair.far.register(array)
+    remote = region.remote()
+    del array, region
+    gc.collect()
+    # Peers may still write: it must not go by itself.
+    pair.to_far.write(pair.near.register(b"\x07" * 8), remote, nbytes=8).wait(LIMIT)
+    assert alive() is not None and alive()[:9].tolist() == [7] * 8 + [0]
+    alive().region.deregister()
+    eventually(lambda: alive() is None, "the array ends with its region")
+
+
 def test_memory_in_flight_lives_until_the_transfer_ends(pair: Pair):
     array, alive = watched(8)
     transfer = pair.to_near.recv(3, pair.far.register(array))

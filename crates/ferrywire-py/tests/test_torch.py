@@ -149,6 +149,14 @@ def test_a_registered_tensor_is_kept_and_let_go(pair: Pair):
     eventually(lambda: gone() is None, "the tensor is let go")
 
 
+def test_a_tensor_that_refers_to_its_region_is_let_go(pair: Pair):
+    tensor = torch.zeros(8)
+    tensor.region = pair.far.register(tensor)
+    gone = weakref.ref(tensor.region)
+    del tensor
+    eventually(lambda: gone() is None, "the tensor goes, and its region with it")
+
+
 def test_offsets_may_be_tensors(pair: Pair):
     got = torch.zeros(64, dtype=torch.uint8)
     source, target = pair.near.register(torch.arange(64, dtype=torch.uint8)), pair.target(got)
