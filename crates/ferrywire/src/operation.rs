@@ -205,6 +205,11 @@ impl Op {
         self.fail(Error::Cancelled);
     }
 
+    /// The failure that is noted.
+    pub fn failure(&self) -> Option<Error> {
+        self.error.get().cloned()
+    }
+
     /// Whether a failure is noted.
     pub fn failed(&self) -> bool {
         self.error.get().is_some()

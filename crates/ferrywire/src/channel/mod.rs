@@ -15,6 +15,7 @@ mod receiver;
 mod receiving;
 mod staged;
 
+use crate::error::Error;
 use crate::limits;
 use crate::peer::PeerState;
 use crate::posted::Posted;
@@ -85,6 +86,8 @@ pub(crate) struct Channel {
     /// An acknowledgement on its own that is partly sent.
     ack_frame: Vec<u8>,
     blocked: bool,
+    /// The kernel could not read some of what it was given last.
+    frame_by_frame: bool,
     /// Something was sent since the path was last seen to have taken everything.
     unproven: bool,
     stream_sent: u64,
@@ -118,6 +121,7 @@ impl Channel {
             sent_within: 0,
             ack_frame: Vec::new(),
             blocked: false,
+            frame_by_frame: false,
             unproven: false,
             stream_sent,
             held: VecDeque::new(),
@@ -320,6 +324,39 @@ impl Channel {
 
     /// One socket call. Returns the bytes it took, 0 when there is nothing to send or no room.
     fn send_some(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
+        loop {
+            match self.send_batch(pieces) {
+                Err(error) if error.raw_os_error() == Some(libc::EFAULT) => self.unreadable(error)?,
+                sent => return sent,
+            }
+        }
+    }
+
+    /// Some of what was to be sent the kernel cannot read: finds out of which frame, and lets that one carry nothing.
+    ///
+    /// # Errors
+    /// The same, where some of the frame is sent: then only the end of the connection takes it back.
+    fn unreadable(&mut self, error: io::Error) -> io::Result<()> {
+        let begun = self.sent_within > 0;
+        if !std::mem::replace(&mut self.frame_by_frame, true) {
+            return Ok(());
+        }
+        let Some(entry) = self.window.get_mut(self.sent).filter(|entry| entry.payload().is_some()) else {
+            return Err(error);
+        };
+        tracing::warn!(%error, peer = self.peer.name(), "memory that is registered cannot be read");
+        let why = "it cannot be read any more: unmapped, or of a file that is shorter now";
+        let why = Error::invalid("region", why);
+        if begun {
+            entry.op.iter().for_each(|op| op.fail(why.clone()));
+            return Err(error);
+        }
+        let credit = entry.give_up(&why);
+        self.peer.queue.credit(credit);
+        Ok(())
+    }
+
+    fn send_batch(&mut self, pieces: &mut Vec<IoVec>) -> io::Result<usize> {
         pieces.clear();
         let mut batch = Batch {
             pieces,
@@ -335,13 +372,15 @@ impl Channel {
         let ack = self.rx.received_without_refusals() as u32;
         let posted = self.posted.as_ref().map_or(0, |posted| posted.told());
         let mut skip = self.sent_within;
-        let (mut fresh, mut staged) = (false, false);
+        let (mut fresh, mut staged, mut frames) = (false, false, 0);
         // Over a long path what is lent would fill the rings: it is free only a round trip later.
         let lends = self.conn.lends() && !self.conn.is_long();
         for entry in self.window.from(self.sent) {
-            if batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
+            let alone = self.frame_by_frame && frames > 0;
+            if alone || batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
             }
+            frames += 1;
             if skip == 0 {
                 Header::patch_counts(&mut entry.head, ack, posted);
                 fresh = true;
@@ -420,6 +459,7 @@ impl Channel {
             self.ends.push_back(position);
             self.sent += 1;
             self.sent_within = 0;
+            self.frame_by_frame = false;
         }
     }
 

@@ -421,7 +421,11 @@ impl Lanes {
 
     /// The next frame; with `gpu`, also one whose payload is in memory of a GPU.
     fn next(&mut self, (pull, plan): (Pull, Plan), gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
-        if let Some(entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
+        if let Some(mut entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
+            // Its memory may be what ended the connection that it was sent over.
+            let failure = entry.op.as_ref().filter(|_| entry.payload().is_some()).and_then(|op| op.failure());
+            let credit = failure.map_or(0, |failure| entry.give_up(&failure) as usize);
+            self.credit = limits::EAGER_CREDIT_BYTES.min(self.credit + credit);
             return Some(entry);
         }
         if let Some(entry) = self.own.pop_front() {

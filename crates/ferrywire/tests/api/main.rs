@@ -9,6 +9,7 @@ mod case;
 mod forks;
 mod limits;
 mod owners;
+mod unmapped;
 mod wakeups;
 
 use ferrywire::{Endpoint, Peer};
