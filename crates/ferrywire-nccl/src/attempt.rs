@@ -234,7 +234,8 @@ impl Attempt {
                 }
             }
             if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
-                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers"), unreached: true }));
+                // Given up because another comm found it dead, it is not found dead once more.
+                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers"), unreached: is_late }));
             }
         }
         Ok(None)

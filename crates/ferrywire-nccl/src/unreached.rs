@@ -55,7 +55,7 @@ pub fn part(pairs: Vec<Pair>) -> (Vec<Pair>, Vec<Pair>) {
 impl Noted {
     fn note(&mut self, pair: &Pair, now: Instant) {
         self.0.retain(|_, since| is_recent(*since, now));
-        if self.0.len() < NOTED_MAX {
+        if self.0.len() < NOTED_MAX || self.0.contains_key(&key(pair)) {
             self.0.insert(key(pair), now);
         }
     }
@@ -114,7 +114,14 @@ mod tests {
             noted.note(&pair(1, to, 1), start);
         }
         assert_eq!(noted.0.len(), NOTED_MAX);
-        noted.note(&pair(2, 2, 1), start + LEFT_OUT_FOR);
+        // Found out once more, a pair that is among them stays for longer.
+        let later = start + LEFT_OUT_FOR / 2;
+        noted.note(&pair(1, 0, 1), later);
+        assert!(
+            noted.has(&pair(1, 0, 1), start + LEFT_OUT_FOR)
+                && !noted.has(&pair(1, 1, 1), start + LEFT_OUT_FOR)
+        );
+        noted.note(&pair(2, 2, 1), later + LEFT_OUT_FOR);
         assert_eq!(noted.0.len(), 1);
     }
 

@@ -1,6 +1,7 @@
 //! Connections that we make: for new peers, for channels and lanes of known ones, and for sessions to be resumed.
 //!
-//! Invariant: every [`Dial`] has a deadline, and tells whoever asked for it how it ended.
+//! Invariant: every [`Dial`] has a deadline, and whoever asked for it learns how it ended, unless that is of no use to
+//! anybody any more (its session has gone, or has got what it needed by another way).
 //! Read next: `dial.rs`, one of them.
 
 use super::dial::{Dial, DialFailure, DialFor};
@@ -104,7 +105,10 @@ impl Control {
                 self.redials.push((now + limits::REDIAL_INTERVAL, what));
             }
             (DialFor::New { lobby, .. }, Err(failure)) => lobby.put(Err(failure.error)),
-            (DialFor::New { .. }, Ok(Outcome::Data { .. })) => {}
+            (DialFor::New { address, lobby, .. }, Ok(Outcome::Data { .. })) => {
+                let why = "it answered as if a channel had been asked for".into();
+                lobby.put(Err(Error::Refused { address: address.to_string(), why }));
+            }
             (DialFor::Resume { session }, result) => {
                 let Some(link) = self.links.get_mut(&session) else {
                     return;

@@ -398,7 +398,7 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
     let now = engine.transport.now();
     engine.with_control(|control| control.close(engine, peer.session, deadline));
     let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
-    while peer.failure().is_none() && engine.transport.now() < until {
+    while !peer.is_over() && engine.transport.now() < until {
         if engine.caller_driven() {
             engine.progress();
         } else {

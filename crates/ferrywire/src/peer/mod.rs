@@ -261,6 +261,7 @@ impl Peer {
     /// Sends one message gathered from `(offset, bytes)` pieces.
     pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
         self.check_local(source)?;
+        self.check_there()?;
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = &self.state;
@@ -321,6 +322,7 @@ impl Peer {
     /// Delivers a small message after everything posted to this peer before it.
     pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
         self.check_open()?;
+        self.check_there()?;
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
         let mut op = self.op(Verb::Notify, pieces, None, 0);
         op.message = checked_message(message)?;
@@ -424,8 +426,14 @@ impl Peer {
         local.place().reached_by(&*self.state.engine.transport, "local")
     }
 
+    /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.
+    fn check_there(&self) -> Result<()> {
+        self.error().map_or(Ok(()), Err)
+    }
+
     fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
         self.check_local(local)?;
+        self.check_there()?;
         if remote.owner() != self.state.identity {
             let why = format!(
                 "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",

@@ -131,6 +131,8 @@ pub(crate) struct PeerState {
     pub closing: AtomicBool,
     /// It was closed here before all was finished.
     pub unfinished: AtomicBool,
+    /// Its channels are closed, and all that was posted to it has ended.
+    over: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
     stuck: AtomicBool,
     /// Who wants to hear of operations that are lost to such a call: these never end.
@@ -177,6 +179,7 @@ impl PeerState {
             drained: AtomicU64::new(0),
             closing: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
+            over: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             lost_waiters: WaitList::default(),
             held: Held::default(),
@@ -493,7 +496,8 @@ impl PeerState {
         }
     }
 
-    /// The peer is gone, or about to be: nothing more is accepted for it.
+    /// The peer is gone, or about to be: nothing more is accepted for it, and what ends from now on has failed for this
+    /// reason. Its channels may be there a little longer.
     pub fn doom(&self, error: Error) {
         let _ = self.failure.set(error);
         if self.stuck.load(Ordering::SeqCst) {
@@ -512,6 +516,12 @@ impl PeerState {
         for op in self.inbound.close(&error) {
             self.let_go(&op);
         }
+        self.over.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether nothing of it is left: it may be doomed for a moment before.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
     }
 
     /// Frames that cannot be sent any more.

@@ -9,8 +9,7 @@ use std::os::fd::AsFd;
 /// Kernel, driver or right may refuse, but not because of what was given.
 #[track_caller]
 fn tell(what: &str, outcome: Result<u32, DevmemError>) {
-    const GIVEN_WRONG: [BindCause; 4] =
-        [BindCause::NoDmabuf, BindCause::NoSuchQueue, BindCause::NoNic, BindCause::OddSize];
+    const GIVEN_WRONG: [BindCause; 3] = [BindCause::NoDmabuf, BindCause::NoNic, BindCause::OddSize];
     match outcome {
         Ok(number) => println!("{what}: bound as {number}"),
         Err(DevmemError::Bind { cause: BindCause::NotAllowed, said, .. }) => {
@@ -25,7 +24,7 @@ fn tell(what: &str, outcome: Result<u32, DevmemError>) {
 }
 
 /// A binding that comes about ends with this test. Where the NIC splits headers a queue of the host's would be taken for
-/// it, so none is asked for there: that is for `--allow-nic-setup`.
+/// it, so none is asked for there: that is for `--allow-nic-setup`. Who does not split them is refused by every kernel.
 #[test]
 fn a_gpus_dma_buf_is_bound_to_each_nic_or_its_refusal_is_told() {
     let Some(gpu) = gpu().filter(|gpu| is_real(gpu)) else { return };
@@ -34,7 +33,10 @@ fn a_gpus_dma_buf_is_bound_to_each_nic_or_its_refusal_is_told() {
         Ok(dmabuf) => dmabuf,
         Err(error) => return println!("no dma-buf: {error}"),
     };
-    let (mut netdev, mut ethtool) = (Netdev::open().unwrap(), Ethtool::open().unwrap());
+    let (mut netdev, mut ethtool) = match (Netdev::open(), Ethtool::open()) {
+        (Ok(netdev), Ok(ethtool)) => (netdev, ethtool),
+        (Err(error), _) | (_, Err(error)) => return println!("SKIPPED: needs a newer kernel: {error}"),
+    };
     for entry in std::fs::read_dir("/sys/class/net").unwrap() {
         let entry = entry.unwrap();
         let nic = entry.file_name().into_string().unwrap();
@@ -43,8 +45,9 @@ fn a_gpus_dma_buf_is_bound_to_each_nic_or_its_refusal_is_told() {
         let number = number.trim().parse().unwrap();
         let sent = netdev.bind_tx(number, dmabuf.as_fd());
         tell(&format!("{nic}, to send"), sent.map_err(|error| DevmemError::bind_tx(&nic, &error)));
-        if ethtool.header_split(&nic).is_ok_and(|split| split == Some(true)) {
-            println!("{nic}, to receive: not tried, its headers are split");
+        let split = ethtool.header_split(&nic);
+        if !matches!(split, Ok(None | Some(false))) {
+            println!("{nic}, to receive: not tried: {split:?} (whether its headers are split)");
             continue;
         }
         let received = netdev.bind_rx(number, &[0], dmabuf.as_fd());

@@ -225,13 +225,13 @@ mod tests {
             link.drop_channel(engine, 0, link.slots[0].1, "it stalled as well".into());
         };
         engine.with_control(part).unwrap();
-        let outcome = loop {
-            assert!(since.elapsed() < LIMIT, "it does not end");
-            near.progress();
-            if let Some(outcome) = transfer.poll() {
-                break outcome;
-            }
-        };
+        let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
+        assert_eq!(again.unwrap_err(), why, "there are channels still, and nothing is accepted for them");
+        assert!(peer.stats().channels[1].alive);
+        // Whoever closes it, and is told that it is lost, finds nothing of it under way.
+        assert_eq!(peer.close(LIMIT), Err(why.clone()));
+        let outcome = transfer.poll().expect("it has ended");
+        assert!(!peer.stats().channels[1].alive);
         assert_eq!((outcome, peer.error()), (Err(why.clone()), Some(why)));
         drop(accepted);
     }
