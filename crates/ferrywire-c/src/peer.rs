@@ -261,7 +261,12 @@ impl Inbox {
                 return Ok(FERRYWIRE_PENDING);
             } else if left.is_zero() {
                 let what = format!("a notification from {}, for which another thread waits too", peer.name());
-                return Err(ferrywire::Error::Deadline { what, waited: since.elapsed() }.into());
+                return Err(ferrywire::Error::Deadline {
+                    what,
+                    peer: Some(peer.name()),
+                    waited: since.elapsed(),
+                }
+                .into());
             } else {
                 state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
             }

@@ -52,7 +52,6 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Failure {
         let status = match &error {
-            Error::Deadline { .. } | Error::TimedOut { .. } => FERRYWIRE_ERROR_TIMEOUT,
             Error::Cancelled => FERRYWIRE_ERROR_CANCELLED,
             Error::Closed | Error::PeerClosed { .. } => FERRYWIRE_ERROR_CLOSED,
             _ => match error.fault() {
@@ -62,6 +61,7 @@ impl From<Error> for Failure {
                 Fault::Plugin => FERRYWIRE_ERROR_PLUGIN,
                 Fault::Peer => FERRYWIRE_ERROR_PEER,
                 Fault::Stranger => FERRYWIRE_ERROR_STRANGER,
+                Fault::Nobody => FERRYWIRE_ERROR_TIMEOUT,
                 Fault::Bug => FERRYWIRE_ERROR_BUG,
             },
         };
@@ -238,8 +238,14 @@ mod tests {
         assert_eq!(status(Error::PeerClosed { peer: "a".into() }), FERRYWIRE_ERROR_CLOSED);
         assert_eq!(status(Error::Cancelled), FERRYWIRE_ERROR_CANCELLED);
         let time = Duration::from_secs(1);
-        assert_eq!(status(Error::Deadline { what: "a".into(), waited: time }), FERRYWIRE_ERROR_TIMEOUT);
-        assert_eq!(status(Error::TimedOut { what: "a".into(), limit: time }), FERRYWIRE_ERROR_TIMEOUT);
+        assert_eq!(
+            status(Error::Deadline { what: "a".into(), peer: None, waited: time }),
+            FERRYWIRE_ERROR_TIMEOUT
+        );
+        assert_eq!(
+            status(Error::TimedOut { what: "a".into(), peer: None, limit: time }),
+            FERRYWIRE_ERROR_TIMEOUT
+        );
         assert_eq!(status(Error::invalid("a", "b")), FERRYWIRE_ERROR_USAGE);
         assert_eq!(status(Error::Forked { built_in: 1, here: 2 }), FERRYWIRE_ERROR_USAGE);
         let (address, why) = (String::new(), String::new());

@@ -29,9 +29,14 @@ pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
         | Error::PeerMisbehaved { peer, .. }
         | Error::AccessRefused { peer, .. } => Some(peer.as_str()),
         Error::Unreachable { address, .. } | Error::Refused { address, .. } => Some(address.as_str()),
+        Error::Deadline { peer, .. } | Error::TimedOut { peer, .. } => peer.as_deref(),
         _ => None,
     };
-    make(py, class_of(error), &message, fault_of(error), peer).unwrap_or_else(|failed| failed)
+    let code = match error {
+        Error::Io { code, .. } => *code,
+        _ => None,
+    };
+    make(py, class_of(error), code, &message, fault_of(error), peer).unwrap_or_else(|failed| failed)
 }
 
 /// The caller's mistake, found before the engine is asked.
@@ -47,7 +52,6 @@ fn class_of(error: &Error) -> &'static str {
         Error::AccessRefused { .. } => "AccessRefused",
         Error::Unreachable { .. } => "Unreachable",
         Error::Refused { .. } => "Refused",
-        Error::Deadline { .. } | Error::TimedOut { .. } => "Deadline",
         Error::Phase { error, .. } => class_of(error),
         Error::Truncated { .. } => "Truncated",
         Error::Cancelled => "Cancelled",
@@ -59,6 +63,7 @@ fn class_of(error: &Error) -> &'static str {
             // No endpoint of this package has a plugin.
             Fault::Plugin => "Error",
             Fault::Peer | Fault::Stranger => "PeerError",
+            Fault::Nobody => "Deadline",
             Fault::Bug => "InternalError",
         },
     }
@@ -72,14 +77,27 @@ fn fault_of(error: &Error) -> &'static str {
         Fault::Plugin => "plugin",
         Fault::Peer => "peer",
         Fault::Stranger => "stranger",
+        Fault::Nobody => "nobody",
         Fault::Bug => "bug",
     }
 }
 
-fn make(py: Python<'_>, class: &str, message: &str, fault: &str, peer: Option<&str>) -> PyResult<PyErr> {
+fn make(
+    py: Python<'_>,
+    class: &str,
+    code: Option<i32>,
+    message: &str,
+    fault: &str,
+    peer: Option<&str>,
+) -> PyResult<PyErr> {
     static CLASSES: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
     let classes = CLASSES.get_or_try_init(py, || py.import("ferrywire._errors").map(Bound::unbind))?;
-    let exception = classes.bind(py).getattr(class)?.call1((message,))?;
+    let class = classes.bind(py).getattr(class)?;
+    let exception = match code {
+        // As the system's own: an `OSError` takes its `errno` from there.
+        Some(code) => class.call1((code, message))?,
+        None => class.call1((message,))?,
+    };
     exception.setattr("fault", fault)?;
     exception.setattr("peer", peer)?;
     Ok(PyErr::from_value(exception))

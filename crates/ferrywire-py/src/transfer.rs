@@ -78,8 +78,9 @@ impl Transfer {
             }
             match outcome {
                 // Not one that the slices go on after.
-                Err(Error::TimedOut { what, .. }) if moved.1.elapsed() >= stall => {
-                    Ok(Err(Error::Deadline { what, waited: moved.1.elapsed() }))
+                Err(Error::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
+                    let waited = if stall.is_zero() { stall } else { moved.1.elapsed() };
+                    Ok(Err(Error::Deadline { what, peer, waited }))
                 }
                 outcome => outcome.map(Ok),
             }

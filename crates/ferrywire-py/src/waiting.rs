@@ -44,6 +44,8 @@ pub fn sliced<T: Send>(
                 py.check_signals()?;
                 let waited = start.elapsed();
                 if waited >= limit {
+                    // Who gave no time was not kept waiting.
+                    let waited = if limit.is_zero() { limit } else { waited };
                     return Err(raised(py, &after(error, waited)));
                 }
             }
@@ -55,8 +57,8 @@ pub fn sliced<T: Send>(
 /// The same deadline, after all this time.
 pub fn after(error: Error, waited: Duration) -> Error {
     match error {
-        Error::Deadline { what, .. } => Error::Deadline { what, waited },
-        Error::TimedOut { what, .. } => Error::TimedOut { what, limit: waited },
+        Error::Deadline { what, peer, .. } => Error::Deadline { what, peer, waited },
+        Error::TimedOut { what, peer, .. } => Error::TimedOut { what, peer, limit: waited },
         other => other,
     }
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import pickle
 import re
 
 import pytest
@@ -235,6 +237,26 @@ def test_a_deadline_leaves_the_transfer_running(pair: Pair):
     assert transfer.wait(LIMIT) == 4 and got == b"late"
 
 
+def test_a_deadline_is_nobodys_fault_yet_and_names_the_peer(pair: Pair):
+    transfer = pair.to_far.recv(9, pair.near.register(bytearray(4)))
+    name = pair.to_far.name
+    waits = (
+        lambda limit: transfer.wait(limit),
+        lambda limit: transfer.wait(LIMIT, stall_timeout=limit),
+        lambda limit: fw.wait_any([transfer], limit),
+        lambda limit: pair.to_far.wait_notification(limit),
+    )
+    for wait in waits:
+        for limit, words in ((0.01, "no progress for|not done within"), (0, "^not (done )?yet: ")):
+            with pytest.raises(fw.Deadline, match=words) as late:
+                wait(limit)
+            assert (late.value.fault, late.value.peer) == ("nobody", name)
+    with pytest.raises(fw.Deadline, match="^not yet: a peer to connect to") as late:
+        pair.far.accept(0)
+    assert (late.value.fault, late.value.peer) == ("nobody", None)
+    transfer.cancel()
+
+
 def test_a_cancelled_transfer_says_so(pair: Pair):
     transfer = pair.to_near.recv(9, pair.far.register(bytearray(4)))
     transfer.cancel()
@@ -302,8 +324,13 @@ def test_this_host_and_its_gpus_are_named(pair: Pair):
     with refuses(f"listen on 127.0.0.1:{pair.far.port}: Address already in use", fw.LocalError) as taken:
         fw.Endpoint(f"127.0.0.1:{pair.far.port}")
     assert taken.value.fault == "local" and taken.value.peer is None and isinstance(taken.value, OSError)
-    with refuses("allocate host memory: the system has no 1152921504606846976 bytes to give", fw.LocalError):
+    assert taken.value.errno == errno.EADDRINUSE and str(taken.value) == taken.value.strerror
+    assert not str(taken.value).startswith("[Errno")
+    again = pickle.loads(pickle.dumps(taken.value))
+    assert (again.errno, str(again), again.fault) == (errno.EADDRINUSE, str(taken.value), "local")
+    with refuses("allocate host memory: the system has no 1152921504606846976 bytes to give", fw.LocalError) as much:
         pair.near.allocate(1 << 60)
+    assert much.value.errno == errno.ENOMEM
     with refuses("there is no simulated GPU 99999: use 0 to 15", fw.GpuError) as none:
         pair.near.allocate(8, "sim:99999")
     assert none.value.fault == "gpu"
@@ -311,8 +338,9 @@ def test_this_host_and_its_gpus_are_named(pair: Pair):
 
 def test_the_plugin_of_sources_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ferrywire._nccl.FILE", "ferrywire/lib/none.so")
-    with refuses("none.so: install the package (pip install .), or build the plugin", fw.LocalError):
+    with refuses("none.so: install the package (pip install .), or build the plugin", fw.LocalError) as none:
         fw.nccl_plugin_path()
+    assert none.value.errno is None
 
 
 def test_every_exception_has_its_place():

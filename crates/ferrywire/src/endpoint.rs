@@ -204,7 +204,7 @@ impl Endpoint {
         }
         self.inner.lobby.wait(engine, deadline).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
-            Err(Error::Deadline { what, waited: deadline })
+            Err(Error::Deadline { what, peer: None, waited: deadline })
         })
     }
 
@@ -376,7 +376,7 @@ impl Connecting {
         self.engine.origin.check()?;
         self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
-            Err(Error::Deadline { what, waited: deadline })
+            Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
         })
     }
 
@@ -458,7 +458,7 @@ impl Inner {
         }
         match is_idle && finished {
             true => Ok(()),
-            false => Err(Error::Deadline { what: "closing all peers".into(), waited: deadline }),
+            false => Err(Error::Deadline { what: "closing all peers".into(), peer: None, waited: deadline }),
         }
     }
 }

@@ -30,6 +30,8 @@ pub enum Fault {
     Peer,
     /// Somebody who is not allowed in.
     Stranger,
+    /// Nobody's yet: the time that the caller gave was up.
+    Nobody,
     /// ferrywire itself; please report it.
     Bug,
 }
@@ -93,6 +95,8 @@ pub enum Error {
         what: String,
         /// The system's own words.
         message: String,
+        /// The system's number (`errno`), where it gave one.
+        code: Option<i32>,
     },
     /// No connection could be made.
     #[error("cannot reach {address}: {why}")]
@@ -151,18 +155,22 @@ pub enum Error {
         buffer_bytes: u64,
     },
     /// Nothing moved for longer than the caller was ready to wait. The operation goes on.
-    #[error("no progress for {waited:?} on {what}")]
+    #[error("{}{what}", stalled(waited))]
     Deadline {
         /// What was waited for, and its state.
         what: String,
+        /// Who it was to come from, or where it was to go, where that is one.
+        peer: Option<String>,
         /// How long.
         waited: Duration,
     },
     /// It did not end within the time that the caller gave it, although something moved. The operation goes on.
-    #[error("not done within {limit:?}: {what}")]
+    #[error("{}: {what}", unfinished(limit))]
     TimedOut {
         /// What was waited for, and its state.
         what: String,
+        /// Who it was to come from, or where it was to go, where that is one.
+        peer: Option<String>,
         /// How long.
         limit: Duration,
     },
@@ -218,6 +226,21 @@ pub enum Error {
     Bug(String),
 }
 
+/// A limit of zero asks without waiting.
+fn stalled(waited: &Duration) -> String {
+    match waited.is_zero() {
+        true => "not yet: ".into(),
+        false => format!("no progress for {waited:?} on "),
+    }
+}
+
+fn unfinished(limit: &Duration) -> String {
+    match limit.is_zero() {
+        true => "not done yet".into(),
+        false => format!("not done within {limit:?}"),
+    }
+}
+
 /// What to do about memory that a transport does not reach.
 fn way_out(transport: &str) -> String {
     match transport {
@@ -240,7 +263,7 @@ impl Error {
             Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } => Fault::Peer,
-            Error::Deadline { .. } | Error::TimedOut { .. } => Fault::Peer,
+            Error::Deadline { .. } | Error::TimedOut { .. } => Fault::Nobody,
             Error::Refused { .. } => Fault::Stranger,
             Error::Phase { error, .. } => error.fault(),
             Error::Bug(_) => Fault::Bug,
@@ -254,7 +277,7 @@ impl Error {
 
     /// An [`Error::Io`] for a failed call.
     pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
-        Error::Io { what: what.into(), message: cause.to_string() }
+        Error::Io { what: what.into(), message: cause.to_string(), code: cause.raw_os_error() }
     }
 }
 

@@ -321,7 +321,7 @@ impl Transfer {
             }
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer.now()));
             if left.is_zero() {
-                return Err(Error::TimedOut { what: self.describe(), limit: total });
+                return Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
             }
             let ended = progress::wait(
                 &self.peer,
@@ -331,7 +331,11 @@ impl Transfer {
             );
             let now = self.op.moved();
             if !ended && now == moved && stall <= left {
-                return Err(Error::Deadline { what: self.describe(), waited: stall });
+                return Err(Error::Deadline {
+                    what: self.describe(),
+                    peer: self.peer_named(),
+                    waited: stall,
+                });
             }
             moved = now;
         }
@@ -360,10 +364,17 @@ impl Transfer {
         stall: Duration,
     ) -> Result<usize> {
         let transfers = transfers.into_iter();
-        let of_one = |first: &&Transfer| transfers.clone().all(|other| Arc::ptr_eq(&first.peer, &other.peer));
-        let Some(first) = transfers.clone().next().filter(of_one) else {
-            return Err(Error::invalid("transfers", "none, or of several peers: give those of one peer"));
+        let Some(first) = transfers.clone().next() else {
+            return Err(Error::invalid("transfers", "there are none: give one at least"));
         };
+        if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(&first.peer, &other.peer)) {
+            let why = format!(
+                "they are of several peers, {} and {}: give those of one",
+                first.peer.name(),
+                other.peer.name()
+            );
+            return Err(Error::invalid("transfers", why));
+        }
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
         let moved = || transfers.clone().map(|transfer| transfer.op.moved()).sum::<u64>();
@@ -376,7 +387,10 @@ impl Transfer {
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(first.peer.now()));
             if left.is_zero() {
                 progress::nudge(&first.peer);
-                let timed_out = || Error::TimedOut { what: first.describe(), limit: total };
+                let timed_out = || {
+                    let (what, peer) = (first.describe(), first.peer_named());
+                    Error::TimedOut { what, peer, limit: total }
+                };
                 return ended().or_else(lost).ok_or_else(timed_out);
             }
             let ended = progress::wait(
@@ -387,7 +401,11 @@ impl Transfer {
             );
             let now = moved();
             if !ended && now == before && stall <= left {
-                return Err(Error::Deadline { what: first.describe(), waited: stall });
+                return Err(Error::Deadline {
+                    what: first.describe(),
+                    peer: first.peer_named(),
+                    waited: stall,
+                });
             }
             before = now;
         }
@@ -456,6 +474,10 @@ impl Transfer {
         if !self.peer.engine().origin.is_elsewhere() {
             self.peer.cancel(&self.op);
         }
+    }
+
+    fn peer_named(&self) -> Option<String> {
+        Some(self.peer.name().to_string())
     }
 
     fn describe(&self) -> String {

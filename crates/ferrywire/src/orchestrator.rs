@@ -137,7 +137,11 @@ impl Orchestrator {
                 let error = match other {
                     Ok(Some(index)) => {
                         let what = format!("peers: {} of {peers_of_each} have come", came(index));
-                        self.failed("accepting", index, Error::Deadline { what, waited: deadline })
+                        self.failed(
+                            "accepting",
+                            index,
+                            Error::Deadline { what, peer: None, waited: deadline },
+                        )
                     }
                     Err(error) => error,
                     Ok(None) => unreachable!("handled above"),
@@ -321,7 +325,7 @@ fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
 }
 
 fn late(phase: &'static str, endpoint: &str, waited: Duration) -> Error {
-    failed(phase, endpoint, Error::Deadline { what: phase.to_owned(), waited })
+    failed(phase, endpoint, Error::Deadline { what: phase.to_owned(), peer: None, waited })
 }
 
 #[cfg(test)]

@@ -338,7 +338,9 @@ impl Refusal {
             }
             Refusal::OutOfRegion => "offset and length are outside its region",
             Refusal::NoSink => "its receive or read is over (cancelled or failed)",
-            Refusal::Limit => "one of its limits was reached; have fewer operations outstanding",
+            Refusal::Limit => {
+                "one of its limits was reached: it does not take its notifications (NOTIFICATIONS_HELD_MAX), or too many operations are outstanding"
+            }
             Refusal::OutOfReach => {
                 "its region is memory of a GPU that its transport does not reach: over a plugin, the one that the plugin was told to use"
             }

@@ -53,7 +53,7 @@ static void wait_for_any(struct pair pair, ferrywire_region *source, ferrywire_r
     for (size_t left = TAGS; left > 0; left--) {
         uint64_t tag = 100 + order[TAGS - left];
         FAILS(ferrywire_transfer_wait_any(waiting, left, 10, -1, &first), FERRYWIRE_ERROR_TIMEOUT, "not done within 10ms: recv");
-        FAILS(ferrywire_transfer_wait_any(waiting, left, 0, -1, &first), FERRYWIRE_ERROR_TIMEOUT, "not done within");
+        FAILS(ferrywire_transfer_wait_any(waiting, left, 0, -1, &first), FERRYWIRE_ERROR_TIMEOUT, "not done yet");
         FAILS(ferrywire_transfer_wait_any(waiting, left, -1, 10, &first), FERRYWIRE_ERROR_TIMEOUT, "no progress for 10ms");
         CHECK(left < TAGS || first == 77);
         OK(ferrywire_send(pair.near, tag, source, 0, 64, NULL));

@@ -1,6 +1,6 @@
 """What ferrywire raises, sorted by who has to act.
 
-Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"stranger"``, ``"bug"``)
+Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"stranger"``, ``"nobody"``, ``"bug"``)
 and ``peer``, the name of the remote endpoint where one is concerned, else ``None``.
 """
 
@@ -50,9 +50,13 @@ class Cancelled(Error):
 
 
 class LocalError(Error, OSError):
-    """This host: its sockets, memory or limits."""
+    """This host: its sockets, memory or limits. ``errno`` is the system's number where it gave one, else ``None``."""
 
     fault = "local"
+
+    def __str__(self) -> str:
+        # Without "[Errno 98]" before words that say it.
+        return self.strerror or super().__str__()
 
 
 class GpuError(Error):
@@ -94,7 +98,7 @@ class PeerMisbehaved(PeerError):
 class Deadline(Error, TimeoutError):
     """A wait took longer than its caller allowed. What was waited for goes on, and can be waited for again."""
 
-    fault = "peer"
+    fault = "nobody"
 
 
 class InternalError(Error):

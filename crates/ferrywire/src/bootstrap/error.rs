@@ -280,7 +280,7 @@ impl HandshakeError {
             HandshakeError::Closed(_) | HandshakeError::Late(_) => Error::Unreachable { address, why },
             HandshakeError::Unusable { what, why } => Error::invalid(*what, why),
             HandshakeError::Random | HandshakeError::Noise => {
-                Error::Io { what: format!("handshake with {address}"), message: why }
+                Error::Io { what: format!("handshake with {address}"), message: why, code: None }
             }
             HandshakeError::Overreach(_) => Error::PeerMisbehaved { peer: address, why },
             HandshakeError::Misuse => Error::Bug(format!("handshake with {address}: {why}")),

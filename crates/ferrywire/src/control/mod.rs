@@ -408,6 +408,9 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
     match peer.failure() {
         Some(Error::Closed | Error::PeerClosed { .. }) if !peer.unfinished.load(Ordering::SeqCst) => Ok(()),
         Some(error) if !matches!(error, Error::Closed | Error::PeerClosed { .. }) => Err(error),
-        _ => Err(Error::Deadline { what: format!("closing {}", peer.name()), waited: deadline }),
+        _ => {
+            let what = format!("closing {}", peer.name());
+            Err(Error::Deadline { what, peer: Some(peer.name().to_string()), waited: deadline })
+        }
     }
 }

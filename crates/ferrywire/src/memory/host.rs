@@ -30,7 +30,11 @@ impl HostBuffer {
         let base = unsafe { if huge { alloc(layout) } else { alloc_zeroed(layout) } };
         if base.is_null() {
             let why = format!("the system has no {len} bytes to give");
-            return Err(Error::Io { what: "allocate host memory".into(), message: why });
+            return Err(Error::Io {
+                what: "allocate host memory".into(),
+                message: why,
+                code: Some(libc::ENOMEM),
+            });
         }
         if huge {
             mapping::prefer_huge_pages(base, len);

@@ -357,7 +357,10 @@ impl Peer {
             let waited = self.state.engine.transport.now().saturating_sub(start);
             let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
                 let what = format!("a notification from {}: {}", self.state.name, self.state.describe());
-                return Err(Error::Deadline { what, waited });
+                // As it took no time where none was given.
+                let waited = if deadline.is_zero() { deadline } else { waited };
+                let peer = Some(self.state.name.to_string());
+                return Err(Error::Deadline { what, peer, waited });
             };
             progress::wait(
                 &self.state,

@@ -69,8 +69,8 @@ impl Source {
     /// ```
     pub fn recorded(root: &Path) -> Result<Source> {
         let file = root.join("facts");
-        let text = fs::read_to_string(&file)
-            .map_err(|error| Error::Io { what: file.display().to_string(), message: error.to_string() })?;
+        let text =
+            fs::read_to_string(&file).map_err(|error| Error::io(file.display().to_string(), &error))?;
         let facts = Facts::parse(&text).map_err(|line| Error::Invalid {
             what: file.display().to_string(),
             why: format!("cannot read {line:?}"),

@@ -1,7 +1,7 @@
 //! Limits on time, and names.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Endpoint, Error};
+use ferrywire::{Block, BlockList, Endpoint, Error, Fault};
 use std::time::Duration;
 
 #[test]
@@ -12,10 +12,12 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
     let (short, zero) = (Duration::from_millis(30), Duration::ZERO);
     for (total, stall) in [(short, LIMIT), (zero, LIMIT), (zero, zero), (short, Duration::MAX)] {
         let error = receive.wait_for(total, stall).unwrap_err();
-        let Error::TimedOut { what, limit } = &error else { panic!("{error}") };
+        let Error::TimedOut { what, limit, peer } = &error else { panic!("{error}") };
         assert_eq!(*limit, total);
         assert!(what.starts_with("recv with 127.0.0.1:"), "{what}");
-        assert!(error.to_string().starts_with(&format!("not done within {total:?}: recv")), "{error}");
+        assert_eq!((error.fault(), peer.as_deref()), (Fault::Nobody, Some(&*pair.far.name())));
+        let words = if total.is_zero() { "not done yet: recv" } else { "not done within 30ms: recv" };
+        assert!(error.to_string().starts_with(words), "{error}");
     }
     for total in [LIMIT, Duration::MAX] {
         let error = receive.wait_for(total, short).unwrap_err();

@@ -81,7 +81,8 @@ fn dial_once(
             return Ok(result);
         }
         if since.elapsed() >= deadline {
-            return Ok(Err(Error::Deadline { what: format!("connecting to {address}"), waited: deadline }));
+            let (what, peer) = (format!("connecting to {address}"), Some(address.to_string()));
+            return Ok(Err(Error::Deadline { what, peer, waited: deadline }));
         }
         pause(LOOK_INTERVAL)?;
     }
