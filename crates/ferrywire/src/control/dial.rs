@@ -258,17 +258,22 @@ fn named(nic: Option<&Nic>, address: SocketAddr) -> String {
     }
 }
 
+/// Refuses the name of a NIC that is not among these.
+pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
+    let Some(missing) = names.iter().find(|name| !nics.iter().any(|nic| nic.name == **name)) else {
+        return Ok(());
+    };
+    let mut known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
+    known.dedup();
+    let why = format!("{missing} does not exist or has no address; there are {}", known.join(", "));
+    Err(Error::invalid("NIC", why))
+}
+
 /// The first NIC that the user named and that can be used towards an address.
 fn named_nic(engine: &Engine, address: SocketAddr) -> Result<Nic> {
     let nics = engine.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
     let names = &engine.config.nics;
-    if let Some(missing) = names.iter().find(|name| !nics.iter().any(|nic| nic.name == **name)) {
-        let known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
-        return Err(Error::invalid(
-            "NIC",
-            format!("{missing} does not exist or has no address; there are {}", known.join(", ")),
-        ));
-    }
+    check_names(names, &nics)?;
     let fits = |nic: &&Nic| names.contains(&nic.name) && nic.address.is_ipv4() == address.is_ipv4();
     let best = nics.iter().filter(fits).max_by_key(|nic| (nic.reaches(address.ip()), nic.up));
     best.cloned().ok_or_else(|| {

@@ -29,6 +29,7 @@ use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
 use admission::Book;
 use clock::Clock;
+pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
 use link::Link;
 pub(crate) use lobby::Lobby;

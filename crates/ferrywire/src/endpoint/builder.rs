@@ -4,6 +4,7 @@
 
 use super::Endpoint;
 use crate::config::{Config, Secret};
+use crate::control::check_names;
 use crate::error::{Error, Result};
 use crate::schedule;
 use crate::sys::affinity;
@@ -50,7 +51,8 @@ impl Builder {
         self
     }
 
-    /// NICs to use, by name. Default: all that share a subnet with the peer, else the route's own.
+    /// NICs to use, by name: each has to be there, with an address. Default: all that share a subnet with the peer, else
+    /// the route's own.
     pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
         self.config.nics = names.into_iter().map(Into::into).collect();
         self
@@ -164,6 +166,7 @@ impl Builder {
         let options = self.config.bulk_options();
         inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
         let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
+        check_names(&self.config.nics, &nics)?;
         match (self.plugin, self.devmem) {
             (None, None) => Endpoint::start(self.config, inner, None, None),
             (Some(_), Some(_)) => {
