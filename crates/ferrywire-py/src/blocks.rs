@@ -6,9 +6,9 @@ use ferrywire::{Lengths, Place};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
-use crate::integers::int64s;
-use crate::options::unsigned;
-use crate::region::{Region, RemoteRegion};
+use crate::integers::{Sizes, int64s};
+use crate::options;
+use crate::region::Region;
 
 /// A checked list of blocks between local and remote regions, made once and used many times. The regions stay
 /// registered as long as the list is there.
@@ -54,7 +54,7 @@ impl BlockList {
     #[new]
     fn new(
         local: &Bound<'_, Region>,
-        remote: &RemoteRegion,
+        remote: &Bound<'_, PyAny>,
         local_offsets: &Bound<'_, PyAny>,
         remote_offsets: &Bound<'_, PyAny>,
         sizes: &Bound<'_, PyAny>,
@@ -62,14 +62,13 @@ impl BlockList {
         let py = local.py();
         let here = int64s("local_offsets", local_offsets)?;
         let there = int64s("remote_offsets", remote_offsets)?;
-        let same = sizes.extract::<i64>().ok().map(|same| unsigned(py, "sizes", same)).transpose()?;
-        let each = match same {
-            Some(_) => Vec::new(),
-            None => int64s("sizes", sizes)?,
-        };
-        let region = local.get().source(py)?;
+        let sizes = Sizes::of(sizes)?;
+        let (region, remote) = (local.get().source(py)?, options::remote("remote", remote)?.get());
         let list = py.detach(|| {
-            let lengths = same.map_or(Lengths::Each(&each), Lengths::Same);
+            let lengths = match &sizes {
+                Sizes::Same(same) => Lengths::Same(*same),
+                Sizes::Each(each) => Lengths::Each(each),
+            };
             ferrywire::BlockList::from_offsets(&region, &remote.remote, &here, &there, lengths)
         });
         Ok(BlockList { list: list.or_raise(py)?, locals: vec![local.clone().unbind()] })

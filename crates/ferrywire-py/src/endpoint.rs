@@ -9,11 +9,11 @@ use std::time::Duration;
 use ferrywire::Error;
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
-use crate::options::{Address, unsigned};
+use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
 use crate::tensor::{Library, View};
@@ -34,10 +34,21 @@ pub struct Endpoint {
 }
 
 /// Whom to connect to: the metadata that an endpoint gave, or an address.
-#[derive(FromPyObject)]
 enum Whom {
     Metadata(Vec<u8>),
     At(Address),
+}
+
+impl Whom {
+    fn of(object: &Bound<'_, PyAny>) -> PyResult<Whom> {
+        if let Some(address) = Address::of("to", object)? {
+            return Ok(Whom::At(address));
+        }
+        let metadata = bytes(object)?.map(Whom::Metadata);
+        metadata.ok_or_else(|| {
+            is_no("to", object, "metadata (bytes), nor an address: 'host:port', ('host', port)")
+        })
+    }
 }
 
 impl Endpoint {
@@ -51,11 +62,11 @@ impl Endpoint {
     /// What connects.
     fn connecting(
         &self,
-        py: Python<'_>,
-        to: Whom,
+        to: &Bound<'_, PyAny>,
         timeout: Option<f64>,
-    ) -> PyResult<impl FnOnce() -> ferrywire::Result<ferrywire::Peer> + Send + 'static> {
-        let endpoint = self.open(py)?.clone();
+    ) -> PyResult<impl FnOnce() -> ferrywire::Result<ferrywire::Peer> + Send + use<>> {
+        let py = to.py();
+        let (endpoint, to) = (self.open(py)?.clone(), Whom::of(to)?);
         let limit = limit(py, "timeout", timeout)?;
         crate::logs::look_at_level(py)?;
         Ok(move || match to {
@@ -81,7 +92,8 @@ impl Endpoint {
 impl Endpoint {
     /// Builds it: checks everything, listens, starts its threads. Every option has a default that fits the host.
     ///
-    /// Raises `UsageError` for an option that cannot be, `LocalError` where this host refuses: an address in use.
+    /// Raises `UsageError` for an option that cannot be, `LocalError` where this host refuses: an address in use
+    /// (`errno` says so).
     #[new]
     #[pyo3(signature = (listen=None, *, secret=None, label=None, nics=None, channels=None, threads=None,
         chunk_bytes=None, window=None, crc=false, congestion_control=None, socket_buffer_bytes=None,
@@ -89,21 +101,33 @@ impl Endpoint {
     #[expect(clippy::too_many_arguments, reason = "keywords of a constructor")]
     fn new(
         py: Python<'_>,
-        listen: Option<Address>,
-        secret: Option<Secret>,
+        listen: Option<&Bound<'_, PyAny>>,
+        secret: Option<&Bound<'_, PyAny>>,
         label: Option<String>,
         nics: Option<Vec<String>>,
-        channels: Option<usize>,
-        threads: Option<usize>,
-        chunk_bytes: Option<usize>,
-        window: Option<usize>,
+        #[pyo3(from_py_with = perhaps)] channels: Option<i128>,
+        #[pyo3(from_py_with = perhaps)] threads: Option<i128>,
+        #[pyo3(from_py_with = perhaps)] chunk_bytes: Option<i128>,
+        #[pyo3(from_py_with = perhaps)] window: Option<i128>,
         crc: bool,
         congestion_control: Option<String>,
-        socket_buffer_bytes: Option<usize>,
+        #[pyo3(from_py_with = perhaps)] socket_buffer_bytes: Option<i128>,
         heartbeat_limit: Option<f64>,
     ) -> PyResult<Endpoint> {
         let heartbeat_limit =
             heartbeat_limit.map(|seconds| limit(py, "heartbeat_limit", Some(seconds))).transpose()?;
+        let listen = listen.map(listening).transpose()?;
+        let secret = secret.map(self::secret).transpose()?;
+        let [channels, threads, chunk_bytes, window, socket_buffer_bytes] = [
+            ("channels", channels),
+            ("threads", threads),
+            ("chunk_bytes", chunk_bytes),
+            ("window", window),
+            ("socket_buffer_bytes", socket_buffer_bytes),
+        ]
+        .map(|(what, value)| count(py, what, value));
+        let (channels, threads, chunk_bytes) = (channels?, threads?, chunk_bytes?);
+        let (window, socket_buffer_bytes) = (window?, socket_buffer_bytes?);
         if threads == Some(0) {
             let why = "0 leaves nobody to drive the endpoint: Python needs at least one";
             return Err(usage(py, "threads", why));
@@ -111,10 +135,10 @@ impl Endpoint {
         let built = py.detach(move || {
             let mut builder = ferrywire::Endpoint::builder().crc(crc);
             if let Some(address) = listen {
-                builder = builder.listen(address.resolve()?);
+                builder = builder.listen(address.resolve_here()?);
             }
             if let Some(secret) = secret {
-                builder = builder.secret(secret.bytes());
+                builder = builder.secret(secret);
             }
             builder = builder.label(label.unwrap_or_default()).nics(nics.unwrap_or_default());
             let set = [
@@ -174,12 +198,12 @@ impl Endpoint {
     /// Connects to the endpoint that made these metadata (bytes), or that listens on an address ("host:port" or a
     /// pair). With metadata an endpoint that restarted meanwhile is refused.
     ///
-    /// Raises `Unreachable` where nobody answers, `Refused` where somebody else does, or one with another secret,
+    /// Raises `Unreachable` where nobody answers or no name service knows the host, `Refused` where somebody else does, or one with another secret,
     /// `PeerMisbehaved` where one takes more than it was offered, `Deadline`, `Closed`, and `UsageError` for what is
     /// neither metadata nor an address.
     #[pyo3(signature = (to, timeout=30.0))]
-    fn connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Peer> {
-        let peer = aside(py, self.connecting(py, to, timeout)?)?;
+    fn connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Peer> {
+        let peer = aside(to.py(), self.connecting(to, timeout)?)?;
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
@@ -205,9 +229,9 @@ impl Endpoint {
         errand(slf, "_begin_connect", &[to, timeout.into_bound_py_any(slf.py())?])
     }
 
-    fn _begin_connect(&self, py: Python<'_>, to: Whom, timeout: Option<f64>) -> PyResult<Errand> {
+    fn _begin_connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Errand> {
         let shared = self.shared.clone();
-        Errand::begin(py, self.connecting(py, to, timeout)?, move |py, peer| {
+        Errand::begin(to.py(), self.connecting(to, timeout)?, move |py, peer| {
             Peer::new(peer, shared).into_py_any(py)
         })
     }
@@ -272,7 +296,12 @@ impl Endpoint {
     /// Raises `UsageError` for another place, `LocalError` or `GpuError` where there is not so much memory, or no such
     /// GPU, `Closed`.
     #[pyo3(signature = (nbytes, place="host"))]
-    fn allocate(&self, py: Python<'_>, nbytes: i64, place: &str) -> PyResult<Region> {
+    fn allocate(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] nbytes: i128,
+        place: &str,
+    ) -> PyResult<Region> {
         let endpoint = self.open(py)?;
         let nbytes = unsigned(py, "nbytes", nbytes)? as usize;
         let (kind, number) = place.split_once(':').unwrap_or((place, "0"));
@@ -339,18 +368,15 @@ impl Endpoint {
 
 type Setter = Box<dyn FnOnce(ferrywire::Builder) -> ferrywire::Builder>;
 
-/// A shared secret, as text or bytes.
-#[derive(FromPyObject)]
-enum Secret {
-    Bytes(Vec<u8>),
-    Text(String),
+fn listening(object: &Bound<'_, PyAny>) -> PyResult<Address> {
+    let address = Address::of("listen", object)?;
+    address.ok_or_else(|| is_no("listen", object, "an address: 'host:port', ('host', port)"))
 }
 
-impl Secret {
-    fn bytes(self) -> Vec<u8> {
-        match self {
-            Secret::Bytes(bytes) => bytes,
-            Secret::Text(text) => text.into_bytes(),
-        }
+/// A shared secret, as text or bytes.
+fn secret(object: &Bound<'_, PyAny>) -> PyResult<Vec<u8>> {
+    if let Ok(text) = object.cast::<PyString>() {
+        return Ok(text.extract::<String>()?.into_bytes());
     }
+    bytes(object)?.ok_or_else(|| is_no("secret", object, "text or bytes"))
 }

@@ -9,6 +9,7 @@ use pyo3::types::{PyCapsule, PyList, PyTuple};
 
 use crate::dlpack;
 use crate::errors::usage;
+use crate::options::{unsigned, whole};
 use crate::tensor::is_int64;
 
 /// The entries of an int64 array of one dimension (numpy, torch, `array.array('q')`), or of a list of integers.
@@ -57,6 +58,24 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
     Ok((0..len as isize)
         .map(|index| unsafe { first.offset(index * stride as isize).read_unaligned() })
         .collect())
+}
+
+/// Sizes of blocks, in bytes.
+pub enum Sizes {
+    /// One for all.
+    Same(u64),
+    /// One for each.
+    Each(Vec<i64>),
+}
+
+impl Sizes {
+    /// One number, or a list.
+    pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Sizes> {
+        match whole(object) {
+            Ok(same) => Ok(Sizes::Same(unsigned(object.py(), "sizes", same)?)),
+            Err(_) => Ok(Sizes::Each(int64s("sizes", object)?)),
+        }
+    }
 }
 
 /// Unsigned 32-bit block indices of such a list.

@@ -13,10 +13,10 @@ use pyo3::types::{PyBytes, PyDict, PyTuple};
 use crate::blocks::BlockList;
 use crate::endpoint::CLOSE_SECONDS;
 use crate::errors::{OrRaise, raised, usage};
-use crate::integers::{indices, int64s};
+use crate::integers::{Sizes, indices, int64s};
 use crate::leaving::Shared;
-use crate::options::unsigned;
-use crate::region::{Region, RemoteRegion, range};
+use crate::options::{message, perhaps, remote, unsigned, whole};
+use crate::region::{Region, range};
 use crate::stats;
 use crate::stream::named;
 use crate::transfer::Transfer;
@@ -113,24 +113,26 @@ impl Peer {
     /// are in the peer's memory. With `message` the peer gets that notification once they are.
     ///
     /// Raises `UsageError` for a range outside of a region, a region that is deregistered or of another endpoint; `Closed`,
-    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such region any more.
+    /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `AccessRefused` where the peer has no such region any
+    /// more, or leaves so many notifications unread that it can hold no more.
     #[pyo3(signature = (source, target, *, source_offset=0, target_offset=0, nbytes=None, message=None, stream=None))]
     #[expect(clippy::too_many_arguments, reason = "keywords of a method")]
     fn write(
         &self,
         source: &Bound<'_, Region>,
-        target: &RemoteRegion,
-        source_offset: i64,
-        target_offset: i64,
-        nbytes: Option<i64>,
-        message: Option<&[u8]>,
+        target: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = whole)] source_offset: i128,
+        #[pyo3(from_py_with = whole)] target_offset: i128,
+        #[pyo3(from_py_with = perhaps)] nbytes: Option<i128>,
+        message: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (source.py(), source.get());
         let (from, nbytes) = range(py, "source_offset", source_offset, nbytes, region.len_bytes())?;
         let to = unsigned(py, "target_offset", target_offset)?;
-        let (local, remote) = (region.source(py)?, &target.remote);
-        self.post(py, region, stream, move |peer| match message {
+        let (local, remote) = (region.source(py)?, &remote("target", target)?.get().remote);
+        let message = message.map(self::message).transpose()?;
+        self.post(py, region, stream, move |peer| match &message {
             None => peer.write(&local, from, remote, to, nbytes),
             Some(message) => peer.write_notify(&local, from, remote, to, nbytes, message),
         })
@@ -145,16 +147,16 @@ impl Peer {
     fn read(
         &self,
         target: &Bound<'_, Region>,
-        source: &RemoteRegion,
-        target_offset: i64,
-        source_offset: i64,
-        nbytes: Option<i64>,
+        source: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = whole)] target_offset: i128,
+        #[pyo3(from_py_with = whole)] source_offset: i128,
+        #[pyo3(from_py_with = perhaps)] nbytes: Option<i128>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (target.py(), target.get());
         let (to, nbytes) = range(py, "target_offset", target_offset, nbytes, region.len_bytes())?;
         let from = unsigned(py, "source_offset", source_offset)?;
-        let (local, remote) = (region.target(py)?, &source.remote);
+        let (local, remote) = (region.target(py)?, &remote("source", source)?.get().remote);
         self.post(py, region, stream, move |peer| peer.read(&local, to, remote, from, nbytes))
     }
 
@@ -167,12 +169,15 @@ impl Peer {
         py: Python<'_>,
         blocks: &BlockList,
         indices: Option<&Bound<'_, PyAny>>,
-        message: Option<&[u8]>,
+        message: Option<&Bound<'_, PyAny>>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         blocks.check(py, false)?;
         let (region, chosen) = (blocks.leader(py)?.get(), chosen(indices)?);
-        self.post(py, region, stream, |peer| peer.write_blocks(&blocks.list, chosen.as_deref(), message))
+        let message = message.map(self::message).transpose()?;
+        self.post(py, region, stream, |peer| {
+            peer.write_blocks(&blocks.list, chosen.as_deref(), message.as_deref())
+        })
     }
 
     /// Reads the blocks of a list, or those that `indices` (int64) name, as one operation.
@@ -198,13 +203,14 @@ impl Peer {
     #[pyo3(signature = (tag, source, *, offset=0, nbytes=None, stream=None))]
     fn send(
         &self,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] tag: i128,
         source: &Bound<'_, Region>,
-        offset: i64,
-        nbytes: Option<i64>,
+        #[pyo3(from_py_with = whole)] offset: i128,
+        #[pyo3(from_py_with = perhaps)] nbytes: Option<i128>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (source.py(), source.get());
+        let tag = unsigned(py, "tag", tag)?;
         let (offset, nbytes) = range(py, "offset", offset, nbytes, region.len_bytes())?;
         let local = region.source(py)?;
         self.post(py, region, stream, |peer| peer.send(tag, &local, offset, nbytes))
@@ -212,62 +218,72 @@ impl Peer {
 
     /// Receives the next message with this tag. The outcome is the message's length in bytes.
     ///
+    /// A receive that nobody waits for any more still takes its message: `cancel()` it, and wait for its end, before
+    /// another with its tag is posted.
+    ///
     /// Raises `UsageError` for a range outside of the region, or a region that is read-only or deregistered; `Closed`,
     /// `PeerLost`, `PeerClosed`. The transfer raises these too, and `Truncated` where the message is longer.
     #[pyo3(signature = (tag, target, *, offset=0, nbytes=None, stream=None))]
     fn recv(
         &self,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] tag: i128,
         target: &Bound<'_, Region>,
-        offset: i64,
-        nbytes: Option<i64>,
+        #[pyo3(from_py_with = whole)] offset: i128,
+        #[pyo3(from_py_with = perhaps)] nbytes: Option<i128>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (target.py(), target.get());
+        let tag = unsigned(py, "tag", tag)?;
         let (offset, nbytes) = range(py, "offset", offset, nbytes, region.len_bytes())?;
         let local = region.target(py)?;
         self.post(py, region, stream, |peer| peer.recv(tag, &local, offset, nbytes))
     }
 
-    /// Sends one message gathered from pieces of a region: int64 arrays of offsets and sizes in bytes.
+    /// Sends one message gathered from pieces of a region: an int64 array of offsets in bytes; `sizes` is one number
+    /// or such an array.
     ///
     /// Raises `UsageError` for lists of different length, and what `send` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, source, offsets, sizes, *, stream=None))]
     fn send_blocks(
         &self,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] tag: i128,
         source: &Bound<'_, Region>,
         offsets: &Bound<'_, PyAny>,
         sizes: &Bound<'_, PyAny>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (source.py(), source.get());
+        let tag = unsigned(py, "tag", tag)?;
         let (pieces, local) = (pieces(offsets, sizes)?, region.source(py)?);
         self.post(py, region, stream, |peer| peer.send_blocks(tag, &local, &pieces))
     }
 
-    /// Receives one message, scattered over pieces of a region: int64 arrays of offsets and sizes in bytes.
+    /// Receives one message, scattered over pieces of a region: an int64 array of offsets in bytes; `sizes` is one
+    /// number or such an array.
     ///
     /// Raises `UsageError` for lists of different length, and what `recv` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (tag, target, offsets, sizes, *, stream=None))]
     fn recv_blocks(
         &self,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] tag: i128,
         target: &Bound<'_, Region>,
         offsets: &Bound<'_, PyAny>,
         sizes: &Bound<'_, PyAny>,
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         let (py, region) = (target.py(), target.get());
+        let tag = unsigned(py, "tag", tag)?;
         let (pieces, local) = (pieces(offsets, sizes)?, region.target(py)?);
         self.post(py, region, stream, |peer| peer.recv_blocks(tag, &local, &pieces))
     }
 
     /// Delivers a small message, at most `NOTIFY_BYTES_MAX` bytes, after everything posted to this peer before it.
     ///
-    /// Raises `UsageError` for a longer one; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too.
-    fn notify(&self, py: Python<'_>, message: &[u8]) -> PyResult<Transfer> {
-        let transfer = py.detach(|| self.peer.notify(message)).or_raise(py)?;
+    /// Raises `UsageError` for a longer one; `Closed`, `PeerLost`, `PeerClosed`. The transfer raises these too, and
+    /// `AccessRefused` where the peer leaves so many unread that it can hold no more.
+    fn notify(&self, message: &Bound<'_, PyAny>) -> PyResult<Transfer> {
+        let (py, message) = (message.py(), self::message(message)?);
+        let transfer = py.detach(|| self.peer.notify(&message)).or_raise(py)?;
         Ok(Transfer::of_host(transfer, self.shared.clone()))
     }
 
@@ -364,7 +380,13 @@ fn chosen(list: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Vec<u32>>> {
 
 fn pieces(offsets: &Bound<'_, PyAny>, sizes: &Bound<'_, PyAny>) -> PyResult<Vec<(u64, u64)>> {
     let py = offsets.py();
-    let (offsets, sizes) = (int64s("offsets", offsets)?, int64s("sizes", sizes)?);
+    let offsets = int64s("offsets", offsets)?;
+    let sizes = match Sizes::of(sizes)? {
+        Sizes::Same(same) => {
+            return offsets.into_iter().map(|at| Ok((unsigned(py, "offsets", at)?, same))).collect();
+        }
+        Sizes::Each(sizes) => sizes,
+    };
     if offsets.len() != sizes.len() {
         let why =
             format!("{} offsets and {} sizes: both lists must be of one length", offsets.len(), sizes.len());

@@ -124,8 +124,8 @@ impl Region {
 pub fn range(
     py: Python<'_>,
     what: &str,
-    offset: i64,
-    nbytes: Option<i64>,
+    offset: impl Into<i128>,
+    nbytes: Option<impl Into<i128>>,
     region_bytes: u64,
 ) -> PyResult<(u64, u64)> {
     let offset = unsigned(py, what, offset)?;

@@ -278,7 +278,7 @@ def test_a_configuration_that_cannot_work():
         fw.Endpoint("0.0.0.0:0")
     with refuses("secret: must be at least 8 bytes long"):
         fw.Endpoint("0.0.0.0:0", secret=b"short")
-    with refuses("is none"):
+    with refuses("listen: \"nonsense\" is no address: write it as 'host:port'"):
         fw.Endpoint("nonsense")
     with refuses("channels: 0 is not between 1 and"):
         fw.Endpoint(channels=0)
@@ -318,6 +318,115 @@ def test_a_peer_that_takes_more_than_it_was_offered(pair: Pair):
         pair.near.connect(HOSTILE, timeout=LIMIT)
     assert caught.value.fault == "peer" and HOSTILE in caught.value.peer
     assert pair.to_far.notify(b"still here").wait(LIMIT) == 0
+
+
+def test_a_name_that_nobody_knows_is_a_matter_of_the_network(pair: Pair):
+    for to in ("no.such.host.invalid:7", ("no.such.host.invalid", 7)):
+        with refuses("cannot reach no.such.host.invalid:7: ", fw.Unreachable) as unknown:
+            pair.near.connect(to, timeout=LIMIT)
+        assert (unknown.value.fault, unknown.value.peer) == ("peer", "no.such.host.invalid:7")
+    with refuses("look up no.such.host.invalid:7: ", fw.LocalError):
+        fw.Endpoint("no.such.host.invalid:7")
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":7", "host:port", "host:65536", "host:-1", "::1", "a\0b:7"])
+def test_what_is_no_address(pair: Pair, text: str):
+    with refuses(" is no address: write it as 'host:port'"):
+        pair.near.connect(text)
+    with refuses("listen: "):
+        fw.Endpoint(text)
+
+
+def test_addresses_of_another_kind(pair: Pair):
+    whom = "nor an address: 'host:port', ('host', port)"
+    for wrong in (None, 7420, [1, 2], 1.5):
+        with refuses(f"to: {type(wrong).__name__} is not metadata (bytes), {whom}"):
+            pair.near.connect(wrong)
+    for wrong in (7420, b"127.0.0.1:0"):
+        with refuses(f"listen: {type(wrong).__name__} is not an address: 'host:port', ('host', port)"):
+            fw.Endpoint(wrong)
+    for port in (-1, 65536, 1 << 200):
+        with refuses(f"listen: {port} is no port: use 0 to 65535"):
+            fw.Endpoint(("localhost", port))
+    for pair_of_what in (("localhost",), ("localhost", "7"), (7, 7), ("", 7), ("a", 7, 7)):
+        with refuses("to: it is no address: write it as ('host', port)"):
+            pair.near.connect(pair_of_what)
+    with refuses("secret: int is not text or bytes"):
+        fw.Endpoint(secret=5)
+
+
+@pytest.mark.parametrize("number", [-1, -(1 << 63), 1 << 64, 1 << 200, -(1 << 200)])
+def test_numbers_that_do_not_fit_are_refused_by_name(pair: Pair, number: int):
+    region, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    why = "negative" if number < 0 else "has more than 64 bits"
+    for name, use in (
+        ("tag", lambda: pair.to_far.send(number, region)),
+        ("tag", lambda: pair.to_far.recv(number, region)),
+        ("tag", lambda: pair.to_far.send_blocks(number, region, [0], 8)),
+        ("tag", lambda: pair.to_far.recv_blocks(number, region, [0], 8)),
+        ("nbytes", lambda: pair.to_far.write(region, target, nbytes=number)),
+        ("nbytes", lambda: pair.to_far.recv(1, region, nbytes=number)),
+        ("nbytes", lambda: pair.near.allocate(number)),
+        ("offset", lambda: pair.to_far.send(1, region, offset=number)),
+        ("source_offset", lambda: pair.to_far.read(region, target, source_offset=number)),
+        ("target_offset", lambda: pair.to_far.write(region, target, target_offset=number)),
+        ("sizes", lambda: pair.to_far.send_blocks(1, region, [0], number)),
+        ("sizes", lambda: fw.BlockList(region, target, [0], [0], number)),
+        ("channels", lambda: fw.Endpoint(channels=number)),
+        ("threads", lambda: fw.Endpoint(threads=number)),
+        ("chunk_bytes", lambda: fw.Endpoint(chunk_bytes=number)),
+        ("window", lambda: fw.Endpoint(window=number)),
+        ("socket_buffer_bytes", lambda: fw.Endpoint(socket_buffer_bytes=number)),
+    ):
+        with pytest.raises(fw.UsageError, match=f"^{name}: .*{why}"):
+            use()
+    with pytest.raises(TypeError, match="tag"):
+        pair.to_far.send("1", region)
+
+
+def test_memory_of_a_peer_is_a_remote_region(pair: Pair):
+    region = pair.near.register(bytearray(8))
+    for what, use in (
+        ("target", lambda other: pair.to_far.write(region, other)),
+        ("source", lambda other: pair.to_far.read(region, other)),
+        ("remote", lambda other: fw.BlockList(region, other, [0], [0], 8)),
+    ):
+        with refuses(f"{what}: it is a Region, and peers' memory is named by a RemoteRegion: try region.remote()"):
+            use(region)
+        with refuses(f"{what}: bytes is not a RemoteRegion"):
+            use(b"descriptor")
+
+
+def test_messages_and_metadata_are_any_buffer_of_bytes(pair: Pair):
+    region, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    blocks = fw.BlockList(region, target, [0], [0], 8)
+    for kind in (bytes, bytearray, memoryview, lambda text: np.frombuffer(text, np.uint8)):
+        pair.to_far.notify(kind(b"alone")).wait(LIMIT)
+        pair.to_far.write(region, target, message=kind(b"behind a write")).wait(LIMIT)
+        pair.to_far.write_blocks(blocks, message=kind(b"behind blocks")).wait(LIMIT)
+        got = [pair.to_near.wait_notification(LIMIT) for _ in range(3)]
+        assert got == [b"alone", b"behind a write", b"behind blocks"]
+        with fw.Endpoint(secret=kind(b"a secret of 16 b")) as near:
+            with refuses("refused", fw.Refused):
+                near.connect(kind(pair.far.metadata()), timeout=LIMIT)
+    for wrong in ("text", 7, [1], np.zeros(2)):
+        with refuses(f"message: {type(wrong).__name__} is not bytes"):
+            pair.to_far.notify(wrong)
+
+
+def test_one_size_does_for_all_blocks(pair: Pair):
+    got = bytearray(16)
+    received = pair.to_near.recv_blocks(3, pair.far.register(got), [8, 0], np.int64(4))
+    pair.to_far.send_blocks(3, pair.near.register(b"abcdefgh"), [4, 0], sizes=4).wait(LIMIT)
+    assert received.wait(LIMIT) == 8 and got == b"abcd\0\0\0\0efgh\0\0\0\0"
+    with refuses("pieces: 2 offsets and 1 sizes"):
+        pair.to_far.send_blocks(3, pair.near.register(bytes(8)), [4, 0], [4])
+
+
+def test_nics_that_are_not_there_are_refused_with_those_that_are():
+    with pytest.raises(fw.UsageError, match="NIC: nope does not exist or has no address; there are .*lo"):
+        fw.Endpoint(nics=["lo", "nope"])
+    fw.Endpoint(nics=["lo"]).close()
 
 
 def test_this_host_and_its_gpus_are_named(pair: Pair):
