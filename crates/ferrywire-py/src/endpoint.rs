@@ -152,6 +152,7 @@ impl Endpoint {
                     .map(|value| -> Setter { Box::new(move |to| to.socket_buffer_bytes(value)) }),
                 heartbeat_limit.map(|value| -> Setter { Box::new(move |to| to.heartbeat_limit(value)) }),
             ];
+            builder.check_nics()?;
             set.into_iter().flatten().fold(builder, |builder, set| set(builder)).build()
         });
         crate::logs::look_at_level(py)?;

@@ -264,6 +264,7 @@ pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
         return Ok(());
     };
     let mut known: Vec<&str> = nics.iter().map(|nic| nic.name.as_str()).collect();
+    known.sort_unstable();
     known.dedup();
     let why = format!("{missing} does not exist or has no address; there are {}", known.join(", "));
     Err(Error::invalid("NIC", why))

@@ -51,8 +51,8 @@ impl Builder {
         self
     }
 
-    /// NICs to use, by name: each has to be there, with an address. Default: all that share a subnet with the peer, else
-    /// the route's own.
+    /// NICs to use, by name: each has to be there, with an address, when a peer is connected to; [`Builder::check_nics`]
+    /// asks earlier. Default: all that share a subnet with the peer, else the route's own.
     pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
         self.config.nics = names.into_iter().map(Into::into).collect();
         self
@@ -138,12 +138,23 @@ impl Builder {
         let Some(plugin) = &self.plugin else {
             return Ok(Vec::new());
         };
+        Ok(environment_for(plugin, &self.config, &self.nics_there()?))
+    }
+
+    /// Refuses a NIC that was named and is not there now, or has no address. Building does not: one may come later.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names the NICs that there are.
+    pub fn check_nics(&self) -> Result<()> {
+        check_names(&self.config.nics, &self.nics_there()?)
+    }
+
+    fn nics_there(&self) -> Result<Vec<Nic>> {
         let nics = match &self.transport {
             Some(transport) => transport.nics(),
             None => TcpTransport::default().nics(),
         };
-        let nics = nics.map_err(|error| Error::io("list NICs", &error))?;
-        Ok(environment_for(plugin, &self.config, &nics))
+        nics.map_err(|error| Error::io("list NICs", &error))
     }
 
     /// Builds the endpoint: checks everything, listens, starts its threads.
@@ -166,7 +177,6 @@ impl Builder {
         let options = self.config.bulk_options();
         inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
         let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
-        check_names(&self.config.nics, &nics)?;
         match (self.plugin, self.devmem) {
             (None, None) => Endpoint::start(self.config, inner, None, None),
             (Some(_), Some(_)) => {
