@@ -207,12 +207,17 @@ mod tests {
             let accepted = scope.spawn(|| far.accept(LIMIT).unwrap());
             (near.connect(address, LIMIT).unwrap(), accepted.join().unwrap())
         });
-        // More than a socket takes: nobody drives the far end, so that nothing is acknowledged.
+        let since = Instant::now();
+        while !peer.stats().channels.iter().all(|channel| channel.alive) {
+            assert!(since.elapsed() < LIMIT, "a channel does not come about");
+            near.progress();
+            far.progress();
+        }
+        // More than a socket takes: nobody drives the far end from here on, so that nothing is acknowledged.
         const BYTES: usize = 64 << 20;
         let (source, target) = (near.register_zeroed(BYTES).unwrap(), far.register_zeroed(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
         let sent = || peer.stats().channels[0].sent_bytes;
-        let since = Instant::now();
         while sent() < 100_000 {
             assert!(since.elapsed() < LIMIT, "nothing is sent");
             near.progress();
