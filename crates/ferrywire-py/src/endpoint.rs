@@ -16,7 +16,7 @@ use crate::leaving::Shared;
 use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
-use crate::tensor::{Library, View};
+use crate::tensor::{Framework, View};
 use crate::waiting::{Errand, aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
@@ -286,10 +286,10 @@ impl Endpoint {
             let why = "it is read-only: register a writable copy, such as a bytearray";
             return Err(usage(py, "memory", why));
         }
-        let (writable, library) = (writable.unwrap_or(view.writable), view.library);
+        let (writable, framework) = (writable.unwrap_or(view.writable), view.framework);
         let watch = view.watch.take();
         let region = view.register(endpoint).or_raise(py)?;
-        Ok(Region::new(self.shared.clone(), region, writable, false, library, watch))
+        Ok(Region::new(self.shared.clone(), region, writable, false, framework, watch))
     }
 
     /// Allocates and registers zeroed memory: `place` is "host", "cuda:N", or "sim:N", a simulated GPU.
@@ -314,7 +314,7 @@ impl Endpoint {
             "sim" => endpoint.register_sim(index, nbytes),
             _ => Err(Error::invalid("place", format!("{place:?}; there are host, cuda:N and sim:N"))),
         });
-        Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Library::Other, None))
+        Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }
 
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.

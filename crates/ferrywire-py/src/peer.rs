@@ -52,7 +52,7 @@ impl Peer {
             }
         };
         let gpu = region.is_at();
-        Ok(Transfer::new(transfer.or_raise(py)?, gpu, region.library, self.shared.clone()))
+        Ok(Transfer::new(transfer.or_raise(py)?, gpu, region.framework, self.shared.clone()))
     }
 
     /// What closes it.

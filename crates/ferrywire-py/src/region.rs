@@ -18,7 +18,7 @@ use pyo3::types::{PyBytes, PyTuple, PyType};
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
 use crate::options::unsigned;
-use crate::tensor::{Library, Watch};
+use crate::tensor::{Framework, Watch};
 use crate::waiting::aside;
 use crate::wakeup::left;
 
@@ -47,7 +47,7 @@ pub struct Region {
     writable: bool,
     /// Whether the engine owns the memory.
     owned: bool,
-    pub library: Library,
+    pub framework: Framework,
     /// Kept for those who look at the memory, as long as they do.
     shown: OnceLock<ferrywire::Region>,
     _endpoint: Arc<Shared>,
@@ -59,13 +59,13 @@ impl Region {
         region: ferrywire::Region,
         writable: bool,
         owned: bool,
-        library: Library,
+        framework: Framework,
         watch: Option<Watch>,
     ) -> Region {
         let (len_bytes, place) = (region.len(), region.place());
         let (held, moved) = (Mutex::new(Some(Held { region, watch })), AtomicBool::new(false));
         let shown = OnceLock::new();
-        Region { held, moved, len_bytes, place, writable, owned, library, shown, _endpoint: endpoint }
+        Region { held, moved, len_bytes, place, writable, owned, framework, shown, _endpoint: endpoint }
     }
 
     pub fn len_bytes(&self) -> u64 {

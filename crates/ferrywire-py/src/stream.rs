@@ -1,6 +1,6 @@
 //! Whose GPU work an operation comes after: the `stream=` of calls.
 //!
-//! `None` is the current stream of the library that the tensor is of, a number a raw stream, anything else an object
+//! `None` is the current stream of the framework that the tensor is of, a number a raw stream, anything else an object
 //! that has one. Operations on memory of the engine's own come after no stream unless one is named.
 //!
 //! Read next: the engine's `ordering.rs`.
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
 use crate::region::Region;
-use crate::tensor::{Library, loaded};
+use crate::tensor::{Framework, loaded};
 
 /// Of this GPU, this stream.
 pub struct Named {
@@ -32,14 +32,14 @@ impl Named {
 
 /// The stream that an operation on a region belongs to, if any.
 pub fn named(py: Python<'_>, region: &Region, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Named>> {
-    of_transfer(py, region.is_at(), region.library, stream)
+    of_transfer(py, region.is_at(), region.framework, stream)
 }
 
-/// The stream of memory in this place, of this library.
+/// The stream of memory in this place, of this framework.
 pub fn of_transfer(
     py: Python<'_>,
     place: Place,
-    library: Library,
+    framework: Framework,
     stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Option<Named>> {
     let Place::Cuda(gpu) = place else {
@@ -52,22 +52,22 @@ pub fn of_transfer(
     };
     let raw = match stream {
         Some(stream) => Some(raw(stream)?),
-        None => current(py, library, gpu)?,
+        None => current(py, framework, gpu)?,
     };
     Ok(raw.map(|raw| Named { gpu, raw }))
 }
 
-fn current(py: Python<'_>, library: Library, gpu: u32) -> PyResult<Option<usize>> {
-    match library {
-        Library::Other => Ok(None),
-        Library::Torch => {
+fn current(py: Python<'_>, framework: Framework, gpu: u32) -> PyResult<Option<usize>> {
+    match framework {
+        Framework::Other => Ok(None),
+        Framework::Torch => {
             let Some(torch) = loaded(py, "torch")? else {
                 return Ok(None);
             };
             let cuda = torch.getattr(intern!(py, "cuda"))?;
             raw(&cuda.call_method1(intern!(py, "current_stream"), (gpu,))?).map(Some)
         }
-        Library::Cupy => {
+        Framework::Cupy => {
             let Some(cupy) = loaded(py, "cupy")? else {
                 return Ok(None);
             };

@@ -16,9 +16,9 @@ use crate::dlpack;
 use crate::errors::usage;
 use crate::leaving::attached;
 
-/// The library that an object is of, where that decides which stream is the current one.
+/// The framework that an object is of, where that decides which stream is the current one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Library {
+pub enum Framework {
     /// Of none that has streams.
     Other,
     /// PyTorch.
@@ -71,7 +71,7 @@ pub struct View {
     pub address: *mut u8,
     pub len_bytes: usize,
     pub writable: bool,
-    pub library: Library,
+    pub framework: Framework,
     pub keeper: Keeper,
     /// Of memory that its owner may move.
     pub watch: Option<Watch>,
@@ -141,7 +141,7 @@ fn of_buffer(what: &str, py: Python<'_>, buffer: PyUntypedBuffer) -> PyResult<Vi
         address: buffer.buf_ptr().cast(),
         len_bytes: buffer.len_bytes(),
         writable: !buffer.readonly(),
-        library: Library::Other,
+        framework: Framework::Other,
         keeper: Keeper::Buffer { _buffer: buffer },
         watch: None,
         on_gpu: false,
@@ -185,7 +185,7 @@ fn of_torch(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Option<View>> {
         address: address as *mut u8,
         len_bytes: items * item_bytes,
         writable: true,
-        library: Library::Torch,
+        framework: Framework::Torch,
         keeper: Keeper::Objects { _objects: vec![kept.unbind()] },
         watch: Some(Watch { data_ptr: data_ptr.unbind(), address }),
         on_gpu: device == "cuda",
@@ -237,14 +237,14 @@ fn of_dlpack(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         let why = format!("its shape is {}: no such array fits into memory", list(&seen.shape));
         return Err(usage(py, what, why));
     };
-    let library = library_of(object)?;
+    let framework = framework_of(object)?;
     // Without a version nobody can say that an array must not change.
     let immutable = object.get_type().module()?.to_str()?.starts_with("jax");
     Ok(View {
         address: seen.address,
         len_bytes: len_bits.div_ceil(8),
         writable: !seen.read_only && !immutable,
-        library,
+        framework,
         keeper: Keeper::Objects { _objects: vec![capsule.unbind(), object.clone().unbind()] },
         watch: None,
         on_gpu: seen.device == dlpack::ON_CUDA,
@@ -292,7 +292,7 @@ fn of_cuda_array(what: &str, object: &Bound<'_, PyAny>) -> PyResult<View> {
         address: address as *mut u8,
         len_bytes,
         writable: !read_only,
-        library: library_of(object)?,
+        framework: framework_of(object)?,
         keeper: Keeper::Objects { _objects: vec![object.clone().unbind()] },
         watch: None,
         on_gpu: true,
@@ -310,9 +310,9 @@ fn item_bytes(kind: &str) -> Option<usize> {
     }
 }
 
-fn library_of(object: &Bound<'_, PyAny>) -> PyResult<Library> {
+fn framework_of(object: &Bound<'_, PyAny>) -> PyResult<Framework> {
     let module = object.get_type().module()?;
-    Ok(if module.to_str()?.starts_with("cupy") { Library::Cupy } else { Library::Other })
+    Ok(if module.to_str()?.starts_with("cupy") { Framework::Cupy } else { Framework::Other })
 }
 
 /// A module, if somebody has imported it: we never do.

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::errors::{OrRaise, usage};
 use crate::leaving::Shared;
 use crate::stream::of_transfer;
-use crate::tensor::Library;
+use crate::tensor::Framework;
 use crate::waiting::{limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine};
 
@@ -21,7 +21,7 @@ use crate::wakeup::{Wakeup, coroutine};
 pub struct Transfer {
     transfer: ferrywire::Transfer,
     place: Place,
-    library: Library,
+    framework: Framework,
     _shared: Arc<Shared>,
 }
 
@@ -29,14 +29,14 @@ impl Transfer {
     pub fn new(
         transfer: ferrywire::Transfer,
         place: Place,
-        library: Library,
+        framework: Framework,
         shared: Arc<Shared>,
     ) -> Transfer {
-        Transfer { transfer, place, library, _shared: shared }
+        Transfer { transfer, place, framework, _shared: shared }
     }
 
     pub fn of_host(transfer: ferrywire::Transfer, shared: Arc<Shared>) -> Transfer {
-        Transfer::new(transfer, Place::Host, Library::Other, shared)
+        Transfer::new(transfer, Place::Host, Framework::Other, shared)
     }
 }
 
@@ -113,7 +113,7 @@ impl Transfer {
     /// Raises `GpuError` of the driver, `UsageError` for what is no stream.
     #[pyo3(signature = (stream=None))]
     fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let Some(named) = of_transfer(py, self.place, self.library, stream)? else {
+        let Some(named) = of_transfer(py, self.place, self.framework, stream)? else {
             return Ok(());
         };
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;
