@@ -95,8 +95,10 @@ pub const GATHER_LAUNCHES_MAX: usize = 2;
 pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 /// Largest run of GPU memory that is staged at once, and so the largest chunk of it.
 pub const STAGING_SLOT_BYTES: usize = 1 << 20;
-/// Pinned memory for the lists of scattered runs that a channel's copier has under way: room for 8192 runs.
-pub const STAGING_LIST_BYTES: usize = 24 * 8192;
+/// Runs that a channel's copier has copied as one batch at most, where batches wait for it.
+pub const STAGING_LIST_RUNS: usize = 8192;
+/// Pinned memory for the list of the batch that it has under way.
+pub const STAGING_LIST_BYTES: usize = 24 * STAGING_LIST_RUNS + 16;
 /// Largest part of a payload for a GPU that is received in one call: between calls somebody looks which copies are done.
 pub const STAGING_PART_BYTES: usize = 256 << 10;
 /// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.

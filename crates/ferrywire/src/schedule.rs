@@ -118,13 +118,14 @@ pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: 
     equal.saturating_add(limits::STAGING_CHUNK_BYTES_MIN as u64).saturating_sub(backlog)
 }
 
-/// Shortest chunk of staged payload while `in_flight` bytes of several operations are queued or under way: an equal share,
-/// in whole steps, or of a message a little would be left for a chunk of its own. Each chunk stops a GPU's copy engine for
-/// a moment; only where an operation is alone is it worth to cut it finely.
+/// Shortest chunk of staged payload while `in_flight` bytes of several operations are queued or under way: half of an equal
+/// share, so that a channel copies one while another is on the wire. In whole steps, or of a message a little would be left
+/// for a chunk of its own; each costs a GPU a moment, and only where an operation is alone is it worth to cut it finely.
 pub fn staged_chunk_bytes_min(in_flight: u64, channels: usize) -> usize {
-    let equal = (in_flight / channels.max(1) as u64).min(limits::STAGING_SLOT_BYTES as u64) as usize;
-    let step = limits::STAGING_CHUNK_BYTES_MIN;
-    equal.next_multiple_of(step).clamp(step, limits::STAGING_SLOT_BYTES)
+    let half = in_flight / channels.max(1) as u64 / 2;
+    let (step, half) =
+        (limits::STAGING_CHUNK_BYTES_MIN, half.min(limits::STAGING_SLOT_BYTES as u64) as usize);
+    half.next_multiple_of(step).clamp(step, limits::STAGING_SLOT_BYTES)
 }
 
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
@@ -233,9 +234,9 @@ mod tests {
     fn one_operation_is_cut_finely_and_many_are_not() {
         let (finest, slot) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
         assert_eq!(staged_chunk_bytes_min(0, 16), finest);
-        assert_eq!(staged_chunk_bytes_min(8 << 20, 16), 512 << 10);
-        // Of 16 messages of 1 MiB one has just ended: those that follow it are not cut into 960 and 64 KiB.
-        assert_eq!(staged_chunk_bytes_min(15 << 20, 16), 1 << 20);
+        assert_eq!(staged_chunk_bytes_min(16 << 20, 16), 512 << 10);
+        // Of 16 messages of 1 MiB one has just ended: those that follow it are not cut into 480, 480 and 64 KiB.
+        assert_eq!(staged_chunk_bytes_min(15 << 20, 16), 512 << 10);
         assert_eq!([staged_chunk_bytes_min(1 << 40, 16), staged_chunk_bytes_min(1 << 40, 0)], [slot; 2]);
     }
 

@@ -87,7 +87,7 @@ impl Channel {
         }
         self.staging.receiving.free();
         if !self.staging.receiving.copying() {
-            // Parts that waited for company: the copy engine has nothing else to do, and there may be nothing more to come.
+            // Parts that waited for company: nothing else is copied, and there may be nothing more to come.
             match self.staging.receiving.gathered_bytes() {
                 0 => self.count_staged(),
                 _ => self.flush_parts(),

@@ -34,7 +34,7 @@ pub(super) struct Run {
 
 /// A queue of copies of one GPU, one way.
 pub(super) trait Copier: Send {
-    /// Enqueues copies, with as few calls as there can be, and a mark behind them. Numbers rise.
+    /// Enqueues copies, and a mark behind them; not while it takes no more. Numbers rise.
     ///
     /// # Safety
     /// Both sides of each run stay allocated, and nobody else writes to the source or uses the target, until the
@@ -43,6 +43,11 @@ pub(super) trait Copier: Send {
 
     /// The last mark that was reached, and why no further one will be, if that is known.
     fn reached(&mut self) -> (u64, Option<Error>);
+
+    /// Whether another batch should be enqueued now, and not when those before it are done.
+    fn takes_more(&self) -> bool {
+        true
+    }
 
     /// Ends the work that has begun, and begins no other; gives the last mark that was reached.
     fn stop(&mut self) -> u64 {

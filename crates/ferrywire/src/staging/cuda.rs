@@ -1,86 +1,107 @@
-//! Copies of a CUDA GPU: by its copy engines where runs are few, by a kernel where they are many.
+//! Copies of a CUDA GPU: by its multiprocessors, or by its copy engines.
 //!
-//! A copy engine costs 3.6 us per batch beside its bytes and does not disturb the multiprocessors, but every further run
-//! is work for the driver: 100,000 blocks of 4 KiB pass at 10 GB/s, with all cores busy. A kernel reads the list of runs
-//! from mapped memory and writes the mark itself: one call, however many there are.
+//! A copy engine disturbs nobody who computes, and is never held up by them. But every run is work for the driver, every
+//! mark stops it for some microseconds, and it reads what a core has just written, and still has in its own cache, at two
+//! thirds of its speed: 30 GB/s instead of 46 to a GPU from what was just received. A kernel reads the list of runs from
+//! mapped memory, writes the mark itself, and reads at 44. So whatever is worth a launch is the multiprocessors', unless
+//! they are busy.
 //!
-//! Invariant: entries of the list, and the count of blocks that are done, belong to one batch until its mark is
-//! reached. Read next: `memory/unpack/kernels.rs`.
+//! Invariant: memory that its owner has freed is not touched. Read next: `kernel.rs`.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 
 use super::copier::{Copier, Run, Way};
-use super::ring::Ring;
+use super::kernel::{ListKernel, Told};
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
-use crate::memory::unpack::{COUNTERS, CopyList, Counter, Kernels};
 
 /// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
 const LOOKS_PER_QUESTION: u32 = 4096;
 /// Runs of a batch from which on the kernel copies them.
 const KERNEL_RUNS_MIN: usize = 3;
+/// Bytes of a batch from which on it does so however few there are.
+const KERNEL_BYTES_MIN: usize = 128 << 10;
+/// Bytes of a run from which on copy engines are better than multiprocessors that have no time: each run is a call.
+const ENGINE_RUN_BYTES_MIN: usize = 64 << 10;
+/// Blocks that a batch is cut into. Few of them read what lies in cores' caches faster than many do, and leave more to
+/// others; what goes out lies in the GPU's own memory.
+const BLOCKS_OUT: u64 = 4;
+const BLOCKS_IN: u64 = 2;
+
+/// Whether launches return only when their kernels have ended, as some ask a driver to who look for mistakes: then nobody
+/// could open a gate.
+static LAUNCHES_BLOCK: LazyLock<bool> =
+    LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
     /// Dropped before the memory that its work uses.
     stream: CudaStream,
+    /// The last mark that was reached, and that of a batch that was not copied, since its gate was closed.
     flag: PinnedBuffer,
     kernel: Option<ListKernel>,
+    /// The mark before the first, and the last that was given.
+    before: u64,
     marked: u64,
     asked: u32,
     calls: u64,
     batch: Vec<GpuCopy>,
+    /// What of GPU memory the batch uses, from the first to the last byte of each allocation.
+    used: Vec<Range<u64>>,
     way: Way,
-}
-
-/// What copies by the kernel need.
-struct ListKernel {
-    kernels: Arc<Kernels>,
-    done: Counter,
-    list: PinnedBuffer,
-    ring: Ring,
-    /// The marks of the batches in the ring.
-    marks: VecDeque<u64>,
 }
 
 impl CudaCopier {
     pub fn new(gpu: &Arc<CudaGpu>, way: Way) -> Result<CudaCopier> {
-        let kernel = match ListKernel::new(gpu) {
+        let blocks = match way {
+            Way::Out => BLOCKS_OUT,
+            Way::In => BLOCKS_IN,
+        };
+        let kernel = match ListKernel::new(gpu, blocks) {
+            Ok(_) if *LAUNCHES_BLOCK => None,
             Ok(kernel) => Some(kernel),
             Err(error) => {
-                tracing::warn!(%error, "scattered memory is copied run by run");
+                tracing::warn!(%error, "copy engines alone copy, run by run");
                 None
             }
         };
-        let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);
-        Ok(CudaCopier { stream, flag, kernel, marked: 0, asked: 0, calls: 0, batch: Vec::new(), way })
+        let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(2 * size_of::<u64>())?);
+        let (batch, used) = (Vec::new(), Vec::new());
+        Ok(CudaCopier { stream, flag, kernel, before: 0, marked: 0, asked: 0, calls: 0, batch, used, way })
     }
 
-    fn flag(&self) -> u64 {
-        // SAFETY: 8 bytes, page-aligned, alive as long as `self`; only the GPU writes there, and whole.
-        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.load(Ordering::Acquire)
+    /// A word that the GPU writes.
+    fn word(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: 8 bytes of 16, page-aligned, alive as long as `self`; whoever writes there writes it whole.
+        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast::<u64>().add(at)) }
+    }
+
+    /// The last mark that was reached, and whether the batch behind it was not copied.
+    fn told(&self) -> (u64, bool) {
+        let reached = self.word(0).load(Ordering::Acquire).max(self.before);
+        (reached, self.word(1).load(Ordering::Acquire) != 0)
     }
 
     /// The runs as the GPU takes them: those of one allocation that touch on both sides as one. What lies side by side
     /// may be of several allocations, over whose border no copy may go.
     ///
-    /// Sees that the memory of GPUs is still there: its owner may have freed it without a word, and neither a copy engine
-    /// nor a kernel would forgive that. One question per allocation and batch.
+    /// Sees that the memory of GPUs is there: one question per allocation and batch.
     fn fill(&mut self, runs: &[Run]) -> Result<()> {
         self.batch.clear();
+        self.used.clear();
         let mut known = 0..0;
         for &Run { host, device, bytes } in runs {
             let end = device + bytes as u64;
             let asked = device < known.start || known.end < end;
             if asked {
                 self.calls += 1;
-                known = pointer::stretch(device, bytes as u64)
-                    .map(|found| found.base..found.base + found.bytes)
-                    .filter(|found| end <= found.end)
-                    .ok_or(CudaError::Freed { address: device, bytes: bytes as u64 })?;
+                known = allocation(&(device..end))?;
+                self.used.push(device..end);
+            }
+            if let Some(used) = self.used.last_mut() {
+                *used = used.start.min(device)..used.end.max(end);
             }
             let (source, target) = match self.way {
                 Way::Out => (device, host as u64),
@@ -96,106 +117,107 @@ impl CudaCopier {
         }
         Ok(())
     }
+
+    /// Has the batch copied by the multiprocessors, if that is the better way, and if they have time for it.
+    ///
+    /// A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not. (The
+    /// driver has the multiprocessors do the shortest copies to a GPU as well, for which there is no other way.)
+    ///
+    /// # Safety
+    /// As for [`Copier::copy`].
+    unsafe fn copy_by_kernel(&mut self, mark: u64) -> Result<bool> {
+        let (runs, bytes) = (self.batch.len(), self.batch.iter().map(|copy| copy.bytes).sum::<usize>());
+        if runs < KERNEL_RUNS_MIN && bytes < KERNEL_BYTES_MIN {
+            return Ok(false);
+        }
+        let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.takes(runs)) else { return Ok(false) };
+        let Some(_launching) = idle::launching() else { return Ok(false) };
+        let Some(leave) = kernel.leave(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
+        let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
+        self.calls += 1 + self.used.len() as u64;
+        // SAFETY: the flag outlives the stream; the rest by the caller's promise.
+        unsafe { kernel.copy(&self.stream, &self.batch, leave, &Told(&self.flag), mark, there) }
+            .map(|()| true)
+    }
+
+    /// Has it copied by the copy engines.
+    ///
+    /// # Safety
+    /// As for [`Copier::copy`].
+    unsafe fn copy_by_engine(&mut self, mark: u64) -> Result<()> {
+        // SAFETY: by the caller's promise, ranges of a ring, or of a placement that was checked, though its owner may have
+        // freed it since.
+        let calls = unsafe { self.stream.copy_each(&self.batch, self.way == Way::In) };
+        // What the driver says of memory that is gone does not say so.
+        let gone = || self.used.iter().find_map(|used| allocation(used).err());
+        self.calls += calls.map_err(|error| gone().unwrap_or(error.into()))? as u64 + 1;
+        // SAFETY: the device address of pinned memory, aligned to a page, which outlives the stream.
+        Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), mark) }?)
+    }
+
+    /// The last batch found its gate closed.
+    fn copy_again(&mut self) -> Result<()> {
+        // Nothing of this copier's is under way.
+        self.word(1).store(0, Ordering::Relaxed);
+        if let Some(kernel) = &mut self.kernel {
+            kernel.give_up();
+        }
+        // SAFETY: its mark is not reached, so what `copy` was promised holds; and no other batch came since.
+        unsafe { self.copy_by_engine(self.marked) }
+    }
+}
+
+/// Addresses of what the driver has there: its owner may have freed it without a word.
+fn allocation(used: &Range<u64>) -> Result<Range<u64>> {
+    let bytes = used.end - used.start;
+    let found = pointer::stretch(used.start, bytes).map(|found| found.base..found.base + found.bytes);
+    let found = found.filter(|found| used.end <= found.end);
+    found.ok_or_else(|| CudaError::Freed { address: used.start, bytes }.into())
 }
 
 impl Copier for CudaCopier {
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+        if self.marked == 0 {
+            self.before = mark - 1;
+        }
         (self.marked, self.asked) = (mark, 0);
         self.fill(runs)?;
-        // A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not. (The
-        // driver has the multiprocessors do the shortest copies to a GPU as well, for which there is no other way.)
-        if self.batch.len() >= KERNEL_RUNS_MIN
-            && !idle::streams_wait()
-            && let Some(kernel) = &mut self.kernel
-            // SAFETY: the flag outlives the stream; the rest by the caller's promise.
-            && unsafe { kernel.copy(&self.stream, &self.batch, &self.flag, mark) }?
-        {
-            self.calls += 1;
-            return Ok(());
-        }
-        // SAFETY: by the caller's promise, ranges of a ring, or of a checked placement; and the device address of
-        // pinned memory, aligned to a page, which outlives the stream.
-        unsafe {
-            self.calls += self.stream.copy_batch(&self.batch)? as u64 + 1;
-            Ok(self.stream.write_flag_u64(self.flag.address(), mark)?)
+        // SAFETY: by the caller's promise.
+        match unsafe { self.copy_by_kernel(mark) }? {
+            true => Ok(()),
+            // SAFETY: as above.
+            false => unsafe { self.copy_by_engine(mark) },
         }
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
-        let mut reached = self.flag();
+        let (mut reached, mut refused) = self.told();
         let mut failed = None;
         self.asked = if reached >= self.marked { 0 } else { self.asked.wrapping_add(1) };
         if self.asked > 0 && self.asked.is_multiple_of(LOOKS_PER_QUESTION) {
             self.calls += 1;
             failed = self.stream.query().err().map(Error::from);
-            reached = self.flag();
+            (reached, refused) = self.told();
         }
-        if let Some(kernel) = &mut self.kernel {
-            kernel.free(reached);
+        if refused {
+            failed = failed.or(self.copy_again().err());
+        } else if let Some(kernel) = &mut self.kernel {
+            kernel.look(reached, &self.stream);
         }
         (reached, failed)
     }
 
+    /// A kernel behind one of the same stream holds up those of other streams, which share a few queues of the hardware.
+    fn takes_more(&self) -> bool {
+        self.kernel.as_ref().is_none_or(ListKernel::is_idle)
+    }
+
     fn stop(&mut self) -> u64 {
         self.stream.finish();
-        self.flag()
+        self.told().0
     }
 
     fn calls(&self) -> u64 {
         self.calls
-    }
-}
-
-impl ListKernel {
-    fn new(gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
-        let (kernels, list) = (Kernels::of(gpu)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
-        let done = kernels.counter().ok_or_else(|| Error::Limit {
-            name: "COUNTERS",
-            limit: COUNTERS as u64,
-            why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
-        })?;
-        if list.address() != list.as_ptr() as u64 {
-            return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
-        }
-        let ring = Ring::new(limits::STAGING_LIST_BYTES);
-        Ok(ListKernel { kernels, done, list, ring, marks: VecDeque::new() })
-    }
-
-    /// Enqueues the copies and the mark behind them; false if the list has no room.
-    ///
-    /// # Safety
-    /// As for [`Copier::copy`]; the flag outlives the stream.
-    unsafe fn copy(
-        &mut self,
-        stream: &CudaStream,
-        copies: &[GpuCopy],
-        flag: &PinnedBuffer,
-        mark: u64,
-    ) -> Result<bool> {
-        let Some(offset) = self.ring.take(size_of_val(copies)) else { return Ok(false) };
-        self.marks.push_back(mark);
-        // SAFETY: the ring gave so many bytes, aligned, which nobody reads until the launch.
-        unsafe {
-            let to = self.list.as_ptr().add(offset).cast::<GpuCopy>();
-            to.copy_from_nonoverlapping(copies.as_ptr(), copies.len());
-        }
-        let list = CopyList {
-            runs: self.list.address() + offset as u64,
-            count: copies.len() as u64,
-            longest: copies.iter().map(|copy| copy.bytes as u64).max().unwrap_or(0),
-            flag: flag.address(),
-            value: mark,
-            done: self.done.address(),
-        };
-        // SAFETY: the entries stay until the mark is reached; the rest by the caller's promise.
-        unsafe { self.kernels.copy(stream, list) }?;
-        Ok(true)
-    }
-
-    /// Forgets the batches up to a mark.
-    fn free(&mut self, reached: u64) {
-        while self.marks.pop_front_if(|mark| *mark <= reached).is_some() {
-            self.ring.give_back();
-        }
     }
 }

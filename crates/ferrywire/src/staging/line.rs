@@ -12,6 +12,7 @@ use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -22,7 +23,11 @@ pub(super) struct Line {
     pub place: Place,
     way: Way,
     pub ring: Ring,
-    batch: Vec<Run>,
+    /// Runs of batches that wait until the copier takes more, and of the next one.
+    runs: Vec<Run>,
+    /// Mark and number of runs of those that wait.
+    held: VecDeque<(u64, usize)>,
+    /// Bytes of the next one.
     batch_bytes: usize,
     marked: u64,
     reached: u64,
@@ -69,7 +74,8 @@ impl Line {
             place,
             way,
             ring: Ring::new(ring_bytes(way)),
-            batch: Vec::new(),
+            runs: Vec::new(),
+            held: VecDeque::new(),
             batch_bytes: 0,
             marked: 0,
             reached: 0,
@@ -105,7 +111,7 @@ impl Line {
     /// # Safety
     /// What [`Copier::copy`] demands of a run, from now on.
     pub unsafe fn add(&mut self, run: Run) {
-        self.batch.push(run);
+        self.runs.push(run);
         self.batch_bytes += run.bytes;
     }
 
@@ -119,20 +125,38 @@ impl Line {
         self.marked + 1
     }
 
-    /// Enqueues the batch, with a mark behind it.
+    /// Ends the batch with a mark behind it, and enqueues it: now, or as soon as the copier takes more.
     pub fn flush(&mut self) {
-        if self.batch.is_empty() {
+        let held: usize = self.held.iter().map(|(_, runs)| runs).sum();
+        if held == self.runs.len() {
             return;
         }
         self.marked += 1;
+        self.held.push_back((self.marked, self.runs.len() - held));
         self.batch_bytes = 0;
-        let Some(copier) = &mut self.copier else { return self.batch.clear() };
-        // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
-        let enqueued = unsafe { copier.copy(&self.batch, self.marked) };
-        self.batch.clear();
         self.busy.set(true);
-        if let Err(error) = enqueued {
-            self.fail(error);
+        self.enqueue();
+    }
+
+    /// Enqueues batches that wait, as many as one as a list of the copier's has room for.
+    fn enqueue(&mut self) {
+        while let Some((mut mark, mut runs)) = self.held.front().copied() {
+            if self.copier.as_ref().is_some_and(|copier| !copier.takes_more()) {
+                return;
+            }
+            self.held.pop_front();
+            while let Some((next, more)) =
+                self.held.pop_front_if(|(_, more)| runs + *more <= limits::STAGING_LIST_RUNS)
+            {
+                (mark, runs) = (next, runs + more);
+            }
+            // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
+            let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(&self.runs[..runs], mark) };
+            let enqueued = self.copier.as_mut().map_or(Ok(()), copy);
+            self.runs.drain(..runs);
+            if let Err(error) = enqueued {
+                self.fail(error);
+            }
         }
     }
 
@@ -145,6 +169,7 @@ impl Line {
             if let Some(error) = failed.filter(|_| self.reached < self.marked) {
                 self.fail(error);
             }
+            self.enqueue();
             self.busy.set(self.reached < self.marked);
         }
         self.failure.is_some()
@@ -183,12 +208,11 @@ impl Line {
     /// The failure has been told to all whose copies were not done: gives it, and starts afresh.
     pub fn settle(&mut self) -> Option<Error> {
         let failure = self.failure.take()?;
-        if !self.batch.is_empty() {
+        if self.batch_bytes > 0 {
             // Their mark is told as well, and never given again.
             self.marked += 1;
-            self.batch.clear();
-            self.batch_bytes = 0;
         }
+        self.forget();
         self.reached = self.marked;
         self.busy.set(false);
         Some(failure)
@@ -203,7 +227,132 @@ impl Line {
     pub fn end(&mut self) {
         self.past_calls = self.calls();
         self.copier = None;
+        self.forget();
         self.reached = self.marked;
         self.busy.set(false);
+    }
+
+    /// Forgets the runs that were not enqueued.
+    fn forget(&mut self) {
+        self.runs.clear();
+        self.held.clear();
+        self.batch_bytes = 0;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Mutex, PoisonError};
+
+    /// What a copier was given, and what it has done of it: one batch at a time.
+    #[derive(Default)]
+    struct Seen {
+        batches: Vec<(u64, usize)>,
+        reached: u64,
+        fails: bool,
+    }
+
+    struct OneByOne(Arc<Mutex<Seen>>);
+
+    impl OneByOne {
+        fn seen(&self) -> std::sync::MutexGuard<'_, Seen> {
+            self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        }
+    }
+
+    impl Copier for OneByOne {
+        unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+            self.seen().batches.push((mark, runs.len()));
+            Ok(())
+        }
+
+        fn reached(&mut self) -> (u64, Option<Error>) {
+            let seen = self.seen();
+            (seen.reached, seen.fails.then(|| Error::Bug("it fails".into())))
+        }
+
+        fn takes_more(&self) -> bool {
+            let seen = self.seen();
+            seen.batches.last().is_none_or(|(mark, _)| *mark <= seen.reached)
+        }
+
+        fn calls(&self) -> u64 {
+            0
+        }
+    }
+
+    fn scene() -> (Line, Arc<Mutex<Seen>>) {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let mut line = Line::new(Place::SimGpu(0), Way::In);
+        line.copier = Some(Box::new(OneByOne(seen.clone())));
+        (line, seen)
+    }
+
+    fn add(line: &mut Line, runs: usize) {
+        for _ in 0..runs {
+            // SAFETY: nobody copies.
+            unsafe { line.add(Run { host: 0, device: 0, bytes: 1 }) };
+        }
+    }
+
+    #[test]
+    fn what_is_flushed_while_a_copier_takes_no_more_is_one_batch_as_soon_as_it_does() {
+        let (mut line, seen) = scene();
+        for runs in [1, 2, 3] {
+            add(&mut line, runs);
+            line.flush();
+        }
+        assert_eq!((line.next_mark(), line.batch_bytes()), (4, 0));
+        assert!(!line.look() && line.copying());
+        seen.lock().unwrap().reached = 1;
+        assert!(!line.look() && line.done(1) && !line.done(2) && line.copying());
+        assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 5)]);
+        seen.lock().unwrap().reached = 3;
+        assert!(!line.look() && line.done(3) && !line.copying());
+    }
+
+    /// It may wait for company: that is for its user to say.
+    #[test]
+    fn what_nobody_flushed_is_not_copied_with_what_was_held_back() {
+        let (mut line, seen) = scene();
+        add(&mut line, 1);
+        line.flush();
+        add(&mut line, 1);
+        seen.lock().unwrap().reached = 1;
+        line.look();
+        assert!(!line.copying());
+        assert_eq!((line.next_mark(), line.batch_bytes(), seen.lock().unwrap().batches.len()), (2, 1, 1));
+    }
+
+    /// A kernel has room for so many, and copy engines need a call of the driver for each.
+    #[test]
+    fn batches_that_waited_are_one_only_as_far_as_a_list_goes() {
+        let (mut line, seen) = scene();
+        for runs in [1, limits::STAGING_LIST_RUNS - 1, 1, limits::STAGING_LIST_RUNS] {
+            add(&mut line, runs);
+            line.flush();
+        }
+        for reached in [1, 3, 4] {
+            seen.lock().unwrap().reached = reached;
+            line.look();
+        }
+        let list = limits::STAGING_LIST_RUNS;
+        assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, list), (4, list)]);
+    }
+
+    #[test]
+    fn what_is_held_back_when_the_copies_before_it_fail_is_told_with_them() {
+        let (mut line, seen) = scene();
+        for _ in 0..2 {
+            add(&mut line, 1);
+            line.flush();
+        }
+        add(&mut line, 1);
+        seen.lock().unwrap().fails = true;
+        assert!(line.look() && line.copying());
+        assert!(line.settle().is_some());
+        assert!(line.done(3) && !line.copying() && line.batch_bytes() == 0);
+        assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
     }
 }

@@ -16,6 +16,7 @@
 
 mod copier;
 mod cuda;
+mod kernel;
 mod line;
 mod prepared;
 mod receiving;

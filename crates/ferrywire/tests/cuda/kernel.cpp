@@ -83,7 +83,8 @@ static void gathers(int rounds) {
     }
 }
 
-// Lists of copies: each byte where it belongs, none beside it, and the end told once, by the last block.
+// Lists of copies: each byte where it belongs, none beside it, and the end told once, by the last block; nothing through a gate
+// that is not open.
 static void copies(int rounds) {
     u32 done = 0;
     for (int round = 0; round < rounds; round++) {
@@ -91,19 +92,28 @@ static void copies(int rounds) {
         std::vector<Copy> list;
         std::vector<u8 *> places;
         for (u32 k = 0; k < count; k++) list.push_back(scattered(places));
-        u64 flag = 0;
-        Copies all = {(u64)list.data(), count, (u64)&flag, 1 + random_below(1000), (u64)&done, 0, 0, 0};
+        // Now and then the gate is shut, or nobody ever opens it.
+        Gate gate = {random_below(8) ? GATE_OPEN : random_below(2) ? GATE_SHUT : 0, 0};
+        Told told = {0, 0};
+        Copies all = {(u64)list.data(), count, (u64)&gate, (u64)&told, 1 + random_below(1000), (u64)&done, 0, 0, 0};
         all.batch = 1 + (u32)random_below(BATCH);
         all.slices = 1 + (u32)random_below(4);
         all.piece_bytes = random_below(2) ? 4096 : 1 + random_below(9000);
         const u32 blocks = (count + all.batch - 1) / all.batch * all.slices;
+        // Some blocks may have passed before the gate was found closed.
+        const u32 closes_at = gate.state == GATE_OPEN && random_below(8) == 0 ? (u32)random_below(blocks) : blocks;
         launch(blocks, 2, [&] {
-            if (flag != 0) fail("the end was told before the last thread", round);
+            if (blockIdx.x == closes_at) gate.state = GATE_SHUT;
+            if (told.reached != 0 || told.refused != 0) fail("the end was told before the last thread", round);
             ferrywire_copy(all);
         });
-        if (flag != all.value || done != 0) fail("the end was not told", round);
+        const bool open = gate.state == GATE_OPEN;
+        if ((open ? told.reached : told.refused) != all.value || done != 0) fail("the end was not told", round);
+        if ((open ? told.refused : told.reached) != 0 || gate.begun == 0) fail("what was told is not so", round);
         for (u32 k = 0; k < count; k++) {
-            if (memcmp(list[k].source, list[k].target, list[k].bytes)) fail("a copy differs", round);
+            if (open && memcmp(list[k].source, list[k].target, list[k].bytes)) fail("a copy differs", round);
+            for (u64 at = 0; !open && closes_at == blocks && at < list[k].bytes; at++)
+                if (list[k].target[at] != 0xA5) fail("something was copied through a gate that is shut", round);
             for (u8 *at = places[2 * k + 1]; at < list[k].target; at++)
                 if (*at != 0xA5) fail("a byte before a target was written", round);
         }

@@ -15,8 +15,10 @@ static int pass;
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
 #define __shared__ static
+// Whoever waits for a time has it soon.
+static unsigned long long clock_ns;
 #define asm
-#define volatile(...) begin = now = nanoseconds
+#define volatile(...) now = clock_ns += 1000000
 static unsigned __funnelshift_r(unsigned low, unsigned high, unsigned bits) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (bits & 31));
 }

@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::memory::cuda::{CudaGpu, pinned_bytes};
+use ferrywire::memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use ferrywire::{Endpoint, Error, Peer};
 use std::time::{Duration, Instant};
 
@@ -136,8 +136,9 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
         outcomes.iter().filter(|one| one.is_ok()).count(),
         outcomes.len()
     );
-    assert!(matches!(last, Err(Error::Cuda(_))), "{last:?}");
-    assert!(outcomes.iter().all(|one| one.is_ok() || matches!(one, Err(Error::Cuda(_)))), "{outcomes:?}");
+    let freed = |one: &Result<u64, Error>| matches!(one, Err(Error::Cuda(CudaError::Freed { .. })));
+    assert!(freed(last), "{last:?}");
+    assert!(outcomes.iter().all(|one| one.is_ok() || freed(one)), "{outcomes:?}");
     // The connection is as good as before, and the GPU too.
     let other = connecting.register_cuda(0, BYTES).unwrap();
     other.write_at(0, &vec![7; BYTES]).unwrap();

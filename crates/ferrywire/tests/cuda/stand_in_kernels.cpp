@@ -60,3 +60,7 @@ extern "C" void stand_in_launch(int kernel, unsigned blocks, char *parameters) {
     default: break;
     }
 }
+
+extern "C" int stand_in_waits(int kernel, char *parameters) {
+    return kernel == 5 && ((const Gate *)((const Parameters *)parameters)->copies.gate)->state == 0;
+}

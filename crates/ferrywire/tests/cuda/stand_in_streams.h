@@ -8,7 +8,7 @@ enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PAR
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them.
  * They are for kernels, for what is filled, for copies within a GPU, and, as an H200's driver has it, for copies to it of
  * fewer bytes than this. */
-enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10 };
+enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10, GATE_NS = 100000000 };
 
 struct work {
     int what;
@@ -33,13 +33,18 @@ static struct event {
 } all_events[EVENTS];
 static pthread_cond_t more = PTHREAD_COND_INITIALIZER, less = PTHREAD_COND_INITIALIZER;
 static int worker_runs;
+/* All multiprocessors are somebody else's. */
+static int kernels_held;
 
 #ifdef KERNELS
 int stand_in_kernel(const char *name);
 /* Copies the parameters, and says whether the kernel can be launched so. */
 int stand_in_take(int kernel, unsigned block, void **parameters, char *into, address *delay_ns);
 void stand_in_launch(int kernel, unsigned blocks, char *parameters);
+/* Whether it would wait for the CPU. */
+int stand_in_waits(int kernel, char *parameters);
 #else
+static int stand_in_waits(int kernel, char *parameters) { return 0; }
 static void stand_in_launch(int kernel, unsigned blocks, char *parameters) {}
 #endif
 
@@ -69,19 +74,26 @@ static int all_queues_are_held(void) {
     return held >= QUEUED_STREAMS;
 }
 
-static int is_ready(struct work *work) {
+/* True the first time, and until so long after that. */
+static int is_before(struct work *work, address ns) {
     struct timespec now;
-    if ((work->queued || work->what == FILL || work->what == KERNEL) && all_queues_are_held()) return 0;
-    if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
-    if (work->what != AWAIT) return 1;
-    if (work->other >= 0) return all_streams[work->other].done >= work->value;
     clock_gettime(CLOCK_MONOTONIC, &now);
     if (!work->begun) {
         work->begun = 1;
-        work->until.tv_sec = now.tv_sec + (now.tv_nsec + work->value) / 1000000000;
-        work->until.tv_nsec = (now.tv_nsec + work->value) % 1000000000;
+        work->until.tv_sec = now.tv_sec + (now.tv_nsec + ns) / 1000000000;
+        work->until.tv_nsec = (now.tv_nsec + ns) % 1000000000;
     }
-    return now.tv_sec > work->until.tv_sec || (now.tv_sec == work->until.tv_sec && now.tv_nsec >= work->until.tv_nsec);
+    return now.tv_sec < work->until.tv_sec || (now.tv_sec == work->until.tv_sec && now.tv_nsec < work->until.tv_nsec);
+}
+
+static int is_ready(struct work *work) {
+    if ((work->queued || work->what == FILL || work->what == KERNEL) && all_queues_are_held()) return 0;
+    if (work->what == KERNEL && kernels_held) return 0;
+    if (work->what == KERNEL && stand_in_waits(work->kernel, work->parameters)) return !is_before(work, GATE_NS);
+    if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
+    if (work->what != AWAIT) return 1;
+    if (work->other >= 0) return all_streams[work->other].done >= work->value;
+    return !is_before(work, work->value);
 }
 
 static void perform(struct work *work) {
@@ -195,12 +207,21 @@ static int fill_or_flag(void *handle, int what, address target, address value, s
 
 int cuMemcpyAsync(address target, address source, size_t bytes, void *stream) { return move(stream, target, source, bytes); }
 
+static int is_device(address at) {
+    pthread_mutex_lock(&lock);
+    struct range *found = find(at);
+    int device = found && found->kind == DEVICE;
+    pthread_mutex_unlock(&lock);
+    return device;
+}
+
+/* An address of a GPU is looked up, and nothing else is it. */
 int cuMemcpyHtoDAsync_v2(address target, void *source, size_t bytes, void *stream) {
-    return stream ? move(stream, target, (address)source, bytes) : INVALID_VALUE;
+    return stream && is_device(target) ? move(stream, target, (address)source, bytes) : INVALID_VALUE;
 }
 
 int cuMemcpyDtoHAsync_v2(void *target, address source, size_t bytes, void *stream) {
-    return stream ? move(stream, (address)target, source, bytes) : INVALID_VALUE;
+    return stream && is_device(source) ? move(stream, (address)target, source, bytes) : INVALID_VALUE;
 }
 
 int cuMemcpyHtoD_v2(address target, void *source, size_t bytes) { return move(NULL, target, (address)source, bytes); }
@@ -387,6 +408,38 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     return *function ? DONE : NOT_FOUND;
 }
 
+
+void stand_in_hold_kernels(int held) {
+    pthread_mutex_lock(&lock);
+    kernels_held = held;
+    pthread_cond_signal(&more);
+    pthread_mutex_unlock(&lock);
+}
+
+/* What its owner frees as soon as a kernel is about to be launched. */
+static address freed_at_launch;
+
+void stand_in_free_at_launch(address at) { freed_at_launch = at; }
+
+/* A launch returns when its kernel has ended. */
+static int launches_block;
+
+void stand_in_block_launches(int block) { launches_block = block; }
+
+/* The same, when it has been launched, by another thread. */
+static address freed_after_launch;
+
+void stand_in_free_after_launch(address at) { freed_after_launch = at; }
+
+int cuMemFree_v2(address at);
+int cuCtxPushCurrent_v2(void *context);
+
+static void *free_it(void *at) {
+    cuCtxPushCurrent_v2(&contexts[0]);
+    cuMemFree_v2((address)at);
+    return NULL;
+}
+
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
                    unsigned shared, void *handle, void **parameters, void **extra) {
     NEEDS_CONTEXT;
@@ -395,11 +448,17 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     address delay_ns = 0;
     int given = stand_in_take(work.kernel, block, parameters, work.parameters, &delay_ns) ? DONE : INVALID_VALUE;
     if (delay_ns) work.what = AWAIT, work.other = -1, work.value = delay_ns;
+    address freed = __atomic_exchange_n(&freed_at_launch, 0, __ATOMIC_SEQ_CST);
+    if (freed) cuMemFree_v2(freed);
     pthread_mutex_lock(&lock);
     struct stream *stream = stream_of(handle);
     given = given == DONE && stream ? give(stream, work) : INVALID_VALUE;
+    if (given == DONE && launches_block) finish(stream);
     pthread_mutex_unlock(&lock);
     if (given != DONE) free(work.parameters);
+    pthread_t owner;
+    freed = __atomic_exchange_n(&freed_after_launch, 0, __ATOMIC_SEQ_CST);
+    if (freed && !pthread_create(&owner, NULL, free_it, (void *)freed)) pthread_detach(owner);
     return given;
 }
 #else

@@ -63,6 +63,8 @@ functions! {
     cuMemAlloc_v2(*mut CUdeviceptr, usize);
     cuMemFree_v2(CUdeviceptr);
     cuMemcpyAsync(CUdeviceptr, CUdeviceptr, usize, CUstream);
+    cuMemcpyHtoDAsync_v2(CUdeviceptr, *const c_void, usize, CUstream);
+    cuMemcpyDtoHAsync_v2(*mut c_void, CUdeviceptr, usize, CUstream);
     cuMemsetD8Async(CUdeviceptr, c_uchar, usize, CUstream);
     cuMemHostRegister_v2(*mut c_void, usize, c_uint);
     cuMemHostUnregister(*mut c_void);

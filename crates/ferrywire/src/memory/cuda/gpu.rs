@@ -14,7 +14,6 @@ use std::ffi::CStr;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// What memory is zeroed from, piece by piece.
@@ -39,9 +38,7 @@ pub struct CudaGpu {
     /// The stream of blocking copies, once there was one.
     blocking: Mutex<Option<Raw>>,
     /// Streams for the work of transfers, for each way; none were made yet if there is nothing.
-    urgent: [Mutex<Vec<Raw>>; 2],
-    /// How often one of them was given away.
-    given: [AtomicUsize; 2],
+    urgent: [Mutex<Vec<Urgent>>; 2],
 }
 
 /// What is worth knowing about a GPU.
@@ -57,6 +54,12 @@ struct Properties {
 
 /// A raw stream, guarded by a mutex.
 struct Raw(sys::CUstream);
+
+/// A stream for the work of transfers, and how many use it.
+struct Urgent {
+    stream: Raw,
+    users: usize,
+}
 
 // SAFETY: contexts and streams of the driver may be used on any thread; all else is plain data.
 unsafe impl Send for CudaGpu {}
@@ -98,7 +101,6 @@ impl CudaGpu {
             about: properties,
             blocking: Mutex::new(None),
             urgent: Default::default(),
-            given: Default::default(),
         })
     }
 
@@ -261,17 +263,29 @@ impl CudaGpu {
                     stream.write_flag_u64(host.address(), 1)?;
                 }
                 stream.finish();
-                made.push(Raw(stream.into_raw()));
+                made.push(Urgent { stream: Raw(stream.into_raw()), users: 0 });
             }
         }
         Ok(())
     }
 
-    /// A stream for the work of transfers, the next of those for copies `into` the GPU or out of it.
+    /// A stream for the work of transfers, of those for copies `into` the GPU or out of it one that the fewest use.
     fn shared_urgent(&self, into: bool) -> Option<sys::CUstream> {
-        let way = usize::from(into);
-        let (made, turn) = (lock(&self.urgent[way]), self.given[way].fetch_add(1, Ordering::Relaxed));
-        made.get(turn.checked_rem(made.len())?).map(|Raw(stream)| *stream)
+        let mut made = lock(&self.urgent[usize::from(into)]);
+        let fewest = made.iter_mut().min_by_key(|urgent| urgent.users)?;
+        fewest.users += 1;
+        Some(fewest.stream.0)
+    }
+
+    /// How many use a stream for the work of transfers, after a change of that number.
+    pub(super) fn urgent_users(&self, raw: sys::CUstream, change: isize) -> usize {
+        for way in &self.urgent {
+            if let Some(urgent) = lock(way).iter_mut().find(|urgent| urgent.stream.0 == raw) {
+                urgent.users = urgent.users.saturating_add_signed(change);
+                return urgent.users;
+            }
+        }
+        1
     }
 
     /// Copies device or pinned memory to the host, and waits.
@@ -377,7 +391,8 @@ impl CudaGpu {
 impl Drop for CudaGpu {
     fn drop(&mut self) {
         let blocking = self.blocking.get_mut().unwrap_or_else(PoisonError::into_inner).take();
-        let urgent: Vec<Raw> = self.urgent.iter().flat_map(|way| std::mem::take(&mut *lock(way))).collect();
+        let urgent = self.urgent.iter().flat_map(|way| std::mem::take(&mut *lock(way)));
+        let urgent: Vec<Raw> = urgent.map(|urgent| urgent.stream).collect();
         if let Ok(_current) = self.make_current() {
             for Raw(stream) in urgent.into_iter().chain(blocking) {
                 // SAFETY: a stream of this context, with nothing under way.

@@ -15,7 +15,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 
 /// Something to be freed.
 pub(super) enum Idle {
@@ -29,6 +29,8 @@ static IDLE: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 /// Held while something is freed, and when a stream begins to wait.
 static FREEING: Mutex<()> = Mutex::new(());
+/// Held by many while kernels are launched, and by one when a stream begins to wait.
+static LAUNCHING: RwLock<()> = RwLock::new(());
 
 thread_local! {
     static MOVING: Cell<u32> = const { Cell::new(0) };
@@ -62,7 +64,14 @@ pub(crate) fn clear() {
 /// A stream is about to wait for a transfer. Waits for what is being freed.
 pub(crate) fn stream_waits() {
     let _freeing = lock(&FREEING);
+    let _launching = LAUNCHING.write().unwrap_or_else(PoisonError::into_inner);
     WAITING.fetch_add(1, Ordering::AcqRel);
+}
+
+/// Leave to launch something as long as this lives; none while a stream waits for a transfer, behind which it might stand.
+pub(crate) fn launching() -> Option<RwLockReadGuard<'static, ()>> {
+    let launching = LAUNCHING.read().unwrap_or_else(PoisonError::into_inner);
+    (!streams_wait()).then_some(launching)
 }
 
 /// Whether any does.

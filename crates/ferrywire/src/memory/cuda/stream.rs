@@ -23,10 +23,19 @@ use std::time::Duration;
 pub struct CudaStream {
     gpu: Arc<CudaGpu>,
     raw: sys::CUstream,
-    /// It is the GPU's, and others use it too.
-    shared: bool,
+    whose: Whose,
     /// What a batch is written into for the driver, kept for the next one.
     batch: Mutex<Batch>,
+}
+
+/// Whose a raw stream is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Own,
+    /// The GPU's, which counts those who use it.
+    Shared,
+    /// Somebody else's from now on.
+    Left,
 }
 
 // SAFETY: a stream of the driver may be used on any thread.
@@ -67,23 +76,33 @@ impl CudaStream {
         let mut raw = ptr::null_mut();
         // SAFETY: room for a pointer.
         unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
-        Ok(CudaStream { gpu: gpu.clone(), raw, shared: false, batch: Mutex::default() })
+        Ok(CudaStream { gpu: gpu.clone(), raw, whose: Whose::Own, batch: Mutex::default() })
     }
 
     pub(super) fn urgent(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
         let _current = gpu.make_current()?;
-        Ok(CudaStream { gpu: gpu.clone(), raw: create_urgent(gpu)?, shared: false, batch: Mutex::default() })
+        Ok(CudaStream {
+            gpu: gpu.clone(),
+            raw: create_urgent(gpu)?,
+            whose: Whose::Own,
+            batch: Mutex::default(),
+        })
     }
 
     /// A stream that the GPU keeps.
     pub(super) fn shared(gpu: &Arc<CudaGpu>, raw: sys::CUstream) -> CudaStream {
-        CudaStream { gpu: gpu.clone(), raw, shared: true, batch: Mutex::default() }
+        CudaStream { gpu: gpu.clone(), raw, whose: Whose::Shared, batch: Mutex::default() }
     }
 
     /// Leaves the stream to whoever asks.
     pub(super) fn into_raw(mut self) -> sys::CUstream {
-        self.shared = true;
+        self.whose = Whose::Left;
         self.raw
+    }
+
+    /// Whether somebody else enqueues work here, too.
+    pub(crate) fn has_others(&self) -> bool {
+        self.whose == Whose::Shared && self.gpu.urgent_users(self.raw, 0) > 1
     }
 
     /// The GPU that does the work.
@@ -136,6 +155,30 @@ impl CudaStream {
             // SAFETY: as above.
             false => unsafe { self.copy_one_by_one(&batch) },
         }
+    }
+
+    /// Enqueues copies between pinned memory and memory of GPUs, with a call of the driver for each; returns how many there
+    /// were. An address of a GPU where there is nothing any more is an error, and not the host's.
+    ///
+    /// # Safety
+    /// As for [`CudaStream::copy`], for each of them, but that memory of GPUs may be gone already.
+    pub(crate) unsafe fn copy_each(&self, copies: &[GpuCopy], to_gpu: bool) -> Result<usize> {
+        let _current = self.gpu.make_current()?;
+        for GpuCopy { source, target, bytes } in copies {
+            let (about, bytes, stream) = (self.gpu.about().bytes(*bytes), *bytes, self.raw);
+            // SAFETY: by the caller's promise.
+            unsafe {
+                match to_gpu {
+                    true => {
+                        call!(about, cuMemcpyHtoDAsync_v2(*target, *source as *const c_void, bytes, stream))
+                    }
+                    false => {
+                        call!(about, cuMemcpyDtoHAsync_v2(*target as *mut c_void, *source, bytes, stream))
+                    }
+                }
+            }?;
+        }
+        Ok(copies.len())
     }
 
     /// Whether the driver took the batch as a whole.
@@ -320,8 +363,13 @@ impl Batch {
 impl Drop for CudaStream {
     fn drop(&mut self) {
         self.finish();
-        if self.shared {
-            return;
+        match self.whose {
+            Whose::Own => {}
+            Whose::Shared => {
+                self.gpu.urgent_users(self.raw, -1);
+                return;
+            }
+            Whose::Left => return,
         }
         let Ok(_current) = self.gpu.make_current() else { return };
         // SAFETY: a stream that lives, and after this no more.

@@ -16,6 +16,12 @@ typedef unsigned long long u64;
 #define BATCH 32
 // 16-byte words that a thread has under way.
 #define DEPTH 8
+// States of a gate; one that nobody opens counts as shut after a time.
+#define GATE_OPEN 1
+#define GATE_SHUT 2
+#define GATE_NANOSECONDS 500000000ull
+// What a block that found the gate shut adds to the count of blocks.
+#define SHUT_BLOCK 0x10000
 
 // ---- gather ----
 
@@ -50,12 +56,25 @@ struct Copy {
     u64 bytes;
 };
 
-// Runs in mapped memory, cut as above. The last block that is done writes `value` to the flag; `done` counts blocks, from
-// 0 and back to it.
+// What CPU and GPU tell each other about one list, in mapped memory: may the copies be made, and have all blocks begun?
+struct Gate {
+    u64 state;
+    u64 begun;
+};
+
+// Where the GPU tells which lists are done, in mapped memory, and of the first that was not copied, since its gate was shut.
+struct Told {
+    u64 reached;
+    u64 refused;
+};
+
+// Runs in mapped memory, cut as above. The last block that is done tells `value`; `done` counts blocks, from 0 and back to
+// it, and those that found the gate shut.
 struct Copies {
     u64 runs;
     u64 count;
-    u64 flag;
+    u64 gate;
+    u64 told;
     u64 value;
     u64 done;
     u32 batch;
@@ -176,20 +195,48 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_gather(const Gathe
     copy_all(copies, count, gather.slices, gather.piece_bytes);
 }
 
+__device__ __forceinline__ u64 nanoseconds_now() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// Waits until the CPU has seen that the memory is still there, which it can only do when this is under way: before that its
+// owner could still free it.
+__device__ __forceinline__ u32 passes(const volatile Gate *gate) {
+    const u64 begin = nanoseconds_now();
+    u64 state;
+    do state = gate->state;
+    while (state == 0 && nanoseconds_now() - begin < GATE_NANOSECONDS);
+    return state == GATE_OPEN;
+}
+
 extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies list) {
     __shared__ Copy copies[BATCH];
+    __shared__ u32 open;
+    volatile Gate *const gate = (volatile Gate *)list.gate;
+    volatile Told *const told = (volatile Told *)list.told;
     const u64 first = (u64)(blockIdx.x / list.slices) * list.batch;
     const u32 count = list.count - first < list.batch ? (u32)(list.count - first) : list.batch;
     if (threadIdx.x < count) copies[threadIdx.x] = ((const Copy *)list.runs)[first + threadIdx.x];
+    if (threadIdx.x == 0) {
+        // Blocks begin in their order.
+        if (blockIdx.x == gridDim.x - 1) gate->begun = 1;
+        open = passes(gate);
+    }
     __syncthreads();
-    copy_all(copies, count, list.slices, list.piece_bytes);
+    const u32 was_open = open;
+    if (was_open) copy_all(copies, count, list.slices, list.piece_bytes);
     // Each thread's bytes are visible to the CPU and to other GPUs before the block counts as done.
     __threadfence_system();
     __syncthreads();
-    if (threadIdx.x != 0 || atomicAdd((u32 *)list.done, 1) != gridDim.x - 1) return;
+    if (threadIdx.x != 0) return;
+    const u32 more = was_open ? 1 : 1 + SHUT_BLOCK, sum = atomicAdd((u32 *)list.done, more) + more;
+    if (sum % SHUT_BLOCK != gridDim.x) return;
     *(u32 *)list.done = 0;
     __threadfence_system();
-    *(volatile u64 *)list.flag = list.value;
+    if (sum == gridDim.x) told->reached = list.value;
+    else if (told->refused == 0) told->refused = list.value;
 }
 
 // ---- the bench's pattern ----
@@ -287,8 +334,6 @@ extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_check_list(const P
 
 // Keeps a stream busy for a time.
 extern "C" __global__ void ferrywire_delay(u64 nanoseconds) {
-    u64 begin, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
-    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (now - begin < nanoseconds);
+    const u64 begin = nanoseconds_now();
+    while (nanoseconds_now() - begin < nanoseconds);
 }

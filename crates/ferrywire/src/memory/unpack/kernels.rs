@@ -6,12 +6,14 @@
 //! Invariant: the structures here are those of `kernel.cu`, and `kernel.ptx` was made of it; tests compare them.
 //! Read next: `cuda.rs`, who launches.
 
+use super::crowd::Crowd;
 use super::device::GatherRun;
 use super::table::Fragment;
 use crate::limits::CUDA_GPUS_MAX;
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
+use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -29,8 +31,8 @@ const BATCH_MAX: u64 = 32;
 /// Blocks that a multiprocessor should find, and no more for the sake of slices.
 const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
 const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
-/// Multiprocessors that a list of copies is laid out for.
-const COPY_MULTIPROCESSORS: u32 = 8;
+/// Runs for each block from which on blocks that have as many of them have about as much to do.
+const EVEN_RUNS_PER_BLOCK: u64 = 8;
 /// What a block copies at once; pieces of fragments are multiples of it.
 const PIECE_BYTES: u64 = 4096;
 /// Fragments of a run that are looked at.
@@ -56,12 +58,30 @@ struct GatherParameters {
 struct CopyParameters {
     runs: u64,
     count: u64,
-    flag: u64,
+    gate: u64,
+    told: u64,
     value: u64,
     done: u64,
     batch: u32,
     slices: u32,
     piece_bytes: u64,
+}
+
+/// What CPU and GPU tell each other about a list, in mapped memory.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct CopyGate {
+    /// One of the constants below; the GPU waits while it is 0, for half a second at most.
+    pub state: AtomicU64,
+    /// Not 0 once all blocks have begun.
+    pub begun: AtomicU64,
+}
+
+impl CopyGate {
+    /// The copies may be made.
+    pub const OPEN: u64 = 1;
+    /// They may not.
+    pub const SHUT: u64 = 2;
 }
 
 /// A list of copies in mapped memory, and how their end is told.
@@ -73,12 +93,17 @@ pub(crate) struct CopyList {
     pub count: u64,
     /// Bytes of the longest.
     pub longest: u64,
-    /// Where the GPU writes `value` when all are done and visible: 8 aligned bytes of pinned memory.
-    pub flag: u64,
+    /// Address of a [`CopyGate`], all zero.
+    pub gate: u64,
+    /// Two words of pinned memory: to the first the GPU writes `value` when all are done and visible, or to the second, if
+    /// it is 0, when they were not made, for their gate was shut.
+    pub told: u64,
     /// What it writes.
     pub value: u64,
     /// Address of a [`Counter`] that is the stream's own.
     pub done: u64,
+    /// Into how many blocks they are cut, about.
+    pub blocks: u64,
 }
 
 /// What `ferrywire_fill` and `ferrywire_check` are given.
@@ -106,6 +131,8 @@ pub(crate) struct Kernels {
     check_list: CudaFunction,
     delay: CudaFunction,
     multiprocessors: u32,
+    /// Whether they have time for copies.
+    pub crowd: Crowd,
     /// Device memory of zeroes, and which of its words are nobody's.
     _counters: CudaBuffer,
     free: Mutex<Vec<u64>>,
@@ -155,6 +182,7 @@ impl Kernels {
             check_list: module.function(c"ferrywire_check_list")?,
             delay: module.function(c"ferrywire_delay")?,
             multiprocessors: gpu.multiprocessors().max(1),
+            crowd: Crowd::default(),
             free: Mutex::new(free.rev().collect()),
             _counters: counters,
         });
@@ -195,16 +223,16 @@ impl Kernels {
         unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
-    /// Enqueues copies between any memory that the GPU reaches, in one launch that tells its end itself. Over PCIe few
-    /// multiprocessors are enough, and the others are somebody's.
+    /// Enqueues copies between any memory that the GPU reaches, in one launch that waits at a gate and tells its end itself.
     ///
     /// # Safety
-    /// The list lies where CPU and GPU read it at the same address, and stays as it is until its end is told; so does
-    /// what it names, and no target overlaps with anything else there.
+    /// The list lies where CPU and GPU read it at the same address, and stays as it is until its end is told. When its gate
+    /// is opened all that it names is there, and stays until then; no target overlaps with anything else there.
     pub unsafe fn copy(&self, stream: &CudaStream, list: CopyList) -> Result<()> {
-        let CopyList { runs, count, longest, flag, value, done } = list;
-        let Layout { blocks, batch, slices, piece_bytes } = Layout::of(count, longest, COPY_MULTIPROCESSORS);
-        let mut parameters = CopyParameters { runs, count, flag, value, done, batch, slices, piece_bytes };
+        let CopyList { runs, count, longest, gate, told, value, done, blocks } = list;
+        let Layout { blocks, batch, slices, piece_bytes } = Layout::in_blocks(count, longest, blocks);
+        let mut parameters =
+            CopyParameters { runs, count, gate, told, value, done, batch, slices, piece_bytes };
         // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
         unsafe { stream.launch(&self.copy, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
@@ -306,10 +334,23 @@ struct Layout {
 impl Layout {
     fn of(fragments: u64, longest: u64, multiprocessors: u32) -> Layout {
         let multiprocessors = u64::from(multiprocessors);
-        let batch = fragments.div_ceil(multiprocessors * BLOCKS_PER_MULTIPROCESSOR).clamp(1, BATCH_MAX);
+        let batch = fragments.div_ceil(multiprocessors * BLOCKS_PER_MULTIPROCESSOR);
+        Layout::with(fragments, longest, batch, multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR)
+    }
+
+    /// As few blocks as this, where a block can take so much: of few runs each has a piece of every one, since they may be of
+    /// any length.
+    fn in_blocks(fragments: u64, longest: u64, blocks: u64) -> Layout {
+        let few = fragments < EVEN_RUNS_PER_BLOCK * blocks;
+        let slices = if few { longest.div_ceil(PIECE_BYTES).clamp(1, blocks) } else { 1 };
+        Layout::with(fragments, longest, (fragments * slices).div_ceil(blocks), blocks)
+    }
+
+    /// So many fragments to a block, or what it can take; fewer blocks than `wanted` only where there is too little to do.
+    fn with(fragments: u64, longest: u64, batch: u64, wanted: u64) -> Layout {
+        let batch = batch.clamp(1, BATCH_MAX);
         let batches = fragments.div_ceil(batch);
-        let wanted = (multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR / batches).max(1);
-        let slices = longest.div_ceil(PIECE_BYTES).clamp(1, wanted);
+        let slices = longest.div_ceil(PIECE_BYTES).clamp(1, (wanted / batches).max(1));
         let piece_bytes = longest.div_ceil(slices).next_multiple_of(PIECE_BYTES).max(PIECE_BYTES);
         Layout { blocks: (batches * slices) as u32, batch: batch as u32, slices: slices as u32, piece_bytes }
     }
@@ -355,7 +396,8 @@ mod tests {
             ("gather", offset_of!(GatherParameters, fragments), "u64"),
             ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
             ("copy", offset_of!(CopyParameters, count), "u64"),
-            ("copy", offset_of!(CopyParameters, flag), "u64"),
+            ("copy", offset_of!(CopyParameters, gate), "u64"),
+            ("copy", offset_of!(CopyParameters, told), "u64"),
             ("copy", offset_of!(CopyParameters, value), "u64"),
             ("copy", offset_of!(CopyParameters, done), "u64"),
             ("copy", offset_of!(CopyParameters, batch), "v2.u32"),
@@ -378,7 +420,9 @@ mod tests {
 
     #[test]
     fn the_source_has_the_same_structures_and_limits() {
-        for (name, value) in [("BLOCK", u64::from(BLOCK)), ("RUNS", 32), ("BATCH", BATCH_MAX)] {
+        let states = [("GATE_OPEN", CopyGate::OPEN), ("GATE_SHUT", CopyGate::SHUT)];
+        let sizes = [("BLOCK", u64::from(BLOCK)), ("RUNS", 32), ("BATCH", BATCH_MAX)];
+        for (name, value) in sizes.into_iter().chain(states) {
             assert!(SOURCE.contains(&format!("#define {name} {value}\n")), "{name} {value}");
         }
         assert_eq!(RUNS_PER_LAUNCH_MAX, 32);
@@ -412,7 +456,8 @@ mod tests {
             [
                 "u64 runs",
                 "u64 count",
-                "u64 flag",
+                "u64 gate",
+                "u64 told",
                 "u64 value",
                 "u64 done",
                 "u32 batch",
@@ -420,6 +465,9 @@ mod tests {
                 "u64 piece_bytes"
             ]
         );
+        assert_eq!(fields("Gate"), ["u64 state", "u64 begun"]);
+        assert_eq!([offset_of!(CopyGate, state), offset_of!(CopyGate, begun)], [0, 8]);
+        assert_eq!(fields("Told"), ["u64 reached", "u64 refused"]);
         assert_eq!(
             fields("Pattern"),
             ["u64 key", "u64 step", "u64 flip", "u64 offset", "u64 address", "u64 bytes"]
@@ -459,7 +507,10 @@ mod tests {
             let lengths: Vec<u64> = (0..count).map(|_| rng.below(most)).collect();
             let guessed =
                 [1, 4096, lengths[0], lengths.iter().copied().max().unwrap()][rng.below(4) as usize];
-            let layout = Layout::of(count as u64, guessed, 1 + rng.below(200) as u32);
+            let layout = match round % 2 {
+                0 => Layout::of(count as u64, guessed, 1 + rng.below(200) as u32),
+                _ => Layout::in_blocks(count as u64, guessed, 1 + rng.below(8)),
+            };
             let mut pieces = pieces(layout, &lengths);
             pieces.sort_unstable();
             let mut covered = vec![0; count];
@@ -481,6 +532,20 @@ mod tests {
         assert_eq!(busy(16_384, 4096), Layout { blocks: 1024, batch: 16, slices: 1, piece_bytes: 4096 });
         assert_eq!(busy(262_144, 4096).blocks, 8192);
         assert_eq!(busy(1, 1), Layout { blocks: 1, batch: 1, slices: 1, piece_bytes: 4096 });
+    }
+
+    #[test]
+    fn copies_are_laid_out_in_few_blocks_that_have_as_much_to_do() {
+        let layout = |blocks, batch, slices, piece_bytes| Layout { blocks, batch, slices, piece_bytes };
+        assert_eq!(Layout::in_blocks(1, 1 << 20, 2), layout(2, 1, 2, 512 << 10));
+        // One of 900 KiB and one of 4, and three of one length: two blocks share each.
+        assert_eq!(Layout::in_blocks(2, 900 << 10, 2), layout(2, 2, 2, 452 << 10));
+        assert_eq!(Layout::in_blocks(3, 1 << 20, 2), layout(2, 3, 2, 512 << 10));
+        assert_eq!(Layout::in_blocks(5, 64 << 10, 4), layout(4, 5, 4, 16 << 10));
+        // Many of one length, and more than that many blocks can take.
+        assert_eq!(Layout::in_blocks(64, 16 << 10, 4), layout(4, 16, 1, 16 << 10));
+        assert_eq!(Layout::in_blocks(8192, 128, 2), layout(256, 32, 1, 4096));
+        assert_eq!(Layout::in_blocks(3, 100, 4), layout(3, 1, 1, 4096));
     }
 
     #[test]

@@ -17,6 +17,7 @@
 //! `kernels.rs` (the kernel).
 
 mod copies;
+mod crowd;
 mod cuda;
 mod device;
 mod error;
@@ -28,11 +29,12 @@ mod sim;
 mod table;
 
 pub(crate) use copies::CopyQueue;
+pub(crate) use crowd::{Leave, PATIENCE};
 pub use cuda::CudaQueue;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;
-pub(crate) use kernels::{COUNTERS, CopyList, Counter, Kernels, PatternParameters};
+pub(crate) use kernels::{COUNTERS, CopyGate, CopyList, Counter, Kernels, PatternParameters};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};

@@ -1,0 +1,180 @@
+//! Copies of transfers that a GPU's multiprocessors make: when not to ask them, and what they may touch. Needs the stand-in
+//! with kernels, which can be told to be busy.
+
+use crate::{gpu, is_alone, is_real};
+use ferrywire::memory::cuda::CudaError;
+use ferrywire::{Endpoint, Error, Peer};
+use std::ffi::{CStr, c_int, c_ulonglong, c_void};
+use std::time::{Duration, Instant};
+
+const LONG: Duration = Duration::from_secs(60);
+const BYTES: usize = 8 << 20;
+
+/// A function of the stand-in; `None` where the driver is another.
+fn of_stand_in(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: names with their ends; the library is loaded already, or is not.
+    let found = unsafe {
+        let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        if driver.is_null() { driver } else { libc::dlsym(driver, name.as_ptr()) }
+    };
+    (!found.is_null()).then_some(found)
+}
+
+/// Two endpoints over TCP, with so many channels that one transfer finds a crowd, and the peer that one of them is to the other.
+fn connected() -> (Endpoint, Endpoint, Peer) {
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(16).build().unwrap();
+    let connecting = Endpoint::builder().channels(16).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    (accepting, connecting, near)
+}
+
+/// A kernel stands behind whatever computes there, for as long as that takes; a copy engine does not.
+#[test]
+fn while_multiprocessors_are_busy_the_copy_engines_copy() {
+    let Some(gpu) = gpu() else { return };
+    if is_real(&gpu) || !is_alone("launched::while_multiprocessors_are_busy_the_copy_engines_copy") {
+        return;
+    }
+    let Some(hold) = of_stand_in(c"stand_in_hold_kernels") else {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    };
+    // SAFETY: the function of this name has this type.
+    let hold: extern "C" fn(c_int) = unsafe { std::mem::transmute(hold) };
+    let (accepting, connecting, near) = connected();
+    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let target = accepting.register_cuda(0, BYTES).unwrap();
+    let write = || near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    let (start, mut waited, mut passed) = (Instant::now(), 0, 0);
+    while waited == 0 || passed == 0 {
+        assert!(
+            start.elapsed() < LONG,
+            "{waited} transfers waited for the multiprocessors, {passed} did not"
+        );
+        hold(1);
+        let under_way = write();
+        // Some wait for them until that is known, and then now and then one that tries.
+        match under_way.wait(Duration::from_millis(100)) {
+            Ok(_) => passed += 1,
+            Err(Error::Deadline { .. }) => {
+                waited += 1;
+                hold(0);
+                assert_eq!(under_way.wait(LONG), Ok(BYTES as u64));
+            }
+            Err(error) => panic!("{error}"),
+        }
+        hold(0);
+    }
+}
+
+/// Whoever asks whether memory is there, and then has a kernel copy it, has asked too early.
+#[test]
+fn memory_that_is_freed_while_its_copy_is_launched_is_not_touched() {
+    let Some(gpu) = gpu() else { return };
+    let name = "launched::memory_that_is_freed_while_its_copy_is_launched_is_not_touched";
+    if is_real(&gpu) || !is_alone(name) {
+        return;
+    }
+    let Some(free) = of_stand_in(c"stand_in_free_at_launch") else {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    };
+    // SAFETY: the function of this name has this type.
+    let free_at_launch: extern "C" fn(c_ulonglong) = unsafe { std::mem::transmute(free) };
+    let (accepting, connecting, near) = connected();
+    let target = accepting.register_zeroed(BYTES).unwrap();
+    let (start, mut freed) = (Instant::now(), 0);
+    while freed < 3 {
+        assert!(start.elapsed() < LONG, "{freed} times something was launched");
+        let mut address = 0;
+        // SAFETY: room for an address.
+        let code = gpu.with_current(|| unsafe { cudarc::driver::sys::cuMemAlloc_v2(&mut address, BYTES) });
+        assert_eq!(code.unwrap() as u32, 0);
+        // SAFETY: it is not: that is the test.
+        let source = unsafe { connecting.register_raw(address as *mut u8, BYTES) }.unwrap();
+        free_at_launch(address);
+        let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        match write.wait(LONG) {
+            Err(Error::Cuda(CudaError::Freed { .. })) => freed += 1,
+            // On a slow machine the copy engines had to do it, and nothing was launched.
+            Ok(_) => {
+                free_at_launch(0);
+                // SAFETY: freed once.
+                let code = gpu.with_current(|| unsafe { cudarc::driver::sys::cuMemFree_v2(address) });
+                assert_eq!(code.unwrap() as u32, 0, "nobody has freed it");
+            }
+            Err(error) => panic!("{error}"),
+        }
+        // The GPU and the connection are as good as before.
+        let other = connecting.register_cuda(0, BYTES).unwrap();
+        other.write_at(0, &vec![7; BYTES]).unwrap();
+        let write = near.write(&other, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        assert_eq!(write.wait(LONG), Ok(BYTES as u64));
+        let mut seen = vec![0; BYTES];
+        target.read_at(0, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == 7));
+    }
+}
+
+/// A driver frees memory when the kernels that were launched before have ended.
+#[test]
+fn memory_that_is_freed_while_its_copy_waits_at_the_gate_is_copied_whole_or_not_at_all() {
+    let Some(gpu) = gpu() else { return };
+    let name =
+        "launched::memory_that_is_freed_while_its_copy_waits_at_the_gate_is_copied_whole_or_not_at_all";
+    if is_real(&gpu) || !is_alone(name) {
+        return;
+    }
+    let Some(free) = of_stand_in(c"stand_in_free_after_launch") else {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    };
+    // SAFETY: the function of this name has this type.
+    let free_after_launch: extern "C" fn(c_ulonglong) = unsafe { std::mem::transmute(free) };
+    let (accepting, connecting, near) = connected();
+    let bytes = 256 << 10;
+    let target = accepting.register_zeroed(bytes).unwrap();
+    for salt in 1..30u8 {
+        let mut address = 0;
+        // SAFETY: room for an address.
+        let code = gpu.with_current(|| unsafe { cudarc::driver::sys::cuMemAlloc_v2(&mut address, bytes) });
+        assert_eq!(code.unwrap() as u32, 0);
+        // SAFETY: it is not: that is the test.
+        let source = unsafe { connecting.register_raw(address as *mut u8, bytes) }.unwrap();
+        source.write_at(0, &vec![salt; bytes]).unwrap();
+        free_after_launch(address);
+        let write = near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        let mut seen = vec![0; bytes];
+        match write.wait(LONG) {
+            Ok(_) => {
+                target.read_at(0, &mut seen).unwrap();
+                assert!(seen.iter().all(|byte| *byte == salt));
+                free_after_launch(0);
+            }
+            Err(error) => assert!(matches!(error, Error::Cuda(CudaError::Freed { .. })), "{error}"),
+        }
+    }
+}
+
+/// Whoever opens the gate may come late: a debugger makes launches wait for their kernels, a process may stand still.
+#[test]
+fn a_gate_that_is_not_opened_in_time_costs_time_and_no_transfer() {
+    let Some(gpu) = gpu() else { return };
+    if is_real(&gpu) || !is_alone("launched::a_gate_that_is_not_opened_in_time_costs_time_and_no_transfer") {
+        return;
+    }
+    let Some(block) = of_stand_in(c"stand_in_block_launches") else {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    };
+    // SAFETY: the function of this name has this type.
+    let block_launches: extern "C" fn(c_int) = unsafe { std::mem::transmute(block) };
+    let (accepting, connecting, near) = connected();
+    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let target = accepting.register_cuda(0, BYTES).unwrap();
+    block_launches(1);
+    for salt in 1..4u8 {
+        source.write_at(0, &vec![salt; BYTES]).unwrap();
+        let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        assert_eq!(write.wait(LONG), Ok(BYTES as u64));
+        let mut seen = vec![0; BYTES];
+        target.read_at(0, &mut seen).unwrap();
+        assert!(seen.iter().all(|byte| *byte == salt));
+    }
+}
