@@ -23,6 +23,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
+/// Work that is seen to have begun so long after its launch, or sooner, counts as in time: whoever was busy elsewhere looks late.
+const IN_TIME: Duration = Duration::from_micros(250);
 /// By how much work may begin later where somebody else's stands in the same stream: some copies of a slot.
 const SHARED_PATIENCE: u32 = 30;
 /// How long nobody asks multiprocessors after a gate that was not opened in time.
@@ -142,8 +144,8 @@ impl ListKernel {
             let waited = now.saturating_sub(first_since.unwrap_or(now));
             let late = waited > PATIENCE && (!stream.has_others() || waited > SHARED_PATIENCE * PATIENCE);
             match (begun, late) {
-                // Whoever looks late does not know.
-                (true, _) if now.saturating_sub(launched) > PATIENCE => {}
+                // When it began is not known.
+                (true, _) if now.saturating_sub(launched) > IN_TIME => {}
                 (true, _) => crowd.served(leave, now),
                 (false, true) => crowd.kept_waiting(leave, now),
                 (false, false) => {}
