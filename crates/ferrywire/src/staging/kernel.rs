@@ -23,7 +23,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
-/// Work that is seen to have begun so long after its launch, or sooner, counts as in time: whoever was busy elsewhere looks late.
+/// Work that is seen to have begun so long after its launch, or sooner, counts as in time: who had other things to do looks
+/// late.
 const IN_TIME: Duration = Duration::from_micros(250);
 /// By how much work may begin later where somebody else's stands in the same stream: some copies of a slot.
 const SHARED_PATIENCE: u32 = 30;
