@@ -180,12 +180,16 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
         in_flight = pair.to_near.recv(1, region)
     else:
         np = pytest.importorskip("numpy", reason="needs numpy")
-        block = fw.share(pair.far, {"a": np.zeros(1, np.int64)})
-        (region,) = block._regions
+        block = fw.share(pair.far, {"a": np.zeros(1, np.int64), "b": np.ones(1, np.int64)})
+        region, other = block._regions
         in_flight = pair.to_near.recv(1, region)
     with pytest.raises(KeyError, match="body") as raised, block:
         raise KeyError("body")
     assert ["operations still use it" in note for note in raised.value.__notes__] == [True]
+    if what == "what is shared":
+        # What nobody uses is not kept for the sake of the rest.
+        with pytest.raises(fw.UsageError, match="it is deregistered"):
+            other.read_at()
     # Nothing else is told of a block that raised nothing.
     with pytest.raises(fw.UsageError, match="operations still use it: wait for them, or cancel them, first"), block:
         pass

@@ -41,10 +41,21 @@ class Shared:
         return json.dumps({"version": VERSION, "tensors": self._entries}).encode()
 
     def close(self) -> None:
-        """Takes the memory back: from here on nobody can fetch. Raises while the peers' reads are under way."""
+        """Takes the memory back: from here on nobody can fetch.
+
+        Raises, once, where operations still use some of it, and keeps that alone: close it again when they have ended.
+        """
+        kept: list[Region] = []
+        first: Exception | None = None
         for region in self._regions:
-            region.deregister()
-        self._regions = []
+            try:
+                region.deregister()
+            except Exception as failed:
+                kept.append(region)
+                first = first or failed
+        self._regions = kept
+        if first is not None:
+            raise first
 
     def __enter__(self) -> Self:
         return self
