@@ -29,8 +29,10 @@ mod rounds;
 mod without;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use ferrywire::{Endpoint, Peer, Region};
 use std::process::Command;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// GPU 0, or `None` and a word about it.
 fn gpu() -> Option<Arc<CudaGpu>> {
@@ -62,6 +64,18 @@ fn is_alone(test: &str) -> bool {
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
     println!("{said}");
     false
+}
+
+/// After something went wrong: the GPU and the connection are as good as before.
+fn still_moves(connecting: &Endpoint, near: &Peer, target: &Region, bytes: usize) {
+    const LONG: Duration = Duration::from_secs(60);
+    let source = connecting.register_cuda(0, bytes).unwrap();
+    source.write_at(0, &vec![7; bytes]).unwrap();
+    let write = near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    assert_eq!(write.wait(LONG), Ok(bytes as u64));
+    let mut seen = vec![0; bytes];
+    target.read_at(0, &mut seen).unwrap();
+    assert!(seen.iter().all(|byte| *byte == 7));
 }
 
 /// The GPU after it, if there is one; else the same again.

@@ -1,6 +1,6 @@
 //! What endpoints take from GPUs and their driver comes back, and what goes wrong on the way is told.
 
-use crate::{gpu, is_alone, is_real, other_gpu};
+use crate::{gpu, is_alone, is_real, other_gpu, still_moves};
 use cudarc::driver::sys;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use ferrywire::{Endpoint, Error, Peer};
@@ -139,12 +139,5 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
     let freed = |one: &Result<u64, Error>| matches!(one, Err(Error::Cuda(CudaError::Freed { .. })));
     assert!(freed(last), "{last:?}");
     assert!(outcomes.iter().all(|one| one.is_ok() || freed(one)), "{outcomes:?}");
-    // The connection is as good as before, and the GPU too.
-    let other = connecting.register_cuda(0, BYTES).unwrap();
-    other.write_at(0, &vec![7; BYTES]).unwrap();
-    let write = near.write(&other, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-    assert_eq!(write.wait(LONG), Ok(BYTES as u64));
-    let mut seen = vec![0; BYTES];
-    target.read_at(0, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == 7));
+    still_moves(&connecting, &near, &target, BYTES);
 }

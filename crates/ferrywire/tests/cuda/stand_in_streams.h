@@ -429,7 +429,8 @@ void stand_in_block_launches(int block) { launches_block = block; }
 /* The same, when it has been launched, by another thread. */
 static address freed_after_launch;
 
-void stand_in_free_after_launch(address at) { freed_after_launch = at; }
+/* Gives back what was not freed. */
+address stand_in_free_after_launch(address at) { return __atomic_exchange_n(&freed_after_launch, at, __ATOMIC_SEQ_CST); }
 
 int cuMemFree_v2(address at);
 int cuCtxPushCurrent_v2(void *context);
