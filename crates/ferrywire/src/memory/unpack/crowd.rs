@@ -9,8 +9,8 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-/// How long work may take to begin. On an H200 that nobody else uses 94 of 100 kernels begin sooner while 16 channels keep
-/// its link busy; beside another process that multiplies small matrices one of ten does.
+/// How long work may take to begin. On an H200 that nobody else uses 83 of 100 kernels were seen to have begun within 64 us and
+/// 98 within 128, while 16 channels kept its link busy; beside another process that multiplies small matrices 7 and 20.
 pub(crate) const PATIENCE: Duration = Duration::from_micros(100);
 /// How many have to be late, one after the other.
 const STREAK: u32 = 6;
