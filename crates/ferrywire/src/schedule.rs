@@ -147,6 +147,14 @@ pub fn spin(cores: usize, threads: usize) -> Duration {
     }
 }
 
+/// Whether so many bytes under way are so much for each channel that a thread without work sleeps at once. A wake is late
+/// by some microseconds, which delays nothing while there is enough in sockets and rings, and spinning costs a core
+/// half of its time.
+pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
+    bytes >= channels as u64 * DEEP_BYTES
+}
+
+const DEEP_BYTES: u64 = 2 << 20;
 const SPIN: Duration = Duration::from_micros(50);
 const SPIN_ON_SPARE_CORES: Duration = Duration::from_micros(500);
 
@@ -217,6 +225,12 @@ mod tests {
     fn threads_spin_for_long_only_where_others_have_cores() {
         assert!(spin(32, 16) > spin(32, 17));
         assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [SPIN; 4]);
+    }
+
+    #[test]
+    fn threads_watch_for_messages_and_not_while_each_channel_has_several() {
+        assert!(!is_deep_bulk(16 << 20, 16), "a message of 1 MiB for each of 16 channels");
+        assert!(is_deep_bulk(64 << 20, 16) && is_deep_bulk(4 << 20, 1));
     }
 
     #[test]

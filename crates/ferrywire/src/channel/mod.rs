@@ -216,6 +216,12 @@ impl Channel {
         !self.window.is_empty() || !self.held.is_empty() || self.unproven
     }
 
+    /// Whether there is so much to send or to receive that its thread need not watch for more.
+    pub fn in_deep_bulk(&self) -> bool {
+        let coming = if self.rx.header.kind == Kind::Data { self.rx.header.total } else { 0 };
+        self.posted.is_none() && self.peer.in_deep_bulk(coming)
+    }
+
     /// Whether an acknowledgement waits to be sent.
     pub fn ack_due(&self) -> bool {
         self.rx.received != self.rx.acknowledged || !self.rx.refused.is_empty()

@@ -243,6 +243,11 @@ impl PeerState {
         self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
     }
 
+    /// Whether what is under way, ours or one operation of the peer's with so many bytes, is deep bulk.
+    pub fn in_deep_bulk(&self, coming: u64) -> bool {
+        schedule::is_deep_bulk(self.in_flight_bytes.load(Ordering::Relaxed).max(coming), self.channels())
+    }
+
     /// Whether the peer stages some of what is written to it.
     pub fn writes_to_gpus(&self) -> bool {
         self.writes_to_gpus.load(Ordering::Relaxed)

@@ -191,6 +191,13 @@ impl Crank {
             && active.all(|slot| slot.channel.lane_bytes_in_flight() >= NAP_BYTES)
     }
 
+    /// Whether every channel that waits for something has so much under way that its thread need not watch.
+    pub(super) fn in_deep_bulk(&self) -> bool {
+        let channels = || self.slots.iter().flatten().map(|slot| &slot.channel);
+        channels().any(|channel| channel.in_deep_bulk())
+            && channels().all(|channel| channel.in_deep_bulk() || !channel.outstanding())
+    }
+
     /// How long to rest after a turn in vain, where an active lane says so.
     pub(super) fn lanes_pause(&self) -> Option<Duration> {
         self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
