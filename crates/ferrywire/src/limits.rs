@@ -99,14 +99,19 @@ pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 pub const STAGING_LIST_RUNS: usize = 8192;
 /// Pinned memory for the list of the batch that it has under way.
 pub const STAGING_LIST_BYTES: usize = 24 * STAGING_LIST_RUNS + 16;
-/// Largest part of a payload for a GPU that is received in one call: between calls somebody looks which copies are done.
-pub const STAGING_PART_BYTES: usize = 256 << 10;
+/// Largest part of a payload for a GPU that is received in one call, and copied at once.
+pub const STAGING_PART_BYTES: usize = STAGING_SLOT_BYTES;
+/// Bytes received after which somebody looks which copies are done.
+pub const STAGING_LOOK_BYTES: usize = 256 << 10;
+/// Copies from a GPU that are as long as this together do not wait for more: what was copied first is sent first.
+pub const STAGING_BATCH_BYTES: usize = 512 << 10;
 /// Chunks of GPU memory are not cut smaller than this towards the end: each costs the GPU a few microseconds.
 pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
 /// Pinned memory of one channel for one GPU, to receive into.
 pub const STAGING_IN_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
-/// The same to send from: what is lent to a socket stays there until the peer has placed it.
-pub const STAGING_OUT_RING_BYTES: usize = 8 * STAGING_SLOT_BYTES;
+/// The same to send from: what is lent to a socket stays there until the peer has placed it. Rings of twice that length do
+/// not stay in cache: all of a host's together carry a quarter less.
+pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// Either of them, once a process has [`STAGING_RINGS_BYTES`].
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 /// Pinned memory of a process beyond which new rings are small.

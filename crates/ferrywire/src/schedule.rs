@@ -109,23 +109,28 @@ const LOCAL_BYTES: u64 = 2 << 20;
 const LOCAL_BYTES_MIN: u64 = 512 << 10;
 
 /// Bytes of bulk that a channel with `backlog` bytes may take where payload is staged: an equal share of what is
-/// queued and of what all `channels` have together, and a chunk to go on with.
+/// queued and of what all `channels` have together.
 ///
 /// A copy and its mark are begun long before the first byte can be sent, so a channel would take much more than it
 /// sends, and a few of them everything there is.
 pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: u64) -> u64 {
-    let equal = queued.saturating_add(backlog_of_all) / channels.max(1) as u64;
-    equal.saturating_add(limits::STAGING_CHUNK_BYTES_MIN as u64).saturating_sub(backlog)
+    // Rounded up: whatever is queued, who has least may take of it.
+    queued.saturating_add(backlog_of_all).div_ceil(channels.max(1) as u64).saturating_sub(backlog)
 }
 
-/// Shortest chunk of staged payload while `in_flight` bytes of several operations are queued or under way: half of an equal
-/// share, so that a channel copies one while another is on the wire. In whole steps, or of a message a little would be left
-/// for a chunk of its own; each costs a GPU a moment, and only where an operation is alone is it worth to cut it finely.
-pub fn staged_chunk_bytes_min(in_flight: u64, channels: usize) -> usize {
-    let half = in_flight / channels.max(1) as u64 / 2;
-    let (step, half) =
-        (limits::STAGING_CHUNK_BYTES_MIN, half.min(limits::STAGING_SLOT_BYTES as u64) as usize);
-    half.next_multiple_of(step).clamp(step, limits::STAGING_SLOT_BYTES)
+/// Shortest and longest chunk of staged payload, while `in_flight` bytes of several operations are queued or under way, or of
+/// one that is `alone`.
+///
+/// Of several a channel copies half of an equal share while another half is on the wire, in whole steps, or of a message a
+/// little would be left for a chunk of its own: each costs a GPU a moment. Who is alone waits for the first chunk's copy and
+/// for the last one's, so it is cut finely.
+pub fn staged_chunk_bytes(in_flight: u64, alone: bool, channels: usize) -> (usize, usize) {
+    let (step, longest) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
+    if alone {
+        return (step, limits::STAGING_BATCH_BYTES);
+    }
+    let half = (in_flight / channels.max(1) as u64 / 2).min(longest as u64) as usize;
+    (half.next_multiple_of(step).clamp(step, longest), longest)
 }
 
 /// Channels for a peer: enough that every core and NIC pair has work, few enough to stay in cache.
@@ -235,23 +240,24 @@ mod tests {
 
     #[test]
     fn what_is_staged_is_shared_equally() {
-        let chunk = limits::STAGING_CHUNK_BYTES_MIN as u64;
-        assert_eq!(staged_share(1 << 20, 0, 4, 0), (256 << 10) + chunk);
+        assert_eq!(staged_share(1 << 20, 0, 4, 0), 256 << 10);
         // Who has more than the others waits, until they have as much.
         assert_eq!(staged_share(1 << 20, 8 << 20, 4, 8 << 20), 0);
-        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), (9 << 18) + chunk);
+        assert_eq!(staged_share(1 << 20, 8 << 20, 4, 0), 9 << 18);
         // All alone it takes everything.
-        assert_eq!(staged_share(1 << 30, 0, 1, 0), (1 << 30) + chunk);
+        assert_eq!(staged_share(1 << 30, 0, 1, 0), 1 << 30);
     }
 
     #[test]
     fn one_operation_is_cut_finely_and_many_are_not() {
         let (finest, slot) = (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES);
-        assert_eq!(staged_chunk_bytes_min(0, 16), finest);
-        assert_eq!(staged_chunk_bytes_min(16 << 20, 16), 512 << 10);
+        let shortest = |in_flight, channels| staged_chunk_bytes(in_flight, false, channels).0;
+        assert_eq!(staged_chunk_bytes(1 << 40, true, 16), (finest, slot / 2));
+        assert_eq!(staged_chunk_bytes(0, false, 16), (finest, slot));
+        assert_eq!(shortest(16 << 20, 16), 512 << 10);
         // Of 16 messages of 1 MiB one has just ended: those that follow it are not cut into 480, 480 and 64 KiB.
-        assert_eq!(staged_chunk_bytes_min(15 << 20, 16), 512 << 10);
-        assert_eq!([staged_chunk_bytes_min(1 << 40, 16), staged_chunk_bytes_min(1 << 40, 0)], [slot; 2]);
+        assert_eq!(shortest(15 << 20, 16), 512 << 10);
+        assert_eq!([shortest(1 << 40, 16), shortest(1 << 40, 0)], [slot; 2]);
     }
 
     proptest! {

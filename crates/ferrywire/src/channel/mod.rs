@@ -275,14 +275,18 @@ impl Channel {
         let least = self.peer.least_backlog();
         let (share, chunk_bytes) = self.bulk_share();
         let bulk = share > 0 && queue.plan.may_take(backlog, least, queue.chunk_bytes);
+        let staged = self.staging.sending.begun();
+        // Where there is nothing to send, the copy of a first batch begins before more is cut.
+        let ready_bytes =
+            if staged && unsent == 0 { limits::STAGING_BATCH_BYTES as u64 } else { READY_BYTES };
         let pull = Pull {
             channel: self.index,
-            bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
+            bytes: (ready_bytes - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
             chunk_bytes,
-            staged_bytes_min: match self.staging.sending.begun() {
-                true => self.peer.staged_chunk_bytes_min(),
-                false => limits::STAGING_CHUNK_BYTES_MIN,
+            staged_bytes: match staged {
+                true => self.peer.staged_chunk_bytes(),
+                false => (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_BATCH_BYTES),
             },
             small,
             bulk,

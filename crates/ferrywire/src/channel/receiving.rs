@@ -34,7 +34,7 @@ impl Channel {
                 break;
             }
             // The peer waits to hear of copies that are done: they are looked after before there is more.
-            cut_short = moved >= limits::STAGING_PART_BYTES && self.staging.receiving.copying();
+            cut_short = moved >= limits::STAGING_LOOK_BYTES && self.staging.receiving.copying();
             if cut_short {
                 break;
             }

@@ -304,12 +304,11 @@ impl PeerState {
         schedule::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
     }
 
-    /// Shortest chunk of what is staged.
-    pub fn staged_chunk_bytes_min(&self) -> usize {
+    /// Shortest and longest chunk of what is staged.
+    pub fn staged_chunk_bytes(&self) -> (usize, usize) {
         let (channels, in_flight) = self.live_backlog();
-        let company = self.in_flight_beside_one() > 0;
-        let bytes = if company { self.queue.bulk_bytes().saturating_add(in_flight) } else { 0 };
-        schedule::staged_chunk_bytes_min(bytes, channels)
+        let alone = self.in_flight_beside_one() == 0;
+        schedule::staged_chunk_bytes(self.queue.bulk_bytes().saturating_add(in_flight), alone, channels)
     }
 
     /// Live channels, and what they have in their windows together.

@@ -190,7 +190,7 @@ impl Bench {
             bytes: u64::MAX,
             channels: 1,
             chunk_bytes: queue.chunk_bytes,
-            staged_bytes_min: limits::STAGING_CHUNK_BYTES_MIN,
+            staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
             small: u64::MAX,
             bulk: true,
             messages: Some(room),

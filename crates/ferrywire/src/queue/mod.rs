@@ -86,8 +86,8 @@ pub(crate) struct Pull {
     pub channels: usize,
     /// The longest chunk.
     pub chunk_bytes: usize,
-    /// The shortest, of payload that is staged.
-    pub staged_bytes_min: usize,
+    /// The shortest and the longest, of payload that is staged.
+    pub staged_bytes: (usize, usize),
     /// Bytes of small operations that may be taken.
     pub small: u64,
     /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
@@ -502,7 +502,7 @@ impl Lanes {
                 return None;
             }
             let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
-                true => (pull.staged_bytes_min, pull.chunk_bytes.min(limits::STAGING_SLOT_BYTES)),
+                true => (pull.staged_bytes.0, pull.chunk_bytes.min(pull.staged_bytes.1)),
                 false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
             };
             let bytes = plan.chunk_bytes(self.bulk_bytes, pull.channels, min, max);

@@ -25,8 +25,8 @@ pub(super) struct Line {
     pub ring: Ring,
     /// Runs of batches that wait until the copier takes more, and of the next one.
     runs: Vec<Run>,
-    /// Mark and number of runs of those that wait.
-    held: VecDeque<(u64, usize)>,
+    /// Those that wait.
+    held: VecDeque<Batch>,
     /// Bytes of the next one.
     batch_bytes: usize,
     marked: u64,
@@ -37,6 +37,14 @@ pub(super) struct Line {
     past_calls: u64,
     /// Why the copier failed, until that was told.
     failure: Option<Error>,
+}
+
+/// Runs that are copied together, and the mark behind them.
+#[derive(Clone, Copy)]
+struct Batch {
+    mark: u64,
+    runs: usize,
+    bytes: usize,
 }
 
 /// Bytes of all rings of this process.
@@ -127,28 +135,37 @@ impl Line {
 
     /// Ends the batch with a mark behind it, and enqueues it: now, or as soon as the copier takes more.
     pub fn flush(&mut self) {
-        let held: usize = self.held.iter().map(|(_, runs)| runs).sum();
+        let held: usize = self.held.iter().map(|batch| batch.runs).sum();
         if held == self.runs.len() {
             return;
         }
         self.marked += 1;
-        self.held.push_back((self.marked, self.runs.len() - held));
+        self.held.push_back(Batch {
+            mark: self.marked,
+            runs: self.runs.len() - held,
+            bytes: self.batch_bytes,
+        });
         self.batch_bytes = 0;
         self.busy.set(true);
         self.enqueue();
     }
 
-    /// Enqueues batches that wait, as many as one as a list of the copier's has room for.
+    /// Enqueues batches that wait: as one, as many as a list of the copier's has room for, and from a GPU only until that
+    /// is worth a copy, since nothing of it is sent before all is there.
     fn enqueue(&mut self) {
-        while let Some((mut mark, mut runs)) = self.held.front().copied() {
+        let bytes_max = match self.way {
+            Way::Out => limits::STAGING_BATCH_BYTES,
+            Way::In => usize::MAX,
+        };
+        while let Some(Batch { mut mark, mut runs, mut bytes }) = self.held.front().copied() {
             if self.copier.as_ref().is_some_and(|copier| !copier.takes_more()) {
                 return;
             }
             self.held.pop_front();
-            while let Some((next, more)) =
-                self.held.pop_front_if(|(_, more)| runs + *more <= limits::STAGING_LIST_RUNS)
-            {
-                (mark, runs) = (next, runs + more);
+            while let Some(next) = self.held.pop_front_if(|next| {
+                runs + next.runs <= limits::STAGING_LIST_RUNS && bytes + next.bytes <= bytes_max
+            }) {
+                (mark, runs, bytes) = (next.mark, runs + next.runs, bytes + next.bytes);
             }
             // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
             let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(&self.runs[..runs], mark) };
@@ -282,9 +299,9 @@ mod tests {
         }
     }
 
-    fn scene() -> (Line, Arc<Mutex<Seen>>) {
+    fn scene(way: Way) -> (Line, Arc<Mutex<Seen>>) {
         let seen = Arc::new(Mutex::new(Seen::default()));
-        let mut line = Line::new(Place::SimGpu(0), Way::In);
+        let mut line = Line::new(Place::SimGpu(0), way);
         line.copier = Some(Box::new(OneByOne(seen.clone())));
         (line, seen)
     }
@@ -298,7 +315,7 @@ mod tests {
 
     #[test]
     fn what_is_flushed_while_a_copier_takes_no_more_is_one_batch_as_soon_as_it_does() {
-        let (mut line, seen) = scene();
+        let (mut line, seen) = scene(Way::In);
         for runs in [1, 2, 3] {
             add(&mut line, runs);
             line.flush();
@@ -315,7 +332,7 @@ mod tests {
     /// It may wait for company: that is for its user to say.
     #[test]
     fn what_nobody_flushed_is_not_copied_with_what_was_held_back() {
-        let (mut line, seen) = scene();
+        let (mut line, seen) = scene(Way::In);
         add(&mut line, 1);
         line.flush();
         add(&mut line, 1);
@@ -328,7 +345,7 @@ mod tests {
     /// A kernel has room for so many, and copy engines need a call of the driver for each.
     #[test]
     fn batches_that_waited_are_one_only_as_far_as_a_list_goes() {
-        let (mut line, seen) = scene();
+        let (mut line, seen) = scene(Way::In);
         for runs in [1, limits::STAGING_LIST_RUNS - 1, 1, limits::STAGING_LIST_RUNS] {
             add(&mut line, runs);
             line.flush();
@@ -341,9 +358,26 @@ mod tests {
         assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, list), (4, list)]);
     }
 
+    /// Nothing of a batch is sent before all of it is copied.
+    #[test]
+    fn batches_from_a_gpu_that_waited_are_one_only_until_that_is_worth_a_copy() {
+        let (mut line, seen) = scene(Way::Out);
+        let part = limits::STAGING_BATCH_BYTES / 2;
+        for bytes in [1, part, part, part, 4 * part] {
+            // SAFETY: nobody copies.
+            unsafe { line.add(Run { host: 0, device: 0, bytes }) };
+            line.flush();
+        }
+        for reached in [1, 3, 4, 5] {
+            seen.lock().unwrap().reached = reached;
+            line.look();
+        }
+        assert_eq!(seen.lock().unwrap().batches, [(1, 1), (3, 2), (4, 1), (5, 1)]);
+    }
+
     #[test]
     fn what_is_held_back_when_the_copies_before_it_fail_is_told_with_them() {
-        let (mut line, seen) = scene();
+        let (mut line, seen) = scene(Way::In);
         for _ in 0..2 {
             add(&mut line, 1);
             line.flush();

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   GPU ── copy ──▶ ring ── socket ─────────▶ socket ── ring ── copy ──▶ GPU
-//!       (copier)  8 slots                             4 slots  (copier)
+//!       (copier)  4 slots                             4 slots  (copier)
 //!         └─ mark: may be sent                          └─ mark: is placed, may be acknowledged
 //! ```
 //!

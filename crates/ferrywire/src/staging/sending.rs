@@ -78,7 +78,7 @@ impl Sending {
         self.full.set(!self.has_room());
     }
 
-    /// Begins the copies of all frames that were reserved, in one batch for each GPU. Returns credit for messages
+    /// Begins the copies of all frames that were reserved, short ones of a GPU as one batch. Returns credit for messages
     /// that will not be sent.
     pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) -> u64 {
         let mut credit = 0;
@@ -95,6 +95,9 @@ impl Sending {
                         staged.state = State::Copying(line.next_mark());
                         copy_out(line, entry, staged.host);
                         self.staged_bytes += u64::from(entry.header.len);
+                        if line.batch_bytes() >= limits::STAGING_BATCH_BYTES {
+                            line.flush();
+                        }
                     }
                     Err(error) => {
                         credit += entry.give_up(&error);
