@@ -17,7 +17,7 @@ use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
-use crate::options::unsigned;
+use crate::options::{perhaps, unsigned, whole};
 use crate::tensor::{Framework, Watch};
 use crate::waiting::aside;
 use crate::wakeup::left;
@@ -192,8 +192,8 @@ impl Region {
     fn read_at<'py>(
         &self,
         py: Python<'py>,
-        offset: i64,
-        nbytes: Option<i64>,
+        #[pyo3(from_py_with = whole)] offset: i128,
+        #[pyo3(from_py_with = perhaps)] nbytes: Option<i128>,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (offset, nbytes) = range(py, "offset", offset, nbytes, self.len_bytes)?;
         let region = self.source(py)?;
@@ -210,15 +210,16 @@ impl Region {
     /// Copies the bytes of `data`, an object with the buffer protocol, to `offset`, on a GPU too.
     ///
     /// Raises `UsageError` for a range outside of the region, or one that is read-only or deregistered; `GpuError`.
-    fn write_at(&self, py: Python<'_>, offset: i64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn write_at(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] offset: i128,
+        data: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
         let offset = unsigned(py, "offset", offset)?;
         let region = self.target(py)?;
-        let buffer = PyUntypedBuffer::get(data)?;
-        if !buffer.is_c_contiguous() {
-            return Err(usage(py, "data", "not contiguous: try bytes(data)"));
-        }
-        // SAFETY: the buffer is held; whoever changes its bytes meanwhile may see some of both.
-        let bytes = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), buffer.len_bytes()) };
+        let buffer = contiguous("data", data)?;
+        let bytes = bytes_of(&buffer);
         py.detach(|| region.write_at(offset, bytes)).or_raise(py)
     }
 
@@ -298,6 +299,25 @@ pub fn place_name(place: Place) -> String {
     }
 }
 
+/// The bytes of an object with the buffer protocol, side by side.
+fn contiguous(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
+    let buffer = PyUntypedBuffer::get(object)?;
+    match buffer.is_c_contiguous() {
+        true => Ok(buffer),
+        false => Err(usage(object.py(), what, format!("not contiguous: try bytes({what})"))),
+    }
+}
+
+/// For as long as the buffer is held; whoever changes its bytes meanwhile may see some of both.
+fn bytes_of(buffer: &PyUntypedBuffer) -> &[u8] {
+    match buffer.len_bytes() {
+        // It may be nowhere.
+        0 => &[],
+        // SAFETY: contiguous bytes, of which the buffer knows how many.
+        bytes => unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast::<u8>(), bytes) },
+    }
+}
+
 /// A region of another endpoint, as its descriptor tells it.
 #[pyclass(frozen, eq, hash, module = "ferrywire")]
 #[derive(PartialEq, Eq, Hash)]
@@ -307,12 +327,13 @@ pub struct RemoteRegion {
 
 #[pymethods]
 impl RemoteRegion {
-    /// Reads what `Region.descriptor()` gave.
+    /// Reads what `Region.descriptor()` gave, from an object with the buffer protocol.
     ///
     /// Raises `UsageError` for anything else.
     #[new]
-    fn new(py: Python<'_>, descriptor: &[u8]) -> PyResult<RemoteRegion> {
-        Ok(RemoteRegion { remote: ferrywire::RemoteRegion::from_bytes(descriptor).or_raise(py)? })
+    fn new(py: Python<'_>, descriptor: &Bound<'_, PyAny>) -> PyResult<RemoteRegion> {
+        let buffer = contiguous("descriptor", descriptor)?;
+        Ok(RemoteRegion { remote: ferrywire::RemoteRegion::from_bytes(bytes_of(&buffer)).or_raise(py)? })
     }
 
     /// Size in bytes.

@@ -307,6 +307,8 @@ def test_nobody_there_and_somebody_else(pair: Pair):
             pair.near.connect(nonsense)
         with refuses("region descriptor: "):
             fw.RemoteRegion(nonsense)
+    with refuses("descriptor: not contiguous"):
+        fw.RemoteRegion(memoryview(bytes(80))[::2])
 
 
 HOSTILE = os.environ.get("FERRYWIRE_TEST_HOSTILE")
@@ -368,6 +370,9 @@ def test_numbers_that_do_not_fit_are_refused_by_name(pair: Pair, number: int):
         ("nbytes", lambda: pair.to_far.recv(1, region, nbytes=number)),
         ("nbytes", lambda: pair.near.allocate(number)),
         ("offset", lambda: pair.to_far.send(1, region, offset=number)),
+        ("offset", lambda: region.read_at(number)),
+        ("nbytes", lambda: region.read_at(0, number)),
+        ("offset", lambda: region.write_at(number, b"x")),
         ("source_offset", lambda: pair.to_far.read(region, target, source_offset=number)),
         ("target_offset", lambda: pair.to_far.write(region, target, target_offset=number)),
         ("sizes", lambda: pair.to_far.send_blocks(1, region, [0], number)),

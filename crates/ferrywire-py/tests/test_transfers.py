@@ -229,7 +229,8 @@ def test_regions_pickle_as_the_peer_sees_them(pair: Pair):
     for form in (region, region.remote()):
         remote = pickle.loads(pickle.dumps(form))
         assert type(remote) is fw.RemoteRegion and remote == region.remote()
-        assert fw.RemoteRegion(remote.descriptor()) == remote
+        for held_in in (bytes, bytearray, memoryview):
+            assert fw.RemoteRegion(held_in(remote.descriptor())) == remote
         assert (remote.nbytes, remote.place, remote.owner) == (10, "host", pair.far.identity)
         pair.to_far.write(pair.near.register(bytes(10)), remote).wait(LIMIT)
 
