@@ -143,25 +143,35 @@ pub fn threads_default(cores: usize) -> usize {
     workers(cores)
 }
 
-/// How long a thread without work spins before it sleeps. To be woken takes longer than to send 64 KiB, and where
-/// cores are left over a thread had better wait for the next message of a few in flight.
-pub fn spin(cores: usize, threads: usize) -> Duration {
+/// How long a thread without work spins before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spin {
+    /// Mostly.
+    pub usual: Duration,
+    /// While there is enough under way, see [`is_deep_bulk`].
+    pub in_deep_bulk: Duration,
+}
+
+/// How long threads spin where so many have so many cores.
+///
+/// To be woken takes longer than to send 64 KiB, and where cores are left over a thread had better wait for the next message
+/// of a few in flight. In deep bulk a wake that is some microseconds late delays nothing, and spinning costs half of a core.
+/// But where threads share cores with whatever else moves the bytes, a yield is the better way to take turns.
+pub fn spin(cores: usize, threads: usize) -> Spin {
     match cores >= 2 * threads.max(1) && cores > 4 {
         true => SPIN_ON_SPARE_CORES,
         false => SPIN,
     }
 }
 
-/// Whether so many bytes under way are so much for each channel that a thread without work sleeps at once. A wake is late
-/// by some microseconds, which delays nothing while there is enough in sockets and rings, and spinning costs a core
-/// half of its time.
+/// Whether so many bytes under way are several chunks for each channel.
 pub fn is_deep_bulk(bytes: u64, channels: usize) -> bool {
     bytes >= channels as u64 * DEEP_BYTES
 }
 
+const SPIN: Spin = Spin { usual: Duration::from_micros(50), in_deep_bulk: Duration::from_micros(50) };
+const SPIN_ON_SPARE_CORES: Spin = Spin { usual: Duration::from_micros(500), in_deep_bulk: Duration::ZERO };
 const DEEP_BYTES: u64 = 2 << 20;
-const SPIN: Duration = Duration::from_micros(50);
-const SPIN_ON_SPARE_CORES: Duration = Duration::from_micros(500);
 
 /// All cores of a small host, half of those of a large one: the rest has other work.
 fn workers(cores: usize) -> usize {
@@ -228,12 +238,12 @@ mod tests {
 
     #[test]
     fn threads_spin_for_long_only_where_others_have_cores() {
-        assert!(spin(32, 16) > spin(32, 17));
+        assert!(spin(32, 16).usual > spin(32, 17).usual);
         assert_eq!([spin(2, 1), spin(2, 2), spin(8, 8), spin(1, 0)], [SPIN; 4]);
     }
 
     #[test]
-    fn threads_watch_for_messages_and_not_while_each_channel_has_several() {
+    fn in_bulk_a_channel_has_several_chunks() {
         assert!(!is_deep_bulk(16 << 20, 16), "a message of 1 MiB for each of 16 channels");
         assert!(is_deep_bulk(64 << 20, 16) && is_deep_bulk(4 << 20, 1));
     }

@@ -338,7 +338,7 @@ mod tests {
     fn a_caller_that_was_woken_for_nothing_is_woken_again() {
         let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();
         let engine = endpoint.downgrade().upgrade().unwrap();
-        let worker = Arc::new(Worker::new(0, false, TurnedBy::All, Duration::ZERO).unwrap());
+        let worker = Arc::new(Worker::new(0, false, TurnedBy::All, crate::schedule::spin(1, 1)).unwrap());
         let asked = std::cell::Cell::new(0);
         let mut wait = Wait {
             until: Instant::now() + Duration::from_secs(60),

@@ -5,8 +5,8 @@
 //! per message, and a caller that posts a small operation to an idle worker sends it at once.
 //!
 //! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
-//! callers drive. Running, it spins with yields for a moment (not while there is more than enough under way, where a
-//! late wake delays nothing) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`] and takes over when no caller came.
+//! callers drive. Running, it spins with yields for a moment (none, on a large host, while there is more than enough under
+//! way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`] and takes over when no caller came.
 //!
 //! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
 //! Read next: `crank.rs` for what a turn is, `callers.rs` for callers who drive.
@@ -18,6 +18,7 @@ mod crank;
 use crate::channel::{Channel, Workspace};
 use crate::engine::Engine;
 use crate::memory::cuda::idle;
+use crate::schedule::Spin;
 use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Poller, Wake, Waker};
 use crossbeam_queue::SegQueue;
@@ -203,7 +204,7 @@ pub(crate) struct Worker {
     lanes: AtomicUsize,
     /// The thread keeps to one core.
     kept: AtomicBool,
-    spin: Duration,
+    spin: Spin,
 }
 
 /// Who turns a worker.
@@ -237,8 +238,8 @@ pub(crate) struct Crank {
 }
 
 impl Worker {
-    /// Its thread spins for `spin` without work before it sleeps in the kernel.
-    pub fn new(index: usize, threaded: bool, turned_by: TurnedBy, spin: Duration) -> io::Result<Worker> {
+    /// Its thread spins so long without work before it sleeps in the kernel.
+    pub fn new(index: usize, threaded: bool, turned_by: TurnedBy, spin: Spin) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let waker = poller.waker();
         let crank = Crank {
@@ -483,7 +484,8 @@ impl Worker {
                 }
                 continue;
             }
-            if idle > self.spin || crank.in_deep_bulk() {
+            let Spin { usual, in_deep_bulk } = self.spin;
+            if idle > usual || (idle > in_deep_bulk && crank.in_deep_bulk()) {
                 return false;
             }
             thread::yield_now();
