@@ -17,7 +17,7 @@ import sys
 import tempfile
 
 HERE = pathlib.Path(__file__).parent
-RING_BYTES = 2 << 20
+RING_BYTES = 4 << 20
 NCCL_PLAIN = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 NCCL_TUNED = {**NCCL_PLAIN, "NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "8"}
 LONG = 300

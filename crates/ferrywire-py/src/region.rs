@@ -17,7 +17,7 @@ use pyo3::types::{PyBytes, PyTuple, PyType};
 
 use crate::errors::{OrRaise, raised, usage};
 use crate::leaving::Shared;
-use crate::options::{perhaps, unsigned, whole};
+use crate::options::{is_no, perhaps, unsigned, whole};
 use crate::tensor::{Framework, Watch};
 use crate::waiting::aside;
 use crate::wakeup::left;
@@ -301,7 +301,7 @@ pub fn place_name(place: Place) -> String {
 
 /// The bytes of an object with the buffer protocol, side by side.
 fn contiguous(what: &str, object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
-    let buffer = PyUntypedBuffer::get(object)?;
+    let buffer = PyUntypedBuffer::get(object).map_err(|_| is_no(what, object, "bytes"))?;
     match buffer.is_c_contiguous() {
         true => Ok(buffer),
         false => Err(usage(object.py(), what, format!("not contiguous: try bytes({what})"))),

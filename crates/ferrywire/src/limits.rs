@@ -99,7 +99,7 @@ pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 pub const STAGING_LIST_RUNS: usize = 8192;
 /// Pinned memory for the list of the batch that it has under way.
 pub const STAGING_LIST_BYTES: usize = 24 * STAGING_LIST_RUNS + 16;
-/// Largest part of a payload for a GPU that is received in one call, and copied at once.
+/// Largest part of a payload for a GPU that is received in one call, and copied at once; and at most a quarter of its ring.
 pub const STAGING_PART_BYTES: usize = STAGING_SLOT_BYTES;
 /// Bytes received after which somebody looks which copies are done.
 pub const STAGING_LOOK_BYTES: usize = 256 << 10;
@@ -228,6 +228,8 @@ const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(
     STAGING_SLOT_BYTES.is_multiple_of(STAGING_CHUNK_BYTES_MIN)
         && STAGING_CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES
+        && STAGING_CHUNK_BYTES_MIN <= STAGING_BATCH_BYTES
+        && STAGING_BATCH_BYTES <= STAGING_SLOT_BYTES
         && 2 * STAGING_SLOT_BYTES <= STAGING_SMALL_RING_BYTES
 );
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);

@@ -114,6 +114,10 @@ const LOCAL_BYTES_MIN: u64 = 512 << 10;
 /// A copy and its mark are begun long before the first byte can be sent, so a channel would take much more than it
 /// sends, and a few of them everything there is.
 pub fn staged_share(queued: u64, backlog_of_all: u64, channels: usize, backlog: u64) -> u64 {
+    if queued == 0 {
+        // What waits then has no bytes: a notification behind all that is cut.
+        return 1;
+    }
     // Rounded up: whatever is queued, who has least may take of it.
     queued.saturating_add(backlog_of_all).div_ceil(channels.max(1) as u64).saturating_sub(backlog)
 }
@@ -274,7 +278,7 @@ mod tests {
         /// Whatever is queued finds somebody who may take it, a chunk at a time.
         #[test]
         fn the_least_loaded_channel_may_take_what_is_staged(
-            queued in 1u64..1 << 40,
+            queued in 0u64..1 << 40,
             backlogs in proptest::collection::vec(0u64..1 << 30, 1..64),
         ) {
             let least = backlogs.iter().copied().min().unwrap_or(0);

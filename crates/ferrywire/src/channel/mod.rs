@@ -30,7 +30,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use batch::Batch;
 use receiver::Receiver;
@@ -39,6 +39,8 @@ use receiver::Receiver;
 const READY_BYTES: u64 = limits::SEND_BYTES_PER_CALL_MAX as u64;
 /// Bytes one turn may move in each direction before other channels have theirs.
 const TURN_BYTES: usize = 4 << 20;
+/// Where nothing of an operation has come for so long, it may be over.
+const BULK_PAUSE: Duration = Duration::from_millis(5);
 /// Received frames after which an acknowledgement goes out at once.
 const ACK_FRAMES: u64 = 16;
 
@@ -88,6 +90,8 @@ pub(crate) struct Channel {
     blocked: bool,
     /// The kernel could not read some of what it was given last.
     frame_by_frame: bool,
+    /// So much is ready to be sent that it takes no more before some of that is.
+    has_enough: bool,
     /// Something was sent since the path was last seen to have taken everything.
     unproven: bool,
     stream_sent: u64,
@@ -122,6 +126,7 @@ impl Channel {
             ack_frame: Vec::new(),
             blocked: false,
             frame_by_frame: false,
+            has_enough: false,
             unproven: false,
             stream_sent,
             held: VecDeque::new(),
@@ -155,7 +160,10 @@ impl Channel {
 
     /// Whether the queue has frames for this channel, and it would take another now.
     pub fn may_pull(&self) -> bool {
-        if !self.window.has_room() || self.posted.as_ref().is_some_and(|posted| posted.room() == 0) {
+        if self.has_enough
+            || !self.window.has_room()
+            || self.posted.as_ref().is_some_and(|posted| posted.room() == 0)
+        {
             return false;
         }
         if !self.staging.sending.has_room() {
@@ -218,8 +226,8 @@ impl Channel {
 
     /// Whether there is so much to send or to receive that its thread need not watch for more.
     pub fn in_deep_bulk(&self) -> bool {
-        let coming = if self.rx.header.kind == Kind::Data { self.rx.header.total } else { 0 };
-        self.posted.is_none() && self.peer.in_deep_bulk(coming)
+        let coming = self.rx.bulk_since.is_some_and(|since| since.elapsed() < BULK_PAUSE);
+        self.posted.is_none() && (coming || self.peer.in_deep_bulk())
     }
 
     /// Whether an acknowledgement waits to be sent.
@@ -268,23 +276,20 @@ impl Channel {
         let small = self.small_share();
         let queue = &self.peer.queue;
         let waits = (small > 0 && queue.has_work_beside_bulk()) || queue.has_work_beside_small();
-        if unsent >= READY_BYTES || !waits {
+        self.has_enough = unsent >= READY_BYTES;
+        if self.has_enough || !waits {
             return;
         }
         let backlog = self.window.bytes() as u64;
         let least = self.peer.least_backlog();
         let (share, chunk_bytes) = self.bulk_share();
         let bulk = share > 0 && queue.plan.may_take(backlog, least, queue.chunk_bytes);
-        let staged = self.staging.sending.begun();
-        // Where there is nothing to send, the copy of a first batch begins before more is cut.
-        let ready_bytes =
-            if staged && unsent == 0 { limits::STAGING_BATCH_BYTES as u64 } else { READY_BYTES };
         let pull = Pull {
             channel: self.index,
-            bytes: (ready_bytes - unsent).min(if bulk { share } else { u64::MAX }),
+            bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
             chunk_bytes,
-            staged_bytes: match staged {
+            staged_bytes: match self.staging.sending.begun() {
                 true => self.peer.staged_chunk_bytes(),
                 false => (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_BATCH_BYTES),
             },

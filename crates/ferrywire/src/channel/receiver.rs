@@ -4,6 +4,7 @@
 //! Read next: `receiving.rs`, which feeds it.
 
 use std::io;
+use std::time::Instant;
 
 use super::broken;
 use crate::limits;
@@ -46,6 +47,8 @@ pub(super) struct Receiver {
     pub(super) refused: Vec<(u64, Refusal)>,
     /// Refusals that are in the stream; the peer may not have them.
     pub(super) told: Vec<(u64, Refusal)>,
+    /// When the last frame came of an operation that is deep bulk by itself.
+    pub(super) bulk_since: Option<Instant>,
     /// Length of the last frame's head and placements, if its payload was large.
     pub(super) bulk_head: usize,
 }
@@ -82,6 +85,7 @@ impl Receiver {
             unacknowledged_bytes: 0,
             refused: Vec::new(),
             told: Vec::new(),
+            bulk_since: None,
             bulk_head: 0,
         }
     }

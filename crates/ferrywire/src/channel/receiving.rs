@@ -106,6 +106,9 @@ impl Channel {
             if header.kind != Kind::Ack {
                 self.acknowledged(header.ack)?;
             }
+            if header.kind == Kind::Data && self.peer.is_deep_bulk(header.total) {
+                self.rx.bulk_since = Some(Instant::now());
+            }
             self.rx.header = header;
             self.rx.placements.clear();
             self.rx.stage = Stage::Placements;

@@ -243,9 +243,14 @@ impl PeerState {
         self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
     }
 
-    /// Whether what is under way, ours or one operation of the peer's with so many bytes, is deep bulk.
-    pub fn in_deep_bulk(&self, coming: u64) -> bool {
-        schedule::is_deep_bulk(self.in_flight_bytes.load(Ordering::Relaxed).max(coming), self.channels())
+    /// Whether what has not been sent yet, or has not arrived, is deep bulk.
+    pub fn in_deep_bulk(&self) -> bool {
+        self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
+    }
+
+    /// Whether so many bytes are.
+    pub fn is_deep_bulk(&self, bytes: u64) -> bool {
+        schedule::is_deep_bulk(bytes, self.channels())
     }
 
     /// Whether the peer stages some of what is written to it.

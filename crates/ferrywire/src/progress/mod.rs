@@ -400,9 +400,7 @@ impl Worker {
         if self.turned_by != TurnedBy::Thread {
             self.keep_to_core(engine);
         }
-        if self.may_have_lanes()
-            && let Err(error) = affinity::sharpen_timers(NAP / 10)
-        {
+        if let Err(error) = affinity::sharpen_timers(COPY_NAP / 10) {
             tracing::debug!(%error, "naps of a progress thread are longer than they should be");
         }
         let mut ignored = Vec::new();
@@ -485,7 +483,9 @@ impl Worker {
                 continue;
             }
             let Spin { usual, in_deep_bulk } = self.spin;
-            if idle > usual || (idle > in_deep_bulk && crank.in_deep_bulk()) {
+            // Where the thread would be back at once it had better yield.
+            let deep = || crank.in_deep_bulk() && !crank.has_work() && !crank.lanes_active();
+            if idle > usual || (idle > in_deep_bulk && deep()) {
                 return false;
             }
             thread::yield_now();

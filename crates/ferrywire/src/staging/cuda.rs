@@ -11,6 +11,7 @@
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
 
 use super::copier::{Copier, Run, Way};
 use super::kernel::{ListKernel, Told};
@@ -18,8 +19,10 @@ use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
 
-/// Looks at an unchanged flag after which the driver is asked whether the copies have failed.
-const LOOKS_PER_QUESTION: u32 = 4096;
+/// For how long a flag is unchanged before the driver is asked whether the copies have failed, and how many looks there are
+/// for one at the clock.
+const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
+const LOOKS_PER_TIME: u32 = 16;
 /// Runs of a batch from which on the kernel copies them.
 const KERNEL_RUNS_MIN: usize = 3;
 /// Bytes of a batch from which on it does so however few there are.
@@ -45,7 +48,9 @@ pub(super) struct CudaCopier {
     /// The mark before the first, and the last that was given.
     before: u64,
     marked: u64,
-    asked: u32,
+    /// Looks since the flag has changed, and when the driver was asked last.
+    looks: u32,
+    asked: Instant,
     calls: u64,
     batch: Vec<GpuCopy>,
     /// What of GPU memory the batch uses, from the first to the last byte of each allocation.
@@ -69,7 +74,19 @@ impl CudaCopier {
         };
         let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(2 * size_of::<u64>())?);
         let (batch, used) = (Vec::new(), Vec::new());
-        Ok(CudaCopier { stream, flag, kernel, before: 0, marked: 0, asked: 0, calls: 0, batch, used, way })
+        Ok(CudaCopier {
+            stream,
+            flag,
+            kernel,
+            before: 0,
+            marked: 0,
+            looks: 0,
+            asked: Instant::now(),
+            calls: 0,
+            batch,
+            used,
+            way,
+        })
     }
 
     /// A word that the GPU writes.
@@ -180,7 +197,7 @@ impl Copier for CudaCopier {
         if self.marked == 0 {
             self.before = mark - 1;
         }
-        (self.marked, self.asked) = (mark, 0);
+        (self.marked, self.looks) = (mark, 0);
         self.fill(runs)?;
         // SAFETY: by the caller's promise.
         match unsafe { self.copy_by_kernel(mark) }? {
@@ -193,9 +210,12 @@ impl Copier for CudaCopier {
     fn reached(&mut self) -> (u64, Option<Error>) {
         let (mut reached, mut refused) = self.told();
         let mut failed = None;
-        self.asked = if reached >= self.marked { 0 } else { self.asked.wrapping_add(1) };
-        if self.asked > 0 && self.asked.is_multiple_of(LOOKS_PER_QUESTION) {
-            self.calls += 1;
+        self.looks = if reached >= self.marked { 0 } else { self.looks.wrapping_add(1) };
+        if self.looks > 0
+            && self.looks.is_multiple_of(LOOKS_PER_TIME)
+            && self.asked.elapsed() >= QUESTION_INTERVAL
+        {
+            (self.asked, self.calls) = (Instant::now(), self.calls + 1);
             failed = self.stream.query().err().map(Error::from);
             (reached, refused) = self.told();
         }

@@ -94,7 +94,7 @@ impl Receiving {
     pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
         let current = self.current.as_mut()?;
         let lane = &mut self.lanes[current.lane];
-        let bytes = current.rest.min(limits::STAGING_PART_BYTES);
+        let bytes = current.rest.min(limits::STAGING_PART_BYTES).min(lane.line.ring.len() / 4);
         let taken = lane.line.ring.take(bytes);
         self.stalled.set(taken.is_none());
         let offset = taken?;

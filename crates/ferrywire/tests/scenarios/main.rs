@@ -149,6 +149,7 @@ scenarios! {
     };
     both(4): gpu::{
         full_rings_wait_for_the_gpu,
+        a_notification_behind_all_that_is_staged_goes_too,
         copies_that_fail_to_be_sent,
         copies_that_fail_to_land,
         memory_taken_back_while_it_is_copied,
