@@ -90,8 +90,8 @@ pub(crate) struct Channel {
     blocked: bool,
     /// The kernel could not read some of what it was given last.
     frame_by_frame: bool,
-    /// So much is ready to be sent that it takes no more before some of that is.
-    has_enough: bool,
+    /// It has cut enough, and takes no more before some of that is copied.
+    awaits_copies: bool,
     /// Something was sent since the path was last seen to have taken everything.
     unproven: bool,
     stream_sent: u64,
@@ -126,7 +126,7 @@ impl Channel {
             ack_frame: Vec::new(),
             blocked: false,
             frame_by_frame: false,
-            has_enough: false,
+            awaits_copies: false,
             unproven: false,
             stream_sent,
             held: VecDeque::new(),
@@ -160,7 +160,7 @@ impl Channel {
 
     /// Whether the queue has frames for this channel, and it would take another now.
     pub fn may_pull(&self) -> bool {
-        if self.has_enough
+        if self.awaits_copies
             || !self.window.has_room()
             || self.posted.as_ref().is_some_and(|posted| posted.room() == 0)
         {
@@ -276,8 +276,9 @@ impl Channel {
         let small = self.small_share();
         let queue = &self.peer.queue;
         let waits = (small > 0 && queue.has_work_beside_bulk()) || queue.has_work_beside_small();
-        self.has_enough = unsent >= READY_BYTES;
-        if self.has_enough || !waits {
+        let enough = unsent >= READY_BYTES;
+        self.awaits_copies = enough && self.staging.sending.copying();
+        if enough || !waits {
             return;
         }
         let backlog = self.window.bytes() as u64;

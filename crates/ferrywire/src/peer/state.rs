@@ -548,3 +548,29 @@ impl PeerState {
 
 /// Bytes under way from which on threads, and not waiting callers, move them.
 const BULK_BYTES: u64 = 512 << 10;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    /// Its threads would sleep for as long as it waits, and each message would have to wake them.
+    #[test]
+    fn a_receive_that_nobody_meets_is_no_deep_bulk() {
+        const LONG: Duration = Duration::from_secs(60);
+        const BYTES: usize = 16 << 20;
+        let accepting =
+            crate::Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+        let connecting = crate::Endpoint::builder().channels(2).build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let far = accepting.accept(LONG).unwrap();
+        let (source, target) =
+            (connecting.register_zeroed(BYTES).unwrap(), accepting.register_zeroed(BYTES).unwrap());
+        let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
+        assert!(far.state.in_bulk() && far.state.is_deep_bulk(BYTES as u64));
+        assert!(!far.state.in_deep_bulk(), "nothing is under way");
+        let sent = near.send(1, &source, 0, BYTES as u64).unwrap();
+        sent.wait(LONG).unwrap();
+        received.wait(LONG).unwrap();
+        assert!(!near.state.in_deep_bulk() && !far.state.in_bulk());
+    }
+}
