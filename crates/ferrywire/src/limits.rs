@@ -110,7 +110,7 @@ pub const STAGING_CHUNK_BYTES_MIN: usize = 256 << 10;
 /// Pinned memory of one channel for one GPU, to receive into.
 pub const STAGING_IN_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// The same to send from: what is lent to a socket stays there until the peer has placed it. Rings of twice that length do
-/// not stay in cache: all of a host's together carry a quarter less.
+/// not stay in cache: 16 channels between two GPUs carry 12 to 22 % less, both directions together.
 pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 /// Either of them, once a process has [`STAGING_RINGS_BYTES`].
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;

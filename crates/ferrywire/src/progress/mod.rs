@@ -5,8 +5,9 @@
 //! per message, and a caller that posts a small operation to an idle worker sends it at once.
 //!
 //! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
-//! callers drive. Running, it spins with yields for a moment (none, on a large host, while there is more than enough under
-//! way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`] and takes over when no caller came.
+//! callers drive. Running, it spins with yields for a moment (none, on a large host, while there is more than enough
+//! under way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`]
+//! and takes over when no caller came.
 //!
 //! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
 //! Read next: `crank.rs` for what a turn is, `callers.rs` for callers who drive.

@@ -19,8 +19,8 @@ use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
 
-/// For how long a flag is unchanged before the driver is asked whether the copies have failed, and how many looks there are
-/// for one at the clock.
+/// How long after the last copy, or the last question, the driver is asked whether copies have failed, and how many looks at
+/// their flag there are for one at the clock.
 const QUESTION_INTERVAL: Duration = Duration::from_millis(2);
 const LOOKS_PER_TIME: u32 = 16;
 /// Runs of a batch from which on the kernel copies them.
@@ -48,7 +48,7 @@ pub(super) struct CudaCopier {
     /// The mark before the first, and the last that was given.
     before: u64,
     marked: u64,
-    /// Looks since the flag has changed, and when the driver was asked last.
+    /// Looks in vain, and since when the driver has not been called for copies.
     looks: u32,
     asked: Instant,
     calls: u64,
@@ -197,7 +197,7 @@ impl Copier for CudaCopier {
         if self.marked == 0 {
             self.before = mark - 1;
         }
-        (self.marked, self.looks) = (mark, 0);
+        (self.marked, self.looks, self.asked) = (mark, 0, Instant::now());
         self.fill(runs)?;
         // SAFETY: by the caller's promise.
         match unsafe { self.copy_by_kernel(mark) }? {
