@@ -1,7 +1,7 @@
 //! Copies of transfers that a GPU's multiprocessors make: when not to ask them, and what they may touch. Needs the stand-in
 //! with kernels, which can be told to be busy.
 
-use crate::{gpu, is_alone, is_real, still_moves};
+use crate::{gpu, is_alone, is_real, moves, still_moves};
 use ferrywire::memory::cuda::CudaError;
 use ferrywire::{Endpoint, Error, Peer};
 use std::ffi::{CStr, c_int, c_ulonglong, c_void};
@@ -174,11 +174,6 @@ fn a_gate_that_is_not_opened_in_time_costs_time_and_no_transfer() {
     let target = accepting.register_cuda(0, BYTES).unwrap();
     block_launches(1);
     for salt in 1..4u8 {
-        source.write_at(0, &vec![salt; BYTES]).unwrap();
-        let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        assert_eq!(write.wait(LONG), Ok(BYTES as u64));
-        let mut seen = vec![0; BYTES];
-        target.read_at(0, &mut seen).unwrap();
-        assert!(seen.iter().all(|byte| *byte == salt));
+        moves(&near, &source, &target, salt);
     }
 }

@@ -68,14 +68,19 @@ fn is_alone(test: &str) -> bool {
 
 /// After something went wrong: the GPU and the connection are as good as before.
 fn still_moves(connecting: &Endpoint, near: &Peer, target: &Region, bytes: usize) {
+    moves(near, &connecting.register_cuda(0, bytes).unwrap(), target, 7);
+}
+
+/// All of one region is written to the beginning of another.
+fn moves(near: &Peer, source: &Region, target: &Region, salt: u8) {
     const LONG: Duration = Duration::from_secs(60);
-    let source = connecting.register_cuda(0, bytes).unwrap();
-    source.write_at(0, &vec![7; bytes]).unwrap();
-    let write = near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let bytes = source.len() as usize;
+    source.write_at(0, &vec![salt; bytes]).unwrap();
+    let write = near.write(source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     assert_eq!(write.wait(LONG), Ok(bytes as u64));
     let mut seen = vec![0; bytes];
     target.read_at(0, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == 7));
+    assert!(seen.iter().all(|byte| *byte == salt));
 }
 
 /// The GPU after it, if there is one; else the same again.

@@ -1,6 +1,6 @@
 //! What endpoints take from GPUs and their driver comes back, and what goes wrong on the way is told.
 
-use crate::{gpu, is_alone, is_real, other_gpu, still_moves};
+use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
 use cudarc::driver::sys;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use ferrywire::{Endpoint, Error, Peer};
@@ -23,12 +23,7 @@ fn round(salt: u8, other: u32) {
     let (accepting, connecting, near) = connected();
     let source = connecting.register_cuda(0, BYTES).unwrap();
     let target = accepting.register_cuda(other, BYTES).unwrap();
-    source.write_at(0, &vec![salt; BYTES]).unwrap();
-    let write = near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-    assert_eq!(write.wait(LONG), Ok(BYTES as u64));
-    let mut seen = vec![0; BYTES];
-    target.read_at(0, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == salt));
+    moves(&near, &source, &target, salt);
     near.close(LONG).unwrap();
     connecting.close(LONG).unwrap();
     accepting.close(LONG).unwrap();
