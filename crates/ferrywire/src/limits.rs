@@ -97,8 +97,6 @@ pub const GATHER_COPIES_PER_LAUNCH_MAX: usize = 256;
 pub const STAGING_SLOT_BYTES: usize = 1 << 20;
 /// Runs that a channel's copier has copied as one batch at most, where batches wait for it.
 pub const STAGING_LIST_RUNS: usize = 8192;
-/// Pinned memory for the list of the batch that it has under way.
-pub const STAGING_LIST_BYTES: usize = 24 * STAGING_LIST_RUNS + 16;
 /// Largest part of a payload for a GPU that is received in one call, and copied at once; and at most a quarter of its ring.
 pub const STAGING_PART_BYTES: usize = STAGING_SLOT_BYTES;
 /// Bytes received after which somebody looks which copies are done.

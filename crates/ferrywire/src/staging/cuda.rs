@@ -4,7 +4,7 @@
 //! mark stops it for some microseconds, and it reads what a core has just written, and still has in its own cache, at two
 //! thirds of its speed: 30 GB/s instead of 46 to a GPU from what was just received. A kernel reads the list of runs from
 //! mapped memory, writes the mark itself, and reads at 44. So whatever is worth a launch is the multiprocessors', unless
-//! they are busy.
+//! they are busy; and whatever comes while a kernel is there.
 //!
 //! Invariant: memory that its owner has freed is not touched. Read next: `kernel.rs`.
 
@@ -14,7 +14,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
 use super::copier::{Copier, Run, Way};
-use super::kernel::{ListKernel, Told};
+use super::kernel::{Again, ListKernel};
 use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
@@ -29,25 +29,22 @@ const KERNEL_RUNS_MIN: usize = 3;
 const KERNEL_BYTES_MIN: usize = 128 << 10;
 /// Bytes of a run from which on copy engines are better than multiprocessors that have no time: each run is a call.
 const ENGINE_RUN_BYTES_MIN: usize = 64 << 10;
-/// Blocks that a batch is cut into. Few of them read what lies in cores' caches faster than many do, and leave more to
-/// others; what goes out lies in the GPU's own memory.
-const BLOCKS_OUT: u64 = 4;
-const BLOCKS_IN: u64 = 2;
 
 /// Whether launches return only when their kernels have ended, as some ask a driver to who look for mistakes: then nobody
-/// could open a gate.
+/// could post anything.
 static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
     /// Dropped before the memory that its work uses.
     stream: CudaStream,
-    /// The last mark that was reached, and that of a batch that was not copied, since its gate was closed.
+    /// The last mark that was reached.
     flag: PinnedBuffer,
     kernel: Option<ListKernel>,
-    /// The mark before the first, and the last that was given.
+    /// The mark before the first, the last that was given, and the one before that.
     before: u64,
     marked: u64,
+    behind: u64,
     /// Looks in vain, and since when the driver has not been called for copies.
     looks: u32,
     asked: Instant,
@@ -60,11 +57,7 @@ pub(super) struct CudaCopier {
 
 impl CudaCopier {
     pub fn new(gpu: &Arc<CudaGpu>, way: Way) -> Result<CudaCopier> {
-        let blocks = match way {
-            Way::Out => BLOCKS_OUT,
-            Way::In => BLOCKS_IN,
-        };
-        let kernel = match ListKernel::new(gpu, blocks) {
+        let kernel = match ListKernel::new(gpu) {
             Ok(_) if *LAUNCHES_BLOCK => None,
             Ok(kernel) => Some(kernel),
             Err(error) => {
@@ -72,7 +65,7 @@ impl CudaCopier {
                 None
             }
         };
-        let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(2 * size_of::<u64>())?);
+        let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);
         let (batch, used) = (Vec::new(), Vec::new());
         Ok(CudaCopier {
             stream,
@@ -80,6 +73,7 @@ impl CudaCopier {
             kernel,
             before: 0,
             marked: 0,
+            behind: 0,
             looks: 0,
             asked: Instant::now(),
             calls: 0,
@@ -89,16 +83,11 @@ impl CudaCopier {
         })
     }
 
-    /// A word that the GPU writes.
-    fn word(&self, at: usize) -> &AtomicU64 {
-        // SAFETY: 8 bytes of 16, page-aligned, alive as long as `self`; whoever writes there writes it whole.
-        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast::<u64>().add(at)) }
-    }
-
-    /// The last mark that was reached, and whether the batch behind it was not copied.
-    fn told(&self) -> (u64, bool) {
-        let reached = self.word(0).load(Ordering::Acquire).max(self.before);
-        (reached, self.word(1).load(Ordering::Acquire) != 0)
+    /// The last mark that was reached.
+    fn told(&self) -> u64 {
+        // SAFETY: 8 bytes, page-aligned, alive as long as `self`; whoever writes there writes it whole.
+        let flag = unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) };
+        flag.load(Ordering::Acquire).max(self.before)
     }
 
     /// The runs as the GPU takes them: those of one allocation that touch on both sides as one. What lies side by side
@@ -142,26 +131,34 @@ impl CudaCopier {
     ///
     /// # Safety
     /// As for [`Copier::copy`].
-    unsafe fn copy_by_kernel(&mut self, mark: u64) -> Result<bool> {
+    unsafe fn copy_by_kernel(&mut self) -> Result<bool> {
         let (runs, bytes) = (self.batch.len(), self.batch.iter().map(|copy| copy.bytes).sum::<usize>());
         if runs < KERNEL_RUNS_MIN && bytes < KERNEL_BYTES_MIN {
             return Ok(false);
         }
-        let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.takes(runs)) else { return Ok(false) };
+        let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.fits(runs)) else { return Ok(false) };
         let Some(_launching) = idle::launching() else { return Ok(false) };
         let Some(leave) = kernel.leave(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
         self.calls += 1 + self.used.len() as u64;
+        let marks = [self.behind, self.marked];
         // SAFETY: the flag outlives the stream; the rest by the caller's promise.
-        unsafe { kernel.copy(&self.stream, &self.batch, leave, &Told(&self.flag), mark, there) }
-            .map(|()| true)
+        unsafe { kernel.launch(&self.stream, &self.batch, leave, &self.flag, marks, there) }.map(|()| true)
+    }
+
+    /// What comes next in the stream is not the kernel's: that may go.
+    fn bar(&mut self) {
+        if let Some(kernel) = &mut self.kernel {
+            kernel.bar();
+        }
     }
 
     /// Has it copied by the copy engines.
     ///
     /// # Safety
     /// As for [`Copier::copy`].
-    unsafe fn copy_by_engine(&mut self, mark: u64) -> Result<()> {
+    unsafe fn copy_by_engine(&mut self) -> Result<()> {
+        self.bar();
         // SAFETY: by the caller's promise, ranges of a ring, or of a placement that was checked, though its owner may have
         // freed it since.
         let calls = unsafe { self.stream.copy_each(&self.batch, self.way == Way::In) };
@@ -169,18 +166,26 @@ impl CudaCopier {
         let gone = || self.used.iter().find_map(|used| allocation(used).err());
         self.calls += calls.map_err(|error| gone().unwrap_or(error.into()))? as u64 + 1;
         // SAFETY: the device address of pinned memory, aligned to a page, which outlives the stream.
-        Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), mark) }?)
+        Ok(unsafe { self.stream.write_flag_u64(self.flag.address(), self.marked) }?)
     }
 
-    /// The last batch found its gate closed.
-    fn copy_again(&mut self) -> Result<()> {
-        // Nothing of this copier's is under way.
-        self.word(1).store(0, Ordering::Relaxed);
-        if let Some(kernel) = &mut self.kernel {
-            kernel.give_up();
+    /// Has the batch copied by the better of the two.
+    ///
+    /// # Safety
+    /// As for [`Copier::copy`].
+    unsafe fn enqueue(&mut self) -> Result<()> {
+        // SAFETY: by the caller's promise.
+        match unsafe { self.copy_by_kernel() }? {
+            true => Ok(()),
+            // SAFETY: as above.
+            false => unsafe { self.copy_by_engine() },
         }
-        // SAFETY: its mark is not reached, so what `copy` was promised holds; and no other batch came since.
-        unsafe { self.copy_by_engine(self.marked) }
+    }
+}
+
+impl Drop for CudaCopier {
+    fn drop(&mut self) {
+        self.bar();
     }
 }
 
@@ -195,46 +200,58 @@ fn allocation(used: &Range<u64>) -> Result<Range<u64>> {
 impl Copier for CudaCopier {
     unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
         if self.marked == 0 {
-            self.before = mark - 1;
+            (self.before, self.marked) = (mark - 1, mark - 1);
         }
-        (self.marked, self.looks, self.asked) = (mark, 0, Instant::now());
+        (self.behind, self.marked) = (self.marked, mark);
+        (self.looks, self.asked) = (0, Instant::now());
+        let posts = self.kernel.as_ref().is_some_and(ListKernel::posts);
         self.fill(runs)?;
-        // SAFETY: by the caller's promise.
-        match unsafe { self.copy_by_kernel(mark) }? {
-            true => Ok(()),
-            // SAFETY: as above.
-            false => unsafe { self.copy_by_engine(mark) },
+        match &mut self.kernel {
+            Some(kernel) if posts && kernel.fits(self.batch.len()) => {
+                // SAFETY: by the caller's promise; the memory was there after the kernel was seen to be.
+                unsafe { kernel.post(&self.batch, mark) };
+                Ok(())
+            }
+            // SAFETY: by the caller's promise.
+            _ => unsafe { self.enqueue() },
         }
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
-        let (mut reached, mut refused) = self.told();
-        let mut failed = None;
-        self.looks = if reached >= self.marked { 0 } else { self.looks.wrapping_add(1) };
+        let (mut reached, mut failed) = (self.told(), None);
+        let waits = reached < self.marked || !self.takes_more();
+        self.looks = if waits { self.looks.wrapping_add(1) } else { 0 };
         if self.looks > 0
             && self.looks.is_multiple_of(LOOKS_PER_TIME)
             && self.asked.elapsed() >= QUESTION_INTERVAL
         {
             (self.asked, self.calls) = (Instant::now(), self.calls + 1);
             failed = self.stream.query().err().map(Error::from);
-            (reached, refused) = self.told();
+            reached = self.told();
         }
-        if refused {
-            failed = failed.or(self.copy_again().err());
-        } else if let Some(kernel) = &mut self.kernel {
-            kernel.look(reached, &self.stream);
+        let again = self.kernel.as_mut().and_then(|kernel| kernel.look(reached, &self.stream));
+        if let Some(again) = again.filter(|_| failed.is_none()) {
+            // SAFETY: its mark is not reached, so what `copy` was promised holds; and no other batch came since.
+            let begun = unsafe {
+                match again {
+                    Again::ByEither => self.enqueue(),
+                    Again::ByEngine => self.copy_by_engine(),
+                }
+            };
+            failed = begun.err();
         }
         (reached, failed)
     }
 
     /// A kernel behind one of the same stream holds up those of other streams, which share a few queues of the hardware.
     fn takes_more(&self) -> bool {
-        self.kernel.as_ref().is_none_or(ListKernel::is_idle)
+        self.kernel.as_ref().is_none_or(ListKernel::takes_more)
     }
 
     fn stop(&mut self) -> u64 {
+        self.bar();
         self.stream.finish();
-        self.told().0
+        self.told()
     }
 
     fn calls(&self) -> u64 {

@@ -1,25 +1,30 @@
-//! Copies by a GPU's multiprocessors: a list of runs in mapped memory, and one launch for all of them.
+//! Copies by a GPU's multiprocessors: lists of runs in mapped memory, and a kernel that takes one after the other.
 //!
 //! ```text
-//!   CPU   list, launch ── is the memory there? ── opens the gate ────────────── sees the mark
-//!   GPU      └ begins, waits at the gate ............ └ copies, writes the mark ┘
+//!   CPU   launches ── is the memory there? ── posts a list ─────── sees the mark    posts another ─── ..
+//!   GPU      └ begins, waits .................... └ copies, writes the mark ┘  waits ... └ copies, .. ┘ waits, ends
 //! ```
 //!
 //! The memory is its owner's, who may free it at any time, and a kernel that touches what is gone takes the whole context
 //! with it. To ask before the launch is not enough: it may be freed in between. But `cuMemFree` waits until all that was
-//! launched before is done. So a kernel waits at a gate, and it is opened for what is there once the kernel is under way.
-//! (`cuMemUnmap` and pools that shrink wait for nobody: who takes memory back that way while it is copied breaks kernels
-//! and copy engines alike.) A gate that stays closed for long counts as shut, in case a driver answers nobody meanwhile.
+//! launched before is done. So a list is posted for what is there once the kernel is under way. (`cuMemUnmap` and pools that
+//! shrink wait for nobody: who takes memory back that way while it is copied breaks kernels and copy engines alike.) A kernel
+//! does not wait long, in case a driver answers nobody meanwhile.
 //!
-//! Invariant: entries of the list, and the count of blocks that are done, belong to one batch until its mark is
-//! reached. Read next: `memory/unpack/kernels.rs`; `memory/unpack/crowd.rs`, when nobody asks multiprocessors.
+//! A launch costs this thread 10 to 20 microseconds, and the kernel begins up to a hundred later. So it stays for a while and
+//! takes further lists; not for long, since others wait for its end: whoever frees memory, or whose kernels need its place. When
+//! it goes while something is posted, it tells whether it has taken that.
+//!
+//! Invariant: a list and its runs belong to one batch until its mark is reached, or the kernel says that it was not taken.
+//! Read next: `memory/unpack/kernels.rs`; `memory/unpack/crowd.rs`, when nobody asks multiprocessors.
 
 use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
-use crate::memory::unpack::{COUNTERS, CopyGate, CopyList, Counter, Kernels, Leave, PATIENCE};
-use std::sync::atomic::Ordering;
+use crate::memory::unpack::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, Leave, PATIENCE};
+use std::collections::VecDeque;
+use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
@@ -28,8 +33,12 @@ use std::time::{Duration, Instant};
 const IN_TIME: Duration = Duration::from_micros(250);
 /// By how much work may begin later where somebody else's stands in the same stream: some copies of a slot.
 const SHARED_PATIENCE: u32 = 30;
-/// How long nobody asks multiprocessors after a gate that was not opened in time.
+/// How long nobody asks multiprocessors after a list that was not posted in time.
 const LONG_REST: Duration = Duration::from_secs(60);
+
+/// Bytes of the runs of a list, and of all that CPU and GPU share.
+const LIST_BYTES: usize = limits::STAGING_LIST_RUNS * size_of::<GpuCopy>();
+const DESK_BYTES: usize = size_of::<CopyDesk>() + LISTS * LIST_BYTES;
 
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
@@ -37,53 +46,96 @@ fn clock() -> Duration {
     START.elapsed()
 }
 
+/// How long a kernel stays without anything to do, and after which time it goes as soon as it has nothing to do.
+const STAYS: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(1)];
+/// Blocks that a list is cut for, a power of two. Few of them read what lies in cores' caches faster than many do, and leave more
+/// to others.
+const BLOCKS: u64 = 2;
+/// Lists that may be under way: one is copied, and one is there when that is done.
+const LISTS: usize = 2;
+
 /// What copies by the kernel need.
 pub(super) struct ListKernel {
     kernels: Arc<Kernels>,
-    done: Counter,
-    /// A gate, and the runs behind it.
-    list: PinnedBuffer,
-    /// What is under way.
-    batch: Option<Batch>,
-    /// Into how many blocks a batch is cut.
-    blocks: u64,
+    words: Counter,
+    /// A desk, and the runs of its lists.
+    desk: PinnedBuffer,
+    /// The kernel that has been launched, unless it is known to have ended.
+    launched: Option<Launched>,
+    /// Lists that are under way, oldest first: their numbers, and the marks behind them.
+    lists: VecDeque<(u64, u64)>,
+    /// Nothing is posted to the kernel that is under way: copies that stand behind it would be overtaken, or it would not see
+    /// them as they are.
+    barred: bool,
 }
 
-struct Batch {
-    mark: u64,
+struct Launched {
+    /// The list that it was launched for.
+    first: u64,
     leave: Leave,
-    launched: Duration,
-    /// Since when nothing of this copier's stood before it.
+    at: Duration,
+    /// The mark of what this copier has enqueued before it, and since when that is reached.
+    behind: u64,
     first_since: Option<Duration>,
     /// Whether it has begun, or is late, has been told.
     settled: bool,
 }
 
-/// Where the GPU tells how far it is: two words of pinned memory.
-pub(super) struct Told<'a>(pub &'a PinnedBuffer);
+/// Who should copy what a kernel has left.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Again {
+    ByEither,
+    ByEngine,
+}
 
 impl ListKernel {
-    pub fn new(gpu: &Arc<CudaGpu>, blocks: u64) -> Result<ListKernel> {
-        let (kernels, list) = (Kernels::of(gpu)?, gpu.pinned(limits::STAGING_LIST_BYTES)?);
-        let done = kernels.counter().ok_or_else(|| Error::Limit {
+    pub fn new(gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
+        let (kernels, desk) = (Kernels::of(gpu)?, gpu.pinned(DESK_BYTES)?);
+        let words = kernels.counter().ok_or_else(|| Error::Limit {
             name: "COUNTERS",
             limit: COUNTERS as u64,
             why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
         })?;
-        if list.address() != list.as_ptr() as u64 {
+        if desk.address() != desk.as_ptr() as u64 {
             return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
         }
-        Ok(ListKernel { kernels, done, list, batch: None, blocks })
+        let lists = VecDeque::with_capacity(LISTS);
+        Ok(ListKernel { kernels, words, desk, launched: None, lists, barred: false })
     }
 
-    /// Whether so many runs can be copied now.
-    pub fn takes(&self, runs: usize) -> bool {
-        self.is_idle() && size_of::<CopyGate>() + runs * size_of::<GpuCopy>() <= self.list.len()
+    /// Whether so many runs are a list.
+    pub fn fits(&self, runs: usize) -> bool {
+        runs <= limits::STAGING_LIST_RUNS
     }
 
-    /// Whether nothing is under way, as far as was seen.
-    pub fn is_idle(&self) -> bool {
-        self.batch.is_none()
+    /// Whether something can be enqueued: to the kernel that stays, or since there is none. To one whose first list is not
+    /// copied, which may have to wait for others for long, no other is posted.
+    pub fn takes_more(&self) -> bool {
+        let Some(launched) = self.launched.as_ref().filter(|_| self.posts()) else { return true };
+        let first_is_done = self.lists.front().is_none_or(|(number, _)| *number > launched.first);
+        let open = first_is_done && !self.barred && self.lists.len() < LISTS;
+        open && self.desk().closed.load(Ordering::Acquire) == 0
+    }
+
+    /// Nothing is posted any more to the kernel that is there, which may go at once.
+    pub fn bar(&mut self) {
+        if self.launched.is_some() && !self.barred && self.lists.len() < LISTS {
+            self.post_none();
+        }
+        self.barred = true;
+    }
+
+    fn post_none(&mut self) {
+        let number = self.words.next();
+        self.desk().post(number, &CopyList::NONE);
+        self.words.go_on(number + 1);
+    }
+
+    /// Whether what comes next is posted to a kernel that is there already. If that takes it, then memory that is there after
+    /// this has been asked is not gone before it is copied.
+    pub fn posts(&self) -> bool {
+        let gone = self.lists.is_empty() && self.desk().ended.load(Ordering::Acquire) != 0;
+        self.launched.is_some() && !gone
     }
 
     /// Leave to have something copied; none while the multiprocessors have no time, unless there is no other way.
@@ -91,80 +143,138 @@ impl ListKernel {
         self.kernels.crowd.leave(clock()).or(needed.then_some(Leave::NEEDED))
     }
 
-    /// Enqueues the copies and the mark behind them; `there` says afterwards whether the memory is there.
+    /// Posts the copies and the mark behind them to the kernel that stays, which may go before it takes them: see
+    /// [`ListKernel::look`].
     ///
     /// # Safety
-    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` says so; what tells the end outlives the stream. So
-    /// many runs are taken.
-    pub unsafe fn copy(
+    /// As for [`Copier::copy`](super::copier::Copier::copy). The memory was there after it was seen that this is
+    /// [what comes next](ListKernel::posts), and so many runs fit.
+    pub unsafe fn post(&mut self, copies: &[GpuCopy], mark: u64) {
+        debug_assert!(self.launched.is_some() && self.lists.len() < LISTS);
+        let number = self.words.next();
+        self.words.go_on(number + 1);
+        self.lists.push_back((number, mark));
+        // SAFETY: by the caller's promise; of two lists at most one is under way, and not this one.
+        unsafe { self.lay_out(number, copies) };
+        self.desk().post(number, &CopyList::of(copies, mark, BLOCKS));
+        // Either the kernel sees what is posted, or `closed` is seen from now on.
+        fence(Ordering::SeqCst);
+    }
+
+    /// Launches a kernel for the copies and the mark behind them, to which `told` is set; `there` says afterwards whether the
+    /// memory is there.
+    ///
+    /// # Safety
+    /// As for [`Copier::copy`](super::copier::Copier::copy) if `there` says so; what is told outlives the stream. So many runs
+    /// fit, and no kernel is under way.
+    pub unsafe fn launch(
         &mut self,
         stream: &CudaStream,
         copies: &[GpuCopy],
         leave: Leave,
-        told: &Told,
-        mark: u64,
+        told: &PinnedBuffer,
+        [behind, mark]: [u64; 2],
         there: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        debug_assert!(self.takes(copies.len()));
-        // SAFETY: there is room, aligned, which nobody reads until the launch.
-        unsafe {
-            let gate = self.list.as_ptr().cast::<CopyGate>();
-            gate.write(CopyGate { state: 0.into(), begun: 0.into() });
-            gate.add(1).cast::<GpuCopy>().copy_from_nonoverlapping(copies.as_ptr(), copies.len());
-        }
-        let list = CopyList {
-            runs: self.list.address() + size_of::<CopyGate>() as u64,
-            count: copies.len() as u64,
-            longest: copies.iter().map(|copy| copy.bytes as u64).max().unwrap_or(0),
-            gate: self.list.address(),
-            told: told.0.address(),
-            value: mark,
-            done: self.done.address(),
-            blocks: self.blocks,
+        debug_assert!(self.lists.is_empty() && !self.posts());
+        self.forget();
+        self.barred = !stream.gpu().kernels_see_news();
+        let first = self.words.next();
+        self.desk().clear(first);
+        let places = CopyPlaces {
+            desk: self.desk.address(),
+            runs: self.desk.address() + size_of::<CopyDesk>() as u64,
+            stride: LIST_BYTES as u64,
+            told: told.address(),
+            blocks: self.words.address(),
         };
-        // SAFETY: the entries stay until the mark is reached; the rest by the caller's promise.
-        unsafe { self.kernels.copy(stream, list) }?;
-        self.batch = Some(Batch { mark, leave, launched: clock(), first_since: None, settled: false });
-        let there = there();
-        let state = if there.is_ok() { CopyGate::OPEN } else { CopyGate::SHUT };
-        self.gate().state.store(state, Ordering::Release);
-        there
-    }
-
-    fn gate(&self) -> &CopyGate {
-        // SAFETY: it is at the beginning of the list, aligned; both sides write its words whole.
-        unsafe { &*self.list.as_ptr().cast::<CopyGate>() }
-    }
-
-    /// Sees whether what is under way has to wait for others, and forgets it when its mark is reached.
-    pub fn look(&mut self, reached: u64, stream: &CudaStream) {
-        let Some(Batch { mark, leave, launched, first_since, settled }) = self.batch else { return };
-        let (done, crowd, now) = (mark <= reached, &self.kernels.crowd, clock());
-        if !settled && mark <= reached + 1 {
-            let begun = done || self.gate().begun.load(Ordering::Relaxed) != 0;
-            let waited = now.saturating_sub(first_since.unwrap_or(now));
-            let late = waited > PATIENCE && (!stream.has_others() || waited > SHARED_PATIENCE * PATIENCE);
-            match (begun, late) {
-                // When it began is not known.
-                (true, _) if now.saturating_sub(launched) > IN_TIME => {}
-                (true, _) => crowd.served(leave, now),
-                (false, true) => crowd.kept_waiting(leave, now),
-                (false, false) => {}
+        // Others would stand behind one that stays.
+        let stays = if self.barred || stream.has_others() { [Duration::ZERO; 2] } else { STAYS };
+        // SAFETY: what is posted stays until its mark is reached; the rest by the caller's promise.
+        unsafe { self.kernels.copy(stream, places, first, BLOCKS, stays) }?;
+        self.launched =
+            Some(Launched { first, leave, at: clock(), behind, first_since: None, settled: false });
+        match there() {
+            Ok(()) => {
+                // SAFETY: by the caller's promise.
+                unsafe { self.post(copies, mark) };
+                Ok(())
             }
-            if let Some(batch) = &mut self.batch {
-                batch.settled = begun || late;
-                batch.first_since.get_or_insert(now);
+            Err(error) => {
+                self.post_none();
+                Err(error)
             }
         }
-        if done {
-            self.batch = None;
+    }
+
+    /// Puts the runs of a list where the GPU reads them.
+    ///
+    /// # Safety
+    /// So many fit, and nobody reads where this list's are.
+    unsafe fn lay_out(&mut self, number: u64, copies: &[GpuCopy]) {
+        // SAFETY: there is room behind the desk, aligned, that nobody reads, by the caller's promise.
+        unsafe {
+            let runs = self.desk.as_ptr().cast::<CopyDesk>().add(1).cast::<u8>();
+            let runs = runs.add((number % 2) as usize * LIST_BYTES).cast::<GpuCopy>();
+            runs.copy_from_nonoverlapping(copies.as_ptr(), copies.len());
         }
     }
 
-    /// What was under way has found its gate closed for too long, and has ended without having copied anything of use.
-    pub fn give_up(&mut self) {
-        tracing::warn!("copies waited for their gate in vain: copy engines do them for a while");
-        self.batch = None;
-        self.kernels.crowd.avoid(clock(), LONG_REST);
+    fn desk(&self) -> &CopyDesk {
+        // SAFETY: it is at the beginning of the memory, aligned; what both sides see at once they write whole.
+        unsafe { &*self.desk.as_ptr().cast::<CopyDesk>() }
+    }
+
+    /// Sees how far the lists are. When the kernel has gone without the last of them, that is no longer under way, and this says
+    /// who should copy it.
+    pub fn look(&mut self, reached: u64, stream: &CudaStream) -> Option<Again> {
+        while self.lists.pop_front_if(|(_, mark)| *mark <= reached).is_some() {}
+        self.settle(reached, stream);
+        let (Some(launched), ended) = (&self.launched, self.desk().ended.load(Ordering::Acquire)) else {
+            return None;
+        };
+        if ended == 0 || self.lists.front().is_some_and(|(number, _)| *number < ended) {
+            return None;
+        }
+        let in_vain = ended == launched.first;
+        if in_vain {
+            tracing::warn!("a kernel waited for its copies in vain: copy engines do them for a while");
+            self.kernels.crowd.avoid(clock(), LONG_REST);
+        }
+        self.forget();
+        debug_assert!(self.lists.len() <= 1, "at most the last was posted too late");
+        self.lists.pop_front().map(|_| if in_vain { Again::ByEngine } else { Again::ByEither })
+    }
+
+    /// The kernel has gone.
+    fn forget(&mut self) {
+        if self.launched.take().is_some() {
+            // It has told its blocks that there is no list of that number.
+            self.words.go_on(self.desk().ended.load(Ordering::Acquire) + 1);
+        }
+    }
+
+    /// Sees whether what was launched has to wait for others.
+    fn settle(&mut self, reached: u64, stream: &CudaStream) {
+        let begun = self.desk().begun.load(Ordering::Relaxed) != 0;
+        let first_is_done = |first| self.lists.front().is_none_or(|(number, _)| *number > first);
+        let Some(launched) = self.launched.as_ref().filter(|launched| !launched.settled) else { return };
+        let (done, crowd, now) = (first_is_done(launched.first), &self.kernels.crowd, clock());
+        if reached < launched.behind {
+            return;
+        }
+        let (begun, since) = (begun || done, launched.first_since.unwrap_or(now));
+        let waited = now.saturating_sub(since);
+        let late = waited > PATIENCE && (!stream.has_others() || waited > SHARED_PATIENCE * PATIENCE);
+        match (begun, late) {
+            // When it began is not known.
+            (true, _) if now.saturating_sub(launched.at) > IN_TIME => {}
+            (true, _) => crowd.served(launched.leave, now),
+            (false, true) => crowd.kept_waiting(launched.leave, now),
+            (false, false) => {}
+        }
+        if let Some(launched) = &mut self.launched {
+            (launched.settled, launched.first_since) = (begun || late, Some(since));
+        }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{gpu, is_alone, is_real, moves, still_moves};
 use ferrywire::memory::cuda::CudaError;
-use ferrywire::{Endpoint, Error, Peer};
+use ferrywire::{Block, BlockList, Endpoint, Error, Peer};
 use std::ffi::{CStr, c_int, c_ulonglong, c_void};
 use std::time::{Duration, Instant};
 
@@ -50,6 +50,8 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
             start.elapsed() < LONG,
             "{waited} transfers waited for the multiprocessors, {passed} did not"
         );
+        // Those that stay would copy all the same.
+        std::thread::sleep(Duration::from_millis(20));
         hold(1);
         let under_way = write();
         // Some wait for them until that is known, and then now and then one that tries.
@@ -109,10 +111,9 @@ fn memory_that_is_freed_while_its_copy_is_launched_is_not_touched() {
 
 /// A driver frees memory when the kernels that were launched before have ended.
 #[test]
-fn memory_that_is_freed_while_its_copy_waits_at_the_gate_is_copied_whole_or_not_at_all() {
+fn memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_all() {
     let Some(gpu) = gpu() else { return };
-    let name =
-        "launched::memory_that_is_freed_while_its_copy_waits_at_the_gate_is_copied_whole_or_not_at_all";
+    let name = "launched::memory_that_is_freed_while_its_kernel_waits_for_it_is_copied_whole_or_not_at_all";
     if is_real(&gpu) || !is_alone(name) {
         return;
     }
@@ -157,11 +158,126 @@ fn memory_that_is_freed_while_its_copy_waits_at_the_gate_is_copied_whole_or_not_
     }
 }
 
-/// Whoever opens the gate may come late: a debugger makes launches wait for their kernels, a process may stand still.
+/// What is posted to a kernel that stays may have been freed before that was launched for something else.
 #[test]
-fn a_gate_that_is_not_opened_in_time_costs_time_and_no_transfer() {
+fn memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_all() {
     let Some(gpu) = gpu() else { return };
-    if is_real(&gpu) || !is_alone("launched::a_gate_that_is_not_opened_in_time_costs_time_and_no_transfer") {
+    let name = "launched::memory_that_is_freed_after_it_was_seen_to_be_there_is_copied_whole_or_not_at_all";
+    if is_real(&gpu) || !is_alone(name) {
+        return;
+    }
+    let Some(free) = of_stand_in(c"stand_in_free_after_questions") else {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    };
+    // SAFETY: the function of this name has this type.
+    let free_after: extern "C" fn(c_ulonglong, c_int) -> c_ulonglong = unsafe { std::mem::transmute(free) };
+    kernels_stay_longer();
+    let (accepting, connecting, near) = connected();
+    let target = accepting.register_zeroed(BYTES).unwrap();
+    let (kept, elsewhere) = (connecting.register_cuda(0, BYTES), accepting.register_zeroed(BYTES));
+    let (kept, elsewhere) = (kept.unwrap(), elsewhere.unwrap());
+    let (start, mut freed, mut salt) = (Instant::now(), 0, 0u8);
+    while freed < 20 {
+        assert!(start.elapsed() < LONG, "{freed} times something was freed");
+        salt = salt.wrapping_add(1);
+        let mut address = 0;
+        // SAFETY: room for an address.
+        let code = gpu.with_current(|| unsafe { cudarc::driver::sys::cuMemAlloc_v2(&mut address, BYTES) });
+        assert_eq!(code.unwrap() as u32, 0);
+        // SAFETY: it is not: that is the test.
+        let source = unsafe { connecting.register_raw(address as *mut u8, BYTES) }.unwrap();
+        source.write_at(0, &vec![salt; BYTES]).unwrap();
+        free_after(address, 1 + c_int::from(salt % 40));
+        // Both take turns, so that kernels are launched for either and copy both.
+        let step = BYTES / 16;
+        let writes: Vec<_> = (0..16)
+            .flat_map(|at| [(&kept, &elsewhere, at * step), (&source, &target, at * step)])
+            .map(|(from, to, at)| {
+                near.write(from, at as u64, &to.descriptor(), at as u64, step as u64).unwrap()
+            })
+            .collect();
+        let ends: Vec<_> = writes.iter().map(|write| write.wait(LONG)).collect();
+        let mut seen = vec![0; BYTES];
+        target.read_at(0, &mut seen).unwrap();
+        for (at, end) in ends.iter().enumerate() {
+            match end {
+                Ok(_) if at % 2 == 0 => {}
+                Ok(_) => assert!(seen[at / 2 * step..][..step].iter().all(|byte| *byte == salt)),
+                // What was copied in one batch with it may fail too.
+                Err(error) => assert!(matches!(error, Error::Cuda(CudaError::Freed { .. })), "{error}"),
+            }
+        }
+        match free_after(0, 0) {
+            0 => freed += 1,
+            // There were fewer questions.
+            left => {
+                // SAFETY: freed once.
+                let code = gpu.with_current(|| unsafe { cudarc::driver::sys::cuMemFree_v2(left) });
+                assert_eq!(code.unwrap() as u32, 0);
+            }
+        }
+    }
+}
+
+/// Has kernels of the stand-in stay for longer than a slow machine takes to post something.
+fn kernels_stay_longer() {
+    let slow_down = of_stand_in(c"stand_in_slow_down").expect("the stand-in runs kernels");
+    // SAFETY: the function of this name has this type.
+    let slow_down: extern "C" fn(c_int) = unsafe { std::mem::transmute(slow_down) };
+    slow_down(100);
+}
+
+/// A kernel takes lists of so many runs, and stays; what is too much for it stands behind it, and may not be overtaken.
+#[test]
+fn what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it() {
+    const SCATTERED: usize = 1 << 20;
+    let Some(gpu) = gpu() else { return };
+    let name = "launched::what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it";
+    if !is_alone(name) {
+        return;
+    }
+    if !is_real(&gpu) {
+        if of_stand_in(c"stand_in_slow_down").is_none() {
+            return println!("SKIPPED: needs a stand-in that runs kernels");
+        }
+        kernels_stay_longer();
+    }
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let source = connecting.register_cuda(gpu.index(), BYTES).unwrap();
+    let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+    // Every other 16 bytes of the first part, and all of the second.
+    let blocks = (0..SCATTERED as u64).step_by(32);
+    let blocks: Vec<Block> =
+        blocks.map(|at| Block { local_offset: at, remote_offset: at, bytes: 16 }).collect();
+    let blocks = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    for salt in 1..4u8 {
+        let bytes: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8 ^ salt).collect();
+        source.write_at(0, &bytes).unwrap();
+        let half = (BYTES - SCATTERED) / 2;
+        let whole =
+            |at: usize| near.write(&source, at as u64, &target.descriptor(), at as u64, half as u64).unwrap();
+        let before = whole(SCATTERED);
+        let writes = [before, near.write_blocks(&blocks, None, None).unwrap(), whole(SCATTERED + half)];
+        for write in writes {
+            write.wait(LONG).unwrap();
+        }
+        let mut seen = vec![0; BYTES];
+        target.read_at(0, &mut seen).unwrap();
+        assert!(seen[SCATTERED..] == bytes[SCATTERED..]);
+        let chosen = |all: &[u8]| -> Vec<u8> {
+            all[..SCATTERED].chunks(32).flat_map(|pair| pair[..16].to_vec()).collect()
+        };
+        assert!(chosen(&seen) == chosen(&bytes));
+    }
+}
+
+/// Whoever posts a list may come late: a debugger makes launches wait for their kernels, a process may stand still.
+#[test]
+fn a_list_that_is_not_posted_in_time_costs_time_and_no_transfer() {
+    let Some(gpu) = gpu() else { return };
+    if is_real(&gpu) || !is_alone("launched::a_list_that_is_not_posted_in_time_costs_time_and_no_transfer") {
         return;
     }
     let Some(block) = of_stand_in(c"stand_in_block_launches") else {

@@ -127,7 +127,7 @@ int cuDeviceGetUuid_v2(char *uuid, int device) {
 }
 
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
-    *value = attribute == 33 ? 0xAB + device : attribute == 16 ? 8 : attribute == 124 ? 1 : 0;
+    *value = attribute == 33 ? 0xAB + device : attribute == 16 ? 8 : attribute == 75 ? 9 : attribute == 124 ? 1 : 0;
     return DONE;
 }
 
@@ -212,6 +212,7 @@ int cuMemAlloc_v2(address *at, size_t bytes) {
     pthread_mutex_lock(&lock);
     taken += bytes;
     int added = add(DEVICE, *at, seen, bytes);
+    if (kernels_run) show(PROT_READ | PROT_WRITE);
     pthread_mutex_unlock(&lock);
     return added;
 }
@@ -305,6 +306,7 @@ int cuPointerGetAttributes(unsigned count, int *asked, void **into, address at) 
         case 19: *(address *)into[k] = found ? (range.base & ~4095ull) - 4096 : 0; break;
         default: return INVALID_VALUE;
         }
+    answered(range.base);
     return DONE;
 }
 

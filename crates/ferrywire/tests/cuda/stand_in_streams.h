@@ -8,7 +8,7 @@ enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PAR
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them.
  * They are for kernels, for what is filled, for copies within a GPU, and, as an H200's driver has it, for copies to it of
  * fewer bytes than this. */
-enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10, GATE_NS = 100000000 };
+enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10 };
 
 struct work {
     int what;
@@ -18,6 +18,7 @@ struct work {
     int other, kernel, blocks, begun, queued;
     struct timespec until;
     char *parameters;
+    void *launch;
     struct work *next;
 };
 
@@ -33,6 +34,8 @@ static struct event {
 } all_events[EVENTS];
 static pthread_cond_t more = PTHREAD_COND_INITIALIZER, less = PTHREAD_COND_INITIALIZER;
 static int worker_runs;
+/* Kernels that are under way. */
+static int kernels_run;
 /* All multiprocessors are somebody else's. */
 static int kernels_held;
 
@@ -40,12 +43,14 @@ static int kernels_held;
 int stand_in_kernel(const char *name);
 /* Copies the parameters, and says whether the kernel can be launched so. */
 int stand_in_take(int kernel, unsigned block, void **parameters, char *into, address *delay_ns);
-void stand_in_launch(int kernel, unsigned blocks, char *parameters);
-/* Whether it would wait for the CPU. */
-int stand_in_waits(int kernel, char *parameters);
+void *stand_in_launch(int kernel, unsigned blocks, char *parameters);
+int stand_in_has_ended(void *launch);
+/* When it has ended. */
+void stand_in_forget(void *launch);
 #else
-static int stand_in_waits(int kernel, char *parameters) { return 0; }
-static void stand_in_launch(int kernel, unsigned blocks, char *parameters) {}
+static void *stand_in_launch(int kernel, unsigned blocks, char *parameters) { return NULL; }
+static int stand_in_has_ended(void *launch) { return 1; }
+static void stand_in_forget(void *launch) {}
 #endif
 
 static struct stream *stream_of(void *handle) {
@@ -87,16 +92,17 @@ static int is_before(struct work *work, address ns) {
 }
 
 static int is_ready(struct work *work) {
+    if (work->launch) return stand_in_has_ended(work->launch);
     if ((work->queued || work->what == FILL || work->what == KERNEL) && all_queues_are_held()) return 0;
     if (work->what == KERNEL && kernels_held) return 0;
-    if (work->what == KERNEL && stand_in_waits(work->kernel, work->parameters)) return !is_before(work, GATE_NS);
     if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
     if (work->what != AWAIT) return 1;
     if (work->other >= 0) return all_streams[work->other].done >= work->value;
     return !is_before(work, work->value);
 }
 
-static void perform(struct work *work) {
+/* Whether it is done. */
+static int perform(struct work *work) {
     switch (work->what) {
     case COPY: memmove(work->to, work->from, work->bytes); break;
     case FILL: memset(work->to, (int)work->value, work->bytes); break;
@@ -105,11 +111,16 @@ static void perform(struct work *work) {
         else __atomic_store_n((unsigned *)work->to, (unsigned)work->value, __ATOMIC_RELEASE);
         break;
     case KERNEL:
-        show(PROT_READ | PROT_WRITE);
-        stand_in_launch(work->kernel, work->blocks, work->parameters);
-        show(PROT_NONE);
-        break;
+        if (work->launch) {
+            stand_in_forget(work->launch);
+            if (--kernels_run == 0) show(PROT_NONE);
+            break;
+        }
+        if (kernels_run++ == 0) show(PROT_READ | PROT_WRITE);
+        work->launch = stand_in_launch(work->kernel, work->blocks, work->parameters);
+        return 0;
     }
+    return 1;
 }
 
 static void *work_on(void *unused) {
@@ -134,7 +145,7 @@ static void *work_on(void *unused) {
             pthread_mutex_lock(&lock);
         } else {
             struct work *work = next->first;
-            perform(work);
+            if (!perform(work)) continue;
             next->first = work->next;
             if (!next->first) next->end = &next->first;
             next->done++;
@@ -441,6 +452,25 @@ static void *free_it(void *at) {
     return NULL;
 }
 
+/* The same, when so many questions after it have been answered. */
+static address freed_after_questions;
+static int questions_left;
+
+/* Gives back what was not freed. */
+address stand_in_free_after_questions(address at, int questions) {
+    __atomic_store_n(&questions_left, questions, __ATOMIC_SEQ_CST);
+    return __atomic_exchange_n(&freed_after_questions, at, __ATOMIC_SEQ_CST);
+}
+
+/* Of the memory that has its base there. */
+static void answered(address base) {
+    address freed = __atomic_load_n(&freed_after_questions, __ATOMIC_SEQ_CST);
+    if (!freed || freed != base || __atomic_fetch_sub(&questions_left, 1, __ATOMIC_SEQ_CST) != 1) return;
+    pthread_t owner;
+    freed = __atomic_exchange_n(&freed_after_questions, 0, __ATOMIC_SEQ_CST);
+    if (freed && !pthread_create(&owner, NULL, free_it, (void *)freed)) pthread_detach(owner);
+}
+
 int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned block, unsigned block_y, unsigned block_z,
                    unsigned shared, void *handle, void **parameters, void **extra) {
     NEEDS_CONTEXT;
@@ -463,6 +493,7 @@ int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned 
     return given;
 }
 #else
+__attribute__((unused)) static void answered(address base) {}
 int cuModuleLoadData(void **module, const void *image) { return NOT_SUPPORTED; }
 int cuModuleUnload(void *module) { return NOT_SUPPORTED; }
 int cuModuleGetFunction(void **function, void *module, const char *name) { return NOT_FOUND; }

@@ -50,6 +50,8 @@ struct Properties {
     numa_node: Option<u32>,
     total_bytes: u64,
     multiprocessors: u32,
+    /// The first number of its compute capability.
+    generation: u32,
 }
 
 /// A raw stream, guarded by a mutex.
@@ -162,6 +164,12 @@ impl CudaGpu {
     /// How many multiprocessors it has.
     pub fn multiprocessors(&self) -> u32 {
         self.about.multiprocessors
+    }
+
+    /// Whether a kernel sees what others write while it runs, once it has read a word that says so: older ones kept in a cache
+    /// what they had read before.
+    pub(crate) fn kernels_see_news(&self) -> bool {
+        self.about.generation >= 7
     }
 
     /// Bytes of its memory that nobody has taken.
@@ -463,8 +471,9 @@ impl Properties {
         );
         let numa_node = numa::node_of_pci(&pci);
         let multiprocessors = number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let generation = number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let (uuid, total_bytes) = (uuid_text(&uuid.bytes.map(|byte| byte as u8)), total_bytes as u64);
-        Ok(Properties { name, uuid, pci, numa_node, total_bytes, multiprocessors })
+        Ok(Properties { name, uuid, pci, numa_node, total_bytes, multiprocessors, generation })
     }
 }
 

@@ -8,7 +8,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // Threads of a block, everywhere.
+#ifndef BLOCK
 #define BLOCK 256
+#endif
 // Threads that work together at least.
 #define WARP 32
 // Runs of one launch, and fragments of one block, at most.
@@ -16,12 +18,13 @@ typedef unsigned long long u64;
 #define BATCH 32
 // 16-byte words that a thread has under way.
 #define DEPTH 8
-// States of a gate; one that nobody opens counts as shut after a time.
-#define GATE_OPEN 1
-#define GATE_SHUT 2
-#define GATE_NANOSECONDS 500000000ull
-// What a block that found the gate shut adds to the count of blocks.
-#define SHUT_BLOCK 0x10000
+// Runs of a list that a block takes at once.
+#define LIST_BATCH 256
+// Words of a list, and where in each of them the list's number is.
+#define WORDS 8
+#define NUMBER_AT 56
+// How long the first list of a launch is waited for.
+#define FIRST_NANOSECONDS 500000000ull
 
 // ---- gather ----
 
@@ -56,30 +59,50 @@ struct Copy {
     u64 bytes;
 };
 
-// What CPU and GPU tell each other about one list, in mapped memory: may the copies be made, and have all blocks begun?
-struct Gate {
-    u64 state;
-    u64 begun;
-};
-
-// Where the GPU tells which lists are done, in mapped memory, and of the first that was not copied, since its gate was shut.
-struct Told {
-    u64 reached;
-    u64 refused;
-};
-
-// Runs in mapped memory, cut as above. The last block that is done tells `value`; `done` counts blocks, from 0 and back to
-// it, and those that found the gate shut.
-struct Copies {
-    u64 runs;
+// A list of runs, and how it is cut, as above. Every word has the lower bits of the list's number in its uppermost 8, so whoever
+// reads all of them knows whether they belong together. Without runs it says that there are no further lists.
+struct List {
     u64 count;
-    u64 gate;
-    u64 told;
+    // What tells that all is copied.
     u64 value;
-    u64 done;
-    u32 batch;
-    u32 slices;
+    // Runs that a block takes at once, and slices, above 32 bits.
+    u64 batch;
     u64 piece_bytes;
+    // If there is one run only, here it is, and need not be read from elsewhere.
+    u64 source;
+    u64 target;
+    u64 bytes;
+    u64 unused;
+};
+
+// What CPU and GPU tell each other, in mapped memory, each side in lines of its own. Lists are numbered; list n is lists[n % 2].
+struct Desk {
+    List lists[2];
+    // By the GPU: have all blocks begun, do they wait for no further list, and the first that they do not take.
+    u64 begun;
+    u64 closed;
+    u64 ended;
+    u64 unused[5];
+};
+
+// What the blocks tell each other, in device memory: list n, in said[n % 4], since the next two may be said before all have heard
+// of it; and how many are done with it in done[n % 2], from 0 and back to it.
+struct Blocks {
+    List said[4];
+    u32 done[2];
+};
+
+// From list `first` on, whose runs are at `runs`, or `stride` bytes further, whatever there is until nothing has come for some
+// time, or until some time has passed since the beginning. `told` is where the GPU tells which lists are done, in mapped memory.
+struct Copies {
+    u64 desk;
+    u64 runs;
+    u64 stride;
+    u64 told;
+    u64 blocks;
+    u64 first;
+    u64 idle_ns;
+    u64 stay_ns;
 };
 
 // `lanes` threads, of which this is number `lane`, copy bytes.
@@ -201,42 +224,100 @@ __device__ __forceinline__ u64 nanoseconds_now() {
     return now;
 }
 
-// Waits until the CPU has seen that the memory is still there, which it can only do when this is under way: before that its
-// owner could still free it.
-__device__ __forceinline__ u32 passes(const volatile Gate *gate) {
-    const u64 begin = nanoseconds_now();
-    u64 state;
-    do state = gate->state;
-    while (state == 0 && nanoseconds_now() - begin < GATE_NANOSECONDS);
-    return state == GATE_OPEN;
+// What a word of a list says beside its number.
+__device__ __forceinline__ u64 part(u64 word) { return word & ((1ull << NUMBER_AT) - 1); }
+
+// Reads list n. Whether it was there as a whole.
+__device__ __forceinline__ u32 reads(u64 *list, const volatile List *from, u64 n) {
+    if (threadIdx.x < WORDS) list[threadIdx.x] = ((const volatile u64 *)from)[threadIdx.x];
+    __syncthreads();
+    u32 there = 1;
+    for (u32 k = 0; k < WORDS; k++) there &= list[k] >> NUMBER_AT == (n & 0xff);
+    return there;
 }
 
-extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies list) {
-    __shared__ Copy copies[BATCH];
-    __shared__ u32 open;
-    volatile Gate *const gate = (volatile Gate *)list.gate;
-    volatile Told *const told = (volatile Told *)list.told;
-    const u64 first = (u64)(blockIdx.x / list.slices) * list.batch;
-    const u32 count = list.count - first < list.batch ? (u32)(list.count - first) : list.batch;
-    if (threadIdx.x < count) copies[threadIdx.x] = ((const Copy *)list.runs)[first + threadIdx.x];
-    if (threadIdx.x == 0) {
-        // Blocks begin in their order.
-        if (blockIdx.x == gridDim.x - 1) gate->begun = 1;
-        open = passes(gate);
+// Waits for list n. The CPU posts the first one of a launch when it has seen that the memory is still there, which it can only do
+// once this is under way: before that its owner could still free it. When the time is over, the first thread says so, and of
+// each further list all look once whether it is there: what the CPU has posted before it could know is taken.
+__device__ __forceinline__ u32 awaits(const Copies &all, u64 n, u64 begin, u64 *list, u32 &over, u32 *closed) {
+    volatile Desk *const desk = (volatile Desk *)all.desk;
+    const u64 since = nanoseconds_now();
+    for (;;) {
+        if (threadIdx.x == 0) {
+            if (!over) {
+                const u64 now = nanoseconds_now();
+                over = n == all.first ? now - since >= FIRST_NANOSECONDS
+                                      : now - since >= all.idle_ns || now - begin >= all.stay_ns;
+                if (over) {
+                    desk->closed = 1;
+                    __threadfence_system();
+                }
+            }
+            *closed = over;
+        }
+        __syncthreads();
+        const u32 last = *closed;
+        if (reads(list, &desk->lists[n % 2], n)) return 1;
+        if (last) return 0;
     }
-    __syncthreads();
-    const u32 was_open = open;
-    if (was_open) copy_all(copies, count, list.slices, list.piece_bytes);
-    // Each thread's bytes are visible to the CPU and to other GPUs before the block counts as done.
-    __threadfence_system();
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    const u32 more = was_open ? 1 : 1 + SHUT_BLOCK, sum = atomicAdd((u32 *)list.done, more) + more;
-    if (sum % SHUT_BLOCK != gridDim.x) return;
-    *(u32 *)list.done = 0;
-    __threadfence_system();
-    if (sum == gridDim.x) told->reached = list.value;
-    else if (told->refused == 0) told->refused = list.value;
+}
+
+// This block's part of a list.
+__device__ __forceinline__ void copy_list(const u64 *list, const volatile u64 *runs, Copy *copies) {
+    const u64 count = part(list[0]), batch = list[2] & 0xffffffff;
+    const u32 slices = (u32)(part(list[2]) >> 32), groups = gridDim.x / slices;
+    for (u64 first = blockIdx.x / slices * batch; first < count; first += groups * batch) {
+        const u32 some = count - first < batch ? (u32)(count - first) : (u32)batch;
+        // Read together, since each access of mapped memory goes over PCIe.
+        if (count > 1)
+            for (u32 k = threadIdx.x; k < some * 3; k += BLOCK) ((u64 *)copies)[k] = runs[first * 3 + k];
+        else if (threadIdx.x < 3)
+            ((u64 *)copies)[threadIdx.x] = part(list[4 + threadIdx.x]);
+        __syncthreads();
+        copy_all(copies, some, slices, part(list[3]));
+        __syncthreads();
+    }
+}
+
+// Launches cost the CPU and the GPU tens of microseconds, so these blocks stay for a while and take further lists. The first
+// block asks the CPU, and the others ask it.
+extern "C" __global__ void __launch_bounds__(BLOCK) ferrywire_copy(const Copies all) {
+    __shared__ Copy copies[LIST_BATCH];
+    __shared__ u64 list[WORDS];
+    __shared__ u32 closed;
+    volatile Desk *const desk = (volatile Desk *)all.desk;
+    volatile Blocks *const blocks = (volatile Blocks *)all.blocks;
+    const u64 begin = nanoseconds_now();
+    u32 over = 0;
+    // Blocks begin in their order.
+    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) desk->begun = 1;
+    for (u64 n = all.first;; n++) {
+        volatile List *const said = &blocks->said[n % 4];
+        u32 there = 1;
+        if (blockIdx.x == 0) {
+            there = awaits(all, n, begin, list, over, &closed);
+            there = there && part(list[0]) != 0;
+            if (threadIdx.x == 0 && !there) desk->ended = n;
+            __threadfence_system();
+            if (threadIdx.x < WORDS) ((volatile u64 *)said)[threadIdx.x] = there ? list[threadIdx.x] : n << NUMBER_AT;
+        } else {
+            do __syncthreads();
+            while (!reads(list, said, n) && nanoseconds_now());
+        }
+        if (!there || part(list[0]) == 0) return;
+        // What was written before the list is seen by all.
+        __threadfence_system();
+        __syncthreads();
+        copy_list(list, (const volatile u64 *)(all.runs + n % 2 * all.stride), copies);
+        // Each thread's bytes are visible to the CPU and to other GPUs before the block counts as done.
+        __threadfence_system();
+        __syncthreads();
+        if (threadIdx.x == 0 && atomicAdd((u32 *)&blocks->done[n % 2], 1) + 1 == gridDim.x) {
+            blocks->done[n % 2] = 0;
+            __threadfence_system();
+            *(volatile u64 *)all.told = part(list[1]);
+        }
+    }
 }
 
 // ---- the bench's pattern ----

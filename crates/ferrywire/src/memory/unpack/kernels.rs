@@ -13,7 +13,7 @@ use crate::limits::CUDA_GPUS_MAX;
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
@@ -33,12 +33,14 @@ const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
 const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
 /// Runs for each block from which on blocks that have as many of them have about as much to do.
 const EVEN_RUNS_PER_BLOCK: u64 = 8;
+/// Runs that a block takes at once of a list.
+const LIST_BATCH: u64 = 256;
 /// What a block copies at once; pieces of fragments are multiples of it.
 const PIECE_BYTES: u64 = 4096;
 /// Fragments of a run that are looked at.
 const SAMPLES: u64 = 32;
-/// Words for the copies of streams, each in a sector of its own.
-const COUNTER_BYTES: usize = 32;
+/// Words for the copies of streams, each in lines of its own.
+const COUNTER_BYTES: usize = 384;
 pub(crate) const COUNTERS: usize = 8192;
 
 /// What `ferrywire_gather` is given.
@@ -56,53 +58,116 @@ struct GatherParameters {
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 struct CopyParameters {
+    desk: u64,
     runs: u64,
-    count: u64,
-    gate: u64,
+    stride: u64,
     told: u64,
-    value: u64,
-    done: u64,
-    batch: u32,
-    slices: u32,
-    piece_bytes: u64,
+    blocks: u64,
+    first: u64,
+    idle_ns: u64,
+    stay_ns: u64,
 }
 
-/// What CPU and GPU tell each other about a list, in mapped memory.
+/// A list of runs for [`Kernels::copy`], and how it is cut.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct CopyList {
+    count: u64,
+    value: u64,
+    batch: u64,
+    slices: u64,
+    piece_bytes: u64,
+    only: GpuCopy,
+}
+
+impl CopyList {
+    /// There are no copies any more.
+    pub const NONE: CopyList = CopyList {
+        count: 0,
+        value: 0,
+        batch: 0,
+        slices: 0,
+        piece_bytes: 0,
+        only: GpuCopy { source: 0, target: 0, bytes: 0 },
+    };
+
+    /// One whose end is told by `value`, cut for so many blocks, a power of two. Of few runs each has a piece of every one,
+    /// since they may be of any length.
+    pub fn of(runs: &[GpuCopy], value: u64, blocks: u64) -> CopyList {
+        let longest = runs.iter().map(|run| run.bytes as u64).max().unwrap_or(0);
+        let only = runs.first().copied().unwrap_or_default();
+        CopyList { value, only, ..CopyList::cut(runs.len() as u64, longest, blocks) }
+    }
+
+    fn cut(count: u64, longest: u64, blocks: u64) -> CopyList {
+        let few = count < EVEN_RUNS_PER_BLOCK * blocks;
+        let most = if few { longest.div_ceil(PIECE_BYTES).clamp(1, blocks) } else { 1 };
+        let slices = if most.is_power_of_two() { most } else { most.next_power_of_two() / 2 };
+        let batch = (count * slices).div_ceil(blocks).clamp(1, LIST_BATCH);
+        let piece_bytes = longest.div_ceil(slices).next_multiple_of(PIECE_BYTES).max(PIECE_BYTES);
+        CopyList { count, batch, slices, piece_bytes, ..CopyList::NONE }
+    }
+
+    /// As `kernel.cu` reads it, but for its number.
+    fn words(&self) -> [u64; LIST_WORDS] {
+        let CopyList { count, value, batch, slices, piece_bytes, only: GpuCopy { source, target, bytes } } =
+            *self;
+        [count, value, batch | slices << 32, piece_bytes, source, target, bytes as u64, 0]
+    }
+}
+
+const LIST_WORDS: usize = 8;
+/// Every word of a list has the lower bits of the list's number from this bit on: the GPU may read some of them sooner than
+/// others.
+const NUMBER_AT: u32 = 56;
+
+/// What CPU and GPU tell each other about lists, in mapped memory, each side in lines of its own. Lists are numbered, and list
+/// `n` is in `lists[n % 2]`.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct CopyGate {
-    /// One of the constants below; the GPU waits while it is 0, for half a second at most.
-    pub state: AtomicU64,
+pub(crate) struct CopyDesk {
+    lists: [[AtomicU64; LIST_WORDS]; 2],
     /// Not 0 once all blocks have begun.
     pub begun: AtomicU64,
+    /// Not 0 when the GPU waits for no further list; it takes one that was posted before that can have been seen.
+    pub closed: AtomicU64,
+    /// The first that it does not take, once that is decided.
+    pub ended: AtomicU64,
+    _unused: [u64; 5],
 }
 
-impl CopyGate {
-    /// The copies may be made.
-    pub const OPEN: u64 = 1;
-    /// They may not.
-    pub const SHUT: u64 = 2;
+impl CopyDesk {
+    /// Nothing is posted, and no kernel under way; one is to begin with list `first`.
+    pub fn clear(&self, first: u64) {
+        // As far as can be from the numbers that come.
+        let far = first.wrapping_add(128) << NUMBER_AT;
+        for word in self.lists.iter().flatten() {
+            word.store(far, Ordering::Relaxed);
+        }
+        for word in [&self.begun, &self.closed, &self.ended] {
+            word.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// The GPU may take list `n`.
+    pub fn post(&self, n: u64, list: &CopyList) {
+        for (word, part) in self.lists[(n % 2) as usize].iter().zip(list.words()) {
+            debug_assert!(part >> NUMBER_AT == 0, "{list:?}");
+            word.store(n << NUMBER_AT | part, Ordering::Release);
+        }
+    }
 }
 
-/// A list of copies in mapped memory, and how their end is told.
+/// Where [`Kernels::copy`] finds lists, and tells their end.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct CopyList {
-    /// Address of the first [`GpuCopy`].
+pub(crate) struct CopyPlaces {
+    /// Address of a [`CopyDesk`].
+    pub desk: u64,
+    /// Address of the runs, [`GpuCopy`] each, of lists with even numbers, and how much further those of the others are.
     pub runs: u64,
-    /// How many there are.
-    pub count: u64,
-    /// Bytes of the longest.
-    pub longest: u64,
-    /// Address of a [`CopyGate`], all zero.
-    pub gate: u64,
-    /// Two words of pinned memory: to the first the GPU writes `value` when all are done and visible, or to the second, if
-    /// it is 0, when they were not made, for their gate was shut.
+    pub stride: u64,
+    /// A word of pinned memory, to which the GPU writes the value of each list when all is copied and visible.
     pub told: u64,
-    /// What it writes.
-    pub value: u64,
     /// Address of a [`Counter`] that is the stream's own.
-    pub done: u64,
-    /// Into how many blocks they are cut, about.
     pub blocks: u64,
 }
 
@@ -133,18 +198,21 @@ pub(crate) struct Kernels {
     multiprocessors: u32,
     /// Whether they have time for copies.
     pub crowd: Crowd,
-    /// Device memory of zeroes, and which of its words are nobody's.
+    /// Device memory of zeroes, and which of its words are nobody's, with the number of their next list.
     _counters: CudaBuffer,
-    free: Mutex<Vec<u64>>,
+    free: Mutex<Vec<(u64, u64)>>,
 }
 
-/// A word of device memory in which one stream's copies count their blocks: zero whenever none is under way. All are zeroed
-/// at once, when the kernels are loaded: a driver has a GPU's multiprocessors write so short a thing, and all their queues
-/// may be behind streams that wait for the very transfer that needs it.
+/// Words of device memory in which the blocks of one stream's copies tell each other how far they are. All are zeroed at once,
+/// when the kernels are loaded: a driver has a GPU's multiprocessors write so short a thing, and all their queues may be behind
+/// streams that wait for the very transfer that needs it.
 #[derive(Debug)]
 pub(crate) struct Counter {
     kernels: Arc<Kernels>,
     address: u64,
+    /// The next list's number. None comes twice in the same words, and few are left out: what is said there of lists that are gone
+    /// is not of one with the same lower bits.
+    next: u64,
 }
 
 impl Counter {
@@ -152,11 +220,22 @@ impl Counter {
     pub fn address(&self) -> u64 {
         self.address
     }
+
+    /// The number of the next list.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The numbers before this are used.
+    pub fn go_on(&mut self, next: u64) {
+        self.next = next;
+    }
 }
 
 impl Drop for Counter {
     fn drop(&mut self) {
-        self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.address);
+        // The last kernel may have told its blocks that there is no list of the next number.
+        self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, self.next + 1));
     }
 }
 
@@ -171,8 +250,8 @@ impl Kernels {
             return Ok(kernels);
         }
         let module = CudaModule::load(gpu, PTX)?;
-        let counters = gpu.alloc_own(COUNTERS * COUNTER_BYTES, COUNTER_BYTES)?;
-        let free = (0..COUNTERS).map(|at| counters.address() + (at * COUNTER_BYTES) as u64);
+        let counters = gpu.alloc_own(COUNTERS * COUNTER_BYTES, 64)?;
+        let free = (0..COUNTERS).map(|at| (counters.address() + (at * COUNTER_BYTES) as u64, 1));
         let kernels = Arc::new(Kernels {
             gather: module.function(c"ferrywire_gather")?,
             copy: module.function(c"ferrywire_copy")?,
@@ -190,11 +269,11 @@ impl Kernels {
         Ok(kernels)
     }
 
-    /// A word for one stream's [`CopyList::done`], to be dropped when its work is done; `None` when there are too many
+    /// Words for one stream's [`CopyPlaces::blocks`], to be dropped when its work is done; `None` when there are too many
     /// streams.
     pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
-        let address = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
-        Some(Counter { kernels: self.clone(), address })
+        let (address, next) = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Counter { kernels: self.clone(), address, next })
     }
 
     /// Enqueues the copies of all fragments of some runs, at most [`RUNS_PER_LAUNCH_MAX`], in one launch.
@@ -223,18 +302,27 @@ impl Kernels {
         unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
-    /// Enqueues copies between any memory that the GPU reaches, in one launch that waits at a gate and tells its end itself.
+    /// Enqueues copies between any memory that the GPU reaches: list `first`, when that is posted, and what is posted after it,
+    /// until nothing has been for so long as `idle`, or until `stay` is over. For the first it waits half a second.
     ///
     /// # Safety
-    /// The list lies where CPU and GPU read it at the same address, and stays as it is until its end is told. When its gate
-    /// is opened all that it names is there, and stays until then; no target overlaps with anything else there.
-    pub unsafe fn copy(&self, stream: &CudaStream, list: CopyList) -> Result<()> {
-        let CopyList { runs, count, longest, gate, told, value, done, blocks } = list;
-        let Layout { blocks, batch, slices, piece_bytes } = Layout::in_blocks(count, longest, blocks);
+    /// All places lie where CPU and GPU reach them at the same address. A list and its runs stay as they are until its end is
+    /// told, or that it was not taken. When it is posted all that it names is there, and stays until then; no target overlaps
+    /// with anything else there.
+    pub unsafe fn copy(
+        &self,
+        stream: &CudaStream,
+        places: CopyPlaces,
+        first: u64,
+        blocks: u64,
+        [idle, stay]: [Duration; 2],
+    ) -> Result<()> {
+        let CopyPlaces { desk, runs, stride, told, blocks: words } = places;
+        let [idle_ns, stay_ns] = [idle, stay].map(|time| time.as_nanos() as u64);
         let mut parameters =
-            CopyParameters { runs, count, gate, told, value, done, batch, slices, piece_bytes };
+            CopyParameters { desk, runs, stride, told, blocks: words, first, idle_ns, stay_ns };
         // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
-        unsafe { stream.launch(&self.copy, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
+        unsafe { stream.launch(&self.copy, blocks as u32, BLOCK, &mut [(&raw mut parameters).cast()]) }
     }
 
     /// Enqueues the writing of a pattern.
@@ -338,14 +426,6 @@ impl Layout {
         Layout::with(fragments, longest, batch, multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR)
     }
 
-    /// As few blocks as this, where a block can take so much: of few runs each has a piece of every one, since they may be of
-    /// any length.
-    fn in_blocks(fragments: u64, longest: u64, blocks: u64) -> Layout {
-        let few = fragments < EVEN_RUNS_PER_BLOCK * blocks;
-        let slices = if few { longest.div_ceil(PIECE_BYTES).clamp(1, blocks) } else { 1 };
-        Layout::with(fragments, longest, (fragments * slices).div_ceil(blocks), blocks)
-    }
-
     /// So many fragments to a block, or what it can take; fewer blocks than `wanted` only where there is too little to do.
     fn with(fragments: u64, longest: u64, batch: u64, wanted: u64) -> Layout {
         let batch = batch.clamp(1, BATCH_MAX);
@@ -395,13 +475,13 @@ mod tests {
         for (entry, offset, kind) in [
             ("gather", offset_of!(GatherParameters, fragments), "u64"),
             ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
-            ("copy", offset_of!(CopyParameters, count), "u64"),
-            ("copy", offset_of!(CopyParameters, gate), "u64"),
+            ("copy", offset_of!(CopyParameters, runs), "u64"),
+            ("copy", offset_of!(CopyParameters, stride), "u64"),
             ("copy", offset_of!(CopyParameters, told), "u64"),
-            ("copy", offset_of!(CopyParameters, value), "u64"),
-            ("copy", offset_of!(CopyParameters, done), "u64"),
-            ("copy", offset_of!(CopyParameters, batch), "v2.u32"),
-            ("copy", offset_of!(CopyParameters, piece_bytes), "u64"),
+            ("copy", offset_of!(CopyParameters, blocks), "u64"),
+            ("copy", offset_of!(CopyParameters, first), "u64"),
+            ("copy", offset_of!(CopyParameters, idle_ns), "u64"),
+            ("copy", offset_of!(CopyParameters, stay_ns), "u64"),
             ("fill", offset_of!(PatternParameters, step), "u64"),
             ("fill", offset_of!(PatternParameters, flip), "u64"),
             ("fill", offset_of!(PatternParameters, offset), "u64"),
@@ -414,15 +494,14 @@ mod tests {
             assert!(read, "nobody reads {kind} at {at}");
         }
         assert_eq!(offset_of!(GatherParameters, slices), offset_of!(GatherParameters, batch) + 4);
-        assert_eq!(offset_of!(CopyParameters, slices), offset_of!(CopyParameters, batch) + 4);
         assert_eq!(offset_of!(GatherParameters, piece_bytes), 1040);
     }
 
     #[test]
     fn the_source_has_the_same_structures_and_limits() {
-        let states = [("GATE_OPEN", CopyGate::OPEN), ("GATE_SHUT", CopyGate::SHUT)];
-        let sizes = [("BLOCK", u64::from(BLOCK)), ("RUNS", 32), ("BATCH", BATCH_MAX)];
-        for (name, value) in sizes.into_iter().chain(states) {
+        let blocks = [("BLOCK", u64::from(BLOCK)), ("BATCH", BATCH_MAX), ("LIST_BATCH", LIST_BATCH)];
+        let lists = [("WORDS", LIST_WORDS as u64), ("NUMBER_AT", u64::from(NUMBER_AT)), ("RUNS", 32)];
+        for (name, value) in blocks.into_iter().chain(lists) {
             assert!(SOURCE.contains(&format!("#define {name} {value}\n")), "{name} {value}");
         }
         assert_eq!(RUNS_PER_LAUNCH_MAX, 32);
@@ -454,20 +533,39 @@ mod tests {
         assert_eq!(
             fields("Copies"),
             [
+                "u64 desk",
                 "u64 runs",
-                "u64 count",
-                "u64 gate",
+                "u64 stride",
                 "u64 told",
-                "u64 value",
-                "u64 done",
-                "u32 batch",
-                "u32 slices",
-                "u64 piece_bytes"
+                "u64 blocks",
+                "u64 first",
+                "u64 idle_ns",
+                "u64 stay_ns"
             ]
         );
-        assert_eq!(fields("Gate"), ["u64 state", "u64 begun"]);
-        assert_eq!([offset_of!(CopyGate, state), offset_of!(CopyGate, begun)], [0, 8]);
-        assert_eq!(fields("Told"), ["u64 reached", "u64 refused"]);
+        let list = [
+            "u64 count",
+            "// What tells that all is copied.",
+            "u64 value",
+            "// Runs that a block takes at once, and slices, above 32 bits.",
+            "u64 batch",
+            "u64 piece_bytes",
+            "// If there is one run only, here it is, and need not be read from elsewhere.",
+            "u64 source",
+            "u64 target",
+            "u64 bytes",
+            "u64 unused",
+        ];
+        assert_eq!(fields("List"), list);
+        let only = GpuCopy { source: 6, target: 7, bytes: 8 };
+        let words = CopyList { count: 1, value: 2, batch: 3, slices: 4, piece_bytes: 5, only }.words();
+        assert_eq!(words, [1, 2, 3 | 4 << 32, 5, 6, 7, 8, 0]);
+        let desk = ["List lists[2]", "u64 begun", "u64 closed", "u64 ended", "u64 unused[5]"];
+        assert_eq!(fields("Desk").into_iter().filter(|l| !l.starts_with("//")).collect::<Vec<_>>(), desk);
+        let of_gpu = [offset_of!(CopyDesk, begun), offset_of!(CopyDesk, closed), offset_of!(CopyDesk, ended)];
+        assert_eq!((of_gpu, size_of::<CopyDesk>()), ([128, 136, 144], 192));
+        assert_eq!(fields("Blocks"), ["List said[4]", "u32 done[2]"]);
+        const { assert!(4 * 8 * LIST_WORDS + 2 * 4 <= COUNTER_BYTES) };
         assert_eq!(
             fields("Pattern"),
             ["u64 key", "u64 step", "u64 flip", "u64 offset", "u64 address", "u64 bytes"]
@@ -507,10 +605,7 @@ mod tests {
             let lengths: Vec<u64> = (0..count).map(|_| rng.below(most)).collect();
             let guessed =
                 [1, 4096, lengths[0], lengths.iter().copied().max().unwrap()][rng.below(4) as usize];
-            let layout = match round % 2 {
-                0 => Layout::of(count as u64, guessed, 1 + rng.below(200) as u32),
-                _ => Layout::in_blocks(count as u64, guessed, 1 + rng.below(8)),
-            };
+            let layout = Layout::of(count as u64, guessed, 1 + rng.below(200) as u32);
             let mut pieces = pieces(layout, &lengths);
             pieces.sort_unstable();
             let mut covered = vec![0; count];
@@ -535,17 +630,22 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_laid_out_in_few_blocks_that_have_as_much_to_do() {
-        let layout = |blocks, batch, slices, piece_bytes| Layout { blocks, batch, slices, piece_bytes };
-        assert_eq!(Layout::in_blocks(1, 1 << 20, 2), layout(2, 1, 2, 512 << 10));
+    fn lists_are_cut_for_few_blocks_that_have_as_much_to_do() {
+        let cut = |count, longest, blocks| {
+            let CopyList { batch, slices, piece_bytes, .. } = CopyList::cut(count, longest, blocks);
+            (batch, slices, piece_bytes)
+        };
+        assert_eq!(cut(1, 1 << 20, 2), (1, 2, 512 << 10));
         // One of 900 KiB and one of 4, and three of one length: two blocks share each.
-        assert_eq!(Layout::in_blocks(2, 900 << 10, 2), layout(2, 2, 2, 452 << 10));
-        assert_eq!(Layout::in_blocks(3, 1 << 20, 2), layout(2, 3, 2, 512 << 10));
-        assert_eq!(Layout::in_blocks(5, 64 << 10, 4), layout(4, 5, 4, 16 << 10));
-        // Many of one length, and more than that many blocks can take.
-        assert_eq!(Layout::in_blocks(64, 16 << 10, 4), layout(4, 16, 1, 16 << 10));
-        assert_eq!(Layout::in_blocks(8192, 128, 2), layout(256, 32, 1, 4096));
-        assert_eq!(Layout::in_blocks(3, 100, 4), layout(3, 1, 1, 4096));
+        assert_eq!(cut(2, 900 << 10, 2), (2, 2, 452 << 10));
+        assert_eq!(cut(3, 1 << 20, 2), (3, 2, 512 << 10));
+        assert_eq!(cut(5, 64 << 10, 4), (5, 4, 16 << 10));
+        // As many pieces as a block or two blocks have to do with, and never three.
+        assert_eq!(cut(1, 12 << 10, 4), (1, 2, 8 << 10));
+        assert_eq!(cut(3, 100, 4), (1, 1, 4096));
+        // Many of one length, and more than blocks can take at once.
+        assert_eq!(cut(64, 16 << 10, 4), (16, 1, 16 << 10));
+        assert_eq!(cut(8192, 128, 2), (256, 1, 4096));
     }
 
     #[test]

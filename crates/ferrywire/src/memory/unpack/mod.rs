@@ -34,7 +34,7 @@ pub use cuda::CudaQueue;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;
-pub(crate) use kernels::{COUNTERS, CopyGate, CopyList, Counter, Kernels, PatternParameters};
+pub(crate) use kernels::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, PatternParameters};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};
