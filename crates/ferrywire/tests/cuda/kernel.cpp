@@ -220,8 +220,8 @@ static void patterns(int rounds) {
 
 int main() {
     alarm(900);
-    gathers(300);
-    copies(300);
+    gathers(3000);
+    copies(1000);
     patterns(500);
     puts("all is right");
 }
