@@ -1,6 +1,6 @@
 //! Streams that wait for transfers hold up nothing that the transfers need.
 
-use super::{gpu, is_alone, other_gpu};
+use super::{gpu, is_alone, other_gpu, passes};
 use ferrywire::memory::cuda::CudaStream;
 use ferrywire::{Endpoint, Peer, Region};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -109,4 +109,16 @@ fn copies_pass_many_streams_that_wait() {
         assert_eq!(received.wait(LONG), Ok(BYTES as u64));
         streams.iter().for_each(|stream| stream.wait(LONG).unwrap());
     });
+}
+
+/// Programs that overlap computing and collectives ask a driver for one queue, in which a single stream that waits holds up
+/// whatever is the multiprocessors'.
+#[test]
+fn nothing_is_held_up_where_all_streams_share_one_queue() {
+    if gpu().is_none() {
+        return;
+    }
+    let one_queue = [("CUDA_DEVICE_MAX_CONNECTIONS", "1")];
+    passes("held::nothing_is_freed_while_a_stream_waits_for_a_transfer", &one_queue);
+    passes("held::copies_pass_many_streams_that_wait", &one_queue);
 }

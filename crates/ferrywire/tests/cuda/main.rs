@@ -51,19 +51,27 @@ fn is_real(gpu: &CudaGpu) -> bool {
     !gpu.name().starts_with("stand-in")
 }
 
+/// Set in a process in which only one test runs.
+const ALONE: &str = "FERRYWIRE_CUDA_ALONE";
+
 /// Whether this is a process in which only that test runs. If not, starts one, sees it pass, and answers no.
 fn is_alone(test: &str) -> bool {
-    const ALONE: &str = "FERRYWIRE_CUDA_ALONE";
     if std::env::var_os(ALONE).is_some() {
         return true;
     }
+    passes(test, &[]);
+    false
+}
+
+/// Sees a test pass in a process of its own.
+fn passes(test: &str, variables: &[(&str, &str)]) {
     let mut child = Command::new(std::env::current_exe().unwrap());
-    let output = child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").output().unwrap();
+    child.args(["--exact", test, "--nocapture"]).env(ALONE, "1").envs(variables.iter().copied());
+    let output = child.output().unwrap();
     let said =
         String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && said.contains("1 passed"), "{said}");
     println!("{said}");
-    false
 }
 
 /// After something went wrong: the GPU and the connection are as good as before.

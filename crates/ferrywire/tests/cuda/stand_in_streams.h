@@ -5,10 +5,10 @@
 
 enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PARAMETERS = 2048 };
 
-/* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them.
- * They are for kernels, for what is filled, for copies within a GPU, and, as an H200's driver has it, for copies to it of
- * fewer bytes than this. */
-enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10 };
+/* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them; in the
+ * only one, if a variable asks for that. They are for kernels, for what is filled, for copies within a GPU, and, as an H200's
+ * driver has it, for copies to it of fewer bytes than this, or of no more than that from memory which is not pinned. */
+enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10, NOT_PINNED_BYTES = 64 << 10 };
 
 struct work {
     int what;
@@ -71,12 +71,13 @@ static void show(int how) {
 }
 
 static int all_queues_are_held(void) {
-    int held = 0;
+    const char *queues = getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    int held = 0, enough = queues && atoi(queues) == 1 ? 1 : QUEUED_STREAMS;
     for (int k = 0; k < STREAMS; k++) {
         struct work *first = all_streams[k].first;
         held += first && first->what == HOLD && __atomic_load_n((address *)first->to, __ATOMIC_ACQUIRE) < first->value;
     }
-    return held >= QUEUED_STREAMS;
+    return held >= enough;
 }
 
 /* True the first time, and until so long after that. */
@@ -195,7 +196,8 @@ static int move(void *handle, address target, address source, size_t bytes) {
     int at_once = !stream || !find(target) || !find(source);
     if (given == DONE && stream) {
         struct range *device = find(target), *other = find(source);
-        int queued = device && device->kind == DEVICE && (bytes < SHORT_BYTES || (other && other->kind == DEVICE));
+        int queued = device && device->kind == DEVICE &&
+                     (bytes < SHORT_BYTES || (other ? other->kind == DEVICE : bytes <= NOT_PINNED_BYTES));
         given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued});
         if (at_once) finish(stream);
     } else if (given == DONE) {

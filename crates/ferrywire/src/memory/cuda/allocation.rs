@@ -2,7 +2,7 @@
 
 use super::dmabuf::dmabuf_fd;
 use super::error::{CudaError, OUT_OF_MEMORY, Result, call};
-use super::gpu::CudaGpu;
+use super::gpu::{CudaGpu, ZEROES_BYTES};
 use super::idle::{self, Idle};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -66,16 +66,16 @@ impl CudaBuffer {
         let align = align.max(PAGE_BYTES);
         // Whole pages, which a NIC can be given.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
-        let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES);
+        let least = if idle::streams_wait() { ZEROES_BYTES } else { 0 };
+        let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES).max(least);
         let block = match own.then(|| Block::again(gpu, padded)).flatten() {
             Some(block) => block,
             None => Block::new(gpu, padded, own)?,
         };
-        let address = block.raw.next_multiple_of(align as u64);
-        let buffer = CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len };
         // SAFETY: memory of this length that nobody else uses.
-        unsafe { gpu.zero(buffer.address, len) }?;
-        Ok(buffer)
+        unsafe { gpu.zero(block.raw, block.bytes) }?;
+        let address = block.raw.next_multiple_of(align as u64);
+        Ok(CudaBuffer { block: Some(block), gpu: gpu.clone(), address, len })
     }
 
     /// The device address of the first byte.

@@ -17,7 +17,8 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 /// What memory is zeroed from, piece by piece.
-static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
+pub(super) const ZEROES_BYTES: usize = 64 << 10;
+static ZEROES: [u8; ZEROES_BYTES] = [0; ZEROES_BYTES];
 
 /// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
@@ -349,21 +350,27 @@ impl CudaGpu {
         })
     }
 
-    /// Zeroes device memory, and waits: by copies where there is little, or while a stream waits for a transfer. Filling is
-    /// work of the multiprocessors, and the queue in which the hardware takes such work may be the one of that stream.
-    ///
-    /// That does not help enough: a driver puts a short copy from memory that is not pinned into the same queue, so this can
-    /// still wait for such a stream.
+    /// Zeroes device memory, and waits. Filling is work of the multiprocessors, and the queue in which the hardware takes such
+    /// work may be the one of a stream that waits for a transfer. So are, by a driver's choice, copies of less than some 24 KiB,
+    /// and those from memory that is not pinned: while a stream waits, longer ones from pinned memory zero what is as long as
+    /// [`ZEROES_BYTES`].
     ///
     /// # Safety
     /// As of [`CudaGpu::fill`].
-    pub(super) unsafe fn zero(&self, target: u64, bytes: usize) -> Result<()> {
-        if bytes > ZEROES.len() && !idle::streams_wait() {
+    pub(super) unsafe fn zero(self: &Arc<Self>, target: u64, bytes: usize) -> Result<()> {
+        if bytes < ZEROES_BYTES {
+            return self.write_from_slice(target, &ZEROES[..bytes]);
+        }
+        if !idle::streams_wait() {
             // SAFETY: by the caller's promise.
             return unsafe { self.fill(target, 0, bytes) };
         }
-        (0..bytes).step_by(ZEROES.len()).try_for_each(|at| {
-            self.write_from_slice(target + at as u64, &ZEROES[..ZEROES.len().min(bytes - at)])
+        let zeroes = self.pinned(ZEROES_BYTES)?;
+        (0..bytes).step_by(ZEROES_BYTES).try_for_each(|at| {
+            // The last one may begin before the end of the one before it.
+            let at = at.min(bytes - ZEROES_BYTES) as u64;
+            // SAFETY: inside of what is to be zeroed, and pinned memory of that length.
+            unsafe { self.copy_and_wait(target + at, zeroes.address(), ZEROES_BYTES) }
         })
     }
 
