@@ -431,6 +431,10 @@ impl Transfer {
     /// hardware has few queues for copies (8 each way unless `CUDA_DEVICE_MAX_COPY_CONNECTIONS` says more, up to 32):
     /// enqueue kernels there, and copies when the transfer has ended.
     ///
+    /// A driver has the multiprocessors do copies to a GPU of no more than 24 KiB. Those of transfers stand behind the wait where
+    /// streams that wait fill all their queues: some dozens do, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. A message
+    /// as short as that, which such a stream waits for, would wait for the stream in turn: wait for it on the host.
+    ///
     /// # Errors
     /// The driver's.
     pub fn hold(&self, stream: &CudaStream) -> Result<()> {

@@ -7,7 +7,7 @@ enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PAR
 
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them; in the
  * only one, if a variable asks for that. They are for kernels, for what is filled, for copies within a GPU, and, as an H200's
- * driver has it, for copies to it of fewer bytes than this, or of no more than that from memory which is not pinned. */
+ * driver has it, for copies to it of no more bytes than this, or than that from memory which is not pinned. */
 enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10, NOT_PINNED_BYTES = 64 << 10 };
 
 struct work {
@@ -197,7 +197,7 @@ static int move(void *handle, address target, address source, size_t bytes) {
     if (given == DONE && stream) {
         struct range *device = find(target), *other = find(source);
         int queued = device && device->kind == DEVICE &&
-                     (bytes < SHORT_BYTES || (other ? other->kind == DEVICE : bytes <= NOT_PINNED_BYTES));
+                     (bytes <= SHORT_BYTES || (other ? other->kind == DEVICE : bytes <= NOT_PINNED_BYTES));
         given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued});
         if (at_once) finish(stream);
     } else if (given == DONE) {

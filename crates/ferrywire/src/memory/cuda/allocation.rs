@@ -66,8 +66,8 @@ impl CudaBuffer {
         let align = align.max(PAGE_BYTES);
         // Whole pages, which a NIC can be given.
         let pages = len.max(1).checked_next_multiple_of(PAGE_BYTES).unwrap_or(usize::MAX);
-        let least = if idle::streams_wait() { ZEROES_BYTES } else { 0 };
-        let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES).max(least);
+        // Not less than can be zeroed while a stream waits for a transfer.
+        let padded = pages.saturating_add(align - DRIVER_ALIGN_BYTES).max(ZEROES_BYTES);
         let block = match own.then(|| Block::again(gpu, padded)).flatten() {
             Some(block) => block,
             None => Block::new(gpu, padded, own)?,

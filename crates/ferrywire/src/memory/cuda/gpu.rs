@@ -16,9 +16,8 @@ use std::marker::PhantomData;
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// What memory is zeroed from, piece by piece.
+/// What memory is zeroed by, piece by piece, where it is not filled.
 pub(super) const ZEROES_BYTES: usize = 64 << 10;
-static ZEROES: [u8; ZEROES_BYTES] = [0; ZEROES_BYTES];
 
 /// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
@@ -350,20 +349,23 @@ impl CudaGpu {
         })
     }
 
-    /// Zeroes device memory, and waits. Filling is work of the multiprocessors, and the queue in which the hardware takes such
-    /// work may be the one of a stream that waits for a transfer. So are, by a driver's choice, copies of less than some 24 KiB,
-    /// and those from memory that is not pinned: while a stream waits, longer ones from pinned memory zero what is as long as
-    /// [`ZEROES_BYTES`].
+    /// Zeroes device memory of [`ZEROES_BYTES`] at least, and waits. Filling is work of the multiprocessors, and the queue in
+    /// which the hardware takes such work may be the one of a stream that waits for a transfer. So are, by a driver's choice,
+    /// copies of no more than 24 KiB, and of 64 KiB from memory that is not pinned; longer ones are the copy engines'.
     ///
     /// # Safety
     /// As of [`CudaGpu::fill`].
     pub(super) unsafe fn zero(self: &Arc<Self>, target: u64, bytes: usize) -> Result<()> {
-        if bytes < ZEROES_BYTES {
-            return self.write_from_slice(target, &ZEROES[..bytes]);
-        }
-        if !idle::streams_wait() {
+        let mut filled = false;
+        self.blocking(bytes, |stream, about| {
+            // Whoever waits from now on stands behind it.
+            let Some(_launching) = idle::launching() else { return Ok(()) };
+            filled = true;
             // SAFETY: by the caller's promise.
-            return unsafe { self.fill(target, 0, bytes) };
+            unsafe { call!(about, cuMemsetD8Async(target, 0, bytes, stream)) }
+        })?;
+        if filled {
+            return Ok(());
         }
         let zeroes = self.pinned(ZEROES_BYTES)?;
         (0..bytes).step_by(ZEROES_BYTES).try_for_each(|at| {
