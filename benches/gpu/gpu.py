@@ -21,6 +21,7 @@ RING_BYTES = 4 << 20
 NCCL_PLAIN = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 NCCL_TUNED = {**NCCL_PLAIN, "NCCL_SOCKET_NTHREADS": "2", "NCCL_NSOCKS_PERTHREAD": "8"}
 LONG = 300
+LINK, BOTH_LINKS = "copies alone, one way", "copies alone, both ways"
 
 
 def options():
@@ -85,6 +86,14 @@ def plain(program, connections, copies):
     return {"gb_per_s": float(re.search(r"([0-9.]+) GB/s", line)[1]), "cpu": float(re.search(r"([0-9.]+) CPU", line)[1])}
 
 
+def links(o, program):
+    """What copies alone carry between pinned memory and the slower of the GPUs: one way, and both ways together."""
+    each = [dict(re.findall(r"(\w+) ([0-9.]+) GB/s", call([str(program), "link", memory.removeprefix("cuda:")])))
+            for memory in sorted(set(o.memory.split(","))) if memory.startswith("cuda:")]
+    slowest = lambda *ways: min(float(gpu[way]) for gpu in each for way in ways)
+    return {LINK: {"gb_per_s": slowest("out", "in"), "cpu": None}, BOTH_LINKS: {"gb_per_s": slowest("both"), "cpu": None}}
+
+
 def compiled(folder):
     if not shutil.which("nvcc"):
         print("SKIPPED: plain rings with copies: needs nvcc", file=sys.stderr)
@@ -146,7 +155,7 @@ def main():
     rivals = "rivals" in parts
     torch, nixl = rivals and has("torch"), rivals and has("nixl")
     with tempfile.TemporaryDirectory() as folder:
-        floor = compiled(folder) if "bulk" in parts else None
+        floor = compiled(folder) if {"bulk", "bidir"} & set(parts) else None
         for _ in range(o.reps):
             repetition(o, series, parts, channels, sizes, floor)
             if torch:
@@ -161,6 +170,10 @@ def main():
 
 
 def repetition(o, series, parts, channels, sizes, floor):
+    if floor and "cuda" in o.memory:
+        found = {}
+        series.measure(LINK, lambda: found.update(links(o, floor)) or found[LINK])
+        series.measure(BOTH_LINKS, lambda: found[BOTH_LINKS])
     if "bulk" in parts:
         for size in sizes:
             series.measure(f"ferrywire {size}, default", lambda: rate(ferrywire(o, f"--sizes={size}")[0]))
@@ -208,7 +221,8 @@ def report(o, series, parts, channels, sizes):
         for n in channels:
             for size in sizes:
                 name = f"ferrywire {size}, {n} channels"
-                ratios = [series.ratio(name, f"raw, rings, {n} connections"), series.ratio(name, f"plain rings and copies, {n}")]
+                others = f"raw, rings, {n} connections", f"plain rings and copies, {n}", LINK
+                ratios = [series.ratio(name, other) for other in others]
                 series.show(name, "; ".join(each for each in ratios if each))
             for name in ("raw, rings, {} connections", "raw, hot 256 KiB, {} connections", "plain rings and copies, {}"):
                 series.show(name.format(n))
@@ -216,9 +230,13 @@ def report(o, series, parts, channels, sizes):
         blocks = re.search(r"(\d+) blocks of (\d+) KiB", name)
         median = series.median(name)
         ns = f"{int(blocks[2]) * 1024 / median:.0f} ns per block; " if blocks and median else ""
-        series.show(name, ns + series.ratio(name, "raw, both directions" if name.endswith("both directions") else largest))
+        others = ("raw, both directions", BOTH_LINKS) if name.endswith("both directions") else (largest,)
+        series.show(name, ns + "; ".join(filter(None, (series.ratio(name, other) for other in others))))
     if "raw, both directions" in series.found:
         series.show("raw, both directions", "16 connections each way")
+    for name in (LINK, BOTH_LINKS):
+        if name in series.found:
+            series.show(name, "of a GPU and pinned memory, by its copy engines")
     for name in [name for name in series.found | series.failed if name.startswith("half a round trip")]:
         p50, p99 = series.median(name, "p50"), series.median(name, "p99")
         print(f"  {name:44} p50 {p50:.1f} us, p99 {p99:.1f} us" if p50 else f"  {name:44} -   {series.failed.get(name)}")

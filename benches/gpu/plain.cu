@@ -3,6 +3,7 @@
 // framing, no checks, nothing else. It shows what copies that go over PCIe leave of the speed of plain sockets.
 //
 // plain CONNECTIONS SLOT_KIB SLOTS COPIES(0|1)
+// plain link GPU       what copies alone carry between that GPU and pinned memory: out of it, into it, both at once
 
 #include <arpa/inet.h>
 #include <atomic>
@@ -24,6 +25,8 @@ typedef unsigned long long u64;
 static const double WARM_UP_S = 0.2, MEASURED_S = 0.8;
 static const size_t HUGE_PAGE = 2 << 20, REGION = 1u << 30;
 static const int SOCKET_BUFFER = 2 << 20;
+static const size_t LINK_COPY = 64 << 20;
+static const int LINK_COPIES = 8;
 
 #define CHECK(call)                                       \
     do {                                                  \
@@ -113,9 +116,48 @@ struct End {
     }
 };
 
+// Long copies of the GPU's engines, with nothing beside them: no program moves more through its link.
+static int link_of(int number) {
+    CUdevice device;
+    CUcontext context;
+    CUstream streams[2];
+    CUdeviceptr gpu[2];
+    char *host[2];
+    CHECK(cuInit(0));
+    CHECK(cuDeviceGet(&device, number));
+    CHECK(cuDevicePrimaryCtxRetain(&context, device));
+    CHECK(cuCtxSetCurrent(context));
+    for (int way = 0; way < 2; way++) {
+        CHECK(cuStreamCreate(&streams[way], CU_STREAM_NON_BLOCKING));
+        CHECK(cuMemAlloc(&gpu[way], LINK_COPY));
+        host[way] = pinned(LINK_COPY);
+    }
+    const char *names[] = {"out", "in", "both"};
+    for (int ways = 1; ways <= 3; ways++) {
+        double begin = now(), bytes = 0;
+        for (bool warm = false; now() - begin < WARM_UP_S + MEASURED_S;) {
+            if (!warm && now() - begin > WARM_UP_S) {
+                warm = true;
+                begin = now() - WARM_UP_S;
+                bytes = 0;
+            }
+            for (int k = 0; k < LINK_COPIES; k++) {
+                if (ways & 1) CHECK(cuMemcpyAsync((CUdeviceptr)host[0], gpu[0], LINK_COPY, streams[0]));
+                if (ways & 2) CHECK(cuMemcpyAsync(gpu[1], (CUdeviceptr)host[1], LINK_COPY, streams[1]));
+            }
+            for (CUstream stream : streams) CHECK(cuStreamSynchronize(stream));
+            bytes += (double)LINK_COPY * LINK_COPIES * (ways == 3 ? 2 : 1);
+        }
+        printf("%s %.1f GB/s\n", names[ways - 1], bytes / 1e9 / (now() - begin - WARM_UP_S));
+    }
+    fflush(stdout);
+    _exit(0);
+}
+
 int main(int count, char **arguments) {
+    if (count == 3 && !strcmp(arguments[1], "link")) return link_of(atoi(arguments[2]));
     if (count != 5) {
-        fprintf(stderr, "usage: plain CONNECTIONS SLOT_KIB SLOTS COPIES(0|1)\n");
+        fprintf(stderr, "usage: plain CONNECTIONS SLOT_KIB SLOTS COPIES(0|1)\n       plain link GPU\n");
         return 2;
     }
     const int connections = atoi(arguments[1]);
