@@ -2,8 +2,8 @@
 //! with kernels, which can be told to be busy.
 
 use crate::{gpu, is_alone, is_real, moves, still_moves};
-use ferrywire::memory::cuda::CudaError;
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer};
+use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region};
 use std::ffi::{CStr, c_int, c_ulonglong, c_void};
 use std::time::{Duration, Instant};
 
@@ -242,22 +242,18 @@ fn what_is_too_scattered_for_a_kernel_is_not_overtaken_by_what_comes_after_it() 
         }
         kernels_stay_longer();
     }
-    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
-    let connecting = Endpoint::builder().channels(1).build().unwrap();
-    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
-    let source = connecting.register_cuda(gpu.index(), BYTES).unwrap();
-    let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+    let Pair { near, source, target, .. } = &pair_of(&gpu);
     // Every other 16 bytes of the first part, and all of the second.
     let blocks = (0..SCATTERED as u64).step_by(32);
     let blocks: Vec<Block> =
         blocks.map(|at| Block { local_offset: at, remote_offset: at, bytes: 16 }).collect();
-    let blocks = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    let blocks = BlockList::new(source, &target.descriptor(), &blocks).unwrap();
     for salt in 1..4u8 {
         let bytes: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8 ^ salt).collect();
         source.write_at(0, &bytes).unwrap();
         let half = (BYTES - SCATTERED) / 2;
         let whole =
-            |at: usize| near.write(&source, at as u64, &target.descriptor(), at as u64, half as u64).unwrap();
+            |at: usize| near.write(source, at as u64, &target.descriptor(), at as u64, half as u64).unwrap();
         let before = whole(SCATTERED);
         let writes = [before, near.write_blocks(&blocks, None, None).unwrap(), whole(SCATTERED + half)];
         for write in writes {
@@ -292,4 +288,55 @@ fn a_list_that_is_not_posted_in_time_costs_time_and_no_transfer() {
     for salt in 1..4u8 {
         moves(&near, &source, &target, salt);
     }
+}
+
+/// A peer goes while lists are under way, and what its copiers shared with their kernels is the next ones': where those began with
+/// a number that had been called the end, their first kernel took it for that.
+#[test]
+fn the_copiers_of_a_peer_that_went_in_mid_transfer_leave_the_next_ones_nothing() {
+    let Some(gpu) = gpu() else { return };
+    let name = "launched::the_copiers_of_a_peer_that_went_in_mid_transfer_leave_the_next_ones_nothing";
+    if !is_alone(name) {
+        return;
+    }
+    if !is_real(&gpu) {
+        if of_stand_in(c"stand_in_slow_down").is_none() {
+            return println!("SKIPPED: needs a stand-in that runs kernels");
+        }
+        kernels_stay_longer();
+    }
+    const STEP: usize = 256 << 10;
+    // Some that stay, with what is the GPU's; a peer, its ends, and memory at both.
+    let stays = pair_of(&gpu);
+    moves(&stays.near, &stays.source, &stays.target, 1);
+    let (start, mut cut, mut round) = (Instant::now(), 0, 0u8);
+    while cut < 20 {
+        assert!(start.elapsed() < LONG, "{cut} times it went in mid-transfer");
+        round = round.wrapping_add(1);
+        let Pair { near, source, target, .. } = &pair_of(&gpu);
+        moves(near, source, target, round);
+        let writes: Vec<_> = (0..BYTES / STEP)
+            .map(|at| (at * STEP) as u64)
+            .map(|at| near.write(source, at, &target.descriptor(), at, STEP as u64).unwrap())
+            .collect();
+        writes[usize::from(round) % (writes.len() / 2)].wait(LONG).unwrap();
+        cut += u32::from(near.close(Duration::ZERO).is_err());
+    }
+}
+
+/// Two endpoints over one channel, each with memory of the GPU.
+struct Pair {
+    near: Peer,
+    source: Region,
+    target: Region,
+    _ends: [Endpoint; 2],
+}
+
+fn pair_of(gpu: &CudaGpu) -> Pair {
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let source = connecting.register_cuda(gpu.index(), BYTES).unwrap();
+    let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+    Pair { near, source, target, _ends: [accepting, connecting] }
 }
