@@ -12,6 +12,10 @@ usage: posted --plugin FILE [options]      both ends, two processes of this host
   --footprint BYTES memory of each end that messages cycle through (default 268435456)
   --seconds S       length of the timed part, about (default 2)
   --pin             thread i of both ends keeps to core i, and what the plugin starts from there too
+  --exchange        instead, messages both ways at once over every connection, one thread at each end, and the next
+                    when all are here: prints how long that takes; --window, --footprint and --pin are for the other
+  --every US        --exchange: one begins so long after the one before, or later (default 0)
+  --plain           --exchange over sockets of that thread, without a plugin
 The plugin reads its environment as ever; both ends have the same.
 ";
 
@@ -26,6 +30,9 @@ pub struct Flags {
     pub footprint: usize,
     pub seconds: f64,
     pub pin: bool,
+    pub exchange: bool,
+    pub plain: bool,
+    pub every_us: f64,
     /// This is the process that receives; the other one starts it.
     pub target: bool,
 }
@@ -48,6 +55,9 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
         footprint: 256 << 20,
         seconds: 2.0,
         pin: false,
+        exchange: false,
+        plain: false,
+        every_us: 0.0,
         target: false,
     };
     while let Some(flag) = args.next() {
@@ -62,16 +72,26 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
             "--footprint" => flags.footprint = number(&flag, value)?,
             "--seconds" => flags.seconds = number(&flag, value)?,
             "--pin" => flags.pin = true,
+            "--exchange" => flags.exchange = true,
+            "--plain" => flags.plain = true,
+            "--every" => flags.every_us = number(&flag, value)?,
             "--target" => flags.target = true,
             _ => return Err(format!("unknown option {flag}")),
         }
     }
-    let sound =
-        flags.comms > 0 && flags.window > 0 && (1..=1 << 30).contains(&flags.chunk) && flags.seconds > 0.0;
+    let sound = (0.0..=1e6).contains(&flags.every_us)
+        && flags.comms > 0
+        && flags.window > 0
+        && (1..=1 << 30).contains(&flags.chunk)
+        && flags.seconds > 0.0;
     match () {
-        () if flags.plugin.is_empty() => Err("--plugin FILE is missing".to_owned()),
+        () if flags.plain && !flags.exchange => Err("--plain is for --exchange".to_owned()),
+        () if flags.plugin.is_empty() != flags.plain => {
+            Err("--plugin FILE is missing, or there beside --plain".to_owned())
+        }
         () if !sound => {
-            Err("--comms, --window, --chunk and --seconds are above 0, --chunk up to 1 GiB".to_owned())
+            Err("--comms, --window, --chunk and --seconds are above 0, --chunk up to 1 GiB, --every up to a million"
+                .to_owned())
         }
         () => Ok(Some(flags)),
     }

@@ -6,8 +6,9 @@
 //! interface and nothing else.
 //!
 //! Reading order: [`flags`] says what a run is, [`session`] how the two processes come together, [`pump`] holds the
-//! measured loops, [`table`] the plugin's functions.
+//! measured loops, [`exchange`] another one, of messages both ways, [`table`] the plugin's functions.
 
+mod exchange;
 mod flags;
 mod pump;
 mod session;
@@ -28,7 +29,12 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let result = if flags.target { session::target(&flags) } else { session::source(&flags) };
+    let result = match (flags.exchange, flags.target) {
+        (false, true) => session::target(&flags),
+        (false, false) => session::source(&flags),
+        (true, true) => exchange::target(&flags),
+        (true, false) => exchange::source(&flags),
+    };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

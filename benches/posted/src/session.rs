@@ -98,7 +98,7 @@ struct Took {
 
 fn run(far: &mut Target, pumps: &mut [Pump<'_>], done: &AtomicU64, messages: u64) -> io::Result<Took> {
     let (start, cpu) = (Instant::now(), sys::cpu_seconds());
-    far.input.write_all(format!("{messages}\n").as_bytes())?;
+    far.tell(&messages.to_string())?;
     let ended = AtomicBool::new(false);
     let (told, mut rates) = thread::scope(|scope| {
         let rates = scope.spawn(|| rates(done, &ended));
@@ -148,18 +148,26 @@ fn all(pumps: &mut [Pump<'_>], body: impl Fn(&mut Pump<'_>) -> io::Result<()> + 
     })
 }
 
-fn say(line: String) -> io::Result<()> {
+pub fn say(line: String) -> io::Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}")?;
     out.flush()
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// The handle that [`hex`] wrote.
+pub fn unhex(text: &str) -> io::Result<Handle> {
+    let wrong = || io::Error::other("the other end's handle is no handle");
+    let byte = |at: usize| text.get(2 * at..2 * at + 2).and_then(|two| u8::from_str_radix(two, 16).ok());
+    let bytes: Option<Vec<u8>> = (0..text.len() / 2).map(byte).collect();
+    bytes.and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)
+}
+
 /// The other process.
-struct Target {
+pub struct Target {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
@@ -167,7 +175,7 @@ struct Target {
 
 impl Target {
     /// Starts this program again, with the same flags.
-    fn spawn() -> io::Result<Target> {
+    pub fn spawn() -> io::Result<Target> {
         let mut command = Command::new(std::env::current_exe()?);
         command
             .args(std::env::args_os().skip(1))
@@ -181,19 +189,21 @@ impl Target {
     }
 
     /// The rest of the next line, which begins like this.
-    fn line(&mut self, begin: &str) -> io::Result<String> {
+    pub fn line(&mut self, begin: &str) -> io::Result<String> {
         let mut line = String::new();
         self.output.read_line(&mut line)?;
         let rest = line.trim_end().strip_prefix(begin).map(str::to_owned);
         rest.ok_or_else(|| io::Error::other(format!("the target ended, or said {line:?}")))
     }
 
-    fn handle(&mut self) -> io::Result<Handle> {
-        let text = self.line("handle ")?;
-        let wrong = || io::Error::other("the target's handle is no handle");
-        let byte = |at: usize| text.get(2 * at..2 * at + 2).and_then(|two| u8::from_str_radix(two, 16).ok());
-        let bytes: Option<Vec<u8>> = (0..text.len() / 2).map(byte).collect();
-        bytes.and_then(|bytes| bytes.try_into().ok()).ok_or_else(wrong)
+    /// What a listener of its plugin gave.
+    pub fn handle(&mut self) -> io::Result<Handle> {
+        unhex(&self.line("handle ")?)
+    }
+
+    /// Tells it a line.
+    pub fn tell(&mut self, line: &str) -> io::Result<()> {
+        self.input.write_all(format!("{line}\n").as_bytes())
     }
 }
 
