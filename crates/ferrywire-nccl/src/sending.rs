@@ -30,8 +30,13 @@ const PIECE_BYTES_MAX: usize = 512 << 10;
 const PIECE_BYTES_STEP: usize = 4 << 10;
 /// After a rest a message goes inline up to this length: the workers sleep, and to wake one would take longer than to copy it.
 const LONE_BYTES_MAX: usize = 128 << 10;
-/// A rest. Messages that follow sooner are a stream, or the steps of a collective.
+/// A rest. Messages that follow sooner are a stream.
 const REST_MIN: Duration = Duration::from_millis(1);
+/// Up to this length a message that comes alone, as the one before it did, needs less of a rest: so much that NCCL's thread sends
+/// no more than so many bytes a second. Steps of a short collective come so, one after another, and each would wait for a worker
+/// here and for one at the other end. Those of several channels come together, and the workers send them at once.
+const STEP_BYTES_MAX: usize = 64 << 10;
+const STEP_BYTES_PER_SECOND: u64 = 3_000_000_000;
 /// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
@@ -121,15 +126,34 @@ impl Sending {
     }
 }
 
-thread_local! {
-    /// When this thread, one of NCCL's, last had a message to send that is not short, in whatever comm.
-    static POSTED: Cell<Option<Instant>> = const { Cell::new(None) };
+/// A message that is not short.
+#[derive(Clone, Copy)]
+struct Last {
+    at: Instant,
+    /// Those before it were long ago.
+    alone: bool,
 }
 
-/// Whether this thread has had no message but short ones for some time.
-fn comes_after_rest() -> bool {
+thread_local! {
+    /// The last that this thread, one of NCCL's, had to send, in whatever comm.
+    static POSTED: Cell<Option<Last>> = const { Cell::new(None) };
+}
+
+/// Whether this thread has had no message but short ones for long enough to send one of this length.
+fn comes_after_rest(bytes: usize) -> bool {
     let now = Instant::now();
-    POSTED.replace(Some(now)).is_none_or(|before| now.saturating_duration_since(before) >= REST_MIN)
+    let last = POSTED.get().map(|last| (now.saturating_duration_since(last.at), last.alone));
+    let (after_rest, alone) = is_after_rest(bytes, last);
+    POSTED.set(Some(Last { at: now, alone }));
+    after_rest
+}
+
+/// The same so long after another one, and whether it is alone.
+fn is_after_rest(bytes: usize, last: Option<(Duration, bool)>) -> (bool, bool) {
+    let rested = |rest| last.is_none_or(|(since, _)| since >= rest);
+    let alone = rested(Duration::from_nanos(bytes as u64 * 1_000_000_000 / STEP_BYTES_PER_SECOND));
+    let is_step = bytes <= STEP_BYTES_MAX && alone && last.is_none_or(|(_, alone)| alone);
+    (is_step || rested(REST_MIN), alone)
 }
 
 /// A comm that sends.
@@ -194,7 +218,7 @@ impl SendComm {
             return Ok(None);
         }
         let short = settings().inline_bytes;
-        let inline = bytes <= short || (comes_after_rest() && short > 0 && self.is_lone(&own, bytes));
+        let inline = bytes <= short || (comes_after_rest(bytes) && short > 0 && self.is_lone(&own, bytes));
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
@@ -324,7 +348,20 @@ mod tests {
 
     /// As if this thread had had a long message so long ago.
     fn rested(time: Duration) {
-        POSTED.set(Instant::now().checked_sub(time));
+        POSTED.set(Some(Last { at: Instant::now().checked_sub(time).unwrap(), alone: true }));
+    }
+
+    #[test]
+    fn steps_go_inline_as_long_as_they_come_alone_and_slowly() {
+        let us = Duration::from_micros;
+        assert_eq!(is_after_rest(STEP_BYTES_MAX, None), (true, true));
+        assert_eq!(is_after_rest(STEP_BYTES_MAX, Some((us(22), true))), (true, true));
+        assert_eq!(is_after_rest(STEP_BYTES_MAX, Some((us(20), true))), (false, false));
+        assert_eq!(is_after_rest(STEP_BYTES_MAX / 2, Some((us(20), true))), (true, true));
+        // The first of several channels' steps, of which those before came together.
+        assert_eq!(is_after_rest(STEP_BYTES_MAX / 2, Some((us(20), false))), (false, true));
+        assert_eq!(is_after_rest(STEP_BYTES_MAX + 1, Some((us(999), true))), (false, true));
+        assert_eq!(is_after_rest(LONE_BYTES_MAX, Some((us(1000), false))), (true, true));
     }
 
     #[test]
@@ -334,7 +371,9 @@ mod tests {
         let short = settings().inline_bytes;
         let mut source = vec![7; BYTES];
         let mut post = |bytes| comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
-        for (rest, bytes) in [(REST_MIN, LONE_BYTES_MAX), (Duration::ZERO, short)] {
+        for (rest, bytes) in
+            [(REST_MIN, LONE_BYTES_MAX), (REST_MIN / 2, STEP_BYTES_MAX), (Duration::ZERO, short)]
+        {
             rested(rest);
             let slot = post(bytes);
             let (mut inline, mut gone) = (0, false);
@@ -358,16 +397,16 @@ mod tests {
         let (near, mut far) = connections(3);
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
         let mut source = vec![7; BYTES];
-        for _ in 0..4 {
+        for bytes in [LONE_BYTES_MAX, STEP_BYTES_MAX, LONE_BYTES_MAX, STEP_BYTES_MAX / 2] {
             // Not past, however late this thread runs.
-            POSTED.set(Some(Instant::now() + Duration::from_secs(3600)));
-            let slot = comm.post(source.as_mut_ptr(), LONE_BYTES_MAX, 0, 0).unwrap().unwrap();
+            POSTED.set(Some(Last { at: Instant::now() + Duration::from_secs(3600), alone: true }));
+            let slot = comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
             let (mut bulk, mut gone) = (0, false);
             until("what a worker sends", || {
                 assert!(drained(far[0].as_mut()).is_empty());
                 bulk += far[1..].iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
                 gone = gone || comm.test(slot).unwrap().is_some();
-                (gone && bulk >= LONE_BYTES_MAX).then_some(())
+                (gone && bulk >= bytes).then_some(())
             });
         }
     }
