@@ -1,7 +1,10 @@
 //! Messages both ways at once, one thread at each end: a round has one of each connection there and one back, and the next
 //! begins when all are here. So a collective's steps use a plugin.
 //!
-//! `--plain` has sockets instead, moved on that thread alone, which is what NCCL does without a plugin.
+//! `--plain` has sockets instead, moved on that thread alone: less than what NCCL does without a plugin, which sends lengths too.
+//!
+//! Where rounds have a pace, both ends begin each at the same time, or late; a round has ended here when what this end sent is in
+//! the kernel and what the other end sent has arrived.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -13,8 +16,13 @@ use crate::session::{Target, hex, say, unhex};
 use crate::sys;
 use crate::table::{Net, Opaque};
 
-/// Rounds before the timed ones; the first is verified.
-const WARM_UP: u64 = 500;
+/// Rounds before the timed ones, at most, and seconds of them.
+const WARM_UP_ROUNDS: f64 = 500.0;
+const WARM_UP_S: f64 = 0.2;
+/// Rounds that say how long one takes.
+const TRIED_ROUNDS: u64 = 3;
+/// From when the target is told until the first of some rounds begins, where they have a pace.
+const LEAD_NS: u64 = 2_000_000;
 
 /// The end that answers.
 pub fn target(flags: &Flags) -> io::Result<()> {
@@ -42,17 +50,17 @@ pub fn target(flags: &Flags) -> io::Result<()> {
         }
     }
     say("ready".to_owned())?;
-    pairs.iter_mut().for_each(|pair| pair.memory().fill(true));
-    loop {
-        let Ok(line) = next() else { return Ok(()) };
-        let rounds = line.parse().map_err(|_| io::Error::other("not a number of rounds"))?;
+    for run in 0.. {
+        let Ok(line) = next() else { break };
+        let wrong = || io::Error::other("not a number of rounds and a time");
+        let (rounds, first_ns) = line.split_once(' ').ok_or_else(wrong)?;
+        let (rounds, first_ns) =
+            (rounds.parse().map_err(|_| wrong())?, first_ns.parse().map_err(|_| wrong())?);
         let cpu = sys::cpu_seconds();
-        (0..rounds).try_for_each(|_| round(&mut pairs))?;
-        if !pairs.iter_mut().all(|pair| pair.memory().holds(false)) {
-            return Err(io::Error::other("the data are wrong"));
-        }
+        timed(&mut pairs, Pace { run, rounds, first_ns, every_ns: every_ns(flags) }, Side::Target)?;
         say(format!("done {}", sys::cpu_seconds() - cpu))?;
     }
+    Ok(())
 }
 
 /// The end that begins, and measures.
@@ -79,34 +87,24 @@ pub fn source(flags: &Flags) -> io::Result<()> {
         }
     }
     far.line("ready")?;
-    pairs.iter_mut().for_each(|pair| pair.memory().fill(false));
-    let every = Duration::from_secs_f64(flags.every_us.max(0.0) / 1e6);
+    let (mut runs, every_ns) = (0.., every_ns(flags));
     let mut run = |rounds: u64| -> io::Result<(Vec<Duration>, f64)> {
-        let cpu = sys::cpu_seconds();
-        far.tell(&rounds.to_string())?;
-        let mut next = Instant::now();
-        let timed = |_| -> io::Result<Duration> {
-            // The other end waits in its receive.
-            while Instant::now() < next {
-                std::hint::spin_loop();
-            }
-            let begun = Instant::now();
-            next = begun + every;
-            round(&mut pairs)?;
-            Ok(begun.elapsed())
-        };
-        let took = (0..rounds).map(timed).collect::<io::Result<Vec<_>>>()?;
+        let (cpu, first_ns) = (sys::cpu_seconds(), sys::shared_clock_ns() + LEAD_NS);
+        far.tell(&format!("{rounds} {first_ns}"))?;
+        let pace = Pace { run: runs.next().unwrap_or_default(), rounds, first_ns, every_ns };
+        let took = timed(&mut pairs, pace, Side::Source)?;
         let told = far.line("done ")?;
         let there: f64 = told.parse().map_err(|_| io::Error::other(format!("the target said {told:?}")))?;
-        if !pairs.iter_mut().all(|pair| pair.memory().holds(true)) {
-            return Err(io::Error::other("the data are wrong"));
-        }
         Ok((took, sys::cpu_seconds() - cpu + there))
     };
+    let mean = |took: &[Duration]| {
+        let mean = took.iter().sum::<Duration>().as_secs_f64() / took.len() as f64;
+        mean.max(every_ns as f64 / 1e9)
+    };
     run(1)?;
-    let (warm, _) = run(WARM_UP)?;
-    let mean = warm.iter().sum::<Duration>().as_secs_f64() / WARM_UP as f64;
-    let (mut took, cpu_seconds) = run(((flags.seconds / mean.max(every.as_secs_f64())) as u64).max(100))?;
+    let (tried, _) = run(TRIED_ROUNDS)?;
+    let (warm, _) = run((WARM_UP_S / mean(&tried)).clamp(1.0, WARM_UP_ROUNDS) as u64)?;
+    let (mut took, cpu_seconds) = run((flags.seconds / mean(&warm)).max(1.0) as u64)?;
     let (rounds, seconds) = (took.len() as f64, took.iter().sum::<Duration>().as_secs_f64());
     took.sort_unstable();
     let us = |part: f64| took[(part * (rounds - 1.0)) as usize].as_secs_f64() * 1e6;
@@ -122,6 +120,55 @@ pub fn source(flags: &Flags) -> io::Result<()> {
         flags.chunk,
     );
     Ok(())
+}
+
+/// When rounds begin.
+struct Pace {
+    /// Number of this run of rounds.
+    run: u8,
+    rounds: u64,
+    first_ns: u64,
+    /// From one to the next at least, or 0: then each begins as soon as it can.
+    every_ns: u64,
+}
+
+fn every_ns(flags: &Flags) -> u64 {
+    (flags.every_us * 1e3) as u64
+}
+
+/// Whose bytes they are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Source,
+    Target,
+}
+
+impl Side {
+    fn other(self) -> Side {
+        if self == Side::Source { Side::Target } else { Side::Source }
+    }
+}
+
+/// Rounds at one end; sees that the last one's bytes are the other end's of this run.
+fn timed(pairs: &mut [Box<dyn Pair>], pace: Pace, side: Side) -> io::Result<Vec<Duration>> {
+    for (index, pair) in pairs.iter_mut().enumerate() {
+        pair.memory().fill(Pattern { side, run: pace.run, index });
+    }
+    let mut took = Vec::new();
+    for number in 0..pace.rounds {
+        while pace.every_ns > 0 && sys::shared_clock_ns() < pace.first_ns + number * pace.every_ns {
+            thread::yield_now();
+        }
+        let begun = Instant::now();
+        round(pairs)?;
+        took.push(begun.elapsed());
+    }
+    let mut each = pairs.iter_mut().enumerate();
+    match each.all(|(index, pair)| pair.memory().holds(Pattern { side: side.other(), run: pace.run, index }))
+    {
+        true => Ok(took),
+        false => Err(io::Error::other("the data are wrong")),
+    }
 }
 
 /// A message over each pair both ways.
@@ -160,21 +207,31 @@ impl Memory {
         Ok(Memory { out: sys::memory(flags.chunk)?, into: sys::memory(flags.chunk)? })
     }
 
-    /// One end's bytes; the next call for `holds` finds nothing of an earlier round.
-    fn fill(&mut self, is_target: bool) {
-        self.out.iter_mut().enumerate().for_each(|(at, byte)| *byte = byte_at(at, is_target));
+    fn fill(&mut self, pattern: Pattern) {
+        self.out.iter_mut().enumerate().for_each(|(at, byte)| *byte = pattern.byte(at));
     }
 
-    /// Whether the other end's bytes are here, which are forgotten then.
-    fn holds(&mut self, of_target: bool) -> bool {
-        let found = self.into.iter().enumerate().all(|(at, byte)| *byte == byte_at(at, of_target));
-        self.into.fill(0);
-        found
+    /// Whether the other end's bytes are here.
+    fn holds(&self, pattern: Pattern) -> bool {
+        self.into.iter().enumerate().all(|(at, byte)| *byte == pattern.byte(at))
     }
 }
 
-fn byte_at(at: usize, of_target: bool) -> u8 {
-    (at % 251) as u8 ^ if of_target { 0xA5 } else { 0x3C }
+/// Bytes that no other end, run or pair has.
+#[derive(Clone, Copy)]
+struct Pattern {
+    side: Side,
+    run: u8,
+    index: usize,
+}
+
+impl Pattern {
+    fn byte(self, at: usize) -> u8 {
+        let salt = (self.index as u8).wrapping_mul(16)
+            ^ self.run.wrapping_mul(2)
+            ^ u8::from(self.side == Side::Target);
+        (at % 251) as u8 ^ salt
+    }
 }
 
 /// Two comms of a plugin.

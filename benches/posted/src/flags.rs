@@ -14,7 +14,7 @@ usage: posted --plugin FILE [options]      both ends, two processes of this host
   --pin             thread i of both ends keeps to core i, and what the plugin starts from there too
   --exchange        instead, messages both ways at once over every connection, one thread at each end, and the next
                     when all are here: prints how long that takes; --window, --footprint and --pin are for the other
-  --every US        --exchange: one begins so long after the one before, or later (default 0)
+  --every US        --exchange: both ends begin one so long after the one before, or late (default 0: at once)
   --plain           --exchange over sockets of that thread, without a plugin
 The plugin reads its environment as ever; both ends have the same.
 ";
@@ -85,7 +85,9 @@ pub fn parse(mut args: impl Iterator<Item = String>) -> Result<Option<Flags>, St
         && (1..=1 << 30).contains(&flags.chunk)
         && flags.seconds > 0.0;
     match () {
-        () if flags.plain && !flags.exchange => Err("--plain is for --exchange".to_owned()),
+        () if (flags.plain || flags.every_us != 0.0) && !flags.exchange => {
+            Err("--plain and --every are for --exchange".to_owned())
+        }
         () if flags.plugin.is_empty() != flags.plain => {
             Err("--plugin FILE is missing, or there beside --plain".to_owned())
         }

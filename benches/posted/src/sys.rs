@@ -16,6 +16,14 @@ pub fn cpu_seconds() -> f64 {
     seconds(usage.ru_utime) + seconds(usage.ru_stime)
 }
 
+/// Nanoseconds of a clock that all processes of this host share.
+pub fn shared_clock_ns() -> u64 {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer is to a timespec.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
 /// Cores this process may run on, in order.
 pub fn cores() -> Vec<usize> {
     let mut set = MaybeUninit::<libc::cpu_set_t>::zeroed();

@@ -129,8 +129,9 @@ impl Sending {
 /// A message that is not short.
 #[derive(Clone, Copy)]
 struct Last {
+    /// When it was posted, or in the kernel if this thread sent it.
     at: Instant,
-    /// Those before it were long ago.
+    /// The one before it was long ago.
     alone: bool,
 }
 
@@ -148,7 +149,12 @@ fn comes_after_rest(bytes: usize) -> bool {
     after_rest
 }
 
-/// The same so long after another one, and whether it is alone.
+/// This thread has sent a message: one that follows at once is not alone, however long that took.
+fn rest_begins() {
+    POSTED.set(POSTED.get().map(|last| Last { at: Instant::now(), ..last }));
+}
+
+/// The same so long after another one, which was alone or was not.
 fn is_after_rest(bytes: usize, last: Option<(Duration, bool)>) -> (bool, bool) {
     let rested = |rest| last.is_none_or(|(since, _)| since >= rest);
     let alone = rested(Duration::from_nanos(bytes as u64 * 1_000_000_000 / STEP_BYTES_PER_SECOND));
@@ -227,6 +233,9 @@ impl SendComm {
             let head = Head { message, total_bytes: length, offset: 0, bytes: length, tag };
             own.inline.push_back(Piece { head, data });
             self.send_inline(&mut own);
+            if bytes > short {
+                rest_begins();
+            }
         } else {
             let wanted = self.shared.enqueue(Outgoing { message, tag, data, bytes, taken: 0 });
             self.wake(message as usize, wanted);
