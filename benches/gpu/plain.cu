@@ -116,8 +116,8 @@ struct End {
     }
 };
 
-// Long copies of the GPU's engines, with nothing beside them: what its link carries, within some percent (kernels that only
-// write to the host have been seen at 1.05 of it).
+// Long copies of the GPU's engines, with nothing beside them: what its link carries, within some percent: kernels may carry
+// a little more one way.
 static int link_of(int number) {
     CUdevice device;
     CUcontext context;
