@@ -36,7 +36,7 @@ static LAUNCHES_BLOCK: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value != "0"));
 
 pub(super) struct CudaCopier {
-    /// Dropped before the memory that its work uses.
+    /// Dropped before the memory that its work uses, and before the kernel, which then knows how far it came.
     stream: CudaStream,
     /// The last mark that was reached.
     flag: PinnedBuffer,

@@ -248,9 +248,14 @@ impl ListKernel {
 
     /// The kernel has gone.
     fn forget(&mut self) {
-        if self.launched.take().is_some() {
+        if self.launched.take().is_none() {
+            return;
+        }
+        match self.desk().ended.load(Ordering::Acquire) {
+            // Its context was lost, and the kernel with it.
+            0 => self.words.lose_count(),
             // It has told its blocks that there is no list of that number.
-            self.words.go_on(self.desk().ended.load(Ordering::Acquire) + 1);
+            ended => self.words.go_on(ended + 1),
         }
     }
 
@@ -276,5 +281,12 @@ impl ListKernel {
         if let Some(launched) = &mut self.launched {
             (launched.settled, launched.first_since) = (begun || late, Some(since));
         }
+    }
+}
+
+impl Drop for ListKernel {
+    /// When all of the stream's work is done.
+    fn drop(&mut self) {
+        self.forget();
     }
 }

@@ -324,6 +324,34 @@ fn the_copiers_of_a_peer_that_went_in_mid_transfer_leave_the_next_ones_nothing()
     }
 }
 
+/// The words in which a kernel's blocks tell each other of lists have the lower bits of lists' numbers: where peers that only
+/// moved little left numbers out, a block took what was said there long ago for the list that it waited for.
+#[test]
+fn what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one() {
+    let Some(gpu) = gpu() else { return };
+    let name = "launched::what_was_said_of_a_list_long_ago_is_not_taken_for_a_later_one";
+    if !is_alone(name) {
+        return;
+    }
+    if !is_real(&gpu) && of_stand_in(c"stand_in_slow_down").is_none() {
+        return println!("SKIPPED: needs a stand-in that runs kernels");
+    }
+    // One that stays, with what is the GPU's.
+    let stays = pair_with(&gpu, 100);
+    moves(&stays.near, &stays.source, &stays.target, 1);
+    let moves_much = |salt| {
+        let pair = pair_of(&gpu);
+        moves(&pair.near, &pair.source, &pair.target, salt);
+    };
+    moves_much(2);
+    // Fewer than the lower bits can tell apart, by as many as may be said at once.
+    for _ in 0..256 - 4 {
+        let pair = pair_with(&gpu, 100);
+        moves(&pair.near, &pair.source, &pair.target, 3);
+    }
+    moves_much(4);
+}
+
 /// Two endpoints over one channel, each with memory of the GPU.
 struct Pair {
     near: Peer,
@@ -333,10 +361,14 @@ struct Pair {
 }
 
 fn pair_of(gpu: &CudaGpu) -> Pair {
+    pair_with(gpu, BYTES)
+}
+
+fn pair_with(gpu: &CudaGpu, bytes: usize) -> Pair {
     let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
     let connecting = Endpoint::builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
-    let source = connecting.register_cuda(gpu.index(), BYTES).unwrap();
-    let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+    let source = connecting.register_cuda(gpu.index(), bytes).unwrap();
+    let target = accepting.register_cuda(gpu.index(), bytes).unwrap();
     Pair { near, source, target, _ends: [accepting, connecting] }
 }

@@ -210,9 +210,10 @@ pub(crate) struct Kernels {
 pub(crate) struct Counter {
     kernels: Arc<Kernels>,
     address: u64,
-    /// The next list's number. None comes twice in the same words, and few are left out: what is said there of lists that are gone
-    /// is not of one with the same lower bits.
+    /// The next list's number. None comes twice in the same words, and none is left out: so what is said in a list's place is of
+    /// the one four before it, and not of one long ago with the same lower bits.
     next: u64,
+    is_known: bool,
 }
 
 impl Counter {
@@ -230,12 +231,18 @@ impl Counter {
     pub fn go_on(&mut self, next: u64) {
         self.next = next;
     }
+
+    /// Which numbers are used is not known: nobody else gets these words.
+    pub fn lose_count(&mut self) {
+        self.is_known = false;
+    }
 }
 
 impl Drop for Counter {
     fn drop(&mut self) {
-        // The last kernel may have told its blocks that there is no list of the next number.
-        self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, self.next + 1));
+        if self.is_known {
+            self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, self.next));
+        }
     }
 }
 
@@ -273,7 +280,7 @@ impl Kernels {
     /// streams.
     pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
         let (address, next) = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
-        Some(Counter { kernels: self.clone(), address, next })
+        Some(Counter { kernels: self.clone(), address, next, is_known: true })
     }
 
     /// Enqueues the copies of all fragments of some runs, at most [`RUNS_PER_LAUNCH_MAX`], in one launch.
