@@ -431,9 +431,11 @@ impl Transfer {
     /// hardware has few queues for copies (8 each way unless `CUDA_DEVICE_MAX_COPY_CONNECTIONS` says more, up to 32):
     /// enqueue kernels there, and copies when the transfer has ended.
     ///
-    /// A driver has the multiprocessors do copies to a GPU of no more than 24 KiB. Those of transfers stand behind the wait where
-    /// streams that wait fill all their queues: some dozens do, and with `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. A message
-    /// as short as that, which such a stream waits for, would wait for the stream in turn: wait for it on the host.
+    /// What the multiprocessors do stands behind the wait where streams that wait fill all their queues: some dozens do, and with
+    /// `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. Over a plugin or devmem that is all that is gathered on the GPU: wait for
+    /// those transfers on the host there, or they wait for the stream in turn. Over TCP it is what is short, since a driver has
+    /// the multiprocessors copy 24 KiB and less to a GPU; while a stream waits that goes as rectangles instead, by copy engines,
+    /// except where it is a single byte. (Tried with a stand-in for the driver; on an H200 the calls by themselves.)
     ///
     /// # Errors
     /// The driver's.

@@ -126,8 +126,7 @@ impl CudaCopier {
 
     /// Has the batch copied by the multiprocessors, if that is the better way, and if they have time for it.
     ///
-    /// A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not. (The
-    /// driver has the multiprocessors do the shortest copies to a GPU as well, for which there is no other way.)
+    /// A kernel may have to stand behind a stream that waits for this very transfer; a copy engine's work does not.
     ///
     /// # Safety
     /// As for [`Copier::copy`].

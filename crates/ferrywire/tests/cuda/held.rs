@@ -47,7 +47,55 @@ impl Pair {
             self.near.read(&self.source, 0, &remote, 0, len).unwrap().wait(LONG).unwrap();
         }
     }
+
+    /// Moves little both ways, and looks at it.
+    fn move_little(&self, target: &Region) {
+        let remote = target.descriptor();
+        for (bytes, salt) in LITTLE.into_iter().zip(1..) {
+            let (at, len) = ((BYTES / 2 + bytes) as u64, bytes as u64);
+            let written: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8 ^ salt).collect();
+            // A byte before and behind stay as they are.
+            let looks = |region: &Region, at: u64, around: u8| {
+                let mut found = vec![0; bytes + 2];
+                region.read_at(at - 1, &mut found).unwrap();
+                assert!(
+                    found[1..=bytes] == written && (found[0], found[bytes + 1]) == (around, around),
+                    "{bytes}"
+                );
+            };
+            self.source.write_at(at, &written).unwrap();
+            self.near.write(&self.source, at, &remote, at, len).unwrap().wait(LONG).unwrap();
+            looks(target, at, 0);
+            self.near.read(&self.source, len, &remote, at, len).unwrap().wait(LONG).unwrap();
+            looks(&self.source, len, 0);
+            for (region, at) in [(&self.source, at), (target, at), (&self.source, len)] {
+                region.write_at(at, &vec![0; bytes]).unwrap();
+            }
+        }
+    }
+
+    /// Sends messages that travel at once, to receives that are posted before them, and after.
+    fn send_little(&self, target: &Region) {
+        let (mut tag, mut posted) = (100, Vec::new());
+        for bytes in LITTLE.into_iter().filter(|bytes| *bytes <= EAGER).map(|bytes| bytes as u64) {
+            tag += 2;
+            posted.push((tag, bytes, self.far.recv(tag, target, 0, bytes).unwrap()));
+            for tag in [tag, tag + 1] {
+                self.near.send(tag, &self.source, 0, bytes).unwrap().wait(LONG).unwrap();
+            }
+            posted.push((tag + 1, bytes, self.far.recv(tag + 1, target, 0, bytes).unwrap()));
+        }
+        for (tag, bytes, received) in posted {
+            assert_eq!(received.wait(LONG), Ok(bytes), "{tag}");
+        }
+    }
 }
+
+/// Longer messages wait for their receive.
+const EAGER: usize = 64 << 10;
+/// Lengths that a driver has the multiprocessors copy to a GPU, whose queues are those in which streams wait; it copies longer
+/// ones, and rectangles, by its copy engines. (Of a single byte no rectangle can be made.)
+const LITTLE: [usize; 10] = [2, 3, 8, 1001, 4096, 12_345, 24 << 10, 65_535, 65_536, 65_537];
 
 /// A driver frees memory only when all work of the GPU is done. So a peer that went took the transfers of others along,
 /// if a stream waited for one of them.
@@ -105,6 +153,8 @@ fn copies_pass_many_streams_that_wait() {
         let received = pair.far.recv(1, &target, 0, BYTES as u64).unwrap();
         streams.iter().for_each(|stream| received.hold(stream).unwrap());
         pair.move_through(&target);
+        pair.move_little(&target);
+        pair.send_little(&target);
         pair.near.send(1, &pair.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
         assert_eq!(received.wait(LONG), Ok(BYTES as u64));
         streams.iter().for_each(|stream| stream.wait(LONG).unwrap());

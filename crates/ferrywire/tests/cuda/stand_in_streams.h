@@ -7,7 +7,7 @@ enum { COPY, FILL, FLAG, KERNEL, AWAIT, HOLD, STREAMS = 2048, EVENTS = 2048, PAR
 
 /* A GPU has few queues for its multiprocessors, and so many streams that wait for a word of memory stand in all of them; in the
  * only one, if a variable asks for that. They are for kernels, for what is filled, for copies within a GPU, and, as an H200's
- * driver has it, for copies to it of no more bytes than this, or than that from memory which is not pinned. */
+ * driver has it, for copies to it of at most so many bytes in one row, from memory that is pinned or from other. */
 enum { QUEUED_STREAMS = 32, SHORT_BYTES = 24 << 10, NOT_PINNED_BYTES = 64 << 10 };
 
 struct work {
@@ -20,6 +20,20 @@ struct work {
     char *parameters;
     void *launch;
     struct work *next;
+};
+
+struct rectangle {
+    size_t source_x, source_y;
+    int source_kind;
+    void *source;
+    address source_device;
+    void *source_array;
+    size_t source_pitch, target_x, target_y;
+    int target_kind;
+    void *target_host;
+    address target;
+    void *target_array;
+    size_t target_pitch, width, rows;
 };
 
 /* What was given to a stream and what of it is done are counted for ever: an event is a stream and a count. */
@@ -186,7 +200,7 @@ static void finish_all(void) {
 }
 
 /* Unknown addresses are the host's, and the work is done when this returns. */
-static int move(void *handle, address target, address source, size_t bytes) {
+static int move_rows(void *handle, address target, address source, size_t bytes, size_t rows) {
     NEEDS_CONTEXT;
     if (!bytes) return DONE;
     pthread_mutex_lock(&lock);
@@ -197,7 +211,7 @@ static int move(void *handle, address target, address source, size_t bytes) {
     if (given == DONE && stream) {
         struct range *device = find(target), *other = find(source);
         int queued = device && device->kind == DEVICE &&
-                     (bytes <= SHORT_BYTES || (other ? other->kind == DEVICE : bytes <= NOT_PINNED_BYTES));
+                     ((other && other->kind == DEVICE) || (rows == 1 && bytes <= (other ? SHORT_BYTES : NOT_PINNED_BYTES)));
         given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued});
         if (at_once) finish(stream);
     } else if (given == DONE) {
@@ -205,6 +219,10 @@ static int move(void *handle, address target, address source, size_t bytes) {
     }
     pthread_mutex_unlock(&lock);
     return given;
+}
+
+static int move(void *handle, address target, address source, size_t bytes) {
+    return move_rows(handle, target, source, bytes, 1);
 }
 
 static int fill_or_flag(void *handle, int what, address target, address value, size_t bytes) {
@@ -231,6 +249,15 @@ static int is_device(address at) {
 /* An address of a GPU is looked up, and nothing else is it. */
 int cuMemcpyHtoDAsync_v2(address target, void *source, size_t bytes, void *stream) {
     return stream && is_device(target) ? move(stream, target, (address)source, bytes) : INVALID_VALUE;
+}
+
+/* Of rows without gaps, from the host to a GPU. */
+int cuMemcpy2DAsync_v2(struct rectangle *of, void *stream) {
+    if (of->source_x || of->source_y || of->target_x || of->target_y || !of->width || !of->rows) return INVALID_VALUE;
+    if (of->source_kind != 1 || of->target_kind != 2 || of->source_pitch != of->width || of->target_pitch != of->width)
+        return INVALID_VALUE;
+    if (!stream || !is_device(of->target)) return INVALID_VALUE;
+    return move_rows(stream, of->target, (address)of->source, of->width * of->rows, of->rows);
 }
 
 int cuMemcpyDtoHAsync_v2(void *target, address source, size_t bytes, void *stream) {

@@ -6,6 +6,7 @@
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
+use super::stream::{SHORT_BYTES, copy_short};
 use super::{CudaBuffer, CudaStream, PinnedBuffer, idle, pointer};
 use crate::limits::CUDA_GPUS_MAX;
 use crate::sys::numa;
@@ -257,17 +258,19 @@ impl CudaGpu {
         if self.urgent.iter().all(|way| lock(way).len() >= URGENT_STREAMS) {
             return Ok(());
         }
-        let (device, host) = (self.alloc_own(size_of::<u64>(), 8)?, self.pinned(size_of::<u64>())?);
-        // The stream of blocking copies, too.
-        self.write_from_slice(device.address(), &[0; size_of::<u64>()])?;
+        let (device, host) = (self.alloc_own(ZEROES_BYTES, 8)?, self.pinned(ZEROES_BYTES)?);
+        // The stream of blocking copies, too; and by copy engines, which short copies to a GPU are not for.
+        self.read_to_vec(device.address(), size_of::<u64>())?;
+        // SAFETY: memory of ours, so long.
+        unsafe { self.copy_and_wait(device.address(), host.address(), ZEROES_BYTES) }?;
         for way in &self.urgent {
             let mut made = lock(way);
             while made.len() < URGENT_STREAMS {
                 let stream = CudaStream::urgent(self)?;
                 // SAFETY: memory of ours, which is kept until the stream has finished.
                 unsafe {
-                    stream.copy(device.address(), host.address(), 1)?;
-                    stream.copy(host.address(), device.address(), 1)?;
+                    stream.copy(device.address(), host.address(), ZEROES_BYTES)?;
+                    stream.copy(host.address(), device.address(), ZEROES_BYTES)?;
                     stream.write_flag_u64(host.address(), 1)?;
                 }
                 stream.finish();
@@ -319,21 +322,47 @@ impl CudaGpu {
     ///
     /// # Errors
     /// [`CudaError::OutOfReach`] or [`CudaError::OutOfRange`] where the target is not all of one or the other.
-    pub fn write_from_slice(&self, target: u64, source: &[u8]) -> Result<()> {
-        self.reaches(target, source.len())?;
-        // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
-        unsafe { self.copy_and_wait(target, source.as_ptr() as u64, source.len()) }
+    pub fn write_from_slice(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
+        let bytes = source.len();
+        let is_gpu = self.reaches(target, bytes)?;
+        let mut copied = false;
+        self.blocking(bytes, |stream, about| {
+            // Whoever waits from now on stands behind it.
+            let launching = if is_gpu { idle::launching() } else { None };
+            copied = launching.is_some() || !is_gpu || bytes < 2;
+            if !copied {
+                return Ok(());
+            }
+            // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
+            unsafe { call!(about, cuMemcpyAsync(target, source.as_ptr() as u64, bytes, stream)) }
+        })?;
+        if copied || bytes == 0 {
+            return Ok(());
+        }
+        // A driver has the multiprocessors copy what is short, in whose queue there may be a stream that waits for a transfer.
+        let once = bytes.min(SHORT_BYTES);
+        let pinned = self.pinned(once)?;
+        (0..bytes).step_by(once).try_for_each(|at| {
+            // The last one may begin before the end of the one before it.
+            let at = at.min(bytes - once);
+            // SAFETY: inside of the source, and pinned memory of that length, which nobody else uses.
+            unsafe { ptr::copy_nonoverlapping(source[at..].as_ptr(), pinned.as_ptr(), once) };
+            self.blocking(once, |stream, about| {
+                // SAFETY: the target was looked up; the source is ours until the copy is done.
+                unsafe { copy_short(about, target + at as u64, pinned.as_ptr().cast(), once, stream) }
+            })
+        })
     }
 
-    /// Refuses an address that the driver would follow to wherever it leads in this process.
-    fn reaches(&self, address: u64, bytes: usize) -> Result<()> {
+    /// Refuses an address that the driver would follow to wherever it leads in this process; says whether it is a GPU's.
+    fn reaches(&self, address: u64, bytes: usize) -> Result<bool> {
         let bytes = bytes as u64;
         if bytes == 0 || pointer::gpu_of_range(address, bytes)?.is_some() {
-            return Ok(());
+            return Ok(true);
         }
         let end = address.checked_add(bytes);
         match pointer::pinned(self, address).zip(end) {
-            Some(((base, len), end)) if end <= base + len => Ok(()),
+            Some(((base, len), end)) if end <= base + len => Ok(false),
             _ => Err(CudaError::OutOfReach { address, bytes }),
         }
     }
