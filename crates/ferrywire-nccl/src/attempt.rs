@@ -273,9 +273,11 @@ fn dealt(counts: &[usize]) -> impl Iterator<Item = usize> {
 }
 
 /// Over the NIC where it has the peer in its subnet; else the routing table knows better.
-fn dial(pair: &Pair) -> Outcome<Box<dyn Conn>> {
+pub fn dial(pair: &Pair) -> Outcome<Box<dyn Conn>> {
     let nic = Some(&pair.nic).filter(|nic| nic.reaches(pair.to.ip()));
-    network().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))
+    let conn = network().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))?;
+    be_patient(conn.as_ref());
+    Ok(conn)
 }
 
 #[cfg(test)]

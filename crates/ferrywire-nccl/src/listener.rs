@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferrywire::transport::{Conn, Listener, Nic, Transport};
 
-use crate::attempt::{self, data_options};
+use crate::attempt::{self, be_patient, data_options};
 use crate::comm::Comm;
 use crate::device::{Device, network};
 use crate::failure::{Fault, Outcome};
@@ -127,6 +127,7 @@ impl ListenComm {
             match self.listeners[place].accept() {
                 Ok(None) => break,
                 Ok(Some(conn)) => {
+                    be_patient(conn.as_ref());
                     let serving = Serving::new(conn).map_err(|e| Fault::system("random bytes", &e))?;
                     self.proving.push((Instant::now(), serving));
                 }
@@ -168,9 +169,10 @@ fn is_short(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pairs::Pair;
     use crate::proof::Dialling;
     use crate::testing::until;
-    use ferrywire::sys::nics;
+    use ferrywire::sys::{nics, socket};
     use ferrywire::transport::ConnOptions;
     use ferrywire::transport::tcp::TcpTransport;
     use std::os::fd::RawFd;
@@ -235,6 +237,24 @@ mod tests {
         listener.listeners.insert(0, Box::new(Short(handle.addresses[0])));
         assert!(listener.accept().err().unwrap().why.contains("Too many open files"));
         assert_eq!(listener.listeners.len(), 2);
+    }
+
+    /// A network that was out for some seconds while a comm was being made ended its communicator.
+    #[test]
+    fn connections_outlast_short_outages_from_the_first() {
+        let (mut listener, handle) = listening();
+        let nic =
+            nics::list().unwrap().into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
+        let near = attempt::dial(&Pair { nic, to: handle.addresses[0] }).unwrap();
+        let keeps = |fd| socket::get_int(fd, libc::IPPROTO_TCP, libc::TCP_KEEPIDLE).unwrap();
+        assert!(keeps(near.fd().unwrap()) >= 20);
+        let mut dialling = Dialling::new(near, Claim { comm: [3; 16], index: 0, sockets: 2 });
+        until("a proof", || {
+            dialling.poll(&handle.secret).unwrap();
+            assert!(listener.accept().unwrap().is_none());
+            (!listener.gathering.is_empty()).then_some(())
+        });
+        assert!(keeps(listener.gathering[0].conns[0].as_ref().unwrap().fd().unwrap()) >= 20);
     }
 
     /// They were dropped for strangers, after a time in which nobody had looked at them.

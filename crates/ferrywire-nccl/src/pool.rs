@@ -83,17 +83,20 @@ impl Pool {
         Ok(Pool { workers, senders, receivers, wires: AtomicU64::new(0) })
     }
 
-    /// With one worker, for tests of what comms have in common.
+    /// With so many workers, for tests of what comms have in common.
     #[cfg(test)]
-    pub fn of_one() -> Pool {
-        Pool::start(1, Worker::start).unwrap()
+    pub fn of(threads: usize) -> Pool {
+        Pool::start(threads, Worker::start).unwrap()
     }
 
     /// Lets a worker send over this connection.
     pub fn send_over(&self, sender: Sender, comm: Arc<Sending>) -> Outcome<Arc<Wire>> {
         let worker = self.next(&self.senders);
         let sender = Mutex::new(Some(sender));
-        self.add(worker, Side::Send { sender, comm, armed: AtomicBool::new(false) })
+        self.add(
+            worker,
+            Side::Send { sender, comm, armed: AtomicBool::new(false), blocked: AtomicBool::new(false) },
+        )
     }
 
     /// Lets a worker receive over this connection.
@@ -154,9 +157,20 @@ pub struct Wire {
     pub side: Side,
 }
 
+/// What a wire has to wait for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Delay {
+    /// Nothing.
+    Awake,
+    /// Its worker sleeps.
+    Asleep,
+    /// Its socket has no room.
+    Blocked,
+}
+
 /// A direction, with the connection while there is one.
 pub enum Side {
-    /// `armed`: the worker is going to look at the comm's queue.
+    /// `armed`: the worker is going to look at the comm's queue; `blocked`: when its socket has room.
     Send {
         /// None once it is closed.
         sender: Mutex<Option<Sender>>,
@@ -164,6 +178,8 @@ pub enum Side {
         comm: Arc<Sending>,
         /// See above.
         armed: AtomicBool,
+        /// See above.
+        blocked: AtomicBool,
     },
     /// `waits_for`: the message whose receive is not posted yet, or [`NO_MESSAGE`].
     Receive {
@@ -177,6 +193,15 @@ pub enum Side {
 }
 
 impl Wire {
+    /// How soon it would take what is told to it now: less is sooner.
+    pub fn delay(&self) -> Delay {
+        match &self.side {
+            Side::Send { blocked, .. } if blocked.load(Ordering::SeqCst) => Delay::Blocked,
+            _ if self.worker.sleeps.load(Ordering::Relaxed) => Delay::Asleep,
+            _ => Delay::Awake,
+        }
+    }
+
     /// There is something to send.
     pub fn has_work(&self) {
         if let Side::Send { armed, .. } = &self.side

@@ -15,7 +15,6 @@ use std::time::{Duration, Instant};
 use ferrywire::nccl::abi::ResultCode;
 use ferrywire::transport::Conn;
 
-use crate::attempt::be_patient;
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
@@ -191,7 +190,6 @@ impl RecvComm {
 
     /// Likewise, its bulk moved by these workers.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<RecvComm> {
-        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
         let sockets = conns.len();
         let mut links = Link::all(conns);
         let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;

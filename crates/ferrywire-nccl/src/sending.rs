@@ -8,18 +8,17 @@
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use ferrywire::transport::Conn;
 
-use crate::attempt::be_patient;
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
 use crate::link::Link;
-use crate::pool::{Opening, Pool, Wire, pool};
-use crate::settings::settings;
+use crate::pool::{Delay, Opening, Pool, Wire, pool};
+use crate::settings::{SOCKETS_MAX, settings};
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
 
 /// A message is not cut into smaller pieces than this,
@@ -50,6 +49,7 @@ pub struct Sending {
     /// Bytes in the queue, to be looked at without the lock.
     queued_bytes: AtomicUsize,
     sockets: usize,
+    wires: OnceLock<Vec<Weak<Wire>>>,
 }
 
 struct Counters([AtomicUsize; REQUESTS]);
@@ -124,6 +124,27 @@ impl Sending {
         self.queued_bytes.store(queue.bytes, Ordering::SeqCst);
         queue.bytes.div_ceil(PIECE_BYTES_MIN)
     }
+
+    /// A socket that may have been told of the queue is blocked: others are.
+    pub fn tell_others(&self) {
+        let wires = self.wires.get().into_iter().flatten().filter_map(Weak::upgrade).collect::<Vec<_>>();
+        tell(&wires, 0, self.queued_bytes.load(Ordering::SeqCst).div_ceil(PIECE_BYTES_MIN));
+    }
+}
+
+/// Tells as many sockets as have work, beginning with another one each time.
+fn tell(wires: &[Arc<Wire>], first: usize, wanted: usize) {
+    soonest(wires.len(), first, |at| wires[at].delay()).take(wanted).for_each(|at| wires[at].has_work());
+}
+
+/// The places of so many sockets, those before that take work sooner, each group from `first` on. Each is asked once: one that woke
+/// meanwhile would not be told, and the message would wait for the next.
+fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl Iterator<Item = usize> {
+    let mut delays = [Delay::Awake; SOCKETS_MAX];
+    delays.iter_mut().enumerate().take(count).for_each(|(at, known)| *known = delay(at));
+    [Delay::Awake, Delay::Asleep, Delay::Blocked].into_iter().flat_map(move |group| {
+        (0..count).map(move |n| (first + n) % count).filter(move |&at| delays[at] == group)
+    })
 }
 
 /// A message that is not short.
@@ -197,7 +218,6 @@ impl SendComm {
 
     /// Likewise, its bulk moved by these workers.
     pub fn made(pool: &Pool, conns: Vec<Box<dyn Conn>>) -> Outcome<SendComm> {
-        conns.iter().for_each(|conn| be_patient(conn.as_ref()));
         let mut links = Link::all(conns);
         let first = links.next().ok_or_else(|| Fault::usage("a comm without connections"))?;
         let shared = Arc::new(Sending { sockets: links.len(), ..Sending::default() });
@@ -212,7 +232,9 @@ impl SendComm {
             posted: [None; REQUESTS],
             health_asked: Instant::now(),
         };
-        Ok(SendComm { shared, wires: wires.finish(), own: Mutex::new(own) })
+        let wires = wires.finish();
+        let _ = shared.wires.set(wires.iter().map(Arc::downgrade).collect());
+        Ok(SendComm { shared, wires, own: Mutex::new(own) })
     }
 
     /// Posts a message: the slot that it has; `None`: not now.
@@ -238,7 +260,7 @@ impl SendComm {
             }
         } else {
             let wanted = self.shared.enqueue(Outgoing { message, tag, data, bytes, taken: 0 });
-            self.wake(message as usize, wanted);
+            tell(&self.wires, message as usize, wanted);
         }
         Ok(Some(slot))
     }
@@ -246,15 +268,6 @@ impl SendComm {
     /// Whether nothing is in the way of a message that is to go inline.
     fn is_lone(&self, own: &SendOwn, bytes: usize) -> bool {
         bytes <= LONE_BYTES_MAX && !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
-    }
-
-    /// Wakes as many sockets as have work, first those whose worker is awake, beginning with another one each time.
-    fn wake(&self, first: usize, wanted: usize) {
-        let count = self.wires.len();
-        let turns = (0..count).map(|n| &self.wires[(first + n) % count]);
-        let sleeps = |wire: &&Arc<Wire>| wire.worker.sleeps.load(Ordering::Relaxed);
-        let awake = turns.clone().filter(|wire| !sleeps(wire));
-        awake.chain(turns.filter(sleeps)).take(wanted).for_each(|wire| wire.has_work());
     }
 
     fn send_inline(&self, own: &mut SendOwn) {
@@ -276,12 +289,22 @@ impl SendComm {
         let Some(Posted { bytes, .. }) = own.posted[slot] else {
             return Err(Fault::usage("test of a request that is done"));
         };
-        if self.is_gone(slot) {
+        if self.is_gone(slot) || (self.shared.failure.is_some() && self.is_gone_after_all(slot)) {
             own.posted[slot] = None;
             return Ok(Some(bytes));
         }
         self.shared.failure.check()?;
         Ok(None)
+    }
+
+    /// The same when the comm has failed: the peer may have received all of it, and closed, before the worker that was in the
+    /// call which sent the last of it has counted that.
+    fn is_gone_after_all(&self, slot: usize) -> bool {
+        // Each is held while its worker sends and counts.
+        for wire in &self.wires {
+            let _ = wire.with_fd(|_| ());
+        }
+        self.is_gone(slot)
     }
 
     /// The sockets for bulk are looked at by the workers.
@@ -326,6 +349,11 @@ impl Drop for SendComm {
 mod tests {
     use super::*;
     use crate::testing::{connections, drained, received, until};
+    use ferrywire::transport::{IoVec, PathHealth};
+    use std::io;
+    use std::net::SocketAddr;
+    use std::os::fd::RawFd;
+    use std::sync::mpsc;
 
     /// More than the sockets of a comm take.
     const BYTES: usize = 64 << 20;
@@ -407,8 +435,7 @@ mod tests {
         let comm = SendComm::made(pool().unwrap(), near).unwrap();
         let mut source = vec![7; BYTES];
         for bytes in [LONE_BYTES_MAX, STEP_BYTES_MAX, LONE_BYTES_MAX, STEP_BYTES_MAX / 2] {
-            // Not past, however late this thread runs.
-            POSTED.set(Some(Last { at: Instant::now() + Duration::from_secs(3600), alone: true }));
+            in_a_stream();
             let slot = comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
             let (mut bulk, mut gone) = (0, false);
             until("what a worker sends", || {
@@ -430,5 +457,121 @@ mod tests {
             assert_eq!(until("a send", || comm.test(slot).unwrap()), source.len());
             comm.deregister(77, || unreachable!("it is done"));
         }
+    }
+
+    /// Whether a socket's thread slept was asked twice, and one that woke in between was not told.
+    #[test]
+    fn every_socket_comes_once_whatever_becomes_of_its_thread() {
+        let asked = Cell::new(0);
+        let changes = |_| {
+            asked.set(asked.get() + 1);
+            [Delay::Asleep, Delay::Awake, Delay::Blocked][asked.get() % 3]
+        };
+        for first in 0..5 {
+            let mut places: Vec<_> = soonest(5, first, changes).collect();
+            places.sort_unstable();
+            assert_eq!(places, [0, 1, 2, 3, 4]);
+        }
+        let delays = [Delay::Blocked, Delay::Asleep, Delay::Awake, Delay::Asleep];
+        assert_eq!(soonest(4, 3, |at| delays[at]).collect::<Vec<_>>(), [2, 3, 1, 0]);
+    }
+
+    /// As if a long message had just been sent, however late this thread runs.
+    fn in_a_stream() {
+        POSTED.set(Some(Last { at: Instant::now() + Duration::from_secs(3600), alone: true }));
+    }
+
+    /// Every second one was given to the socket that had no room, and waited there.
+    #[test]
+    fn messages_go_over_a_socket_that_has_room() {
+        let (near, mut far) = connections(3);
+        let comm = SendComm::made(pool().unwrap(), near).unwrap();
+        let mut source = vec![7; BYTES];
+        let mut post = |bytes| {
+            in_a_stream();
+            comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap()
+        };
+        // Nobody receives on one of them, which gets full.
+        let first = post(BYTES);
+        until("all but what one socket has", || {
+            drained(far[2].as_mut());
+            let blocked = comm.wires[0].delay() == Delay::Blocked;
+            (blocked && !comm.shared.has_work()).then_some(())
+        });
+        for _ in 0..4 {
+            let slot = post(20 << 10);
+            until("a message", || {
+                drained(far[2].as_mut());
+                comm.test(slot).unwrap()
+            });
+        }
+        assert_eq!(comm.test(first), Ok(None));
+    }
+
+    /// Its call returns some time after the peer has all of it.
+    struct Late {
+        conn: Box<dyn Conn>,
+        returns: mpsc::Receiver<()>,
+    }
+
+    impl Conn for Late {
+        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            // SAFETY: promised by the caller.
+            let sent = unsafe { self.conn.send(pieces) }?;
+            let _ = self.returns.recv();
+            Ok(sent)
+        }
+
+        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.recv(pieces) }
+        }
+
+        fn health(&self) -> PathHealth {
+            self.conn.health()
+        }
+
+        fn shutdown(&mut self) {
+            self.conn.shutdown();
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            self.conn.fd()
+        }
+
+        fn local(&self) -> SocketAddr {
+            self.conn.local()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            self.conn.remote()
+        }
+    }
+
+    /// It was an error: another thread saw the peer's end before this message was counted.
+    #[test]
+    fn a_message_that_the_peer_has_received_before_it_closed_is_sent() {
+        const BYTES: usize = 20 << 10;
+        let (mut near, mut far) = connections(3);
+        let (returns, waits) = mpsc::channel();
+        let late = Late { conn: near.remove(1), returns: waits };
+        near.insert(1, Box::new(late));
+        let comm = SendComm::made(&Pool::of(2), near).unwrap();
+        let mut source = vec![7; BYTES];
+        in_a_stream();
+        let slot = comm.post(source.as_mut_ptr(), BYTES, 0, 0).unwrap().unwrap();
+        let mut received = 0;
+        until("all of it", || {
+            received += drained(far[1].as_mut()).len();
+            (received > BYTES).then_some(())
+        });
+        drop(far);
+        until("the end is seen", || comm.shared.failure.is_some().then_some(()));
+        std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(50));
+            drop(returns);
+        });
+        assert_eq!(comm.test(slot), Ok(Some(BYTES)));
+        assert!(comm.post(source.as_mut_ptr(), BYTES, 0, 0).is_err());
     }
 }

@@ -9,7 +9,8 @@
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
 //!
-//! A GPU's cores are its equal share of the host's, as each rank has a GPU; without GPUs two ranks are reckoned with. Some is left for
+//! A GPU's cores are its equal share of the host's, as each rank has a GPU, or those that the process may use, if these are fewer;
+//! without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program. How fast a NIC is counts where a
 //! physical one says so: one of 10 Gbit/s needs two sockets and four threads.
 //!
@@ -59,14 +60,41 @@ pub struct Settings {
 pub fn settings() -> &'static Settings {
     static SETTINGS: OnceLock<Settings> = OnceLock::new();
     SETTINGS.get_or_init(|| {
-        let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        let (settings, ignored) = Settings::from(cores, gpus(), nics_mbps(), |name| std::env::var(name).ok());
+        let read = |name: &str| std::env::var(name).ok();
+        let (settings, ignored) = Settings::from(Cores::seen(), gpus(), nics_mbps(), read);
         for name in ignored {
             log::warn(format_args!("{name} is not a number in its range, and ignored"));
         }
         log::info(format_args!("{} threads, {} sockets per comm", settings.threads, settings.sockets));
         settings
     })
+}
+
+/// What there is to compute with.
+#[derive(Clone, Copy, Debug)]
+struct Cores {
+    /// Of the host.
+    host: usize,
+    /// Of them those that this process may use.
+    own: usize,
+}
+
+static CORES: OnceLock<Cores> = OnceLock::new();
+
+/// Looks at the cores, on a thread that has those of its process: NCCL makes comms on threads that it keeps to some of them.
+pub fn see_cores() {
+    Cores::seen();
+}
+
+impl Cores {
+    fn seen() -> Cores {
+        *CORES.get_or_init(|| {
+            let own = std::thread::available_parallelism().map_or(2, usize::from);
+            // SAFETY: asks for a number.
+            let host = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+            Cores { host: usize::try_from(host).map_or(own, |host| host.max(own)), own }
+        })
+    }
 }
 
 /// The speed of all NICs together, if each tells its own.
@@ -100,7 +128,7 @@ impl Settings {
 
     /// For so many cores and GPUs and this speed of all NICs, and the names of variables that make no sense.
     fn from(
-        cores: usize,
+        cores: Cores,
         gpus: usize,
         nics_mbps: Option<u64>,
         read: impl Fn(&str) -> Option<String>,
@@ -116,7 +144,8 @@ impl Settings {
                 }
             },
         };
-        let share = cores / if gpus == 0 { RANKS_ASSUMED } else { gpus };
+        // A launcher may have given this rank its share already.
+        let share = (cores.host / if gpus == 0 { RANKS_ASSUMED } else { gpus }).min(cores.own);
         let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
         // Both ways.
         let needed = nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN));
@@ -140,22 +169,28 @@ fn sockets_for(mbps: u64) -> usize {
 mod tests {
     use super::*;
 
+    const ALL_OF_16: Cores = Cores { host: 16, own: 16 };
+    const ALL_OF_32: Cores = Cores { host: 32, own: 32 };
+
     #[test]
     fn threads_and_sockets_follow_cores_and_gpus() {
-        let of = |cores, gpus| {
-            let (settings, ignored) = Settings::from(cores, gpus, None, |_| None);
+        let on = |host, own, gpus| {
+            let (settings, ignored) = Settings::from(Cores { host, own }, gpus, None, |_| None);
             assert_eq!(ignored, [""; 0]);
             (settings.threads, settings.sockets)
         };
+        let of = |cores, gpus| on(cores, cores, gpus);
         assert_eq!([of(1, 0), of(2, 8), of(8, 0), of(16, 2)], [(2, 2), (2, 2), (3, 2), (6, 3)]);
         assert_eq!([of(32, 2), of(208, 8), of(96, 1)], [(12, 4), (12, 4), (12, 4)]);
+        // One of eight ranks, which its launcher has bound to its share, or to less.
+        assert_eq!([on(128, 16, 8), on(128, 8, 8), on(128, 64, 8)], [(12, 4), (6, 3), (12, 4)]);
     }
 
     #[test]
     fn slow_nics_need_fewer_sockets_and_threads() {
         let of = |nics: &[u32]| {
             let sum = nics.iter().map(|&mbps| u64::from(mbps)).sum();
-            let (settings, _) = Settings::from(32, 2, Some(sum), |_| None);
+            let (settings, _) = Settings::from(ALL_OF_32, 2, Some(sum), |_| None);
             let over = |&mbps| settings.sockets_over(Some(mbps), nics.len());
             (settings.threads, nics.iter().map(over).collect::<Vec<_>>())
         };
@@ -168,7 +203,10 @@ mod tests {
     #[test]
     fn merged_nics_have_at_least_a_socket_each_and_no_more_than_a_peer_takes() {
         let of = |sockets: &'static str| {
-            Settings::from(16, 2, None, |name| (name == "FERRYWIRE_NCCL_SOCKETS").then(|| sockets.into())).0
+            Settings::from(ALL_OF_16, 2, None, |name| {
+                (name == "FERRYWIRE_NCCL_SOCKETS").then(|| sockets.into())
+            })
+            .0
         };
         for pairs in 1..=8 {
             assert!(of("1").sockets_over(Some(1000), pairs) >= 1, "{pairs}");
@@ -186,7 +224,7 @@ mod tests {
             "FERRYWIRE_NCCL_INLINE_BYTES" => Some(String::from("none")),
             _ => None,
         };
-        let (settings, ignored) = Settings::from(16, 2, Some(10_000), set);
+        let (settings, ignored) = Settings::from(ALL_OF_16, 2, Some(10_000), set);
         assert_eq!((settings.threads, settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
         assert_eq!(ignored, ["FERRYWIRE_NCCL_SOCKETS", "FERRYWIRE_NCCL_INLINE_BYTES"]);
     }

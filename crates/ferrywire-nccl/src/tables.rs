@@ -19,6 +19,7 @@ use crate::listener::ListenComm;
 use crate::log;
 use crate::merged::{self, device};
 use crate::properties::*;
+use crate::settings;
 
 fn start(log: Log) -> ResultCode {
     log::set_logger(log);
@@ -40,6 +41,7 @@ fn start_tuned(log: Log) -> ResultCode {
 }
 
 fn begin() -> Outcome<()> {
+    settings::see_cores();
     devices_of_this_host()?;
     merged::begin();
     Ok(())

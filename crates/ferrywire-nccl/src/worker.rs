@@ -207,7 +207,7 @@ impl Loop {
         let wire = seat.wire.clone();
         let broken = event.error || event.hangup;
         match &wire.side {
-            Side::Send { sender, comm, .. } => {
+            Side::Send { sender, comm, blocked, .. } => {
                 if event.readable || broken {
                     let looked = locked(sender).as_mut().map(|sender| sender.look(comm));
                     if looked != Some(Turn::Idle) {
@@ -216,6 +216,7 @@ impl Loop {
                     }
                 }
                 if event.writable && seat.interest.write {
+                    blocked.store(false, Ordering::SeqCst);
                     seat.wants(Interest::READ);
                     seat.queue(&mut self.runnable);
                 }
@@ -268,7 +269,7 @@ impl Seat {
             return false;
         }
         match &wire.side {
-            Side::Send { sender, comm, armed } => {
+            Side::Send { sender, comm, armed, blocked } => {
                 if self.interest.write {
                     return false;
                 }
@@ -279,7 +280,13 @@ impl Seat {
                         armed.store(false, Ordering::SeqCst);
                         return comm.has_work() && !armed.swap(true, Ordering::SeqCst);
                     }
-                    Some(Turn::Blocked) => self.wants(Interest::BOTH),
+                    Some(Turn::Blocked) => {
+                        self.wants(Interest::BOTH);
+                        blocked.store(true, Ordering::SeqCst);
+                        if comm.has_work() {
+                            comm.tell_others();
+                        }
+                    }
                     _ => self.leave(),
                 }
             }
@@ -359,7 +366,7 @@ mod tests {
     /// ever.
     #[test]
     fn a_panic_ends_its_comm_and_no_other() {
-        let pool = Pool::of_one();
+        let pool = Pool::of(1);
         let (mut room, mut source) = (vec![0; BYTES], vec![7; BYTES]);
         let (near, mut far) = connections(2);
         let healthy = SendComm::made(&pool, near).unwrap();
