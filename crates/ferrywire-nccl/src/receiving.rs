@@ -20,6 +20,7 @@ use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
 use crate::link::Link;
 use crate::pool::{Opening, Pool, Wire, pool};
+use crate::sending::saw_arrival;
 use crate::wire::{Receiver, Turn};
 
 /// The length of a message whose first head has not come yet.
@@ -244,7 +245,10 @@ impl RecvComm {
             done = self.last_look(&mut own, slot);
         }
         match done {
-            Some(_) => own.posted[index] = None,
+            Some(_) => {
+                own.posted[index] = None;
+                saw_arrival();
+            }
             None => self.shared.failure.check()?,
         }
         Ok(done)

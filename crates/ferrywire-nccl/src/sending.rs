@@ -7,6 +7,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::mem;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -170,6 +171,16 @@ fn comes_after_rest(bytes: usize) -> bool {
     after_rest
 }
 
+thread_local! {
+    /// Messages that this thread has seen arrive, in whatever comm.
+    static ARRIVED: Cell<u64> = const { Cell::new(0) };
+}
+
+/// This thread has seen a message arrive.
+pub fn saw_arrival() {
+    ARRIVED.set(ARRIVED.get().wrapping_add(1));
+}
+
 /// This thread has sent a message: one that follows at once is not alone, however long that took.
 fn rest_begins() {
     POSTED.set(POSTED.get().map(|last| Last { at: Instant::now(), ..last }));
@@ -187,6 +198,7 @@ fn is_after_rest(bytes: usize, last: Option<(Duration, bool)>) -> (bool, bool) {
 pub struct SendComm {
     shared: Arc<Sending>,
     wires: Vec<Arc<Wire>>,
+    answer_bytes: usize,
     own: Mutex<SendOwn>,
 }
 
@@ -197,6 +209,8 @@ struct SendOwn {
     inline: VecDeque<Piece>,
     next: u64,
     posted: [Option<Posted>; REQUESTS],
+    /// What had arrived when the last was posted.
+    arrived: u64,
     health_asked: Instant,
 }
 
@@ -209,6 +223,13 @@ struct Posted {
 
 // SAFETY: pieces point to memory of NCCL's, readable until its request is done or the comm closed.
 unsafe impl Send for SendOwn {}
+
+impl SendOwn {
+    /// Whether something has arrived since this was asked, as between two steps of a collective, and not within a stream.
+    fn answers(&mut self) -> bool {
+        mem::replace(&mut self.arrived, ARRIVED.get()) != self.arrived
+    }
+}
 
 impl SendComm {
     /// Over connections that have proved themselves, the one for small messages first.
@@ -230,11 +251,12 @@ impl SendComm {
             inline: VecDeque::new(),
             next: 0,
             posted: [None; REQUESTS],
+            arrived: ARRIVED.get(),
             health_asked: Instant::now(),
         };
         let wires = wires.finish();
         let _ = shared.wires.set(wires.iter().map(Arc::downgrade).collect());
-        Ok(SendComm { shared, wires, own: Mutex::new(own) })
+        Ok(SendComm { shared, wires, answer_bytes: settings().answer_bytes, own: Mutex::new(own) })
     }
 
     /// Posts a message: the slot that it has; `None`: not now.
@@ -246,7 +268,9 @@ impl SendComm {
             return Ok(None);
         }
         let short = settings().inline_bytes;
-        let inline = bytes <= short || (comes_after_rest(bytes) && short > 0 && self.is_lone(&own, bytes));
+        let answers = bytes <= self.answer_bytes && own.answers();
+        let rested = comes_after_rest(bytes) && bytes <= LONE_BYTES_MAX && short > 0;
+        let inline = bytes <= short || ((answers || rested) && self.is_lone(&own));
         own.next += 1;
         own.posted[slot] = Some(Posted { bytes, memory });
         self.shared.left.0[slot].store(bytes.max(1), Ordering::Relaxed);
@@ -266,8 +290,8 @@ impl SendComm {
     }
 
     /// Whether nothing is in the way of a message that is to go inline.
-    fn is_lone(&self, own: &SendOwn, bytes: usize) -> bool {
-        bytes <= LONE_BYTES_MAX && !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
+    fn is_lone(&self, own: &SendOwn) -> bool {
+        !self.shared.has_work() && !own.sender.is_busy() && own.inline.is_empty()
     }
 
     fn send_inline(&self, own: &mut SendOwn) {
@@ -444,6 +468,32 @@ mod tests {
                 gone = gone || comm.test(slot).unwrap().is_some();
                 (gone && bulk >= bytes).then_some(())
             });
+        }
+    }
+
+    /// With few cores threads of ours only take turns with NCCL's. A stream stays theirs.
+    #[test]
+    fn with_few_cores_a_step_goes_inline_if_something_has_arrived_since_the_last() {
+        let (near, mut far) = connections(3);
+        let mut comm = SendComm::made(pool().unwrap(), near).unwrap();
+        comm.answer_bytes = 256 << 10;
+        let mut source = vec![7; BYTES];
+        let longer = (comm.answer_bytes + 1, true);
+        for (bytes, arrives) in [(comm.answer_bytes, true), (comm.answer_bytes, false), longer] {
+            in_a_stream();
+            if arrives {
+                saw_arrival();
+            }
+            let slot = comm.post(source.as_mut_ptr(), bytes, 0, 0).unwrap().unwrap();
+            let (mut received, mut gone) = ([0; 2], false);
+            until("a message", || {
+                received[0] += drained(far[0].as_mut()).len();
+                received[1] += far[1..].iter_mut().map(|conn| drained(conn.as_mut()).len()).sum::<usize>();
+                gone = gone || comm.test(slot).unwrap().is_some();
+                (gone && received[0] + received[1] >= bytes).then_some(())
+            });
+            let inline = arrives && bytes <= comm.answer_bytes;
+            assert_eq!(received.map(|bytes| bytes > 0), [inline, !inline], "{bytes} bytes");
         }
     }
 

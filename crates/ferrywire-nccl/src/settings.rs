@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12; fewer for slow NICs | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4; fewer for slow NICs | sockets for bulk in each comm; over merged NICs twice as many, at least one for each |
-//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond |
+//! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the threads are said |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
@@ -38,6 +38,11 @@ const MBPS_PER_SOCKET: u64 = 12_500;
 const THREADS_MIN: usize = 4;
 /// Sockets of a comm over one NIC, however slow.
 const SOCKETS_MIN: usize = 2;
+/// With no more for a GPU, a worker only takes turns with NCCL's thread, which asks all the time; so that moves the steps of
+/// collectives itself,
+const FEW_CORES: usize = 2;
+/// which NCCL makes no longer than this.
+const ANSWER_BYTES_MAX: usize = 512 << 10;
 /// Longest message that may go inline.
 const INLINE_BYTES_MAX: usize = 4 << 20;
 
@@ -52,6 +57,8 @@ pub struct Settings {
     sockets_said: bool,
     /// Longest message that is sent on NCCL's thread.
     pub inline_bytes: usize,
+    /// Longest message that is sent there, too, if that thread has received one since the one before.
+    pub answer_bytes: usize,
     /// How long a worker without work looks for more.
     pub spin: Duration,
 }
@@ -149,14 +156,19 @@ impl Settings {
         let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
         // Both ways.
         let needed = nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN));
-        let threads = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, enough.min(needed));
         const NOT_SAID: usize = 0;
+        let said = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, NOT_SAID);
+        let threads_said = said != NOT_SAID;
+        let threads = if threads_said { said } else { enough.min(needed) };
         let said = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, NOT_SAID);
         let sockets_said = said != NOT_SAID;
         let sockets = if sockets_said { said } else { (threads / 2).clamp(2, 4) };
         let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
+        // Where the user wants nothing inline, or has said how many threads should do it, they do.
+        let few_cores = share <= FEW_CORES && inline_bytes > 0 && !threads_said;
+        let answer_bytes = if few_cores { ANSWER_BYTES_MAX } else { 0 };
         let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 100) as u64);
-        (Settings { threads, sockets, sockets_said, inline_bytes, spin }, ignored)
+        (Settings { threads, sockets, sockets_said, inline_bytes, answer_bytes, spin }, ignored)
     }
 }
 
@@ -182,6 +194,19 @@ mod tests {
         let of = |cores, gpus| on(cores, cores, gpus);
         assert_eq!([of(1, 0), of(2, 8), of(8, 0), of(16, 2)], [(2, 2), (2, 2), (3, 2), (6, 3)]);
         assert_eq!([of(32, 2), of(208, 8), of(96, 1)], [(12, 4), (12, 4), (12, 4)]);
+        let answers = |cores, gpus| {
+            let cores = Cores { host: cores, own: cores };
+            Settings::from(cores, gpus, None, |_| None).0.answer_bytes > 0
+        };
+        assert_eq!(
+            [answers(2, 1), answers(16, 8), answers(3, 1), answers(16, 2)],
+            [true, true, false, false]
+        );
+        for said in ["FERRYWIRE_NCCL_THREADS=2", "FERRYWIRE_NCCL_INLINE_BYTES=0"] {
+            let (name, value) = said.split_once('=').unwrap();
+            let set = |asked: &str| (asked == name).then(|| value.into());
+            assert_eq!(Settings::from(Cores { host: 2, own: 2 }, 1, None, set).0.answer_bytes, 0, "{said}");
+        }
         // One of eight ranks, which its launcher has bound to its share, or to less.
         assert_eq!([on(128, 16, 8), on(128, 8, 8), on(128, 64, 8)], [(12, 4), (6, 3), (12, 4)]);
     }

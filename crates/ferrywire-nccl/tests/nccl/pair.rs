@@ -22,7 +22,11 @@ pub fn file() -> PathBuf {
 pub fn plugin(version: Version) -> Plugin {
     static LOOPBACK: Once = Once::new();
     // SAFETY: before the plugin reads it, and no other code of these tests reads or writes the environment.
-    LOOPBACK.call_once(|| unsafe { std::env::set_var("NCCL_SOCKET_IFNAME", "lo") });
+    LOOPBACK.call_once(|| unsafe {
+        std::env::set_var("NCCL_SOCKET_IFNAME", "lo");
+        // With few cores this thread would send nearly all, since it receives, too.
+        std::env::set_var("FERRYWIRE_NCCL_THREADS", "2");
+    });
     // SAFETY: the file is this project's own.
     unsafe { Library::open(file()).unwrap().load(Some(version)).unwrap() }
 }
