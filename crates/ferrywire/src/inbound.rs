@@ -452,6 +452,10 @@ fn copy_out(op: &Op, bytes: &[u8]) {
     let Some(memory) = op.memory.as_deref() else {
         return;
     };
+    // The operation holds the memory since before it was posted: who takes it back after this waits for it.
+    if memory.taken_back() {
+        return op.fail(Error::invalid("region", "it was deregistered before the message came"));
+    }
     let mut rest = bytes;
     for piece in op.pieces.as_slice() {
         let (now, later) = rest.split_at(rest.len().min(piece.len as usize));

@@ -263,6 +263,12 @@ impl Channel {
                 self.make_ack_frame();
             }
             let bytes = self.send_some(&mut space.pieces)?;
+            // What is next is still being copied out of a GPU, for however long: the peer waits for this meanwhile.
+            let ack_alone = bytes == 0 && flush && !self.blocked && self.sent_within == 0 && self.ack_due();
+            if ack_alone && self.ack_frame.is_empty() {
+                self.make_ack_frame();
+                continue;
+            }
             if bytes == 0 {
                 break;
             }

@@ -19,6 +19,10 @@ use std::time::Duration;
 impl Control {
     /// Starts to connect; the result comes to the lobby.
     pub fn connect(&mut self, engine: &Engine, address: SocketAddr, lobby: Arc<Lobby>) {
+        // Since whoever closes has told all dials, one more would not be told.
+        if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
+            return lobby.put(Err(Error::Closed));
+        }
         if self.links.len() >= limits::PEERS_MAX {
             let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
             lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));

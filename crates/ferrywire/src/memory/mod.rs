@@ -339,7 +339,8 @@ impl Drop for Registration {
         if self.home.upgrade().is_some_and(|home| home.origin().is_elsewhere()) {
             return;
         }
-        if self.memory.has_owner() {
+        let goes_on = !self.memory.user_owned() && self.memory.used() && !self.memory.taken_back();
+        if self.memory.has_owner() || goes_on {
             return self.end_later();
         }
         // One that failed to end has been waited for, and told of, already.

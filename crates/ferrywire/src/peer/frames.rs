@@ -121,8 +121,8 @@ impl PeerState {
             match reply {
                 // A peer that lets so many wait is flooding us with what can only be refused.
                 Reply::Frame(header)
-                    if header.kind == Kind::Refuse && self.queue.waiting() >= limits::ANSWERS_WAITING_MAX => {
-                }
+                    if header.kind == Kind::Refuse
+                        && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
                 Reply::Ended(op) => self.ended(&op),
             }

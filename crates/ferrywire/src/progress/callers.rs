@@ -164,7 +164,8 @@ impl Drop for Claim<'_> {
             worker.waker.wake();
         }
         let long_park = worker.long_park.load(Ordering::SeqCst);
-        if state == PARKED && (worker.left_behind.load(Ordering::SeqCst) > 0 || (left && long_park)) {
+        // Nobody else looks at the sockets until the thread's pause is over, which is long if this caller slept.
+        if state == PARKED && (worker.left_behind.load(Ordering::SeqCst) > 0 || long_park) {
             worker.unpark();
         }
     }

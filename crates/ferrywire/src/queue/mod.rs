@@ -150,6 +150,11 @@ impl SendQueue {
         self.waiting.load(Ordering::SeqCst)
     }
 
+    /// Frames of our own among them, such as answers to the peer.
+    pub fn answers_waiting(&self) -> usize {
+        self.lock().own.len()
+    }
+
     fn publish(&self, lanes: &Lanes) {
         self.waiting.store(lanes.len(), Ordering::SeqCst);
         self.waiting_beside_small.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
@@ -315,6 +320,8 @@ impl SendQueue {
         let mut ops: Vec<Arc<Op>> = lanes.small.drain(..).collect();
         ops.extend(lanes.bulk.drain(..).map(|bulk| bulk.op));
         ops.extend(lanes.announced.drain().map(|(_, op)| op));
+        // Who comes too late joins none of them.
+        lanes.epoch_first += lanes.epochs.len() as u64;
         ops.extend(lanes.epochs.drain(..).filter_map(|epoch| epoch.then));
         ops.extend(lanes.resend.drain(..).filter_map(|entry| entry.op));
         ops.extend(lanes.own.drain(..).filter_map(|entry| entry.op));
@@ -422,8 +429,9 @@ impl Lanes {
     /// The next frame; with `gpu`, also one whose payload is in memory of a GPU.
     fn next(&mut self, (pull, plan): (Pull, Plan), gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         if let Some(mut entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
-            // Its memory may be what ended the connection that it was sent over.
-            let failure = entry.op.as_ref().filter(|_| entry.payload().is_some()).and_then(|op| op.failure());
+            // Its memory may be what ended the connection that it was sent over, or the user's again.
+            let sends = entry.op.as_ref().filter(|_| entry.payload().is_some());
+            let failure = sends.filter(|op| op.unsendable()).and_then(|op| op.failure());
             let credit = failure.map_or(0, |failure| entry.give_up(&failure) as usize);
             self.credit = limits::EAGER_CREDIT_BYTES.min(self.credit + credit);
             return Some(entry);

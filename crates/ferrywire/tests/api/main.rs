@@ -7,6 +7,7 @@ mod blocks;
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
 mod forks;
+mod held_up;
 mod limits;
 mod owners;
 mod unmapped;

@@ -52,6 +52,8 @@ impl Link {
         let fence = self.fences.entry((index, generation)).or_default();
         (fence.ours, fence.lane_failed) = (Some(entries), lane_failed);
         self.peer.choose_home();
+        // What was queued for the home before is the new one's, which may sleep.
+        self.peer.home().rouse();
         self.resolve(index, generation, now);
     }
 

@@ -1,0 +1,116 @@
+//! What one thing must not hold up of another: a GPU that stands still, a long queue, memory that nobody names any more.
+
+use crate::{LIMIT, listening, pair};
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::{Endpoint, Error};
+use std::time::Instant;
+
+/// The acknowledgement waited behind bytes that the GPU had not given yet.
+#[test]
+fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+    let far = accepting.accept(LIMIT).unwrap();
+    // No other test's.
+    let gpu = SimGpu::open(7).unwrap();
+    let ours = accepting.register_sim(7, 4096).unwrap();
+    let [here, there] = [accepting.register_zeroed(4096).unwrap(), connecting.register_zeroed(4096).unwrap()];
+    far.write(&ours, 0, &there.descriptor(), 0, 4096).unwrap().wait(LIMIT).unwrap();
+    gpu.set_stall(true);
+    let stands = far.write(&ours, 0, &there.descriptor(), 0, 4096).unwrap();
+    there.write_at(0, &[9; 64]).unwrap();
+    near.write(&there, 0, &here.descriptor(), 0, 64).unwrap().wait(LIMIT).unwrap();
+    assert_eq!(stands.poll(), None);
+    gpu.set_stall(false);
+    assert_eq!(stands.wait(LIMIT), Ok(4096));
+}
+
+/// The answer was dropped, as if the peer were flooding us with what can only be refused.
+#[test]
+fn a_long_queue_of_our_own_drops_no_answer() {
+    let [near, far] = [(); 2].map(|()| Endpoint::builder().threads(0).channels(1));
+    let near = near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = far.build().unwrap();
+    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
+    let turn = || drop((near.progress(), far.progress()));
+    let (mut there, mut here, begun) = (None, None, Instant::now());
+    while there.is_none() || here.is_none() {
+        assert!(begun.elapsed() < LIMIT);
+        turn();
+        here = here.or_else(|| near.try_accept().map(Result::unwrap));
+        there = there.or_else(|| connecting.poll().map(Result::unwrap));
+    }
+    let (here, there) = (here.unwrap(), there.unwrap());
+    let (ours, theirs) = (near.register_zeroed(100).unwrap(), far.register_zeroed(1 << 20).unwrap());
+    let receive = here.recv(1, &ours, 0, 100).unwrap();
+    let target = theirs.descriptor();
+    let writes: Vec<_> = (0..150_000).map(|_| here.write(&ours, 0, &target, 0, 8).unwrap()).collect();
+    let send = there.send(1, &theirs, 0, 1 << 20).unwrap();
+    let begun = Instant::now();
+    while receive.poll().is_none()
+        || send.poll().is_none()
+        || writes.iter().any(|write| write.poll().is_none())
+    {
+        assert!(begun.elapsed() < LIMIT, "{:?}, {:?}", receive.poll(), send.poll());
+        (0..100).for_each(|_| turn());
+    }
+    assert!(matches!(receive.poll(), Some(Err(Error::Truncated { .. }))));
+    assert!(matches!(send.poll(), Some(Err(_))));
+}
+
+/// They were given up half-way, though the bytes are the engine's own.
+#[test]
+fn of_memory_that_the_engine_owns_operations_go_on_when_nobody_names_it() {
+    const BYTES: usize = 64 << 20;
+    let pair = pair();
+    let far = pair.ends[1].register(vec![5; BYTES]).unwrap();
+    for _ in 0..3 {
+        let near = pair.ends[0].register_zeroed(BYTES).unwrap();
+        let read = pair.near.read(&near, 0, &far.descriptor(), 0, BYTES as u64).unwrap();
+        drop(near);
+        assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));
+        let near = pair.ends[0].register_zeroed(BYTES).unwrap();
+        let receive = pair.near.recv(1, &near, 0, BYTES as u64).unwrap();
+        drop(near);
+        assert_eq!(pair.far.send(1, &far, 0, BYTES as u64).unwrap().wait(LIMIT), Ok(BYTES as u64));
+        assert_eq!(receive.wait(LIMIT), Ok(BYTES as u64));
+    }
+}
+
+/// Only long messages were refused.
+#[test]
+fn a_short_message_is_not_placed_into_a_region_that_was_deregistered() {
+    let pair = pair();
+    let source = pair.ends[1].register(vec![5; 4096]).unwrap();
+    let target = pair.ends[0].register_zeroed(4096).unwrap();
+    let receive = pair.near.recv(2, &target, 0, 4096).unwrap();
+    let clone = target.clone();
+    target.deregister().unwrap();
+    pair.far.send(2, &source, 0, 4096).unwrap().wait(LIMIT).unwrap();
+    let error = receive.wait(LIMIT).unwrap_err();
+    assert!(error.to_string().contains("deregistered"), "{error}");
+    let mut found = [0; 4096];
+    clone.read_at(0, &mut found).unwrap();
+    assert_eq!(found, [0; 4096]);
+}
+
+/// They were placed into it, though it was the user's again.
+#[test]
+fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
+    let near = listening();
+    let far = Endpoint::builder().channels(2).build().unwrap();
+    let there = far.connect(near.listen_addresses()[0], LIMIT).unwrap();
+    let here = near.accept(LIMIT).unwrap();
+    let mut room = vec![0_u8; 4096];
+    // SAFETY: it stays until the end.
+    let region = unsafe { near.register_raw(room.as_mut_ptr(), room.len()) }.unwrap();
+    let receive = here.recv(7, &region, 0, 4096).unwrap();
+    // Until the engine has given up waiting for it.
+    drop(region);
+    let source = far.register(vec![5; 4096]).unwrap();
+    there.send(7, &source, 0, 4096).unwrap().wait(LIMIT).unwrap();
+    assert!(receive.wait(LIMIT).is_err());
+    near.close(LIMIT).unwrap();
+    assert!(room.iter().all(|byte| *byte == 0));
+}
