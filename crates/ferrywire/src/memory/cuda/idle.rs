@@ -75,7 +75,7 @@ pub(crate) fn launching() -> Option<RwLockReadGuard<'static, ()>> {
 }
 
 /// Whether any does.
-pub(crate) fn streams_wait() -> bool {
+fn streams_wait() -> bool {
     WAITING.load(Ordering::Acquire) > 0
 }
 

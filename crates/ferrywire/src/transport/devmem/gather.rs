@@ -86,21 +86,12 @@ impl Gatherer {
     /// Takes over a message: all runs to the target, from which their targets count.
     pub fn begin(&mut self, number: u64, runs: &[Run<'_>], target: u64) {
         let mut job = Job { number, target, copies: VecDeque::new(), lists: VecDeque::new(), launch: 0 };
-        // A kernel may have to stand behind a stream that waits for this very transfer.
-        let mode = match self.mode {
-            UnpackMode::Kernel if idle::streams_wait() => UnpackMode::Copy,
-            mode => mode,
-        };
         for run in runs {
-            match mode {
+            match self.mode {
                 UnpackMode::Kernel => job.lists.extend(segments(run)),
                 UnpackMode::None => {}
                 UnpackMode::Copy | UnpackMode::Host => {
-                    job.copies.extend(run.fragments.iter().map(|each| GpuCopy {
-                        source: run.source + u64::from(each.source),
-                        target: target + each.target,
-                        bytes: each.bytes as usize,
-                    }))
+                    job.copies.extend(copies(run.source, run.fragments, target))
                 }
             }
         }
@@ -142,6 +133,29 @@ impl Gatherer {
 
     /// Hands over what fits; whether that was anything.
     fn launch(&mut self) -> Result<bool> {
+        // Asked here, since what was begun may have waited for long: a kernel may have to stand behind a stream that waits
+        // for this very transfer.
+        let launching = idle::launching();
+        if launching.is_none() {
+            self.jobs.iter_mut().for_each(Job::do_without_kernel);
+        }
+        let (runs, copies) = self.next();
+        if runs.is_empty() && copies.is_empty() {
+            return Ok(false);
+        }
+        if !runs.is_empty() {
+            self.queue.gather(&runs)?;
+        }
+        drop(launching);
+        if !copies.is_empty() {
+            self.queue.copy(&copies)?;
+        }
+        self.queue.mark()?;
+        Ok(true)
+    }
+
+    /// What goes into the next launch: as much as there are lists for, and as many copies as one takes.
+    fn next(&mut self) -> (Vec<GatherRun>, Vec<GpuCopy>) {
         let (mut runs, mut copies, launch) = (Vec::new(), Vec::new(), self.launched + 1);
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
             while let Some(segment) = job.lists.front()
@@ -167,24 +181,29 @@ impl Gatherer {
                 break;
             }
         }
-        if runs.is_empty() && copies.is_empty() {
-            return Ok(false);
-        }
-        if !runs.is_empty() {
-            self.queue.gather(&runs)?;
-        }
-        if !copies.is_empty() {
-            self.queue.copy(&copies)?;
-        }
-        self.queue.mark()?;
-        Ok(true)
+        (runs, copies)
     }
 }
 
 impl Job {
+    /// Copies instead of the lists that the GPU does not have yet.
+    fn do_without_kernel(&mut self) {
+        for Segment { source, fragments } in self.lists.drain(..) {
+            self.copies.extend(copies(source, &fragments, self.target));
+        }
+    }
+
     fn handed_over(&self) -> bool {
         self.lists.is_empty() && self.copies.is_empty()
     }
+}
+
+fn copies(source: u64, fragments: &[Fragment], target: u64) -> impl Iterator<Item = GpuCopy> {
+    fragments.iter().map(move |each| GpuCopy {
+        source: source + u64::from(each.source),
+        target: target + each.target,
+        bytes: each.bytes as usize,
+    })
 }
 
 /// Fragments that follow one another in both places as one, cut into lists.
@@ -203,4 +222,114 @@ fn segments(run: &Run<'_>) -> Vec<Segment> {
 fn follows(last: &Fragment, next: &Fragment) -> bool {
     last.source.checked_add(last.bytes) == Some(next.source)
         && last.target + u64::from(last.bytes) == next.target
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::Place;
+    use crate::memory::sim::MappedBuffer;
+    use crate::memory::unpack::Extent;
+    use std::sync::{Arc, Mutex};
+
+    /// What a GPU was asked for, and how much of it is done.
+    #[derive(Debug, Default)]
+    struct Seen {
+        kernels: usize,
+        copies: Vec<GpuCopy>,
+        reached: u64,
+    }
+
+    #[derive(Debug)]
+    struct Recorder(Arc<Mutex<Seen>>);
+
+    // SAFETY: it copies nothing, and gives no memory that is not there.
+    unsafe impl GatherDevice for Recorder {
+        fn place(&self) -> Place {
+            Place::SimGpu(0)
+        }
+
+        fn device_memory(&self, _address: u64, _bytes: u64) -> Option<(Place, Extent)> {
+            None
+        }
+
+        fn mapped_memory(&self, _address: u64) -> Option<Extent> {
+            None
+        }
+
+        fn read(&self, _address: u64, _into: &mut [u8]) -> Result<()> {
+            Err(Error::Bug("nothing is read".into()))
+        }
+
+        fn map(&self, bytes: usize) -> Result<Mapped> {
+            let buffer = MappedBuffer::new(bytes, 1)?;
+            // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+            Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
+        }
+
+        fn gather(&mut self, _runs: &[GatherRun]) -> Result<()> {
+            self.0.lock().unwrap().kernels += 1;
+            Ok(())
+        }
+
+        fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+            self.0.lock().unwrap().copies.extend(copies);
+            Ok(())
+        }
+
+        fn mark(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn reached(&mut self) -> Result<u64> {
+            Ok(self.0.lock().unwrap().reached)
+        }
+    }
+
+    /// A stream that waits, for as long as this lives.
+    struct Waiting;
+
+    impl Waiting {
+        fn new() -> Waiting {
+            idle::stream_waits();
+            Waiting
+        }
+    }
+
+    impl Drop for Waiting {
+        fn drop(&mut self) {
+            idle::stream_goes_on();
+        }
+    }
+
+    #[test]
+    fn what_was_begun_before_a_stream_waits_and_is_launched_after_goes_without_a_kernel() {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Kernel).unwrap();
+        let fragments =
+            [(10, 4, 0), (30, 2, 4)].map(|(source, bytes, target)| Fragment { source, bytes, target });
+        let late = GATHER_LAUNCHES_MAX as u64;
+        for number in 0..=late {
+            gatherer.begin(number, &[Run { source: 1000, fragments: &fragments }], 5000);
+            assert!(gatherer.poll(number).is_pending());
+        }
+        assert_eq!(gatherer.launches(), late, "the last has to wait for a launch");
+
+        let _waiting = Waiting::new();
+        let kernels = {
+            let mut seen = seen.lock().unwrap();
+            seen.copies.clear();
+            seen.reached = late;
+            seen.kernels
+        };
+        assert!(gatherer.poll(late).is_pending());
+        {
+            let mut seen = seen.lock().unwrap();
+            let copy = |source, target, bytes| GpuCopy { source, target, bytes };
+            assert_eq!(seen.kernels, kernels, "no kernel stands behind the stream");
+            assert_eq!(seen.copies, [copy(1010, 5000, 4), copy(1030, 5004, 2)]);
+            seen.reached = late + 1;
+        }
+        assert!(matches!(gatherer.poll(late), Poll::Ready(Ok(()))));
+    }
 }
