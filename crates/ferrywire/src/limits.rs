@@ -114,6 +114,9 @@ pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 /// Pinned memory of a process beyond which new rings are small.
 pub const STAGING_RINGS_BYTES: usize = 2 << 30;
+/// Memory of GPUs and pinned memory of a process that is to be freed, and that nobody can use again, while there has been no
+/// good time for that; with more of it a thread does so.
+pub const USELESS_BYTES_MAX: usize = 128 << 20;
 /// Shortest shared secret that is accepted.
 pub const SECRET_BYTES_MIN: usize = 8;
 
@@ -219,6 +222,7 @@ pub const DEVMEM_POOL_MESSAGES_MIN: usize = 4;
 /// The most: fragments count their place in 32 bits.
 pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 
+const _: () = assert!(STAGING_OUT_RING_BYTES <= USELESS_BYTES_MAX);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);

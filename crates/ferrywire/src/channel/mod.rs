@@ -417,8 +417,8 @@ impl Channel {
                 true => lent |= batch.lend(base, len),
                 false => batch.add(base, len, len >= STABLE_BYTES_MIN && !in_ring),
             });
-            if let Some(staged) = &mut entry.staged {
-                staged.lent |= lent;
+            if let Some(staged) = entry.staged.as_mut().filter(|_| lent) {
+                self.staging.sending.lend(staged);
             }
         }
         let (bytes, stable, lent) = (batch.bytes, batch.stable == Some(true), batch.lent);
@@ -473,7 +473,7 @@ impl Channel {
                 self.sent_within += taken;
                 break;
             }
-            if let Some(staged) = entry.staged.take_if(|staged| !staged.lent) {
+            if let Some(staged) = entry.staged.take_if(|staged| !staged.is_lent()) {
                 self.staging.sending.give_back(&staged);
             }
             taken -= rest;

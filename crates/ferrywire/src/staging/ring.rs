@@ -27,6 +27,7 @@ impl Ring {
     }
 
     /// Whether nothing is taken.
+    #[cfg(test)]
     pub fn is_empty(&self) -> bool {
         self.spans.is_empty()
     }

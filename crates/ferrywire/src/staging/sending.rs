@@ -21,7 +21,7 @@ pub(crate) struct Staged {
     /// Address in the ring.
     host: usize,
     /// Some of it was lent to the socket.
-    pub lent: bool,
+    lent: bool,
     state: State,
 }
 
@@ -38,6 +38,11 @@ impl Staged {
     /// The bytes to send, once they are there.
     pub fn base(&self) -> *mut u8 {
         self.host as *mut u8
+    }
+
+    /// Whether some of it was lent to the socket, which may read it until the peer has placed the frame.
+    pub fn is_lent(&self) -> bool {
+        self.lent
     }
 }
 
@@ -152,9 +157,17 @@ impl Sending {
         true
     }
 
+    /// Some of a frame is lent to the socket from here on.
+    pub fn lend(&mut self, staged: &mut Staged) {
+        self.lines[staged.line].lent += usize::from(!staged.lent);
+        staged.lent = true;
+    }
+
     /// Nobody reads a frame's bytes any more: it was copied into the stream, or the peer has placed it.
     pub fn give_back(&mut self, staged: &Staged) {
-        self.lines[staged.line].ring.give_back_at(staged.offset);
+        let line = &mut self.lines[staged.line];
+        line.lent -= usize::from(staged.lent);
+        line.ring.give_back_at(staged.offset);
         self.full.set(!self.has_room());
     }
 

@@ -3,7 +3,7 @@
 use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
 use cudarc::driver::sys;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pinned_bytes};
-use ferrywire::{Endpoint, Error, Peer};
+use ferrywire::{Endpoint, Error, Peer, Region};
 use std::time::{Duration, Instant};
 
 /// Far more than anything here takes.
@@ -99,6 +99,81 @@ fn a_thousand_rounds_leave_nothing_behind() {
     assert!(descriptors() <= open + files, "{open} descriptors, then {}", descriptors());
     until_held(&before);
     println!("{rounds} rounds; {free:?} bytes were free, then {after:?}");
+}
+
+/// Connects a peer, and loses it in the middle of transfers to it. Its rings are given up with frames in them.
+pub fn lose_a_peer(connecting: &Endpoint, accepting: &Endpoint, source: &Region, target: &Region) {
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let far = accepting.accept(LONG).unwrap();
+    let write = || near.write(source, 0, &target.descriptor(), 0, source.len());
+    let start = Instant::now();
+    std::thread::scope(|scope| {
+        let mut writes: Vec<_> = (0..8).map(|_| write().unwrap()).collect();
+        let _ = writes[0].wait(LONG);
+        scope.spawn(|| far.close(Duration::ZERO));
+        let mut ends = false;
+        while !ends {
+            assert!(start.elapsed() < LONG, "it does not go");
+            writes.retain(|write| {
+                let outcome = write.poll();
+                ends |= outcome.as_ref().is_some_and(Result::is_err);
+                outcome.is_none()
+            });
+            // There are always some under way.
+            match write() {
+                Ok(write) if writes.len() < 8 => writes.push(write),
+                Ok(write) => ends |= write.wait(LONG).is_err(),
+                Err(_) => ends = true,
+            }
+        }
+        writes.iter().for_each(|write| drop(write.wait(LONG)));
+    });
+}
+
+const LOST_BYTES: usize = 16 << 20;
+
+/// Waits until no more is pinned than that: it may be a thread that frees.
+fn until_pinned(bytes_max: u64) {
+    let start = Instant::now();
+    while pinned_bytes() > bytes_max {
+        assert!(start.elapsed() < LONG / 4, "{} bytes are pinned", pinned_bytes());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A socket may still read what was lent to it, so nobody is given such rings again. They stayed pinned until the user dropped
+/// something: those who lose a channel move data, and free nothing.
+#[test]
+fn rings_of_lost_peers_do_not_pile_up() {
+    if gpu().is_none() || !is_alone("rounds::rings_of_lost_peers_do_not_pile_up") {
+        return;
+    }
+    let (accepting, connecting, near) = connected();
+    drop((accepting.accept(LONG).unwrap(), near));
+    let source = connecting.register_cuda(0, LOST_BYTES).unwrap();
+    let target = accepting.register_zeroed(LOST_BYTES).unwrap();
+    for _ in 0..40 {
+        lose_a_peer(&connecting, &accepting, &source, &target);
+    }
+    println!("{} bytes are pinned", pinned_bytes());
+    until_pinned(160 << 20);
+}
+
+/// Nothing of the rings to receive into is lent to anybody: the next peer gets them.
+#[test]
+fn rings_of_lost_peers_are_used_again() {
+    if gpu().is_none() || !is_alone("rounds::rings_of_lost_peers_are_used_again") {
+        return;
+    }
+    let (accepting, connecting, near) = connected();
+    drop((accepting.accept(LONG).unwrap(), near));
+    let source = connecting.register_zeroed(LOST_BYTES).unwrap();
+    let target = accepting.register_cuda(0, LOST_BYTES).unwrap();
+    for _ in 0..12 {
+        lose_a_peer(&connecting, &accepting, &source, &target);
+    }
+    println!("{} bytes are pinned", pinned_bytes());
+    until_pinned(48 << 20);
 }
 
 /// Memory that a user has registered, and frees while it is being sent: an error of those transfers, and the

@@ -2,11 +2,12 @@
 
 use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
 use crate::ends;
+use crate::rounds::lose_a_peer;
 use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
 use ferrywire::{Endpoint, Error, Place};
 use std::path::Path;
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
 /// Far more than anything here takes.
@@ -142,6 +143,29 @@ fn a_transfer_without_pinned_memory_ends_with_what_to_try_and_the_connection_goe
         assert!(write.wait(LONG).is_err());
         let write = near.write(&host, 0, &far.descriptor(), 0, 1 << 20).unwrap();
         assert_eq!(write.wait(LONG), Ok(1 << 20));
+    });
+}
+
+/// Pinned memory is missed by whoever moves data, who frees nothing.
+#[test]
+fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
+    let name = "without::rings_of_lost_peers_are_freed_when_pinned_memory_runs_out";
+    with_driver(name, &["PINNED_MAX=33000000"], || {
+        const BYTES: usize = 16 << 20;
+        let accepting =
+            Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+        let connecting = Endpoint::builder().channels(1).build().unwrap();
+        let source = connecting.register_cuda(0, BYTES).unwrap();
+        let target = accepting.register_zeroed(BYTES).unwrap();
+        for _ in 0..10 {
+            lose_a_peer(&connecting, &accepting, &source, &target);
+        }
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let start = Instant::now();
+        let write = || near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        while let Err(error) = write().wait(LONG) {
+            assert!(start.elapsed() < LONG / 4, "{error}");
+        }
     });
 }
 

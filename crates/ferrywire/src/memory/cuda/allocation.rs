@@ -40,10 +40,15 @@ impl Block {
         // SAFETY: room for an address.
         let mut alloc = || unsafe { call!(gpu.about().bytes(bytes), cuMemAlloc_v2(&mut raw, bytes)) };
         alloc().or_else(|_| {
-            idle::clear();
+            idle::make_room();
             alloc().map_err(|error| with_what_is_free(gpu, error))
         })?;
         Ok(Block { gpu: gpu.clone(), raw, bytes, own })
+    }
+
+    /// Bytes that nobody is given again.
+    pub(super) fn useless_bytes(&self) -> usize {
+        if self.own { 0 } else { self.bytes }
     }
 
     /// One that nobody uses any more.

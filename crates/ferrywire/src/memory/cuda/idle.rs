@@ -3,7 +3,8 @@
 //! A driver frees memory, unpins it and unloads kernels only when all work of the GPU is done, and lets nobody else call
 //! it meanwhile. A stream that waits for a transfer would then be waited for by those who are to move it. So what is
 //! dropped by whoever moves data, or while a stream waits for a transfer, is kept here: the next who needs the same
-//! gets it, and the rest goes when something is dropped at a better time, at the latest with the last endpoint.
+//! gets it, and the rest goes when something is dropped at a better time, at the latest with the last endpoint. Where much
+//! piles up that is of no use to anybody, or memory runs out, a thread frees it meanwhile.
 //!
 //! Invariant: nothing is freed while a stream waits for a transfer of this process. Read next: `ordering.rs`, where
 //! streams begin to wait.
@@ -11,11 +12,13 @@
 use super::allocation::Block;
 use super::module::Loaded;
 use super::pinned::Pages;
+use crate::limits;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::thread;
 
 /// Something to be freed.
 pub(super) enum Idle {
@@ -24,11 +27,24 @@ pub(super) enum Idle {
     Module(#[expect(dead_code, reason = "kept until it is dropped")] Loaded),
 }
 
+impl Idle {
+    /// Bytes that nobody is given again.
+    fn useless_bytes(&self) -> usize {
+        match self {
+            Idle::Block(block) => block.useless_bytes(),
+            Idle::Pages(pages) => pages.useless_bytes(),
+            Idle::Module(_) => 0,
+        }
+    }
+}
+
 static IDLE: Mutex<Vec<Idle>> = Mutex::new(Vec::new());
 /// Streams that wait for a transfer.
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 /// Held while something is freed, and when a stream begins to wait.
 static FREEING: Mutex<()> = Mutex::new(());
+/// Whether a thread has been started to free what is idle.
+static THREAD_FREES: AtomicBool = AtomicBool::new(false);
 /// Held by many while kernels are launched, and by one when a stream begins to wait.
 static LAUNCHING: RwLock<()> = RwLock::new(());
 
@@ -39,7 +55,19 @@ thread_local! {
 /// Frees what is given, and all else that is idle, if that can hold nobody up.
 pub(super) fn leave(thing: Idle) {
     lock(&IDLE).push(thing);
-    clear();
+    match moves() {
+        true if piles_up() => clear_soon(),
+        true => {}
+        false => clear(),
+    }
+}
+
+/// Something could not be had: frees what is idle, for this attempt or the next.
+pub(super) fn make_room() {
+    match moves() {
+        true => clear_soon(),
+        false => clear(),
+    }
 }
 
 /// Something idle that is as it is needed.
@@ -49,15 +77,36 @@ pub(super) fn take<T>(fits: impl Fn(&Idle) -> bool, open: impl Fn(Idle) -> Optio
     open(idle.swap_remove(at))
 }
 
-/// Frees what is idle, unless this thread moves data, or a stream waits for a transfer.
+/// Whether there is too much that nobody is given again.
+fn piles_up() -> bool {
+    lock(&IDLE).iter().map(Idle::useless_bytes).sum::<usize>() > limits::USELESS_BYTES_MAX
+}
+
+/// Frees what is idle, unless this thread moves data, or a stream waits for a transfer. Waits for who is at it.
 pub(crate) fn clear() {
-    if MOVING.get() > 0 || lock(&IDLE).is_empty() {
+    if moves() {
         return;
     }
+    // Also where nothing is left: somebody may be about to free it.
     let _freeing = lock(&FREEING);
     if WAITING.load(Ordering::Acquire) == 0 {
         let idle = mem::take(&mut *lock(&IDLE));
         drop(idle);
+    }
+}
+
+/// Has a thread that moves nothing free what is idle.
+fn clear_soon() {
+    if streams_wait() || THREAD_FREES.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let free = || {
+        clear();
+        THREAD_FREES.store(false, Ordering::Release);
+    };
+    if let Err(error) = thread::Builder::new().name("ferrywire-free".into()).spawn(free) {
+        tracing::debug!(%error, "no thread to free what is idle");
+        THREAD_FREES.store(false, Ordering::Release);
     }
 }
 
@@ -81,7 +130,9 @@ fn streams_wait() -> bool {
 
 /// It goes on. Never blocks.
 pub(crate) fn stream_goes_on() {
-    WAITING.fetch_sub(1, Ordering::AcqRel);
+    if WAITING.fetch_sub(1, Ordering::AcqRel) == 1 && piles_up() {
+        clear_soon();
+    }
 }
 
 /// As long as this lives, its thread moves data, and frees nothing.
@@ -92,6 +143,11 @@ pub(crate) struct Moving(PhantomData<*const ()>);
 pub(crate) fn moving() -> Moving {
     MOVING.set(MOVING.get() + 1);
     Moving(PhantomData)
+}
+
+/// Whether this thread does.
+fn moves() -> bool {
+    MOVING.get() > 0
 }
 
 impl Drop for Moving {

@@ -70,7 +70,7 @@ impl Pages {
         let register =
             || unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) };
         register().or_else(|_| {
-            idle::clear();
+            idle::make_room();
             register().map_err(|error| failed(error.to_string()))
         })?;
         PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
@@ -79,6 +79,11 @@ impl Pages {
         unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
             .map_err(|error| failed(error.to_string()))?;
         Ok(pages)
+    }
+
+    /// Bytes that nobody is given again.
+    pub(super) fn useless_bytes(&self) -> usize {
+        if self.again { 0 } else { self.range.len() }
     }
 
     /// Pages that nobody uses any more, zeroed.
