@@ -18,6 +18,7 @@ use super::kernel::{Again, ListKernel};
 use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
+use crate::memory::unpack::Kernels;
 
 /// How long after the last copy, or the last question, the driver is asked whether copies have failed, and how many looks at
 /// their flag there are for one at the clock.
@@ -57,14 +58,14 @@ pub(super) struct CudaCopier {
 
 impl CudaCopier {
     pub fn new(gpu: &Arc<CudaGpu>, way: Way) -> Result<CudaCopier> {
-        let kernel = match ListKernel::new(gpu) {
-            Ok(_) if *LAUNCHES_BLOCK => None,
-            Ok(kernel) => Some(kernel),
-            Err(error) => {
+        // Whoever moves data loads none: a driver may wait for a stream before it does. Who prepared the GPU has told why there
+        // are none.
+        let kernels = Kernels::loaded(gpu).filter(|_| !*LAUNCHES_BLOCK);
+        let kernel =
+            kernels.map(|kernels| ListKernel::new(kernels, gpu)).transpose().unwrap_or_else(|error| {
                 tracing::warn!(%error, "copy engines alone copy, run by run");
                 None
-            }
-        };
+            });
         let (stream, flag) = (gpu.urgent_stream(way == Way::In)?, gpu.pinned(size_of::<u64>())?);
         let (batch, used) = (Vec::new(), Vec::new());
         Ok(CudaCopier {

@@ -89,8 +89,8 @@ pub(super) enum Again {
 }
 
 impl ListKernel {
-    pub fn new(gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
-        let (kernels, desk) = (Kernels::of(gpu)?, gpu.pinned(DESK_BYTES)?);
+    pub fn new(kernels: Arc<Kernels>, gpu: &Arc<CudaGpu>) -> Result<ListKernel> {
+        let desk = gpu.pinned(DESK_BYTES)?;
         let words = kernels.counter().ok_or_else(|| Error::Limit {
             name: "COUNTERS",
             limit: COUNTERS as u64,

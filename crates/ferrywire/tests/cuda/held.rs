@@ -1,6 +1,6 @@
 //! Streams that wait for transfers hold up nothing that the transfers need.
 
-use super::{gpu, is_alone, other_gpu, passes};
+use super::{gpu, is_alone, is_real, other_gpu, passes};
 use ferrywire::memory::cuda::CudaStream;
 use ferrywire::{Endpoint, Peer, Region};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -130,6 +130,44 @@ fn nothing_is_freed_while_a_stream_waits_for_a_transfer() {
         kept.near.send(1, &kept.source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
         assert_eq!(received.wait(LONG), Ok(BYTES as u64));
         streams.iter().for_each(|stream| stream.wait(LONG).unwrap());
+        let mut found = vec![0; BYTES];
+        target.read_at(0, &mut found).unwrap();
+        assert!(found.iter().all(|byte| *byte == 5));
+    });
+}
+
+/// A driver may wait for all of a GPU's work before it loads a kernel. Whoever moved data to another GPU waited for that too, if
+/// it needed that GPU's kernels for the first time.
+#[test]
+fn loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let other = other_gpu(&gpu);
+    if is_real(&gpu) || other.index() == gpu.index() {
+        return println!("SKIPPED: needs two GPUs of the stand-in, whose driver surely waits");
+    }
+    if !is_alone("held::loading_kernels_behind_a_stream_that_waits_holds_up_no_transfer_to_another_gpu") {
+        return;
+    }
+    in_time(move || {
+        let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = Endpoint::builder().build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let far = accepting.accept(LONG).unwrap();
+        let target = accepting.register_cuda(gpu.index(), BYTES).unwrap();
+        let source = connecting.register(vec![5; BYTES]).unwrap();
+        let stream = other.stream().unwrap();
+        let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
+        received.hold(&stream).unwrap();
+        let registering = std::thread::spawn(move || {
+            accepting.register_cuda(other.index(), BYTES).unwrap();
+            accepting
+        });
+        // Until it stands there, as far as can be told.
+        std::thread::sleep(Duration::from_millis(300));
+        near.send(1, &source, 0, BYTES as u64).unwrap().wait(LONG).unwrap();
+        assert_eq!(received.wait(LONG), Ok(BYTES as u64));
+        stream.wait(LONG).unwrap();
+        registering.join().unwrap();
         let mut found = vec![0; BYTES];
         target.read_at(0, &mut found).unwrap();
         assert!(found.iter().all(|byte| *byte == 5));

@@ -14,7 +14,7 @@ use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
@@ -246,20 +246,54 @@ impl Drop for Counter {
     }
 }
 
-static LOADED: Mutex<[Weak<Kernels>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
+/// The kernels of one GPU, while somebody holds them.
+struct Slot {
+    /// Held while they are loaded, which may take until a stream of that GPU goes on: so nobody who moves data waits for it, and
+    /// nobody at another GPU.
+    loading: Mutex<()>,
+    loaded: Mutex<Weak<Kernels>>,
+}
+
+static SLOTS: [Slot; CUDA_GPUS_MAX] =
+    [const { Slot { loading: Mutex::new(()), loaded: Mutex::new(Weak::new()) } }; CUDA_GPUS_MAX];
+
+impl Slot {
+    fn of(gpu: &CudaGpu) -> &'static Slot {
+        &SLOTS[gpu.index() as usize]
+    }
+
+    fn kernels(&self) -> MutexGuard<'_, Weak<Kernels>> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl Kernels {
-    /// Those of a GPU: the same for everybody while somebody holds them.
+    /// Those of a GPU: the same for everybody while somebody holds them. Loads them if they are not; a driver may wait for the
+    /// GPU's work before it does.
     pub fn of(gpu: &Arc<CudaGpu>) -> Result<Arc<Kernels>> {
-        let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = &mut loaded[gpu.index() as usize];
-        if let Some(kernels) = slot.upgrade() {
+        let slot = Slot::of(gpu);
+        if let Some(kernels) = slot.kernels().upgrade() {
             return Ok(kernels);
         }
+        let _loading = slot.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernels) = slot.kernels().upgrade() {
+            return Ok(kernels);
+        }
+        let kernels = Arc::new(Kernels::load(gpu)?);
+        *slot.kernels() = Arc::downgrade(&kernels);
+        Ok(kernels)
+    }
+
+    /// Those of a GPU if they are loaded. Waits for nobody.
+    pub fn loaded(gpu: &CudaGpu) -> Option<Arc<Kernels>> {
+        Slot::of(gpu).kernels().upgrade()
+    }
+
+    fn load(gpu: &Arc<CudaGpu>) -> Result<Kernels> {
         let module = CudaModule::load(gpu, PTX)?;
         let counters = gpu.alloc_own(COUNTERS * COUNTER_BYTES, 64)?;
         let free = (0..COUNTERS).map(|at| (counters.address() + (at * COUNTER_BYTES) as u64, 1));
-        let kernels = Arc::new(Kernels {
+        Ok(Kernels {
             gather: module.function(c"ferrywire_gather")?,
             copy: module.function(c"ferrywire_copy")?,
             fill: module.function(c"ferrywire_fill")?,
@@ -271,9 +305,7 @@ impl Kernels {
             crowd: Crowd::default(),
             free: Mutex::new(free.rev().collect()),
             _counters: counters,
-        });
-        *slot = Arc::downgrade(&kernels);
-        Ok(kernels)
+        })
     }
 
     /// Words for one stream's [`CopyPlaces::blocks`], to be dropped when its work is done; `None` when there are too many
