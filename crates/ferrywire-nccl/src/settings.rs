@@ -82,8 +82,10 @@ pub fn settings() -> &'static Settings {
 struct Cores {
     /// Of the host.
     host: usize,
-    /// Of them those that this process may use.
+    /// Of them those that this process may run on.
     own: usize,
+    /// For how many of them it has time, with all who share its quota.
+    quota: usize,
 }
 
 static CORES: OnceLock<Cores> = OnceLock::new();
@@ -96,10 +98,17 @@ pub fn see_cores() {
 impl Cores {
     fn seen() -> Cores {
         *CORES.get_or_init(|| {
-            let own = std::thread::available_parallelism().map_or(2, usize::from);
+            let quota = std::thread::available_parallelism().map_or(2, usize::from);
             // SAFETY: asks for a number.
             let host = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
-            Cores { host: usize::try_from(host).map_or(own, |host| host.max(own)), own }
+            // SAFETY: zeroes are an empty set, which the kernel fills as far as it goes.
+            let bound = unsafe {
+                let mut set: libc::cpu_set_t = std::mem::zeroed();
+                let got = libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set);
+                (got == 0).then(|| libc::CPU_COUNT(&set) as usize)
+            };
+            let own = bound.unwrap_or(quota).max(quota);
+            Cores { host: usize::try_from(host).map_or(own, |host| host.max(own)), own, quota }
         })
     }
 }
@@ -151,8 +160,10 @@ impl Settings {
                 }
             },
         };
-        // A launcher may have given this rank its share already.
-        let share = (cores.host / if gpus == 0 { RANKS_ASSUMED } else { gpus }).min(cores.own);
+        let ranks = if gpus == 0 { RANKS_ASSUMED } else { gpus };
+        // A launcher may have bound this rank to its share already; a quota is of all ranks in a container.
+        let quota = if cores.quota < cores.own { cores.quota / ranks } else { cores.own };
+        let share = (cores.host / ranks).min(cores.own).min(quota);
         let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
         // Both ways.
         let needed = nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN));
@@ -181,13 +192,16 @@ fn sockets_for(mbps: u64) -> usize {
 mod tests {
     use super::*;
 
-    const ALL_OF_16: Cores = Cores { host: 16, own: 16 };
-    const ALL_OF_32: Cores = Cores { host: 32, own: 32 };
+    const ALL_OF_16: Cores = Cores { host: 16, own: 16, quota: 16 };
+    const ALL_OF_32: Cores = Cores { host: 32, own: 32, quota: 32 };
 
     #[test]
     fn threads_and_sockets_follow_cores_and_gpus() {
+        // Eight ranks in a container that has time for 16 of 128 cores.
+        let contained = Cores { host: 128, own: 128, quota: 16 };
+        assert_eq!(Settings::from(contained, 8, None, |_| None).0.threads, 2);
         let on = |host, own, gpus| {
-            let (settings, ignored) = Settings::from(Cores { host, own }, gpus, None, |_| None);
+            let (settings, ignored) = Settings::from(Cores { host, own, quota: own }, gpus, None, |_| None);
             assert_eq!(ignored, [""; 0]);
             (settings.threads, settings.sockets)
         };
@@ -195,7 +209,7 @@ mod tests {
         assert_eq!([of(1, 0), of(2, 8), of(8, 0), of(16, 2)], [(2, 2), (2, 2), (3, 2), (6, 3)]);
         assert_eq!([of(32, 2), of(208, 8), of(96, 1)], [(12, 4), (12, 4), (12, 4)]);
         let answers = |cores, gpus| {
-            let cores = Cores { host: cores, own: cores };
+            let cores = Cores { host: cores, own: cores, quota: cores };
             Settings::from(cores, gpus, None, |_| None).0.answer_bytes > 0
         };
         assert_eq!(
@@ -205,7 +219,11 @@ mod tests {
         for said in ["FERRYWIRE_NCCL_THREADS=2", "FERRYWIRE_NCCL_INLINE_BYTES=0"] {
             let (name, value) = said.split_once('=').unwrap();
             let set = |asked: &str| (asked == name).then(|| value.into());
-            assert_eq!(Settings::from(Cores { host: 2, own: 2 }, 1, None, set).0.answer_bytes, 0, "{said}");
+            assert_eq!(
+                Settings::from(Cores { host: 2, own: 2, quota: 2 }, 1, None, set).0.answer_bytes,
+                0,
+                "{said}"
+            );
         }
         // One of eight ranks, which its launcher has bound to its share, or to less.
         assert_eq!([on(128, 16, 8), on(128, 8, 8), on(128, 64, 8)], [(12, 4), (6, 3), (12, 4)]);

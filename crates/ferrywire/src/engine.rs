@@ -209,13 +209,24 @@ impl RegionHome for Engine {
         }
     }
 
+    fn interrupt(&self, memory: &Arc<Memory>) -> Result<()> {
+        progress::abandon_memory(self, memory)
+    }
+
     fn origin(&self) -> Origin {
         self.origin
     }
 
     fn release_later(&self, memory: Arc<Memory>) {
-        if let Some(releaser) = self.releaser.get() {
-            releaser.give(memory);
+        // A lane forgets what it has registered when nothing uses it any more, so somebody has to wait for that.
+        if self.workers.iter().any(|worker| worker.may_have_lanes())
+            && let Err(error) = self.start_releaser()
+        {
+            tracing::warn!(%error, "memory stays registered until its lanes end");
+        }
+        match self.releaser.get() {
+            Some(releaser) => releaser.give(memory),
+            None => drop(progress::ask_for_region(self, &memory)),
         }
     }
 }

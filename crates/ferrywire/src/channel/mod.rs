@@ -367,7 +367,10 @@ impl Channel {
             return Err(error);
         };
         tracing::warn!(%error, peer = self.peer.name(), "memory that is registered cannot be read");
-        let why = "it cannot be read any more: unmapped, or of a file that is shorter now";
+        let why = match entry.is_gone() {
+            true => "it was dropped before the operation had ended",
+            false => "it cannot be read any more: unmapped, or of a file that is shorter now",
+        };
         let why = Error::invalid("region", why);
         if begun {
             entry.op.iter().for_each(|op| op.fail(why.clone()));
@@ -401,6 +404,13 @@ impl Channel {
             let alone = self.frame_by_frame && frames > 0;
             if alone || batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
+            }
+            if entry.is_gone() {
+                match frames {
+                    // As if the kernel had said so.
+                    0 => return Err(io::Error::from_raw_os_error(libc::EFAULT)),
+                    _ => break,
+                }
             }
             frames += 1;
             if skip == 0 {

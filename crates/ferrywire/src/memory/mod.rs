@@ -84,6 +84,8 @@ pub(crate) struct Memory {
     revoked: AtomicBool,
     /// Nothing may be placed into it any more, whoever waits for that.
     taken_back: AtomicBool,
+    /// Its user has dropped the last handle, and may have freed it, whatever has not ended.
+    gone: AtomicBool,
     /// Operations under way that name it.
     users: AtomicUsize,
     /// Callers who read or write it at this moment.
@@ -171,8 +173,8 @@ impl Memory {
     }
 
     fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
-        let (revoked, taken_back, users, callers) = Default::default();
-        Memory { base, len, place, key, revoked, taken_back, users, callers, keeper }
+        let (revoked, taken_back, gone, users, callers) = Default::default();
+        Memory { base, len, place, key, revoked, taken_back, gone, users, callers, keeper }
     }
 
     /// Whether the region may not be touched by peers any more.
@@ -214,6 +216,11 @@ impl Memory {
     /// Whether the bytes are the user's again, or are asked for: what is not sent yet must not be.
     pub fn lost_to_user(&self) -> bool {
         self.user_owned() && self.taken_back()
+    }
+
+    /// Whether it may be freed already: what of it is in no call to the kernel yet is never sent.
+    pub fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
     }
 
     /// What keeps the user's bytes alive, if it is still here.
@@ -287,6 +294,8 @@ pub(crate) trait RegionHome: Send + Sync {
     fn origin(&self) -> Origin;
     /// Returns when no thread or NIC of this endpoint touches the memory any more.
     fn release(&self, memory: &Arc<Memory>) -> Result<()>;
+    /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
+    fn interrupt(&self, memory: &Arc<Memory>) -> Result<()>;
     /// Sees to it that its owner is dropped when that is so, and returns at once.
     fn release_later(&self, memory: Arc<Memory>);
 }
@@ -348,6 +357,12 @@ impl Drop for Registration {
             && let Err(error) = self.end()
         {
             tracing::error!(%error, "a dropped region could not be released");
+        }
+        if self.memory.user_owned() && self.memory.used() {
+            self.memory.gone.store(true, Ordering::SeqCst);
+            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory)) {
+                tracing::error!(%error, "a dropped region may still be read");
+            }
         }
     }
 }

@@ -70,6 +70,11 @@ impl Entry {
         }
     }
 
+    /// Whether its payload is in memory that its user may have freed, and not in a ring.
+    pub fn is_gone(&self) -> bool {
+        self.staged.is_none() && self.payload().is_some_and(|(memory, _)| memory.is_gone())
+    }
+
     /// The GPU whose memory the payload is to be staged from, if there is any.
     pub fn gpu(&self) -> Option<Place> {
         if self.header.len == 0 || self.header.is_posted() {

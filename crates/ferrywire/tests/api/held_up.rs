@@ -117,3 +117,52 @@ fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
     near.close(LIMIT).unwrap();
     assert!(room.iter().all(|byte| *byte == 0));
 }
+
+/// What a channel had still to send of it was read later, whatever it had been reused for.
+#[test]
+fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
+    const BYTES: usize = 64 << 20;
+    // So little room that a chunk is sent in parts.
+    let end = || Endpoint::builder().channels(1).socket_buffer_bytes(64 << 10);
+    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = end().threads(0).build().unwrap();
+    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
+    let (mut there, begun) = (None, Instant::now());
+    while there.is_none() {
+        assert!(begun.elapsed() < LIMIT);
+        far.progress();
+        there = connecting.poll().map(Result::unwrap);
+    }
+    let here = near.accept(LIMIT).unwrap();
+    let target = far.register_zeroed(BYTES).unwrap();
+    let mut memory = vec![5_u8; BYTES];
+    // SAFETY: it stays until the end.
+    let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    let write = here.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    // The peer's kernel takes some of it, and the peer nothing, until the engine has given up waiting.
+    while here.stats().channels.iter().all(|channel| channel.sent_bytes < 64 << 10) {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    drop(region);
+    memory.fill(0xEE);
+    let begun = Instant::now();
+    while write.poll().is_none() {
+        assert!(begun.elapsed() < LIMIT);
+        far.progress();
+    }
+    assert!(write.poll().unwrap().is_err());
+    // Others go on.
+    let source = near.register(vec![7; 4096]).unwrap();
+    let write = here.write(&source, 0, &target.descriptor(), 0, 4096).unwrap();
+    while write.poll().is_none() {
+        assert!(begun.elapsed() < LIMIT);
+        far.progress();
+    }
+    assert_eq!(write.poll(), Some(Ok(4096)));
+    let mut found = vec![0; BYTES];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found.iter().all(|byte| *byte != 0xEE));
+    assert!(found.contains(&5), "nothing was under way");
+    drop(memory);
+}

@@ -218,7 +218,8 @@ mod tests {
         let (source, target) = (near.register_zeroed(BYTES).unwrap(), far.register_zeroed(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
         let sent = || peer.stats().channels[0].sent_bytes;
-        while sent() < 100_000 {
+        // A socket that nobody reads takes no more than this at first, if the kernel is busy.
+        while sent() < 10_000 {
             assert!(since.elapsed() < LIMIT, "nothing is sent");
             near.progress();
         }

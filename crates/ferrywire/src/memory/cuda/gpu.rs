@@ -20,6 +20,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 /// What memory is zeroed by, piece by piece, where it is not filled.
 pub(super) const ZEROES_BYTES: usize = 64 << 10;
 
+/// What is written at once from memory that is not pinned: a driver returns only when it is copied, and whoever is about to have a
+/// stream wait, waits for that.
+const WRITE_BYTES: usize = 4 << 20;
+
 /// Streams for the work of transfers, for each way: as many as a peer has channels on a large host.
 const URGENT_STREAMS: usize = 16;
 
@@ -325,30 +329,46 @@ impl CudaGpu {
     pub fn write_from_slice(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
         let bytes = source.len();
         let is_gpu = self.reaches(target, bytes)?;
+        if !is_gpu || bytes < 2 {
+            // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
+            return unsafe { self.copy_and_wait(target, source.as_ptr() as u64, bytes) };
+        }
+        // The last one may begin before the end of the one before it.
+        let once = bytes.min(WRITE_BYTES);
+        (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
+            // SAFETY: inside of what was just looked up.
+            unsafe { self.write_past_streams(target + at as u64, &source[at..at + once]) }
+        })
+    }
+
+    /// Copies to the GPU, two bytes at least, and waits. A driver has the multiprocessors copy what is short, in whose queue there
+    /// may be a stream that waits for a transfer: then as rectangles, from pinned memory.
+    ///
+    /// # Safety
+    /// As many bytes at `target` are memory of a GPU.
+    unsafe fn write_past_streams(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
+        let (bytes, address) = (source.len(), source.as_ptr() as u64);
         let mut copied = false;
         self.blocking(bytes, |stream, about| {
             // Whoever waits from now on stands behind it.
-            let launching = if is_gpu { idle::launching() } else { None };
-            copied = launching.is_some() || !is_gpu || bytes < 2;
-            if !copied {
-                return Ok(());
-            }
-            // SAFETY: the target was just looked up; `source` is borrowed until the copy is done.
-            unsafe { call!(about, cuMemcpyAsync(target, source.as_ptr() as u64, bytes, stream)) }
+            let Some(_launching) = idle::launching() else { return Ok(()) };
+            copied = true;
+            // SAFETY: by the caller's promise; `source` is borrowed until the copy is done.
+            unsafe { call!(about, cuMemcpyAsync(target, address, bytes, stream)) }
         })?;
-        if copied || bytes == 0 {
+        if copied {
             return Ok(());
         }
-        // A driver has the multiprocessors copy what is short, in whose queue there may be a stream that waits for a transfer.
         let once = bytes.min(SHORT_BYTES);
-        let pinned = self.pinned(once)?;
-        (0..bytes).step_by(once).try_for_each(|at| {
-            // The last one may begin before the end of the one before it.
-            let at = at.min(bytes - once);
+        let Ok(pinned) = self.pinned(once) else {
+            // SAFETY: as above.
+            return unsafe { self.copy_and_wait(target, address, bytes) };
+        };
+        (0..bytes).step_by(once).map(|at| at.min(bytes - once)).try_for_each(|at| {
             // SAFETY: inside of the source, and pinned memory of that length, which nobody else uses.
             unsafe { ptr::copy_nonoverlapping(source[at..].as_ptr(), pinned.as_ptr(), once) };
             self.blocking(once, |stream, about| {
-                // SAFETY: the target was looked up; the source is ours until the copy is done.
+                // SAFETY: by the caller's promise; the source is ours until the copy is done.
                 unsafe { copy_short(about, target + at as u64, pinned.as_ptr().cast(), once, stream) }
             })
         })

@@ -97,12 +97,16 @@ pub(crate) fn clear() {
 
 /// Has a thread that moves nothing free what is idle.
 fn clear_soon() {
-    if streams_wait() || THREAD_FREES.swap(true, Ordering::AcqRel) {
+    if streams_wait() || THREAD_FREES.swap(true, Ordering::SeqCst) {
         return;
     }
-    let free = || {
+    // Who left something while this was at it, or saw a stream go on, has relied on it.
+    let free = || loop {
         clear();
-        THREAD_FREES.store(false, Ordering::Release);
+        THREAD_FREES.store(false, Ordering::SeqCst);
+        if !piles_up() || streams_wait() || THREAD_FREES.swap(true, Ordering::SeqCst) {
+            break;
+        }
     };
     if let Err(error) = thread::Builder::new().name("ferrywire-free".into()).spawn(free) {
         tracing::debug!(%error, "no thread to free what is idle");
