@@ -193,7 +193,7 @@ pub enum Side {
 }
 
 impl Wire {
-    /// How soon it would take what is told to it now: less is sooner.
+    /// What keeps it from taking at once what is told to it now.
     pub fn delay(&self) -> Delay {
         match &self.side {
             Side::Send { blocked, .. } if blocked.load(Ordering::SeqCst) => Delay::Blocked,

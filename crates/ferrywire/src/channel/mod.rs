@@ -44,6 +44,9 @@ const BULK_PAUSE: Duration = Duration::from_millis(5);
 /// Received frames after which an acknowledgement goes out at once.
 const ACK_FRAMES: u64 = 16;
 
+/// Why nothing of some memory is sent any more.
+const DROPPED: &str = "it was dropped before the operation had ended";
+
 /// What is left of a channel that ended, for the fence.
 pub(crate) struct Remains {
     /// Frames received and placed.
@@ -368,7 +371,7 @@ impl Channel {
         };
         tracing::warn!(%error, peer = self.peer.name(), "memory that is registered cannot be read");
         let why = match entry.is_gone() {
-            true => "it was dropped before the operation had ended",
+            true => DROPPED,
             false => "it cannot be read any more: unmapped, or of a file that is shorter now",
         };
         let why = Error::invalid("region", why);
@@ -407,6 +410,11 @@ impl Channel {
             }
             if entry.is_gone() {
                 match frames {
+                    // The lane has its message, and the peer would take that for the next frame's.
+                    0 if entry.header.is_posted() => {
+                        entry.op.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
+                        return Err(io::Error::other("the memory of a message that a lane has was dropped"));
+                    }
                     // As if the kernel had said so.
                     0 => return Err(io::Error::from_raw_os_error(libc::EFAULT)),
                     _ => break,
