@@ -186,12 +186,10 @@ impl RegionHome for Engine {
 
     fn release(&self, memory: &Arc<Memory>) -> Result<()> {
         progress::abandon_memory(self, memory)?;
-        if !memory.user_owned() {
-            return Ok(());
-        }
-        // Operations that read from the memory hold it too; what is queued will not be sent any more.
+        // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
+        let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
         let mut patience = Patience::new(limits::DRAIN_DEADLINE);
-        while memory.used() {
+        while in_use() {
             if patience.is_over(self.transport.now()) {
                 return Err(Error::invalid(
                     "region",
@@ -203,7 +201,7 @@ impl RegionHome for Engine {
             }
         }
         // Lanes have no message of it any more, and so nothing that keeps it registered.
-        match self.workers.iter().any(|worker| worker.may_have_lanes()) {
+        match memory.user_owned() && self.workers.iter().any(|worker| worker.may_have_lanes()) {
             true => progress::abandon_memory(self, memory),
             false => Ok(()),
         }

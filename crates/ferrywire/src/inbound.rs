@@ -452,7 +452,9 @@ fn copy_out(op: &Op, bytes: &[u8]) {
     let Some(memory) = op.memory.as_deref() else {
         return;
     };
-    // The operation holds the memory since before it was posted: if it is the user's, who takes it back after this waits for it.
+    // The operation holds the memory since before it was posted: if it is the user's, who takes it back after this waits
+    // for the operation; if it is ours, for the call.
+    let _call = memory.call();
     if memory.taken_back() {
         return op.fail(Error::invalid("region", "it was deregistered before the message came"));
     }

@@ -60,6 +60,11 @@ impl Channel {
         }
     }
 
+    /// Whether the lane sends of memory that its user has dropped, and may have freed.
+    pub fn lane_sends_what_is_gone(&self) -> bool {
+        self.posted.as_ref().is_some_and(|posted| posted.sends_what_is_gone())
+    }
+
     /// Registrations of regions that are gone go too.
     pub fn forget_revoked(&mut self) {
         if let Some(posted) = &mut self.posted {

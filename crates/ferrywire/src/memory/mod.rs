@@ -243,14 +243,35 @@ impl Memory {
     /// Runs `body` while the memory stays, unless the user has it back.
     fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
-        self.callers.fetch_add(1, Ordering::SeqCst);
+        let call = self.call();
         let result = match self.lost_to_user() {
             false => body(),
             true => Err(Error::invalid("region", "it is deregistered")),
         };
-        self.callers.fetch_sub(1, Ordering::SeqCst);
+        drop(call);
         self.leave();
         result
+    }
+
+    /// The bytes are touched until it is dropped. Who looks at [`Memory::taken_back`] after this either sees that, or is
+    /// waited for.
+    pub fn call(&self) -> Call<'_> {
+        self.callers.fetch_add(1, Ordering::SeqCst);
+        Call(&self.callers)
+    }
+
+    /// Whether somebody is in the middle of touching it, beside the threads that move data.
+    pub fn in_call(&self) -> bool {
+        self.callers.load(Ordering::SeqCst) > 0
+    }
+}
+
+/// Somebody touches memory at this moment.
+pub(crate) struct Call<'a>(&'a AtomicUsize);
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -322,7 +343,7 @@ impl Registration {
             // Without an endpoint only callers touch it, for as long as a copy takes.
             None => {
                 self.memory.taken_back.store(true, Ordering::SeqCst);
-                while self.memory.callers.load(Ordering::SeqCst) > 0 {
+                while self.memory.in_call() {
                     std::thread::yield_now();
                 }
             }

@@ -24,6 +24,7 @@ pub(crate) use receiving::Arrival;
 pub(crate) use seed::Manner;
 
 use crate::control::clock::Clock;
+use crate::memory::Memory;
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
@@ -84,6 +85,12 @@ impl Posted {
     /// Whether messages are not sent yet.
     pub fn is_sending(&self) -> bool {
         self.sending.active()
+    }
+
+    /// Whether a message that the lane has, or is to have, is of memory that its user may have freed. Only the lane's
+    /// end takes it back.
+    pub fn sends_what_is_gone(&self) -> bool {
+        self.sending.uses(|memory| memory.is_gone())
     }
 
     /// How long whoever turns it is to rest after a turn that brought nothing, where the lane says so.
@@ -147,7 +154,9 @@ impl Posted {
     /// Undoes registrations of memory whose region is gone.
     pub fn forget_revoked(&mut self) {
         let (sending, receiving) = (&self.sending, &self.receiving);
-        self.lane.forget_revoked(&|memory| sending.uses(memory) || receiving.uses(memory));
+        let uses =
+            |memory: &Arc<Memory>| sending.uses(|each| Arc::ptr_eq(each, memory)) || receiving.uses(memory);
+        self.lane.forget_revoked(&uses);
     }
 
     // ---- both ----

@@ -237,7 +237,9 @@ impl Receiving {
                         return self.refused(refused, now);
                     }
                 }
-                if self.in_hand == 0 {
+                // Those in hand may all have arrived, and be waiting for a GPU for however long.
+                let before = self.frames.range(self.tested..self.seen);
+                if !before.into_iter().any(|frame| matches!(frame.state, State::Posted(_))) {
                     self.moved_at = now;
                 }
                 self.refused_since = None;

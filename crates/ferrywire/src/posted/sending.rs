@@ -128,12 +128,13 @@ impl Sending {
         Ok(())
     }
 
-    pub fn uses(&self, memory: &Arc<Memory>) -> bool {
-        let all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
-        all.into_iter().any(|message| match &message.source {
-            Source::Run(run) => Arc::ptr_eq(&run.memory, memory),
+    /// Whether a message that is not done is of such memory, and not packed.
+    pub fn uses(&self, which: impl Fn(&Arc<Memory>) -> bool) -> bool {
+        let mut all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
+        all.any(|message| match &message.source {
+            Source::Run(run) => which(&run.memory),
             Source::Ranges(ranges) | Source::Slot { ranges, .. } => {
-                ranges.iter().any(|range| Arc::ptr_eq(&range.memory, memory))
+                ranges.iter().any(|range| which(&range.memory))
             }
         })
     }

@@ -103,7 +103,10 @@ impl Crank {
                 let Some(slot) = &mut self.slots[place] else { continue };
                 let touched = slot.channel.abandon(&request.gone);
                 worker.step();
-                if touched && late {
+                if slot.channel.lane_sends_what_is_gone() {
+                    let why = "memory that a message was being sent of was dropped";
+                    self.lose(worker, engine, place, why.into());
+                } else if touched && late {
                     let why = "memory was taken back while a message was being received into it";
                     self.lose(worker, engine, place, why.into());
                 } else if touched {

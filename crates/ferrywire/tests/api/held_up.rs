@@ -3,7 +3,8 @@
 use crate::{LIMIT, listening, pair};
 use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Endpoint, Error};
-use std::time::Instant;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 /// The acknowledgement waited behind bytes that the GPU had not given yet.
 #[test]
@@ -96,6 +97,32 @@ fn a_short_message_is_not_placed_into_a_region_that_was_deregistered() {
     let mut found = [0; 4096];
     clone.read_at(0, &mut found).unwrap();
     assert_eq!(found, [0; 4096]);
+}
+
+/// Whoever received it was in the middle of writing there.
+#[test]
+fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(6).unwrap();
+    let target = pair.ends[0].register_sim(6, 4096).unwrap();
+    let source = pair.ends[1].register(vec![5; 64]).unwrap();
+    pair.far.send(3, &source, 0, 64).unwrap().wait(LIMIT).unwrap();
+    gpu.set_stall(true);
+    let (clone, goes_on) = (target.clone(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT));
+        // Until it writes, as far as one can tell.
+        std::thread::sleep(Duration::from_millis(300));
+        let deregistering = scope.spawn(|| {
+            target.deregister().unwrap();
+            assert!(goes_on.load(Ordering::SeqCst), "the GPU has still to write");
+        });
+        std::thread::sleep(Duration::from_millis(300));
+        goes_on.store(true, Ordering::SeqCst);
+        gpu.set_stall(false);
+        deregistering.join().unwrap();
+    });
 }
 
 /// They were placed into it, though it was the user's again.

@@ -1,7 +1,7 @@
 //! What breaks: a plugin that stands still, lies, hangs or is full, peers that die, ends that differ.
 
 use crate::case::case;
-use crate::ends::{Ends, LIMIT, builder, loopback, pattern, plugin};
+use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use ferrywire::{Endpoint, Error, Fault, RemoteRegion};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -48,6 +48,34 @@ fn a_head_that_never_completes_is_told_with_both_windows() {
         }
         // The end that saw it also says what the other one said.
         says(&other, &["at the peer: ", "no channel is left"]);
+    });
+}
+
+/// What the plugin had of it went on being sent, whatever it had been reused for.
+#[test]
+fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
+    const BYTES: usize = 32 << 20;
+    // As slow as to take longer than the engine waits for operations to end.
+    case!("rate=300000").passes(|| {
+        let ends = Ends::with(|builder| builder.channels(1).threads(1));
+        let target = ends.accepting.register(vec![0; BYTES]).unwrap();
+        let mut memory = vec![5_u8; BYTES];
+        // SAFETY: it stays until the end.
+        let region = unsafe { ends.connecting.register_raw(memory.as_mut_ptr(), BYTES) }.unwrap();
+        let write = ends.near.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+        while ends.far.stats().channels[0].received_bytes == 0 {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(region);
+        memory.fill(0xEE);
+        assert!(write.wait(LIMIT).is_err());
+        // Both ends are done with the connection.
+        ends.far.wait_notification(LIMIT).unwrap_err();
+        ends.near.wait_notification(LIMIT).unwrap_err();
+        let found = contents(&target);
+        assert!(found.contains(&5), "nothing was under way");
+        assert!(!found.contains(&0xEE), "{} bytes", found.iter().filter(|byte| **byte == 0xEE).count());
+        drop(memory);
     });
 }
 

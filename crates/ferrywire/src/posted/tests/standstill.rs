@@ -55,6 +55,22 @@ fn a_head_that_stands_still_is_an_error_with_the_fill_of_both_windows() {
     assert!(state.contains("receiving: 16 of 16 posted, 20 frames wait"), "{state}");
 }
 
+/// It was counted from when the one before had arrived, which waited for a GPU.
+#[test]
+fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Done));
+    bench.pass(STALL - Duration::from_secs(5)).unwrap();
+    bench.expect(frame(1, &[(10, 10)], &memory));
+    bench.pass(STALL).unwrap();
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
+}
+
 #[test]
 fn a_message_larger_than_agreed_is_refused() {
     let bench = Bench::new();
