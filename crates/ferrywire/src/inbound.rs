@@ -111,10 +111,13 @@ impl Inbound {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sink with this key.
-    pub fn sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
+    /// The sink with this key, with a token of its operation.
+    pub fn hold_sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
         let sinks = self.sinks.read().unwrap_or_else(PoisonError::into_inner);
-        sinks.get(&key).cloned().ok_or(Refusal::NoSink)
+        let sink = sinks.get(&key).ok_or(Refusal::NoSink)?;
+        // Under the lock: whoever takes the sink away may give back the operation's last token then.
+        sink.op.hold();
+        Ok(sink.clone())
     }
 
     /// Makes a sink for an operation of ours; its key is the operation's id.
@@ -467,4 +470,28 @@ fn copy_out(op: &Op, bytes: &[u8]) {
         rest = later;
     }
     op.count(bytes.len() as u64);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::operation::Verb;
+    use crate::transfer::{Piece, Pieces};
+
+    /// It ended twice: its memory was free while the next operation used it.
+    #[test]
+    fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
+        let memory = Memory::private(4096).unwrap();
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
+        let op = Arc::new(Op::new(1, Verb::Recv, pieces, Some(memory.clone()), 0));
+        let inbound = Inbound::default();
+        inbound.open_sink(op.clone(), 4096);
+        let filling = inbound.hold_sink(1).unwrap();
+        let cancelled = inbound.close_sink(1).unwrap();
+        assert!(!cancelled.op.let_go(), "its memory is being found");
+        assert!(filling.locate(0, 4096, &mut Vec::new()).is_err());
+        assert!(filling.op.let_go());
+        assert!(!memory.used());
+        assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    }
 }

@@ -380,6 +380,9 @@ impl Channel {
             return Err(error);
         }
         let credit = entry.give_up(&why);
+        if self.peer.queue.crc {
+            entry.add_crc();
+        }
         self.peer.queue.credit(credit);
         Ok(())
     }

@@ -15,10 +15,8 @@ const READ_RANGE_BYTES_MAX: u64 = 64 << 20;
 const READ_REQUEST_BYTES: u64 = 64 << 20;
 
 impl PeerState {
-    /// Queues the requests of a read; each names a bounded number of ranges and bytes.
+    /// Queues the requests of a read, which somebody holds; each names a bounded number of ranges and bytes.
     pub(super) fn ask(&self, op: &Arc<Op>, key: u64) {
-        // The first request may be answered, and refused, before the last is queued.
-        op.hold();
         let mut position = 0;
         let mut ranges = Vec::new();
         let mut start = 0;
@@ -39,7 +37,6 @@ impl PeerState {
         if !ranges.is_empty() {
             self.ask_one(op, key, start, &ranges);
         }
-        self.let_go(op);
     }
 
     fn ask_one(&self, op: &Arc<Op>, key: u64, start: u64, ranges: &[wire::Placement]) {

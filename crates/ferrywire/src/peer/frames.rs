@@ -27,7 +27,7 @@ impl PeerState {
         last: Option<Landing>,
     ) -> Result<Landing, Refusal> {
         if header.flags & wire::FLAG_SINK != 0 {
-            let landing = Landing::sink(self.inbound.sink(header.key)?, self.clone());
+            let landing = Landing::Sink { sink: self.inbound.hold_sink(header.key)?, peer: self.clone() };
             if let Landing::Sink { sink, .. } = &landing {
                 sink.locate(header.offset, u64::from(header.len), pieces)?;
             }

@@ -236,12 +236,15 @@ impl Peer {
             return Ok(transfer);
         }
         let start = |state: &Arc<PeerState>, op: Arc<Op>| {
+            // From here on the sink may be taken away at any moment, and the first request answered before the last.
+            op.hold();
             state.inbound.open_sink(op.clone(), op.total);
             state.ask(&op, op.key);
             if let Some(error) = state.failure() {
                 op.fail(error);
                 state.end_sink(&op);
             }
+            state.let_go(&op);
         };
         if let Some(ready) = &self.after {
             return self.state.hold(ready.clone(), op, move |state, op| {

@@ -62,11 +62,6 @@ impl Landing {
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
         matches!(self, Landing::Sink { sink, .. } if Arc::ptr_eq(&sink.op, op))
     }
-
-    pub(super) fn sink(sink: Arc<Sink>, peer: Arc<PeerState>) -> Landing {
-        sink.op.hold();
-        Landing::Sink { sink, peer }
-    }
 }
 
 impl Drop for Landing {

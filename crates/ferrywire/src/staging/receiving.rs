@@ -246,13 +246,15 @@ impl Receiving {
     pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
         let mut touched = self.lingering.iter().any(|(landing, _)| gone(landing));
         for frame in &mut self.frames {
-            if !frame.arrival.landing.as_ref().is_some_and(gone) {
+            let Some(landing) = frame.arrival.landing.as_ref().filter(|landing| gone(landing)) else {
                 continue;
-            }
-            match frame.copy {
+            };
+            match (frame.copy, landing) {
                 // It is placed when its turn comes, soon.
-                Some(_) => touched = true,
-                None => frame.arrival.landing = None,
+                (Some(_), _) => touched = true,
+                // Its bytes are in their place, and somebody waits to hear of them.
+                (None, Landing::Sink { sink, .. }) if !sink.gone() => {}
+                (None, _) => frame.arrival.landing = None,
             }
         }
         touched

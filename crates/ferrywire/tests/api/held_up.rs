@@ -2,7 +2,7 @@
 
 use crate::{LIMIT, listening, pair};
 use ferrywire::memory::sim::SimGpu;
-use ferrywire::{Endpoint, Error};
+use ferrywire::{Endpoint, Error, Peer};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -27,25 +27,87 @@ fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
     assert_eq!(stands.wait(LIMIT), Ok(4096));
 }
 
+/// Its bytes were in their place, and nobody was told, for ever.
+#[test]
+fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() {
+    const BYTES: u64 = 1 << 20;
+    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+    let far = accepting.accept(LIMIT).unwrap();
+    // No other test's.
+    let gpu = SimGpu::open(5).unwrap();
+    let on_gpu = accepting.register_sim(5, 4096).unwrap();
+    let target = accepting.register_zeroed(BYTES as usize).unwrap();
+    let source = connecting.register(vec![7; BYTES as usize]).unwrap();
+    gpu.set_stall(true);
+    let write = near.write(&source, 0, &on_gpu.descriptor(), 0, 4096).unwrap();
+    let read = far.read(&target, 0, &source.descriptor(), 0, BYTES).unwrap();
+    let begun = Instant::now();
+    while far.stats().channels[0].received_bytes < 4096 + BYTES {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    target.deregister().unwrap();
+    gpu.set_stall(false);
+    assert_eq!(write.wait(LIMIT), Ok(4096));
+    assert_eq!(read.wait(LIMIT), Ok(BYTES));
+}
+
+/// The frame that carried nothing of it had no checksum, and the peer took the stream for broken.
+#[test]
+fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
+    const BYTES: u64 = 60 << 10;
+    let end = || Endpoint::builder().threads(0).channels(1).socket_buffer_bytes(64 << 10).crc(true);
+    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = end().build().unwrap();
+    let (here, there) = connected(&near, &far);
+    let target = far.register_zeroed(BYTES as usize).unwrap();
+    let source = near.register(vec![7; BYTES as usize]).unwrap();
+    let mut memory = vec![5_u8; 4096];
+    // SAFETY: it stays until the end.
+    let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    // More than there is room for on the way, and one more. Once there is some room all of them are in the channel's hands.
+    let before: Vec<_> =
+        (0..6).map(|_| here.write(&source, 0, &target.descriptor(), 0, BYTES).unwrap()).collect();
+    let write = here.write(&region, 0, &target.descriptor(), 0, 4096).unwrap();
+    far.progress();
+    near.progress();
+    // Until the engine has given up waiting.
+    drop(region);
+    let begun = Instant::now();
+    while write.poll().is_none() || before.iter().any(|write| write.poll().is_none()) {
+        assert!(begun.elapsed() < LIMIT);
+        near.progress();
+        far.progress();
+    }
+    assert!(write.poll().unwrap().is_err());
+    assert!(before.iter().all(|write| write.poll() == Some(Ok(BYTES))));
+    assert_eq!((here.stats().lost_channels, there.stats().lost_channels), (vec![], vec![]));
+    drop(memory);
+}
+
+/// Both are driven by whoever calls this.
+fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
+    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
+    let (mut there, mut here, begun) = (None, None, Instant::now());
+    while there.is_none() || here.is_none() {
+        assert!(begun.elapsed() < LIMIT);
+        near.progress();
+        far.progress();
+        here = here.or_else(|| near.try_accept().map(Result::unwrap));
+        there = there.or_else(|| connecting.poll().map(Result::unwrap));
+    }
+    (here.unwrap(), there.unwrap())
+}
+
 /// The answer was dropped, as if the peer were flooding us with what can only be refused.
 #[test]
 fn a_long_queue_of_our_own_drops_no_answer() {
     let [near, far] = [(); 2].map(|()| Endpoint::builder().threads(0).channels(1));
     let near = near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = far.build().unwrap();
-    let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
-    let turn = || {
-        near.progress();
-        far.progress();
-    };
-    let (mut there, mut here, begun) = (None, None, Instant::now());
-    while there.is_none() || here.is_none() {
-        assert!(begun.elapsed() < LIMIT);
-        turn();
-        here = here.or_else(|| near.try_accept().map(Result::unwrap));
-        there = there.or_else(|| connecting.poll().map(Result::unwrap));
-    }
-    let (here, there) = (here.unwrap(), there.unwrap());
+    let (here, there) = connected(&near, &far);
     let (ours, theirs) = (near.register_zeroed(100).unwrap(), far.register_zeroed(1 << 20).unwrap());
     let receive = here.recv(1, &ours, 0, 100).unwrap();
     let target = theirs.descriptor();
@@ -57,7 +119,10 @@ fn a_long_queue_of_our_own_drops_no_answer() {
         || writes.iter().any(|write| write.poll().is_none())
     {
         assert!(begun.elapsed() < LIMIT, "{:?}, {:?}", receive.poll(), send.poll());
-        (0..100).for_each(|_| turn());
+        for _ in 0..100 {
+            near.progress();
+            far.progress();
+        }
     }
     assert!(matches!(receive.poll(), Some(Err(Error::Truncated { .. }))));
     assert!(matches!(send.poll(), Some(Err(_))));
