@@ -69,10 +69,10 @@ impl Transfer {
         {
             return Ok(outcome);
         }
-        let mut moved = (self.transfer.bytes_moved(), Instant::now());
+        let mut moved = (self.transfer.activity(), Instant::now());
         let outcome = sliced(py, whole, |slice| {
             let outcome = self.transfer.wait_for(slice.min(stall), Duration::MAX);
-            let now = self.transfer.bytes_moved();
+            let now = self.transfer.activity();
             if now != moved.0 {
                 moved = (now, Instant::now());
             }

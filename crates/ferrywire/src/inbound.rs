@@ -183,8 +183,10 @@ impl Inbound {
         if alone && state.waiting.len() >= limits::EARLY_FRAMES_MAX {
             return Err(Refusal::Limit);
         }
-        let held = state.notifications.len() + state.following.len() + state.waiting.len();
-        let fits = held < limits::NOTIFICATIONS_HELD_MAX
+        // Nobody could read those that are early: while a lost connection is noticed there may be very many.
+        let early = alone && header.transfer > state.next_notification;
+        let held = state.notifications.len() + state.following.len();
+        let fits = (early || held < limits::NOTIFICATIONS_HELD_MAX)
             && state.notification_bytes + message.len() <= NOTIFICATION_BYTES_MAX;
         if fits {
             state.notification_bytes += message.len();
@@ -493,5 +495,30 @@ mod tests {
         assert!(filling.op.let_go());
         assert!(!memory.used());
         assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    }
+
+    fn notify(inbound: &Inbound, number: u64) -> Result<(), Refusal> {
+        let header = Header { transfer: number, ..Header::new(Kind::Notify) };
+        inbound.notified(&header, number.to_le_bytes().to_vec())
+    }
+
+    /// They were refused as if nobody had read them: for as long as it takes to notice a lost connection.
+    #[test]
+    fn notifications_that_wait_for_one_before_them_are_not_held_against_their_reader() {
+        let inbound = Inbound::default();
+        let many = 2 * limits::NOTIFICATIONS_HELD_MAX as u64;
+        for number in 1..many {
+            notify(&inbound, number).unwrap();
+        }
+        assert!(inbound.take_notification().is_none());
+        notify(&inbound, 0).unwrap();
+        for number in 0..many {
+            assert_eq!(inbound.take_notification(), Some(number.to_le_bytes().to_vec()));
+        }
+        // Those that could be read and are not are.
+        let unread = limits::NOTIFICATIONS_HELD_MAX as u64;
+        let outcomes: Vec<_> = (many..=many + unread).map(|number| notify(&inbound, number)).collect();
+        assert!(outcomes[..unread as usize].iter().all(Result::is_ok));
+        assert_eq!(outcomes[unread as usize], Err(Refusal::Limit));
     }
 }

@@ -24,7 +24,8 @@ pub const SCRATCH_BYTES: usize = 256 << 10;
 pub const DIRECT_RECEIVE_BYTES_MIN: usize = 16 << 10;
 /// Largest `notify` message.
 pub const NOTIFY_BYTES_MAX: usize = 8 << 10;
-/// Notifications held for the user; past this the peer's are refused, and its operations say so.
+/// Notifications held for the user, those apart that wait for one before them; past this the peer's are refused, and its
+/// operations say so.
 pub const NOTIFICATIONS_HELD_MAX: usize = 64 << 10;
 /// A `send` up to this size goes out at once, if credit allows.
 pub const EAGER_BYTES_MAX: usize = 64 << 10;

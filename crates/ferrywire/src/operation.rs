@@ -81,6 +81,8 @@ pub(crate) struct Op {
     parts: OnceLock<Box<[Weak<Op>]>>,
     tokens: AtomicU32,
     moved: AtomicU64,
+    /// Changes with each part of it that moves, of frames too that are not whole yet.
+    stirred: AtomicU64,
     state: AtomicU8,
     cancelled: AtomicBool,
     error: OnceLock<Error>,
@@ -108,6 +110,7 @@ impl Op {
             parts: OnceLock::new(),
             tokens: AtomicU32::new(1),
             moved: AtomicU64::new(0),
+            stirred: AtomicU64::new(0),
             state: AtomicU8::new(RUNNING),
             cancelled: AtomicBool::new(false),
             error: OnceLock::new(),
@@ -188,6 +191,12 @@ impl Op {
         self.whole.iter().for_each(|whole| whole.count(bytes));
     }
 
+    /// Some of it moves: whoever waits for it waits on.
+    pub fn stir(&self) {
+        self.stirred.fetch_add(1, Ordering::Relaxed);
+        self.whole.iter().for_each(|whole| whole.stir());
+    }
+
     /// Notes a failure; the first one stays.
     pub fn fail(&self, error: Error) {
         self.whole.iter().for_each(|whole| whole.fail(error.clone()));
@@ -236,6 +245,10 @@ impl Op {
 
     fn moved(&self) -> u64 {
         self.moved.load(Ordering::Relaxed)
+    }
+
+    fn stirred(&self) -> u64 {
+        self.stirred.load(Ordering::Relaxed)
     }
 
     fn outcome(&self) -> Option<Result<u64>> {
@@ -314,7 +327,7 @@ impl Transfer {
     pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
         // Without a limit on the whole nobody asks for the time.
         let until = (total < Duration::MAX).then(|| self.peer.now().saturating_add(total));
-        let mut moved = self.op.moved();
+        let mut stirred = self.op.stirred();
         loop {
             if let Some(outcome) = self.outcome() {
                 return outcome;
@@ -329,15 +342,15 @@ impl Transfer {
                 |handle| self.op.wake_at_end(handle),
                 || self.outcome().is_some(),
             );
-            let now = self.op.moved();
-            if !ended && now == moved && stall <= left {
+            let now = self.op.stirred();
+            if !ended && now == stirred && stall <= left {
                 return Err(Error::Deadline {
                     what: self.describe(),
                     peer: self.peer_named(),
                     waited: stall,
                 });
             }
-            moved = now;
+            stirred = now;
         }
     }
 
@@ -377,9 +390,10 @@ impl Transfer {
         }
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
-        let moved = || transfers.clone().map(|transfer| transfer.op.moved()).sum::<u64>();
+        let stirred =
+            || transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.stirred()));
         let until = (total < Duration::MAX).then(|| first.peer.now().saturating_add(total));
-        let mut before = moved();
+        let mut before = stirred();
         loop {
             if let Some(at) = ended().or_else(lost) {
                 return Ok(at);
@@ -399,7 +413,7 @@ impl Transfer {
                 |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
                 || ended().or_else(lost).is_some(),
             );
-            let now = moved();
+            let now = stirred();
             if !ended && now == before && stall <= left {
                 return Err(Error::Deadline {
                     what: first.describe(),
@@ -469,9 +483,15 @@ impl Transfer {
         Ok(())
     }
 
-    /// Bytes that have arrived so far.
+    /// Bytes that have arrived so far, in pieces of up to the chunk size.
     pub fn bytes_moved(&self) -> u64 {
         self.op.moved()
+    }
+
+    /// Changes as long as anything of it moves, of a piece too that is not whole yet: for whoever waits in slices, with a
+    /// limit of its own on standing still.
+    pub fn activity(&self) -> u64 {
+        self.op.stirred()
     }
 
     /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait

@@ -98,6 +98,8 @@ pub(crate) struct Channel {
     /// Something was sent since the path was last seen to have taken everything.
     unproven: bool,
     stream_sent: u64,
+    /// Bytes that the peer's kernel had acknowledged when it was last asked.
+    acked_bytes: u64,
     /// Acknowledged frames whose memory the kernel still reads, with their end in the stream.
     held: VecDeque<(u64, Entry)>,
     ends: VecDeque<u64>,
@@ -132,6 +134,7 @@ impl Channel {
             awaits_copies: false,
             unproven: false,
             stream_sent,
+            acked_bytes: 0,
             held: VecDeque::new(),
             ends: VecDeque::new(),
             rx: Receiver::new(),
@@ -563,10 +566,24 @@ impl Channel {
         }
     }
 
+    /// The peer's kernel has so much: whatever of that is of a frame that the peer has not placed yet gets on.
+    fn note_acked(&mut self, acked_bytes: u64) {
+        let before = std::mem::replace(&mut self.acked_bytes, acked_bytes);
+        let whole = self.ends.partition_point(|end| *end <= before);
+        if acked_bytes <= before || (whole == self.ends.len() && self.sent_within == 0) {
+            return;
+        }
+        let mut entries = self.window.from(self.window.first() + whole as u64);
+        if let Some(op) = entries.next().and_then(|entry| entry.op.as_ref()) {
+            self.peer.note_moving(op);
+        }
+    }
+
     /// A dead path, in words, or `None` while there is no reason to think so.
     pub fn path_trouble(&mut self) -> Option<String> {
         let health = self.conn.health();
         self.unproven = health.waiting;
+        self.note_acked(health.acked_bytes);
         self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
         self.counters.note_buffers(&*self.conn);
         if health.is_dead() {

@@ -43,6 +43,9 @@ impl Channel {
             self.flush_parts();
         }
         self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
+        if let Some(Landing::Sink { sink, .. }) = self.rx.landing.as_ref().filter(|_| moved > 0) {
+            self.peer.note_moving(&sink.op);
+        }
         Ok(moved)
     }
 

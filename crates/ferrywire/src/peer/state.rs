@@ -444,11 +444,12 @@ impl PeerState {
 
     fn count(&self, op: &Op, bytes: u64) {
         op.count(bytes);
-        self.note_moved(op);
+        self.note_moving(op);
     }
 
-    /// Something of an operation has been moved. What the peer reads of us is none of ours: it could go on for ever.
-    pub(super) fn note_moved(&self, op: &Op) {
+    /// Something of an operation is being moved. What the peer reads of us is none of ours: it could go on for ever.
+    pub fn note_moving(&self, op: &Op) {
+        op.stir();
         if self.abandoned.load(Ordering::Relaxed) && op.verb != Verb::Serve {
             self.drained.fetch_add(1, Ordering::Relaxed);
         }

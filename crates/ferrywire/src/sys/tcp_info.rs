@@ -36,6 +36,8 @@ pub struct TcpInfo {
     pub min_rtt: Duration,
     /// Packets retransmitted since the start.
     pub total_retrans: u32,
+    /// Bytes that the peer's kernel has acknowledged since the start.
+    pub acked_bytes: u64,
     /// Bytes written and never sent.
     pub notsent_bytes: u32,
     /// The latest estimate of the path's rate, in bytes per second.
@@ -65,6 +67,7 @@ impl TcpInfo {
             rtt: micros(68),
             min_rtt: if word(148) == u32::MAX { Duration::ZERO } else { micros(148) },
             total_retrans: word(100),
+            acked_bytes: u64::from_ne_bytes(array(bytes, 120)),
             notsent_bytes: word(144),
             delivery_rate: u64::from_ne_bytes(array(bytes, 160)),
         }

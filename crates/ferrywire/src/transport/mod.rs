@@ -60,6 +60,8 @@ pub struct PathHealth {
     pub rtt: Duration,
     /// The shortest round trip of the last minutes, zero where unknown.
     pub min_rtt: Duration,
+    /// Bytes of the stream that the peer's kernel has acknowledged, give or take those of the handshake.
+    pub acked_bytes: u64,
 }
 
 impl PathHealth {

@@ -100,11 +100,15 @@ pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
 /// Two endpoints whose NICs take many seconds for what [`slowly`] posts.
 fn slow_pair(world: &mut impl Faulty) -> (Peer, Peer) {
     let pair = world.pair();
+    slow_down(world);
+    pair
+}
+
+fn slow_down(world: &mut impl Faulty) {
     for end in [0, 1] {
         let nic = world.nic(end, 0);
         world.net().set_bandwidth(nic, Some(SLOW_BYTES as u64 / 7));
     }
-    pair
 }
 
 /// A write and a read, each of them longer under way than a dropped peer may stand still; and what has to be there.
@@ -135,6 +139,22 @@ pub fn dropped_peers_may_be_slow(world: &mut impl Faulty) {
     all_there(world, posted);
     let took = world.net().now() - since;
     assert!(took > Duration::from_secs(6), "{took:?} are no test of it");
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
+/// Nor is it while not one chunk of it is whole.
+pub fn what_is_slower_than_a_chunk_is_not_given_up(world: &mut impl Faulty) {
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(1).chunk_bytes(SLOW_BYTES)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    slow_down(world);
+    let [(write, target), (read, local)] = slowly(world, &near);
+    // The longest time without progress.
+    assert_eq!(world.blocking(|| write.wait(Duration::from_secs(4))), Ok(SLOW_BYTES as u64));
+    all_there(world, [(write, target), (read, local)]);
+    let posted = slowly(world, &near);
+    drop(near);
+    all_there(world, posted);
     let error = world.until("the other side to know", || far.error());
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
 }

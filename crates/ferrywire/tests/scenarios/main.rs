@@ -173,6 +173,7 @@ scenarios! {
     };
     sim(10): closing::{
         dropped_peers_may_be_slow,
+        what_is_slower_than_a_chunk_is_not_given_up,
         dropped_peers_do_not_wait_for_what_stands_still,
         dropped_endpoints_finish_first,
     };

@@ -148,6 +148,11 @@ impl Pipe {
         self.acks.push_back((due, self.delivered));
     }
 
+    /// Bytes that the other end has acknowledged.
+    pub(super) fn acked(&self) -> u64 {
+        self.acked
+    }
+
     pub(super) fn acknowledge(&mut self, upto: u64, at: Duration) {
         self.acked = self.acked.max(upto);
         self.last_ack = at;

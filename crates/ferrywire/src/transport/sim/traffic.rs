@@ -383,34 +383,24 @@ impl State {
         };
         let (now, rtt, pipe) = (self.clock, path.rtt(), &link.pipes[end]);
         let silent_for = now.saturating_sub(pipe.last_ack);
+        let acked_bytes = pipe.acked();
+        let quiet = PathHealth { waiting: false, unanswered: 0, silent_for, rtt, min_rtt: rtt, acked_bytes };
         if !link.is_up() {
             let silent_for = now.saturating_sub(link.dialled_at);
             let unanswered = retries(silent_for, DIAL_RETRY_FIRST);
-            return PathHealth { waiting: true, unanswered, silent_for, rtt, min_rtt: rtt };
+            return PathHealth { waiting: true, unanswered, silent_for, ..quiet };
         }
         if pipe.is_waiting() {
-            return PathHealth {
-                waiting: true,
-                unanswered: pipe.unanswered(now, path.rto()),
-                silent_for,
-                rtt,
-                min_rtt: rtt,
-            };
+            return PathHealth { waiting: true, unanswered: pipe.unanswered(now, path.rto()), ..quiet };
         }
         let broken = link.ends.iter().map(|end| &self.nics[end.nic]).filter(|nic| nic.cut_out || nic.cut_in);
         let broken_since = broken.map(|nic| nic.cut_since).max().filter(|_| !path.is_open());
         let Some(since) = pipe.full_since.zip(broken_since).map(|(full, broken)| full.max(broken)) else {
-            return PathHealth { waiting: false, unanswered: 0, silent_for, rtt, min_rtt: rtt };
+            return quiet;
         };
         // The other end reads nothing and its window is shut: the kernel probes, and gets no answer.
         let silence = now.saturating_sub(since);
-        PathHealth {
-            waiting: true,
-            unanswered: retries(silence, path.rto()),
-            silent_for: silence,
-            rtt,
-            min_rtt: rtt,
-        }
+        PathHealth { waiting: true, unanswered: retries(silence, path.rto()), silent_for: silence, ..quiet }
     }
 }
 

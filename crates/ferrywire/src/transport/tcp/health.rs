@@ -39,6 +39,7 @@ impl Watch {
             silent_for: if only_asked { Duration::ZERO } else { waited.min(info.last_ack_recv) },
             rtt: info.rtt,
             min_rtt: info.min_rtt,
+            acked_bytes: info.acked_bytes,
         }
     }
 }
