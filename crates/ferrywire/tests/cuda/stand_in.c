@@ -136,8 +136,17 @@ int cuDeviceTotalMem_v2(size_t *bytes, int device) {
     return DONE;
 }
 
+#ifdef SLOW_CONTEXTS
+/* Whether a context of the second device is being made, and may be. */
+int context_begun, context_may;
+#endif
+
 int cuDevicePrimaryCtxRetain(void **context, int device) {
     if (device < 0 || device >= DEVICES) return INVALID_DEVICE;
+#ifdef SLOW_CONTEXTS
+    __atomic_store_n(&context_begun, device == 1, __ATOMIC_SEQ_CST);
+    while (device == 1 && !__atomic_load_n(&context_may, __ATOMIC_SEQ_CST)) usleep(100);
+#endif
     *context = &contexts[device];
     __atomic_add_fetch(&retained[device], 1, __ATOMIC_SEQ_CST);
     return DONE;

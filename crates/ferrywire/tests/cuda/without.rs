@@ -7,6 +7,7 @@ use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
 use ferrywire::{Endpoint, Error, Place};
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 const CHILD: &str = "FERRYWIRE_CUDA_CHILD";
@@ -166,6 +167,36 @@ fn rings_of_lost_peers_are_freed_when_pinned_memory_runs_out() {
         while let Err(error) = write().wait(LONG) {
             assert!(start.elapsed() < LONG / 4, "{error}");
         }
+    });
+}
+
+/// What places short messages looks for its GPU each time.
+#[test]
+fn a_gpu_is_found_while_another_is_opened() {
+    with_driver("without::a_gpu_is_found_while_another_is_opened", &["SLOW_CONTEXTS"], || {
+        let _gpu = CudaGpu::open(0).unwrap();
+        // SAFETY: the driver is loaded; the stand-in has both, and they are `int`s that are only used as atomics.
+        let [begun, may] = unsafe {
+            let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+            assert!(!driver.is_null());
+            [c"context_begun", c"context_may"]
+                .map(|name| AtomicI32::from_ptr(libc::dlsym(driver, name.as_ptr()).cast::<i32>()))
+        };
+        std::thread::scope(|scope| {
+            let opening = scope.spawn(|| CudaGpu::open(1).map(drop));
+            while begun.load(Ordering::SeqCst) == 0 {
+                std::thread::yield_now();
+            }
+            let found = scope.spawn(|| CudaGpu::opened(0).is_some() && CudaGpu::open(0).is_ok());
+            let start = Instant::now();
+            while !found.is_finished() && start.elapsed() < LONG / 4 {
+                std::thread::yield_now();
+            }
+            let waited = !found.is_finished();
+            may.store(1, Ordering::SeqCst);
+            assert!(found.join().unwrap() && !waited, "it waited for the other: {waited}");
+            opening.join().unwrap().unwrap();
+        });
     });
 }
 

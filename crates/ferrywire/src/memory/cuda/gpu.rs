@@ -32,7 +32,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// The GPUs of this process, by number.
-static GPUS: Mutex<[Weak<CudaGpu>; CUDA_GPUS_MAX]> = Mutex::new([const { Weak::new() }; CUDA_GPUS_MAX]);
+static GPUS: [Slot; CUDA_GPUS_MAX] = [const { Slot::new() }; CUDA_GPUS_MAX];
+
+/// Where a GPU of this process is found while somebody holds it.
+struct Slot {
+    gpu: Mutex<Weak<CudaGpu>>,
+    /// Held while its context is made, which takes a driver long. Whoever moves data only looks for the GPU.
+    opening: Mutex<()>,
+}
+
+impl Slot {
+    const fn new() -> Slot {
+        Slot { gpu: Mutex::new(Weak::new()), opening: Mutex::new(()) }
+    }
+
+    fn gpu(&self) -> MutexGuard<'_, Weak<CudaGpu>> {
+        lock(&self.gpu)
+    }
+}
 
 /// A GPU that is in use. Everything that belongs to it keeps it open.
 pub struct CudaGpu {
@@ -82,14 +99,17 @@ impl CudaGpu {
     /// and whatever the driver says when it makes the context.
     pub fn open(index: u32) -> Result<Arc<CudaGpu>> {
         let driver = driver()?;
-        let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
         let no_such = CudaError::NoSuchGpu { index, count: driver.devices };
-        let slot = gpus.get_mut(index as usize).filter(|_| index < driver.devices).ok_or(no_such)?;
-        if let Some(gpu) = slot.upgrade() {
+        let slot = GPUS.get(index as usize).filter(|_| index < driver.devices).ok_or(no_such)?;
+        if let Some(gpu) = slot.gpu().upgrade() {
+            return Ok(gpu);
+        }
+        let _alone = lock(&slot.opening);
+        if let Some(gpu) = slot.gpu().upgrade() {
             return Ok(gpu);
         }
         let gpu = Arc::new(CudaGpu::retain(index)?);
-        *slot = Arc::downgrade(&gpu);
+        *slot.gpu() = Arc::downgrade(&gpu);
         Ok(gpu)
     }
 
@@ -113,8 +133,7 @@ impl CudaGpu {
 
     /// GPU `index`, if somebody has opened it and still holds it.
     pub fn opened(index: u32) -> Option<Arc<CudaGpu>> {
-        let gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
-        gpus.get(index as usize)?.upgrade()
+        GPUS.get(index as usize)?.gpu().upgrade()
     }
 
     /// How many GPUs this process sees. Loads the driver.
