@@ -66,7 +66,7 @@ enum Keeper {
         _buffer: SimBuffer,
     },
     Cuda {
-        _buffer: CudaBuffer,
+        buffer: CudaBuffer,
     },
     /// The user, who promised so when registering, or somebody that the user gave us; of GPU memory, with the GPU.
     User {
@@ -175,6 +175,13 @@ impl Memory {
     fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
         let (revoked, taken_back, gone, users, callers) = Default::default();
         Memory { base, len, place, key, revoked, taken_back, gone, users, callers, keeper }
+    }
+
+    /// Something may still be sent of it when it is dropped: nobody else gets it then.
+    pub fn use_never_again(&self) {
+        if let Keeper::Cuda { buffer } = &self.keeper {
+            buffer.use_never_again();
+        }
     }
 
     /// Whether the region may not be touched by peers any more.
@@ -533,7 +540,7 @@ fn of_sim(buffer: SimBuffer) -> (*mut u8, u64, Place, Keeper) {
 
 fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, Place, Keeper) {
     let place = Place::Cuda(buffer.gpu().index());
-    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Cuda { _buffer: buffer })
+    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Cuda { buffer })
 }
 
 /// Of those who would take host memory for a GPU's.

@@ -228,6 +228,9 @@ impl Sending {
 
     /// The lane is closed: gives back what was acknowledged and not done.
     pub fn clear(&mut self) -> Vec<Entry> {
+        if self.in_flight() {
+            self.slots.use_never_again();
+        }
         let posted = self.posted.drain(..).map(|(_, message)| message);
         posted.chain(self.waiting.drain(..)).filter_map(|message| message.entry).collect()
     }

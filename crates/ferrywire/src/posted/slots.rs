@@ -58,6 +58,11 @@ impl Slots {
         Ok(self.pools.len() - 1)
     }
 
+    /// Some of them may still be sent: a connection that is closed sends on what its kernel has.
+    pub fn use_never_again(&self) {
+        self.pools.iter().for_each(|pool| pool.memory.use_never_again());
+    }
+
     /// Takes a slot back.
     pub fn give_back(&mut self, slot: Slot) {
         self.pools[slot.pool].free.push(slot.index);

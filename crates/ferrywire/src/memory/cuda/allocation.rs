@@ -6,6 +6,7 @@ use super::gpu::{CudaGpu, ZEROES_BYTES};
 use super::idle::{self, Idle};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What the driver aligns every allocation to.
 const DRIVER_ALIGN_BYTES: usize = 256;
@@ -30,7 +31,7 @@ pub(super) struct Block {
     raw: u64,
     bytes: usize,
     /// Nobody but us names it, so that nothing of it is under way once it is dropped.
-    own: bool,
+    own: AtomicBool,
 }
 
 impl Block {
@@ -43,17 +44,21 @@ impl Block {
             idle::make_room();
             alloc().map_err(|error| with_what_is_free(gpu, error))
         })?;
-        Ok(Block { gpu: gpu.clone(), raw, bytes, own })
+        Ok(Block { gpu: gpu.clone(), raw, bytes, own: own.into() })
     }
 
     /// Bytes that nobody is given again.
     pub(super) fn useless_bytes(&self) -> usize {
-        if self.own { 0 } else { self.bytes }
+        if self.is_own() { 0 } else { self.bytes }
+    }
+
+    fn is_own(&self) -> bool {
+        self.own.load(Ordering::SeqCst)
     }
 
     /// One that nobody uses any more.
     fn again(gpu: &CudaGpu, bytes: usize) -> Option<Block> {
-        let fits = |block: &Block| block.own && block.gpu.index() == gpu.index() && block.bytes == bytes;
+        let fits = |block: &Block| block.is_own() && block.gpu.index() == gpu.index() && block.bytes == bytes;
         let fits = |idle: &Idle| matches!(idle, Idle::Block(block) if fits(block));
         idle::take(fits, |idle| match idle {
             Idle::Block(block) => Some(block),
@@ -109,6 +114,11 @@ impl CudaBuffer {
     /// As for [`dmabuf_fd`].
     pub fn dmabuf_fd(&self) -> Result<OwnedFd> {
         dmabuf_fd(self.address, self.len.max(1).next_multiple_of(PAGE_BYTES) as u64)
+    }
+
+    /// Something may still be sent of it when it is dropped: it goes back to the driver, and is nobody's before.
+    pub(crate) fn use_never_again(&self) {
+        self.block.iter().for_each(|block| block.own.store(false, Ordering::SeqCst));
     }
 
     /// The GPU it belongs to.

@@ -6,10 +6,11 @@
 //! Invariant: the list is unchanged until the copies are done; there is one list, and so one batch at a time.
 //! Read next: `device.rs`; `transport/plugin/lane.rs`, who packs.
 
-use super::device::{GatherDevice, GatherRun, Mapped};
+use super::device::{self, GatherDevice, GatherRun, Mapped};
 use super::table::Fragment;
 use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
+use crate::memory::cuda::idle;
 use std::fmt;
 
 /// Copies of a batch from which on the kernel does them.
@@ -41,9 +42,15 @@ impl CopyQueue {
         if self.copying {
             return Err(Error::Bug("copies are begun while others are under way".into()));
         }
-        let by_kernel = copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
+        // A kernel may have to stand behind a stream that waits for this very transfer.
+        let launching = idle::launching();
+        let by_kernel =
+            launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
         match fragments(copies).filter(|_| by_kernel) {
-            Some((fragments, parts)) => self.launch(&fragments, &parts)?,
+            Some((fragments, parts)) => {
+                self.see_that_it_is_there(copies)?;
+                self.launch(&fragments, &parts)?;
+            }
             None => self.queue.copy(copies)?,
         }
         self.queue.mark()?;
@@ -55,6 +62,16 @@ impl CopyQueue {
     pub fn is_done(&mut self) -> Result<bool> {
         self.copying = self.queue.reached()? < self.begun;
         Ok(!self.copying)
+    }
+
+    fn see_that_it_is_there(&self, copies: &[GpuCopy]) -> Result<()> {
+        for side in [|copy: &GpuCopy| copy.source, |copy: &GpuCopy| copy.target] {
+            device::see_that_it_is_there(
+                &*self.queue,
+                copies.iter().map(|copy| (side(copy), copy.bytes as u64)),
+            )?;
+        }
+        Ok(())
     }
 
     /// Makes the list long enough, if the GPU can be given one.
@@ -123,7 +140,9 @@ mod tests {
     use super::*;
     use crate::memory::sim::SimGpu;
     use crate::memory::unpack::SimQueue;
+    use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
     use crate::transport::sim::rng::Rng;
+    use std::sync::{Arc, Mutex};
 
     #[test]
     fn copies_are_the_same_as_fragments_however_far_apart() {
@@ -152,6 +171,22 @@ mod tests {
             assert!(within > 1 << 31 || parts.len() <= 1, "{parts:?}");
         }
         assert!(fragments(&[GpuCopy { source: 0, target: 0, bytes: 1 << 32 }]).is_none());
+    }
+
+    #[test]
+    fn while_a_stream_waits_copies_are_no_kernel() {
+        let seen = Arc::new(Mutex::new(Seen::default()));
+        let mut queue = CopyQueue::new(Box::new(Recorder(seen.clone())));
+        let copies = [0, 1, 2, 3].map(|k| GpuCopy { source: k * 10, target: 1000 + k * 10, bytes: 9 });
+        let waiting = Waiting::new();
+        queue.begin(&copies).unwrap();
+        {
+            let mut seen = seen.lock().unwrap();
+            assert_eq!((seen.kernels, &seen.copies[..]), (0, &copies[..]));
+            seen.reached = 1;
+        }
+        assert!(queue.is_done().unwrap());
+        drop(waiting);
     }
 
     #[test]

@@ -9,6 +9,7 @@
 
 use super::table::Fragment;
 use crate::error::Result;
+use crate::memory::cuda::CudaError;
 use crate::memory::{GpuCopy, Place};
 use std::fmt::Debug;
 
@@ -85,6 +86,25 @@ pub unsafe trait GatherDevice: Send + Debug {
     /// # Errors
     /// The cause why the next one never will be; told only when those before it have been.
     fn reached(&mut self) -> Result<u64>;
+}
+
+/// Sees that all these bytes are in memory that a GPU's kernel reaches, which else ends the GPU's context: users free
+/// theirs without a word. One question for neighbours of one allocation; a simulated GPU sees to it itself.
+pub(crate) fn see_that_it_is_there(
+    device: &dyn GatherDevice,
+    all: impl Iterator<Item = (u64, u64)>,
+) -> Result<()> {
+    let Place::Cuda(_) = device.place() else { return Ok(()) };
+    let mut known = Extent { base: 0, bytes: 0 };
+    for (address, bytes) in all {
+        if bytes > 0 && !known.holds(address, bytes) {
+            let found = device.device_memory(address, bytes).map(|(_, found)| found);
+            let found = found.or_else(|| device.mapped_memory(address));
+            let found = found.filter(|found| found.holds(address, bytes));
+            known = found.ok_or(CudaError::Freed { address, bytes })?;
+        }
+    }
+    Ok(())
 }
 
 /// Host memory that a GPU reaches at the same address, with what keeps it so.

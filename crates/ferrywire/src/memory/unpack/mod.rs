@@ -25,12 +25,15 @@ mod gather;
 mod host;
 mod kernels;
 mod mode;
+#[cfg(test)]
+pub(crate) mod recorder;
 mod sim;
 mod table;
 
 pub(crate) use copies::CopyQueue;
 pub(crate) use crowd::{Leave, PATIENCE};
 pub use cuda::CudaQueue;
+pub(crate) use device::see_that_it_is_there;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;

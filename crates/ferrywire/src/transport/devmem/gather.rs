@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::idle;
-use crate::memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode};
+use crate::memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, see_that_it_is_there};
 use std::collections::VecDeque;
 use std::task::Poll;
 
@@ -32,6 +32,8 @@ pub(super) struct Run<'a> {
 struct Job {
     number: u64,
     target: u64,
+    /// From the target on.
+    bytes: u64,
     /// What the GPU does not have yet.
     copies: VecDeque<GpuCopy>,
     lists: VecDeque<Segment>,
@@ -85,7 +87,10 @@ impl Gatherer {
 
     /// Takes over a message: all runs to the target, from which their targets count.
     pub fn begin(&mut self, number: u64, runs: &[Run<'_>], target: u64) {
-        let mut job = Job { number, target, copies: VecDeque::new(), lists: VecDeque::new(), launch: 0 };
+        let all = runs.iter().flat_map(|run| run.fragments);
+        let bytes = all.map(|each| each.target + u64::from(each.bytes)).max().unwrap_or(0);
+        let (lists, launch) = Default::default();
+        let mut job = Job { number, target, bytes, copies: VecDeque::new(), lists, launch };
         for run in runs {
             match self.mode {
                 UnpackMode::Kernel => job.lists.extend(segments(run)),
@@ -100,8 +105,9 @@ impl Gatherer {
 
     /// Takes over one copy.
     pub fn begin_copy(&mut self, number: u64, copy: GpuCopy) {
-        let (copies, target) = (VecDeque::from([copy]), copy.target);
-        self.jobs.push_back(Job { number, target, copies, lists: VecDeque::new(), launch: 0 });
+        let (target, bytes) = (copy.target, copy.bytes as u64);
+        let copies = VecDeque::from([copy]);
+        self.jobs.push_back(Job { number, target, bytes, copies, lists: VecDeque::new(), launch: 0 });
     }
 
     /// Whether a message that was begun is done. Does not wait, and makes all of them get on.
@@ -139,6 +145,8 @@ impl Gatherer {
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
+        let by_kernel = self.jobs.iter().filter(|job| !job.lists.is_empty());
+        see_that_it_is_there(&*self.queue, by_kernel.map(|job| (job.target, job.bytes)))?;
         let (runs, copies) = self.next();
         if runs.is_empty() && copies.is_empty() {
             return Ok(false);
@@ -227,80 +235,8 @@ fn follows(last: &Fragment, next: &Fragment) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::Place;
-    use crate::memory::sim::MappedBuffer;
-    use crate::memory::unpack::Extent;
+    use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
     use std::sync::{Arc, Mutex};
-
-    /// What a GPU was asked for, and how much of it is done.
-    #[derive(Debug, Default)]
-    struct Seen {
-        kernels: usize,
-        copies: Vec<GpuCopy>,
-        reached: u64,
-    }
-
-    #[derive(Debug)]
-    struct Recorder(Arc<Mutex<Seen>>);
-
-    // SAFETY: it copies nothing, and gives no memory that is not there.
-    unsafe impl GatherDevice for Recorder {
-        fn place(&self) -> Place {
-            Place::SimGpu(0)
-        }
-
-        fn device_memory(&self, _address: u64, _bytes: u64) -> Option<(Place, Extent)> {
-            None
-        }
-
-        fn mapped_memory(&self, _address: u64) -> Option<Extent> {
-            None
-        }
-
-        fn read(&self, _address: u64, _into: &mut [u8]) -> Result<()> {
-            Err(Error::Bug("nothing is read".into()))
-        }
-
-        fn map(&self, bytes: usize) -> Result<Mapped> {
-            let buffer = MappedBuffer::new(bytes, 1)?;
-            // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
-            Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
-        }
-
-        fn gather(&mut self, _runs: &[GatherRun]) -> Result<()> {
-            self.0.lock().unwrap().kernels += 1;
-            Ok(())
-        }
-
-        fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
-            self.0.lock().unwrap().copies.extend(copies);
-            Ok(())
-        }
-
-        fn mark(&mut self) -> Result<()> {
-            Ok(())
-        }
-
-        fn reached(&mut self) -> Result<u64> {
-            Ok(self.0.lock().unwrap().reached)
-        }
-    }
-
-    /// A stream that waits, for as long as this lives.
-    struct Waiting;
-
-    impl Waiting {
-        fn new() -> Waiting {
-            idle::stream_waits();
-            Waiting
-        }
-    }
-
-    impl Drop for Waiting {
-        fn drop(&mut self) {
-            idle::stream_goes_on();
-        }
-    }
 
     #[test]
     fn what_was_begun_before_a_stream_waits_and_is_launched_after_goes_without_a_kernel() {
