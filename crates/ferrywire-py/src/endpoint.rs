@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::errors::{OrRaise, raised, usage};
-use crate::leaving::Shared;
+use crate::leaving::{self, Shared};
 use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
@@ -83,8 +83,9 @@ impl Endpoint {
     ) -> PyResult<impl FnOnce() -> ferrywire::Result<()> + Send + 'static> {
         let limit = limit(py, "timeout", timeout)?;
         let open = !self.closed.swap(true, Ordering::SeqCst);
-        let endpoint = open.then(|| self.shared.get().clone());
-        Ok(move || endpoint.map_or(Ok(()), |endpoint| endpoint.close(limit)))
+        // Whoever leaves it behind may be about to end the program.
+        let endpoint = open.then(|| (self.shared.get().clone(), leaving::closing()));
+        Ok(move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit)))
     }
 }
 

@@ -4,7 +4,6 @@
 //! Python ends threads that do, in the midst of what they are at.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -20,25 +19,59 @@ const ATTACHED_MAX: Duration = Duration::from_secs(5);
 /// The interpreter is about to end.
 static ENDING: AtomicBool = AtomicBool::new(false);
 /// Threads of ours that want it, or have it.
-static ATTACHED: AtomicUsize = AtomicUsize::new(0);
+static ATTACHED: Count = Count::new();
+/// Threads of ours that end endpoints.
+static CLOSING: Count = Count::new();
+
+/// How many threads are at something.
+struct Count(AtomicUsize);
+
+impl Count {
+    const fn new() -> Count {
+        Count(AtomicUsize::new(0))
+    }
+
+    /// One more, for as long as what is given lives.
+    fn one(&'static self) -> Counted {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        Counted(self)
+    }
+
+    /// Waits until there are none, or it is so late.
+    fn wait(&self, until: Instant) {
+        while self.0.load(Ordering::SeqCst) > 0 && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// One of a [`Count`].
+pub struct Counted(&'static Count);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
 
 /// Does something with the interpreter's lock, on a thread of the engine's; nothing once the interpreter ends.
 pub fn attached(work: impl FnOnce()) {
     // Counted before it looks, so that one of both sees the other.
-    ATTACHED.fetch_add(1, Ordering::SeqCst);
+    let _one = ATTACHED.one();
     if !ENDING.load(Ordering::SeqCst) {
         Python::try_attach(|_| work());
     }
-    ATTACHED.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// From here on nobody attaches; waits for those who have.
 fn keep_out() {
     ENDING.store(true, Ordering::SeqCst);
-    let since = Instant::now();
-    while ATTACHED.load(Ordering::SeqCst) > 0 && since.elapsed() < ATTACHED_MAX {
-        thread::sleep(Duration::from_millis(1));
-    }
+    ATTACHED.wait(Instant::now() + ATTACHED_MAX);
+}
+
+/// The program's end waits, for a while, as long as what is given lives: a thread ends an endpoint.
+pub fn closing() -> Counted {
+    CLOSING.one()
 }
 
 /// An endpoint that its peers share: it ends when the last of them is gone.
@@ -66,8 +99,7 @@ impl Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        let endpoint = self.endpoint.take();
-        later(move || drop(endpoint));
+        drop_later(self.endpoint.take());
     }
 }
 
@@ -76,45 +108,33 @@ fn all() -> std::sync::MutexGuard<'static, Vec<Weak<Shared>>> {
     ALL.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-type Job = Box<dyn FnOnce() + Send>;
-
-/// Does something that may wait, soon, on a thread that may.
-pub fn later(job: impl FnOnce() + Send + 'static) {
-    /// The thread's queue, and the process that has the thread: a forked child has none.
-    static JOBS: Mutex<Option<(u32, Sender<Job>)>> = Mutex::new(None);
-    let here = std::process::id();
-    let mut jobs = JOBS.lock().unwrap_or_else(PoisonError::into_inner);
-    if jobs.as_ref().is_none_or(|(process, _)| *process != here) {
-        *jobs = Some((here, begin()));
-    }
-    let sent = jobs.as_ref().map(|(_, jobs)| jobs.send(Box::new(job)));
-    drop(jobs);
-    // Without the thread it is done here.
-    if let Some(Err(unsent)) = sent {
-        (unsent.0)();
-    }
-}
-
-fn begin() -> Sender<Job> {
-    let (jobs, todo) = mpsc::channel::<Job>();
-    let run = move || todo.into_iter().for_each(|job| job());
+/// Drops something that may wait then, on a thread of its own: it does not wait for others' peers too.
+pub fn drop_later(thing: impl Send + 'static) {
+    let closing = closing();
+    let run = move || {
+        drop(thing);
+        drop(closing);
+    };
+    // Without a thread it is dropped here.
     if let Err(error) = thread::Builder::new().name("ferrywire-end".into()).spawn(run) {
-        tracing::warn!(%error, "no thread for the end of objects");
+        tracing::warn!(%error, "no thread for the end of an object");
     }
-    jobs
 }
 
-/// Closes every endpoint of this process that is still open; called when the interpreter is about to end.
+/// Closes every endpoint of this process that is still open, and waits for those that are being ended; called when the
+/// interpreter is about to end.
 #[pyfunction]
 pub fn leave(py: Python<'_>) {
     let endpoints: Vec<Arc<Shared>> = all().drain(..).filter_map(|each| each.upgrade()).collect();
     let here = std::process::id();
     py.detach(|| {
+        let until = Instant::now() + LEAVE_DEADLINE;
         thread::scope(|scope| {
             for shared in endpoints.iter().filter(|shared| shared.process == here) {
                 scope.spawn(|| shared.get().close(LEAVE_DEADLINE));
             }
         });
+        CLOSING.wait(until);
         keep_out();
     });
     // Their threads have ended; what is left of them goes with the process.

@@ -11,7 +11,7 @@ use ferrywire::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, raised, usage};
-use crate::leaving::later;
+use crate::leaving::drop_later;
 use crate::wakeup::Wakeup;
 
 /// How long signals may have to wait.
@@ -161,7 +161,7 @@ impl Drop for Errand {
         // It may have to be closed.
         let outcome = locked(&self.0).outcome.take();
         if outcome.is_some() {
-            later(move || drop(outcome));
+            drop_later(outcome);
         }
     }
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -260,6 +261,55 @@ transfers.append(to_far.recv(1, near.register(bytearray(4))))
 print("leaves", flush=True)
 """) as other:
         assert other.end() == "leaves\n"
+
+
+RECEIVER = """
+import ferrywire as fw, sys
+endpoint = fw.Endpoint("127.0.0.1:0", label="receiver")
+region = endpoint.allocate(8 << 20)
+print(endpoint.metadata().hex(), region.descriptor().hex(), flush=True)
+peer = endpoint.accept(60)
+print(peer.wait_notification(60), region.read_at((8 << 20) - 1), flush=True)
+try: peer.wait_notification(60)
+except fw.PeerClosed: print("closed", flush=True)
+"""
+
+# Nobody has taken anything when the program is at its end: its peer has been stopped.
+SENDER = """
+import asyncio, ferrywire as fw, os, signal, sys
+def begins(metadata, descriptor, number):
+    near = fw.Endpoint(label="sender")
+    peer = near.connect(bytes.fromhex(metadata), timeout=60)
+    source = near.register(b"x" * (8 << 20))
+    os.kill(int(number), signal.SIGSTOP)
+    peer.write(source, fw.RemoteRegion(bytes.fromhex(descriptor)), message=b"all")
+    return near
+async def is_closed(near):
+    try: await asyncio.wait_for(near.close_async(), 0.01)
+    except TimeoutError: pass
+# The first is of a peer that takes nothing at all.
+for arguments in (sys.argv[5:], sys.argv[2:5]):
+    if not arguments: continue
+    near = begins(*arguments)
+    if sys.argv[1] == "it is closed": asyncio.run(is_closed(near))
+    del near
+print("leaves", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["nobody has it any more", "it is closed", "others are stuck"])
+def test_what_an_endpoint_has_taken_arrives_though_the_program_ends_as(program: type[Program], how: str):
+    """An endpoint that has just been dropped, or is being closed, has as long as one that is open."""
+    with program(RECEIVER) as takes, program(RECEIVER) as stuck:
+        ends = [takes, stuck] if how == "others are stuck" else [takes]
+        arguments = [argument for end in ends for argument in (*end.line().split(), str(end.process.pid))]
+        with program(SENDER, how, *arguments) as sender:
+            assert sender.line() == "leaves"
+            # By now it would have ended if it waited for nothing.
+            time.sleep(0.2)
+            os.kill(takes.process.pid, signal.SIGCONT)
+            assert takes.end() == "b'all' b'x'\nclosed\n"
+            sender.end()
 
 
 def test_the_interpreter_ends_while_another_thread_waits(program: type[Program]):
