@@ -3,10 +3,10 @@
 //! Invariant: a garbage collection never waits for a peer, and no thread of the engine wants the interpreter when it ends:
 //! Python ends threads that do, in the midst of what they are at.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{process, thread};
 
 use ferrywire::Endpoint;
 use pyo3::prelude::*;
@@ -23,34 +23,48 @@ static ATTACHED: Count = Count::new();
 /// Threads of ours that end endpoints.
 static CLOSING: Count = Count::new();
 
-/// How many threads are at something.
-struct Count(AtomicUsize);
+/// How many threads of this process are at something. With the number goes the process that it is of: a forked child has
+/// none of its parent's threads, and nobody would count them down there.
+struct Count(AtomicU64);
 
 impl Count {
     const fn new() -> Count {
-        Count(AtomicUsize::new(0))
+        Count(AtomicU64::new(0))
+    }
+
+    /// What the number is, in this process.
+    fn number(process: u32, value: u64) -> u32 {
+        if (value >> 32) as u32 == process { value as u32 } else { 0 }
     }
 
     /// One more, for as long as what is given lives.
     fn one(&'static self) -> Counted {
-        self.0.fetch_add(1, Ordering::SeqCst);
-        Counted(self)
+        let here = process::id();
+        let more = |value| Some(u64::from(here) << 32 | u64::from(Count::number(here, value) + 1));
+        let _ = self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more);
+        Counted { count: self, process: here }
     }
 
     /// Waits until there are none, or it is so late.
     fn wait(&self, until: Instant) {
-        while self.0.load(Ordering::SeqCst) > 0 && Instant::now() < until {
+        let here = process::id();
+        while Count::number(here, self.0.load(Ordering::SeqCst)) > 0 && Instant::now() < until {
             thread::sleep(Duration::from_millis(1));
         }
     }
 }
 
 /// One of a [`Count`].
-pub struct Counted(&'static Count);
+pub struct Counted {
+    count: &'static Count,
+    process: u32,
+}
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        self.0.0.fetch_sub(1, Ordering::SeqCst);
+        // What a thread was at when it forked is its parent's.
+        let less = |value| (Count::number(self.process, value) > 0).then(|| value - 1);
+        let _ = self.count.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
     }
 }
 
@@ -84,7 +98,7 @@ pub struct Shared {
 impl Shared {
     /// Takes an endpoint into the list of those that are closed at the program's end.
     pub fn new(endpoint: Endpoint) -> Arc<Shared> {
-        let shared = Arc::new(Shared { endpoint: Some(endpoint), process: std::process::id() });
+        let shared = Arc::new(Shared { endpoint: Some(endpoint), process: process::id() });
         let mut all = all();
         all.retain(|each| each.strong_count() > 0);
         all.push(Arc::downgrade(&shared));
@@ -126,7 +140,7 @@ pub fn drop_later(thing: impl Send + 'static) {
 #[pyfunction]
 pub fn leave(py: Python<'_>) {
     let endpoints: Vec<Arc<Shared>> = all().drain(..).filter_map(|each| each.upgrade()).collect();
-    let here = std::process::id();
+    let here = process::id();
     py.detach(|| {
         let until = Instant::now() + LEAVE_DEADLINE;
         thread::scope(|scope| {

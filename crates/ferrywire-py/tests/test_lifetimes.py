@@ -435,3 +435,21 @@ to_near.send(1, far.register(b"12345678")).wait(60)
 print(transfer.wait(60), flush=True)
 """) as other:
         assert other.end().split("\n")[:2] == ["b'child'", "8"]
+
+
+def test_a_forked_child_waits_for_no_thread_of_its_parent(program: type[Program]):
+    with program(SETUP + """
+region = near.register(bytearray(8))
+# A thread that lets go of memory wants the interpreter, which this one keeps until it has forked.
+sys.setswitchinterval(1000)
+del region
+until = time.monotonic() + 0.2
+while time.monotonic() < until: pass
+child, since = os.fork(), time.monotonic()
+if child == 0: sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert time.monotonic() - since < 4, time.monotonic() - since
+to_far.notify(b"goes on").wait(60)
+print(to_near.wait_notification(60), flush=True)
+""") as other:
+        assert other.end() == "b'goes on'\n"
