@@ -1,7 +1,7 @@
 //! Peers: connected, accepted, told of, closed; their notifications.
 
 use std::ffi::{c_char, c_int, c_void};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use ferrywire::Ready;
@@ -11,6 +11,7 @@ use crate::endpoint::Endpoint;
 use crate::handles::{self, object};
 use crate::options::parse_address;
 use crate::status::{FERRYWIRE_OK, FERRYWIRE_PENDING, Failure, bytes, call, copy_out, limit, text};
+use crate::wakeup::Wakeup;
 
 /// A connected remote endpoint.
 pub struct Peer {
@@ -212,12 +213,21 @@ struct State {
     next: Option<Vec<u8>>,
     /// Somebody waits for the engine.
     waits: bool,
+    /// Attached meanwhile: the engine tells nobody of what it has given already.
+    wakeups: Vec<Weak<Wakeup>>,
 }
 
 impl Inbox {
-    /// Whether there is one that did not fit.
-    pub(crate) fn has_any(&self) -> bool {
-        self.lock().next.is_some()
+    /// Wakes it if there is one that did not fit, or once the one that somebody has in hand did not.
+    pub(crate) fn wake(&self, wakeup: &Arc<Wakeup>) {
+        let mut state = self.lock();
+        if state.next.is_some() {
+            wakeup.wake();
+        } else if state.waits {
+            let wakeup = Arc::downgrade(wakeup);
+            state.wakeups.retain(|other| other.strong_count() > 0 && !other.ptr_eq(&wakeup));
+            state.wakeups.push(wakeup);
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -236,8 +246,10 @@ impl Inbox {
         loop {
             if let Some(next) = &state.next {
                 let copied = copy(next);
-                if copied.is_ok() {
-                    state.next = None;
+                let wakeups = std::mem::take(&mut state.wakeups);
+                match copied {
+                    Ok(_) => state.next = None,
+                    Err(_) => wakeups.iter().filter_map(Weak::upgrade).for_each(|wakeup| wakeup.wake()),
                 }
                 // Whoever waits looks again: at what is left, or for the next.
                 self.changed.notify_all();
@@ -279,7 +291,13 @@ struct Turn<'a>(&'a Inbox);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        self.0.lock().waits = false;
+        let mut state = self.0.lock();
+        state.waits = false;
+        if state.next.is_none() {
+            // The engine tells them.
+            state.wakeups.clear();
+        }
+        drop(state);
         self.0.changed.notify_all();
     }
 }

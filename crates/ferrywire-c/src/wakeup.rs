@@ -14,6 +14,12 @@ pub struct Wakeup(ferrywire::Wakeup);
 
 object!(Wakeup, "ferrywire_wakeup", 8);
 
+impl Wakeup {
+    pub(crate) fn wake(&self) {
+        self.0.wake();
+    }
+}
+
 /// Makes a wakeup, not readable. Attachments wake once: poll what was attached, and attach again what has nothing yet.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_wakeup_new(wakeup: *mut *mut Wakeup) -> c_int {
@@ -65,10 +71,9 @@ pub extern "C" fn ferrywire_transfer_wake(transfer: *const Transfer, wakeup: *co
 pub extern "C" fn ferrywire_peer_wake(peer: *const Peer, wakeup: *const Wakeup) -> c_int {
     call(|| {
         let (peer, wakeup) = (handles::get(peer)?, handles::get(wakeup)?);
+        // In this order: what the engine has given before this is the inbox's to tell.
         peer.peer.wake(&wakeup.0);
-        if peer.inbox.has_any() {
-            wakeup.0.wake();
-        }
+        peer.inbox.wake(&wakeup);
         Ok(FERRYWIRE_OK)
     })
 }

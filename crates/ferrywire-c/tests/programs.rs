@@ -68,7 +68,7 @@ fn every_verb_moves_what_it_should() {
     assert_eq!(good(start(&program, &[])), "verbs: good\n");
 }
 
-/// One of two that did not fit was lost.
+/// One of two that did not fit was lost, and a wakeup was not told of one that did not fit into another thread's buffer.
 #[test]
 fn several_readers_lose_no_notification() {
     let folder = tempfile::tempdir().unwrap();

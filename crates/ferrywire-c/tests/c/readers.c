@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 
 #include "check.h"
@@ -31,6 +32,44 @@ static void *reads(void *peer) {
         capacity = SMALL;
     }
     return NULL;
+}
+
+enum { ROUNDS = 40000 };
+
+static atomic_int rounds_over;
+
+/* Waits with no room at all, and leaves what comes to others. */
+static void *leaves(void *peer) {
+    int over;
+    while ((over = atomic_load(&rounds_over)) < ROUNDS) {
+        int status = ferrywire_next_notification(peer, 20, NULL, 0, NULL);
+        CHECK(status == FERRYWIRE_ERROR_TOO_SMALL || status == FERRYWIRE_ERROR_TIMEOUT);
+        while (status == FERRYWIRE_ERROR_TOO_SMALL && atomic_load(&rounds_over) == over) sched_yield();
+    }
+    return NULL;
+}
+
+/* A wakeup that was attached while another thread had the message in its hands is told that it did not fit there. */
+static void reads_what_others_leave(struct pair pair) {
+    ferrywire_wakeup *wakeup;
+    pthread_t other;
+    OK(ferrywire_wakeup_new(&wakeup));
+    CHECK(pthread_create(&other, NULL, leaves, pair.far) == 0);
+    for (int round = 0; round < ROUNDS; round++) {
+        int read = -1, status;
+        size_t bytes;
+        OK(ferrywire_notify(pair.near, &round, sizeof round, NULL));
+        while ((status = ferrywire_next_notification(pair.far, 0, &read, sizeof read, &bytes)) == FERRYWIRE_PENDING) {
+            OK(ferrywire_peer_wake(pair.far, wakeup));
+            struct pollfd fd = {.fd = ferrywire_wakeup_fd(wakeup), .events = POLLIN};
+            CHECK(poll(&fd, 1, LIMIT_MS) == 1);
+            OK(ferrywire_wakeup_clear(wakeup));
+        }
+        CHECK(status == FERRYWIRE_OK && bytes == sizeof read && read == round);
+        atomic_fetch_add(&rounds_over, 1);
+    }
+    CHECK(pthread_join(other, NULL) == 0);
+    OK(ferrywire_wakeup_free(wakeup));
 }
 
 int main(void) {
@@ -66,6 +105,8 @@ int main(void) {
     OK(ferrywire_next_notification(pair.far, 0, room, sizeof room, &bytes));
     CHECK(bytes == 4 && memcmp(room, "kept", 4) == 0);
     OK(ferrywire_wakeup_free(wakeup));
+
+    reads_what_others_leave(pair);
 
     OK(ferrywire_peer_close(pair.near, LIMIT_MS));
     for (int end = 0; end < 2; end++) OK(ferrywire_endpoint_close(pair.ends[end], LIMIT_MS));
