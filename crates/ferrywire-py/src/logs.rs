@@ -6,8 +6,9 @@
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
+use std::process;
 use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -26,11 +27,13 @@ const INFO: u8 = 20;
 const WARNING: u8 = 30;
 const ERROR: u8 = 40;
 
-static QUEUE: Queue = Queue { waiting: Mutex::new(Waiting::NEW), filled: Condvar::new() };
-
 struct Queue {
+    /// The process that has it.
+    process: OnceLock<u32>,
     waiting: Mutex<Waiting>,
     filled: Condvar,
+    /// Of a forked child: what waits here is its parent's to hand on, and a thread that stayed there may have had the lock.
+    of_child: OnceLock<Box<Queue>>,
 }
 
 struct Waiting {
@@ -44,6 +47,26 @@ impl Waiting {
 }
 
 impl Queue {
+    const fn new() -> Queue {
+        Queue {
+            process: OnceLock::new(),
+            waiting: Mutex::new(Waiting::NEW),
+            filled: Condvar::new(),
+            of_child: OnceLock::new(),
+        }
+    }
+
+    /// That of this process.
+    fn here() -> &'static Queue {
+        static FIRST: Queue = Queue::new();
+        let here = process::id();
+        let mut queue = &FIRST;
+        while *queue.process.get_or_init(|| here) != here {
+            queue = queue.of_child.get_or_init(|| Box::new(Queue::new()));
+        }
+        queue
+    }
+
     fn lock(&self) -> MutexGuard<'_, Waiting> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -76,20 +99,23 @@ impl Queue {
 
 /// Takes the engine's events, unless this process has somebody else who does.
 pub fn start() {
+    // The first one is this process's, before anybody can fork.
+    Queue::here();
     let _ = tracing::subscriber::set_global_default(ToPython);
 }
 
 /// Waits for records of the log, as `(level, text)`; None when it is over.
 #[pyfunction]
 pub fn log_take(py: Python<'_>) -> Option<Vec<(u8, String)>> {
-    py.detach(|| QUEUE.take())
+    py.detach(|| Queue::here().take())
 }
 
 /// Ends the log: `log_take` gives what is left, then None.
 #[pyfunction]
 pub fn log_stop() {
-    QUEUE.lock().ended = true;
-    QUEUE.filled.notify_all();
+    let queue = Queue::here();
+    queue.lock().ended = true;
+    queue.filled.notify_all();
 }
 
 /// Records below this level of `logging` are not made.
@@ -165,7 +191,7 @@ impl Subscriber for ToPython {
     fn event(&self, event: &Event<'_>) {
         let mut text = Text::default();
         event.record(&mut text);
-        QUEUE.put(level_of(event.metadata()), text.whole());
+        Queue::here().put(level_of(event.metadata()), text.whole());
     }
 
     fn enter(&self, _: &span::Id) {}

@@ -42,3 +42,29 @@ for _ in range(3):
         near.connect(far.metadata(), timeout=60).close()
 """) as other:
         other.end()
+
+
+def test_a_forked_child_hands_on_no_record_of_its_parent(program: type[Program]):
+    with program("""
+import ferrywire as fw, logging, os, sys, time
+class Tells(logging.Handler):
+    def emit(self, record): os.write(1, f"{os.getpid() == parent} {record.getMessage()}\\n".encode())
+parent = os.getpid()
+logging.getLogger("ferrywire").addHandler(Tells())
+logging.getLogger("ferrywire").setLevel(logging.DEBUG)
+far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
+peers = [(near.connect(far.metadata(), timeout=60), far.accept(60)) for _ in range(4)]
+# Nobody hands on what is said of their end before this thread has forked.
+sys.setswitchinterval(1000)
+del peers
+until = time.monotonic() + 0.3
+while time.monotonic() < until: pass
+child = os.fork()
+if child == 0:
+    fw.Endpoint().close()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+""") as other:
+        said = other.end().splitlines()
+    assert any(line.startswith("True closed (peer=") for line in said), said
+    assert not [line for line in said if line.startswith("False") and "peer=" in line]
