@@ -24,6 +24,7 @@ mod error;
 mod gather;
 mod host;
 mod kernels;
+mod lists;
 mod mode;
 #[cfg(test)]
 pub(crate) mod recorder;
@@ -37,7 +38,8 @@ pub(crate) use device::see_that_it_is_there;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;
 pub use gather::Gather;
-pub(crate) use kernels::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, PatternParameters};
+pub(crate) use kernels::{COUNTERS, Counter, Kernels, PatternParameters};
+pub(crate) use lists::{CopyDesk, CopyList, CopyPlaces};
 pub use mode::UnpackMode;
 pub use sim::SimQueue;
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};
