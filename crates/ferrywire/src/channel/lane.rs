@@ -44,6 +44,10 @@ impl Channel {
         for entry in turned.delivered {
             self.peer.delivered(entry, None);
         }
+        for (frame, error) in turned.given_up {
+            let credit = self.window.get_mut(frame).map_or(0, |entry| entry.give_up(&error));
+            self.peer.queue.credit(credit);
+        }
         for arrival in turned.arrived {
             let Arrival { header, placements, landing, message, refusal, target } = arrival;
             if refusal.is_none() {

@@ -411,7 +411,8 @@ impl Channel {
         let lends = self.conn.lends() && !self.conn.is_long();
         for entry in self.window.from(self.sent) {
             let alone = self.frame_by_frame && frames > 0;
-            if alone || batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
+            let held = self.posted.as_ref().is_some_and(|posted| posted.holds_head(self.sent + frames));
+            if alone || held || batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
                 break;
             }
             if entry.is_gone() {

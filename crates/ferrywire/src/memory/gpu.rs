@@ -5,7 +5,7 @@
 
 use super::cuda::{self, CudaError, CudaGpu};
 use super::sim::{self, SimGpu, SimGpuError};
-use super::unpack::{CudaQueue, GatherDevice, SimQueue};
+use super::unpack::{CudaQueue, Extent, GatherDevice, SimQueue};
 use super::{Place, host_has_no_gpu};
 use crate::error::{Error, Result};
 use std::os::fd::OwnedFd;
@@ -81,6 +81,17 @@ impl Gpu {
         match self {
             Gpu::Sim(gpu) => Ok(gpu.write_from_slice(target, source)?),
             Gpu::Cuda(gpu) => Ok(gpu.write_from_slice(target, source)?),
+        }
+    }
+
+    /// The allocation that memory of such a GPU lies in; pieces side by side count as one.
+    pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
+        match self {
+            Gpu::Sim(_) => SimGpu::of(address).map(|(_, base, bytes)| Extent { base, bytes }),
+            Gpu::Cuda(_) => {
+                let found = cuda::pointer::stretch(address, bytes)?;
+                Some(Extent { base: found.base, bytes: found.bytes })
+            }
         }
     }
 

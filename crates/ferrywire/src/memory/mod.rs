@@ -62,6 +62,9 @@ enum Keeper {
     Vector {
         _bytes: Vec<u8>,
     },
+    Mapped {
+        _mapped: unpack::Mapped,
+    },
     Sim {
         _buffer: SimBuffer,
     },
@@ -161,6 +164,12 @@ impl Memory {
         let buffer = HostBuffer::zeroed(bytes)?;
         let (base, len) = (buffer.base(), buffer.len() as u64);
         Ok(Arc::new(Memory::new(base, len, Place::Host, 0, Keeper::Owned { _buffer: buffer })))
+    }
+
+    /// Likewise of the host, where a GPU reaches it too.
+    pub fn mapped(mapped: unpack::Mapped, bytes: usize) -> Arc<Memory> {
+        let base = mapped.at(0, bytes);
+        Arc::new(Memory::new(base, bytes as u64, Place::Host, 0, Keeper::Mapped { _mapped: mapped }))
     }
 
     /// Likewise on a GPU.

@@ -24,6 +24,7 @@ pub(crate) use receiving::Arrival;
 pub(crate) use seed::Manner;
 
 use crate::control::clock::Clock;
+use crate::error::Error;
 use crate::memory::Memory;
 use crate::peer::Landing;
 use crate::queue::Entry;
@@ -46,6 +47,8 @@ pub(crate) struct Turned {
     pub worked: bool,
     /// Acknowledged frames whose memory is free now.
     pub delivered: Vec<Entry>,
+    /// Frames whose payload cannot be sent, and why. Their heads were held.
+    pub given_up: Vec<(u64, Error)>,
     /// Frames that have arrived whole, in order.
     pub arrived: Vec<Arrival>,
 }
@@ -107,7 +110,12 @@ impl Posted {
 
     /// A frame was taken whose payload goes over the lane. In the order of their heads.
     pub fn admit(&mut self, frame: u64, entry: &Entry) {
-        self.sending.admit(frame, entry);
+        self.sending.admit(&mut *self.lane, frame, entry);
+    }
+
+    /// Whether the head of this frame waits for its payload.
+    pub fn holds_head(&self, frame: u64) -> bool {
+        self.sending.holds_head(frame)
     }
 
     /// The peer has placed this frame: gives the entry back, unless the lane is not done with its memory.

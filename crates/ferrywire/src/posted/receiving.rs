@@ -1,17 +1,19 @@
 //! Frames of one channel that wait for their payload, or behind one that does.
 //!
 //! A frame's life: `waiting -> posted -> done -> gathered -> unpacked -> given back`; one without a payload
-//! on the lane only waits for its turn. All of them leave in the order in which their heads came.
+//! on the lane only waits for its turn. All of them leave in the order in which their heads came. What cannot be
+//! brought to its place is refused, and the lane goes on.
 //!
 //! Invariant: receives are posted in the order of heads, for heads that are here, at most a window at a
 //! time; a finished one counts until it is given back.
 
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds};
+use crate::error::Error;
 use crate::limits;
 use crate::memory::Memory;
 use crate::peer::Landing;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use crate::wire::{Header, Refusal};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -93,7 +95,7 @@ impl Receiving {
             refused_since: None,
             closing: None,
             closing_results: 0,
-            slots: Slots::new(lane),
+            slots: Slots::new(lane, Way::Unpack),
         }
     }
 
@@ -188,8 +190,14 @@ impl Receiving {
             turned.received_bytes += receive.run.bytes as u64;
             // What is refused is left where it is, and given back.
             if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
-                lane.gather(receive.number, &receive.run)?;
-                frame.state = State::Gathering(receive);
+                frame.state = match lane.gather(receive.number, &receive.run) {
+                    Ok(()) => State::Gathering(receive),
+                    Err(Ungathered::Target(error)) => {
+                        frame.arrival.refuse(&error);
+                        State::Done(receive)
+                    }
+                    Err(Ungathered::Failed(why)) => return Err(why),
+                };
             } else {
                 frame.state = State::Done(receive);
             }
@@ -202,8 +210,15 @@ impl Receiving {
     /// Takes what the oldest finished requests brought, gives them back, and hands on whole frames.
     fn finish(&mut self, lane: &mut dyn Lane, turned: &mut Turned) -> Result<(), String> {
         while self.tested > 0 {
-            if self.frames[0].take(lane)?.is_pending() {
-                return Ok(());
+            match self.frames[0].take(lane) {
+                Poll::Pending => return Ok(()),
+                Poll::Ready(Ok(())) => {}
+                // Over another lane it would fail again. What the GPU still does with its memory ends with this one.
+                Poll::Ready(Err(why)) => {
+                    lane.close(false);
+                    turned.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
+                    return Err(why);
+                }
             }
             let Some(frame) = self.frames.pop_front() else { return Ok(()) };
             (self.seen, self.tested) = (self.seen - 1, self.tested - 1);
@@ -319,9 +334,9 @@ impl Receiving {
 
 impl Arrival {
     /// Where the message is to be received: in its place, or in a slot.
-    fn room(&self, lane: &dyn Lane, slots: &mut Slots) -> Result<(Option<Slot>, Run), String> {
+    fn room(&self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<(Option<Slot>, Run), String> {
         match &self.target[..] {
-            [run] => Ok((None, run.clone())),
+            [run] if lane.takes(Way::Unpack, run) => Ok((None, run.clone())),
             target => {
                 let like = target.first().map(|run| run.memory.clone());
                 let (slot, run) = slots.take(lane, like.as_deref(), self.header.len as usize)?;
@@ -329,15 +344,29 @@ impl Arrival {
             }
         }
     }
+
+    /// What is here cannot be brought to its place.
+    fn refuse(&mut self, error: &Error) {
+        tracing::warn!(%error, "a payload cannot be placed");
+        self.landing.iter().for_each(|landing| landing.fail(error));
+        self.refusal = Some(Refusal::Gpu);
+    }
 }
 
 impl Frame {
     /// Brings what has arrived to its place; ready when the request can be given back.
-    fn take(&mut self, lane: &mut dyn Lane) -> Result<Poll<()>, String> {
+    ///
+    /// # Errors
+    /// Why the lane is of no use any more; the frame is refused.
+    fn take(&mut self, lane: &mut dyn Lane) -> Poll<Result<(), String>> {
         if let State::Gathering(receive) = &self.state {
             match lane.gathered(receive.number) {
-                Poll::Ready(result) => result?,
-                Poll::Pending => return Ok(Poll::Pending),
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(error)) => {
+                    self.arrival.refuse(&error);
+                    return Poll::Ready(Err(error.to_string()));
+                }
+                Poll::Pending => return Poll::Pending,
             }
             if let State::Gathering(receive) = std::mem::replace(&mut self.state, State::Whole) {
                 self.state = State::Done(receive);
@@ -346,12 +375,14 @@ impl Frame {
         match &self.state {
             State::Done(receive) if receive.slot.is_some() && self.arrival.refusal.is_none() => {
                 match lane.copy(Way::Unpack, &receive.run, &self.arrival.target) {
-                    Poll::Ready(result) => result.map(Poll::Ready),
-                    Poll::Pending => Ok(Poll::Pending),
+                    Poll::Ready(Ok(())) => {}
+                    Poll::Ready(Err(error)) => self.arrival.refuse(&error),
+                    Poll::Pending => return Poll::Pending,
                 }
+                Poll::Ready(Ok(()))
             }
-            State::Done(_) | State::Whole => Ok(Poll::Ready(())),
-            _ => Ok(Poll::Pending),
+            State::Done(_) | State::Whole => Poll::Ready(Ok(())),
+            _ => Poll::Pending,
         }
     }
 

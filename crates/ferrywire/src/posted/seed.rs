@@ -9,8 +9,9 @@
 //! Invariant: nobody pays for this who has not asked for it; a lane is wrapped when it is made, or not.
 //! Read next: `mod.rs`, which drives it as any other lane.
 
+use crate::error::Error;
 use crate::memory::Memory;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread;
@@ -65,26 +66,33 @@ impl Lane for AsSeed {
         self.lane.path_trouble()
     }
 
-    fn gather(&mut self, number: u64, run: &Run) -> Result<(), String> {
+    fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered> {
         self.lane.gather(number, run)?;
         let since = Instant::now();
         loop {
             match self.lane.gathered(number) {
-                Poll::Ready(outcome) => return outcome,
+                Poll::Ready(outcome) => {
+                    return outcome.map_err(|error| Ungathered::Failed(error.to_string()));
+                }
                 Poll::Pending if since.elapsed() > self.limit => {
-                    return Err(format!("the GPU has not gathered message {number} within {:?}", self.limit));
+                    let why = format!("the GPU has not gathered message {number} within {:?}", self.limit);
+                    return Err(Ungathered::Failed(why));
                 }
                 Poll::Pending => thread::yield_now(),
             }
         }
     }
 
-    fn gathered(&mut self, _number: u64) -> Poll<Result<(), String>> {
+    fn gathered(&mut self, _number: u64) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
     }
 
     fn message_bytes_max(&self) -> usize {
         self.lane.message_bytes_max()
+    }
+
+    fn takes(&mut self, way: Way, run: &Run) -> bool {
+        self.lane.takes(way, run)
     }
 
     fn isend(&mut self, run: &Run) -> Post {
@@ -111,12 +119,16 @@ impl Lane for AsSeed {
         self.lane.consumed(ticket)
     }
 
-    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), Error>> {
         self.lane.copy(way, slot, ranges)
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
         self.lane.slot_memory(like, bytes)
+    }
+
+    fn host_slot_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
+        self.lane.host_slot_memory(bytes)
     }
 
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {

@@ -1,13 +1,15 @@
 //! Messages of one channel on their way out.
 //!
 //! A message's life: `waiting -> packed -> posted -> done`. It is done for its frame when the peer has
-//! acknowledged that too, in whichever order the two come.
+//! acknowledged that too, in whichever order the two come. One that is packed has its head held until then: should
+//! that fail, its frame goes out without it.
 //!
 //! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
 //! and at most a window of messages are begun and not done.
 
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds, widen};
+use crate::error::Error;
 use crate::memory::Memory;
 use crate::queue::Entry;
 use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
@@ -45,6 +47,8 @@ pub(super) struct Sending {
     begun: u64,
     confirmed: u64,
     done: u64,
+    /// Messages that are not packed yet.
+    unpacked: usize,
     most: usize,
     /// When the oldest message became the oldest, or was posted.
     moved_at: Duration,
@@ -63,10 +67,11 @@ impl Sending {
             begun: 0,
             confirmed: 0,
             done: 0,
+            unpacked: 0,
             most: 0,
             moved_at: Duration::ZERO,
             refused_since: None,
-            slots: Slots::new(lane),
+            slots: Slots::new(lane, Way::Pack),
         }
     }
 
@@ -92,7 +97,7 @@ impl Sending {
         self.most
     }
 
-    pub fn admit(&mut self, frame: u64, entry: &Entry) {
+    pub fn admit(&mut self, lane: &mut dyn Lane, frame: u64, entry: &Entry) {
         debug_assert!(self.room() > 0, "the room is looked at before a frame is taken");
         let mut ranges: Vec<Run> = Vec::new();
         if let Some((memory, locals)) = entry.payload() {
@@ -103,9 +108,12 @@ impl Sending {
                 }
             }
         }
-        let source = match ranges.len() {
-            1 => Source::Run(ranges.swap_remove(0)),
-            _ => Source::Ranges(ranges),
+        let source = match &ranges[..] {
+            [run] if lane.takes(Way::Pack, run) => Source::Run(ranges.swap_remove(0)),
+            _ => {
+                self.unpacked += 1;
+                Source::Ranges(ranges)
+            }
         };
         self.waiting.push_back(Outgoing { frame, bytes: entry.header.len as usize, source, entry: None });
         self.begun += 1;
@@ -120,6 +128,12 @@ impl Sending {
             }
             None => Some(entry),
         }
+    }
+
+    /// Whether the head of this frame waits until its message is packed.
+    pub fn holds_head(&self, frame: u64) -> bool {
+        self.unpacked > 0
+            && self.waiting.iter().any(|message| message.frame == frame && !message.source.is_packed())
     }
 
     pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
@@ -175,10 +189,20 @@ impl Sending {
 
     fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
         while let Some(message) = self.waiting.front_mut() {
+            let was_packed = message.source.is_packed();
             let run = match message.pack(lane, &mut self.slots)? {
-                Poll::Ready(run) => run,
+                Poll::Ready(Ok(run)) => run,
+                Poll::Ready(Err(error)) => {
+                    self.give_up(error, turned);
+                    continue;
+                }
                 Poll::Pending => return Ok(()),
             };
+            if !was_packed {
+                self.unpacked -= 1;
+                // Its head may go.
+                turned.worked = true;
+            }
             match lane.isend(&run) {
                 Post::Posted(ticket) => {
                     if self.posted.is_empty() {
@@ -197,6 +221,18 @@ impl Sending {
             }
         }
         Ok(())
+    }
+
+    /// The oldest message cannot be packed. Nobody has heard of it.
+    fn give_up(&mut self, error: Error, turned: &mut Turned) {
+        let Some(message) = self.waiting.pop_front() else { return };
+        if let Source::Slot { slot, .. } = message.source {
+            self.slots.give_back(slot);
+        }
+        self.begun -= 1;
+        self.unpacked -= 1;
+        turned.worked = true;
+        turned.given_up.push((message.frame, error));
     }
 
     /// The lane is full. That cannot last while nothing is posted.
@@ -236,26 +272,40 @@ impl Sending {
     }
 }
 
+impl Source {
+    fn is_packed(&self) -> bool {
+        match self {
+            Source::Run(_) => true,
+            Source::Ranges(_) => false,
+            Source::Slot { ranges, .. } => ranges.is_empty(),
+        }
+    }
+}
+
 impl Outgoing {
-    /// The run to send from; pending while it is being packed.
-    fn pack(&mut self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<Poll<Run>, String> {
+    /// The run to send from; pending while it is being packed, or why it cannot be.
+    ///
+    /// # Errors
+    /// Why the lane is of no use any more.
+    fn pack(&mut self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<Poll<Result<Run, Error>>, String> {
         if let Source::Ranges(ranges) = &mut self.source {
             let like = ranges.first().map(|range| range.memory.clone());
             let (slot, run) = slots.take(lane, like.as_deref(), self.bytes)?;
             self.source = Source::Slot { slot, run, ranges: std::mem::take(ranges) };
         }
         match &mut self.source {
-            Source::Run(run) => Ok(Poll::Ready(run.clone())),
+            Source::Run(run) => Ok(Poll::Ready(Ok(run.clone()))),
             Source::Slot { run, ranges, .. } => {
                 // Packed once: a lane that is full is asked again with what is there.
                 if !ranges.is_empty() {
                     match lane.copy(Way::Pack, run, ranges) {
-                        Poll::Ready(result) => result?,
+                        Poll::Ready(Ok(())) => {}
+                        Poll::Ready(Err(error)) => return Ok(Poll::Ready(Err(error))),
                         Poll::Pending => return Ok(Poll::Pending),
                     }
                     ranges.clear();
                 }
-                Ok(Poll::Ready(run.clone()))
+                Ok(Poll::Ready(Ok(run.clone())))
             }
             Source::Ranges(_) => Ok(Poll::Pending),
         }

@@ -3,7 +3,7 @@
 //! Invariant: a slot is lent to one message at a time.
 
 use crate::memory::{Memory, Place};
-use crate::transport::lane::{Lane, Run};
+use crate::transport::lane::{Lane, Run, Way};
 use std::sync::Arc;
 
 /// A slot that is lent out.
@@ -15,28 +15,30 @@ pub(super) struct Slot {
 
 /// As many slots as a window has requests, of each kind of memory that is needed.
 pub(super) struct Slots {
+    /// Sent from (packed), or received into.
+    way: Way,
     count: usize,
     bytes: usize,
     pools: Vec<Pool>,
 }
 
 struct Pool {
-    /// What it is for; `None`: what is thrown away.
+    /// Whose messages it is for; `None`: those that are thrown away.
     place: Option<Place>,
     memory: Arc<Memory>,
     free: Vec<usize>,
 }
 
 impl Slots {
-    pub fn new(lane: &dyn Lane) -> Slots {
+    pub fn new(lane: &dyn Lane, way: Way) -> Slots {
         let bytes = lane.message_bytes_max().next_multiple_of(4096);
-        Slots { count: lane.window(), bytes, pools: Vec::new() }
+        Slots { way, count: lane.window(), bytes, pools: Vec::new() }
     }
 
     /// Lends a slot for memory like this, made when it is first needed. There are enough for a window.
     pub fn take(
         &mut self,
-        lane: &dyn Lane,
+        lane: &mut dyn Lane,
         like: Option<&Memory>,
         bytes: usize,
     ) -> Result<(Slot, Run), String> {
@@ -51,8 +53,13 @@ impl Slots {
         Ok((Slot { pool, index }, run))
     }
 
-    fn make(&mut self, lane: &dyn Lane, like: Option<&Memory>) -> Result<usize, String> {
-        let memory = lane.slot_memory(like, self.count * self.bytes)?;
+    fn make(&mut self, lane: &mut dyn Lane, like: Option<&Memory>) -> Result<usize, String> {
+        let bytes = self.count * self.bytes;
+        let memory = match lane.slot_memory(like, bytes) {
+            Ok(memory) if self.is_taken(lane, &memory) => memory,
+            Ok(memory) if memory.place() == Place::Host => memory,
+            _ => lane.host_slot_memory(bytes)?,
+        };
         let free = (0..self.count).rev().collect();
         self.pools.push(Pool { place: like.map(Memory::place), memory, free });
         Ok(self.pools.len() - 1)
@@ -61,6 +68,10 @@ impl Slots {
     /// Some of them may still be sent: a connection that is closed sends on what its kernel has.
     pub fn use_never_again(&self) {
         self.pools.iter().for_each(|pool| pool.memory.use_never_again());
+    }
+
+    fn is_taken(&self, lane: &mut dyn Lane, memory: &Arc<Memory>) -> bool {
+        lane.takes(self.way, &Run { memory: memory.clone(), offset: 0, bytes: self.bytes })
     }
 
     /// Takes a slot back.

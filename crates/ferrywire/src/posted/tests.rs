@@ -4,6 +4,7 @@ mod seed;
 mod standstill;
 
 use super::{Arrival, Posted, Turned};
+use crate::error::Error;
 use crate::limits;
 use crate::memory::Memory;
 use crate::operation::{Op, Verb};
@@ -12,7 +13,7 @@ use crate::queue::{Entry, Pull, SendQueue};
 use crate::schedule::Plan;
 use crate::stats::LaneCounters;
 use crate::transfer::{Piece, Pieces};
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way, copy_on_host};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
 use crate::window::Window;
 use crate::wire::{FLAG_POSTED, Header, Kind, Refusal};
 use std::collections::VecDeque;
@@ -41,6 +42,8 @@ struct Script {
     consumed: usize,
     /// What is received lies elsewhere until it is gathered; the gathers that were begun, and which are done.
     scatters: bool,
+    /// Answers to what is packed and unpacked, in turn; done when there is none.
+    copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
     closed: Option<bool>,
 }
@@ -107,12 +110,12 @@ impl Lane for Fake {
         self.0.lock().unwrap().scatters
     }
 
-    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), String> {
+    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), Ungathered> {
         self.0.lock().unwrap().gathers.push((number, false));
         Ok(())
     }
 
-    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), Error>> {
         let script = self.0.lock().unwrap();
         match script.gathers.iter().find(|(each, _)| *each == number) {
             Some((_, true)) => Poll::Ready(Ok(())),
@@ -128,7 +131,11 @@ impl Lane for Fake {
         Ok(())
     }
 
-    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), Error>> {
+        let mut script = self.0.lock().unwrap();
+        if let Some(answer) = script.copies.pop_front() {
+            return answer;
+        }
         copy_on_host(way, slot, ranges);
         Poll::Ready(Ok(()))
     }
@@ -312,6 +319,41 @@ fn what_is_no_single_run_is_packed() {
     bench.turn().unwrap();
     let expected: Vec<u8> = (10..15).chain(100..110).collect();
     bench.script(|script| assert_eq!(script.sent, [expected]));
+}
+
+#[test]
+fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone() {
+    let memory = filled(&(0..200u8).collect::<Vec<u8>>());
+    let pieces = [(10, 0, 5), (100, 50, 7)].map(|(local, remote, len)| Piece { local, remote, len });
+    let queue = queue_with(memory.clone(), Pieces::Many(Arc::new(pieces)));
+    assert!(queue.post(Arc::new(Op::new(2, Verb::Write, Pieces::One(pieces[1]), Some(memory), 9))));
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut window), 2);
+    assert_eq!([0, 1].map(|frame| bench.posted.holds_head(frame)), [true, false]);
+    let failure = Error::Bug("scripted".into());
+    bench.script(|script| script.copies.extend([Poll::Pending, Poll::Ready(Err(failure.clone()))]));
+    assert!(bench.turn().unwrap().given_up.is_empty());
+    assert!(bench.posted.holds_head(0), "it is being packed");
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.given_up, [(0, failure)]);
+    bench.script(|script| assert_eq!(script.sent, [(100..107).collect::<Vec<u8>>()], "the one behind it"));
+    bench.posted.confirm(1).unwrap();
+    assert!(bench.posted.confirm(2).is_err(), "one message was begun");
+}
+
+#[test]
+fn what_cannot_be_unpacked_is_refused() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| {
+        script.receives.push_back(Step::Done);
+        script.copies.push_back(Poll::Ready(Err(Error::Bug("scripted".into()))));
+    });
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.arrived[0].refusal, Some(Refusal::Gpu));
+    bench.script(|script| assert_eq!(script.consumed, 1));
 }
 
 #[test]

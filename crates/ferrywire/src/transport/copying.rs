@@ -3,7 +3,7 @@
 //! Read next: `memory/unpack/copies.rs`.
 
 use super::lane::{Run, Way, copy_on_host};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::unpack::CopyQueue;
 use crate::memory::{Gpu, GpuCopy, Place};
 use std::task::Poll;
@@ -21,13 +21,14 @@ impl Copiers {
     }
 
     /// Begins with a message, or goes on with it; ready when it is copied. One at a time each way.
-    pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
-        match slot.memory.place() {
-            Place::Host => {
+    pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
+        let on_host = |run: &Run| run.memory.place() == Place::Host;
+        match on_host(slot) && ranges.iter().all(on_host) {
+            true => {
                 copy_on_host(way, slot, ranges);
                 Poll::Ready(Ok(()))
             }
-            _ => self.copy_on_gpu(way, slot, ranges),
+            false => self.copy_on_gpu(way, slot, ranges),
         }
     }
 
@@ -36,12 +37,12 @@ impl Copiers {
         self.queues = [None, None];
     }
 
-    fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+    fn copy_on_gpu(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
         let copier = &mut self.queues[way as usize];
         let ready = match (copier.take(), &self.gpu) {
             (Some(copier), _) => Ok(copier),
             (None, Some(gpu)) => gpu.queue().map(CopyQueue::new),
-            (None, None) => return Poll::Ready(Err("the lane has no GPU to copy with".into())),
+            (None, None) => return Poll::Ready(Err(Error::Bug("a lane has no GPU to copy with".into()))),
         };
         let progress = ready.and_then(|mut ready| {
             let progress = go_on(&mut ready, || pieces(way, slot, ranges));
@@ -51,7 +52,7 @@ impl Copiers {
         match progress {
             Ok(true) => Poll::Ready(Ok(())),
             Ok(false) => Poll::Pending,
-            Err(error) => Poll::Ready(Err(error.to_string())),
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }

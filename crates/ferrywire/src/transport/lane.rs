@@ -11,6 +11,7 @@
 //! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
 
 use super::Conn;
+use crate::error::Error;
 use crate::memory::Memory;
 use crate::nccl::abi::HANDLE_BYTES;
 use crate::stats::LaneBy;
@@ -64,6 +65,15 @@ impl Run {
 pub(crate) enum Way {
     Pack,
     Unpack,
+}
+
+/// Why a receive is not gathered.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Ungathered {
+    /// Its bytes cannot go where they belong; the lane goes on.
+    Target(Error),
+    /// The lane is of no use any more, and why.
+    Failed(String),
 }
 
 /// Copies within host memory.
@@ -140,6 +150,11 @@ pub(crate) trait Lane: Send {
         None
     }
 
+    /// Whether such memory can be sent from (packed), or received into. What cannot goes through a slot; why is logged.
+    fn takes(&mut self, _way: Way, _run: &Run) -> bool {
+        true
+    }
+
     /// Posts a message. Its memory stays as it is until the request is done or the lane closed.
     fn isend(&mut self, run: &Run) -> Post;
 
@@ -156,20 +171,25 @@ pub(crate) trait Lane: Send {
     fn scatters(&self, memory: &Memory) -> bool;
 
     /// Begins to gather a receive that is done, the lane's `number`th.
-    fn gather(&mut self, number: u64, run: &Run) -> Result<(), String>;
+    fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered>;
 
-    /// Whether that is done.
-    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>>;
+    /// Whether that is done. After an error nothing more can be gathered.
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), Error>>;
 
     /// Gives the oldest finished receive back; what it brought has been taken.
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String>;
 
     /// Packs ranges into a slot, or unpacks a slot to them. Begins, and goes on when it is called again; one
-    /// at a time each way.
-    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>>;
+    /// at a time each way. The lane goes on after an error.
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), Error>>;
 
     /// Memory for slots through which messages of such memory go; for those that are thrown away, `None`.
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String>;
+
+    /// The same of the host, which [`Lane::copy`] reaches beside memory of a GPU: where the lane takes none of that.
+    fn host_slot_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
+        self.slot_memory(None, bytes)
+    }
 
     /// Undoes what it keeps for memory whose region is gone, unless `busy` says that it is in use.
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool);

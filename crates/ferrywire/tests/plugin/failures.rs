@@ -2,9 +2,11 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::{Endpoint, Error, Fault, RemoteRegion};
+use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
+use ferrywire::{Block, BlockList, Endpoint, Error, Fault, Place, Region, RemoteRegion};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Longest a message stands still in these tests: short, and long beside what anything takes.
@@ -198,6 +200,92 @@ fn a_lane_that_fails_costs_its_channel_and_no_operation() {
         let lost = ends.near.stats().lost_channels;
         assert_eq!(lost.len(), 1, "{lost:?}");
         assert!(lost[0].contains("sending message 10"), "{lost:?}");
+        ends.close();
+    });
+}
+
+/// Ends with two channels, and a simulated GPU each.
+fn with_gpus() -> (Ends, [Arc<SimGpu>; 2]) {
+    let end = |index| {
+        let plugin = plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        loopback(builder().plugin(plugin))
+    };
+    (Ends::of(end(1), end(0)), [0, 1].map(|index| SimGpu::open(index).unwrap()))
+}
+
+/// Every second kilobyte of two regions.
+fn blocks(source: &Region, target: &Region) -> BlockList {
+    let block = |at: u64| Block { local_offset: at << 11, remote_offset: at << 11, bytes: 1024 };
+    let blocks: Vec<Block> = (0..source.len() >> 11).map(block).collect();
+    BlockList::new(source, &target.descriptor(), &blocks).unwrap()
+}
+
+/// No channel was lost, and what does not touch a GPU goes on.
+#[track_caller]
+fn goes_on(ends: &Ends) {
+    ends.write(3_000_000, 7);
+    for peer in [&ends.near, &ends.far] {
+        assert_eq!(peer.stats().lost_channels, [""; 0]);
+    }
+}
+
+#[test]
+fn a_message_that_cannot_be_packed_costs_its_operation_alone() {
+    case!("same_host=allow").passes(|| {
+        let (ends, gpus) = with_gpus();
+        let source = ends.connecting.register_sim(0, 4 << 20).unwrap();
+        let target = ends.accepting.register(vec![0; 4 << 20]).unwrap();
+        let list = blocks(&source, &target);
+        for round in 0..4 {
+            gpus[0].set_faults(SimFaults { fail_after: Some(round), ..SimFaults::default() });
+            let failed = ends.near.write_blocks(&list, None, Some(b"never")).unwrap();
+            let error = failed.wait(LIMIT).unwrap_err();
+            assert!(matches!(error, Error::SimGpu(_)), "{error}");
+            gpus[0].set_faults(SimFaults::default());
+            goes_on(&ends);
+        }
+        assert_eq!(ends.far.poll_notification().unwrap(), None);
+        let again = ends.near.write_blocks(&list, None, Some(b"there")).unwrap();
+        again.wait(LIMIT).unwrap();
+        assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"there");
+        ends.close();
+    });
+}
+
+/// Memory of the GPU's that its user may free too early.
+fn to_be_freed(end: &Endpoint, gpu: &Arc<SimGpu>, bytes: usize) -> (SimBuffer, Region) {
+    let buffer = gpu.alloc(bytes, 4096).unwrap();
+    // SAFETY: the simulated GPU refuses addresses that are freed.
+    let region = unsafe { end.register_raw(buffer.as_ptr(), bytes) }.unwrap();
+    (buffer, region)
+}
+
+#[test]
+fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
+    case!("same_host=allow").passes(|| {
+        let (ends, gpus) = with_gpus();
+        let source = ends.connecting.register(pattern(1 << 20, 1)).unwrap();
+        // Registered with the plugin already, or not.
+        for first in [true, false] {
+            let (buffer, target) = to_be_freed(&ends.accepting, &gpus[1], 1 << 20);
+            let (whole, scattered) = (target.descriptor(), blocks(&source, &target));
+            if first {
+                ends.near.write(&source, 0, &whole, 0, 1 << 20).unwrap().wait(LIMIT).unwrap();
+            }
+            drop(buffer);
+            for write in [
+                ends.near.write(&source, 0, &whole, 0, 1 << 20).unwrap(),
+                ends.near.write_blocks(&scattered, None, None).unwrap(),
+            ] {
+                let error = write.wait(LIMIT).unwrap_err();
+                assert!(matches!(&error, Error::AccessRefused { .. }), "{error}");
+                says(&error, &["copying to its memory of a GPU failed"]);
+            }
+            let read = ends.far.read(&target, 0, &source.descriptor(), 0, 1 << 20).unwrap();
+            let error = read.wait(LIMIT).unwrap_err();
+            assert_eq!(error.fault(), Fault::Gpu, "{error}");
+            goes_on(&ends);
+        }
         ends.close();
     });
 }

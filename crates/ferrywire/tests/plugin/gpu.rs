@@ -138,6 +138,24 @@ fn host_and_gpu_memory_mix() {
     });
 }
 
+/// Scattered at both ends: packed and unpacked by the GPU's copy queue.
+fn write_scattered(ends: &Ends) {
+    let count = 700u64;
+    let blocks: Vec<Block> = (0..count)
+        .map(|at| Block { local_offset: at * 900, remote_offset: (count - 1 - at) * 900, bytes: 700 })
+        .collect();
+    let source = on_gpu(&ends.connecting, 0, &pattern(900 * count as usize, 9));
+    let target = on_gpu(&ends.accepting, 1, &vec![0; 900 * count as usize]);
+    let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+    assert_eq!(ends.near.write_blocks(&list, None, None).unwrap().wait(LIMIT), Ok(700 * count));
+    let (from, to) = (pattern(900 * count as usize, 9), contents(&target));
+    for block in &blocks {
+        let (here, there) = (block.local_offset as usize, block.remote_offset as usize);
+        assert!(to[there..there + 700] == from[here..here + 700]);
+        assert!(to[there + 700..there + 900] == [0; 200]);
+    }
+}
+
 #[test]
 fn reads_messages_and_blocks_of_gpu_memory() {
     on_gpus(case!(SAME_HOST)).passes(|| {
@@ -164,22 +182,39 @@ fn reads_messages_and_blocks_of_gpu_memory() {
             }
         }
 
-        // Scattered at both ends: packed and unpacked by the GPU's copy queue.
-        let count = 700u64;
-        let blocks: Vec<Block> = (0..count)
-            .map(|at| Block { local_offset: at * 900, remote_offset: (count - 1 - at) * 900, bytes: 700 })
-            .collect();
-        let source = on_gpu(&ends.connecting, 0, &pattern(900 * count as usize, 9));
-        let target = on_gpu(&ends.accepting, 1, &vec![0; 900 * count as usize]);
-        let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
-        assert_eq!(ends.near.write_blocks(&list, None, None).unwrap().wait(LIMIT), Ok(700 * count));
-        let (from, to) = (pattern(900 * count as usize, 9), contents(&target));
-        for block in &blocks {
-            let (here, there) = (block.local_offset as usize, block.remote_offset as usize);
-            assert!(to[there..there + 700] == from[here..here + 700]);
-            assert!(to[there + 700..there + 900] == [0; 200]);
-        }
+        write_scattered(&ends);
         ends.close();
+    });
+}
+
+/// A plugin may refuse memory of GPUs, of one region or of all: messages of it go through slots, the rest as before.
+#[test]
+fn gpu_memory_that_cannot_be_registered_is_copied() {
+    on_gpus(case!(SAME_HOST)).with("NCCL_USE_DMA_BUF", "0").passes(|| {
+        for mode in [UnpackMode::Kernel, UnpackMode::Host] {
+            let ends = with_gpus(mode);
+            let host = |end: &Endpoint, bytes: &[u8]| end.register(bytes.to_vec()).unwrap();
+            let bytes = 20 * CHUNK + 13;
+            for (salt, (from_gpu, to_gpu)) in
+                [(true, false), (false, true), (true, true), (false, false)].into_iter().enumerate()
+            {
+                let from = pattern(bytes, salt as u64);
+                let source = match from_gpu {
+                    true => on_gpu(&ends.connecting, 0, &from),
+                    false => host(&ends.connecting, &from),
+                };
+                let target = match to_gpu {
+                    true => on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]),
+                    false => host(&ends.accepting, &vec![0; bytes + 128]),
+                };
+                write(&ends, &source, &target, bytes, salt as u64);
+            }
+            write_scattered(&ends);
+            for peer in [&ends.near, &ends.far] {
+                assert_eq!(peer.stats().lost_channels, [""; 0]);
+            }
+            ends.close();
+        }
     });
 }
 

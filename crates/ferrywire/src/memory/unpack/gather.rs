@@ -19,6 +19,7 @@ use super::{DeviceUnpack, UnpackMode};
 use crate::error::{Error, Result};
 use crate::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use crate::memory::GpuCopy;
+use crate::memory::cuda::CudaError;
 use std::collections::VecDeque;
 use std::fmt;
 use std::task::Poll;
@@ -121,15 +122,44 @@ impl Gather {
     /// [`UnpackError`](super::UnpackError) when the plugin's fragments are not exactly the message; nothing is
     /// copied then. The GPU's failure, when it had one before.
     pub fn start(&mut self, slot: u64, dst_base: u64, dst_len: u64, expected_bytes: u64) -> Result<()> {
-        let slot = (slot % SLOTS as u64) as usize;
-        if let Some(failed) = &self.failed {
-            return Err(failed.clone());
-        }
-        if self.jobs[slot].step != Step::Free {
-            return Err(Error::Bug(format!("a gather is started in slot {slot}, which has one")));
-        }
+        self.check_slot(slot)?;
         check_length(dst_len, expected_bytes)?;
         let host = self.goes_to_host(dst_base, expected_bytes)?;
+        self.start_checked(slot, dst_base, expected_bytes, host)
+    }
+
+    /// The same for a message of `bytes` bytes to memory of this GPU, which [`Gather::check`] found to be there.
+    pub(crate) fn start_on_gpu(&mut self, slot: u64, base: u64, bytes: u64) -> Result<()> {
+        self.check_slot(slot)?;
+        check_length(bytes, bytes)?;
+        self.start_checked(slot, base, bytes, false)
+    }
+
+    /// Refuses a destination that is not, or not any more, memory of this GPU.
+    ///
+    /// # Errors
+    /// What is there.
+    pub(crate) fn check(&self, address: u64, bytes: u64) -> Result<()> {
+        match self.goes_to_host(address, bytes)? {
+            true => Err(CudaError::Freed { address, bytes }.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// A slot that has no gather, of a GPU that has not failed.
+    fn check_slot(&self, slot: u64) -> Result<()> {
+        let slot = (slot % SLOTS as u64) as usize;
+        match &self.failed {
+            Some(failed) => Err(failed.clone()),
+            None if self.jobs[slot].step != Step::Free => {
+                Err(Error::Bug(format!("a gather is started in slot {slot}, which has one")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn start_checked(&mut self, slot: u64, dst_base: u64, expected_bytes: u64, host: bool) -> Result<()> {
+        let slot = (slot % SLOTS as u64) as usize;
         let fragments = match self.mode {
             UnpackMode::None => 0,
             _ => self.read_fragments(slot, expected_bytes, host)?,

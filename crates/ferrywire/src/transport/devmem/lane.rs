@@ -6,13 +6,14 @@ use super::host::{Device, Host};
 use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{DevmemCounters, NAME};
+use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
 use crate::stats::LaneBy;
 use crate::sys::socket;
 use crate::transport::Conn;
 use crate::transport::copying::Copiers;
 use crate::transport::devmem::nic::Rule;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -136,19 +137,20 @@ impl Lane for DevmemLane {
         self.receiving.scatters(memory)
     }
 
-    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), String> {
-        self.receiving.gather(number)
+    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), Ungathered> {
+        self.receiving.gather(number).map_err(Ungathered::Failed)
     }
 
-    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
-        self.receiving.gathered(number)
+    fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
+        let failed = |why| Error::Io { what: "gathering".into(), message: why, code: None };
+        self.receiving.gathered(number).map_err(failed)
     }
 
     fn consumed(&mut self, _ticket: Ticket) -> Result<(), String> {
         self.receiving.finished()
     }
 
-    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
         self.copiers.copy(way, slot, ranges)
     }
 

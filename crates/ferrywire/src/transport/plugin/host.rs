@@ -8,7 +8,7 @@ use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::unpack::{DeviceUnpack, Gather, GatherDevice};
+use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::abi::PointerType;
 use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
@@ -201,6 +201,23 @@ impl Host {
             None => return Err(format!("no slots in {place}")),
         };
         made.map_err(|error| format!("memory for slots: {error}"))
+    }
+
+    /// Memory of the host that its GPU reaches too, if it has one. May wait for the GPU.
+    pub fn host_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
+        match &self.gpu {
+            Some(_) => {
+                let mapped = self.gpu_queue()?.map(bytes);
+                let mapped = mapped.map_err(|error| format!("host memory for slots: {error}"))?;
+                Ok(Memory::mapped(mapped, bytes))
+            }
+            None => self.memory(Place::Host, bytes),
+        }
+    }
+
+    /// The allocation that memory of its GPU lies in.
+    pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
+        self.gpu.as_ref()?.allocation(address, bytes)
     }
 
     /// What gathers the receives of a fresh connection, where they arrive in fragments of GPU memory. May

@@ -12,7 +12,7 @@ use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use crate::stats::LaneBy;
 use crate::transport::copying::Copiers;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Way};
+use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -120,6 +120,16 @@ impl Lane for PluginLane {
         self.host.message_bytes_max
     }
 
+    fn takes(&mut self, way: Way, run: &Run) -> bool {
+        let taken = match (way, &self.send, &self.recv) {
+            (Way::Pack, Some(comm), _) => self.sources.of(comm, run, &self.host),
+            (Way::Unpack, _, Some(comm)) => self.targets.of(comm, run, &self.host),
+            // It fails when it is used.
+            _ => return true,
+        };
+        taken.is_ok()
+    }
+
     fn isend(&mut self, run: &Run) -> Post {
         let Some(comm) = &self.send else { return closed() };
         match self.sources.of(comm, run, &self.host) {
@@ -161,15 +171,18 @@ impl Lane for PluginLane {
         unpacks && memory.place() != Place::Host
     }
 
-    fn gather(&mut self, number: u64, run: &Run) -> Result<(), String> {
-        let gather = self.gather.as_mut().ok_or("the plugin gave no device handle to gather by")?;
-        let bytes = run.bytes as u64;
-        gather.start(number, run.base() as u64, bytes, bytes).map_err(|error| error.to_string())
+    fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered> {
+        let gather = self.gather.as_mut();
+        let none = || Ungathered::Failed("the plugin gave no device handle to gather by".into());
+        let (gather, address, bytes) = (gather.ok_or_else(none)?, run.base() as u64, run.bytes as u64);
+        gather.check(address, bytes).map_err(Ungathered::Target)?;
+        let started = gather.start_on_gpu(number, address, bytes);
+        started.map_err(|error| Ungathered::Failed(error.to_string()))
     }
 
-    fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+    fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
         let Some(gather) = &mut self.gather else { return Poll::Ready(Ok(())) };
-        gather.poll(number).map(|outcome| outcome.map(drop).map_err(|error| error.to_string()))
+        gather.poll(number).map(|outcome| outcome.map(drop))
     }
 
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
@@ -181,13 +194,17 @@ impl Lane for PluginLane {
         unsafe { comm.irecv_consumed(1, Request::from_ptr(pointer)) }.map_err(|error| error.to_string())
     }
 
-    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), String>> {
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
         self.copiers.copy(way, slot, ranges)
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
         let place = like.map(Memory::place).or(self.host.config.gpu).unwrap_or(Place::Host);
         self.host.memory(place, bytes)
+    }
+
+    fn host_slot_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
+        self.host.host_memory(bytes)
     }
 
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {

@@ -1,12 +1,15 @@
 //! Memory as one connection of a plugin knows it.
 //!
 //! A region is registered when a message first needs it: the whole pages around it, where sizes are `int`
-//! in overlapping parts, so that each message lies within one. It stays so until the region is gone.
+//! in overlapping parts, so that each message lies within one. It stays so until the region is gone. What the
+//! plugin refuses goes through a slot.
 //!
 //! Invariant: what is registered is kept alive by the registration.
 
 use super::host::Host;
 use crate::limits;
+use crate::memory::cuda::CudaError;
+use crate::memory::unpack::Extent;
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::PointerType;
 use crate::nccl::{Comm, MemoryHandle};
@@ -24,11 +27,22 @@ const _: () = assert!(PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + 2 * PAGE_BYT
 #[derive(Default)]
 pub(super) struct Registrations {
     list: Vec<Registered>,
+    /// Somebody was warned of memory that cannot be used.
+    warned: bool,
 }
 
 struct Registered {
     memory: Arc<Memory>,
-    parts: Vec<Option<MemoryHandle>>,
+    parts: Vec<Option<Result<Part, String>>>,
+}
+
+/// What is registered of a region.
+#[derive(Clone, Copy)]
+struct Part {
+    handle: MemoryHandle,
+    /// Address and bytes.
+    begin: u64,
+    bytes: usize,
 }
 
 /// The pages of a region, or of one part of it: address and bytes.
@@ -42,27 +56,38 @@ fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
 
 impl Registrations {
     /// The registration that a message lies in; made if there is none.
+    ///
+    /// # Errors
+    /// Why the message's memory cannot be used. It stays so.
     pub fn of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<MemoryHandle, String> {
         let in_parts = comm.plugin().registration_bytes_max() < usize::MAX;
         let part = in_parts.then_some(run.offset / PART_BYTES);
         let at = self.position(&run.memory);
         let slot = part.unwrap_or(0) as usize;
-        if let Some(handle) = self.list[at].parts[slot] {
-            return Ok(handle);
+        if self.list[at].parts[slot].is_none() {
+            let made = register(comm, &run.memory, part, host);
+            if let Err(why) = &made {
+                self.tell(comm, &run.memory, why);
+            }
+            self.list[at].parts[slot] = Some(made);
         }
-        let memory = &run.memory;
-        let base = memory.span(0, 0).map_or(0, |base| base as u64);
-        let (address, bytes) = pages(base, memory.len(), part);
-        let kind = if memory.place() == Place::Host { PointerType::Host } else { PointerType::Cuda };
-        tracing::debug!(comm = %comm.id(), address, bytes, "memory is registered");
-        let handle = host.with_gpu_current(|| {
-            // SAFETY: these pages hold the region, which the registration keeps; what else is in its first and
-            // last page is mapped, and no message touches it.
-            let handle = unsafe { comm.reg_mr(address as *mut c_void, bytes, kind) };
-            handle.map_err(|error| error.to_string())
-        })?;
-        self.list[at].parts[slot] = Some(handle);
-        Ok(handle)
+        match &self.list[at].parts[slot] {
+            Some(Ok(part)) if part.holds(run) => Ok(part.handle),
+            Some(Err(why)) => Err(why.clone()),
+            _ => Err(format!(
+                "its first or last page is not all of its allocation ({})",
+                run.memory.describe()
+            )),
+        }
+    }
+
+    /// Says once that payload takes the longer way.
+    fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
+        let (comm, place) = (comm.id(), memory.place());
+        match std::mem::replace(&mut self.warned, true) {
+            false => tracing::warn!(%comm, "{place} is copied, as it cannot be registered: {why}"),
+            true => tracing::debug!(%comm, "{place} is copied, as it cannot be registered: {why}"),
+        }
     }
 
     fn position(&mut self, memory: &Arc<Memory>) -> usize {
@@ -96,11 +121,42 @@ impl Registrations {
     }
 }
 
+fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Result<Part, String> {
+    let base = memory.span(0, 0).map_or(0, |base| base as u64);
+    let around = pages(base, memory.len(), part);
+    let ((begin, bytes), kind) = match memory.place() {
+        Place::Host => (around, PointerType::Host),
+        _ => {
+            host.allocation(base, memory.len()).ok_or_else(|| freed(base, memory.len()))?;
+            (around, PointerType::Cuda)
+        }
+    };
+    tracing::debug!(comm = %comm.id(), begin, bytes, "memory is registered");
+    let handle = host.with_gpu_current(|| {
+        // SAFETY: these pages hold the region, or what is used of it, which the registration keeps; what else is in
+        // the first and the last one is mapped, and no message touches it.
+        let handle = unsafe { comm.reg_mr(begin as *mut c_void, bytes, kind) };
+        handle.map_err(|error| error.to_string())
+    })?;
+    Ok(Part { handle, begin, bytes })
+}
+
+fn freed(address: u64, bytes: u64) -> String {
+    CudaError::Freed { address, bytes }.to_string()
+}
+
+impl Part {
+    fn holds(&self, run: &Run) -> bool {
+        let registered = Extent { base: self.begin, bytes: self.bytes as u64 };
+        registered.holds(run.base() as u64, run.bytes as u64)
+    }
+}
+
 impl Registered {
     fn undo(self, comm: &Comm) {
-        for handle in self.parts.into_iter().flatten() {
+        for part in self.parts.into_iter().flatten().flatten() {
             // SAFETY: it is this connection's, and no request uses it.
-            if let Err(error) = unsafe { comm.dereg_mr(handle) } {
+            if let Err(error) = unsafe { comm.dereg_mr(part.handle) } {
                 tracing::warn!(%error, "memory stays registered");
             }
         }
