@@ -51,7 +51,7 @@ pub fn current_device() -> Option<i32> {
     simulated.filter(|device| *device >= 0).or_else(real).or(simulated.map(|_| DEVICE_DEFAULT))
 }
 
-/// The device that has `len` bytes at an address, counted in whole pages; `None` where no device has all.
+/// The device that has `len` bytes at an address; `None` where no allocation has all of them.
 pub fn device_of(address: u64, len: usize) -> Option<i32> {
     let simulated = || {
         let (mut base, mut bytes) = (0, 0);
@@ -64,8 +64,7 @@ pub fn device_of(address: u64, len: usize) -> Option<i32> {
         Some((CUDA_FIRST + device, base, bytes))
     };
     let (device, base, bytes) = simulated().or_else(real)?;
-    let end = base + bytes.next_multiple_of(PAGE_BYTES as u64);
-    (address + len as u64 <= end).then_some(device)
+    (address + len as u64 <= base + bytes).then_some(device)
 }
 
 /// Where a NIC finds bytes that are sent from device memory.

@@ -218,6 +218,37 @@ fn gpu_memory_that_cannot_be_registered_is_copied() {
     });
 }
 
+/// A driver exports no page that an allocation has only a part of.
+#[test]
+fn pages_that_an_allocation_shares_are_copied() {
+    on_gpus(case!(SAME_HOST)).passes(|| {
+        let ends = with_gpus(UnpackMode::Kernel);
+        for (salt, bytes) in [(1, 777), (2, 1_000_000), (3, 2 * CHUNK + 4095)] {
+            let source = on_gpu(&ends.connecting, 0, &pattern(bytes, salt));
+            let target = on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]);
+            write(&ends, &source, &target, bytes, salt);
+        }
+        // What an allocator cuts off the end.
+        let (begin, bytes) = (3 * 512, 1_000_000 - 3 * 512);
+        let part = |end: &Endpoint, whole: &Region| {
+            // SAFETY: a part of the region, which stays until the end.
+            unsafe { end.register_raw(whole.as_ptr().add(begin), bytes) }.unwrap()
+        };
+        let sent = pattern(1_000_000, 4);
+        let whole = [on_gpu(&ends.connecting, 0, &sent), on_gpu(&ends.accepting, 1, &vec![0; 1_000_000])];
+        let (source, target) = (part(&ends.connecting, &whole[0]), part(&ends.accepting, &whole[1]));
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+        let read = ends.near.read(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(read.wait(LIMIT), Ok(bytes as u64));
+        let there = contents(&whole[1]);
+        assert!(there[begin..] == sent[begin..] && there[..begin].iter().all(|byte| *byte == 0));
+        assert!(contents(&whole[0]) == sent);
+        assert_eq!(ends.near.stats().lost_channels, [""; 0]);
+        ends.close();
+    });
+}
+
 #[test]
 fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
     on_gpus(case!("")).passes(|| {

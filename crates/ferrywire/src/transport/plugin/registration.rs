@@ -1,8 +1,9 @@
 //! Memory as one connection of a plugin knows it.
 //!
 //! A region is registered when a message first needs it: the whole pages around it, where sizes are `int`
-//! in overlapping parts, so that each message lies within one. It stays so until the region is gone. What the
-//! plugin refuses goes through a slot.
+//! in overlapping parts, so that each message lies within one. It stays so until the region is gone. Of memory of a
+//! GPU only pages are registered that its allocation has whole: drivers export no others. A message beside them, or of
+//! memory that the plugin refuses, goes through a slot.
 //!
 //! Invariant: what is registered is kept alive by the registration.
 
@@ -52,6 +53,14 @@ fn pages(base: u64, len: u64, part: Option<u64>) -> (u64, usize) {
     // A message may begin at the part's last byte, and the part begins up to a page before its offset.
     let most = PART_BYTES + limits::CHUNK_BYTES_MAX as u64 + PAGE_BYTES;
     (begin, if part.is_some() { rest.min(most) } else { rest } as usize)
+}
+
+/// Those of them that an allocation has whole.
+fn whole_pages((begin, bytes): (u64, usize), allocation: Extent) -> Option<(u64, usize)> {
+    let end = (allocation.base + allocation.bytes) / PAGE_BYTES * PAGE_BYTES;
+    let first = begin.max(allocation.base.next_multiple_of(PAGE_BYTES));
+    let last = end.min(begin + bytes as u64);
+    (first < last).then(|| (first, (last - first) as usize))
 }
 
 impl Registrations {
@@ -127,8 +136,10 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
     let ((begin, bytes), kind) = match memory.place() {
         Place::Host => (around, PointerType::Host),
         _ => {
-            host.allocation(base, memory.len()).ok_or_else(|| freed(base, memory.len()))?;
-            (around, PointerType::Cuda)
+            let allocation = host.allocation(base, memory.len());
+            let allocation = allocation.ok_or_else(|| freed(base, memory.len()))?;
+            let whole = whole_pages(around, allocation);
+            (whole.ok_or("its allocation has no whole page of it")?, PointerType::Cuda)
         }
     };
     tracing::debug!(comm = %comm.id(), begin, bytes, "memory is registered");
@@ -172,6 +183,16 @@ mod tests {
         assert_eq!(pages(0x10_0010, 100, None), (0x10_0000, 4096));
         assert_eq!(pages(0x10_0ff0, 100, None), (0x10_0000, 8192));
         assert_eq!(pages(0x10_0000, 0, None), (0x10_0000, 0));
+    }
+
+    #[test]
+    fn only_pages_that_an_allocation_has_whole_are_registered_of_it() {
+        let whole = |begin, bytes, base, len| whole_pages((begin, bytes), Extent { base, bytes: len });
+        assert_eq!(whole(0x10_0000, 0x2000, 0x10_0000, 0x2000), Some((0x10_0000, 0x2000)));
+        assert_eq!(whole(0x10_0000, 0x2000, 0x10_0000, 0x1fff), Some((0x10_0000, 0x1000)));
+        assert_eq!(whole(0x10_0000, 0x2000, 0x10_0200, 0x8000), Some((0x10_1000, 0x1000)));
+        assert_eq!(whole(0x10_0000, 0x1000, 0x10_0200, 0x8000), None);
+        assert_eq!(whole(0x10_0000, 0x1000, 0x10_0000, 777), None);
     }
 
     #[test]
