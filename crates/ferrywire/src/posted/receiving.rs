@@ -72,6 +72,7 @@ pub(super) struct Receiving {
     posted: u64,
     finished: u64,
     moved_at: Duration,
+    posted_at: Duration,
     refused_since: Option<Duration>,
     /// Since when the peer seems to be closing, and what said so.
     closing: Option<(Duration, String)>,
@@ -92,6 +93,7 @@ impl Receiving {
             posted: 0,
             finished: 0,
             moved_at: Duration::ZERO,
+            posted_at: Duration::ZERO,
             refused_since: None,
             closing: None,
             closing_results: 0,
@@ -258,6 +260,7 @@ impl Receiving {
                     self.moved_at = now;
                 }
                 self.refused_since = None;
+                self.posted_at = now;
                 self.posted += 1;
                 self.in_hand += 1;
                 self.most = self.most.max(self.in_hand);
@@ -291,9 +294,14 @@ impl Receiving {
 
     fn look_after_closing(&mut self, now: Duration) -> Result<(), String> {
         let Some((since, why)) = &self.closing else { return Ok(()) };
-        let missing =
-            self.frames.iter().any(|frame| matches!(frame.state, State::Waiting | State::Posted(_)));
-        let quiet_since = self.moved_at.max(*since);
+        // What waits for room in our own window the peer cannot send.
+        let has_room = self.in_hand < self.window;
+        let missing = self.frames.iter().any(|frame| match frame.state {
+            State::Posted(_) => true,
+            State::Waiting => has_room,
+            _ => false,
+        });
+        let quiet_since = self.moved_at.max(self.posted_at).max(*since);
         match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_DEADLINE {
             true => Err(format!(
                 "message {} did not arrive within {} after this: {why}",

@@ -71,6 +71,27 @@ fn a_message_stands_still_since_it_was_posted_for_while_others_are_gathered() {
     assert!(why.contains("message 1 (10 bytes) has not arrived after 30.0 s"), "{why}");
 }
 
+/// It was taken for one that does not arrive, while our own window had no room for it.
+#[test]
+fn a_peer_that_closes_is_not_blamed_for_what_waits_for_a_gpu() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    for number in 0..WINDOW as u64 + 1 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.script(|script| {
+        script.receives.push_back(Step::Closing("result 2".into()));
+        script.receives.extend(vec![Step::Done; WINDOW]);
+    });
+    bench.pass(2 * limits::LANE_CLOSING_DEADLINE).expect("all that was posted for is here");
+    bench.script(|script| script.gathers[0].1 = true);
+    bench.pass(limits::LANE_CLOSING_DEADLINE).expect("its time begins when it is posted for");
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
+}
+
 #[test]
 fn a_message_larger_than_agreed_is_refused() {
     let bench = Bench::new();
