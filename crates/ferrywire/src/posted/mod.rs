@@ -179,6 +179,9 @@ impl Posted {
             .sending
             .turn(&mut *self.lane, now, turned)
             .and_then(|()| self.receiving.turn(&mut *self.lane, now, turned));
+        if self.receiving.has_let_go() {
+            self.forget_revoked();
+        }
         let counters = &self.counters;
         let moved = turned.arrived.iter().filter(|arrival| arrival.header.is_posted()).count();
         counters.moved.fetch_add(moved as u64, Ordering::Relaxed);

@@ -38,6 +38,8 @@ pub(crate) struct Arrival {
 struct Frame {
     arrival: Arrival,
     state: State,
+    /// Its memory was taken away while the lane had a receive for it.
+    abandoned: bool,
 }
 
 enum State {
@@ -77,6 +79,8 @@ pub(super) struct Receiving {
     /// Since when the peer seems to be closing, and what said so.
     closing: Option<(Duration, String)>,
     closing_results: u64,
+    /// A frame has left whose memory was taken away: nothing of the lane's is to keep that any more.
+    let_go: bool,
     slots: Slots,
 }
 
@@ -97,6 +101,7 @@ impl Receiving {
             refused_since: None,
             closing: None,
             closing_results: 0,
+            let_go: false,
             slots: Slots::new(lane, Way::Unpack),
         }
     }
@@ -133,7 +138,12 @@ impl Receiving {
 
     pub fn expect(&mut self, arrival: Arrival) {
         let state = if arrival.header.is_posted() { State::Waiting } else { State::Whole };
-        self.frames.push_back(Frame { arrival, state });
+        self.frames.push_back(Frame { arrival, state, abandoned: false });
+    }
+
+    /// Whether memory that was taken away is of no more use since this was last asked.
+    pub fn has_let_go(&mut self) -> bool {
+        std::mem::take(&mut self.let_go)
     }
 
     pub fn uses(&self, memory: &Arc<Memory>) -> bool {
@@ -230,6 +240,7 @@ impl Receiving {
                 self.in_hand -= 1;
                 self.finished += 1;
             }
+            self.let_go |= frame.abandoned;
             turned.worked = true;
             turned.arrived.push(frame.arrival);
         }
@@ -409,6 +420,7 @@ impl Frame {
             true => {}
             false if matches!(self.state, State::Whole) => self.arrival.landing = None,
             false => {
+                self.abandoned = true;
                 self.arrival.refusal = Some(Refusal::NoRegion);
                 self.arrival.landing = None;
                 self.arrival.target.clear();

@@ -290,6 +290,31 @@ fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
     });
 }
 
+/// It stayed registered, and so allocated, until its connection was closed.
+#[test]
+fn memory_of_a_gpu_that_is_dropped_during_a_peers_write_is_freed() {
+    // So slow that receives are posted for it when it goes.
+    case!("same_host=allow,rate=20000000").passes(|| {
+        let (ends, _gpus) = with_gpus();
+        let source = ends.connecting.register(pattern(16 << 20, 1)).unwrap();
+        let target = ends.accepting.register_sim(1, 16 << 20).unwrap();
+        let address = target.as_ptr() as u64;
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, 16 << 20).unwrap();
+        while ends.far.stats().channels.iter().all(|channel| channel.received_bytes < 1 << 20) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        drop(target);
+        says(&write.wait(LIMIT).unwrap_err(), &["it has no region with that key"]);
+        let began = Instant::now();
+        while SimGpu::of(address).is_some() {
+            assert!(began.elapsed() < LIMIT, "it is still allocated");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        goes_on(&ends);
+        ends.close();
+    });
+}
+
 #[test]
 fn ends_that_differ_are_refused_before_a_session_stands() {
     case!("").passes(|| {
