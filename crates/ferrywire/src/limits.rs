@@ -204,6 +204,10 @@ pub const LANE_CLOSING_DEADLINE: Duration = Duration::from_secs(2);
 pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 /// How often a connection or a listener of a plugin is asked whether it is ready.
 pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
+/// The same of one that nobody waits for any more, and for how long at most: until then it is closed once it is ready.
+pub const LANE_LINGER_INTERVAL: Duration = Duration::from_millis(20);
+/// See [`LANE_LINGER_INTERVAL`].
+pub const LANE_LINGER_DEADLINE: Duration = Duration::from_secs(60);
 
 const _: () = assert!(PLUGIN_LOG_LINES_TOLD <= PLUGIN_LOG_LINES_KEPT);
 /// A lane over devmem TCP that fails within this time did not last.

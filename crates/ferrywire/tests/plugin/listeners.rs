@@ -6,7 +6,7 @@ use crate::ends::{Ends, LIMIT, builder, loopback, plugin};
 use ferrywire::nccl::log;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How many listeners the plugin has opened, and closed, in this process. With `stats=on` it says so.
 fn listeners() -> (u64, u64) {
@@ -127,6 +127,32 @@ fn a_listener_whose_accept_is_unfinished_is_left_open_and_told_once() {
         assert!((1..=2).contains(&told().len()), "one line for each end's: {:?}", told());
         assert!(told().iter().all(|line| line.contains("WARN") && line.contains("GPUDirectTCPX_v7")));
     });
+}
+
+/// They stayed open, with their sockets, one more for each reconnection that failed.
+#[test]
+fn what_comes_of_an_attempt_after_it_was_given_up_is_closed() {
+    let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
+    case!("stats=on").with(wait, "3000000").passes(|| {
+        let end = || builder().channels(2).plugin(plugin().setup_limit(Duration::from_secs(2)));
+        let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
+        let before = descriptors();
+        for _ in 0..3 {
+            let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err();
+            assert!(error.to_string().contains("accept has not ended after 2 s"), "{error}");
+        }
+        let began = Instant::now();
+        while descriptors() > before || listeners().0 != listeners().1 {
+            let (open, listeners) = (descriptors(), listeners());
+            assert!(began.elapsed() < LIMIT, "{open} descriptors, {before} before; listeners: {listeners:?}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        drop((accepting, connecting));
+    });
+}
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
 #[test]

@@ -18,6 +18,7 @@ use crate::transport::{Nic, chosen_nics};
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 /// What plugins are called that go by TCPX's environment, and end the process when GPU memory is moved within
 /// one host.
@@ -230,6 +231,11 @@ impl Host {
         let unpack = unsafe { DeviceUnpack::read(device, &handle) };
         let gather = unpack.and_then(|unpack| Gather::new(self.config.unpack, unpack));
         gather.map(Some).map_err(|error| error.to_string())
+    }
+
+    /// How long an attempt to set a lane up that is given up may take to answer.
+    pub fn linger(&self) -> Duration {
+        self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_DEADLINE)
     }
 
     /// Calls that have not returned yet.

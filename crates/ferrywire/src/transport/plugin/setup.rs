@@ -7,7 +7,7 @@
 //!
 //! Each call runs on a thread of its own: some plugins block in `accept`, and a `connect` takes seconds. Who
 //! waits for the lane looks at the clock alone. An attempt that is given up goes on in its thread until the
-//! plugin answers; then what it made is closed there.
+//! plugin answers; then what it made is closed there. One that never answers is left as it is after a while.
 //!
 //! Invariant: a listener is closed only when its `accept` has ended; else it is leaked, and said so.
 //! Read next: `lane.rs`, what comes of it.
@@ -17,12 +17,12 @@ use super::lane::PluginLane;
 use crate::limits;
 use crate::memory::unpack::Gather;
 use crate::nccl::abi::HANDLE_BYTES;
-use crate::nccl::{Handle, ListenComm, RecvComm, SendComm};
+use crate::nccl::{CallError, Handle, RecvComm, SendComm};
 use crate::transport::lane::{Progress, Setup};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The set-up of one lane.
 pub(crate) struct PluginSetup {
@@ -179,7 +179,7 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
     shared.lock().handle = Some(handle);
     (shared.wake)();
     let accepted = match shared.wait_for_peer() {
-        true => accept_on(&mut listener, shared),
+        true => until_ended(host, shared, || listener.accept()),
         false => Ok(None),
     };
     if listener.is_accepting() {
@@ -189,6 +189,10 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
         tracing::debug!(%error, "a listener");
     }
     let Some(comm) = accepted? else { return Ok(()) };
+    if shared.given_up() {
+        close_recv(comm, None);
+        return Ok(());
+    }
     let gather = match host.gather_for(&comm) {
         Ok(gather) => gather,
         Err(why) => {
@@ -206,34 +210,40 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
     Ok(())
 }
 
-fn accept_on(listener: &mut ListenComm, shared: &Shared) -> Result<Option<RecvComm>, String> {
-    while !shared.given_up() {
-        match listener.accept() {
-            Ok(Some(comm)) => return Ok(Some(comm)),
-            Ok(None) => thread::sleep(limits::LANE_SETUP_INTERVAL),
-            Err(error) => return Err(error.to_string()),
-        }
+/// Asks until there is an answer. Once nobody waits for it that is asked less often, and not for ever.
+fn until_ended<T>(
+    host: &Host,
+    shared: &Shared,
+    mut ask: impl FnMut() -> Result<Option<T>, CallError>,
+) -> Result<Option<T>, String> {
+    if shared.given_up() {
+        return Ok(None);
     }
-    Ok(None)
+    let mut given_up = None;
+    loop {
+        if let Some(made) = ask().map_err(|error| error.to_string())? {
+            return Ok(Some(made));
+        }
+        if !shared.given_up() {
+            thread::sleep(limits::LANE_SETUP_INTERVAL);
+            continue;
+        }
+        if given_up.get_or_insert_with(Instant::now).elapsed() > host.linger() {
+            return Ok(None);
+        }
+        thread::sleep(limits::LANE_LINGER_INTERVAL);
+    }
 }
 
 fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result<(), String> {
     let mut attempt = host.plugin.connect(device, handle);
-    while !shared.given_up() {
-        match attempt.poll() {
-            Ok(Some(comm)) => {
-                let mut state = shared.lock();
-                if shared.given_up() {
-                    drop(state);
-                    close_send(comm);
-                } else {
-                    state.send = Some(comm);
-                }
-                return Ok(());
-            }
-            Ok(None) => thread::sleep(limits::LANE_SETUP_INTERVAL),
-            Err(error) => return Err(error.to_string()),
-        }
+    let Some(comm) = until_ended(host, shared, || attempt.poll())? else { return Ok(()) };
+    let mut state = shared.lock();
+    if shared.given_up() {
+        drop(state);
+        close_send(comm);
+    } else {
+        state.send = Some(comm);
     }
     Ok(())
 }
