@@ -6,6 +6,7 @@ use crate::compile::compile_in;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use ferrywire::{Endpoint, Place, PluginConfig};
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 /// Longest a message stands still in these tests: short, and long beside what anything takes.
@@ -105,6 +106,14 @@ fn threads() -> Vec<String> {
     tasks.filter_map(|task| std::fs::read_to_string(task.path().join("comm")).ok()).collect()
 }
 
+/// The other process of the next test: says why it cannot connect.
+#[test]
+#[ignore = "the other process of another test"]
+fn an_end_with_another_environment() {
+    let address = std::env::var("FERRYWIRE_TEST_ADDRESS").unwrap().parse().unwrap();
+    println!("{}", builder().build().unwrap().connect(address, LIMIT).unwrap_err());
+}
+
 #[test]
 fn ends_with_different_environments_are_refused() {
     for (name, value, said) in [
@@ -113,13 +122,37 @@ fn ends_with_different_environments_are_refused() {
     ] {
         case!("").passes(|| {
             let accepting = loopback(builder()).build().unwrap();
-            // SAFETY: nothing else in this process looks at it now.
-            unsafe { std::env::set_var(name, value) };
-            let connecting = builder().build().unwrap();
-            let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+            let other = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "rules::an_end_with_another_environment", "--ignored", "--nocapture"])
+                .env_remove("TCPX_RULES_CASE")
+                .env("FERRYWIRE_TEST_ADDRESS", accepting.listen_addresses()[0].to_string())
+                .env(name, value)
+                .output()
+                .unwrap();
+            let error = String::from_utf8_lossy(&other.stdout);
             assert!(error.contains(said), "{error}");
         });
     }
+}
+
+/// A plugin reads its environment once.
+#[test]
+fn endpoints_that_are_built_later_take_what_the_plugin_was_loaded_with() {
+    const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
+    case!("").without(CHUNK_BYTES).passes(|| {
+        let end = |bytes| loopback(builder().plugin(plugin().message_bytes_max(bytes))).build().unwrap();
+        let (first, larger, smaller) = (end(65_536), end(1 << 20), end(16_384));
+        for end in [&first, &larger, &smaller] {
+            let environment = end.effective_environment();
+            let chunk = environment.into_iter().find(|each| each.name == CHUNK_BYTES).unwrap();
+            assert_eq!((chunk.value.as_str(), format!("{:?}", chunk.set_by)), ("65536", "Ferrywire".into()));
+        }
+        assert_eq!(std::env::var(CHUNK_BYTES).unwrap(), "65536");
+        let peer = larger.connect(first.listen_addresses()[0], LIMIT).unwrap();
+        assert_eq!(peer.stats().chunk_bytes, 65_536);
+        let error = smaller.connect(first.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("is 65536 at the end that accepts and 16384 at the end that"), "{error}");
+    });
 }
 
 #[test]

@@ -77,7 +77,7 @@ impl PluginConfig {
     }
 
     /// Largest message, and so the largest chunk, in bytes. The same at both ends. Default: 512 KiB, or what
-    /// `NCCL_DYNAMIC_CHUNK_SIZE` says.
+    /// `NCCL_DYNAMIC_CHUNK_SIZE` says. No more than a plugin was loaded with that this process has already.
     pub fn message_bytes_max(mut self, bytes: usize) -> PluginConfig {
         self.message_bytes_max = bytes;
         self

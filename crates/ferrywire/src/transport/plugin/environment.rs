@@ -3,10 +3,11 @@
 //! Such plugins read it once and keep it, and some of it is not optional: without a chunk size TCPX moves
 //! nothing, and says nothing. Other plugins do not look at these names.
 //!
-//! Invariant: a variable that the user set stays as it is.
+//! Invariant: a variable that the user set stays as it is, and once a plugin is loaded nothing is set any more.
 
 use std::env;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Who gave a variable its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,6 +41,8 @@ pub(super) struct Facts {
     pub set_before: Vec<String>,
 }
 
+/// The NICs that are to be its devices.
+pub(super) const NICS: &str = "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME";
 pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
 /// Changes what travels on the wire between two plugins, so both ends need the same.
 pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
@@ -78,7 +81,7 @@ fn wanted(facts: &Facts, exists: impl Fn(&Path) -> bool) -> Vec<(&'static str, S
     ];
     if !facts.nics.is_empty() {
         // Without the sign, eth1 would mean eth10 too.
-        wanted.push(("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", format!("={}", facts.nics.join(","))));
+        wanted.push((NICS, format!("={}", facts.nics.join(","))));
     }
     if exists(Path::new(DP_MANAGER)) {
         wanted.push(("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", DP_MANAGER.to_owned()));
@@ -119,24 +122,59 @@ pub(super) fn unusable(all: &[Variable], gpu: bool) -> Option<(&'static str, Str
     }
 }
 
-/// Decides for the environment of this process.
-pub(super) fn decide_here(facts: &Facts) -> Vec<Variable> {
-    decide(facts, |name| env::var(name).ok(), Path::exists)
+/// What plugins of this process see of its environment, as far as it is known here.
+static SEEN: Mutex<Seen> = Mutex::new(Seen { ours: Vec::new(), loaded: None });
+
+pub(super) struct Seen {
+    /// What ferrywire has set.
+    ours: Vec<(&'static str, String)>,
+    /// What was there when a plugin was first loaded, which keeps it.
+    loaded: Option<Vec<Variable>>,
 }
 
-/// Sets what is missing; returns all that the plugin will see.
-///
-/// # Safety
-/// No other thread reads the environment in another way than through the standard library.
-pub(super) unsafe fn set(facts: &Facts) -> Vec<Variable> {
-    let all = decide_here(facts);
-    let missing = |variable: &&Variable| env::var(variable.name).as_ref() != Ok(&variable.value);
-    // Several endpoints of a process come here at once: once it is set, nobody writes while a plugin reads.
-    for variable in all.iter().filter(|variable| variable.set_by == SetBy::Ferrywire).filter(missing) {
-        // SAFETY: by the caller's promise.
-        unsafe { env::set_var(variable.name, &variable.value) };
+/// Held by whoever sets variables and loads a plugin, so that another does not set some while it reads.
+pub(super) fn seen() -> MutexGuard<'static, Seen> {
+    SEEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Seen {
+    /// Decides for this process.
+    pub fn decide(&self, facts: &Facts) -> Vec<Variable> {
+        let users = |name: &str| {
+            let value = env::var(name).ok()?;
+            (!self.ours.iter().any(|(ours, set)| *ours == name && *set == value)).then_some(value)
+        };
+        self.loaded.clone().unwrap_or_else(|| decide(facts, users, Path::exists))
     }
-    all
+
+    /// Sets what is missing, unless a plugin was loaded before; returns all that the plugin will see.
+    ///
+    /// # Safety
+    /// No other thread reads the environment in another way than through the standard library.
+    pub unsafe fn set(&mut self, facts: &Facts) -> Vec<Variable> {
+        let all = self.decide(facts);
+        if self.is_loaded() {
+            return all;
+        }
+        for Variable { name, value, .. } in all.iter().filter(|each| each.set_by == SetBy::Ferrywire) {
+            if env::var(name).as_ref() != Ok(value) {
+                // SAFETY: by the caller's promise.
+                unsafe { env::set_var(name, value) };
+            }
+            self.ours.push((name, value.clone()));
+        }
+        all
+    }
+
+    /// Whether a plugin has read its environment.
+    pub fn is_loaded(&self) -> bool {
+        self.loaded.is_some()
+    }
+
+    /// One was loaded with this.
+    pub fn note_loaded(&mut self, all: &[Variable]) {
+        self.loaded.get_or_insert_with(|| all.to_vec());
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 //! Read next: `setup.rs`, how a channel gets its lane.
 
 use super::config::{File, PluginConfig};
-use super::environment::{self, Facts, Variable};
+use super::environment::{self, Facts, SetBy, Variable};
 use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -54,9 +54,14 @@ impl Host {
             let why = "a plugin's calls may block, so they need a progress thread: give at least 1";
             return Err(Error::invalid("threads", why));
         }
+        let mut seen = environment::seen();
+        let another_is_there = seen.is_loaded();
         // SAFETY: by the caller's promise.
-        let environment = unsafe { environment::set(&facts(&plugin, config, nics)) };
-        let message_bytes_max = message_bytes_max(&environment)?;
+        let environment = unsafe { seen.set(&facts(&plugin, config, nics)) };
+        let mut message_bytes_max = message_bytes_max(&environment)?;
+        if another_is_there && !set_by_user(&environment, environment::CHUNK_BYTES) {
+            message_bytes_max = message_bytes_max.min(plugin.message_bytes_max);
+        }
         // Before the plugin is there, which finds a simulated GPU through the environment, and a real one's driver
         // where it is loaded.
         let gpu = plugin.gpu.map(Gpu::open).transpose()?;
@@ -68,6 +73,8 @@ impl Host {
             };
             library.load(plugin.version)?
         };
+        seen.note_loaded(&environment);
+        drop(seen);
         if loaded.name().starts_with(TCPX)
             && let Some((name, why)) = environment::unusable(&environment, plugin.gpu.is_some())
         {
@@ -77,6 +84,9 @@ impl Host {
         let mut devices = Vec::new();
         for device in 0..loaded.devices() {
             devices.push(loaded.properties(device)?);
+        }
+        if another_is_there && !set_by_user(&environment, environment::NICS) {
+            has_nics(loaded.name(), &devices, &chosen_nics(config, nics))?;
         }
         if plugin.gpu.is_some() {
             moves_gpu_memory(loaded.name(), &devices)?;
@@ -274,6 +284,22 @@ fn window_fits(name: &str, window: usize) -> Result<()> {
     }
 }
 
+/// Refuses NICs that a plugin does not have because it was loaded for those of another endpoint.
+fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
+    let lacking = nics.iter().find(|nic| !devices.iter().any(|device| device.name == **nic));
+    match lacking.filter(|_| name.starts_with(TCPX)) {
+        Some(nic) => Err(Error::invalid(
+            "NICs of the plugin",
+            format!(
+                "{name} was loaded for the NICs of an endpoint that was built before, and has no device {nic}: set {} \
+                 to all of them before, or build the endpoint with most NICs first",
+                environment::NICS
+            ),
+        )),
+        None => Ok(()),
+    }
+}
+
 /// Refuses devices that get no bytes to a GPU, or do so in a way that nobody here completes.
 fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
     let refused = |why: String| Err(Error::invalid("GPU of the plugin", why));
@@ -294,7 +320,7 @@ fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
 
 /// The variables that a plugin would be loaded with; nothing is set.
 pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Vec<Variable> {
-    environment::decide_here(&facts(plugin, config, nics))
+    environment::seen().decide(&facts(plugin, config, nics))
 }
 
 fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
@@ -308,6 +334,10 @@ fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
         nics: chosen,
         set_before: plugin.set_before.clone(),
     }
+}
+
+fn set_by_user(environment: &[Variable], name: &str) -> bool {
+    environment.iter().any(|variable| variable.name == name && variable.set_by == SetBy::User)
 }
 
 /// The chunk that the plugin was told, by whomever.
