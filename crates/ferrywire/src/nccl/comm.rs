@@ -144,12 +144,14 @@ impl Plugin {
         let mut handle = Handle([0; HANDLE_BYTES]);
         let mut comm = ptr::null_mut();
         let at = (&raw mut handle).cast();
+        self.count_opening(Call::Listen, device)?;
         // SAFETY: the handle has its 128 bytes; the context is the plugin's own.
-        self.call(Call::Listen, Some(device), || unsafe {
+        let answer = self.call(Call::Listen, Some(device), || unsafe {
             self.functions().listen.call(self.context(), device, at, &mut comm)
-        })?;
+        });
         let nothing = || self.error(Call::Listen, Some(device), None, Cause::BadAnswer("gave no listener"));
-        let raw = NonNull::new(comm).ok_or_else(nothing)?;
+        let raw = answer.and_then(|()| NonNull::new(comm).ok_or_else(nothing));
+        let raw = raw.inspect_err(|_| self.count_closed())?;
         let lending = Lending::new(Handle([0; HANDLE_BYTES]), template);
         let base = Base::open(self, CommKind::Listen, device, raw);
         Ok((ListenComm { base, lending: Some(lending), attempt: Attempt::Fresh }, handle))
@@ -186,8 +188,8 @@ struct Base {
 }
 
 impl Base {
+    /// One that was counted.
     fn open(plugin: &Plugin, kind: CommKind, device: i32, raw: NonNull<c_void>) -> Base {
-        plugin.count_comm(true);
         let id = CommId::next(kind);
         tracing::debug!(plugin = plugin.name(), device, "{id} opened");
         Base { plugin: plugin.clone(), id, device, raw, closed: false, not_sync: PhantomData }
@@ -204,10 +206,11 @@ impl Base {
     /// Closes once, whatever the plugin says to it.
     fn close(&mut self, call: Call, close: Close) -> Result<(), CallError> {
         self.closed = true;
-        self.plugin.count_comm(false);
         let raw = self.raw.as_ptr();
         // SAFETY: the connection is open, and nobody uses it after this.
-        self.call(call, || unsafe { close(raw) })
+        let answer = self.call(call, || unsafe { close(raw) });
+        self.plugin.count_closed();
+        answer
     }
 }
 
@@ -253,6 +256,7 @@ impl ListenComm {
         };
         let (mut comm, base) = (ptr::null_mut(), &self.base);
         self.attempt = Attempt::UnderWay;
+        // The listener is open meanwhile, which counts.
         let accept = base.plugin.functions().accept;
         let (raw, device) = (base.raw.as_ptr(), lending.device_argument());
         // SAFETY: the listener is open, and the device argument is the same in each call.
@@ -264,6 +268,7 @@ impl ListenComm {
         answer?;
         let Some(raw) = NonNull::new(comm) else { return Ok(None) };
         let device_handle = lending.device_handle();
+        base.plugin.count_opening(Call::Accept, base.device)?;
         let base = Base::open(&base.plugin, CommKind::Recv, base.device, raw);
         Ok(Some(RecvComm(Comm { base, device_handle, lending: self.lending.take() })))
     }
@@ -311,6 +316,9 @@ impl Connecting {
             return Err(self.plugin.error(Call::Connect, Some(self.device), None, cause));
         };
         let (mut comm, plugin) = (ptr::null_mut(), &self.plugin);
+        if self.attempt == Attempt::Fresh {
+            plugin.count_opening(Call::Connect, self.device)?;
+        }
         self.attempt = Attempt::UnderWay;
         let connect = plugin.functions().connect;
         let (handle, device) = (lending.handle(), lending.device_argument());
@@ -323,7 +331,7 @@ impl Connecting {
             return Ok(None);
         }
         self.attempt = Attempt::Over;
-        answer?;
+        answer.inspect_err(|_| plugin.count_closed())?;
         let Some(raw) = NonNull::new(comm) else { return Ok(None) };
         let device_handle = lending.device_handle();
         let base = Base::open(plugin, CommKind::Send, self.device, raw);
@@ -336,6 +344,7 @@ impl Drop for Connecting {
         match (self.lending.take(), self.attempt) {
             (Some(lending), Attempt::Fresh) => lending.take_back(),
             (Some(_), Attempt::UnderWay) => {
+                // It counts as open from here on: a thread of the plugin's may be in it.
                 tracing::debug!(plugin = self.plugin.name(), "connect was abandoned; its handle is leaked");
             }
             // After an error a plugin has no use for it, but 200 bytes are not worth being sure.

@@ -6,7 +6,6 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use libloading::os::unix::Library as Handle;
@@ -20,6 +19,14 @@ use super::load::{FoundTable, functions_at, name_at};
 use super::properties::{self, Properties};
 use super::{comm, ending, log};
 use crate::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
+
+/// What stands against the end of a plugin.
+#[derive(Debug, Default)]
+struct Uses {
+    /// Connections, and attempts at them that the plugin has not answered.
+    open: usize,
+    finalized: bool,
+}
 
 /// A started plugin. Clones are the same plugin; it stays loaded until the process ends.
 ///
@@ -42,8 +49,7 @@ struct Inner {
     config: *mut CommConfig,
     devices: c_int,
     nics: Mutex<Vec<Option<Arc<str>>>>,
-    open_comms: AtomicUsize,
-    finalized: AtomicBool,
+    uses: Mutex<Uses>,
     table: *const c_void,
 }
 
@@ -52,6 +58,8 @@ struct Inner {
 unsafe impl Send for Inner {}
 // SAFETY: as above; everything that changes is atomic or behind a lock.
 unsafe impl Sync for Inner {}
+
+const FINALIZED: Cause = Cause::Misuse("the plugin was finalized");
 
 /// Every table whose `init` was called, by its address, with what came of it.
 static STARTED: Mutex<Vec<(usize, Result<Plugin, LoadError>)>> = Mutex::new(Vec::new());
@@ -141,23 +149,26 @@ impl Plugin {
 
     /// Ends the plugin's context; v11 and later. The library stays loaded, and a later load starts it again.
     ///
-    /// Refused while connections are open.
+    /// Refused while connections are open, or being made.
     pub fn finalize(self) -> Result<(), CallError> {
         let error = |cause| self.error(Call::Finalize, None, None, cause);
         let finalize = self.0.functions.finalize.ok_or_else(|| error(Cause::Missing))?;
         let mut started = started();
-        if self.open_comms() > 0 {
-            return Err(error(Cause::Misuse("connections are open")));
+        let mut uses = self.uses();
+        if uses.open > 0 {
+            return Err(error(Cause::Misuse("connections are open, or being made")));
         }
-        self.0.finalized.store(true, Ordering::Release);
+        uses.finalized = true;
+        drop(uses);
         started.retain(|(table, _)| *table != self.0.table as usize);
         // SAFETY: the context is the one of `init`, given back once.
         self.note(Call::Finalize, None, None, || unsafe { finalize(self.0.context) })
     }
 
-    /// Connections, listening ones too, that were opened and not closed.
+    /// Connections, listening ones too, that were opened and not closed, and attempts to connect that the plugin has
+    /// not answered.
     pub fn open_comms(&self) -> usize {
-        self.0.open_comms.load(Ordering::Acquire)
+        self.uses().open
     }
 
     /// Calls of this plugin that have not returned yet, on any thread, longest first.
@@ -204,11 +215,23 @@ impl Plugin {
         self.0.id
     }
 
-    pub(super) fn count_comm(&self, opened: bool) {
-        match opened {
-            true => self.0.open_comms.fetch_add(1, Ordering::AcqRel),
-            false => self.0.open_comms.fetch_sub(1, Ordering::AcqRel),
-        };
+    fn uses(&self) -> MutexGuard<'_, Uses> {
+        self.0.uses.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A connection is about to be made by this call: the plugin is not ended before [`Plugin::count_closed`].
+    pub(super) fn count_opening(&self, call: Call, device: i32) -> Result<(), CallError> {
+        let mut uses = self.uses();
+        if uses.finalized {
+            return Err(self.error(call, Some(device), None, FINALIZED));
+        }
+        uses.open += 1;
+        Ok(())
+    }
+
+    /// It is closed, or was not made.
+    pub(super) fn count_closed(&self) {
+        self.uses().open -= 1;
     }
 
     /// A call that is about the plugin or a device.
@@ -218,8 +241,8 @@ impl Plugin {
         device: Option<i32>,
         run: impl FnOnce() -> ResultCode,
     ) -> Result<(), CallError> {
-        if self.0.finalized.load(Ordering::Acquire) {
-            return Err(self.error(call, device, None, Cause::Misuse("the plugin was finalized")));
+        if self.uses().finalized {
+            return Err(self.error(call, device, None, FINALIZED));
         }
         self.note(call, device, None, run)
     }
@@ -315,8 +338,7 @@ impl Plugin {
             config: Box::into_raw(Box::new(CommConfig { traffic_class: TRAFFIC_CLASS_UNDEFINED })),
             devices: 0,
             nics: Mutex::new(Vec::new()),
-            open_comms: AtomicUsize::new(0),
-            finalized: AtomicBool::new(false),
+            uses: Mutex::new(Uses::default()),
             table: found.address,
             path: found.path,
         };

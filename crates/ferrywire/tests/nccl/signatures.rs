@@ -332,6 +332,26 @@ impl Round {
     }
 }
 
+#[test]
+fn a_plugin_is_not_ended_while_it_connects() {
+    // A library of its own: the other one counts its calls.
+    let path = compile("plugin.c", &["VERSION=11", "CONNECTS=1"]);
+    let plugin = Round::start(Version::V11, &path).plugin;
+    let (listen, handle) = plugin.listen(DEVICE).expect("listens");
+    listen.close().expect("closes");
+    let mut connecting = plugin.connect(DEVICE, &handle);
+    assert_eq!(plugin.open_comms(), 0, "nothing has happened yet");
+    assert!(connecting.poll().expect("asked").is_none());
+    let busy = plugin.clone().finalize().expect_err("an attempt is under way");
+    assert!(matches!(busy.cause, Cause::Misuse(_)), "{busy}");
+    let send = (0..2).find_map(|_| connecting.poll().expect("connects")).expect("connected");
+    assert_eq!(plugin.open_comms(), 1);
+    send.close().expect("closes");
+    assert_eq!(plugin.finalize(), Ok(()));
+    let after = connecting.poll().expect_err("one answer per attempt");
+    assert!(matches!(after.cause, Cause::Misuse(_)), "{after}");
+}
+
 fn request_of(posted: Posted) -> Request {
     match posted {
         Posted::Request(request) => request,
