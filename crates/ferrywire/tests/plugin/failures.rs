@@ -71,9 +71,14 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
         drop(region);
         memory.fill(0xEE);
         assert!(write.wait(LIMIT).is_err());
-        // Both ends are done with the connection.
-        ends.far.wait_notification(LIMIT).unwrap_err();
-        ends.near.wait_notification(LIMIT).unwrap_err();
+        // Both ends are done with the connection, whether there is another by now or not.
+        let began = Instant::now();
+        for peer in [&ends.far, &ends.near] {
+            while peer.stats().lost_channels.is_empty() && peer.poll_notification().is_ok() {
+                assert!(began.elapsed() < LIMIT, "nothing was lost");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
         let found = contents(&target);
         assert!(found.contains(&5), "nothing was under way");
         assert!(!found.contains(&0xEE), "{} bytes", found.iter().filter(|byte| **byte == 0xEE).count());
