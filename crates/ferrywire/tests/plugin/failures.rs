@@ -295,6 +295,25 @@ fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
     });
 }
 
+/// Over the next channel it would have failed again, until none was left.
+#[test]
+fn a_gather_that_fails_costs_its_channel_and_its_operation() {
+    case!("same_host=allow").passes(|| {
+        let (ends, gpus) = with_gpus();
+        let source = ends.connecting.register(pattern(100_000, 1)).unwrap();
+        let target = ends.accepting.register_sim(1, 100_000).unwrap();
+        let write = || ends.near.write(&source, 0, &target.descriptor(), 0, 100_000).unwrap();
+        gpus[1].set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
+        let error = write().wait(LIMIT).unwrap_err();
+        gpus[1].set_faults(SimFaults::default());
+        says(&error, &["copying to its memory of a GPU failed"]);
+        assert_eq!(write().wait(LIMIT), Ok(100_000));
+        assert!(contents(&target) == pattern(100_000, 1));
+        assert_eq!(ends.far.stats().lost_channels.len(), 1, "{:?}", ends.far.stats().lost_channels);
+        ends.close();
+    });
+}
+
 /// It stayed registered, and so allocated, until its connection was closed.
 #[test]
 fn memory_of_a_gpu_that_is_dropped_during_a_peers_write_is_freed() {
