@@ -238,27 +238,46 @@ fn a_busy_end_is_dialled_again() {
     drop(peer);
 }
 
+/// Resumes the session, having received so much of it.
+fn resume(scene: &Scene, evil: &Evil, received: u64) -> (TcpStream, Box<Established>) {
+    let Established { session, data_key, .. } = &*evil.established;
+    let purpose = Purpose::Resume { session: *session, received, data_key: data_key.clone() };
+    let initiator = Initiator::control(Some(SECRET.as_bytes()), hello(1), purpose).unwrap();
+    let (stream, outcome) = dial(scene.address(), initiator).unwrap();
+    let Outcome::Control(established) = outcome else { panic!("{outcome:?}") };
+    (stream, established)
+}
+
 #[test]
 fn a_forged_resumption_does_not_end_a_session() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
-    let resume = |received| {
-        let Established { session, data_key, .. } = &*evil.established;
-        let purpose = Purpose::Resume { session: *session, received, data_key: data_key.clone() };
-        let initiator = Initiator::control(Some(SECRET.as_bytes()), hello(1), purpose).unwrap();
-        let (stream, outcome) = dial(scene.address(), initiator).unwrap();
-        let Outcome::Control(established) = outcome else { panic!("{outcome:?}") };
-        (stream, established)
-    };
-    let (mut stream, mut established) = resume(0);
+    let (mut stream, mut established) = resume(&scene, &evil, 0);
     let mut forged = established.secure.seal(&[0; 9]).unwrap();
     forged[5] ^= 1;
     stream.write_all(&forged).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "the victim hangs up");
-    (evil.control, evil.established) = resume(0);
+    (evil.control, evil.established) = resume(&scene, &evil, 0);
     evil.say(&ControlMessage::Goodbye { reason: "enough".into() });
     eventually("it said goodbye", || evil.here.error().is_some());
     assert!(matches!(evil.here.error(), Some(Error::PeerClosed { .. })), "{:?}", evil.here.error());
+    scene.unharmed();
+}
+
+/// Whatever is said after such a claim is said without a connection, which is no trouble of ours.
+#[test]
+fn a_resumption_that_claims_what_was_never_said_loses_the_peer_for_that() {
+    let scene = Scene::new();
+    for hangs_up in [false, true] {
+        let evil = Evil::new(&scene);
+        if hangs_up {
+            evil.control.shutdown(Shutdown::Both).unwrap();
+        }
+        let (mut stream, mut established) = resume(&scene, &evil, 9999);
+        let heartbeat = Frame { received: 0, numbered: None }.encode();
+        stream.write_all(&established.secure.seal(&heartbeat).unwrap()).unwrap();
+        evil.lost_for("it acknowledges 9999 control messages, of ");
+    }
     scene.unharmed();
 }
 

@@ -428,8 +428,10 @@ impl Link {
                 Ok(Some(0)) | Err(_) => {}
                 Ok(Some(count)) => {
                     self.candidates.clear();
-                    self.adopt(conn, *established, now);
-                    if let Err(error) = self.session.on_bytes(&buffer[..count], now, messages) {
+                    // What it says without a connection to say it on would be told as the trouble.
+                    if self.adopt(conn, *established, now)
+                        && let Err(error) = self.session.on_bytes(&buffer[..count], now, messages)
+                    {
                         self.session_trouble(&error, now);
                     }
                     return true;

@@ -51,20 +51,24 @@ impl Link {
         changed.then_some((fd, Interest { read: listens, write: !listens }))
     }
 
-    /// A connection that fails is replaced by another; what else the peer does wrong ends the session.
+    /// A connection that fails is replaced by another; what else the peer does wrong ends the session. What came first
+    /// is the cause: a session that has ended finds fault with whatever is heard after.
     pub(super) fn session_trouble(&mut self, error: &SessionError, now: Duration) {
         match error.is_resumable() {
             true => self.control_lost(&error.to_string(), false, now),
-            false => self.error = Some(error.with(self.peer.name())),
+            false => {
+                self.error.get_or_insert(error.with(self.peer.name()));
+            }
         }
     }
 
     /// A resumption has succeeded, as far as its handshake goes.
     pub fn attach(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
         if matches!(self.role, Role::Connector { .. }) {
-            self.adopt(conn, established, now);
             // The other end takes the connection on which it hears something.
-            if let Err(error) = self.session.greet(now) {
+            if self.adopt(conn, established, now)
+                && let Err(error) = self.session.greet(now)
+            {
                 self.session_trouble(&error, now);
             }
             return;
@@ -90,11 +94,12 @@ impl Link {
         self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
     }
 
-    pub(super) fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+    /// Goes on over a connection; false when what its handshake said is no good.
+    pub(super) fn adopt(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) -> bool {
         let attached = self.session.attach(established.secure, established.received, now);
         if let Err(error) = attached {
             self.session_trouble(&error, now);
-            return;
+            return false;
         }
         tracing::info!(peer = self.peer.name(), over = %conn.local().ip(), "control session resumed");
         self.conn = Some(conn);
@@ -103,6 +108,7 @@ impl Link {
         self.resuming = false;
         self.path_dead = false;
         self.disowned = None;
+        true
     }
 
     pub fn resume_failed(&mut self, failure: DialFailure, now: Duration) {
