@@ -320,13 +320,14 @@ impl Endpoint {
 
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
     ///
-    /// Raises `Deadline` where a peer has not taken what was posted in `timeout` seconds; it is closed nevertheless.
+    /// Raises `Deadline` where a peer has not taken what was posted in `timeout` seconds, and `PeerLost` where one is gone, or
+    /// closed before it had; it is closed nevertheless.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         aside(py, self.closing(py, timeout)?)
     }
 
-    /// The same as `close`, awaited. Raises `Deadline` as it does.
+    /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])

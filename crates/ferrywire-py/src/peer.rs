@@ -330,8 +330,8 @@ impl Peer {
 
     /// Finishes what was posted, on both sides, then closes.
     ///
-    /// Raises `Deadline` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone; it
-    /// is closed nevertheless.
+    /// Raises `Deadline` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone, or
+    /// closed before it had; it is closed nevertheless.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         aside(py, self.closing(py, timeout)?)

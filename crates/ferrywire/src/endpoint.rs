@@ -350,7 +350,8 @@ impl Endpoint {
     /// Stops listening, finishes with all peers, and ends the threads.
     ///
     /// # Errors
-    /// [`Error::Deadline`] when a peer did not finish in time; all is closed nevertheless.
+    /// [`Error::Deadline`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
+    /// what was posted to it had finished; all is closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.check_origin()?;
         self.inner.close(Some(deadline))
@@ -438,7 +439,7 @@ impl Inner {
             engine.with_control(|control| control.abort_all(engine));
             is_idle = self.wait_idle(limits::HEARTBEAT_INTERVAL, false);
         }
-        let finished = !engine.with_control(|control| control.unfinished()).unwrap_or(false);
+        let unfinished = engine.with_control(|control| control.unfinished()).flatten();
         // Nobody accepts them any more; they would keep the engine, which keeps them.
         self.lobby.clear();
         engine.workers.iter().for_each(|worker| worker.stop());
@@ -456,9 +457,12 @@ impl Inner {
         if let Some(carrier) = &engine.carrier {
             carrier.end();
         }
-        match is_idle && finished {
-            true => Ok(()),
-            false => Err(Error::Deadline { what: "closing all peers".into(), peer: None, waited: deadline }),
+        match unfinished {
+            None if is_idle => Ok(()),
+            how => {
+                let how = how.unwrap_or(Error::Closed);
+                Err(control::ended_early(how, "closing all peers".into(), None, deadline))
+            }
         }
     }
 }

@@ -76,7 +76,8 @@ pub(crate) struct Control {
     accept_at: Option<Duration>,
     /// When it was last told that nothing can be accepted.
     accept_told: Option<Duration>,
-    unfinished: bool,
+    /// How the first peer ended that was to finish before, and did not.
+    unfinished: Option<Error>,
 }
 
 impl Control {
@@ -124,7 +125,7 @@ impl Control {
             refusals_since: Duration::ZERO,
             accept_at: None,
             accept_told: None,
-            unfinished: false,
+            unfinished: None,
         })
     }
 
@@ -266,7 +267,7 @@ impl Control {
             if over {
                 worked = true;
                 let Some(mut link) = self.links.remove(&session) else { continue };
-                self.unfinished |= link.unfinished();
+                self.unfinished = self.unfinished.take().or_else(|| link.unfinished());
                 if let Some((address, lobby, why)) = link.take_retry() {
                     self.connect_without(engine, address, lobby, why, now);
                 }
@@ -319,13 +320,12 @@ impl Control {
 
     /// Ends what has not finished in time, without a farewell.
     pub fn abort_all(&mut self, engine: &Engine) {
-        self.unfinished |= !self.links.is_empty();
-        self.links.values_mut().for_each(|link| link.die(engine, Error::Closed));
+        self.links.values_mut().for_each(|link| link.abort(engine));
     }
 
-    /// Whether a peer was closed before all was finished.
-    pub fn unfinished(&self) -> bool {
-        self.unfinished
+    /// How a peer ended that was closed and had not finished, if there was one.
+    pub fn unfinished(&self) -> Option<Error> {
+        self.unfinished.clone()
     }
 }
 
@@ -406,12 +406,27 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
             thread::sleep(Duration::from_micros(200));
         }
     }
-    match peer.failure() {
-        Some(Error::Closed | Error::PeerClosed { .. }) if !peer.unfinished.load(Ordering::SeqCst) => Ok(()),
-        Some(error) if !matches!(error, Error::Closed | Error::PeerClosed { .. }) => Err(error),
-        _ => {
-            let what = format!("closing {}", peer.name());
-            Err(Error::Deadline { what, peer: Some(peer.name().to_string()), waited: deadline })
+    let (over, name) = (peer.is_over(), peer.name());
+    let failure = match peer.failure() {
+        Some(Error::Closed | Error::PeerClosed { .. }) if over && !peer.unfinished.load(Ordering::SeqCst) => {
+            return Ok(());
         }
+        // What becomes of what was posted is not known yet.
+        Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
+        failure => failure.unwrap_or(Error::Closed),
+    };
+    Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
+}
+
+/// What whoever closes is told when not all was finished, and it ended like this: for [`Error::Closed`], by us.
+pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, deadline: Duration) -> Error {
+    match how {
+        Error::Closed => Error::Deadline { what, peer, waited: deadline },
+        // No orderly end, whatever the peer calls it.
+        Error::PeerClosed { peer } => {
+            let why = "it closed the connection before what was posted to it had finished".into();
+            Error::PeerLost { peer, why }
+        }
+        error => error,
     }
 }

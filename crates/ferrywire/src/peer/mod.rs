@@ -406,7 +406,8 @@ impl Peer {
     /// Finishes what was posted, on both sides, then closes. Nothing more can be posted to it from here on.
     ///
     /// # Errors
-    /// [`Error::Deadline`] when the peer did not finish in time; it is closed all the same.
+    /// [`Error::Deadline`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
+    /// what was posted to it had finished; it is closed all the same.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.state.engine.origin.check()?;
         crate::control::close_peer(&self.state, deadline)

@@ -124,7 +124,7 @@ pub(crate) struct PeerState {
     drained: AtomicU64,
     /// It is being closed here: what was posted is finished, and nothing more is taken.
     pub closing: AtomicBool,
-    /// It was closed here before all was finished.
+    /// It ended, or was closed here, before all was finished.
     pub unfinished: AtomicBool,
     /// Its channels are closed, and all that was posted to it has ended.
     over: AtomicBool,
@@ -515,13 +515,30 @@ impl PeerState {
     pub fn fail(&self) {
         let error = self.gone();
         for op in self.held.close().into_iter().chain(self.queue.close()) {
-            op.fail(error.clone());
+            self.fail_with_peer(&op, &error);
             self.let_go(&op);
         }
         for op in self.inbound.close(&error) {
+            // One that had failed before, or was cancelled, is not there any more.
+            if op.verb == Verb::Read {
+                self.unfinished.store(true, Ordering::SeqCst);
+            }
             self.let_go(&op);
         }
+        let ours = self.in_flight.load(Ordering::SeqCst) > self.serving.load(Ordering::SeqCst);
+        if ours && self.stuck.load(Ordering::SeqCst) {
+            self.unfinished.store(true, Ordering::SeqCst);
+        }
         self.over.store(true, Ordering::SeqCst);
+    }
+
+    /// An operation fails because the peer has ended. To answer the peer's reads is not asked for any more, and a
+    /// receive may be one that was never to be met.
+    fn fail_with_peer(&self, op: &Op, error: &Error) {
+        if !matches!(op.verb, Verb::Serve | Verb::Recv) && !op.failing() {
+            self.unfinished.store(true, Ordering::SeqCst);
+        }
+        op.fail(error.clone());
     }
 
     /// Whether nothing of it is left: it may be doomed for a moment before.
@@ -533,7 +550,7 @@ impl PeerState {
     pub fn drop_entries(&self, entries: Vec<Entry>) {
         let error = self.gone();
         for op in entries.into_iter().filter_map(|entry| entry.op) {
-            op.fail(error.clone());
+            self.fail_with_peer(&op, &error);
             if matches!(op.verb, Verb::Read) {
                 self.end_sink(&op);
             }

@@ -7,6 +7,7 @@ use ferrywire::{Error, Peer, Region, Transfer};
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(20);
+const SHORT: Duration = Duration::from_millis(300);
 const SLOW_BYTES: usize = 350_000;
 
 /// Closing waits for what was posted on both sides, and nothing of it is lost.
@@ -95,6 +96,79 @@ pub fn endpoint_closed_with_work_under_way(world: &mut impl World) {
     load.finish_well(world, [(0, &near), (1, &far)]);
     assert!(matches!(end.connecting(world.address(1)), Err(Error::Closed)));
     assert_eq!(end.close(LIMIT), Ok(()));
+}
+
+/// Two peers, and a message of the first that the second never receives.
+fn pair_with_a_message_under_way(world: &mut impl World) -> (Peer, Peer, Transfer) {
+    let (near, far) = world.pair();
+    let source = world.patterned(0, 100_000, 1);
+    let sent = near.send(1, &source, 0, 100_000).unwrap();
+    (near, far, sent)
+}
+
+/// Whether an error names the peer that was left behind, and says that not all was finished.
+fn tells_of(closed: &Result<(), Error>, peer: &Peer) -> bool {
+    let what = "before what was posted to it had finished";
+    matches!(closed, Err(Error::PeerLost { peer: name, why }) if *name == peer.name() && why.contains(what))
+}
+
+/// The other side has no time for what was posted here.
+pub fn a_peer_that_leaves_before_the_end_is_told_by_close(world: &mut impl World) {
+    let (near, far, sent) = pair_with_a_message_under_way(world);
+    let both = || {
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| far.close(SHORT));
+            (near.close(LIMIT), other.join().unwrap())
+        })
+    };
+    let (closed, theirs) = world.blocking(both);
+    assert!(matches!(theirs, Err(Error::Deadline { .. })), "{theirs:?}");
+    assert!(tells_of(&closed, &near), "{closed:?}");
+    let error = world.outcome(&sent).unwrap_err();
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+    assert_eq!(near.close(LIMIT), closed, "closed already");
+}
+
+pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl World) {
+    let (near, far, _sent) = pair_with_a_message_under_way(world);
+    let end = world.end(0);
+    let both = || {
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| end.close(LIMIT));
+            closes(&near);
+            (far.close(SHORT), closing.join().unwrap())
+        })
+    };
+    let (theirs, closed) = world.blocking(both);
+    assert!(matches!(theirs, Err(Error::Deadline { .. })), "{theirs:?}");
+    assert!(tells_of(&closed, &near), "{closed:?}");
+}
+
+/// Waits until the peer is being closed.
+fn closes(peer: &Peer) {
+    while peer.notify(b"x").err() != Some(Error::Closed) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A peer that dies while the endpoint waits for it takes what was posted with it.
+pub fn an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes(world: &mut impl Faulty) {
+    let (near, far, sent) = pair_with_a_message_under_way(world);
+    let (end, net) = (world.end(0), world.net());
+    let killed = || {
+        std::thread::scope(|scope| {
+            let closing = scope.spawn(|| end.close(Duration::from_secs(60)));
+            closes(&near);
+            net.kill("host1");
+            closing.join().unwrap()
+        })
+    };
+    let closed = world.blocking(killed);
+    let lost = near.error().unwrap();
+    assert!(matches!(&lost, Error::PeerLost { peer, .. } if *peer == near.name()), "{lost}");
+    assert_eq!((closed, world.outcome(&sent)), (Err(lost.clone()), Err(lost)));
+    drop(far);
+    world.kill(1);
 }
 
 /// Two endpoints whose NICs take many seconds for what [`slowly`] posts.

@@ -142,6 +142,8 @@ scenarios! {
         messages_outlive_their_sender,
         dropped_peers_finish_first,
         endpoint_closed_with_work_under_way,
+        a_peer_that_leaves_before_the_end_is_told_by_close,
+        an_endpoint_tells_of_a_peer_that_left_before_the_end,
     };
     both(10): gpu::{
         many_places_at_once,
@@ -176,6 +178,7 @@ scenarios! {
         what_is_slower_than_a_chunk_is_not_given_up,
         dropped_peers_do_not_wait_for_what_stands_still,
         dropped_endpoints_finish_first,
+        an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes,
     };
     sim(40): faults::{
         all_channels_reset_at_once,

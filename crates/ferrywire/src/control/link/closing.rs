@@ -75,7 +75,9 @@ impl Link {
                 // A peer that drains too says so all the same when it has finished.
                 let done = self.quiet() && self.peer_drained;
                 if done || now >= by {
-                    self.peer.unfinished.store(!done, Ordering::SeqCst);
+                    if !done {
+                        self.peer.unfinished.store(true, Ordering::SeqCst);
+                    }
                     let reason = if done { "closed" } else { "closed before all was finished" };
                     self.say(ControlMessage::Goodbye { reason: reason.into() }, now);
                     self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
@@ -145,6 +147,12 @@ impl Link {
     pub fn take_retry(&mut self) -> Option<(SocketAddr, Arc<Lobby>, String)> {
         let Role::Connector { address, .. } = &self.role else { return None };
         Some((*address, self.lobby.take()?, self.without.take()?))
+    }
+
+    /// It has had its time, the farewell's too.
+    pub fn abort(&mut self, engine: &Engine) {
+        self.peer.unfinished.store(true, Ordering::SeqCst);
+        self.die(engine, Error::Closed);
     }
 
     /// The session is over: first the channels close, then what waits for the peer fails.

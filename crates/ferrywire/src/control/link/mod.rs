@@ -290,9 +290,12 @@ impl Link {
         self.session.received()
     }
 
-    /// Whether it was closed before all was finished.
-    pub fn unfinished(&self) -> bool {
-        self.peer.unfinished.load(Ordering::SeqCst)
+    /// How it ended, if it was to finish first and did not.
+    pub fn unfinished(&self) -> Option<Error> {
+        let peer = &self.peer;
+        let closing = peer.closing.load(Ordering::SeqCst) || peer.abandoned.load(Ordering::SeqCst);
+        let unfinished = closing && peer.unfinished.load(Ordering::SeqCst);
+        unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
     /// Changes as long as what was posted gets on, after [`Link::drain`].
