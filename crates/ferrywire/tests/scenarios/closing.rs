@@ -151,6 +151,25 @@ fn closes(peer: &Peer) {
     }
 }
 
+/// Whoever has less time than another who closes the same peer does not break it off: the other side is told.
+pub fn the_earliest_deadline_of_a_close_counts(world: &mut impl World) {
+    let (near, far, sent) = pair_with_a_message_under_way(world);
+    let end = world.end(0);
+    let both = || {
+        std::thread::scope(|scope| {
+            let patient = scope.spawn(|| near.close(Duration::from_secs(60)));
+            closes(&near);
+            (end.close(SHORT), patient.join().unwrap())
+        })
+    };
+    let (hasty, patient) = world.blocking(both);
+    assert!(matches!(hasty, Err(Error::Deadline { .. })), "{hasty:?}");
+    assert!(matches!(patient, Err(Error::Deadline { .. })), "{patient:?}");
+    assert_eq!(world.outcome(&sent), Err(Error::Closed));
+    let error = world.until("the other side to know", || far.error());
+    assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
 /// A peer that dies while the endpoint waits for it takes what was posted with it.
 pub fn an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes(world: &mut impl Faulty) {
     let (near, far, sent) = pair_with_a_message_under_way(world);

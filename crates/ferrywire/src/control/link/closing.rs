@@ -12,9 +12,10 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 impl Link {
-    /// Finishes what was posted, then closes; at the latest by then.
+    /// Finishes what was posted, then closes; at the latest by then. Of several who ask, the earliest deadline counts: else
+    /// an endpoint would break the session off at its own, and the other side would take that for a loss.
     pub fn close(&mut self, by: Duration) {
-        self.close_by.get_or_insert(by);
+        self.close_by = Some(self.close_by.map_or(by, |earlier| earlier.min(by)));
         // Callers who go on posting would never let it be quiet.
         self.peer.closing.store(true, Ordering::SeqCst);
     }
