@@ -30,7 +30,7 @@ use std::any::Any;
 use std::fmt;
 use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -47,6 +47,9 @@ struct Inner {
     listen_addresses: Vec<SocketAddr>,
     lobby: Arc<Lobby>,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// How closing ended, once it has.
+    closed: Mutex<Option<Result<()>>>,
+    closes: Condvar,
 }
 
 impl fmt::Debug for Endpoint {
@@ -100,7 +103,9 @@ impl Endpoint {
         let threads = if threaded { spawn(&engine, &control)? } else { Vec::new() };
         let home: Arc<dyn RegionHome> = engine.clone();
         let threads = Mutex::new(threads);
-        Ok(Endpoint { inner: Arc::new(Inner { engine, home, listen_addresses, lobby, threads }) })
+        let (closed, closes) = (Mutex::default(), Condvar::new());
+        let inner = Inner { engine, home, listen_addresses, lobby, threads, closed, closes };
+        Ok(Endpoint { inner: Arc::new(inner) })
     }
 
     /// The endpoint's random name, new at each start.
@@ -347,14 +352,15 @@ impl Endpoint {
         self.inner.engine.with_control(|control| control.wrong_secrets()).unwrap_or(0)
     }
 
-    /// Stops listening, finishes with all peers, and ends the threads.
+    /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
+    /// own deadline, and says the same.
     ///
     /// # Errors
     /// [`Error::Deadline`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
     /// what was posted to it had finished; all is closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.check_origin()?;
-        self.inner.close(Some(deadline))
+        self.inner.close(deadline)
     }
 }
 
@@ -422,12 +428,36 @@ impl Inner {
         }
     }
 
-    /// Without a deadline what was posted is finished as long as it gets on.
-    fn close(&self, deadline: Option<Duration>) -> Result<()> {
-        let engine = &self.engine;
-        if engine.closing.swap(true, Ordering::SeqCst) {
-            return Ok(());
+    fn close(&self, deadline: Duration) -> Result<()> {
+        if self.engine.closing.swap(true, Ordering::SeqCst) {
+            return self.closed_elsewhere(deadline);
         }
+        let outcome = self.finish(Some(deadline));
+        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome.clone());
+        self.closes.notify_all();
+        outcome
+    }
+
+    /// Waits until another call has closed it.
+    fn closed_elsewhere(&self, deadline: Duration) -> Result<()> {
+        let mut patience = Patience::new(deadline);
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = &*closed {
+                return outcome.clone();
+            }
+            if patience.is_over(self.engine.transport.now()) {
+                return Err(not_closed(Error::Closed, deadline));
+            }
+            // The transport's clock need not be the host's.
+            let waited = self.closes.wait_timeout(closed, Duration::from_millis(10));
+            closed = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Without a deadline what was posted is finished as long as it gets on.
+    fn finish(&self, deadline: Option<Duration>) -> Result<()> {
+        let engine = &self.engine;
         engine.with_control(|control| match deadline {
             Some(deadline) => control.close_all(engine, deadline),
             None => control.drain_all(engine),
@@ -459,12 +489,14 @@ impl Inner {
         }
         match unfinished {
             None if is_idle => Ok(()),
-            how => {
-                let how = how.unwrap_or(Error::Closed);
-                Err(control::ended_early(how, "closing all peers".into(), None, deadline))
-            }
+            how => Err(not_closed(how.unwrap_or(Error::Closed), deadline)),
         }
     }
+}
+
+/// What whoever closes an endpoint is told when a peer of it ended like this before all was finished.
+fn not_closed(how: Error, deadline: Duration) -> Error {
+    control::ended_early(how, "closing all peers".into(), None, deadline)
 }
 
 impl Drop for Inner {
@@ -476,7 +508,10 @@ impl Drop for Inner {
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));
         }
-        if let Err(error) = self.close(None) {
+        // Whoever has closed it was told.
+        if !self.engine.closing.swap(true, Ordering::SeqCst)
+            && let Err(error) = self.finish(None)
+        {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }
     }

@@ -6,6 +6,7 @@ mod blocks;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
+mod ends;
 mod forks;
 mod held_up;
 mod limits;

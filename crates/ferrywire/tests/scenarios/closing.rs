@@ -142,6 +142,7 @@ pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl Wor
     let (theirs, closed) = world.blocking(both);
     assert!(matches!(theirs, Err(Error::Deadline { .. })), "{theirs:?}");
     assert!(tells_of(&closed, &near), "{closed:?}");
+    assert_eq!(end.close(LIMIT), closed, "closed already");
 }
 
 /// Waits until the peer is being closed.
