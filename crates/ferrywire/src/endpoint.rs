@@ -198,6 +198,9 @@ impl Endpoint {
     }
 
     /// Waits for the next peer that connects.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Deadline`].
     pub fn accept(&self, deadline: Duration) -> Result<Peer> {
         self.check_origin()?;
         let engine = &self.inner.engine;
@@ -458,6 +461,7 @@ impl Inner {
     /// Without a deadline what was posted is finished as long as it gets on.
     fn finish(&self, deadline: Option<Duration>) -> Result<()> {
         let engine = &self.engine;
+        self.lobby.close();
         engine.with_control(|control| match deadline {
             Some(deadline) => control.close_all(engine, deadline),
             None => control.drain_all(engine),

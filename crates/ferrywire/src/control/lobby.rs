@@ -6,12 +6,12 @@
 //! Read next: `admission.rs`, which asks for seats.
 
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::limits;
 use crate::peer::Peer;
 use crate::progress::{WaitList, WakeHandle};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -21,6 +21,8 @@ use std::time::Duration;
 pub(crate) struct Lobby {
     arrived: Mutex<VecDeque<Result<Peer>>>,
     seats: AtomicUsize,
+    /// Nobody is waited for any more.
+    closed: AtomicBool,
     waiters: WaitList,
 }
 
@@ -48,6 +50,16 @@ impl Lobby {
 
     pub fn take(&self) -> Option<Result<Peer>> {
         self.lock().pop_front()
+    }
+
+    /// The endpoint begins to close: whoever waits is told. Those who are here may still be taken.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.waiters.wake();
+    }
+
+    fn closed(&self) -> Option<Result<Peer>> {
+        self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed))
     }
 
     /// Lets go of everybody: the endpoint is closed.
@@ -88,8 +100,9 @@ impl Lobby {
     /// Waits for the next result; `None` when the time is up.
     pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
         let until = engine.transport.now().saturating_add(limit);
+        let over = || self.take().or_else(|| self.closed());
         loop {
-            if let Some(result) = self.take() {
+            if let Some(result) = over() {
                 return Some(result);
             }
             let rest = until.saturating_sub(engine.transport.now());
@@ -103,7 +116,7 @@ impl Lobby {
                 continue;
             }
             self.waiters.add(WakeHandle::Thread(thread::current()));
-            if let Some(result) = self.take() {
+            if let Some(result) = over() {
                 return Some(result);
             }
             thread::park_timeout(rest.min(Duration::from_millis(100)));
@@ -123,8 +136,8 @@ fn left_something(waiting: &Result<Peer>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Endpoint;
     use crate::patience::Patience;
-    use crate::{Endpoint, Error};
     use std::time::Instant;
 
     const LIMIT: Duration = Duration::from_secs(60);

@@ -1,7 +1,8 @@
 //! What is told where an endpoint ends, does not come about, or cannot be reached.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Error, Transfer};
+use ferrywire::{Endpoint, Error, Transfer};
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -37,4 +38,29 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
         assert_eq!(pair.ends[0].close(LIMIT), second, "it is closed, and did not finish");
     });
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
+}
+
+/// With threads of its own and without: there whoever waits for a peer turns everything else meanwhile.
+#[test]
+fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
+    for threads in [0, 1] {
+        let builder = || Endpoint::builder().channels(1);
+        let accepting = builder().threads(threads).listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let first = Barrier::new(2);
+        thread::scope(|scope| {
+            let waiting = scope.spawn(|| {
+                let far = accepting.accept(LIMIT).unwrap();
+                first.wait();
+                (accepting.accept(LIMIT).map(|_| ()), far)
+            });
+            let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
+            first.wait();
+            // Without threads this is answered only by whoever waits.
+            near.notify(b"are you there?").unwrap().wait(LIMIT).unwrap();
+            thread::sleep(Duration::from_millis(50));
+            assert_eq!(accepting.close(LIMIT), Ok(()));
+            assert_eq!(waiting.join().unwrap().0, Err(Error::Closed));
+        });
+    }
 }
