@@ -100,11 +100,13 @@ impl Endpoint {
         let waker = control.waker();
         let control = Arc::new(Mutex::new(control));
         engine.attach_control(control.clone(), waker);
-        let threads = if threaded { spawn(&engine, &control)? } else { Vec::new() };
         let home: Arc<dyn RegionHome> = engine.clone();
-        let threads = Mutex::new(threads);
-        let (closed, closes) = (Mutex::default(), Condvar::new());
+        let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
         let inner = Inner { engine, home, listen_addresses, lobby, threads, closed, closes };
+        if threaded {
+            // Where one does not start the rest goes with the endpoint: threads, and who listens.
+            inner.spawn(&control)?;
+        }
         Ok(Endpoint { inner: Arc::new(inner) })
     }
 
@@ -408,6 +410,23 @@ impl Connecting {
 }
 
 impl Inner {
+    /// Starts its threads. They stop when it is closed.
+    fn spawn(&self, control: &Arc<Mutex<Control>>) -> Result<()> {
+        for worker in &self.engine.workers {
+            let (worker, engine) = (worker.clone(), self.engine.clone());
+            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(&engine))?;
+        }
+        let (engine, control) = (self.engine.clone(), control.clone());
+        self.start_thread("ferrywire-ctl".into(), move || control::run(&engine, &control))
+    }
+
+    fn start_thread(&self, name: String, body: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = thread::Builder::new().name(name).spawn(body);
+        let thread = thread.map_err(|error| Error::io("start a thread", &error))?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
+    }
+
     /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let engine = &self.engine;
@@ -519,23 +538,6 @@ impl Drop for Inner {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }
     }
-}
-
-fn spawn(engine: &Arc<Engine>, control: &Arc<Mutex<Control>>) -> Result<Vec<JoinHandle<()>>> {
-    let failed = |error: std::io::Error| Error::io("start a thread", &error);
-    let mut threads = Vec::new();
-    for worker in &engine.workers {
-        let (worker, engine) = (worker.clone(), engine.clone());
-        let name = format!("ferrywire-{}", worker.index);
-        let thread = thread::Builder::new().name(name).spawn(move || worker.run(&engine)).map_err(failed)?;
-        threads.push(thread);
-    }
-    let (engine, control) = (engine.clone(), control.clone());
-    let name = "ferrywire-ctl".into();
-    threads.push(
-        thread::Builder::new().name(name).spawn(move || control::run(&engine, &control)).map_err(failed)?,
-    );
-    Ok(threads)
 }
 
 /// Opens the one port: on the address given, which may stand for every NIC.

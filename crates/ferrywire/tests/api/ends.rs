@@ -1,7 +1,9 @@
 //! What is told where an endpoint ends, does not come about, or cannot be reached.
 
+use crate::case::case;
 use crate::{LIMIT, pair};
 use ferrywire::{Endpoint, Error, Transfer};
+use std::net::TcpListener;
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -63,4 +65,57 @@ fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {
             assert_eq!(waiting.join().unwrap().0, Err(Error::Closed));
         });
     }
+}
+
+/// What the threads of endpoints are called that run.
+fn threads_of_ours() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let name = |task: std::io::Result<std::fs::DirEntry>| {
+        std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
+    };
+    tasks.filter_map(name).filter(|name| name.starts_with("ferrywire")).collect()
+}
+
+/// Bytes of address space in use.
+fn space_bytes() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
+    pages * page_bytes()
+}
+
+fn page_bytes() -> u64 {
+    // SAFETY: asks for a number.
+    unsafe { libc::sysconf(libc::_SC_PAGESIZE) as u64 }
+}
+
+fn limit_space(bytes: u64) {
+    let limit = libc::rlimit { rlim_cur: bytes, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: a limit of this process, given by value.
+    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_AS, &limit) }, 0);
+}
+
+/// Bytes of each thread's stack, far more than what else is allocated while an endpoint is built.
+const STACK_BYTES: u64 = 1 << 30;
+
+/// Some of its threads run when it turns out that there is no room for one more.
+#[test]
+fn an_endpoint_that_cannot_be_built_leaves_no_thread_and_no_port() {
+    case!("").with("RUST_MIN_STACK", &STACK_BYTES.to_string()).passes(|| {
+        for room in [0, 1, 2] {
+            let free = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = free.local_addr().unwrap();
+            drop(free);
+            let builder = || Endpoint::builder().threads(2).channels(1).listen(address);
+            limit_space(space_bytes() + room * STACK_BYTES + STACK_BYTES / 2);
+            let built = builder().build();
+            limit_space(libc::RLIM_INFINITY);
+            let error = built.expect_err("there is no room for its threads");
+            assert!(matches!(&error, Error::Io { what, .. } if what == "start a thread"), "{error}");
+            drop(TcpListener::bind(address).expect("nobody listens there any more"));
+            eventually("its threads have ended", || threads_of_ours().is_empty());
+            let endpoint = builder().build().expect("there is room now, and the port is free");
+            assert_eq!(endpoint.close(LIMIT), Ok(()));
+            eventually("its threads have ended too", || threads_of_ours().is_empty());
+        }
+    });
 }
