@@ -142,7 +142,21 @@ impl Endpoint {
 
     /// Connects to an endpoint that listens on `address`.
     pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
-        self.connecting(address)?.wait(deadline)
+        self.connect_in(address, deadline, deadline)
+    }
+
+    /// Connects if the address has answered within the first time, and the peer is up within the second.
+    fn connect_in(&self, address: SocketAddr, to_answer: Duration, deadline: Duration) -> Result<Peer> {
+        let connecting = self.connecting(address)?;
+        let mut result = connecting.wait(to_answer);
+        let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Deadline { .. }));
+        if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
+            result = connecting.wait(deadline - to_answer);
+        }
+        if timed_out(&result) {
+            return connecting.withdraw().unwrap_or(result);
+        }
+        result
     }
 
     /// Starts to connect, without waiting.
@@ -157,12 +171,19 @@ impl Endpoint {
         Ok(Connecting { engine: engine.clone(), lobby, address })
     }
 
-    /// Connects to the endpoint that made this metadata, at the first of its addresses that answers.
+    /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
+    /// of the time that is left.
     pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
         let mut last = Error::invalid("metadata", "it names no address: that endpoint does not listen");
-        for address in addresses {
-            match self.connect(address, deadline) {
+        let until = self.now().saturating_add(deadline);
+        for (tried, address) in addresses.iter().enumerate() {
+            let left = until.saturating_sub(self.now());
+            if left.is_zero() && tried > 0 {
+                break;
+            }
+            let share = left / (addresses.len() - tried) as u32;
+            match self.connect_in(*address, share.max(limits::ANSWER_SHARE_MIN).min(left), left) {
                 Ok(peer) if peer.identity() == identity => return Ok(peer),
                 Ok(peer) => {
                     last = Error::Refused {
@@ -172,6 +193,10 @@ impl Endpoint {
                             peer.identity()
                         ),
                     };
+                }
+                Err(Error::Deadline { .. }) => {
+                    let what = format!("connecting to {identity} at {addresses:?}");
+                    last = Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline };
                 }
                 Err(error) => last = error,
             }
@@ -390,6 +415,18 @@ impl Connecting {
             let what = format!("connecting to {}", self.address);
             Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
         })
+    }
+
+    /// Whether there is somebody at the address. If not, nobody is waited for there any more.
+    fn has_answered(&self) -> bool {
+        let withdrawn = self.engine.with_control(|control| control.withdraw_dial(&self.lobby));
+        !withdrawn.unwrap_or(true)
+    }
+
+    /// Gives up: a peer of which nobody would know does not come about. The result, if it came in the last moment.
+    fn withdraw(&self) -> Option<Result<Peer>> {
+        self.engine.with_control(|control| control.withdraw(&self.engine, &self.lobby));
+        self.lobby.take()
     }
 
     /// The result, if it is there.

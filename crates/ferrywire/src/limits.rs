@@ -182,6 +182,9 @@ pub const PATH_DEAD_AFTER: Duration = Duration::from_millis(1400);
 pub const PATH_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// When accepting fails for want of descriptors or memory, it is tried again this often.
 pub const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
+/// Of an endpoint with several addresses each may take this long to answer, however little its share of the time is: a
+/// handshake takes some round trips.
+pub const ANSWER_SHARE_MIN: Duration = Duration::from_secs(1);
 /// How often a lost channel is dialled again.
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait for one connection attempt.

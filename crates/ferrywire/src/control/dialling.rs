@@ -49,6 +49,24 @@ impl Control {
         self.dial_new(engine, DialFor::New { address, lobby, until, without: Some(why) }, now);
     }
 
+    /// Gives up a connect that nobody has answered; false when there is none.
+    pub fn withdraw_dial(&mut self, lobby: &Arc<Lobby>) -> bool {
+        let theirs =
+            |what: &DialFor| matches!(what, DialFor::New { lobby: one, .. } if Arc::ptr_eq(one, lobby));
+        let before = self.dials.len() + self.redials.len();
+        self.dials.retain(|dial| !theirs(&dial.what));
+        self.redials.retain(|(_, what)| !theirs(what));
+        self.dials.len() + self.redials.len() < before
+    }
+
+    /// Gives up a connect, however far it is.
+    pub fn withdraw(&mut self, engine: &Engine, lobby: &Arc<Lobby>) {
+        let now = self.now(engine);
+        if !self.withdraw_dial(lobby) {
+            self.links.values_mut().for_each(|link| link.withdraw(lobby, now));
+        }
+    }
+
     fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
         let DialFor::New { address, lobby, without, .. } = &what else { return };
         match Dial::control(engine, &self.me, *address, without.as_deref()) {

@@ -144,6 +144,29 @@ fn a_peer_that_expects_no_data_connection_is_named_for_it() {
 }
 
 #[test]
+fn a_connect_whose_time_is_up_says_farewell_to_whoever_has_answered() {
+    let dialler = endpoint();
+    let (address, listener, desk) = evil_desk();
+    thread::scope(|scope| {
+        let connect = scope.spawn(|| dialler.connect(address, Duration::from_secs(3)));
+        let (mut control, outcome) = answer(&listener, &desk);
+        let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
+        // Nothing more is answered.
+        let reason = loop {
+            let numbered = hear_frame(&mut control, &mut established.secure).numbered;
+            if let Some((_, ControlMessage::Goodbye { reason })) = numbered {
+                break reason;
+            }
+        };
+        assert_eq!(reason, "given up before it was up");
+        let error = connect.join().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Deadline { .. }), "{error:?}");
+    });
+    eventually("nothing of it is left", || dialler.peer_count() == 0);
+    assert_eq!(dialler.close(LIMIT), Ok(()));
+}
+
+#[test]
 fn a_data_connection_that_is_announced_is_expected() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);

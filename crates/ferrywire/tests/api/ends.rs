@@ -1,9 +1,10 @@
 //! What is told where an endpoint ends, does not come about, or cannot be reached.
 
 use crate::case::case;
-use crate::{LIMIT, pair};
+use crate::{LIMIT, listening, pair};
 use ferrywire::{Endpoint, Error, Transfer};
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -118,4 +119,80 @@ fn an_endpoint_that_cannot_be_built_leaves_no_thread_and_no_port() {
             eventually("its threads have ended too", || threads_of_ours().is_empty());
         }
     });
+}
+
+/// The metadata of an endpoint that says it is reached there.
+fn metadata_at(endpoint: &Endpoint, addresses: &[SocketAddr]) -> Vec<u8> {
+    let own: usize = endpoint.reachable_addresses().iter().map(|each| 1 + each.to_string().len()).sum();
+    let mut metadata = endpoint.metadata();
+    metadata.truncate(metadata.len() - own);
+    for address in addresses.iter().map(SocketAddr::to_string) {
+        metadata.push(address.len() as u8);
+        metadata.extend_from_slice(address.as_bytes());
+    }
+    metadata
+}
+
+/// Addresses at which the kernel takes connections and nobody answers.
+fn dead(number: usize) -> Vec<TcpListener> {
+    (0..number).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect()
+}
+
+fn addresses<'a>(of: impl IntoIterator<Item = &'a TcpListener>) -> Vec<SocketAddr> {
+    of.into_iter().map(|listener| listener.local_addr().unwrap()).collect()
+}
+
+/// Eight addresses that take the time of each: behind them nobody is reached any more.
+#[test]
+fn one_deadline_is_for_all_addresses_of_an_endpoint() {
+    let (accepting, connecting, dead) = (listening(), listening(), dead(8));
+    let mut all = addresses(&dead);
+    all.push(accepting.listen_addresses()[0]);
+    let limit = Duration::from_secs(1);
+    let error = connecting.connect_metadata(&metadata_at(&accepting, &all), limit).unwrap_err();
+    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    let mut last = accepting.metadata();
+    last[1] ^= 1;
+    let error = connecting.connect_metadata(&last, LIMIT).unwrap_err();
+    assert!(matches!(&error, Error::Refused { why, .. } if why.contains("restarted")), "{error}");
+}
+
+/// Those that do not answer leave time for those that do.
+#[test]
+fn an_address_that_does_not_answer_has_its_share_of_the_time() {
+    let (accepting, connecting, dead) = (listening(), listening(), dead(2));
+    let mut all = addresses(&dead);
+    all.push(accepting.listen_addresses()[0]);
+    let limit = Duration::from_secs(9);
+    let near = connecting.connect_metadata(&metadata_at(&accepting, &all), limit).unwrap();
+    assert_eq!(near.identity(), accepting.identity());
+}
+
+/// Passes on what one end says to the other, until one has nothing more to say.
+fn pass_on(from: &TcpStream, to: &TcpStream) {
+    let (mut from, mut to, mut buffer) = (from, to, [0; 4096]);
+    while let Ok(count @ 1..) = from.read(&mut buffer) {
+        if to.write_all(&buffer[..count]).is_err() {
+            break;
+        }
+    }
+    let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
+}
+
+/// An answer that comes too late meets nobody, and no peer comes about of which nobody knows.
+#[test]
+fn a_connect_whose_time_is_up_is_withdrawn() {
+    let (accepting, connecting, late) = (listening(), listening(), dead(1));
+    let limit = Duration::from_millis(300);
+    let error = connecting.connect(late[0].local_addr().unwrap(), limit).unwrap_err();
+    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    let (asked, _) = late[0].accept().unwrap();
+    let answers = TcpStream::connect(accepting.listen_addresses()[0]).unwrap();
+    thread::scope(|scope| {
+        scope.spawn(|| pass_on(&asked, &answers));
+        scope.spawn(|| pass_on(&answers, &asked));
+    });
+    let peer = accepting.try_accept();
+    assert!(peer.is_none(), "{peer:?}");
+    assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
 }

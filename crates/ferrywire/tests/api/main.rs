@@ -1,5 +1,5 @@
 //! What programs in other languages need of the API: waiting for many things at once, memory that somebody else
-//! owns, blocks in arrays, limits on time, and processes that fork.
+//! owns, blocks in arrays, limits on time, processes that fork, and words at every end.
 
 mod any;
 mod blocks;

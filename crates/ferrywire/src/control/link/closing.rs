@@ -116,6 +116,18 @@ impl Link {
         self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
     }
 
+    /// Ends the session if it is not up and whoever waits for it in this lobby has given up.
+    pub(in crate::control) fn withdraw(&mut self, lobby: &Arc<Lobby>, now: Duration) {
+        if !self.lobby.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, lobby)) {
+            return;
+        }
+        // Nor does another take its place.
+        self.lobby = None;
+        if !self.dying() {
+            self.leave_with("given up before it was up".into(), Error::Closed, now);
+        }
+    }
+
     /// Lanes do not come about, before the peer is up. Where both ends could do without them, a session without takes
     /// this one's place: the end that connects opens it, and both tell why.
     pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
