@@ -306,7 +306,7 @@ def test_what_an_endpoint_has_taken_arrives_though_the_program_ends_as(program: 
         with program(SENDER, how, *arguments) as sender:
             assert sender.line() == "leaves"
             # By now it would have ended if it waited for nothing.
-            time.sleep(0.2)
+            time.sleep(0.1)
             os.kill(takes.process.pid, signal.SIGCONT)
             assert takes.end() == "b'all' b'x'\nclosed\n"
             sender.end()

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <time.h>
 
 #include "check.h"
 
@@ -34,17 +35,19 @@ static void *reads(void *peer) {
     return NULL;
 }
 
-enum { ROUNDS = 40000 };
+/* Ends at whichever comes first: a busy machine takes long for each round. */
+enum { ROUNDS = 40000, SECONDS = 10 };
 
-static atomic_int rounds_over;
+static atomic_int rounds_over, all_over;
 
 /* Waits with no room at all, and leaves what comes to others. */
 static void *leaves(void *peer) {
-    int over;
-    while ((over = atomic_load(&rounds_over)) < ROUNDS) {
+    while (!atomic_load(&all_over)) {
+        int over = atomic_load(&rounds_over);
         int status = ferrywire_next_notification(peer, 20, NULL, 0, NULL);
         CHECK(status == FERRYWIRE_ERROR_TOO_SMALL || status == FERRYWIRE_ERROR_TIMEOUT);
-        while (status == FERRYWIRE_ERROR_TOO_SMALL && atomic_load(&rounds_over) == over) sched_yield();
+        while (status == FERRYWIRE_ERROR_TOO_SMALL && atomic_load(&rounds_over) == over && !atomic_load(&all_over))
+            sched_yield();
     }
     return NULL;
 }
@@ -55,7 +58,8 @@ static void reads_what_others_leave(struct pair pair) {
     pthread_t other;
     OK(ferrywire_wakeup_new(&wakeup));
     CHECK(pthread_create(&other, NULL, leaves, pair.far) == 0);
-    for (int round = 0; round < ROUNDS; round++) {
+    time_t end = time(NULL) + SECONDS;
+    for (int round = 0; round < ROUNDS && time(NULL) < end; round++) {
         int read = -1, status;
         size_t bytes;
         OK(ferrywire_notify(pair.near, &round, sizeof round, NULL));
@@ -68,6 +72,7 @@ static void reads_what_others_leave(struct pair pair) {
         CHECK(status == FERRYWIRE_OK && bytes == sizeof read && read == round);
         atomic_fetch_add(&rounds_over, 1);
     }
+    atomic_store(&all_over, 1);
     CHECK(pthread_join(other, NULL) == 0);
     OK(ferrywire_wakeup_free(wakeup));
 }

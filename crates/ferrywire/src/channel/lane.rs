@@ -45,7 +45,11 @@ impl Channel {
             self.peer.delivered(entry, None);
         }
         for (frame, error) in turned.given_up {
-            let credit = self.window.get_mut(frame).map_or(0, |entry| entry.give_up(&error));
+            let Some(entry) = self.window.get_mut(frame) else { continue };
+            let credit = entry.give_up(&error);
+            if self.peer.queue.crc {
+                entry.add_crc();
+            }
             self.peer.queue.credit(credit);
         }
         for arrival in turned.arrived {

@@ -5,7 +5,7 @@
 
 use super::cuda::{self, CudaError, CudaGpu};
 use super::sim::{self, SimGpu, SimGpuError};
-use super::unpack::{CudaQueue, Extent, GatherDevice, SimQueue};
+use super::unpack::{CudaQueue, Extent, GatherDevice, Mapped, SimQueue, mapped};
 use super::{Place, host_has_no_gpu};
 use crate::error::{Error, Result};
 use std::os::fd::OwnedFd;
@@ -100,6 +100,15 @@ impl Gpu {
         match self {
             Gpu::Sim(gpu) => Ok(sim::with_current(gpu.index(), body)?),
             Gpu::Cuda(gpu) => Ok(gpu.with_current(body)?),
+        }
+    }
+
+    /// Host memory that it reaches too, and that nobody else is given afterwards: something may still be sent of it when
+    /// it is dropped. For set-up.
+    pub fn map_once(&self, bytes: usize) -> Result<Mapped> {
+        match self {
+            Gpu::Sim(gpu) => SimQueue::new(gpu).map(bytes),
+            Gpu::Cuda(gpu) => mapped(gpu.pinned_once(bytes)?),
         }
     }
 

@@ -193,6 +193,11 @@ impl Memory {
         }
     }
 
+    /// Peers may not touch it any more, and lanes need not know it.
+    pub fn revoke(&self) {
+        self.revoked.store(true, Ordering::SeqCst);
+    }
+
     /// Whether the region may not be touched by peers any more.
     pub fn revoked(&self) -> bool {
         self.revoked.load(Ordering::SeqCst)
@@ -319,7 +324,7 @@ impl RegionTable {
     }
 
     fn remove(&self, memory: &Memory) {
-        memory.revoked.store(true, Ordering::SeqCst);
+        memory.revoke();
         self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
     }
 }

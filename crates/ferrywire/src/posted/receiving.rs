@@ -12,6 +12,7 @@ use super::{Turned, seconds};
 use crate::error::Error;
 use crate::limits;
 use crate::memory::Memory;
+use crate::memory::cuda::CudaError;
 use crate::peer::Landing;
 use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use crate::wire::{Header, Refusal};
@@ -383,7 +384,10 @@ impl Frame {
                 Poll::Ready(Ok(())) => {}
                 Poll::Ready(Err(error)) => {
                     self.arrival.refuse(&error);
-                    return Poll::Ready(Err(error.to_string()));
+                    // Nothing is done to memory that is gone.
+                    if !matches!(error, Error::Cuda(CudaError::Freed { .. })) {
+                        return Poll::Ready(Err(error.to_string()));
+                    }
                 }
                 Poll::Pending => return Poll::Pending,
             }

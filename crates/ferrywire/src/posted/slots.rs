@@ -58,7 +58,13 @@ impl Slots {
         let memory = match lane.slot_memory(like, bytes) {
             Ok(memory) if self.is_taken(lane, &memory) => memory,
             Ok(memory) if memory.place() == Place::Host => memory,
-            _ => lane.host_slot_memory(bytes)?,
+            Ok(refused) => {
+                // Nobody is to keep it.
+                refused.revoke();
+                lane.forget_revoked(&|other| !Arc::ptr_eq(other, &refused));
+                lane.host_slot_memory(bytes)?
+            }
+            Err(_) => lane.host_slot_memory(bytes)?,
         };
         let free = (0..self.count).rev().collect();
         self.pools.push(Pool { place: like.map(Memory::place), memory, free });

@@ -58,6 +58,16 @@ impl CudaQueue {
     }
 }
 
+/// Pinned memory, if the GPU reaches it where the CPU does.
+pub(crate) fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
+    if buffer.as_ptr() as u64 != buffer.address() {
+        let why = "it reaches pinned memory at another address than the CPU: use --unpack copy";
+        return Err(Error::invalid(format!("CUDA GPU {}", buffer.gpu().index()), why));
+    }
+    // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+    Ok(unsafe { Mapped::new(buffer.as_ptr(), buffer.len(), buffer) })
+}
+
 // SAFETY: pinned memory is ordinary memory of this process, and what `mapped_memory` gives has the same address
 // for the GPU; `CudaStream` is done with all memory when it is dropped.
 unsafe impl GatherDevice for CudaQueue {
@@ -79,13 +89,7 @@ unsafe impl GatherDevice for CudaQueue {
     }
 
     fn map(&self, bytes: usize) -> Result<Mapped> {
-        let buffer = self.gpu().pinned(bytes)?;
-        if buffer.as_ptr() as u64 != buffer.address() {
-            let why = "it reaches pinned memory at another address than the CPU: use --unpack copy";
-            return Err(Error::invalid(format!("CUDA GPU {}", self.gpu().index()), why));
-        }
-        // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
-        Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
+        mapped(self.gpu().pinned(bytes)?)
     }
 
     fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {

@@ -92,7 +92,7 @@ pub unsafe trait GatherDevice: Send + Debug {
 /// theirs without a word. One question for neighbours of one allocation; a simulated GPU sees to it itself.
 pub(crate) fn see_that_it_is_there(
     device: &dyn GatherDevice,
-    all: impl Iterator<Item = (u64, u64)>,
+    all: impl IntoIterator<Item = (u64, u64)>,
 ) -> Result<()> {
     let Place::Cuda(_) = device.place() else { return Ok(()) };
     let mut known = Extent { base: 0, bytes: 0 };

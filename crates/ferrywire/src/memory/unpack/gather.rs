@@ -12,14 +12,14 @@
 //! that is given only after the GPU has done all of the slot's work.
 //! Read next: `host.rs`.
 
-use super::device::{FragmentTable, GatherRun};
+use super::device::{FragmentTable, GatherRun, see_that_it_is_there};
 use super::host::HostTwin;
 use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
 use crate::error::{Error, Result};
 use crate::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use crate::memory::GpuCopy;
-use crate::memory::cuda::CudaError;
+use crate::memory::cuda::{CudaError, idle};
 use std::collections::VecDeque;
 use std::fmt;
 use std::task::Poll;
@@ -61,6 +61,8 @@ struct Job {
     enqueued_bytes: u64,
     /// What they pass through, in host mode.
     stage: Option<usize>,
+    /// The message's memory was gone before anything was done to it.
+    freed: bool,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -182,9 +184,10 @@ impl Gather {
     pub fn poll(&mut self, slot: u64) -> Poll<Result<u64>> {
         let slot = (slot % SLOTS as u64) as usize;
         self.turn();
-        let Job { step, bytes, .. } = self.jobs[slot];
+        let Job { step, target, bytes, freed, .. } = self.jobs[slot];
         let outcome = match (step, &self.failed) {
             (Step::Free, _) => Err(Error::Bug(format!("a gather is polled in slot {slot}, which has none"))),
+            (Step::Launched { .. }, _) if freed => Err(CudaError::Freed { address: target, bytes }.into()),
             (Step::Launched { launch }, _) if launch <= self.reached => Ok(bytes),
             (_, Some(failed)) => Err(failed.clone()),
             (_, None) => return Poll::Pending,
@@ -257,12 +260,23 @@ impl Gather {
         self.launched + 1
     }
 
-    /// One kernel for all that waits.
+    /// One kernel for all that waits; copies while it would have to stand behind a stream that waits for this very
+    /// transfer.
     fn launch_kernel(&mut self) -> Result<bool> {
+        let launching = idle::launching();
+        let begun = self.waiting.front().is_some_and(|slot| self.jobs[*slot].enqueued > 0);
+        if launching.is_none() || begun {
+            return self.launch_copies();
+        }
         let (mut runs, mut count, launch) = ([GatherRun::default(); SLOTS], 0, self.next_launch());
         while let Some(slot) = self.waiting.pop_front() {
             let job = &mut self.jobs[slot];
             job.step = Step::Launched { launch };
+            // It may have waited for long.
+            job.freed = see_that_it_is_there(&*self.unpack.device, [(job.target, job.bytes)]).is_err();
+            if job.freed {
+                continue;
+            }
             runs[count] = GatherRun {
                 fragments: self.table.address(slot),
                 count: job.fragments as u64,

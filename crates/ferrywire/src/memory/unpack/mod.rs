@@ -34,6 +34,7 @@ mod table;
 pub(crate) use copies::CopyQueue;
 pub(crate) use crowd::{Leave, PATIENCE};
 pub use cuda::CudaQueue;
+pub(crate) use cuda::mapped;
 pub(crate) use device::see_that_it_is_there;
 pub use device::{Extent, GatherDevice, GatherRun, Mapped};
 pub use error::UnpackError;

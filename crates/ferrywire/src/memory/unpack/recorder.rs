@@ -5,6 +5,7 @@ use crate::error::{Error, Result};
 use crate::memory::cuda::idle;
 use crate::memory::sim::MappedBuffer;
 use crate::memory::{GpuCopy, Place};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 /// What a GPU was asked for, and how much of it is done.
@@ -13,6 +14,8 @@ pub struct Seen {
     pub kernels: usize,
     pub copies: Vec<GpuCopy>,
     pub reached: u64,
+    /// All the memory that it has, of a CUDA GPU; none: it is a simulated one, which looks for itself.
+    pub memory: Option<Range<u64>>,
 }
 
 #[derive(Debug)]
@@ -21,11 +24,12 @@ pub struct Recorder(pub Arc<Mutex<Seen>>);
 // SAFETY: it copies nothing, and gives no memory that is not there.
 unsafe impl GatherDevice for Recorder {
     fn place(&self) -> Place {
-        Place::SimGpu(0)
+        if self.0.lock().unwrap().memory.is_some() { Place::Cuda(0) } else { Place::SimGpu(0) }
     }
 
-    fn device_memory(&self, _address: u64, _bytes: u64) -> Option<(Place, Extent)> {
-        None
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
+        let memory = self.0.lock().unwrap().memory.clone().filter(|memory| memory.contains(&address))?;
+        Some((Place::Cuda(0), Extent { base: memory.start, bytes: memory.end - memory.start }))
     }
 
     fn mapped_memory(&self, _address: u64) -> Option<Extent> {

@@ -39,6 +39,8 @@ struct Job {
     lists: VecDeque<Segment>,
     /// The launch after which all is done.
     launch: u64,
+    /// Its target is not there any more.
+    failed: Option<Error>,
 }
 
 /// As many fragments as one list takes.
@@ -89,8 +91,8 @@ impl Gatherer {
     pub fn begin(&mut self, number: u64, runs: &[Run<'_>], target: u64) {
         let all = runs.iter().flat_map(|run| run.fragments);
         let bytes = all.map(|each| each.target + u64::from(each.bytes)).max().unwrap_or(0);
-        let (lists, launch) = Default::default();
-        let mut job = Job { number, target, bytes, copies: VecDeque::new(), lists, launch };
+        let (lists, launch, failed) = Default::default();
+        let mut job = Job { number, target, bytes, copies: VecDeque::new(), lists, launch, failed };
         for run in runs {
             match self.mode {
                 UnpackMode::Kernel => job.lists.extend(segments(run)),
@@ -107,23 +109,23 @@ impl Gatherer {
     pub fn begin_copy(&mut self, number: u64, copy: GpuCopy) {
         let (target, bytes) = (copy.target, copy.bytes as u64);
         let copies = VecDeque::from([copy]);
-        self.jobs.push_back(Job { number, target, bytes, copies, lists: VecDeque::new(), launch: 0 });
+        let (lists, launch, failed) = Default::default();
+        self.jobs.push_back(Job { number, target, bytes, copies, lists, launch, failed });
     }
 
     /// Whether a message that was begun is done. Does not wait, and makes all of them get on.
     pub fn poll(&mut self, number: u64) -> Poll<Result<()>> {
-        if let Err(error) = self.turn() {
-            return Poll::Ready(Err(error));
-        }
+        let turned = self.turn();
         let Some(at) = self.jobs.iter().position(|job| job.number == number) else {
             return Poll::Ready(Err(Error::Bug(format!("message {number} is not being gathered"))));
         };
+        // What was done before others failed is done.
         let job = &self.jobs[at];
         if !job.handed_over() || job.launch > self.reached {
-            return Poll::Pending;
+            return turned.map_or_else(|error| Poll::Ready(Err(error)), |()| Poll::Pending);
         }
-        self.jobs.remove(at);
-        Poll::Ready(Ok(()))
+        let failed = self.jobs.remove(at).and_then(|job| job.failed);
+        Poll::Ready(failed.map_or(Ok(()), Err))
     }
 
     fn turn(&mut self) -> Result<()> {
@@ -145,8 +147,11 @@ impl Gatherer {
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
-        let by_kernel = self.jobs.iter().filter(|job| !job.lists.is_empty());
-        see_that_it_is_there(&*self.queue, by_kernel.map(|job| (job.target, job.bytes)))?;
+        for job in self.jobs.iter_mut().filter(|job| !job.lists.is_empty()) {
+            if let Err(error) = see_that_it_is_there(&*self.queue, [(job.target, job.bytes)]) {
+                (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error));
+            }
+        }
         let (runs, copies) = self.next();
         if runs.is_empty() && copies.is_empty() {
             return Ok(false);
@@ -235,8 +240,30 @@ fn follows(last: &Fragment, next: &Fragment) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::cuda::CudaError;
     use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
     use std::sync::{Arc, Mutex};
+
+    /// The one that was asked for was refused, though it was in its place.
+    #[test]
+    fn a_message_whose_memory_is_gone_fails_alone() {
+        let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
+        let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), UnpackMode::Kernel).unwrap();
+        let fragments = [Fragment { source: 10, bytes: 4, target: 0 }];
+        let run = || [Run { source: 1000, fragments: &fragments }];
+        gatherer.begin(0, &run(), 5000);
+        assert!(gatherer.poll(0).is_pending());
+        seen.lock().unwrap().reached = 1;
+        gatherer.begin(1, &run(), 7000);
+        gatherer.begin(2, &run(), 5996);
+        assert!(matches!(gatherer.poll(0), Poll::Ready(Ok(()))));
+        let freed = CudaError::Freed { address: 7000, bytes: 4 };
+        assert_eq!(gatherer.poll(1), Poll::Ready(Err(Error::Cuda(freed))));
+        assert!(gatherer.poll(2).is_pending());
+        assert_eq!(seen.lock().unwrap().kernels, 2, "one for each of the others");
+        seen.lock().unwrap().reached = 2;
+        assert!(matches!(gatherer.poll(2), Poll::Ready(Ok(()))));
+    }
 
     #[test]
     fn what_was_begun_before_a_stream_waits_and_is_launched_after_goes_without_a_kernel() {

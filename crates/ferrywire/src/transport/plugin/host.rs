@@ -217,8 +217,8 @@ impl Host {
     /// Memory of the host that its GPU reaches too, if it has one. May wait for the GPU.
     pub fn host_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
         match &self.gpu {
-            Some(_) => {
-                let mapped = self.gpu_queue()?.map(bytes);
+            Some(gpu) => {
+                let mapped = gpu.map_once(bytes);
                 let mapped = mapped.map_err(|error| format!("host memory for slots: {error}"))?;
                 Ok(Memory::mapped(mapped, bytes))
             }
@@ -291,8 +291,8 @@ fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
         Some(nic) => Err(Error::invalid(
             "NICs of the plugin",
             format!(
-                "{name} was loaded for the NICs of an endpoint that was built before, and has no device {nic}: set {} \
-                 to all of them before, or build the endpoint with most NICs first",
+                "{name} has no device {nic}: an endpoint that was built before has set {} for its own; set it to all of them \
+                 before, or build the endpoint with most NICs first",
                 environment::NICS
             ),
         )),

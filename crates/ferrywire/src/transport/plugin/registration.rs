@@ -69,6 +69,22 @@ impl Registrations {
     /// # Errors
     /// Why the message's memory cannot be used. It stays so.
     pub fn of(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<MemoryHandle, String> {
+        match self.look(comm, run, host) {
+            Ok(part) if part.holds(run) => Ok(part.handle),
+            Err(why) => Err(why.clone()),
+            Ok(_) => Err(format!(
+                "its first or last page is not all of its allocation ({})",
+                run.memory.describe()
+            )),
+        }
+    }
+
+    /// Whether there is one, or one can be made.
+    pub fn has(&mut self, comm: &Comm, run: &Run, host: &Host) -> bool {
+        self.look(comm, run, host).is_ok_and(|part| part.holds(run))
+    }
+
+    fn look(&mut self, comm: &Comm, run: &Run, host: &Host) -> Result<&Part, &String> {
         let in_parts = comm.plugin().registration_bytes_max() < usize::MAX;
         let part = in_parts.then_some(run.offset / PART_BYTES);
         let at = self.position(&run.memory);
@@ -80,14 +96,8 @@ impl Registrations {
             }
             self.list[at].parts[slot] = Some(made);
         }
-        match &self.list[at].parts[slot] {
-            Some(Ok(part)) if part.holds(run) => Ok(part.handle),
-            Some(Err(why)) => Err(why.clone()),
-            _ => Err(format!(
-                "its first or last page is not all of its allocation ({})",
-                run.memory.describe()
-            )),
-        }
+        let made = || Err("it is not registered".into());
+        self.list[at].parts[slot].get_or_insert_with(made).as_ref()
     }
 
     /// Says once that payload takes the longer way.
