@@ -36,8 +36,9 @@ fn an_installation_from_a_clone_works() {
     let Some(python) = environment::python("wheel", &["maturin>=1.9.4,<2"]) else {
         return;
     };
-    let (clone, copied) = clone();
-    environment::run(pip(&python, "install").arg("--force-reinstall").arg(&clone));
+    let copied = clone();
+    let clone = &copied.folder;
+    environment::run(pip(&python, "install").arg("--force-reinstall").arg(clone));
     copied.are_unchanged();
     let installed = first_transfer(&python);
     let command = python.with_file_name("ferrywire");
@@ -49,7 +50,7 @@ fn an_installation_from_a_clone_works() {
         needs_nothing_else(file);
     }
 
-    let wheel = Wheel::open(&wheel_from_sdist(&python, &clone));
+    let wheel = Wheel::open(&wheel_from_sdist(&python, clone));
     wheel.has_what_users_need();
     // It is what was installed from the clone.
     let site = installed.ancestors().nth(2).expect("the folder of the packages");
@@ -78,14 +79,25 @@ fn plugin_works(python: &Path, command: &Path) -> PathBuf {
     plugin
 }
 
-/// Files of the work tree, and when they were last changed.
-#[derive(Default)]
-struct Copied(Vec<(PathBuf, SystemTime)>);
+/// A clone, and which files of the work tree are in it, with when they were last changed. It is gone when this is dropped:
+/// cargo, which has built of its files, would not see what is changed in the work tree's after that.
+struct Copied {
+    folder: PathBuf,
+    files: Vec<(PathBuf, SystemTime)>,
+}
+
+impl Drop for Copied {
+    fn drop(&mut self) {
+        if self.folder != environment::root() {
+            let _ = fs::remove_dir_all(&self.folder);
+        }
+    }
+}
 
 impl Copied {
     /// Cargo takes what it has built of a clone for built of the work tree, and goes by the times of files.
     fn are_unchanged(&self) {
-        for (path, changed) in &self.0 {
+        for (path, changed) in &self.files {
             let now = fs::metadata(path).and_then(|about| about.modified()).ok();
             let path = path.display();
             assert_eq!(
@@ -98,7 +110,7 @@ impl Copied {
 }
 
 /// What a commit of this work tree would hold, in a clone; the work tree itself, and said so, where there is no git.
-fn clone() -> (PathBuf, Copied) {
+fn clone() -> Copied {
     let (root, clone) = (environment::root(), environment::folder("clone"));
     let _ = fs::remove_dir_all(&clone);
     let mut git = Command::new("git");
@@ -109,12 +121,12 @@ fn clone() -> (PathBuf, Copied) {
         println!(
             "SKIPPED: needs git and its repository, for an installation from a clone: takes the work tree"
         );
-        return (root, Copied::default());
+        return Copied { folder: root, files: Vec::new() };
     };
-    let mut copied = Copied::default();
+    let mut copied = Copied { folder: clone, files: Vec::new() };
     // With the files' own times: what cargo has built of them it need not build again.
     for path in String::from_utf8(listed.stdout).expect("names").split_terminator('\0') {
-        let (from, to) = (root.join(path), clone.join(path));
+        let (from, to) = (root.join(path), copied.folder.join(path));
         let Ok(about) = fs::metadata(&from) else {
             let _ = fs::remove_file(&to);
             continue;
@@ -124,10 +136,10 @@ fn clone() -> (PathBuf, Copied) {
         let changed = about.modified().expect("a time");
         File::options().append(true).open(&to).and_then(|file| file.set_modified(changed)).expect("its time");
         if path.contains("/src/") {
-            copied.0.push((from, changed));
+            copied.files.push((from, changed));
         }
     }
-    (clone, copied)
+    copied
 }
 
 /// The wheel that comes of a source distribution, without a network.
