@@ -191,12 +191,14 @@ impl RegionHome for Engine {
         let mut patience = Patience::new(limits::DRAIN_DEADLINE);
         while in_use() {
             if patience.is_over(self.transport.now()) {
-                return Err(Error::invalid(
-                    "region",
-                    "operations still use it: wait for them, or cancel them, first",
-                ));
+                let why = match memory.user_owned() {
+                    true => "operations still use it: wait for them, or cancel them, first",
+                    false => "a message is still being placed into it: its GPU stands still",
+                };
+                return Err(Error::invalid("region", why));
             }
-            if !self.caller_driven() || !self.progress() {
+            // Whoever places a message may hold what a turn of ours would wait for.
+            if !memory.user_owned() || !self.caller_driven() || !self.progress() {
                 std::thread::sleep(Duration::from_micros(100));
             }
         }

@@ -264,7 +264,8 @@ impl Memory {
     /// Runs `body` while the memory stays, unless the user has it back.
     fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
-        let call = self.call();
+        // Our own bytes are there as long as somebody can name them.
+        let call = self.user_owned().then(|| self.call());
         let result = match self.lost_to_user() {
             false => body(),
             true => Err(Error::invalid("region", "it is deregistered")),

@@ -102,7 +102,9 @@ impl PeerState {
         message: Vec<u8>,
     ) -> Result<(), Refusal> {
         if let Some(Landing::Sink { sink, .. }) = landing {
-            self.note_moving(&sink.op);
+            if header.len > 0 {
+                self.note_moved(&sink.op);
+            }
             if let Some(op) = self.inbound.filled(sink, u64::from(header.len)) {
                 self.ended(&op);
             }

@@ -122,6 +122,8 @@ pub(crate) struct PeerState {
     pub abandoned: AtomicBool,
     /// How often something of what was posted here has been moved since.
     drained: AtomicU64,
+    /// No whole frame has moved since a connection was lost.
+    cut_off: AtomicBool,
     /// It is being closed here: what was posted is finished, and nothing more is taken.
     pub closing: AtomicBool,
     /// It ended, or was closed here, before all was finished.
@@ -172,6 +174,7 @@ impl PeerState {
             setup: Mutex::new(Duration::ZERO),
             abandoned: AtomicBool::new(false),
             drained: AtomicU64::new(0),
+            cut_off: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
             over: AtomicBool::new(false),
@@ -444,11 +447,32 @@ impl PeerState {
 
     fn count(&self, op: &Op, bytes: u64) {
         op.count(bytes);
-        self.note_moving(op);
+        self.note_moved(op);
     }
 
-    /// Something of an operation is being moved. What the peer reads of us is none of ours: it could go on for ever.
+    /// A whole frame of an operation has moved.
+    pub(super) fn note_moved(&self, op: &Op) {
+        if self.cut_off.load(Ordering::Relaxed) {
+            self.cut_off.store(false, Ordering::Relaxed);
+        }
+        self.note(op);
+    }
+
+    /// Some of a frame moves. That is no progress after a connection was lost, which may have been for the same frame, again
+    /// and again.
     pub fn note_moving(&self, op: &Op) {
+        if !self.cut_off.load(Ordering::Relaxed) {
+            self.note(op);
+        }
+    }
+
+    /// A connection was lost, with parts of frames: only whole ones count, until there is one.
+    pub fn note_cut_off(&self) {
+        self.cut_off.store(true, Ordering::Relaxed);
+    }
+
+    /// What the peer reads of us is none of ours: it could go on for ever.
+    fn note(&self, op: &Op) {
         op.stir();
         if self.abandoned.load(Ordering::Relaxed) && op.verb != Verb::Serve {
             self.drained.fetch_add(1, Ordering::Relaxed);

@@ -248,6 +248,7 @@ impl Crank {
         let (peer, index, generation) =
             (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
         let remains = slot.channel.end();
+        peer.note_cut_off();
         worker.step();
         engine.lost(peer, index, generation, why, remains);
     }

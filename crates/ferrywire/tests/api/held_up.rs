@@ -36,15 +36,16 @@ fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() 
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
-    let gpu = SimGpu::open(5).unwrap();
-    let on_gpu = accepting.register_sim(5, 4096).unwrap();
+    let gpu = SimGpu::open(4).unwrap();
+    let on_gpu = accepting.register_sim(4, 4096).unwrap();
     let target = accepting.register_zeroed(BYTES as usize).unwrap();
     let source = connecting.register(vec![7; BYTES as usize]).unwrap();
     gpu.set_stall(true);
     let write = near.write(&source, 0, &on_gpu.descriptor(), 0, 4096).unwrap();
     let read = far.read(&target, 0, &source.descriptor(), 0, BYTES).unwrap();
     let begun = Instant::now();
-    while far.stats().channels[0].received_bytes < 4096 + BYTES {
+    let all = |sent: u64| sent > 4096 + BYTES && far.stats().channels[0].received_bytes == sent;
+    while !all(near.stats().channels[0].sent_bytes) {
         assert!(begun.elapsed() < LIMIT);
         std::thread::yield_now();
     }
@@ -174,10 +175,16 @@ fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
     let source = pair.ends[1].register(vec![5; 64]).unwrap();
     pair.far.send(3, &source, 0, 64).unwrap().wait(LIMIT).unwrap();
     gpu.set_stall(true);
-    let (clone, goes_on) = (target.clone(), AtomicBool::new(false));
+    let (clone, [begins, goes_on]) = (target.clone(), [false; 2].map(AtomicBool::new));
     std::thread::scope(|scope| {
-        scope.spawn(|| pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT));
+        scope.spawn(|| {
+            begins.store(true, Ordering::SeqCst);
+            pair.near.recv(3, &clone, 0, 64).unwrap().wait(LIMIT)
+        });
         // Until it writes, as far as one can tell.
+        while !begins.load(Ordering::SeqCst) {
+            std::thread::yield_now();
+        }
         std::thread::sleep(Duration::from_millis(300));
         let deregistering = scope.spawn(|| {
             target.deregister().unwrap();

@@ -3,6 +3,7 @@
 use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, World, assert_same, contents, pattern};
+use ferrywire::transport::sim::{ResetSeen, Side};
 use ferrywire::{Error, Peer, Region, Transfer};
 use std::time::Duration;
 
@@ -251,6 +252,30 @@ pub fn what_is_slower_than_a_chunk_is_not_given_up(world: &mut impl Faulty) {
     all_there(world, posted);
     let error = world.until("the other side to know", || far.error());
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
+}
+
+/// But what is begun anew with each connection, and never whole, does not get on.
+pub fn parts_that_are_lost_again_and_again_are_no_progress(world: &mut impl Faulty) {
+    let ends = [0, 1].map(|_| world.add(1, |builder| builder.channels(1).chunk_bytes(SLOW_BYTES)));
+    let (near, far) = world.connect(ends[0], ends[1]);
+    slow_down(world);
+    let (source, target) = (world.patterned(0, SLOW_BYTES, 1), world.zeroed(1, SLOW_BYTES));
+    let write = near.write(&source, 0, &target.descriptor(), 0, SLOW_BYTES as u64).unwrap();
+    let mut activity = Vec::new();
+    for _ in 0..5 {
+        world.pass(Duration::from_secs(2));
+        activity.push(write.activity());
+        for conn in world.net().connections().into_iter().filter(|conn| conn.bulk) {
+            world.net().reset(conn.id, Side::Dialler, ResetSeen::AtOnce);
+        }
+    }
+    assert_eq!(write.poll(), None);
+    assert!(near.stats().lost_channels.len() > 1 && activity[0] > 0, "{activity:?}");
+    assert!(activity[1..].iter().all(|seen| *seen == activity[1]), "{activity:?}");
+    // A whole one is.
+    assert_eq!(world.outcome(&write), Ok(SLOW_BYTES as u64));
+    assert!(write.activity() > activity[1]);
+    drop(far);
 }
 
 /// And what does not get on keeps it no longer, whatever the other side goes on posting.

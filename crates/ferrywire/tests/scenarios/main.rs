@@ -177,6 +177,7 @@ scenarios! {
     sim(10): closing::{
         dropped_peers_may_be_slow,
         what_is_slower_than_a_chunk_is_not_given_up,
+        parts_that_are_lost_again_and_again_are_no_progress,
         dropped_peers_do_not_wait_for_what_stands_still,
         dropped_endpoints_finish_first,
         an_endpoint_tells_of_a_peer_that_is_killed_while_it_closes,
