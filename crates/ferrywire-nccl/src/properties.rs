@@ -47,7 +47,6 @@ macro_rules! get_properties {
 }
 
 get_properties! {
-    get_properties_v4 PropertiesV4(device) {}
     get_properties_v6 PropertiesV6(device) { latency: LATENCY_US, max_recvs: MAX_RECVS }
     get_properties_v7 PropertiesV7(device) {
         latency: LATENCY_US, max_recvs: MAX_RECVS,

@@ -1,4 +1,8 @@
-//! The functions of `ncclNetPlugin_v4` to `_v12`: NCCL's pointers in, result codes out.
+//! The functions of `ncclNetPlugin_v5` to `_v12`: NCCL's pointers in, result codes out.
+//!
+//! No v4: NCCL 2.8 to 2.11, which use it, call `connect` and `accept` once and want them to wait, all of a rank's connects before its
+//! accepts. Here both ends prove themselves to each other while these are called. Without a table that fits, those versions use their
+//! own sockets.
 //!
 //! Each version's table is a static. Functions that differ between versions are a few lines around the same body.
 //! Invariants: no panic crosses into NCCL, it becomes result 3; what a call has to write is written on every path.
@@ -26,7 +30,7 @@ fn start(log: Log) -> ResultCode {
     guarded(begin)
 }
 
-unsafe extern "C" fn init_v4(log: Log) -> ResultCode {
+unsafe extern "C" fn init_v5(log: Log) -> ResultCode {
     start(log)
 }
 
@@ -91,45 +95,38 @@ unsafe extern "C" fn devices(ndev: *mut c_int) -> ResultCode {
 }
 
 /// # Safety
-/// `handle` has room for `room` bytes, `listen_comm` for a pointer.
-unsafe fn listen(dev: c_int, handle: P, room: usize, listen_comm: PP) -> ResultCode {
+/// `handle` has room for a handle, `listen_comm` for a pointer.
+unsafe fn listen(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
     guarded(|| {
         attempt::sweep();
         let (comm, made) = ListenComm::open(device(dev)?)?;
         let mut bytes = [0; HANDLE_BYTES];
-        made.write(&mut bytes[..room]);
+        made.write(&mut bytes);
         // SAFETY: by the caller's promise.
         unsafe {
-            handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), room);
+            handle.cast::<u8>().copy_from_nonoverlapping(bytes.as_ptr(), HANDLE_BYTES);
             listen_comm.write(Box::into_raw(Box::new(comm)).cast());
         }
         Ok(())
     })
 }
 
-unsafe extern "C" fn listen_v4(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    // SAFETY: the oldest hosts give so much.
-    unsafe { listen(dev, handle, HANDLE_BYTES_V4, listen_comm) }
-}
-
 unsafe extern "C" fn listen_v5(dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
-    // SAFETY: hosts of v5 and later give so much.
-    unsafe { listen(dev, handle, HANDLE_BYTES, listen_comm) }
+    // SAFETY: hosts give so much.
+    unsafe { listen(dev, handle, listen_comm) }
 }
 
 unsafe extern "C" fn listen_v11(_context: P, dev: c_int, handle: P, listen_comm: PP) -> ResultCode {
     // SAFETY: as above.
-    unsafe { listen(dev, handle, HANDLE_BYTES, listen_comm) }
+    unsafe { listen(dev, handle, listen_comm) }
 }
 
-/// # Safety
-/// `handle` is null or has `ROOM` bytes, the same in each call; `send_comm` has room for a pointer.
-unsafe fn connect<const ROOM: usize>(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
+unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
     guarded(|| {
-        // SAFETY: by the caller's promise.
+        // SAFETY: NCCL gives room for the pointer, and a handle, the same in each call.
         let handle = unsafe {
             send_comm.write(ptr::null_mut());
-            handle.cast::<[u8; ROOM]>().as_mut()
+            handle.cast::<[u8; HANDLE_BYTES]>().as_mut()
         };
         let handle = handle.ok_or_else(|| Fault::usage("connect without a handle"))?;
         let comm = attempt::connect(device(dev)?, handle)?;
@@ -137,16 +134,6 @@ unsafe fn connect<const ROOM: usize>(dev: c_int, handle: P, send_comm: PP) -> Re
         unsafe { send_comm.write(raw(comm)) };
         Ok(())
     })
-}
-
-unsafe extern "C" fn connect_v4(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
-    // SAFETY: NCCL gives room for the pointer, and a handle of its own, of the size that `listen` has.
-    unsafe { connect::<HANDLE_BYTES_V4>(dev, handle, send_comm) }
-}
-
-unsafe extern "C" fn connect_v5(dev: c_int, handle: P, send_comm: PP) -> ResultCode {
-    // SAFETY: as above.
-    unsafe { connect::<HANDLE_BYTES>(dev, handle, send_comm) }
 }
 
 /// The pointer for NCCL: null while there is no comm.
@@ -181,7 +168,7 @@ unsafe extern "C" fn connect_v11(
     unsafe { connect_v5(dev, handle, send_comm) }
 }
 
-unsafe extern "C" fn accept_v4(listen_comm: P, recv_comm: PP) -> ResultCode {
+unsafe extern "C" fn accept_v5(listen_comm: P, recv_comm: PP) -> ResultCode {
     guarded(|| {
         // SAFETY: NCCL gives room for the pointer, and a listener that no other thread uses now.
         let listener = unsafe {
@@ -197,7 +184,7 @@ unsafe extern "C" fn accept_v4(listen_comm: P, recv_comm: PP) -> ResultCode {
 
 unsafe extern "C" fn accept_v7(listen_comm: P, recv_comm: PP, _device: Dh) -> ResultCode {
     // SAFETY: as promised to this function.
-    unsafe { accept_v4(listen_comm, recv_comm) }
+    unsafe { accept_v5(listen_comm, recv_comm) }
 }
 
 /// What `regMr` gives: host memory needs no registration, but requests know by its address what memory they use.
@@ -221,7 +208,7 @@ unsafe fn register(data: P, bytes: Outcome<usize>, kind: c_int, mhandle: PP) -> 
     })
 }
 
-unsafe extern "C" fn reg_mr_v4(_comm: P, data: P, bytes: c_int, kind: c_int, mhandle: PP) -> ResultCode {
+unsafe extern "C" fn reg_mr_v5(_comm: P, data: P, bytes: c_int, kind: c_int, mhandle: PP) -> ResultCode {
     // SAFETY: as promised to this function.
     unsafe { register(data, size(bytes), kind, mhandle) }
 }
@@ -276,11 +263,6 @@ unsafe fn write_request(request: PP, posted: Option<&Request>) {
         posted.map_or(ptr::null_mut(), |request| ptr::from_ref(request).cast_mut().cast::<c_void>());
     // SAFETY: by the caller's promise.
     unsafe { request.write(pointer) };
-}
-
-unsafe extern "C" fn isend_v4(comm: P, data: P, bytes: c_int, mhandle: P, request: PP) -> ResultCode {
-    // SAFETY: as promised to this function.
-    unsafe { isend(comm, data, size(bytes), 0, mhandle, request) }
 }
 
 unsafe extern "C" fn isend_v5(
@@ -349,11 +331,6 @@ unsafe fn first(mhandles: PP) -> P {
     unsafe { mhandles.as_ref() }.copied().unwrap_or(ptr::null_mut())
 }
 
-unsafe extern "C" fn irecv_v4(comm: P, data: P, bytes: c_int, mhandle: P, request: PP) -> ResultCode {
-    // SAFETY: as promised to this function.
-    unsafe { irecv(comm, 1, || (data, size(bytes), mhandle), request) }
-}
-
 unsafe extern "C" fn irecv_v5(
     comm: P,
     n: c_int,
@@ -392,12 +369,6 @@ unsafe extern "C" fn irecv_v10(
 ) -> ResultCode {
     // SAFETY: as above.
     unsafe { irecv(comm, n, || (*data, Ok(*sizes), first(mhandles)), request) }
-}
-
-unsafe extern "C" fn iflush_v4(_comm: P, _data: P, _size: c_int, _mhandle: P, request: PP) -> ResultCode {
-    // SAFETY: NCCL gives room for the request. Host memory is visible when it is written.
-    unsafe { write_request(request, None) };
-    ResultCode::SUCCESS
 }
 
 unsafe extern "C" fn iflush_v5(
@@ -481,24 +452,20 @@ macro_rules! export {
 }
 
 export! {
-    ncclNetPlugin_v4 NetV4 {
-        init: init_v4, get_properties: get_properties_v4, listen: listen_v4, connect: connect_v4, accept: accept_v4,
-        reg_mr: reg_mr_v4, isend: isend_v4, irecv: irecv_v4, iflush: iflush_v4,
-    }
     ncclNetPlugin_v5 NetV5 {
-        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v4,
-        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+        init: init_v5, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v5,
+        reg_mr: reg_mr_v5, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v6 NetV6 {
-        init: init_v4, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v4,
-        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+        init: init_v5, get_properties: get_properties_v6, listen: listen_v5, connect: connect_v5, accept: accept_v5,
+        reg_mr: reg_mr_v5, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v7 NetV7 {
-        init: init_v4, get_properties: get_properties_v7, listen: listen_v5, connect: connect_v7, accept: accept_v7,
-        reg_mr: reg_mr_v4, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
+        init: init_v5, get_properties: get_properties_v7, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        reg_mr: reg_mr_v5, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v8 NetV8 {
-        init: init_v4, get_properties: get_properties_v8, listen: listen_v5, connect: connect_v7, accept: accept_v7,
+        init: init_v5, get_properties: get_properties_v8, listen: listen_v5, connect: connect_v7, accept: accept_v7,
         reg_mr: reg_mr_v8, isend: isend_v5, irecv: irecv_v5, iflush: iflush_v5,
     }
     ncclNetPlugin_v9 NetV9 {

@@ -77,7 +77,6 @@ macro_rules! versions {
 }
 
 versions! {
-    all_sizes_v4 V4
     all_sizes_v5 V5
     all_sizes_v6 V6
     all_sizes_v7 V7
