@@ -1,11 +1,13 @@
-//! How many channels NCCL uses.
+//! How many channels NCCL uses, and how short collectives travel in them.
 //!
 //! Left alone NCCL makes two channels for one NIC and one GPU per host: each is a ring of its own, and all messages of a ring
 //! wait for one another. Two carry about 10 GB/s of a reduction, eight more than twice as much. But a short message cut
 //! into eight takes longer than one cut into two.
 //!
 //! So eight are asked for when the plugin is loaded (by NCCL's own variable, unless the user has said anything), and a tuner,
-//! which NCCL finds in the same library, keeps short collectives to as few as there would have been.
+//! which NCCL finds in the same library, keeps short collectives to as few as there would have been. NCCL reckons what each of
+//! its protocols costs as if all eight were used; over two LL, which doubles the bytes, costs up to twice the time of Simple
+//! where NCCL still takes it. So LL ends where it was measured to.
 //! Invariants: all ranks must come to the same numbers, so nothing here looks at this host's NICs; nothing changes where
 //! the user has said how many channels there should be, or has a tuner.
 
@@ -30,6 +32,10 @@ const SAID_BY_USER: [&str; 7] = [
     "NCCL_MAX_CTAS",
     "NCCL_TUNER_PLUGIN",
 ];
+/// What the user may have said about what carries: NCCL makes ready all it finds before it asks for one by this name.
+const NETWORK: &str = "NCCL_NET";
+/// Ours, whatever its case.
+const NETWORK_NAME: &str = "ferrywire";
 /// Channels that are asked for.
 const CHANNELS: usize = 8;
 /// What NCCL makes for one NIC.
@@ -38,6 +44,16 @@ const CHANNELS_BEFORE: usize = 2;
 const BYTES_PER_STEP: usize = 512 << 10;
 /// of a short one so many, as NCCL has it.
 const BYTES_PER_CHANNEL_MIN: usize = 16 << 10;
+
+/// An all-reduce of more bytes than this for each rank is quicker without LL.
+const LL_BYTES_PER_RANK_MAX: usize = 64 << 10;
+/// `ncclFuncAllReduce`.
+const ALL_REDUCE: c_int = 4;
+/// Places of protocols in the costs of an algorithm.
+const LL: usize = 0;
+const SIMPLE: usize = 2;
+/// `NCCL_ALGO_PROTO_IGNORE`: not to be used.
+const IGNORED: c_float = -1.0;
 
 /// Whether channels were asked for.
 static ASKED: OnceLock<bool> = OnceLock::new();
@@ -59,8 +75,12 @@ pub fn ask() {
     });
 }
 
-/// Whether the user has said nothing; what a parent process has set is not the user's word.
+/// Whether the user has said nothing; what a parent process has set is not the user's word. Nor may what another network carries be
+/// changed.
 fn may_ask(read: impl Fn(&str) -> Option<String>) -> bool {
+    if read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME)) {
+        return false;
+    }
     let inherited = read(MARK).is_some_and(|mark| read(VARIABLE) == Some(mark));
     !SAID_BY_USER.into_iter().any(|name| read(name).is_some() && !(inherited && name == VARIABLE))
 }
@@ -70,6 +90,19 @@ fn channels_for(ranks: usize, bytes: usize) -> Option<usize> {
     let least = (bytes / BYTES_PER_CHANNEL_MIN).clamp(1, CHANNELS_BEFORE);
     let channels = (bytes / (BYTES_PER_STEP * ranks.max(1))).max(least);
     (channels < CHANNELS).then_some(channels)
+}
+
+/// Whether LL takes longer than it is worth.
+fn is_long_for_ll(ranks: usize, collective: c_int, bytes: usize) -> bool {
+    collective == ALL_REDUCE && bytes > LL_BYTES_PER_RANK_MAX * ranks.max(1)
+}
+
+/// Rules LL out where Simple is there to be used: the user may have said which protocols there are. A row for each algorithm.
+fn rule_out_ll<'a>(costs: impl Iterator<Item = &'a mut [c_float]>) {
+    let mut rows: Vec<_> = costs.collect();
+    if rows.iter().any(|row| row.get(SIMPLE).is_some_and(|&cost| cost >= 0.0)) {
+        rows.iter_mut().filter_map(|row| row.get_mut(LL)).for_each(|cost| *cost = IGNORED);
+    }
 }
 
 /// What one communicator is tuned by.
@@ -115,46 +148,62 @@ unsafe extern "C" fn init_v5(
     init(ranks, nodes, logger, context)
 }
 
+/// What a version's call has in common with the others'.
+struct Collective {
+    kind: c_int,
+    bytes: usize,
+    /// What NCCL reckons for each protocol of each algorithm, one row after another, whatever the type says.
+    costs: *mut *mut c_float,
+    algorithms: c_int,
+    protocols: c_int,
+}
+
 /// # Safety
-/// A context of [`init`], and null or room for a number.
-unsafe fn tune(context: *mut c_void, bytes: usize, channels: *mut c_int) -> ResultCode {
+/// A context of [`init`], costs as NCCL gives them, or null, and null or room for a number.
+unsafe fn tune(context: *mut c_void, collective: &Collective, channels: *mut c_int) -> ResultCode {
     // SAFETY: by the caller's promise.
     let (context, channels) = unsafe { (context.cast::<Context>().as_ref(), channels.as_mut()) };
-    if let (Some(&Context { ranks: Some(ranks) }), Some(channels)) = (context, channels)
-        && let Some(wanted) = channels_for(ranks, bytes)
-    {
+    let Some(&Context { ranks: Some(ranks) }) = context else { return ResultCode::SUCCESS };
+    if let (Some(channels), Some(wanted)) = (channels, channels_for(ranks, collective.bytes)) {
         *channels = wanted as c_int;
+    }
+    let (rows, row_len) = (collective.algorithms.max(0) as usize, collective.protocols.max(0) as usize);
+    let costs = collective.costs.cast::<c_float>();
+    if !costs.is_null() && row_len > 0 && is_long_for_ll(ranks, collective.kind, collective.bytes) {
+        // SAFETY: by the caller's promise.
+        let costs = unsafe { std::slice::from_raw_parts_mut(costs, rows * row_len) };
+        rule_out_ll(costs.chunks_mut(row_len));
     }
     ResultCode::SUCCESS
 }
 
 unsafe extern "C" fn tune_v3(
     context: *mut c_void,
-    _collective: c_int,
+    kind: c_int,
     bytes: usize,
     _operations: c_int,
-    _costs: *mut *mut c_float,
-    _algorithms: c_int,
-    _protocols: c_int,
+    costs: *mut *mut c_float,
+    algorithms: c_int,
+    protocols: c_int,
     channels: *mut c_int,
 ) -> ResultCode {
     // SAFETY: NCCL's promise.
-    unsafe { tune(context, bytes, channels) }
+    unsafe { tune(context, &Collective { kind, bytes, costs, algorithms, protocols }, channels) }
 }
 
 unsafe extern "C" fn tune_v4(
     context: *mut c_void,
-    _collective: c_int,
+    kind: c_int,
     bytes: usize,
     _operations: c_int,
-    _costs: *mut *mut c_float,
-    _algorithms: c_int,
-    _protocols: c_int,
+    costs: *mut *mut c_float,
+    algorithms: c_int,
+    protocols: c_int,
     _registered: c_int,
     channels: *mut c_int,
 ) -> ResultCode {
     // SAFETY: NCCL's promise.
-    unsafe { tune(context, bytes, channels) }
+    unsafe { tune(context, &Collective { kind, bytes, costs, algorithms, protocols }, channels) }
 }
 
 unsafe extern "C" fn finish(context: *mut c_void) -> ResultCode {
@@ -236,6 +285,13 @@ mod tests {
         }
     }
 
+    /// NCCL 2.24 to 2.27 make every network ready before they look which is wanted: sockets and InfiniBand got our channels.
+    #[test]
+    fn another_network_is_left_as_it_is() {
+        assert!(!with(&[("NCCL_NET", "Socket")]) && !with(&[("NCCL_NET", "IB")]));
+        assert!(with(&[("NCCL_NET", "Ferrywire")]) && with(&[("NCCL_NET", "")]));
+    }
+
     /// A child took what its parent had set for the user's word, and was not tuned as its parent.
     #[test]
     fn what_a_parent_process_has_set_is_not_the_users_word() {
@@ -259,6 +315,43 @@ mod tests {
         assert!(!over_network_alone(16, 2, |_| false), "hosts with several ranks");
         assert!(!over_network_alone(2, 1, |name| name == "NCCL_P2P_DISABLE"));
         assert!(over_network_alone(2, 1, |_| true));
+    }
+
+    /// NCCL took LL up to 400 KiB, for a time with which its own sockets did better.
+    #[test]
+    fn long_all_reduces_do_without_ll_where_simple_is_there() {
+        const ALGORITHMS: usize = 7;
+        const PROTOCOLS: usize = 3;
+        const ALL_GATHER: c_int = 2;
+        let context = Box::into_raw(Box::new(Context { ranks: Some(2) })).cast();
+        let tuned = |collective, bytes, simple| {
+            let mut costs = [[3.0, IGNORED, simple]; ALGORITHMS];
+            let (mut channels, table) = (0, (&raw mut costs).cast());
+            let (rows, row_len) = (ALGORITHMS as c_int, PROTOCOLS as c_int);
+            // SAFETY: a context of a tuner's, and a table of that size.
+            unsafe {
+                (ncclTunerPlugin_v4.tune)(
+                    context,
+                    collective,
+                    bytes,
+                    1,
+                    table,
+                    rows,
+                    row_len,
+                    0,
+                    &mut channels,
+                )
+            };
+            costs
+        };
+        let as_they_were = |simple| [[3.0, IGNORED, simple]; ALGORITHMS];
+        assert_eq!(tuned(ALL_REDUCE, 128 << 10, 9.0), as_they_were(9.0));
+        assert_eq!(tuned(ALL_REDUCE, (128 << 10) + 1, 9.0), [[IGNORED, IGNORED, 9.0]; ALGORITHMS]);
+        assert_eq!(tuned(ALL_REDUCE, 1 << 20, IGNORED), as_they_were(IGNORED), "the user wants LL");
+        assert_eq!(tuned(ALL_GATHER, 1 << 20, 9.0), as_they_were(9.0));
+        assert!(!is_long_for_ll(4, ALL_REDUCE, 256 << 10) && is_long_for_ll(4, ALL_REDUCE, 257 << 10));
+        // SAFETY: made above.
+        unsafe { (ncclTunerPlugin_v4.finish)(context) };
     }
 
     /// As NCCL calls it, in each version.

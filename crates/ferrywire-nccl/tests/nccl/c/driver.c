@@ -265,7 +265,7 @@ static void handles(struct net *net)
     CHECK(!dlsym(net->library, "ncclNetPlugin_v4"));
 }
 
-/* NCCL is asked for more channels than it makes for one NIC, and short collectives are kept to few. */
+/* NCCL is asked for more channels than it makes for one NIC, and short collectives are kept to few, longer ones from LL. */
 static void tuning(struct net *net)
 {
     typedef int (*init_v4)(size_t, size_t, logger_t, void **);
@@ -273,8 +273,7 @@ static void tuning(struct net *net)
     typedef int (*tune_v4)(void *, int, size_t, int, float **, int, int, int, int *);
     float costs[7][3], before[7][3];
     for (int at = 0; at < 21; at++)
-        (&costs[0][0])[at] = (float)at - 1;
-    memcpy(before, costs, sizeof costs);
+        (&before[0][0])[at] = (float)at - 1;
     net_load(net, path);
     const char *asked = getenv("NCCL_MIN_NCHANNELS");
     CHECK(asked && !strcmp(asked, "8"));
@@ -286,9 +285,15 @@ static void tuning(struct net *net)
         else
             CHECK(((init_v5)tuner[1])(&context, 42, 2, 2, logger, NULL, NULL) == SUCCESS);
         int few = 0, all = 0;
-        CHECK(((tune_v4)tuner[2])(context, 4, 256 << 10, 1, (float **)costs, 7, 3, 0, &few) == SUCCESS && few == 2);
-        CHECK(((tune_v4)tuner[2])(context, 4, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
+        memcpy(costs, before, sizeof costs);
+        CHECK(((tune_v4)tuner[2])(context, 4, 128 << 10, 1, (float **)costs, 7, 3, 0, &few) == SUCCESS && few == 2);
         CHECK(!memcmp(before, costs, sizeof costs));
+        /* A long all-reduce, and none other, is kept from LL. */
+        CHECK(((tune_v4)tuner[2])(context, 2, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
+        CHECK(!memcmp(before, costs, sizeof costs));
+        CHECK(((tune_v4)tuner[2])(context, 4, 256 << 20, 1, (float **)costs, 7, 3, 0, &all) == SUCCESS && all == 0);
+        for (int row = 0; row < 7; row++)
+            CHECK(costs[row][0] == -1 && costs[row][1] == before[row][1] && costs[row][2] == before[row][2]);
         CHECK(((int (*)(void *))tuner[3])(context) == SUCCESS);
     }
 }
