@@ -11,6 +11,7 @@
 //! Invariants: no call waits; the last pair is never left out, its error is the attempt's.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use ferrywire::transport::{Conn, ConnOptions, Transport};
 
 use crate::comm::{Comm, locked};
 use crate::device::{Device, network};
-use crate::failure::{Fault, Outcome};
+use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{self, Handle, Secret};
 use crate::log;
 use crate::pairs::{Pair, pairs};
@@ -77,6 +78,8 @@ struct Broken {
     fault: Fault,
     /// Nobody was reached, which took a while.
     unreached: bool,
+    /// This process or its host lacks what a connection needs.
+    is_short: bool,
 }
 
 struct Attempts {
@@ -166,12 +169,14 @@ impl Attempt {
                     self.since = Instant::now();
                     return Ok(());
                 }
+                // It would be lacking over any other as well.
+                Err(Broken { is_short: true, fault, .. }) => return Err(fault),
                 Err(broken) => self.leave_out(broken)?,
             }
         }
     }
 
-    fn leave_out(&mut self, Broken { pair, fault, unreached }: Broken) -> Outcome<()> {
+    fn leave_out(&mut self, Broken { pair, fault, unreached, .. }: Broken) -> Outcome<()> {
         if self.pairs.len() == 1 {
             self.bring_in_spare();
         }
@@ -230,12 +235,13 @@ impl Attempt {
                 Err(fault) if dialled.dialling.has_heard() => return Err(fault),
                 Err(fault) => {
                     let unreached = dialled.dialling.is_unreached();
-                    return Ok(Some(Broken { pair, fault, unreached }));
+                    return Ok(Some(Broken { pair, fault, unreached, is_short: false }));
                 }
             }
             if given_up[pair] && !answered[pair] && answered.contains(&true) && dialled.is_silent() {
                 // Given up because another comm found it dead, it is not found dead once more.
-                return Ok(Some(Broken { pair, fault: Fault::remote("nobody answers"), unreached: is_late }));
+                let fault = Fault::remote("nobody answers");
+                return Ok(Some(Broken { pair, fault, unreached: is_late, is_short: false }));
             }
         }
         Ok(None)
@@ -260,7 +266,12 @@ fn dial_all(comm: [u8; 16], pairs: &[Pair]) -> Result<Vec<Dialled>, Broken> {
     let over: Vec<usize> = [0].into_iter().chain(dealt(&counts.collect::<Vec<_>>())).collect();
     let sockets = over.len() as u16;
     let one = |(&pair, index): (&usize, u16)| {
-        let conn = dial(&pairs[pair]).map_err(|fault| Broken { pair, fault, unreached: false })?;
+        let conn = dial(&pairs[pair]).map_err(|e| Broken {
+            pair,
+            fault: not_dialled(&pairs[pair], &e),
+            unreached: false,
+            is_short: is_short(&e),
+        })?;
         Ok(Dialled { pair, dialling: Dialling::new(conn, Claim { comm, index, sockets }), conn: None })
     };
     over.iter().zip(0..).map(one).collect()
@@ -273,16 +284,34 @@ fn dealt(counts: &[usize]) -> impl Iterator<Item = usize> {
 }
 
 /// Over the NIC where it has the peer in its subnet; else the routing table knows better.
-pub fn dial(pair: &Pair) -> Outcome<Box<dyn Conn>> {
+pub fn dial(pair: &Pair) -> io::Result<Box<dyn Conn>> {
     let nic = Some(&pair.nic).filter(|nic| nic.reaches(pair.to.ip()));
-    let conn = network().dial(nic, pair.to, &data_options()).map_err(|e| Fault::connection(pair.to, &e))?;
+    let conn = network().dial(nic, pair.to, &data_options())?;
     be_patient(conn.as_ref());
     Ok(conn)
+}
+
+/// Whose fault it is: of the peer only what a network says.
+fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
+    let Pair { nic, to } = pair;
+    match error.raw_os_error() {
+        Some(libc::EADDRNOTAVAIL) => {
+            let address = nic.address;
+            Fault::system(
+                format_args!("{} may have lost {address}: connecting from there to {to}", nic.name),
+                error,
+            )
+        }
+        _ if is_short(error) => Fault::system(format_args!("a socket to {to}"), error),
+        _ => Fault::connection(to, error),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrywire::nccl::abi::ResultCode;
+    use ferrywire::transport::Nic;
 
     fn asked_about(asked: Instant) -> Attempt {
         let (pairs, spare, dialled) = (Vec::new(), Vec::new(), Vec::new());
@@ -301,6 +330,26 @@ mod tests {
         assert!(swept(&mut under_way, later + DOUBTED_FOR / 2).is_empty());
         assert_eq!(swept(&mut under_way, later + DOUBTED_FOR).len(), 1);
         assert_eq!(under_way.into_keys().collect::<Vec<_>>(), [2]);
+    }
+
+    /// It was `ncclRemoteError`, and of several NICs a healthy one was left out.
+    #[test]
+    fn what_this_host_lacks_is_no_fault_of_the_peer() {
+        let nics = ferrywire::sys::nics::list().unwrap();
+        let nic = nics.into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
+        let lost =
+            Pair { nic: Nic { address: [198, 51, 100, 1].into(), ..nic }, to: ([198, 51, 100, 2], 9).into() };
+        let Err(broken) = dial_all([0; 16], std::slice::from_ref(&lost)) else {
+            panic!("an address that is not there")
+        };
+        assert_eq!((broken.fault.code, broken.is_short), (ResultCode::SYSTEM_ERROR, false));
+        assert!(broken.fault.why.contains("198.51.100.1") && broken.fault.why.contains(&lost.nic.name));
+        for lacks in [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM] {
+            let error = io::Error::from_raw_os_error(lacks);
+            assert!(is_short(&error) && not_dialled(&lost, &error).code == ResultCode::SYSTEM_ERROR);
+        }
+        let refused = io::Error::from_raw_os_error(libc::ECONNREFUSED);
+        assert_eq!(not_dialled(&lost, &refused).code, ResultCode::REMOTE_ERROR);
     }
 
     #[test]

@@ -46,6 +46,11 @@ impl Fault {
     }
 }
 
+/// Whether this process or its host lacks what a connection needs.
+pub fn is_short(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
+}
+
 /// The first failure of a comm.
 #[derive(Debug, Default)]
 pub struct Failure {

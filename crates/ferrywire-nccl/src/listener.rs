@@ -12,7 +12,7 @@ use ferrywire::transport::{Conn, Listener, Nic, Transport};
 use crate::attempt::{self, be_patient, data_options};
 use crate::comm::Comm;
 use crate::device::{Device, network};
-use crate::failure::{Fault, Outcome};
+use crate::failure::{Fault, Outcome, is_short};
 use crate::handle::{Handle, Secret};
 use crate::log;
 use crate::proof::{self, Claim, Serving};
@@ -159,11 +159,6 @@ impl ListenComm {
             *slot = Some(conn);
         }
     }
-}
-
-/// Whether the system lacks what a connection needs.
-fn is_short(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
 #[cfg(test)]
