@@ -39,7 +39,8 @@ impl Head {
         bytes
     }
 
-    /// From bytes; `None` when it is no head, or its piece lies outside of its message.
+    /// From bytes; `None` when it is no head, its piece lies outside of its message, or no comm comes to so many messages: the last
+    /// number stands for none.
     pub fn from_bytes(bytes: &[u8; HEAD_BYTES]) -> Option<Head> {
         let number = |index: usize| u64::from_le_bytes(array(bytes, 8 + 8 * index));
         let head = Head {
@@ -51,7 +52,8 @@ impl Head {
         };
         let fits = head.offset.checked_add(head.bytes).is_some_and(|end| end <= head.total_bytes);
         let empty = head.bytes == 0 && head.total_bytes != 0;
-        (array(bytes, 0) == MAGIC.to_le_bytes() && fits && !empty).then_some(head)
+        let counted = head.message < u64::MAX;
+        (array(bytes, 0) == MAGIC.to_le_bytes() && fits && !empty && counted).then_some(head)
     }
 }
 
@@ -69,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_outside_of_their_message_are_refused() {
+    fn pieces_outside_of_their_message_and_messages_that_cannot_be_are_refused() {
         for (offset, bytes) in [(61, 40), (u64::MAX, 40), (60, u64::MAX), (101, 0), (60, 0)] {
             assert_eq!(
                 Head::from_bytes(&Head { offset, bytes, ..HEAD }.to_bytes()),
@@ -77,6 +79,8 @@ mod tests {
                 "{offset} {bytes}"
             );
         }
+        // It was taken for none by the worker that got it, which then never slept.
+        assert_eq!(Head::from_bytes(&Head { message: u64::MAX, ..HEAD }.to_bytes()), None);
         let mut bytes = HEAD.to_bytes();
         bytes[0] ^= 1;
         assert_eq!(Head::from_bytes(&bytes), None);

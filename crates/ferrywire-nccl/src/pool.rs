@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
 use ferrywire::sys::poll::{Interest, Poller, Waker};
+use ferrywire::transport::Conn;
 
 use crate::comm::locked;
 use crate::failure::{Fault, Outcome};
@@ -222,16 +223,23 @@ impl Wire {
 
     /// Takes the connection away, once nobody uses it, and closes it. What the kernel has goes on being sent.
     pub fn close(&self) {
-        // Before it is closed: a child of this process may have it too, and then it stays in the poller.
-        let _ = self.with_fd(|fd| self.worker.poller.remove(fd));
+        // Before it is closed, and without letting its worker in between: a child of this process may have it too, and then it
+        // stays in the poller.
+        let forget = |conn: &dyn Conn| {
+            let _ = conn.fd().map(|fd| self.worker.poller.remove(fd));
+        };
         match &self.side {
             Side::Send { sender, .. } => {
-                if let Some(mut sender) = locked(sender).take() {
+                let mut sender = locked(sender);
+                if let Some(mut sender) = sender.take() {
+                    forget(sender.conn());
                     sender.stop();
                 }
             }
             Side::Receive { receiver, .. } => {
-                if let Some(mut receiver) = locked(receiver).take() {
+                let mut receiver = locked(receiver);
+                if let Some(mut receiver) = receiver.take() {
+                    forget(receiver.conn());
                     receiver.stop();
                 }
             }
