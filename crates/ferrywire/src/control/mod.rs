@@ -76,6 +76,8 @@ pub(crate) struct Control {
     accept_at: Option<Duration>,
     /// When it was last told that nothing can be accepted.
     accept_told: Option<Duration>,
+    /// The endpoint is being closed.
+    all_close: bool,
     /// How the first peer ended that was to finish before, and did not.
     unfinished: Option<Error>,
 }
@@ -125,6 +127,7 @@ impl Control {
             refusals_since: Duration::ZERO,
             accept_at: None,
             accept_told: None,
+            all_close: false,
             unfinished: None,
         })
     }
@@ -267,7 +270,8 @@ impl Control {
             if over {
                 worked = true;
                 let Some(mut link) = self.links.remove(&session) else { continue };
-                self.unfinished = self.unfinished.take().or_else(|| link.unfinished());
+                let all_close = self.all_close;
+                self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
                 if let Some((address, lobby, why)) = link.take_retry() {
                     self.connect_without(engine, address, lobby, why, now);
                 }
@@ -304,6 +308,7 @@ impl Control {
     }
 
     fn take_no_more(&mut self) {
+        self.all_close = true;
         self.listeners.clear();
         self.incoming.clear();
         // Peers that are not there yet do not come any more.

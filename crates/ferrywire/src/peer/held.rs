@@ -143,7 +143,7 @@ impl PeerState {
 
     /// Queues an operation once memory may be used; what is posted behind it knows of it already.
     pub(super) fn post_after(self: &Arc<Self>, ready: Ready, op: Arc<Op>) -> Result<Transfer> {
-        self.begin(&op);
+        self.begin_posted(&op)?;
         if op.verb != Verb::Notify {
             self.queue.join(&op);
         }

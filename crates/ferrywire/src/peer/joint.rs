@@ -28,7 +28,7 @@ impl Peer {
             self.check_write(&part.local, &part.remote)?;
         }
         let (whole, parts) = self.joined(Verb::Write, parts, message_behind_bytes(message)?);
-        self.state.begin(&whole);
+        self.state.begin_posted(&whole)?;
         self.state.queue.join(&whole);
         for (index, part) in parts.iter().enumerate() {
             let posted = match &self.after {
@@ -63,7 +63,7 @@ impl Peer {
             self.check(&part.local, &part.remote)?;
         }
         let (whole, parts) = self.joined(Verb::Read, parts, Box::default());
-        self.state.begin(&whole);
+        self.state.begin_posted(&whole)?;
         self.state.queue.join(&whole);
         for (index, part) in parts.iter().enumerate() {
             if let Err(error) = self.post_read(part.clone()) {

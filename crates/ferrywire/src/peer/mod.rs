@@ -229,7 +229,7 @@ impl Peer {
         if let Some(error) = self.error() {
             return Err(error);
         }
-        self.state.begin(&op);
+        self.state.begin_posted(&op)?;
         self.state.queue.join(&op);
         if op.total == 0 {
             self.state.let_go(&op);
@@ -271,8 +271,8 @@ impl Peer {
         let posted = state.queue.post_send(self.after.is_some(), |number| {
             let mut op = self.op(Verb::Send, pieces, memory, tag);
             op.number = number;
-            state.begin(&op);
-            Arc::new(op)
+            state.begin_posted(&op).ok()?;
+            Some(Arc::new(op))
         });
         let op = posted.ok_or_else(|| state.gone())?;
         if let Some(ready) = &self.after {

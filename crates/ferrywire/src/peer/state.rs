@@ -228,7 +228,7 @@ impl PeerState {
 
     /// Whether anything posted has not ended, receives apart: those may wait for ever.
     pub fn in_flight(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) > 0
+        self.in_flight.load(Ordering::SeqCst) > 0
     }
 
     /// How many, beside the operation just posted.
@@ -261,10 +261,21 @@ impl PeerState {
         self.engine_worker(index) == self.home.load(Ordering::Relaxed)
     }
 
-    /// An operation of ours begins.
+    /// An operation of ours that somebody posts begins, unless the peer is being closed: who closes it sees this one, or it sees
+    /// that. A part belongs to a whole that has begun.
+    pub(super) fn begin_posted(&self, op: &Op) -> Result<()> {
+        self.begin(op);
+        if op.whole.is_none() && self.closing.load(Ordering::SeqCst) {
+            self.end(op);
+            return Err(self.gone());
+        }
+        Ok(())
+    }
+
+    /// An operation begins.
     pub(super) fn begin(&self, op: &Op) {
         self.in_flight_bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::SeqCst);
         self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
     }
 
@@ -416,7 +427,7 @@ impl PeerState {
     }
 
     pub(super) fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
-        self.begin(&op);
+        self.begin_posted(&op)?;
         if !self.queue.post(op.clone()) {
             self.end(&op);
             return Err(self.gone());
@@ -588,12 +599,37 @@ const BULK_BYTES: u64 = 512 << 10;
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use super::*;
+    use crate::Peer;
+    use crate::transfer::{Piece, Pieces};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Whoever closed it had found nothing under way, and was told that time was up, at once.
+    #[test]
+    fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
+        let builder = || crate::Endpoint::builder().channels(1);
+        let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let connecting = builder().build().unwrap();
+        let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+        let region = connecting.register_zeroed(64).unwrap();
+        let op = |verb| {
+            let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
+            Arc::new(near.op(verb, pieces, Some(region.memory().clone()), 7))
+        };
+        near.state.closing.store(true, Ordering::SeqCst);
+        let posts: [fn(&Peer, Arc<Op>) -> Result<Transfer>; 2] =
+            [|peer, op| peer.state.post(op), |peer, op| peer.post_read(op)];
+        for (post, verb) in posts.into_iter().zip([Verb::Write, Verb::Read]) {
+            assert_eq!(post(&near, op(verb)).unwrap_err(), Error::Closed);
+        }
+        assert!(!near.state.in_flight() && !near.state.in_bulk());
+        assert_eq!(near.close(LONG), Ok(()));
+    }
 
     /// Its threads would sleep for as long as it waits, and each message would have to wake them.
     #[test]
     fn a_receive_that_nobody_meets_is_no_deep_bulk() {
-        const LONG: Duration = Duration::from_secs(60);
         const BYTES: usize = 16 << 20;
         let accepting =
             crate::Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();

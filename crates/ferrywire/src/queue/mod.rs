@@ -200,14 +200,14 @@ impl SendQueue {
         op.epoch.store(self.lock().join_epoch(), Ordering::Relaxed);
     }
 
-    /// Numbers a send, and queues it, unless it is held.
+    /// Numbers a send that `make` makes, and queues it, unless it is held.
     #[must_use]
-    pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Arc<Op>) -> Option<Arc<Op>> {
+    pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Option<Arc<Op>>) -> Option<Arc<Op>> {
         let mut lanes = self.lock();
         if lanes.closed {
             return None;
         }
-        let op = make(lanes.next_number);
+        let op = make(lanes.next_number)?;
         lanes.next_number += 1;
         op.epoch.store(lanes.join_epoch(), Ordering::Relaxed);
         if !held {

@@ -43,6 +43,17 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
 }
 
+/// It was told again when the endpoint closed, however long after.
+#[test]
+fn what_the_close_of_a_peer_has_told_is_not_told_again() {
+    let (pair, sent) = never_finished();
+    let told = pair.near.close(Duration::from_millis(50));
+    assert!(matches!(told, Err(Error::Deadline { .. })), "{told:?}");
+    assert!(sent.poll().is_some_and(|outcome| outcome.is_err()));
+    drop((pair.near, pair.far));
+    assert_eq!(pair.ends.map(|end| end.close(LIMIT)), [Ok(()), Ok(())]);
+}
+
 /// With threads of its own and without: there whoever waits for a peer turns everything else meanwhile.
 #[test]
 fn whoever_waits_for_a_peer_is_told_when_the_endpoint_closes() {

@@ -290,11 +290,11 @@ impl Link {
         self.session.received()
     }
 
-    /// How it ended, if it was to finish first and did not.
-    pub fn unfinished(&self) -> Option<Error> {
+    /// How it ended, if it was to finish first and did not. Who has closed this peer alone was told, and nobody else is.
+    pub fn unfinished(&self, all_close: bool) -> Option<Error> {
         let peer = &self.peer;
-        let closing = peer.closing.load(Ordering::SeqCst) || peer.abandoned.load(Ordering::SeqCst);
-        let unfinished = closing && peer.unfinished.load(Ordering::SeqCst);
+        let untold = all_close || (peer.abandoned.load(Ordering::SeqCst) && self.close_by.is_none());
+        let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
         unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
