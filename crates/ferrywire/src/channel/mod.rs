@@ -542,9 +542,14 @@ impl Channel {
 
     /// Finishes acknowledged frames whose memory the kernel has let go of.
     pub fn let_go_held(&mut self) {
-        if self.held.is_empty() {
-            return;
+        if !self.held.is_empty() {
+            self.read_notices();
         }
+    }
+
+    /// Takes what the kernel tells of memory that it has let go of, acknowledged or not: until that is read, the socket
+    /// is ready, and nobody who waits for it sleeps.
+    pub fn read_notices(&mut self) {
         let released = self.conn.released();
         while self.held.front().is_some_and(|(end, _)| *end <= released) {
             if let Some((_, entry)) = self.held.pop_front() {

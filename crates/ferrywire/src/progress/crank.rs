@@ -309,7 +309,7 @@ impl Crank {
             slot.channel.unblock();
         }
         if event.error {
-            slot.channel.let_go_held();
+            slot.channel.read_notices();
         }
         if event.readable || event.hangup || event.error {
             return self.receive_at(worker, engine, place);

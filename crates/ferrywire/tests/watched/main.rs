@@ -3,6 +3,7 @@
 //! A [`Watcher`] sees what the engine asks of its transport, where the public API shows nothing of it.
 
 mod descriptors;
+mod notices;
 mod paths;
 mod stuck;
 
@@ -44,6 +45,12 @@ trait Watcher: Debug + Send + Sync + 'static {
     }
     /// A channel's path is looked at.
     fn looking_at_path(&self) {}
+    /// Whether large pieces go out without copies, which ferrywire leaves off over loopback.
+    fn sends_without_copies(&self) -> bool {
+        false
+    }
+    /// The kernel's notices of so many such sends were read.
+    fn noticed(&self, _sends: u64) {}
 }
 
 /// TCP, and who watches it.
@@ -65,7 +72,7 @@ impl<W: Watcher> Watched<W> {
     }
 
     fn watch(&self, conn: Box<dyn Conn>, channel: Option<u64>) -> Box<dyn Conn> {
-        Box::new(WatchedConn { conn, channel, watcher: self.watcher.clone() })
+        Box::new(WatchedConn::new(conn, channel, self.watcher.clone()))
     }
 }
 
@@ -118,7 +125,7 @@ impl<W: Watcher> Bound for WatchedBound<W> {
 
     fn connect(self: Box<Self>) -> io::Result<Box<dyn Conn>> {
         let WatchedBound { bound, channel, watcher } = *self;
-        Ok(Box::new(WatchedConn { conn: bound.connect()?, channel: Some(channel), watcher }))
+        Ok(Box::new(WatchedConn::new(bound.connect()?, Some(channel), watcher)))
     }
 }
 
@@ -131,9 +138,7 @@ impl<W: Watcher> Listener for WatchedListener<W> {
     fn accept(&mut self) -> io::Result<Option<Box<dyn Conn>>> {
         let result = self.listener.accept();
         result.as_ref().err().iter().for_each(|error| self.watcher.accept_failed(error));
-        let watch = |conn| -> Box<dyn Conn> {
-            Box::new(WatchedConn { conn, channel: None, watcher: self.watcher.clone() })
-        };
+        let watch = |conn| -> Box<dyn Conn> { Box::new(WatchedConn::new(conn, None, self.watcher.clone())) };
         result.map(|conn| conn.map(watch))
     }
 
@@ -151,12 +156,62 @@ struct WatchedConn<W> {
     /// Its number, counted as they are bound, if it is a channel's that we dialled.
     channel: Option<u64>,
     watcher: Arc<W>,
+    uncopied: Uncopied,
+}
+
+/// The sends of a connection that left the memory in place.
+#[derive(Default)]
+struct Uncopied {
+    sent_bytes: u64,
+    /// Such sends that the kernel has not told of.
+    unfinished: u64,
+    /// What was sent when it had told of all.
+    released_bytes: u64,
+}
+
+impl<W: Watcher> WatchedConn<W> {
+    fn new(conn: Box<dyn Conn>, channel: Option<u64>, watcher: Arc<W>) -> WatchedConn<W> {
+        WatchedConn { conn, channel, watcher, uncopied: Uncopied::default() }
+    }
+
+    fn took(&mut self, result: io::Result<usize>) -> io::Result<usize> {
+        self.uncopied.sent_bytes += *result.as_ref().unwrap_or(&0) as u64;
+        result
+    }
 }
 
 impl<W: Watcher> Conn for WatchedConn<W> {
     unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
         // SAFETY: promised by the caller.
-        unsafe { self.conn.send(pieces) }
+        let sent = unsafe { self.conn.send(pieces) };
+        self.took(sent)
+    }
+
+    fn zero_copy(&self) -> bool {
+        self.watcher.sends_without_copies()
+    }
+
+    unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+        let fd = self.conn.fd().filter(|_| self.watcher.sends_without_copies());
+        // SAFETY: promised by the caller.
+        let Some(fd) = fd else { return unsafe { self.send(pieces) } };
+        // SAFETY: likewise.
+        let sent = unsafe { send_uncopied(fd, pieces) };
+        self.uncopied.unfinished += u64::from(sent.is_ok());
+        self.took(sent)
+    }
+
+    fn released(&mut self) -> u64 {
+        let Some(fd) = self.conn.fd().filter(|_| self.watcher.sends_without_copies()) else {
+            return u64::MAX;
+        };
+        let finished = take_notices(fd);
+        self.watcher.noticed(finished);
+        self.uncopied.unfinished -= finished;
+        if self.uncopied.unfinished == 0 {
+            self.uncopied.released_bytes = self.uncopied.sent_bytes;
+        }
+        self.uncopied.released_bytes
     }
 
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
@@ -189,5 +244,48 @@ impl<W: Watcher> Conn for WatchedConn<W> {
 
     fn remote(&self) -> SocketAddr {
         self.conn.remote()
+    }
+}
+
+/// Sends, and has the kernel read the memory where it is.
+///
+/// # Safety
+/// Each piece stays readable until the kernel has told that the send is finished.
+unsafe fn send_uncopied(fd: RawFd, pieces: &[IoVec]) -> io::Result<usize> {
+    let on: libc::c_int = 1;
+    let size = size_of_val(&on) as libc::socklen_t;
+    // SAFETY: the option is an integer.
+    unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, (&raw const on).cast(), size) };
+    let mut pieces: Vec<libc::iovec> =
+        pieces.iter().map(|piece| libc::iovec { iov_base: piece.base.cast(), iov_len: piece.len }).collect();
+    // SAFETY: all zero is a message without anything.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (pieces.as_mut_ptr(), pieces.len());
+    let flags = libc::MSG_ZEROCOPY | libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: the message names pieces that are readable for as long as the kernel reads them, as promised.
+    let sent = unsafe { libc::sendmsg(fd, &raw const message, flags) };
+    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+}
+
+/// Reads all notices of a socket; the number of sends that they are about.
+fn take_notices(fd: RawFd) -> u64 {
+    let mut sends = 0;
+    loop {
+        let mut control = [0_u64; 16];
+        // SAFETY: all zero is a message without anything.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_control = control.as_mut_ptr().cast();
+        message.msg_controllen = size_of_val(&control);
+        // SAFETY: the message has room for what it says.
+        if unsafe { libc::recvmsg(fd, &raw mut message, libc::MSG_ERRQUEUE | libc::MSG_DONTWAIT) } < 0 {
+            return sends;
+        }
+        // SAFETY: the kernel wrote whole control messages; a `sock_extended_err` follows the head of the first.
+        let told = unsafe {
+            let head = libc::CMSG_FIRSTHDR(&raw const message);
+            assert!(!head.is_null());
+            libc::CMSG_DATA(head).cast::<libc::sock_extended_err>().read_unaligned()
+        };
+        sends += u64::from(told.ee_data - told.ee_info) + 1;
     }
 }
