@@ -34,8 +34,7 @@ const QUEUE_MASK: u64 = 0xffff_ffff;
 /// Rules and entries that are believed: no NIC has more.
 const RULES_MAX: usize = 1 << 20;
 const SPREAD_MAX: usize = 1 << 16;
-/// Rules that may be added by others between counting and listing, and how often that is tried.
-const LIST_SLACK: usize = 16;
+/// Others may add or remove rules between counting and listing: how often that is tried.
 const LISTS_MAX: usize = 8;
 
 /// `struct ethtool_rx_flow_spec`; `gap` and `end` are what the compiler would leave empty.
@@ -184,22 +183,9 @@ impl Flows {
     pub fn insert(&self, flow: &Flow) -> io::Result<u32> {
         let mut command = RuleCommand::new(ETHTOOL_SRXCLSRLINS);
         command.spec = flow.spec();
-        command.spec.location = self.free_location()?;
+        command.spec.location = free_location(self)?;
         self.call(&mut command)?;
         Ok(command.spec.location)
-    }
-
-    /// Where the next rule may go: "anywhere" where the driver takes that, else the last place that is free.
-    fn free_location(&self) -> io::Result<u32> {
-        let table = self.table()?;
-        if table.data & RX_CLS_LOC_SPECIAL != 0 {
-            return Ok(RX_CLS_LOC_ANY);
-        }
-        let mut taken = self.rules()?;
-        taken.sort_unstable();
-        let places = u32::try_from(table.data & !RX_CLS_LOC_SPECIAL).unwrap_or(0).min(RULES_MAX as u32);
-        let free = (0..places).rev().find(|place| taken.binary_search(place).is_err());
-        free.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))
     }
 
     /// Removes the rule there.
@@ -219,43 +205,7 @@ impl Flows {
 
     /// Locations of all rules.
     pub fn rules(&self) -> io::Result<Vec<u32>> {
-        for _ in 0..LISTS_MAX {
-            let room = (self.table()?.rule_cnt as usize).min(RULES_MAX) + LIST_SLACK;
-            match self.list(room) {
-                Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) => {}
-                other => return other,
-            }
-        }
-        Err(io::Error::from_raw_os_error(libc::EMSGSIZE))
-    }
-
-    /// How many rules there are, and places for them.
-    fn table(&self) -> io::Result<RuleCommand> {
-        let mut command = RuleCommand::new(ETHTOOL_GRXCLSRLCNT);
-        self.call(&mut command)?;
-        Ok(command)
-    }
-
-    fn list(&self, room: usize) -> io::Result<Vec<u32>> {
-        // Words of eight bytes, as the structure is aligned.
-        let mut words = vec![0_u64; (LOCATIONS_AT + 4 * room).div_ceil(8).max(size_of::<RuleCommand>() / 8)];
-        let command: *mut RuleCommand = words.as_mut_ptr().cast();
-        let mut head = RuleCommand::new(ETHTOOL_GRXCLSRLALL);
-        head.rule_cnt = room as u32;
-        // SAFETY: the words are as long and as aligned as the structure, at least.
-        unsafe { command.write(head) };
-        // SAFETY: behind the structure there is room for as many locations as it says.
-        unsafe { self.call_at(command.cast()) }?;
-        let word = |at: usize| {
-            let word = words[at / 8].to_ne_bytes();
-            u32::from_ne_bytes(if at.is_multiple_of(8) {
-                [word[0], word[1], word[2], word[3]]
-            } else {
-                [word[4], word[5], word[6], word[7]]
-            })
-        };
-        let count = (word(LOCATIONS_AT - 4) as usize).min(room);
-        Ok((0..count).map(|i| word(LOCATIONS_AT + 4 * i)).collect())
+        Ok(listed(self)?.locations)
     }
 
     /// Receive queues over which flows can be spread.
@@ -306,9 +256,93 @@ impl Flows {
     }
 }
 
+/// What a driver tells of its rules. A trait, so that tests can answer as drivers do.
+trait Driver {
+    /// How many there are, and what it says of places: their number or 0, and whether it chooses them.
+    fn counted(&self) -> io::Result<(usize, u64)>;
+    /// At most so many of them.
+    fn list(&self, room: usize) -> io::Result<Listed>;
+}
+
+/// Rules of a NIC.
+#[derive(Debug, PartialEq, Eq)]
+struct Listed {
+    /// How many it can have.
+    places: u64,
+    locations: Vec<u32>,
+}
+
+impl Driver for Flows {
+    fn counted(&self) -> io::Result<(usize, u64)> {
+        let mut command = RuleCommand::new(ETHTOOL_GRXCLSRLCNT);
+        self.call(&mut command)?;
+        Ok((command.rule_cnt as usize, command.data))
+    }
+
+    fn list(&self, room: usize) -> io::Result<Listed> {
+        // Words of eight bytes, as the structure is aligned.
+        let mut words = vec![0_u64; (LOCATIONS_AT + 4 * room).div_ceil(8).max(size_of::<RuleCommand>() / 8)];
+        let command: *mut RuleCommand = words.as_mut_ptr().cast();
+        let mut head = RuleCommand::new(ETHTOOL_GRXCLSRLALL);
+        head.rule_cnt = room as u32;
+        // SAFETY: the words are as long and as aligned as the structure, at least.
+        unsafe { command.write(head) };
+        // SAFETY: behind the structure there is room for as many locations as it says.
+        unsafe { self.call_at(command.cast()) }?;
+        let word = |at: usize| {
+            let word = words[at / 8].to_ne_bytes();
+            u32::from_ne_bytes(if at.is_multiple_of(8) {
+                [word[0], word[1], word[2], word[3]]
+            } else {
+                [word[4], word[5], word[6], word[7]]
+            })
+        };
+        let count = (word(LOCATIONS_AT - 4) as usize).min(room);
+        let locations = (0..count).map(|i| word(LOCATIONS_AT + 4 * i)).collect();
+        Ok(Listed { places: words[offset_of!(RuleCommand, data) / 8], locations })
+    }
+}
+
+/// All rules, each once. Asks for exactly as many as were counted: with more room some drivers (mlx5) look for more and
+/// fail, and others (gve) leave the rest as it was, which reads as rules at place 0.
+fn listed(driver: &impl Driver) -> io::Result<Listed> {
+    let mut failed = io::Error::from_raw_os_error(libc::EMSGSIZE);
+    for _ in 0..LISTS_MAX {
+        let room = driver.counted()?.0.min(RULES_MAX);
+        match driver.list(room) {
+            // There are more by now; or fewer, for a driver that looks for as many as were asked for.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EMSGSIZE | libc::EINVAL)) => {
+                failed = error
+            }
+            Err(error) => return Err(error),
+            Ok(mut listed) => {
+                listed.locations.sort_unstable();
+                listed.locations.dedup();
+                return Ok(listed);
+            }
+        }
+    }
+    Err(failed)
+}
+
+/// Where the next rule may go: "anywhere" where the driver takes that, else the last place that is free.
+fn free_location(driver: &impl Driver) -> io::Result<u32> {
+    let (_, data) = driver.counted()?;
+    if data & RX_CLS_LOC_SPECIAL != 0 {
+        return Ok(RX_CLS_LOC_ANY);
+    }
+    let Listed { places, locations: taken } = listed(driver)?;
+    // Some say only with the list how many there are.
+    let places = if data == 0 { places & !RX_CLS_LOC_SPECIAL } else { data };
+    let places = u32::try_from(places).unwrap_or(0).min(RULES_MAX as u32);
+    let free = (0..places).rev().find(|place| taken.binary_search(place).is_err());
+    free.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::{Cell, RefCell};
 
     fn end(text: &str) -> SocketAddr {
         text.parse().expect("an address")
@@ -352,6 +386,89 @@ mod tests {
             let mut spec = good;
             change(&mut spec);
             assert_eq!(Flow::of(&spec), None, "change {i}");
+        }
+    }
+
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    enum Kind {
+        /// Says with the count how many places there are, and how many rules it has listed.
+        Usual,
+        /// Goes from place to place until it has as many as were asked for, past the last one too.
+        Mlx5,
+        /// Never says how many it has listed, so that all that were asked for count.
+        Gve,
+    }
+
+    const PLACES: u64 = 1024;
+
+    /// A NIC of each kind with these rules; `comes` is one that others add, and `goes` one that they remove, after the
+    /// next count.
+    struct Fake {
+        kind: Kind,
+        rules: RefCell<Vec<u32>>,
+        comes: Cell<Option<u32>>,
+        goes: Cell<Option<u32>>,
+    }
+
+    impl Fake {
+        fn new(kind: Kind, rules: &[u32]) -> Fake {
+            Fake { kind, rules: RefCell::new(rules.to_vec()), comes: Cell::default(), goes: Cell::default() }
+        }
+    }
+
+    impl Driver for Fake {
+        fn counted(&self) -> io::Result<(usize, u64)> {
+            let count = self.rules.borrow().len();
+            self.rules.borrow_mut().extend(self.comes.take());
+            let goes = self.goes.take();
+            self.rules.borrow_mut().retain(|rule| Some(*rule) != goes);
+            Ok((count, if self.kind == Kind::Usual { PLACES } else { 0 }))
+        }
+
+        fn list(&self, room: usize) -> io::Result<Listed> {
+            let mut locations = self.rules.borrow().clone();
+            match self.kind {
+                Kind::Mlx5 if room > locations.len() => {
+                    return Err(io::Error::from_raw_os_error(libc::EINVAL));
+                }
+                Kind::Mlx5 => locations.truncate(room),
+                _ if room < locations.len() => return Err(io::Error::from_raw_os_error(libc::EMSGSIZE)),
+                Kind::Gve => locations.resize(room, 0),
+                Kind::Usual => {}
+            }
+            Ok(Listed { places: PLACES, locations })
+        }
+    }
+
+    #[test]
+    fn every_driver_lists_its_rules_and_has_a_place_for_one_more() {
+        let last = PLACES as u32 - 1;
+        for kind in [Kind::Usual, Kind::Mlx5, Kind::Gve] {
+            for rules in [&[][..], &[7], &[0, 7, last]] {
+                let driver = Fake::new(kind, rules);
+                let locations = listed(&driver).map(|listed| listed.locations);
+                assert_eq!(locations.expect("it answers"), rules, "{kind:?}");
+                let free = last - u32::from(rules.contains(&last));
+                assert_eq!(free_location(&driver).expect("there is room"), free, "{kind:?} with {rules:?}");
+            }
+            let full = Fake::new(kind, &(0..=last).collect::<Vec<_>>());
+            let error = free_location(&full).expect_err("no place is left");
+            assert_eq!(error.raw_os_error(), Some(libc::ENOSPC), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn rules_that_come_and_go_while_they_are_listed_are_no_obstacle() {
+        for kind in [Kind::Usual, Kind::Mlx5, Kind::Gve] {
+            let driver = Fake::new(kind, &[7, 9]);
+            driver.comes.set(Some(11));
+            let locations = listed(&driver).expect("it answers").locations;
+            assert!(locations.starts_with(&[7, 9]), "{kind:?}: {locations:?}");
+            let driver = Fake::new(kind, &[7, 9]);
+            driver.goes.set(Some(9));
+            let locations = listed(&driver).expect("it answers").locations;
+            // What was never written reads as place 0.
+            assert!(locations == [7] || (kind == Kind::Gve && locations == [0, 7]), "{kind:?}: {locations:?}");
         }
     }
 
