@@ -195,7 +195,8 @@ impl Flows {
         self.call(&mut command)
     }
 
-    /// The rule there: `None` for one that is not about a single TCP connection. `ENOENT` where there is none.
+    /// The rule there: `None` for one that is not about a single TCP connection. `ENOENT` where there is none, or what the
+    /// driver says instead (`EINVAL` of gve, bnxt, fbnic).
     pub fn rule(&self, location: u32) -> io::Result<Option<Flow>> {
         let mut command = RuleCommand::new(ETHTOOL_GRXCLSRULE);
         command.spec.location = location;
@@ -468,7 +469,10 @@ mod tests {
             driver.goes.set(Some(9));
             let locations = listed(&driver).expect("it answers").locations;
             // What was never written reads as place 0.
-            assert!(locations == [7] || (kind == Kind::Gve && locations == [0, 7]), "{kind:?}: {locations:?}");
+            assert!(
+                locations == [7] || (kind == Kind::Gve && locations == [0, 7]),
+                "{kind:?}: {locations:?}"
+            );
         }
     }
 

@@ -233,7 +233,7 @@ impl Claim {
                 );
             }
             Ok(_) => {}
-            Err(ref error) => tracing::warn!("NIC {nic}: {count} rules could not be removed: {error}"),
+            Err(ref error) => tracing::warn!("NIC {nic}: not all of {count} rules could be removed: {error}"),
         }
         deleted.is_ok()
     }

@@ -11,6 +11,7 @@ use super::kernel::Host;
 use super::record::Claimed;
 use super::settings::{Bench, Others};
 use crate::sys::flow::Flow;
+use crate::sys::netlink::NetlinkError;
 use crate::sys::nics;
 
 /// Undoes what earlier runs have left in this network namespace; says what that was. For whoever has just started,
@@ -102,28 +103,46 @@ impl Bench<'_, '_> {
         found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect()
     }
 
-    /// Removes the rules of a claim that are there and still the same; gives their number.
+    /// Removes the rules of a claim that are there and still the same; gives their number. One that cannot be removed is
+    /// an error, once all the others were looked at.
     pub fn delete_rules(&mut self, claimed: &Claimed, in_use: &[Flow]) -> Result<usize, String> {
-        let mut removed = 0;
-        let told = |error: &dyn std::fmt::Display| error.to_string();
+        let (mut removed, mut failed) = (0, None);
         for (flow, location) in claimed.rules.iter().filter(|(flow, _)| !in_use.contains(flow)) {
             let places = match location {
-                Some(location) => vec![*location],
+                Some(location) => Ok(vec![*location]),
                 // Written down, and maybe done: it would be somewhere.
-                None => self.kernel.rules().map_err(|error| told(&error))?,
+                None => self.kernel.rules(),
             };
-            for place in places {
-                match self.kernel.rule(place) {
-                    Ok(Some(found)) if found == *flow => {
-                        self.kernel.delete(place).map_err(|error| told(&error))?;
-                        removed += 1;
+            for place in places.unwrap_or_else(|error| {
+                failed.get_or_insert(error);
+                Vec::new()
+            }) {
+                match self.delete_if_at(place, flow) {
+                    Ok(was_there) => removed += usize::from(was_there),
+                    Err(error) => {
+                        failed.get_or_insert(error);
                     }
-                    Ok(_) => {}
-                    Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => {}
-                    Err(error) => return Err(told(&error)),
                 }
             }
         }
-        Ok(removed)
+        failed.map_or(Ok(removed), |error| Err(error.to_string()))
+    }
+
+    fn delete_if_at(&mut self, place: u32, flow: &Flow) -> Result<bool, NetlinkError> {
+        let was_there = self.flow_at(place)?.as_ref() == Some(flow);
+        if was_there {
+            self.kernel.delete(place)?;
+        }
+        Ok(was_there)
+    }
+
+    /// The connection that the rule at a place is about, if there is one and it is about one.
+    pub fn flow_at(&mut self, place: u32) -> Result<Option<Flow>, NetlinkError> {
+        match self.kernel.rule(place) {
+            Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => Ok(None),
+            // How some drivers (gve, bnxt, fbnic) say that there is none. It may mean more: the list tells.
+            Err(error) if error.errno == libc::EINVAL && !self.kernel.rules()?.contains(&place) => Ok(None),
+            flow => flow,
+        }
     }
 }

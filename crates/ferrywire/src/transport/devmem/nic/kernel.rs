@@ -26,7 +26,7 @@ pub(super) trait Kernel: Send {
     fn set_spread(&mut self, table: &[u32]) -> Result<()>;
     fn insert(&mut self, flow: &Flow) -> Result<u32>;
     fn delete(&mut self, location: u32) -> Result<()>;
-    /// The rule there, if it is about a single connection. `ENOENT`: there is none.
+    /// The rule there, if it is about a single connection. `ENOENT`, or `EINVAL` of some drivers: there is none.
     fn rule(&mut self, location: u32) -> Result<Option<Flow>>;
     fn rules(&mut self) -> Result<Vec<u32>>;
     fn bind(&mut self, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Result<u32>;

@@ -245,6 +245,36 @@ fn what_cannot_be_undone_now_is_tried_again() {
     assert_eq!(nic.state(), untouched());
 }
 
+/// gve, bnxt and fbnic have other words than mlx5 for a place without a rule.
+#[test]
+fn a_rule_that_is_gone_is_no_obstacle_whatever_the_driver_calls_that() {
+    for errno in [libc::ENOENT, libc::EINVAL] {
+        let nic = Nic::new(untouched());
+        nic.says_of_absent_rules(errno);
+        let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+        let rules: Vec<Rule> = (1..=3)
+            .map(|port| claim.steer(end(PAIR[0]), SocketAddr::new(end(PAIR[1]).ip(), port)).expect("room"))
+            .collect();
+        nic.change(|state| state.rules.retain(|place, _| *place != rules[0].location));
+        drop(claim);
+        assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]), "errno {errno}");
+    }
+}
+
+#[test]
+fn a_rule_that_cannot_be_looked_at_does_not_keep_the_others() {
+    let nic = Nic::new(untouched());
+    let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+    for port in 1..=3 {
+        claim.steer(end(PAIR[0]), SocketAddr::new(end(PAIR[1]).ip(), port)).expect("room");
+    }
+    nic.refuse("rule", false);
+    drop(claim);
+    assert_eq!(nic.state().rules.len(), 1, "{:?}", nic.state().rules);
+    assert!(nic.clean().join("\n").contains("1 rule removed"));
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
 #[test]
 fn a_setting_that_others_need_by_now_is_left_for_later() {
     let nic = Nic::new(untouched());

@@ -59,6 +59,8 @@ struct Inside {
     /// What is refused, or not done in spite of a yes.
     refused: &'static str,
     lies: bool,
+    /// What is said of a place without a rule, where that is not `ENOENT`.
+    absent: Option<i32>,
     changes: usize,
     bindings: u32,
     /// Copies of state and journal around each change.
@@ -119,6 +121,15 @@ impl Nic {
     pub fn refuse(&self, what: &'static str, lies: bool) {
         let mut inside = self.inside();
         (inside.refused, inside.lies) = (what, lies);
+    }
+
+    /// From now on says this of a place without a rule, as some drivers do.
+    pub fn says_of_absent_rules(&self, errno: i32) {
+        self.inside().absent = Some(errno);
+    }
+
+    fn absent(&self) -> NetlinkError {
+        refusal(self.inside().absent.unwrap_or(libc::ENOENT), "")
     }
 
     pub fn kernel(&self) -> Box<FakeKernel> {
@@ -308,13 +319,19 @@ impl Kernel for FakeKernel {
     }
 
     fn delete(&mut self, location: u32) -> Result<()> {
-        self.change("delete", |state| {
-            state.rules.remove(&location).map(drop).ok_or_else(|| refusal(libc::ENOENT, ""))
-        })
+        let absent = self.nic.absent();
+        self.change("delete", |state| state.rules.remove(&location).map(drop).ok_or(absent))
     }
 
     fn rule(&mut self, location: u32) -> Result<Option<Flow>> {
-        self.nic.state().rules.get(&location).copied().ok_or_else(|| refusal(libc::ENOENT, ""))
+        let mut inside = self.nic.inside();
+        if inside.refused == "rule" {
+            // Once.
+            inside.refused = "nothing";
+            return Err(refusal(libc::EIO, "not today"));
+        }
+        drop(inside);
+        self.nic.state().rules.get(&location).copied().ok_or_else(|| self.nic.absent())
     }
 
     fn rules(&mut self) -> Result<Vec<u32>> {
