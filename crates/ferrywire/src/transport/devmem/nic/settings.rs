@@ -14,6 +14,7 @@ use super::journal::Locked;
 use super::kernel::Kernel;
 use super::record::{Settings, Spread};
 use crate::sys::ethtool::{Rings, Split};
+use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 
 /// A process that was killed lets its bindings go within this.
@@ -159,14 +160,16 @@ impl Bench<'_, '_> {
     /// Whether it has to be tried again by a later start.
     fn tell(&self, told: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
         let nic = self.nic;
+        let later = matches!(done, Err(_) | Ok(Back::Later(_)));
         told.push(match &done {
             Ok(Back::Done) => format!("NIC {nic}: {what} is as it was before"),
             Ok(Back::Left(why)) => format!("NIC {nic}: {what} is left as it is: {why}"),
+            Ok(Back::Later(until)) => format!("NIC {nic}: {what} is left as it is until {until}"),
             Err(error) => {
                 format!("NIC {nic}: {what} could not be put back ({error}); the next start tries again")
             }
         });
-        done.is_err()
+        later
     }
 
     fn put_spread_back(&mut self, spread: &Spread) -> Result<Back, NetlinkError> {
@@ -191,10 +194,29 @@ impl Bench<'_, '_> {
         if !self.kernel.ntuple()?.on {
             return Ok(Back::Done);
         }
-        if !self.kernel.rules()?.is_empty() {
+        let left = self.kernel.rules()?;
+        if !self.all_known(&left)? {
             return Ok(Back::Left("there are rules of others now, which need it"));
         }
+        if !left.is_empty() {
+            return Ok(Back::Later("rules of ours are gone that could not be removed"));
+        }
         self.kernel.set_ntuple(false).map(|()| Back::Done)
+    }
+
+    /// Whether the rules at these places are those of claims that are still written down.
+    fn all_known(&mut self, places: &[u32]) -> Result<bool, NetlinkError> {
+        if places.is_empty() {
+            return Ok(true);
+        }
+        let claims = self.journal.claims().into_iter().filter_map(|claim| claim.claimed);
+        let known: Vec<Flow> = claims.flat_map(|claim| claim.rules).map(|(flow, _)| flow).collect();
+        for place in places {
+            if !self.flow_at(*place)?.is_some_and(|flow| known.contains(&flow)) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     fn put_rings_back(&mut self, before: Rings, others: Others) -> Result<Back, NetlinkError> {
@@ -270,6 +292,8 @@ pub(super) enum Others {
 enum Back {
     Done,
     Left(&'static str),
+    /// Not before this.
+    Later(&'static str),
 }
 
 /// What is wrong with rings; `None` where nothing is, as far as is told.

@@ -276,6 +276,40 @@ fn a_rule_that_cannot_be_looked_at_does_not_keep_the_others() {
 }
 
 #[test]
+fn rules_for_flows_are_switched_off_once_our_own_could_be_removed() {
+    for place_is_known in [true, false] {
+        let nic = Nic::new(untouched());
+        let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+        claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+        if !place_is_known {
+            claim.claimed.rules[0].1 = None;
+            claim.write().expect("written");
+        }
+        nic.refuse("delete", false);
+        drop(claim);
+        let now = nic.state();
+        assert!(now.ntuple.on && now.rules.len() == 1, "its own rule needs it: {now:?}");
+        let told = nic.clean().join("\n");
+        assert!(told.contains("has left rules") && told.contains("until rules of ours"), "{told}");
+        nic.refuse("nothing", false);
+        let told = nic.clean().join("\n");
+        assert!(told.contains("1 rule removed") && told.contains("ntuple) is as it was"), "{told}");
+        assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+        // With a rule of others beside it, that is a reason to leave it on for good.
+        let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+        claim.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+        nic.change(|state| state.rules.extend([(0, Some(foreign()))]));
+        nic.refuse("delete", false);
+        drop(claim);
+        nic.refuse("nothing", false);
+        nic.clean();
+        let now = nic.state();
+        assert!(now.ntuple.on, "rules of others need it");
+        assert_eq!((now.rules, nic.files()), ([(0, Some(foreign()))].into(), vec!["lock".to_owned()]));
+    }
+}
+
+#[test]
 fn a_setting_that_others_need_by_now_is_left_for_later() {
     let nic = Nic::new(untouched());
     let claim = nic.claim(&wish(1, true)).expect("allowed");
