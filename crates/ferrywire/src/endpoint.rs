@@ -32,7 +32,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
 /// closes its peers in an orderly way, and waits for what was posted to them as long as that gets on.
@@ -383,7 +383,8 @@ impl Endpoint {
     }
 
     /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
-    /// own deadline, and says the same.
+    /// own deadline, and says the same. With devmem TCP it gives the queues of NICs back: where another run holds a NIC
+    /// until the deadline (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
     ///
     /// # Errors
     /// [`Error::Deadline`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
@@ -517,13 +518,16 @@ impl Inner {
     /// Without a deadline what was posted is finished as long as it gets on.
     fn finish(&self, deadline: Option<Duration>) -> Result<()> {
         let engine = &self.engine;
+        // The host's clock: so long it takes others to be done with a NIC.
+        let began = Instant::now();
+        let left = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_sub(began.elapsed()));
         self.lobby.close();
         engine.with_control(|control| match deadline {
             Some(deadline) => control.close_all(engine, deadline),
             None => control.drain_all(engine),
         });
-        let (drains, deadline) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
-        let mut is_idle = self.wait_idle(deadline.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
+        let (drains, limit) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
+        let mut is_idle = self.wait_idle(limit.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
         if !is_idle {
             // Nothing may wait for this endpoint for ever, however its peers are.
             engine.with_control(|control| control.abort_all(engine));
@@ -545,11 +549,11 @@ impl Inner {
         // What the threads left to somebody who may wait.
         idle::clear();
         if let Some(carrier) = &engine.carrier {
-            carrier.end();
+            carrier.end(left());
         }
         match unfinished {
             None if is_idle => Ok(()),
-            how => Err(not_closed(how.unwrap_or(Error::Closed), deadline)),
+            how => Err(not_closed(how.unwrap_or(Error::Closed), limit)),
         }
     }
 }

@@ -195,6 +195,11 @@ pub const SIM_GPU_BLOCKING_DEADLINE: Duration = Duration::from_secs(120);
 pub const ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// A peer that was dropped is closed when nothing of what was posted to it has got on for so long.
 pub const DRAIN_DEADLINE: Duration = Duration::from_secs(5);
+/// Whoever changes settings of a NIC is done within this, or is stopped: others wait for it no longer.
+pub const NIC_LOCK_DEADLINE: Duration = Duration::from_secs(30);
+/// An endpoint that is closed waits this long, if need be, for whoever changes settings of a NIC, however little of its
+/// deadline is left: what is not undone then is left to the next start.
+pub const NIC_END_MIN: Duration = Duration::from_secs(2);
 /// A place of a plugin's source that logs too much is heard again after this time.
 pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// Both directions of a lane have this long to come about.
@@ -232,6 +237,7 @@ pub const DEVMEM_POOL_BYTES_MAX: usize = 2 << 30;
 
 const _: () = assert!(STAGING_OUT_RING_BYTES <= USELESS_BYTES_MAX);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
+const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_DEADLINE.as_millis());
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
 const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);

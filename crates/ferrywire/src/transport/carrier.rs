@@ -74,10 +74,11 @@ impl Carrier {
     }
 
     /// The endpoint is closed: what was set at NICs for it is undone, though somebody may hold the endpoint for ever.
-    pub fn end(&self) {
+    /// Waits about so long at most for others who change those NICs.
+    pub fn end(&self, limit: Duration) {
         match self {
             Carrier::Plugin(_) => {}
-            Carrier::Devmem(host) => host.end(),
+            Carrier::Devmem(host) => host.end(limit),
         }
     }
 

@@ -13,13 +13,14 @@ use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::limits;
 use crate::memory::unpack::{GatherDevice, Mapped, UnpackMode};
 use crate::memory::{Gpu, Memory, Place};
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// One NIC's queues with the pool that they fill.
 pub(crate) struct Device {
@@ -143,9 +144,12 @@ impl Host {
         self.devices.iter().map(|device| device.name.clone()).collect()
     }
 
-    /// Gives the queues back, and undoes what was set for them.
-    pub fn end(&self) {
-        self.devices.iter().for_each(|device| device.steering.end());
+    /// Gives the queues back, and undoes what was set for them. Waits about so long at most for others who change NICs.
+    pub fn end(&self, limit: Duration) {
+        let by = Instant::now() + limit.min(limits::NIC_LOCK_DEADLINE);
+        for device in &self.devices {
+            device.steering.end(by.max(Instant::now() + limits::NIC_END_MIN));
+        }
     }
 
     pub fn required(&self) -> bool {

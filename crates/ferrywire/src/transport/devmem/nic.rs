@@ -28,6 +28,7 @@ use std::path::Path;
 
 pub use cleanup::{clean_up, clean_up_in};
 pub use error::{Missing, NicError};
+pub(super) use journal::EndBy;
 pub use possible::{Possible, possible};
 
 use super::DevmemError;
@@ -57,6 +58,7 @@ pub struct Claim {
     allow_nic_setup: bool,
     kernel: Box<dyn Kernel>,
     journal: Journal,
+    end_by: EndBy,
     /// Says that the claim lives; gone when it has ended.
     file: Option<ClaimFile>,
     /// What the file says.
@@ -121,8 +123,9 @@ impl Claim {
             return Err(error);
         }
         drop(locked);
+        let (nic, end_by, file) = (nic.to_owned(), EndBy::default(), Some(file));
         let allow_nic_setup = wish.allow_nic_setup;
-        Ok(Claim { nic: nic.to_owned(), index, allow_nic_setup, kernel, journal, file: Some(file), claimed })
+        Ok(Claim { nic, index, allow_nic_setup, kernel, journal, end_by, file, claimed })
     }
 
     /// Binds all queues to a dma-buf: payload of flows that are steered here lands in it. Gives the binding's number.
@@ -134,7 +137,7 @@ impl Claim {
             Err(error) => return Err(DevmemError::bind_rx(&self.nic, queues, &error).into()),
         }
         // Drivers that split by themselves say that it is on, and the kernel wants it asked for.
-        let mut locked = self.journal.lock()?;
+        let mut locked = self.journal.lock_by(&self.end_by)?;
         Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked }.split(true)?;
         let bound = self.kernel.bind(queues, dmabuf);
         bound.map_err(|error| DevmemError::bind_rx(&self.nic, queues, &error).into())
@@ -166,7 +169,7 @@ impl Claim {
 
     fn insert(&mut self, flow: &Flow) -> Result<u32, NicError> {
         // Nobody else of us looks for a free place meanwhile.
-        let _locked = self.journal.lock()?;
+        let _locked = self.journal.lock_by(&self.end_by)?;
         self.write()?;
         self.kernel.insert(flow).map_err(|error| self.rule_error(&error))
     }
@@ -175,10 +178,22 @@ impl Claim {
     pub fn unsteer(&mut self, rule: Rule) {
         let ours = (rule.flow, Some(rule.location));
         let Some(at) = self.claimed.rules.iter().position(|known| *known == ours) else { return };
-        if self.delete_rules(vec![ours]) {
+        let deleted = self.journal.lock_by(&self.end_by).map(|mut locked| {
+            let kernel = &mut *self.kernel;
+            delete_rules(&mut Bench { nic: &self.nic, kernel, journal: &mut locked }, vec![ours])
+        });
+        if deleted.unwrap_or_else(|error| {
+            tracing::warn!("a rule is not removed before the claim ends: {error}");
+            false
+        }) {
             self.claimed.rules.swap_remove(at);
             self.write_or_tell();
         }
+    }
+
+    /// Until when it may wait for others who change the NIC, where that has an end.
+    pub(super) fn end_by(&self) -> EndBy {
+        self.end_by.clone()
     }
 
     /// The kernel's number of the NIC.
@@ -214,40 +229,21 @@ impl Claim {
         NicError::setting(&self.nic, "steer a connection to a claimed queue", hint, error)
     }
 
-    /// Whether they are gone.
-    fn delete_rules(&mut self, rules: Vec<(Flow, Option<u32>)>) -> bool {
-        let (nic, count) = (&self.nic, rules.len());
-        let claimed = Claimed { rules, ..Claimed::default() };
-        let deleted = match self.journal.lock() {
-            Ok(mut locked) => {
-                let mut bench = Bench { nic, kernel: &mut *self.kernel, journal: &mut locked };
-                bench.delete_rules(&claimed, &[])
-            }
-            Err(error) => Err(error.to_string()),
-        };
-        match deleted {
-            Ok(deleted) if deleted < count => {
-                tracing::warn!(
-                    "NIC {nic}: {} rules of ours were removed or changed by others",
-                    count - deleted
-                );
-            }
-            Ok(_) => {}
-            Err(ref error) => tracing::warn!("NIC {nic}: not all of {count} rules could be removed: {error}"),
-        }
-        deleted.is_ok()
-    }
-
-    /// Puts settings back that no other claim needs.
-    fn end(&mut self, is_clean: bool) -> Result<Vec<String>, NicError> {
+    /// Removes its rules and binding, and puts settings back that no other claim needs. Waits for others at the NIC once;
+    /// where they go on for too long only the binding ends, and the rest is left as by a kill.
+    fn end(&mut self) -> Result<Vec<String>, NicError> {
+        // Kept until the binding has ended: whoever finds a claim dead looks for none.
         let Some(file) = self.file.take() else { return Ok(Vec::new()) };
-        let mut locked = self.journal.lock()?;
+        let locked = self.journal.lock_by(&self.end_by);
+        let mut locked = locked.inspect_err(|_| self.kernel.unbind())?;
+        let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
+        let is_clean = delete_rules(&mut bench, std::mem::take(&mut self.claimed.rules));
+        bench.kernel.unbind();
         // What could not be undone stays written down: for the next start, as if this process had been killed.
         if is_clean {
-            locked.remove_claim(&file.name());
+            bench.journal.remove_claim(&file.name());
         }
         drop(file);
-        let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
         let live = bench.live();
         Ok(bench.let_go(&live, Others::Live))
     }
@@ -255,16 +251,27 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        let rules = self.claimed.rules.clone();
-        let is_clean = rules.is_empty() || self.delete_rules(rules);
-        self.kernel.unbind();
-        match self.end(is_clean) {
+        match self.end() {
             Ok(told) => told.iter().for_each(|line| tracing::info!("{line}")),
             Err(error) => {
-                tracing::warn!("NIC {}: settings are put back by the next start: {error}", self.nic)
+                tracing::warn!("NIC {}: rules and settings are left to the next start: {error}", self.nic)
             }
         }
     }
+}
+
+/// Removes rules of a claim; whether they are gone. What others made of them meanwhile stays.
+fn delete_rules(bench: &mut Bench<'_, '_>, rules: Vec<(Flow, Option<u32>)>) -> bool {
+    let (nic, count) = (bench.nic, rules.len());
+    let deleted = bench.delete_rules(&Claimed { rules, ..Claimed::default() }, &[]);
+    match deleted {
+        Ok(deleted) if deleted < count => {
+            tracing::warn!("NIC {nic}: {} rules of ours were removed or changed by others", count - deleted);
+        }
+        Ok(_) => {}
+        Err(ref error) => tracing::warn!("NIC {nic}: not all of {count} rules could be removed: {error}"),
+    }
+    deleted.is_ok()
 }
 
 impl std::fmt::Debug for Claim {

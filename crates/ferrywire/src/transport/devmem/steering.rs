@@ -5,11 +5,13 @@
 //! made next, so that rules that nobody needs fill no table.
 //! Invariant: ended, or dropped, the claim has ended, with all its rules. Read next: `nic.rs`.
 
-use super::nic::{Claim, NicError, Rule};
+use super::nic::{Claim, EndBy, NicError, Rule};
+use crate::limits;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
+use std::time::Instant;
 
 /// Those of this process.
 static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
@@ -23,6 +25,8 @@ pub(super) struct Steering {
 
 struct Shared {
     claim: Mutex<Option<Claim>>,
+    /// Cuts short how long whoever has the claim waits for others at the NIC.
+    end_by: EndBy,
     unneeded: Mutex<Unneeded>,
     news: Condvar,
 }
@@ -38,13 +42,15 @@ struct Unneeded {
 /// without dropping its endpoints, which threads of its own may hold: their lanes get no more device memory.
 pub fn let_go_of_nics() {
     let all = std::mem::take(&mut *ALL.lock().unwrap_or_else(PoisonError::into_inner));
-    all.iter().filter_map(Weak::upgrade).for_each(|shared| drop(shared.claim().take()));
+    let by = Instant::now() + limits::NIC_LOCK_DEADLINE;
+    all.iter().filter_map(Weak::upgrade).for_each(|shared| shared.end(by));
 }
 
 impl Steering {
     pub fn new(nic: &str, claim: Claim) -> std::io::Result<Steering> {
+        let end_by = claim.end_by();
         let (claim, unneeded) = (Mutex::new(Some(claim)), Mutex::default());
-        let shared = Arc::new(Shared { claim, unneeded, news: Condvar::new() });
+        let shared = Arc::new(Shared { claim, end_by, unneeded, news: Condvar::new() });
         let mut all = ALL.lock().unwrap_or_else(PoisonError::into_inner);
         all.retain(|each| each.strong_count() > 0);
         all.push(Arc::downgrade(&shared));
@@ -72,9 +78,10 @@ impl Steering {
         self.shared.news.notify_one();
     }
 
-    /// Ends the claim. Lanes that still are there get no more device memory.
-    pub fn end(&self) {
-        drop(self.shared.claim().take());
+    /// Ends the claim. Lanes that still are there get no more device memory. Waits until then, at most, for others who
+    /// change the NIC; what is not undone then is left to the next start.
+    pub fn end(&self, by: Instant) {
+        self.shared.end(by);
     }
 }
 
@@ -96,6 +103,12 @@ impl Shared {
 
     fn unneeded(&self) -> MutexGuard<'_, Unneeded> {
         self.unneeded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self, by: Instant) {
+        self.end_by.set(by);
+        // Whoever has it gives it up by then.
+        drop(self.claim().take());
     }
 
     fn remove(&self, claim: Option<&mut Claim>) {

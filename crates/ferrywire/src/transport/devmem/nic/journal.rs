@@ -19,14 +19,14 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
+use crate::limits;
 
-/// Whoever changes settings of a NIC is done within this, or is stopped.
-const LOCK_DEADLINE: Duration = Duration::from_secs(30);
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 const SETTINGS: &str = "settings";
 const LOCK: &str = "lock";
@@ -108,6 +108,22 @@ pub(super) struct Locked<'a> {
     pub told: Vec<String>,
 }
 
+/// Until when a claim waits for the lock at most: may become known while another thread waits.
+#[derive(Clone, Debug, Default)]
+pub(in crate::transport::devmem) struct EndBy(Arc<Mutex<Option<Instant>>>);
+
+impl EndBy {
+    /// Not after this. The earliest counts.
+    pub fn set(&self, by: Instant) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(by, |known| known.min(by)));
+    }
+
+    fn is_over(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|by| Instant::now() >= by)
+    }
+}
+
 /// A claim's file, which says that it lives as long as this does.
 #[derive(Debug)]
 pub(super) struct ClaimFile {
@@ -145,12 +161,19 @@ impl Journal {
 
     /// Waits until nobody else changes it.
     pub fn lock(&self) -> Result<Locked<'_>, NicError> {
+        self.lock_by(&EndBy::default())
+    }
+
+    /// The same, for somebody who may have to end. Looks once, however late it is.
+    pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
         let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
         let began = Instant::now();
         loop {
             match lock.try_lock() {
                 Ok(()) => return Ok(Locked { journal: self, _lock: lock, told: Vec::new() }),
-                Err(TryLockError::WouldBlock) if began.elapsed() < LOCK_DEADLINE => {
+                Err(TryLockError::WouldBlock)
+                    if began.elapsed() < limits::NIC_LOCK_DEADLINE && !end.is_over() =>
+                {
                     thread::sleep(LOCK_INTERVAL)
                 }
                 Err(error) => {

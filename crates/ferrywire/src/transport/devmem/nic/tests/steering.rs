@@ -1,6 +1,7 @@
 //! Rules that come and go while others change the NIC.
 
 use super::*;
+use crate::limits;
 use crate::transport::devmem::steering::Steering;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -55,9 +56,36 @@ fn an_ended_claim_is_no_longer_steered_by() {
     let nic = Nic::new(untouched());
     let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
     let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
-    steering.end();
+    steering.end(Instant::now() + LIMIT);
     assert_eq!(nic.state(), untouched());
     let error = steering.steer(end(PAIR[0]), end(PAIR[1])).expect_err("there is no queue").to_string();
     assert!(error.contains("closed"), "{error}");
     steering.unsteer_later(rule);
+}
+
+/// A run that was stopped may hold the journal for ever.
+#[test]
+fn an_end_waits_for_others_at_the_nic_as_long_as_it_may_and_leaves_the_rest_to_the_next_start() {
+    let nic = Nic::new(untouched());
+    let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+    claim.bind(fake::some_file().as_fd()).expect("it is set up");
+    let steering = Steering::new(fake::NAME, claim).expect("a thread");
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    steering.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room");
+    nic.while_locked(|| {
+        thread::scope(|scope| {
+            // These may have the claim, and wait for the lock.
+            steering.unsteer_later(rule);
+            let other = scope.spawn(|| steering.steer(end(PAIR[0]), end("10.0.0.2:40002")));
+            let began = Instant::now();
+            steering.end(began + Duration::from_millis(100));
+            assert!(began.elapsed() < limits::NIC_LOCK_DEADLINE * 2 / 3, "{:?}", began.elapsed());
+            other.join().expect("no panic").expect_err("the NIC is locked, then the claim is gone");
+        });
+        let now = nic.state();
+        assert_eq!((now.bound.len(), now.rules.len()), (0, 2));
+    });
+    let told = nic.clean().join("\n");
+    assert!(told.contains("2 rules removed"), "{told}");
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
