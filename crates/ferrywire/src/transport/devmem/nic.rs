@@ -108,7 +108,8 @@ impl Claim {
         let mut locked = journal.lock()?;
         let mut bench = Bench { nic, kernel: &mut *kernel, journal: &mut locked };
         let cleaned = bench.clean();
-        cleaned.told.iter().for_each(|line| tracing::warn!("{line}"));
+        let strangers = if cleaned.nobody { bench.strangers() } else { None };
+        cleaned.told.iter().chain(&strangers).for_each(|line| tracing::warn!("{line}"));
         let queues = choose(&mut bench, wish.queues, &cleaned.live)?;
         let missing = bench.missing(&queues)?;
         if !wish.allow_nic_setup && !missing.is_empty() {

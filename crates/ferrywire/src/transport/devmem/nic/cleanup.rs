@@ -6,6 +6,7 @@
 
 use std::path::Path;
 
+use super::error::queues_in_words;
 use super::journal::{self, Journal};
 use super::kernel::Host;
 use super::record::Claimed;
@@ -55,6 +56,8 @@ pub(super) struct Cleaned {
     pub told: Vec<String>,
     /// Queues of claims that live.
     pub live: Vec<u32>,
+    /// No claim was written down, alive or dead.
+    pub nobody: bool,
 }
 
 impl Bench<'_, '_> {
@@ -62,6 +65,7 @@ impl Bench<'_, '_> {
     pub fn clean(&mut self) -> Cleaned {
         let mut cleaned = Cleaned::default();
         let found = self.journal.claims();
+        cleaned.nobody = found.is_empty();
         let live = found.iter().filter(|claim| claim.dead.is_none());
         let live: Vec<&Claimed> = live.filter_map(|claim| claim.claimed.as_ref()).collect();
         cleaned.live = live.iter().flat_map(|claim| claim.queues.iter().copied()).collect();
@@ -95,6 +99,22 @@ impl Bench<'_, '_> {
         cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
         cleaned.told.append(&mut self.journal.told);
         cleaned
+    }
+
+    /// What to say of queues that are bound where no claim was written down: maybe by runs with a journal elsewhere, with
+    /// which no setting can be shared.
+    pub fn strangers(&mut self) -> Option<String> {
+        let queues = self.kernel.queues().unwrap_or_default();
+        let bound: Vec<u32> =
+            queues.iter().filter(|(_, state)| state.dmabuf.is_some()).map(|(queue, _)| *queue).collect();
+        (!bound.is_empty()).then(|| {
+            format!(
+                "NIC {}: {} bound to device memory, by a program that is not in the journal here. If that is ferrywire in \
+                 another container, let both have the same /run/ferrywire: else the NIC is not put back as it was",
+                self.nic,
+                if let [one] = bound[..] { format!("queue {one} is") } else { format!("{} are", queues_in_words(&bound)) },
+            )
+        })
     }
 
     /// Queues of claims that live.

@@ -164,6 +164,15 @@ impl Nic {
         told
     }
 
+    /// What a start says of others whose journal is elsewhere.
+    pub fn strangers(&self) -> Option<String> {
+        let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
+        let mut kernel = self.kernel();
+        let mut locked = journal.lock().expect("nobody has it");
+        let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
+        if bench.clean().nobody { bench.strangers() } else { None }
+    }
+
     /// Does something while another run has the journal.
     pub fn while_locked<T>(&self, body: impl FnOnce() -> T) -> T {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");

@@ -115,6 +115,20 @@ fn whoever_is_killed_beside_a_live_claim_leaves_it_as_it_was() {
     }
 }
 
+/// As containers on the network of the host do, each with a /run of its own.
+#[test]
+fn queues_that_others_have_bound_without_a_word_in_the_journal_are_told() {
+    let nic = Nic::new(set_up());
+    assert_eq!(nic.strangers(), None);
+    let mut claim = nic.claim(&wish(1, false)).expect("nothing is missing");
+    claim.bind(fake::some_file().as_fd()).expect("it is set up");
+    assert_eq!(nic.strangers(), None, "it is in the journal");
+    drop(claim);
+    nic.change(|state| state.bound.extend([(1, 77), (3, 78)]));
+    let told = nic.strangers().expect("somebody has queues");
+    assert!(told.contains("queues 1, 3") && told.contains("/run/ferrywire"), "{told}");
+}
+
 fn untouched_but_ntuple() -> State {
     State { ntuple: Feature { on: true, changeable: true }, ..untouched() }
 }
