@@ -181,14 +181,18 @@ fn an_address_that_does_not_answer_has_its_share_of_the_time() {
 
 /// Passes on what one end says to the other, until one has nothing more to say.
 fn pass_on(from: &TcpStream, to: &TcpStream) {
-    let (mut from, mut to, mut buffer) = (from, to, [0; 4096]);
+    let (mut from, mut to, mut buffer, start) = (from, to, [0; 4096], Instant::now());
+    // Ends that go on talking are a failure, and no reason to hang.
     while let Ok(count @ 1..) = from.read(&mut buffer) {
-        if to.write_all(&buffer[..count]).is_err() {
+        if to.write_all(&buffer[..count]).is_err() || start.elapsed() > LONG_TALK {
             break;
         }
     }
     let _ = (from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both));
 }
+
+/// Longer than a farewell takes.
+const LONG_TALK: Duration = Duration::from_secs(20);
 
 /// An answer that comes too late meets nobody, and no peer comes about of which nobody knows.
 #[test]
