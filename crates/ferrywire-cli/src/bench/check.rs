@@ -31,7 +31,7 @@ impl<'a> Step<'a> {
 
     /// How many messages a flow had in the timed part.
     fn iterations(&self, flow: Flow, report: &StepReport) -> u64 {
-        let member = self.session.gate.map_or(0, |(_, member)| member);
+        let member = self.session.member;
         let reports = if flow.driver == Side::Connect { &report.members } else { &report.serve };
         let driven = reports.get(member).and_then(|side| side.driven.as_ref());
         // A ping-pong is driven by one end, but has as many messages each way.

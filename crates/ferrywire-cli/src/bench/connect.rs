@@ -184,6 +184,7 @@ pub fn converse(
             run,
             local: &local,
             remote: &remote,
+            member: number,
             gate: None,
             turns: part.turns,
             inject: None,

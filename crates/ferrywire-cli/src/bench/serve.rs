@@ -378,8 +378,17 @@ fn through_sizes(
         Message::Region { region } => region_from(link, &region)?,
         _ => return Err(link.strange("no region")),
     };
-    let (gate, turns) = (Some((member.gate, member.number)), None);
-    let session = Session { link, side: Side::Serve, run, local, remote: &remote, gate, turns, inject };
+    let session = Session {
+        link,
+        side: Side::Serve,
+        run,
+        local,
+        remote: &remote,
+        member: member.number,
+        gate: Some(member.gate),
+        turns: None,
+        inject,
+    };
     for step in 0..run.sizes.len() {
         session.step(step, &|_| {})?;
     }

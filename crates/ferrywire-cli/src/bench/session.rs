@@ -40,8 +40,10 @@ pub struct Session<'a> {
     pub local: &'a Local,
     /// The other end's memory.
     pub remote: &'a RemoteRegion,
-    /// Where the serving end waits for the run's other peers, and which peer this is.
-    pub gate: Option<(&'a Gate, usize)>,
+    /// Which peer of the run this is.
+    pub member: usize,
+    /// Where the serving end waits for the run's other peers.
+    pub gate: Option<&'a Gate>,
     /// Where this end takes turns with others of its process, and its number among them.
     pub turns: Option<(&'a Turns, usize)>,
     /// Data to spoil, in tests.
@@ -183,7 +185,7 @@ impl<'a> Step<'a> {
     }
 
     fn start_together(&self) -> Outcome {
-        let Some((gate, _)) = self.session.gate else {
+        let Some(gate) = self.session.gate else {
             return self.meet(Point::Go);
         };
         self.await_point(Point::Go)?;
@@ -205,7 +207,7 @@ impl<'a> Step<'a> {
     /// Takes the report at the moment when what it covers is over.
     fn end_together(&self, before: &Snapshot) -> Outcome<SideReport> {
         let link = self.session.link;
-        let Some((gate, _)) = self.session.gate else {
+        let Some(gate) = self.session.gate else {
             // While the other end still drives, this one still spends CPU time on it.
             if self.session.run.pattern == Pattern::Bidir {
                 self.meet(Point::Over)?;
@@ -293,7 +295,7 @@ impl<'a> Step<'a> {
     /// Every end's report of the timed part.
     fn exchange_reports(&self, mine: SideReport) -> Outcome<(Vec<SideReport>, Vec<SideReport>)> {
         let link = self.session.link;
-        let Some((gate, member)) = self.session.gate else {
+        let Some(gate) = self.session.gate else {
             link.tell(&Message::Done { report: Box::new(mine) })?;
             return match link.hear()? {
                 Message::Reports { members, serve } if members.len() == serve.len() && !serve.is_empty() => {
@@ -306,7 +308,7 @@ impl<'a> Step<'a> {
             Message::Done { report } => *report,
             other => return Err(link.strange(&format!("{other:?} instead of a report"))),
         };
-        let (members, serve) = gate.exchange(link, member, theirs, mine)?;
+        let (members, serve) = gate.exchange(link, self.session.member, theirs, mine)?;
         link.tell(&Message::Reports { members: members.clone(), serve: serve.clone() })?;
         Ok((members, serve))
     }
@@ -314,4 +316,96 @@ impl<'a> Step<'a> {
 
 fn panicked() -> Failure {
     Failure::failed("internal error, please report: a thread of the bench panicked")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use ferrywire::Endpoint;
+
+    use super::*;
+    use crate::args::Verify;
+    use crate::memory::Memory;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn run(peers: usize, iters: u64) -> Run {
+        Run {
+            op: Op::Write,
+            pattern: Pattern::Pair,
+            memory: Memory::Host,
+            peer_memory: Some(Memory::Host),
+            unpack: None,
+            sizes: vec![100],
+            depth: Some(2),
+            blocks: None,
+            peers,
+            fleet: true,
+            as_seed: false,
+            iters: Some(iters),
+            seconds: None,
+            warmup: Some(1),
+            verify: Verify::All,
+            deadline_s: LIMIT.as_secs_f64(),
+            seed: 3,
+        }
+    }
+
+    /// Goes through one size with pairs that take so many messages each; gives what both ends of each say.
+    fn with_pairs(iters: &[u64]) -> Vec<[StepReport; 2]> {
+        let gate = Gate::new(iters.len(), LIMIT);
+        let gate = &gate;
+        thread::scope(|scope| {
+            let one = |(member, iters_of_pair): (usize, &u64)| {
+                let run = run(iters.len(), *iters_of_pair);
+                let there = Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build()?;
+                let here = Endpoint::builder().build()?;
+                let near = here.connect(there.listen_addresses()[0], LIMIT)?;
+                let far = there.accept(LIMIT)?;
+                gate.join();
+                let ends = [(here, near, Side::Connect, None), (there, far, Side::Serve, Some(gate))];
+                let mut regions = Vec::new();
+                for (endpoint, ..) in &ends {
+                    regions.push(Memory::Host.open()?.register(endpoint, layout::region_bytes(&run))?);
+                }
+                let remote =
+                    |at: usize| RemoteRegion::from_bytes(&regions[at].region.descriptor().to_bytes());
+                let remotes = [remote(1)?, remote(0)?];
+                let ends = ends.into_iter().zip(regions).zip(remotes);
+                Ok(ends
+                    .map(|(((endpoint, peer, side, gate), local), remote)| {
+                        let run = run.clone();
+                        scope.spawn(move || {
+                            let link = Link::new(peer, LIMIT);
+                            let (local, remote, turns) = (&local, &remote, None);
+                            let (link, run) = (&link, &run);
+                            let session =
+                                Session { link, side, run, local, remote, member, gate, turns, inject: None };
+                            let report = session.step(0, &|_| {});
+                            // Whoever waits in the gate hears of it.
+                            report.inspect_err(|failure| {
+                                gate.inspect(|gate| gate.fail(&failure.first_line()));
+                                drop(endpoint);
+                            })
+                        })
+                    })
+                    .collect::<Vec<_>>())
+            };
+            let threads: Outcome<Vec<_>> = iters.iter().enumerate().map(one).collect();
+            let reports = threads.expect("it can begin").into_iter().map(|ends| {
+                let ends = ends.into_iter().map(|end| end.join().expect("no panic").expect("it goes well"));
+                <[StepReport; 2]>::try_from(ends.collect::<Vec<_>>()).expect("two ends")
+            });
+            reports.collect()
+        })
+    }
+
+    /// Of those that are limited by time each pair has its own number of messages.
+    #[test]
+    fn a_pair_is_verified_by_its_own_number_of_messages() {
+        for (ends, iters) in with_pairs(&[3, 5]).iter().zip([3, 5]) {
+            assert_eq!(ends.each_ref().map(|report| report.verified_iterations), [iters; 2]);
+        }
+    }
 }
