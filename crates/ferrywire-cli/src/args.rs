@@ -228,6 +228,9 @@ pub struct ServeFlags {
     /// Spoil the data before it is verified (tests of the verification)
     #[arg(long, hide = true)]
     pub inject: Option<Inject>,
+    /// That of this peer of a run alone
+    #[arg(long, hide = true)]
+    pub inject_member: Option<usize>,
     /// End when the starting process ends
     #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true",
           value_parser = BoolishValueParser::new())]
@@ -434,6 +437,8 @@ pub enum Inject {
     OldPattern,
     /// As if the write had never happened
     SkipWrite,
+    /// One byte flipped in the verified pass, seconds after it began
+    LateByte,
 }
 
 /// Parses the command line and the environment; ends the process with status 2 when they make no sense.

@@ -160,6 +160,8 @@ pub struct ServePlan {
     pub verbose: bool,
     /// Data to spoil, in tests.
     pub inject: Option<Inject>,
+    /// The peer of a run whose data that is; `None`: all of them.
+    pub inject_member: Option<usize>,
     /// End with the process that started this one.
     pub child: bool,
 }
@@ -258,6 +260,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         once,
         verbose,
         inject: flags.inject,
+        inject_member: flags.inject_member,
         child,
     })
 }

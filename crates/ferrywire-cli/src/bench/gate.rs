@@ -1,8 +1,9 @@
 //! Where the serving end's conversations of one run wait for each other.
 //!
-//! With one peer everything passes at once. In an incast all peers start together, and nobody gets reports
-//! before everybody has finished. When one peer fails, all waiting ones fail with it. Where several processes serve
-//! one run, the last to arrive at the start and at the end of a timed part also waits for the other processes.
+//! With one peer everything passes at once. In an incast all peers start together, nobody gets reports before everybody
+//! has finished, and no size is over before everybody's data were right. When one peer fails, all waiting ones fail with
+//! it. Where several processes serve one run, the last to arrive at the start and at the end of a timed part also waits
+//! for the other processes.
 
 use std::cell::Cell;
 use std::sync::{Condvar, Mutex, MutexGuard};
@@ -59,6 +60,8 @@ struct State {
     /// Seconds and CPU seconds from the common start to the common end.
     spent: (f64, f64),
     reports: Vec<(SideReport, SideReport)>,
+    /// Iterations of the verified pass, by peer.
+    verified: Vec<u64>,
 }
 
 impl Gate {
@@ -73,6 +76,7 @@ impl Gate {
             started: (Instant::now(), 0.0),
             spent: (0.0, 0.0),
             reports,
+            verified: vec![0; peers],
         };
         Gate { peers, join_deadline, beyond: None, state: Mutex::new(state), changed: Condvar::new() }
     }
@@ -124,6 +128,14 @@ impl Gate {
         state.reports[member] = (theirs, SideReport { wall_s, cpu_s, ..ours });
         let state = self.wait(link, state, None, |_| {})?;
         Ok(state.reports.iter().cloned().unzip())
+    }
+
+    /// Notes how many iterations of a peer were right, waits until everybody's were, and gives them all by peer.
+    pub fn verified(&self, link: &Link, member: usize, iterations: u64) -> Outcome<Vec<u64>> {
+        let mut state = self.lock();
+        state.verified[member] = iterations;
+        let state = self.wait(link, state, None, |_| {})?;
+        Ok(state.verified.clone())
     }
 
     fn wait<'a>(

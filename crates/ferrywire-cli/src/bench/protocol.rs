@@ -19,7 +19,7 @@ use crate::memory::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -136,6 +136,8 @@ pub enum Point {
     Over,
     /// Memory is poisoned for the verified pass.
     Verify,
+    /// What arrived was right, as far as this peer is concerned.
+    Verified,
 }
 
 /// Bytes that one end moved over one channel.
@@ -303,6 +305,11 @@ pub enum Message {
     PassOver {
         /// Iterations it took.
         iterations: u64,
+    },
+    /// `serve` has verified a step with every peer of the run.
+    Verified {
+        /// Iterations of the verified pass, by member.
+        iterations: Vec<u64>,
     },
     /// The sender waits for others of the run, and is not to be given up.
     Waiting,

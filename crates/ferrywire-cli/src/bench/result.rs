@@ -15,7 +15,7 @@ use super::protocol::{FlowReport, Run, SideReport, SocketBuffers};
 use super::session::StepReport;
 use super::spent::BothEnds;
 use super::staged;
-use crate::args::{Op, Pattern, Unpack, Verify};
+use crate::args::{Op, Pattern, Unpack};
 
 /// Least, middle and greatest.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -323,7 +323,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         window: now.window,
         threads: now.threads,
         congestion_control: now.congestion_control.clone(),
-        verified: (run.verify != Verify::Off).then_some(true),
+        verified: verified_iterations(report, share).map(|_| true),
         gb_per_s,
         latency_us: latency_us(&latency),
         cpu_s_per_gb: cpu_per_gb(now, size, report, share),
@@ -334,6 +334,11 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         per_channel,
         extra: extra(now, size, report, share, gb_per_s),
     }
+}
+
+/// Iterations of the verified passes of these pairs, where each of them had one.
+fn verified_iterations(report: &StepReport, share: &Share) -> Option<u64> {
+    Some(report.verified_iterations.get(share.pairs.clone())?.iter().sum())
 }
 
 /// Several endpoints have names; one has its GPU's.
@@ -443,8 +448,8 @@ fn extra(
     if let Some(member) = share.member {
         extra.insert("member".into(), json!(member));
     }
-    if run.verify != Verify::Off {
-        extra.insert("verified_iterations".into(), json!(report.verified_iterations));
+    if let Some(iterations) = verified_iterations(report, share) {
+        extra.insert("verified_iterations".into(), json!(iterations));
     }
     if let Some(told) = staged::told(share.members, share.serve) {
         extra.insert("staging".into(), told);

@@ -190,7 +190,8 @@ impl House {
                 }
                 Ok((hello, active, home)) => {
                     house.voice.run_begins(&link.peer.name());
-                    let inject = house.plan.inject;
+                    let is_spoilt = house.plan.inject_member.is_none_or(|member| member == hello.member);
+                    let inject = house.plan.inject.filter(|_| is_spoilt);
                     attend(link, &door.endpoint, &house.hall, (&hello, &active, &home), inject, &house.over);
                 }
             }

@@ -165,6 +165,30 @@ fn a_wrong_byte_on_one_of_several_gpus_is_found() {
     assert!(error.contains("expected") && error.contains("found"), "{error}");
 }
 
+/// Of two pairs the first has been verified when the second's wrong byte is found.
+#[test]
+fn no_pair_has_a_number_while_another_is_not_verified() {
+    let serve = Serve::start("--gpus 0-1 --memory sim --inject late-byte --inject-member 1");
+    let gpus = "--gpus 0-1 --memory sim --peer-memory sim";
+    for peers in [gpus, "--pattern incast --peers 2 --memory host --peer-memory host"] {
+        for op in ["write", "read"] {
+            let output = serve.connect(&format!("{peers} --op {op} --sizes 4K {QUICK}"));
+            assert_eq!(output.status.code(), Some(1), "{peers} {op}: {}", text(&output.stdout));
+            let said = json(&output);
+            assert_eq!(said["results"], Value::Array(Vec::new()), "{peers} {op}");
+            let error = said["error"].as_str().unwrap_or_default();
+            assert!(error.contains("expected") && error.contains("found"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn each_pair_tells_how_much_of_it_was_verified() {
+    let found = results(&run(&format!("bench --gpus 0-1 --memory sim --peer-memory sim --sizes 4K {QUICK}")));
+    let verified = found.iter().map(|row| row["extra"]["verified_iterations"].as_u64());
+    assert_eq!(verified.collect::<Vec<_>>(), [Some(6), Some(6), Some(12)]);
+}
+
 /// The endpoints of a process lie on ports in a row, and are let go of.
 #[test]
 fn a_port_that_is_taken_names_the_endpoint() {

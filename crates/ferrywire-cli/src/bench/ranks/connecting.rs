@@ -187,12 +187,13 @@ impl<'a> Connecting<'a> {
         let (Some(near), Some(far)) = (of_this(&members), of_this(&serve)) else {
             return Err(Failure::failed("internal error, please report: a report without this rank"));
         };
+        let verified_iterations = verified_iterations.get(self.member).copied();
         self.meeting.report(PairReport { step, pair, near, far, verified_iterations })?;
         if pair > 0 {
             return Ok(None);
         }
         let all = self.meeting.reports(step)?;
-        let verified_iterations = all.iter().map(|one| one.verified_iterations).min().unwrap_or(0);
+        let verified_iterations = all.iter().filter_map(|one| one.verified_iterations).collect();
         let (members, serve) = all.into_iter().map(|one| (one.near, one.far)).unzip();
         Ok(Some(StepReport { members, serve, stages_s, verified_iterations }))
     }

@@ -314,13 +314,13 @@ mod tests {
         let mut hub = hub(Pattern::Pair, 4);
         let report = |step, pair| {
             let (near, far) = Default::default();
-            Word::Step(Box::new(PairReport { step, pair, near, far, verified_iterations: pair as u64 }))
+            Word::Step(Box::new(PairReport { step, pair, near, far, verified_iterations: Some(pair as u64) }))
         };
         for (rank, step, pair) in [(1, 0, 1), (1, 1, 1), (0, 0, 0)] {
             assert!(hub.take(rank, report(step, pair)).is_none());
         }
         let found = hub.step(0).expect("both pairs");
-        assert_eq!(found.iter().map(|one| one.verified_iterations).collect::<Vec<_>>(), [0, 1]);
+        assert_eq!(found.iter().map(|one| one.verified_iterations).collect::<Vec<_>>(), [Some(0), Some(1)]);
         assert!(hub.step(0).is_none() && hub.step(1).is_none());
     }
 

@@ -122,8 +122,8 @@ pub struct PairReport {
     pub near: SideReport,
     /// What the end that serves saw.
     pub far: SideReport,
-    /// Iterations of the verified pass.
-    pub verified_iterations: u64,
+    /// Iterations of the verified pass, if there was one.
+    pub verified_iterations: Option<u64>,
 }
 
 /// Why a run ended, and whose doing that is.
