@@ -439,6 +439,8 @@ pub enum Inject {
     SkipWrite,
     /// One byte flipped in the verified pass, seconds after it began
     LateByte,
+    /// Nothing: iterations of the verified pass take a second longer
+    Slow,
 }
 
 /// Parses the command line and the environment; ends the process with status 2 when they make no sense.

@@ -24,13 +24,19 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
 
 /// Asks a peer to wait on.
-struct Patience<'a> {
+pub struct Patience<'a> {
     link: &'a Link,
     since: Cell<Instant>,
 }
 
-impl Patience<'_> {
-    fn ask(&self) {
+impl<'a> Patience<'a> {
+    /// From now on.
+    pub fn new(link: &'a Link) -> Patience<'a> {
+        Patience { link, since: Cell::new(Instant::now()) }
+    }
+
+    /// To be called from time to time, while others are waited for.
+    pub fn ask(&self) {
         if self.since.get().elapsed() > PATIENCE {
             self.since.set(Instant::now());
             // A peer that is lost is noticed by whoever waits for it.
@@ -145,7 +151,7 @@ impl Gate {
         beyond: Option<&Beyond>,
         on_last: impl FnOnce(&mut State),
     ) -> Outcome<MutexGuard<'a, State>> {
-        let patience = Patience { link, since: Cell::new(Instant::now()) };
+        let patience = Patience::new(link);
         state.arrived += 1;
         if state.arrived == self.peers {
             state.arrived = 0;

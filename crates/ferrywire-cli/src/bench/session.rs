@@ -6,6 +6,7 @@
 //! timed part is in [`super::check`].
 
 use std::collections::BTreeMap;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::RemoteRegion;
@@ -30,6 +31,8 @@ const SINGLE_WRITES: Duration = Duration::from_secs(1);
 
 /// How much later than others a pair is at its wrong byte, where a test asks for that.
 const LATE: Duration = Duration::from_secs(3);
+/// How much longer an iteration of a slow pair takes.
+const SLOW: Duration = Duration::from_secs(1);
 
 /// One end of a run with one peer.
 pub struct Session<'a> {
@@ -166,8 +169,10 @@ impl<'a> Step<'a> {
     pub fn inject(&self, contents: &Contents, slot: u64, iteration: u64, timed: bool) -> Outcome {
         match self.session.inject {
             Some(how) if slot == 0 && timed == (how == Inject::WrongByte) => {
-                if how == Inject::LateByte {
-                    std::thread::sleep(LATE);
+                match how {
+                    Inject::LateByte => thread::sleep(LATE),
+                    Inject::Slow => thread::sleep(SLOW),
+                    _ => {}
                 }
                 contents.spoil(slot, iteration, how)
             }
@@ -238,7 +243,7 @@ impl<'a> Step<'a> {
         let mine = self.posters.iter().find(|(flow, _)| flow.driver == self.side());
         let theirs = self.posters.iter().find(|(flow, _)| flow.driver != self.side());
         let theirs = theirs.filter(|_| self.session.run.op == Op::Send);
-        std::thread::scope(|scope| {
+        thread::scope(|scope| {
             let following = theirs.map(|(_, poster)| scope.spawn(|| flow::follow(poster, self.depth)));
             let place = self.session.turns.map(|(turns, number)| turns.join(number));
             let drive = |(_, poster): &(Flow, Poster)| flow::drive(poster, self.depth, limit, place.as_ref());
@@ -343,8 +348,6 @@ fn panicked() -> Failure {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use ferrywire::Endpoint;
 
     use super::*;

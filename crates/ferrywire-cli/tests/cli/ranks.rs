@@ -261,6 +261,24 @@ fn a_rank_with_wrong_data_ends_the_run_of_all_by_name() {
     assert_eq!(json(&outputs[0])["results"].as_array().map(Vec::len), Some(3));
 }
 
+/// One pair verifies for longer than --deadline after the other has: who waits for that is not given up.
+#[test]
+fn pairs_that_verify_for_longer_than_others_fail_nothing() {
+    let port = port();
+    let args = "--memory host --sizes 4K --depth 1 --iters 8 --warmup 1 --deadline 6 --json -";
+    let outputs = Launched::start(4, args, |rank, command| {
+        command.args(flags(rank, 4, port));
+        if rank == 3 {
+            command.arg("--inject=slow");
+        }
+    })
+    .end();
+    all_well(&outputs);
+    let found = results(&outputs[0]);
+    let verified = found.iter().map(|row| row["extra"]["verified_iterations"].as_u64());
+    assert_eq!(verified.collect::<Vec<_>>(), [Some(8), Some(8), Some(16)]);
+}
+
 #[test]
 fn a_rank_that_does_not_come_is_named_by_all() {
     let port = port();

@@ -11,6 +11,7 @@ use ferrywire::topology::Topology;
 
 use super::super::connect::{self, Listeners, Part};
 use super::super::fleet::{Fleet, Pair, reachable};
+use super::super::gate::Patience;
 use super::super::layout;
 use super::super::link::Link;
 use super::super::protocol::Run;
@@ -170,7 +171,7 @@ impl<'a> Connecting<'a> {
             turns: self.turns.as_ref().map(|turns| (turns, number)),
             tells,
             failed: &|failure| blame(self.meeting, link, self.ranks[at].ranks.1, failure),
-            merge: &|step, report| self.merge(at, step, report),
+            merge: &|step, report| self.merge(at, link, step, report),
         };
         let outcome = connect::converse(&self.bench, &part, link, start, listeners);
         if let Err(failure) = &outcome {
@@ -181,7 +182,13 @@ impl<'a> Connecting<'a> {
     }
 
     /// Hands in what a pair measured; the first pair of all gets what all have.
-    fn merge(&self, pair: usize, step: usize, report: StepReport) -> Outcome<Option<StepReport>> {
+    fn merge(
+        &self,
+        pair: usize,
+        link: &Link,
+        step: usize,
+        report: StepReport,
+    ) -> Outcome<Option<StepReport>> {
         let StepReport { members, serve, stages_s, verified_iterations } = report;
         let of_this = |sides: &[_]| sides.get(self.member).cloned();
         let (Some(near), Some(far)) = (of_this(&members), of_this(&serve)) else {
@@ -192,7 +199,9 @@ impl<'a> Connecting<'a> {
         if pair > 0 {
             return Ok(None);
         }
-        let all = self.meeting.reports(step)?;
+        // Its partner waits for the next size, while other pairs may still be verifying this one.
+        let patience = Patience::new(link);
+        let all = self.meeting.reports(step, &|| patience.ask())?;
         let verified_iterations = all.iter().filter_map(|one| one.verified_iterations).collect();
         let (members, serve) = all.into_iter().map(|one| (one.near, one.far)).unzip();
         Ok(Some(StepReport { members, serve, stages_s, verified_iterations }))

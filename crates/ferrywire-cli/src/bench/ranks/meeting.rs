@@ -152,9 +152,9 @@ impl Meeting {
         self.say(Word::Step(Box::new(report)))
     }
 
-    /// What all pairs measured in a size; for rank 0.
-    pub fn reports(&self, step: usize) -> Outcome<Vec<PairReport>> {
-        let found = self.wait(None, &|| {}, |state| state.hub.as_mut()?.step(step))?;
+    /// What all pairs measured in a size; for rank 0. `tick` is called from time to time.
+    pub fn reports(&self, step: usize, tick: &dyn Fn()) -> Outcome<Vec<PairReport>> {
+        let found = self.wait(None, tick, |state| state.hub.as_mut()?.step(step))?;
         found.ok_or_else(|| Failure::failed("internal error, please report: a wait without an end has ended"))
     }
 
