@@ -17,8 +17,10 @@ use crate::sys;
 /// What a peer hears whose own part did not fail.
 pub const HEARSAY: &str = "another peer of this run failed";
 
-/// A peer that waits behind others is told so as often as this.
+/// A peer that waits behind others is told so as often as this, or several times within its deadline.
 const PATIENCE: Duration = Duration::from_secs(5);
+/// So many times.
+const ASKED_PER_DEADLINE: u32 = 3;
 
 /// What must be passed beyond this process; it calls its argument from time to time.
 pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
@@ -26,23 +28,28 @@ pub type Beyond = Box<dyn Fn(&dyn Fn()) -> Outcome + Send + Sync>;
 /// Asks a peer to wait on.
 pub struct Patience<'a> {
     link: &'a Link,
+    interval: Duration,
     since: Cell<Instant>,
 }
 
 impl<'a> Patience<'a> {
-    /// From now on.
+    /// From now on. The peer gives up after the deadline that this end has too.
     pub fn new(link: &'a Link) -> Patience<'a> {
-        Patience { link, since: Cell::new(Instant::now()) }
+        Patience { link, interval: interval(link.deadline()), since: Cell::new(Instant::now()) }
     }
 
     /// To be called from time to time, while others are waited for.
     pub fn ask(&self) {
-        if self.since.get().elapsed() > PATIENCE {
+        if self.since.get().elapsed() > self.interval {
             self.since.set(Instant::now());
             // A peer that is lost is noticed by whoever waits for it.
             let _ = self.link.say(&Message::Waiting);
         }
     }
+}
+
+fn interval(deadline: Duration) -> Duration {
+    PATIENCE.min(deadline / ASKED_PER_DEADLINE)
 }
 
 /// Peers of one run, as the serving end sees them.
@@ -169,7 +176,7 @@ impl Gate {
         while state.generation == generation {
             self.look_around(link, &state, since)?;
             patience.ask();
-            let waited = self.changed.wait_timeout(state, SLICE);
+            let waited = self.changed.wait_timeout(state, SLICE.min(patience.interval));
             state = waited.unwrap_or_else(|poisoned| poisoned.into_inner()).0;
         }
         Ok(state)
@@ -194,5 +201,18 @@ impl Gate {
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_is_asked_to_wait_on_before_it_gives_up() {
+        for deadline_s in [0.1, 1.0, 3.0, 5.0, 6.0, 30.0, 86400.0] {
+            let deadline = Duration::from_secs_f64(deadline_s);
+            assert!(interval(deadline) * 2 < deadline && interval(deadline) <= PATIENCE, "{deadline:?}");
+        }
     }
 }
