@@ -23,7 +23,7 @@ const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
 /// Longest message that is accepted.
-const MESSAGE_BYTES_MAX: usize = 64 << 20;
+pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
 const MARK: u8 = b'*';
 const PART: u8 = b'+';

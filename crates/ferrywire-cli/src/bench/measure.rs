@@ -13,6 +13,9 @@ use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
 pub const INTERVAL: Duration = Duration::from_millis(100);
+/// Most intervals of a flow; longer runs have longer ones. Every pair of a run hears of those of all pairs.
+const INTERVALS_MAX: usize = 1024;
+const _: () = assert!(INTERVALS_MAX.is_multiple_of(2));
 /// Longest latency that is told apart.
 const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
 /// Significant digits of latencies.
@@ -56,6 +59,8 @@ pub struct Meter {
     start: Instant,
     open: Interval,
     intervals: Vec<Interval>,
+    /// Shortest length of an interval.
+    least_s: f64,
     latency: Latency,
 }
 
@@ -63,7 +68,8 @@ impl Meter {
     /// Starts now.
     pub fn start() -> Meter {
         let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
-        Meter { start: Instant::now(), open, intervals: Vec::new(), latency: Latency::default() }
+        let (intervals, least_s, latency) = (Vec::new(), INTERVAL.as_secs_f64(), Latency::default());
+        Meter { start: Instant::now(), open, intervals, least_s, latency }
     }
 
     /// Time since the start.
@@ -76,10 +82,24 @@ impl Meter {
         self.latency.record(took);
         self.open.bytes += bytes;
         self.open.end_s = now.duration_since(self.start).as_secs_f64();
-        if self.open.end_s - self.open.start_s >= INTERVAL.as_secs_f64() {
+        if self.open.end_s - self.open.start_s >= self.least_s {
+            if self.intervals.len() == INTERVALS_MAX {
+                self.merge();
+            }
             self.intervals.push(self.open);
             self.open = Interval { start_s: self.open.end_s, end_s: self.open.end_s, bytes: 0 };
         }
+    }
+
+    /// From now on intervals are twice as long, those so far too.
+    fn merge(&mut self) {
+        let one = |two: &[Interval]| Interval {
+            start_s: two[0].start_s,
+            end_s: two[1].end_s,
+            bytes: two[0].bytes + two[1].bytes,
+        };
+        self.intervals = self.intervals.chunks_exact(2).map(one).collect();
+        self.least_s *= 2.0;
     }
 
     /// Intervals and latencies. A last, short interval counts only when it is the only one.
@@ -257,6 +277,30 @@ mod tests {
         meter.completed(now, 5, Duration::from_micros(1));
         let (intervals, _) = meter.finish();
         assert_eq!(intervals.iter().map(|interval| interval.bytes).collect::<Vec<_>>(), [5]);
+    }
+
+    #[test]
+    fn the_reports_of_a_week_fit_into_a_message() {
+        use super::super::link::MESSAGE_BYTES_MAX;
+        use super::super::protocol::{FlowReport, PEERS_MAX, SECONDS_MAX};
+        let mut meter = Meter::start();
+        let (start, ends) = (Instant::now(), SECONDS_MAX as u64 * 10);
+        for i in 1..=ends {
+            // As many different latencies as a histogram tells apart.
+            let took = Duration::from_nanos((1u64 << (i % 41)) * (1000 + i % 1000) / 1000);
+            meter.completed(start + INTERVAL * i as u32, 1 << 30, took);
+        }
+        let (intervals, latency) = meter.finish();
+        let moved: u64 = intervals.iter().map(|interval| interval.bytes).sum();
+        let length_s = |interval: &Interval| interval.end_s - interval.start_s;
+        let longest_s = intervals.iter().map(length_s).fold(0.0, f64::max);
+        assert!(moved >> 30 <= ends && moved as f64 / (ends << 30) as f64 > 0.99, "{moved}");
+        assert!(longest_s < SECONDS_MAX / 256.0, "{longest_s}");
+        let driven = Some(FlowReport { iterations: ends, intervals, latency, ..FlowReport::default() });
+        let side = SideReport { driven, ..SideReport::default() };
+        // Those of both ends, where data move both ways.
+        let reports_bytes = serde_json::to_vec(&side).expect("JSON").len() * 2 * PEERS_MAX;
+        assert!(reports_bytes < MESSAGE_BYTES_MAX / 4 * 3, "{reports_bytes}");
     }
 
     #[test]

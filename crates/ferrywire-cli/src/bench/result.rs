@@ -302,7 +302,8 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
     let size = run.sizes[step];
     let intervals: Vec<&[Interval]> = share.flows.iter().map(|flow| flow.intervals.as_slice()).collect();
     let latency = LatencyCounts::merged(share.flows.iter().map(|flow| &flow.latency));
-    let gb_per_s = spread(rates(&intervals));
+    let (rates, interval_s) = rates(&intervals);
+    let gb_per_s = spread(rates);
     let (per_nic, per_channel) = moved(share.members);
     ResultRow {
         op: run.op,
@@ -332,7 +333,7 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
         stages_s: stages_s(report, share),
         per_nic,
         per_channel,
-        extra: extra(now, size, report, share, gb_per_s),
+        extra: extra(now, size, report, share, (gb_per_s, interval_s)),
     }
 }
 
@@ -408,7 +409,7 @@ fn extra(
     size: u64,
     report: &StepReport,
     share: &Share,
-    gb_per_s: Spread,
+    (gb_per_s, interval_s): (Spread, f64),
 ) -> Map<String, Value> {
     let run = now.run;
     let mut extra = Map::new();
@@ -425,6 +426,7 @@ fn extra(
         extra.insert("receives_posted_most".into(), json!(most(|lane| lane.receives_posted_most)));
         extra.insert("closing_results".into(), json!(most(|lane| lane.closing_results)));
     }
+    extra.insert("interval_s".into(), json!(interval_s));
     // With few messages, or where they come in bursts, the middle of the intervals says little.
     let moved_bytes: u64 = share.flows.iter().map(|flow| bytes(run, flow, size)).sum();
     let wall_s = share.members.iter().map(|side| side.wall_s).fold(0.0, f64::max);
@@ -496,26 +498,28 @@ fn moved(members: &[SideReport]) -> (Vec<NicBytes>, Vec<ChannelTotal>) {
     (nics.collect(), by_channel.into_iter().map(total).collect())
 }
 
-/// Rates in GB/s: of one flow by its own intervals, of several added up over common intervals.
-fn rates(flows: &[&[Interval]]) -> Vec<f64> {
-    if let [one] = flows {
-        return one.iter().map(rate).collect();
-    }
+/// Rates in GB/s: of one flow by its own intervals, of several added up over common intervals; and the length of the
+/// longest of these in seconds.
+fn rates(flows: &[&[Interval]]) -> (Vec<f64>, f64) {
     let all = || flows.iter().copied().flatten();
-    let longest = all().map(|i| i.end_s - i.start_s).fold(INTERVAL.as_secs_f64(), f64::max);
+    let longest = all().map(|i| i.end_s - i.start_s).fold(0.0, f64::max);
+    if let [one] = flows {
+        return (one.iter().map(rate).collect(), longest);
+    }
+    let longest = longest.max(INTERVAL.as_secs_f64());
     let ends = flows.iter().map(|flow| flow.last().map_or(0.0, |interval| interval.end_s));
     let common_s = ends.fold(f64::INFINITY, f64::min);
     let cells = (common_s / longest).floor();
     if !(cells >= 1.0 && cells.is_finite()) {
         let end_s = all().map(|interval| interval.end_s).fold(0.0, f64::max);
         let bytes = all().map(|interval| interval.bytes).sum();
-        return vec![rate(&Interval { start_s: 0.0, end_s, bytes })];
+        return (vec![rate(&Interval { start_s: 0.0, end_s, bytes })], end_s);
     }
     let cell = |i: u64| {
         let (start, end) = (i as f64 * longest, (i + 1) as f64 * longest);
         all().map(|interval| overlap(interval, start, end)).sum::<f64>() / longest / 1e9
     };
-    (0..cells as u64).map(cell).collect()
+    ((0..cells as u64).map(cell).collect(), longest)
 }
 
 fn rate(interval: &Interval) -> f64 {
@@ -546,7 +550,8 @@ mod tests {
     #[test]
     fn one_flow_has_its_own_intervals() {
         let flow = [interval(0.0, 0.1, 100_000_000), interval(0.1, 0.3, 100_000_000)];
-        let rates = rates(&[&flow]);
+        let (rates, longest_s) = rates(&[&flow]);
+        assert!((longest_s - 0.2).abs() < 1e-9);
         assert!((rates[0] - 1.0).abs() < 1e-9 && (rates[1] - 0.5).abs() < 1e-9);
     }
 
@@ -554,7 +559,8 @@ mod tests {
     fn several_flows_add_up_where_all_run() {
         let a = [interval(0.0, 0.2, 200_000_000), interval(0.2, 0.4, 200_000_000)];
         let b = [interval(0.0, 0.2, 400_000_000)];
-        let rates = rates(&[&a, &b]);
+        let (rates, longest_s) = rates(&[&a, &b]);
+        assert!((longest_s - 0.2).abs() < 1e-9);
         assert_eq!(rates.len(), 1);
         assert!((rates[0] - 3.0).abs() < 1e-9);
     }
