@@ -90,7 +90,7 @@ fn launchers_variables_say_who_is_who() {
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ],
-        ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NPROCS"],
+        ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NPROCS"],
     ];
     for (names, world) in [(torchrun, 2), (open_mpi, 4), (slurm, 4)] {
         let args = format!("--memory sim --sizes 3000 {QUICK}");

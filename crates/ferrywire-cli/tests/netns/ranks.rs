@@ -30,7 +30,7 @@ fn torchrun(rank: usize) -> Variables {
 fn slurm(rank: usize) -> Variables {
     vec![
         ("SLURM_PROCID", rank.to_string()),
-        ("SLURM_NTASKS", (2 * GPUS).to_string()),
+        ("SLURM_STEP_NUM_TASKS", (2 * GPUS).to_string()),
         ("SLURM_LOCALID", (rank % GPUS).to_string()),
         ("SLURM_STEP_NODELIST", "10.77.1.1,10.77.1.2".to_owned()),
     ]

@@ -98,8 +98,11 @@ const LAUNCHERS: [Variables; 3] = [
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ],
     },
-    // Slurm tells local worlds per node, in a list.
-    Variables { launcher: Launcher::Slurm, names: ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""] },
+    // Slurm tells local worlds per node, in a list. What it says of tasks of the whole job holds for a batch script too.
+    Variables {
+        launcher: Launcher::Slurm,
+        names: ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""],
+    },
 ];
 
 const FLAGS: [&str; 4] = ["--rank", "--world", "--local-rank", ""];
@@ -183,8 +186,8 @@ impl Set {
         of: &Variables,
         variable: &impl Fn(&str) -> Option<String>,
     ) -> Result<Option<Set>, RanksError> {
-        // A shell inside an allocation of Slurm has a number of tasks, and is none of them.
-        if of.launcher == Launcher::Slurm && variable(of.names[0]).is_none() {
+        // A shell inside an allocation of Slurm is no task of a step, nor is a batch script, though that has a number.
+        if of.launcher == Launcher::Slurm && of.names[..2].iter().any(|name| variable(name).is_none()) {
             return Ok(None);
         }
         let mut told = [None; 4];

@@ -6,8 +6,12 @@ const TORCHRUN: &str = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8 MA
                         TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True";
 const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                         OMPI_COMM_WORLD_LOCAL_SIZE=2";
-const SLURM: &str = "SLURM_PROCID=9 SLURM_NTASKS=16 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[07-08] \
+const SLURM: &str = "SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[07-08] \
                      SLURM_JOB_NODELIST=gpu[01-08]";
+
+/// As a batch script has it, which is not one of its job's tasks.
+const BATCH: &str = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_NPROCS=4 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_JOB_ID=7 \
+                     SLURM_TASKS_PER_NODE=2(x2) SLURM_JOB_NODELIST=gpu[1-2]";
 
 fn told(flags: RankFlags, variables: &str) -> Result<Option<Ranks>, RanksError> {
     let value = |name: &str| {
@@ -81,16 +85,26 @@ fn slurm_is_read_with_the_nodes_of_the_step() {
 }
 
 #[test]
+fn a_batch_script_is_no_rank() {
+    assert_eq!(told(RankFlags::default(), BATCH), Ok(None));
+    // A shell that salloc starts as a step is the only task of that.
+    let interactive = format!("{BATCH} SLURM_STEP_NUM_TASKS=1 SLURM_STEP_ID=4294967290");
+    assert_eq!(numbers(&ranks(&interactive)), (0, 1, 0));
+    // Its srun starts tasks that are ranks, fewer than the job may have.
+    let step = format!("{BATCH} SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=2");
+    assert_eq!(numbers(&ranks(&step)), (1, 2, 1));
+}
+
+#[test]
 fn launchers_may_nest() {
     // srun with a task per host, torchrun in each; its ranks need not follow Slurm's.
-    let srun = "SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
+    let srun = "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
     assert_eq!(ranks(&format!("{srun} {TORCHRUN}")).launcher, Launcher::Torchrun);
     // The same through a script that names the numbers itself.
     let by_hand = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5";
     assert_eq!(numbers(&ranks(&format!("{srun} {by_hand}"))), (13, 16, 5));
-    // mpirun in a batch script, which is task 0 of as many.
-    let batch = "SLURM_PROCID=0 SLURM_NTASKS=4 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-2]";
-    let found = ranks(&format!("{batch} {OPEN_MPI}"));
+    // mpirun in a batch script.
+    let found = ranks(&format!("{BATCH} {OPEN_MPI}"));
     assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
     // mpirun's daemon of the second host, started by srun.
     assert_eq!(ranks(&format!("{srun} {OPEN_MPI}")).launcher, Launcher::OpenMpi);
@@ -106,7 +120,7 @@ fn launchers_that_agree_are_one() {
 fn launchers_that_disagree_are_named() {
     let said = [
         (format!("{SLURM} RANK=8 WORLD_SIZE=16 LOCAL_RANK=1"), "RANK=8, but SLURM_PROCID=9"),
-        (format!("{SLURM} RANK=9 WORLD_SIZE=32 LOCAL_RANK=1"), "WORLD_SIZE=32, but SLURM_NTASKS=16"),
+        (format!("{SLURM} RANK=9 WORLD_SIZE=32 LOCAL_RANK=1"), "WORLD_SIZE=32, but SLURM_STEP_NUM_TASKS=16"),
         (format!("{SLURM} RANK=9 WORLD_SIZE=16 LOCAL_RANK=2"), "LOCAL_RANK=2, but SLURM_LOCALID=1"),
         (format!("{SLURM} {OPEN_MPI}"), "OMPI_COMM_WORLD_RANK=3, but SLURM_PROCID=9"),
         (format!("{OPEN_MPI} RANK=0 WORLD_SIZE=2 LOCAL_RANK=0"), "RANK=0, but OMPI_COMM_WORLD_RANK=3"),
@@ -129,8 +143,8 @@ fn half_of_a_launchers_variables_are_not_enough() {
             "RANK=0 is set and LOCAL_RANK is not: set both, or neither, or give --local-rank",
         ),
         (
-            "SLURM_PROCID=0",
-            "SLURM_PROCID=0 is set and SLURM_NTASKS is not: set both, or neither, or give --world",
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2",
+            "SLURM_PROCID=0 is set and SLURM_LOCALID is not: set both, or neither, or give --local-rank",
         ),
         (
             "OMPI_COMM_WORLD_SIZE=2",
@@ -163,7 +177,7 @@ fn numbers_that_cannot_be_are_named() {
             "MASTER_PORT=0 is not a number that can be",
         ),
         (
-            "SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-",
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_LOCALID=0 SLURM_JOB_NODELIST=gpu[1-",
             "SLURM_JOB_NODELIST=gpu[1-: a bracket is not closed",
         ),
     ];
