@@ -62,13 +62,23 @@ impl Hub {
         }
     }
 
-    /// Takes what a rank says; gives what all are to hear.
+    /// Lets a rank in that is not refused; gives what all are to hear.
+    pub fn admit(&mut self, card: Card) -> Option<Word> {
+        if self.over {
+            return None;
+        }
+        let rank = card.rank;
+        let wrong = self.differs(&card);
+        self.cards[rank as usize] = Some(card);
+        wrong.map(|why| self.fault(rank, why))
+    }
+
+    /// Takes what a rank says that was let in; gives what all are to hear.
     pub fn take(&mut self, from: u32, word: Word) -> Option<Word> {
         if self.over {
             return None;
         }
         match word {
-            Word::Join(card) => self.join(*card),
             Word::Here(place) => self.here(from, *place),
             Word::Arrived => {
                 self.arrived += 1;
@@ -95,6 +105,7 @@ impl Hub {
                 Some(self.fault(rank, why))
             }
             Word::Failed { why, .. } => Some(self.fault(from, why)),
+            Word::Join(_) => Some(self.fault(from, "it has come twice: is it the same version?".to_owned())),
             Word::Table(_) | Word::Pass(_) | Word::Over(_) => {
                 Some(self.fault(from, "it speaks as only rank 0 may: is it the same version?".to_owned()))
             }
@@ -131,6 +142,13 @@ impl Hub {
         self.lost(rank as u32, &why)
     }
 
+    /// The time to end is up, after all was measured: says who has not.
+    pub fn unended(&mut self, waited_s: f64) -> Option<Word> {
+        let rank = self.done.iter().position(|done| !done)?;
+        let why = format!("it has not ended within {waited_s:.0} s (--deadline), though all is measured");
+        self.lost(rank as u32, &why)
+    }
+
     /// The reports of all pairs on a size, once they are there.
     pub fn step(&mut self, step: usize) -> Option<Vec<PairReport>> {
         let all = self.pairs.len();
@@ -138,13 +156,6 @@ impl Hub {
             return None;
         }
         (0..all).map(|pair| self.reports.remove(&(step, pair))).collect()
-    }
-
-    fn join(&mut self, card: Card) -> Option<Word> {
-        let rank = card.rank;
-        let wrong = self.differs(&card);
-        self.cards[rank as usize] = Some(card);
-        wrong.map(|why| self.fault(rank, why))
     }
 
     /// How a rank does not fit to rank 0.
@@ -274,7 +285,7 @@ mod tests {
     fn hub(pattern: Pattern, came: u32) -> Hub {
         let mut hub = Hub::new(card(0), "r".to_owned(), run(pattern));
         for rank in 0..came {
-            assert!(hub.take(rank, Word::Join(Box::new(card(rank)))).is_none());
+            assert!(hub.admit(card(rank)).is_none());
         }
         hub
     }
@@ -344,7 +355,7 @@ mod tests {
         let join = |change: &dyn Fn(&mut Card)| {
             let mut odd = card(2);
             change(&mut odd);
-            fault(hub(Pattern::Pair, 2).take(2, Word::Join(Box::new(odd))))
+            fault(hub(Pattern::Pair, 2).admit(odd))
         };
         let said = join(&|card| drop(card.options.insert("sizes".to_owned(), "8K".to_owned())));
         assert_eq!(
@@ -374,6 +385,26 @@ mod tests {
         assert!(beyond.contains("has no rank 7"), "{beyond}");
         let other = hub.refuses(&Card { job: Some("k".to_owned()), ..card(3) }).expect("another run");
         assert!(other.contains("another launch"), "{other}");
+    }
+
+    #[test]
+    fn who_joins_twice_is_named_whatever_its_card_says() {
+        for rank in [1, 2, 7] {
+            let again = Word::Join(Box::new(Card { rank, ..card(1) }));
+            assert!(
+                fault(hub(Pattern::Pair, 2).take(1, again)).starts_with("rank 1 (h0): it has come twice")
+            );
+        }
+    }
+
+    #[test]
+    fn who_does_not_end_is_named() {
+        let mut hub = hub(Pattern::Pair, 4);
+        assert!([0, 1, 3].iter().all(|rank| hub.take(*rank, Word::Done).is_none()));
+        assert!(
+            fault(hub.unended(30.0)).starts_with("rank 2 (h1): it has not ended within 30 s (--deadline)")
+        );
+        assert!(hub.unended(31.0).is_none(), "the first failure is the one");
     }
 
     #[test]

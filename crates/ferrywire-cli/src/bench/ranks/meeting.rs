@@ -27,6 +27,8 @@ use crate::sys;
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
 /// A rank that has failed waits so long to hear what ended the run.
 const VERDICT_WAIT: Duration = Duration::from_secs(5);
+/// After the last word of a conversation its endpoints are closed, which takes longer than a short deadline.
+const FAREWELL_GRACE: Duration = Duration::from_secs(5);
 /// Endpoints of a run that has failed have so long to finish.
 const RETREAT: Duration = Duration::from_millis(500);
 
@@ -71,10 +73,10 @@ impl Meeting {
 
     fn open(plan: &RanksPlan, card: Card) -> Outcome<Arc<Meeting>> {
         let endpoint = door::endpoint(plan, &card, true)?;
-        let hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
+        let mut hub = Hub::new(card.clone(), plan.bench.run_id.clone(), plan.bench.run.clone());
+        hub.admit(card.clone());
         let links = (0..card.world).map(|_| None).collect();
-        let meeting = Arc::new(Meeting::new(plan, card.clone(), endpoint, Some(hub), links));
-        meeting.hear(0, Word::Join(Box::new(card)));
+        let meeting = Arc::new(Meeting::new(plan, card, endpoint, Some(hub), links));
         let doorkeeper = meeting.clone();
         spawn("rank-door", move || doorkeeper.let_in())?;
         Ok(meeting)
@@ -178,11 +180,7 @@ impl Meeting {
 
     /// Waits for the end of the run, and leaves; gives how it ended.
     pub fn finish(&self, outcome: Outcome) -> Outcome {
-        let is_over = |state: &mut State| state.over.clone();
-        let outcome = match outcome {
-            Ok(()) => self.say(Word::Done).and_then(|()| self.wait(None, &|| {}, is_over)).map(drop),
-            failed => failed,
-        };
+        let outcome = outcome.and_then(|()| self.await_end());
         let outcome = outcome.map_err(|failure| {
             self.fail(None, &failure);
             self.verdict(failure)
@@ -195,6 +193,21 @@ impl Meeting {
         }
         let _ = self.endpoint.close(CLOSE_DEADLINE);
         outcome
+    }
+
+    /// Says that this rank is done, and waits until all are. At rank 0 the reports of all pairs are in by then: what is
+    /// left are farewells.
+    fn await_end(&self) -> Outcome {
+        self.say(Word::Done)?;
+        let is_over = |state: &mut State| state.over.clone();
+        let limit = (self.card.rank == 0).then(|| self.deadline.saturating_add(FAREWELL_GRACE));
+        if self.wait(limit, &|| {}, is_over)?.is_some() {
+            return Ok(());
+        }
+        let waited_s = limit.unwrap_or_default().as_secs_f64();
+        let word = self.lock().hub.as_mut().and_then(|hub| hub.unended(waited_s));
+        self.tell_all(word);
+        self.wait(None, &|| {}, is_over).map(drop)
     }
 
     /// Rank 0 leaves last, so that everybody hears how it ended; also those that come when it is over.
@@ -422,7 +435,7 @@ impl Meeting {
         let Some(hub) = state.hub.as_mut() else { return Ok(None) };
         match hub.refuses(&card) {
             Some(why) => Err(why),
-            None => Ok(hub.take(card.rank, Word::Join(card))),
+            None => Ok(hub.admit(*card)),
         }
     }
 
@@ -459,4 +472,43 @@ fn prefixed(name: &str, failure: Failure) -> Failure {
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     let spawned = thread::Builder::new().name(name.to_owned()).spawn(body);
     spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use clap::FromArgMatches;
+
+    use super::*;
+    use crate::args::{self, Cli};
+    use crate::plan::{self, Plan};
+
+    const LIMIT: Duration = Duration::from_secs(120);
+
+    fn rank(rank: u32, port: u16) -> RanksPlan {
+        let line =
+            format!("ferrywire bench --rank {rank} --world 2 --rendezvous 127.0.0.1:{port} --memory host");
+        let typed = args::command().get_matches_from(line.split(' '));
+        match plan::plan(Cli::from_arg_matches(&typed).expect("it parses")) {
+            Ok(Plan::Ranks(plan)) => *plan,
+            other => panic!("{other:?} is no rank"),
+        }
+    }
+
+    #[test]
+    fn a_rank_that_does_not_end_ends_the_run_by_name() {
+        let free = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let port = free.local_addr().expect("it has one").port();
+        drop(free);
+        let mut plan = rank(0, port);
+        plan.bench.deadline = Duration::from_secs(3);
+        let first = Meeting::begin(&plan).expect("a meeting");
+        let _second = Meeting::begin(&rank(1, port)).expect("it comes");
+        let (ended, outcome) = mpsc::channel();
+        thread::spawn(move || ended.send(first.finish(Ok(()))));
+        let outcome = outcome.recv_timeout(LIMIT).expect("it does not wait for ever");
+        let said = outcome.expect_err("one has not ended").message();
+        assert!(said.starts_with("rank 1 (") && said.contains("it has not ended within"), "{said}");
+    }
 }
