@@ -28,6 +28,14 @@ pub struct ActiveRun {
     /// Where its peers wait for each other.
     pub gate: Gate,
     members: Mutex<Vec<bool>>,
+    farewells: Mutex<Farewells>,
+}
+
+/// Who has not yet told its peer that the run is over.
+#[derive(Default)]
+struct Farewells {
+    owed: usize,
+    ended: Option<Ended>,
 }
 
 /// A run that is over.
@@ -137,7 +145,17 @@ impl ActiveRun {
             name: name.to_owned(),
             gate,
             members,
+            farewells: Mutex::default(),
         }
+    }
+
+    /// A peer that has left has heard so; gives the run, if it is over, when all of them have. A process that ends with
+    /// the run has nothing more to say then.
+    pub fn bade_farewell(&self, ended: Option<Ended>) -> Option<Ended> {
+        let mut farewells = self.farewells.lock().unwrap_or_else(PoisonError::into_inner);
+        farewells.owed -= 1;
+        farewells.ended = ended.or(farewells.ended.take());
+        if farewells.owed > 0 { None } else { farewells.ended.take() }
     }
 
     fn admit(&self, hello: &Hello) -> Result<(), String> {
@@ -150,6 +168,7 @@ impl ActiveRun {
             _ => return Err(format!("peer {} of this run is already here", hello.member)),
         }
         self.gate.join();
+        self.farewells.lock().unwrap_or_else(PoisonError::into_inner).owed += 1;
         Ok(())
     }
 }
@@ -169,4 +188,45 @@ fn describe(run: &Run) -> String {
     let memory = run.peer_memory.unwrap_or(Memory::Host);
     let plural = if sizes == 1 { "" } else { "s" };
     format!("{:?} {:?}, {sizes} size{plural}, {memory} here, {checked}", run.pattern, run.op).to_lowercase()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::protocol::VERSION;
+    use super::*;
+    use crate::args::{Op, Pattern};
+
+    fn hello(member: usize) -> Hello {
+        let run = Run {
+            op: Op::Write,
+            pattern: Pattern::Incast,
+            memory: Memory::Host,
+            peer_memory: Some(Memory::Host),
+            unpack: None,
+            sizes: vec![8],
+            depth: None,
+            blocks: None,
+            peers: 2,
+            fleet: false,
+            as_seed: false,
+            iters: Some(1),
+            seconds: None,
+            warmup: None,
+            verify: Verify::All,
+            deadline_s: 1.0,
+            seed: 1,
+        };
+        Hello { version: VERSION, run_id: "r".to_owned(), member, boot_id: String::new(), run }
+    }
+
+    #[test]
+    fn a_run_has_ended_when_all_peers_have_heard_so() {
+        let hall = Hall::default();
+        let run = hall.enter(&hello(0), "a").expect("room");
+        hall.enter(&hello(1), "b").expect("room");
+        assert!(hall.leave(Ok(())).is_none());
+        let ended = hall.leave(Ok(())).expect("the last has left");
+        assert!(run.bade_farewell(Some(ended)).is_none(), "the first has not heard so yet");
+        assert!(run.bade_farewell(None).is_some_and(|ended| ended.outcome.is_ok()));
+    }
 }

@@ -192,7 +192,10 @@ impl House {
                     house.voice.run_begins(&link.peer.name());
                     let is_spoilt = house.plan.inject_member.is_none_or(|member| member == hello.member);
                     let inject = house.plan.inject.filter(|_| is_spoilt);
-                    attend(link, &door.endpoint, &house.hall, (&hello, &active, &home), inject, &house.over);
+                    let run = (&hello, active.as_ref(), &home);
+                    attend(link, &door.endpoint, &house.hall, run, inject, &|ended| {
+                        let _ = house.over.send(ended);
+                    });
                 }
             }
         };
@@ -322,20 +325,21 @@ fn attend(
     hall: &Hall,
     (hello, active, home): (&Hello, &ActiveRun, &Home),
     inject: Option<Inject>,
-    over: &Sender<Ended>,
+    over: &dyn Fn(Ended),
 ) {
     let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
     let member = Member { number: hello.member, run: &hello.run, gate: &active.gate, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.
     let ended = hall.leave(outcome.clone());
-    if let Some(ended) = ended {
-        let _ = over.send(ended);
-    }
     link.tell_last(&match outcome {
         Ok(()) => Message::Bye,
         Err(failure) => Message::Failed { why: failure.first_line() },
     });
+    // With --once this process may end now.
+    if let Some(ended) = active.bade_farewell(ended) {
+        over(ended);
+    }
 }
 
 /// One of the peers of a run, as the serving end sees it.
@@ -457,4 +461,50 @@ fn effective_values(plan: &ServePlan) -> String {
 pub fn say(line: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use clap::FromArgMatches;
+
+    use super::*;
+    use crate::args::{self, Cli};
+    use crate::bench::connect;
+    use crate::plan::{self, Plan};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn planned(line: &str) -> Plan {
+        let typed = args::command().get_matches_from(line.split_whitespace());
+        plan::plan(Cli::from_arg_matches(&typed).expect("it parses")).expect("a plan")
+    }
+
+    #[test]
+    fn a_peer_has_heard_that_its_run_is_over_before_serve_may_end() {
+        let Plan::Serve(plan) = planned("ferrywire bench serve --listen 127.0.0.1:0 --memory host --once")
+        else {
+            panic!("no serve")
+        };
+        let (doors, _kept) = open_doors(&plan).expect("a door");
+        let address = doors[0].endpoint.listen_addresses()[0];
+        let (done, measured) = mpsc::channel();
+        std::thread::spawn(move || {
+            let options = "--memory host --peer-memory host --sizes 4K --iters 3 --deadline 20";
+            match planned(&format!("ferrywire bench connect {address} {options}")) {
+                Plan::Connect(plan) => drop(done.send(connect::measure(&plan, &mut |_| {}, &|_| {}))),
+                _ => panic!("no connect"),
+            }
+        });
+        let mut link = Link::new(doors[0].endpoint.accept(LIMIT).expect("it comes"), LIMIT);
+        let (hall, heard) = (Hall::default(), Mutex::new(None));
+        let run = admit(&mut link, &hall, &plan, &doors[0], &mut String::new());
+        let (hello, active, home) = run.expect("there is room");
+        attend(link, &doors[0].endpoint, &hall, (&hello, &active, &home), None, &|ended| {
+            let told = measured.recv_timeout(LIMIT);
+            *heard.lock().expect("nobody panics") = Some((ended.outcome, told));
+        });
+        assert_eq!(heard.into_inner().expect("nobody panics"), Some((Ok(()), Ok(Ok(())))));
+    }
 }
