@@ -107,6 +107,14 @@ impl Memory {
         }
     }
 
+    /// The number of the GPU, if it is one.
+    pub fn index(self) -> Option<u32> {
+        match self {
+            Memory::Host => None,
+            Memory::Cuda(index) | Memory::Sim(index) => Some(index),
+        }
+    }
+
     /// The kind, as it is typed.
     pub fn kind(self) -> &'static str {
         match self {

@@ -116,6 +116,36 @@ pub struct EnginePlan {
     pub secret: Option<Vec<u8>>,
 }
 
+impl EnginePlan {
+    /// How scattered receives are gathered, where that was said.
+    pub fn unpack(&self) -> Option<Unpack> {
+        let of_devmem = || self.devmem.as_ref().and_then(|devmem| devmem.unpack);
+        self.plugin.as_ref().and_then(|plugin| plugin.unpack).or_else(of_devmem)
+    }
+
+    /// What carries payload, over which NICs of which GPUs, and what that may do: as it is shown and stored.
+    pub fn effective_values(&self) -> serde_json::Map<String, serde_json::Value> {
+        let (plugin, devmem) = (self.plugin.as_ref(), self.devmem.as_ref());
+        let values = serde_json::json!({
+            "transport": match (plugin, devmem) {
+                (Some(_), _) => "plugin",
+                (None, Some(devmem)) => devmem.asked_for(),
+                (None, None) => "tcp",
+            },
+            "plugin": plugin.map(|plugin| &plugin.path),
+            "gpus": self.gpus,
+            "map": self.map.nics,
+            "allow_cross_numa": self.allow_cross_numa,
+            "allow_nic_setup": devmem.is_some_and(|devmem| devmem.allow_nic_setup),
+            "allow_same_host_gpu": plugin.is_some_and(|plugin| plugin.allow_same_host_gpu),
+        });
+        match values {
+            serde_json::Value::Object(values) => values,
+            _ => unreachable!("an object was written"),
+        }
+    }
+}
+
 /// A run as seen from the end that configures it.
 #[derive(Clone, Debug)]
 pub struct ConnectPlan {
@@ -189,7 +219,9 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
         Some(End::Connect { address, options }) => {
             let addresses = resolve("ADDR:PORT", &address)?;
-            Ok(Plan::Connect(Box::new(plan_connect(*options, addresses, verbose)?)))
+            let options = with_file(*options)?;
+            unnumbered("--memory", options.gpus.as_ref(), options.memory.as_deref())?;
+            Ok(Plan::Connect(Box::new(plan_connect(options, addresses, verbose)?)))
         }
     }
 }
@@ -234,6 +266,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let call_limit =
         Duration::from_secs_f64(seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT));
     let memory = Memory::typed("--memory", flags.memory.as_deref())?;
+    unnumbered("--memory", flags.gpus.as_ref(), flags.memory.as_deref())?;
     let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
     let engine = EnginePlan {
         // What contradicts itself before what is not there.
@@ -268,11 +301,26 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
 /// The demo knows both ends: what lies where by default is decided once for both.
 fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     let mut flags = with_file(flags)?;
+    for (flag, text) in [("--memory", &flags.memory), ("--peer-memory", &flags.peer_memory)] {
+        unnumbered(flag, flags.gpus.as_ref(), text.as_deref())?;
+    }
     let memory = memory(&mut flags)?;
     if flags.plugin.is_none() && flags.peer_memory.is_none() {
-        flags.peer_memory = Some(Memory::of_this_host(Some(memory)).to_string());
+        let there = Memory::of_this_host(Some(memory));
+        let of_gpus = || there.kind().to_owned();
+        flags.peer_memory = Some(flags.gpus.as_ref().map_or_else(|| there.to_string(), |_| of_gpus()));
     }
     Ok(flags)
+}
+
+/// Of several endpoints each has memory of its own GPU.
+fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome {
+    match (gpus, memory.and_then(|text| text.split_once(':'))) {
+        (Some(_), Some((kind, number))) => usage(format!(
+            "{flag} {kind}:{number}: with --gpus the bytes of each endpoint lie on its own GPU: say {flag} {kind}"
+        )),
+        _ => Ok(()),
+    }
 }
 
 fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {

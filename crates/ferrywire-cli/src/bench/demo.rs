@@ -11,6 +11,7 @@ use clap::ValueEnum;
 
 use super::connect;
 use crate::exit::{Failure, Outcome};
+use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 
 /// Starts the other end as a second process, then connects to it.
@@ -37,7 +38,8 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     }
     command.args(plan.engine.threads.map(|n| format!("--threads={n}")));
     command.args(plan.engine.congestion_control.as_ref().map(|name| format!("--congestion-control={name}")));
-    command.args(plan.run.peer_memory.map(|memory| format!("--memory={memory}")));
+    let memory = |memory: Memory| if plan.run.fleet { memory.kind().to_owned() } else { memory.to_string() };
+    command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());

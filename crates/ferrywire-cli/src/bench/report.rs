@@ -13,6 +13,7 @@ use super::isolated;
 use super::result::ResultRow;
 use super::table;
 use crate::exit::{Failure, Outcome};
+use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 
 /// Version of the JSON form.
@@ -120,13 +121,7 @@ fn config(plan: &ConnectPlan) -> Value {
     let mut config = json!(plan.run);
     let own = json!({
         "address": addresses,
-        "transport": match (plugin, &plan.engine.devmem) {
-            (Some(_), _) => "plugin",
-            (None, Some(devmem)) => devmem.asked_for(),
-            (None, None) => "tcp",
-        },
-        "plugin": plugin.map(|plugin| &plugin.path),
-        "unpack": plugin.and_then(|plugin| plugin.unpack),
+        "unpack": plan.run.unpack.or(plan.engine.unpack()),
         "nics": plan.engine.nics,
         "channels": plan.engine.channels,
         "chunk": plan.engine.chunk_bytes,
@@ -138,6 +133,15 @@ fn config(plan: &ConnectPlan) -> Value {
     });
     if let (Some(config), Value::Object(own)) = (config.as_object_mut(), own) {
         config.extend(own);
+        config.extend(plan.engine.effective_values());
+        if plan.run.fleet {
+            // Each endpoint has that of its own GPU.
+            config.insert("memory".to_owned(), json!(plan.run.memory.kind()));
+            config.insert("peer_memory".to_owned(), json!(plan.run.peer_memory.map(Memory::kind)));
+        } else {
+            // A rank has one, which results name.
+            config.insert("gpus".to_owned(), Value::Null);
+        }
     }
     config
 }

@@ -180,6 +180,8 @@ struct Share<'a> {
     direction: &'static str,
     /// The names of the endpoints, where there are several; `all` for all of them.
     gpus: Option<(String, String)>,
+    /// Where the bytes of both ends lie; the kind, for all of several endpoints.
+    memory: (String, String),
     member: Option<usize>,
     flows: Vec<&'a FlowReport>,
     members: &'a [SideReport],
@@ -222,24 +224,31 @@ fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
     let part = Part { run, report, of_ranks: !now.ranks.is_empty() };
     let everybody = 0..report.members.len();
     let all = || Some((ALL.to_owned(), ALL.to_owned()));
+    let there = run.peer_memory.unwrap_or(run.memory);
+    let of_one = || (run.memory.to_string(), there.to_string());
     match (run.pattern, run.fleet || part.of_ranks) {
         (_, true) => {
-            let names = |(gpu, peer_gpu): (u32, u32)| {
-                let there = run.peer_memory.unwrap_or(run.memory);
-                Some((run.memory.name_on(gpu), there.name_on(peer_gpu)))
+            let first = now.pairs.first().map(|(_, peer_gpu)| *peer_gpu);
+            let share = |(at, (gpu, peer_gpu)): (usize, (u32, u32))| {
+                // The first pair's has been told; an end with one endpoint may have it on any GPU.
+                let peer_gpu =
+                    if Some(peer_gpu) == first { there.index().unwrap_or(peer_gpu) } else { peer_gpu };
+                let names = (run.memory.name_on(gpu), there.name_on(peer_gpu));
+                let memory = (run.memory.on(gpu).to_string(), there.on(peer_gpu).to_string());
+                part.shares(at..at + 1, Some(names), memory)
             };
-            let each = everybody.clone().zip(now.pairs.iter().copied());
-            let each = each.flat_map(|(at, numbers)| part.shares(at..at + 1, names(numbers)));
-            each.chain(part.shares(everybody, all())).collect()
+            let kinds = (run.memory.kind().to_owned(), there.kind().to_owned());
+            let each = everybody.clone().zip(now.pairs.iter().copied()).flat_map(share);
+            each.chain(part.shares(everybody, all(), kinds)).collect()
         }
         (Pattern::Incast, false) => {
             let one = |at: usize| {
-                let of_one = part.shares(at..at + 1, None);
+                let of_one = part.shares(at..at + 1, None, of_one());
                 of_one.into_iter().map(move |share| Share { member: Some(at), ..share })
             };
-            everybody.clone().flat_map(one).chain(part.shares(everybody, all())).collect()
+            everybody.clone().flat_map(one).chain(part.shares(everybody, all(), of_one())).collect()
         }
-        (_, false) => part.shares(everybody, None),
+        (_, false) => part.shares(everybody, None, of_one()),
     }
 }
 
@@ -255,7 +264,12 @@ struct Part<'a, 'b> {
 
 impl<'a> Part<'a, '_> {
     /// What some of the peers moved, in each direction and both.
-    fn shares(&self, of: Range<usize>, gpus: Option<(String, String)>) -> Vec<Share<'a>> {
+    fn shares(
+        &self,
+        of: Range<usize>,
+        gpus: Option<(String, String)>,
+        memory: (String, String),
+    ) -> Vec<Share<'a>> {
         let driven = |sides: &'a [SideReport]| -> Vec<&'a FlowReport> {
             sides.iter().filter_map(|side| side.driven.as_ref()).collect()
         };
@@ -266,6 +280,7 @@ impl<'a> Part<'a, '_> {
         let share = |direction, flows| Share {
             direction,
             gpus: gpus.clone(),
+            memory: memory.clone(),
             member: None,
             flows,
             members,
@@ -307,8 +322,8 @@ fn row(now: &Circumstances, step: usize, report: &StepReport, share: &Share, lim
     let (per_nic, per_channel) = moved(share.members);
     ResultRow {
         op: run.op,
-        memory: run.memory.to_string(),
-        peer_memory: run.peer_memory.map_or_else(String::new, |memory| memory.to_string()),
+        memory: share.memory.0.clone(),
+        peer_memory: share.memory.1.clone(),
         transport: now.transport.clone(),
         unpack: now.unpack,
         pattern: run.pattern,

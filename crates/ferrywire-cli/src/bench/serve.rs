@@ -304,6 +304,12 @@ fn admit(
     }
     run_id.clone_from(&hello.run_id);
     hello.run.check().map_err(Failure::Failed)?;
+    if let (Some(_), Some(asked)) = (door.gpu, hello.run.peer_memory.filter(|asked| *asked != asked.on(0))) {
+        return Err(Failure::failed(format!(
+            "this end has several endpoints, each with memory of its own GPU: say --peer-memory {}, not {asked}",
+            asked.kind()
+        )));
+    }
     let memory = offered(&hello, own, &plan.engine)?;
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
@@ -446,14 +452,20 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
 }
 
 fn effective_values(plan: &ServePlan) -> String {
-    let ServePlan { listen, engine, memory, once, .. } = plan;
-    let memory = memory.map_or_else(|| "what peers ask for".to_owned(), |memory| memory.to_string());
+    let ServePlan { listen, engine, memory, once, deadline, .. } = plan;
+    let shown = |memory: Memory| match engine.gpus {
+        Some(_) => memory.kind().to_owned(),
+        None => memory.to_string(),
+    };
+    let memory = memory.map_or_else(|| "what peers ask for".to_owned(), shown);
+    let carried = engine.effective_values().into_iter().map(|(name, value)| format!("{name} = {value}\n"));
+    let (carried, deadline_s) = (carried.collect::<String>(), deadline.as_secs_f64());
     let threads = engine.threads.map_or_else(|| "chosen".to_owned(), |n| n.to_string());
     let congestion_control = engine.congestion_control.as_deref().unwrap_or("chosen");
     let (nics, secret) = (engine.nics.join(","), engine.secret.is_some());
     format!(
         "listen = {listen}\nonce = {once}\nmemory = {memory}\nnics = {nics:?}\nthreads = {threads}\n\
-         congestion_control = {congestion_control}\nsecret = {secret}\n"
+         congestion_control = {congestion_control}\nsecret = {secret}\ndeadline_s = {deadline_s}\n{carried}"
     )
 }
 

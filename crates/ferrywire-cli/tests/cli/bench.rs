@@ -158,6 +158,33 @@ fn verbose_prints_effective_values() {
 }
 
 #[test]
+fn what_a_run_may_do_is_shown_and_stored() {
+    let output = run("bench -v --gpus 0-1 --map 0-1=lo --allow-cross-numa --memory host --peer-memory host \
+                      --sizes 4K --iters 5 --json -");
+    results(&output);
+    let config = &crate::common::json(&output)["config"];
+    let [gpus, map] = [serde_json::json!([0, 1]), serde_json::json!({"0": ["lo"], "1": ["lo"]})];
+    assert_eq!((&config["gpus"], &config["map"]), (&gpus, &map));
+    assert_eq!([&config["allow_cross_numa"], &config["allow_nic_setup"]], [true, false]);
+    let said = text(&output.stderr);
+    // Both ends say so.
+    for line in
+        ["gpus = [0,1]", "allow_cross_numa = true", "allow_nic_setup = false", "allow_same_host_gpu = false"]
+    {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+    let mut serve = Serve::start("-v --gpus 0-1 --map 0-1=lo --allow-cross-numa --memory host --deadline 7");
+    let lines = serve.collect_errors();
+    results(&serve.connect(&format!("--memory host --peer-memory host --sizes 4K {QUICK}")));
+    let said = lines.lock().expect("whole lines").join("\n");
+    for line in
+        ["gpus = [0,1]", "map = {\"0\":[\"lo\"],\"1\":[\"lo\"]}", "allow_cross_numa = true", "deadline_s = 7"]
+    {
+        assert!(said.contains(line), "{line}: {said}");
+    }
+}
+
+#[test]
 fn verification_can_be_sampled_or_left_out() {
     let sampled = &results(&run(&format!("bench --verify sample --sizes 4M {QUICK}")))[0];
     assert_eq!(sampled["verified"], true);

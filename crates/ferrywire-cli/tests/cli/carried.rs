@@ -58,6 +58,17 @@ fn memory_of_simulated_gpus_is_verified_in_every_mode_that_gathers() {
     }
 }
 
+/// Also where nothing was said.
+#[test]
+fn how_fragments_are_gathered_is_stored() {
+    let args = format!("bench --memory sim --peer-memory sim --allow-same-host-gpu --sizes 64K {QUICK}");
+    let mut command = ferrywire(&with_plugin(&args));
+    let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
+    assert_eq!(results(&output)[0]["unpack"], "kernel");
+    let config = &json(&output)["config"];
+    assert_eq!((&config["unpack"], &config["allow_same_host_gpu"]), (&"kernel".into(), &true.into()));
+}
+
 #[test]
 fn a_run_whose_ends_gather_differently_is_refused() {
     let serve = serve("--memory sim:1 --allow-same-host-gpu --unpack copy", ONE_HOST);

@@ -1,8 +1,10 @@
 //! Several endpoints in one process, by the real command over loopback.
 
+use std::time::Duration;
+
 use serde_json::Value;
 
-use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, text};
+use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, results, run, run_within, text};
 use crate::driver;
 use crate::hosted::{ONE_HOST, with_plugin};
 use crate::tree::Tree;
@@ -92,6 +94,10 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         ("--gpus 0-99", "no GPU"),
         ("--pattern mesh", "name them with --gpus"),
         ("--gpus 0-1 --pattern incast --peers 3", "--peers"),
+        (
+            "--gpus 0-1 --memory sim:3",
+            "--memory sim:3: with --gpus the bytes of each endpoint lie on its own GPU",
+        ),
         ("--gpus 0-1 --map 0=lo", "no NIC for GPU 1"),
         ("--gpus 0 --map 0=lo,1=lo", "GPU 1 is not one of --gpus"),
         ("--gpus 0 --map lo", "no GPU before"),
@@ -103,6 +109,36 @@ fn gpus_and_maps_that_cannot_be_are_bad_usage() {
         assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
         assert!(text(&output.stderr).contains(part), "{args}: {}", text(&output.stderr));
     }
+}
+
+/// A number would be of one GPU.
+#[test]
+fn memory_of_several_gpus_has_no_number() {
+    for (args, part) in [
+        ("serve --listen 127.0.0.1:0 --gpus 0-1 --memory sim:3", "say --memory sim"),
+        ("--gpus 0-1 --memory sim:3", "say --memory sim"),
+        ("--gpus 0-1 --memory sim --peer-memory sim:3", "say --peer-memory sim"),
+    ] {
+        let output = run_within(Duration::ZERO, &mut ferrywire(&format!("bench {args}")));
+        assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
+        assert!(first_error(&output).ends_with(part), "{args}: {}", text(&output.stderr));
+    }
+    let serve = Serve::start("--gpus 2-3 --memory sim");
+    let args = format!("--memory sim --sizes 4K {QUICK}");
+    let refused = serve.connect(&format!("{args} --gpus 0-1 --peer-memory sim:1"));
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(first_error(&refused).contains("say --peer-memory sim, not sim:1"), "{}", first_error(&refused));
+    let lies = |row: &Value| [&row["memory"], &row["peer_memory"]].map(|memory| memory.to_string());
+    for args in ["--gpus 0-1 --peer-memory sim", "--gpus 0-1"] {
+        let found = results(&serve.connect(&format!("--memory sim --sizes 4K {QUICK} {args}")));
+        let memory: Vec<_> = found.iter().map(lies).collect();
+        assert_eq!(memory, [["\"sim:0\"", "\"sim:2\""], ["\"sim:1\"", "\"sim:3\""], ["\"sim\"", "\"sim\""]]);
+    }
+    // One endpoint may have memory of any GPU.
+    let one = Serve::start("--memory sim:3");
+    let found = results(&one.connect(&format!("{args} --gpus 5 --peer-memory sim:3")));
+    assert_eq!(lies(&found[0]), ["\"sim:5\"", "\"sim:3\""]);
+    assert_eq!(pair(&found[0]), ("sim:5", "sim:3"));
 }
 
 /// What the error advises is what helps, at both ends. Only a GPU that is used is a reason to refuse.
