@@ -260,7 +260,9 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         Some(text) => resolve("--listen", text)?[0],
         None => SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_DEFAULT),
     };
-    let given = secret(flags.secret_file.as_deref())?;
+    let child = flags.child.unwrap_or(false);
+    // A demo hands its own to the end that it starts, which may find another file named.
+    let given = secret(flags.secret_file.as_deref().filter(|_| !child))?;
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
@@ -283,7 +285,6 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         ..EnginePlan::default()
     };
     let once = flags.once.unwrap_or(false);
-    let child = flags.child.unwrap_or(false);
     Ok(ServePlan {
         listen,
         engine,

@@ -1,15 +1,18 @@
 //! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
 
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use clap::ValueEnum;
 
 use super::connect;
+use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -41,6 +44,11 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     let memory = |memory: Memory| if plan.run.fleet { memory.kind().to_owned() } else { memory.to_string() };
     command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
+    // Wherever this end has its own from.
+    match &plan.engine.secret {
+        Some(secret) => command.env(variable("secret"), OsStr::from_bytes(secret)),
+        None => command.env_remove(variable("secret")),
+    };
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {

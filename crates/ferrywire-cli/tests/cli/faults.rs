@@ -90,6 +90,22 @@ fn the_secrets_of_both_ends_must_agree() {
     );
 }
 
+/// Wherever it has it from, and whatever else names one.
+#[test]
+fn both_ends_of_the_demo_have_its_secret() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [secret, other, config] = ["secret", "other", "config"].map(|name| folder.path().join(name));
+    std::fs::write(&secret, "the right secret").expect("written");
+    std::fs::write(&other, "the wrong secret").expect("written");
+    std::fs::write(&config, format!("secret-file = {secret:?}\n")).expect("written");
+    let demo = || ferrywire("bench --memory host --peer-memory host --sizes 4K --iters 5 --json -");
+    results(&demo().arg("--secret-file").arg(&secret).output().expect("it runs"));
+    results(&demo().arg("--config").arg(&config).output().expect("it runs"));
+    let mut two = demo();
+    two.arg("--secret-file").arg(&secret).env("FERRYWIRE_SECRET_FILE", &other);
+    results(&two.env("FERRYWIRE_SECRET", "another wrong secret").output().expect("it runs"));
+}
+
 #[test]
 fn listening_on_loopback_says_so() {
     let mut serve = Serve::start("");
