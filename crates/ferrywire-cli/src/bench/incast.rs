@@ -1,11 +1,20 @@
 //! `--pattern incast`: further processes of this command that join the same run.
 
 use std::io::Read;
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
+use crate::sys;
+
+/// A peer that is asked to end has so long for it.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
+/// How often it is looked whether it has.
+const LOOK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// The other peers of the run, each a process of its own.
 #[derive(Debug)]
@@ -56,7 +65,18 @@ impl Companions {
         Ok(())
     }
 
+    /// Ends the others, which first may put back what they have changed at NICs.
     fn kill(&mut self) {
+        for child in &mut self.0 {
+            if matches!(child.try_wait(), Ok(None)) {
+                sys::interrupt(child.id());
+            }
+        }
+        let until = Instant::now() + INTERRUPT_GRACE;
+        let runs = |child: &mut Child| matches!(child.try_wait(), Ok(None));
+        while self.0.iter_mut().any(runs) && Instant::now() < until {
+            thread::sleep(LOOK_INTERVAL);
+        }
         for child in &mut self.0 {
             let _ = child.kill();
             let _ = child.wait();
@@ -73,6 +93,29 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     }
     command.envs(plan.environment.iter().cloned());
     command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    // In process groups of their own, Ctrl-C reaches the first peer only, which passes it on; a second one would kill them.
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
     Ok(command)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{BufRead, BufReader};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_is_asked_to_end_before_it_is_killed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let put_back = folder.path().join("put-back");
+        let script = "trap 'echo done > \"$0\"; exit 1' INT; echo ready; while :; do sleep 0.02; done";
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).arg(&put_back).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("a shell");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");
+        let failed = Companions(vec![child]).end(Err(Failure::Interrupted));
+        assert_eq!(failed, Err(Failure::Interrupted));
+        assert!(put_back.exists(), "it was killed at once");
+    }
 }
