@@ -140,14 +140,13 @@ impl DevmemUse {
     }
 }
 
-/// Chooses for `connect` whether to try devmem.
+/// Chooses for `connect` whether to try devmem, which takes no loopback.
 pub fn devmem_for_connect(
     flags: &ConnectFlags,
-    addresses: &[SocketAddr],
+    beyond: bool,
     call_limit: Duration,
 ) -> Outcome<Option<DevmemUse>> {
     let memory = Memory::typed("--memory", flags.memory.as_deref())?.unwrap_or(Memory::Host);
-    let beyond = addresses.iter().any(|address| !address.ip().is_loopback());
     let required = match (flags.transport.unwrap_or(Transport::Auto), &flags.plugin) {
         (Transport::Devmem, _) => true,
         (Transport::Auto, None) if beyond => false,

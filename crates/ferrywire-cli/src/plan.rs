@@ -213,7 +213,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             }
             None => {
                 let options = here_on_both_ends(bench.options)?;
-                Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), verbose)?)))
+                Ok(Plan::Demo(Box::new(plan_connect(options, Vec::new(), false, verbose)?)))
             }
         },
         Some(End::Serve(flags)) => Ok(Plan::Serve(Box::new(plan_serve(*flags, verbose)?))),
@@ -221,7 +221,8 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             let addresses = resolve("ADDR:PORT", &address)?;
             let options = with_file(*options)?;
             unnumbered("--memory", options.gpus.as_ref(), options.memory.as_deref())?;
-            Ok(Plan::Connect(Box::new(plan_connect(options, addresses, verbose)?)))
+            let beyond = addresses.iter().any(|address| !address.ip().is_loopback());
+            Ok(Plan::Connect(Box::new(plan_connect(options, addresses, beyond, verbose)?)))
         }
     }
 }
@@ -344,11 +345,17 @@ fn memory(flags: &mut ConnectFlags) -> Outcome<Memory> {
     Ok(memory)
 }
 
-fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) -> Outcome<ConnectPlan> {
+/// `beyond`: the other end may be on another host.
+fn plan_connect(
+    flags: ConnectFlags,
+    addresses: Vec<SocketAddr>,
+    beyond: bool,
+    verbose: bool,
+) -> Outcome<ConnectPlan> {
     let mut flags = with_file(flags)?;
     let memory = memory(&mut flags)?;
     let secret = secret(flags.secret_file.as_deref())?;
-    if secret.is_none() && addresses.iter().any(|address| !address.ip().is_loopback()) {
+    if secret.is_none() && beyond && !addresses.is_empty() {
         return usage(
             "beyond loopback a secret is needed: FERRYWIRE_SECRET or --secret-file, the same on both ends (serve prints it)",
         );
@@ -357,7 +364,7 @@ fn plan_connect(flags: ConnectFlags, addresses: Vec<SocketAddr>, verbose: bool) 
     check_pattern(&flags)?;
     let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
     let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
-    let devmem = carrier::devmem_for_connect(&flags, &addresses, Duration::from_secs_f64(deadline_s))?;
+    let devmem = carrier::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
         addresses,
         run: plan_run(&flags, memory, deadline_s)?,
@@ -561,7 +568,7 @@ mod tests {
     use super::*;
 
     fn run(flags: ConnectFlags) -> Outcome<Run> {
-        plan_connect(flags, Vec::new(), false).map(|plan| plan.run)
+        plan_connect(flags, Vec::new(), false, false).map(|plan| plan.run)
     }
 
     #[test]

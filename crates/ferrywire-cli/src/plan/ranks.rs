@@ -102,7 +102,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
         as_seed: flags.as_seed.filter(|_| connects),
         ..flags
     };
-    let mut bench = plan_connect(flags, Vec::new(), verbose)?;
+    let mut bench = plan_connect(flags, Vec::new(), !meeting.on_loopback, verbose)?;
     bench.engine.map = map;
     bench.run = Run { fleet: false, ..bench.run };
     bench.member = ranks.rank as usize;
@@ -264,4 +264,41 @@ fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
 fn job(launcher: Launcher) -> Option<String> {
     let (_, name) = JOBS.iter().find(|(of, _)| *of == launcher)?;
     std::env::var(name).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::args::Transport;
+    use crate::bench::host;
+
+    /// Whether devmem is tried, and whether it has to be had, by a rank that meets the others there.
+    fn devmem(place: &str, flags: ConnectFlags) -> Option<bool> {
+        let secret = tempfile::NamedTempFile::new().expect("a file");
+        std::fs::write(secret.path(), host::random_hex(8).expect("random")).expect("written");
+        let ranks = Ranks {
+            rank: 0,
+            world: 2,
+            local_rank: 0,
+            local_world: None,
+            rendezvous: Some(Rendezvous { host: place.to_owned(), port: None }),
+            launcher: Launcher::Flags,
+        };
+        let flags = ConnectFlags {
+            memory: Some("host".to_owned()),
+            secret_file: Some(secret.path().to_owned()),
+            ..flags
+        };
+        let plan = plan(flags, ranks, &RankArgs::default(), false).expect("a plan");
+        plan.bench.engine.devmem.map(|devmem| devmem.required)
+    }
+
+    #[test]
+    fn ranks_try_devmem_as_two_ends_do() {
+        let typed = |transport| ConnectFlags { transport: Some(transport), ..Default::default() };
+        assert_eq!(devmem("192.0.2.1", ConnectFlags::default()), Some(false));
+        assert_eq!(devmem("192.0.2.1", typed(Transport::Devmem)), Some(true));
+        assert_eq!(devmem("192.0.2.1", typed(Transport::Tcp)), None);
+        assert_eq!(devmem("127.0.0.1", ConnectFlags::default()), None);
+    }
 }
