@@ -11,6 +11,9 @@ import statistics
 import subprocess
 import sys
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import sizes  # noqa: E402
+
 FOOTPRINT, CHUNK, WINDOW = 256 << 20, 512 << 10, 16
 # What ferrywire would set by itself, the same for the bare loop; and loopback for plugins that else leave it out.
 ENVIRONMENT = {
@@ -60,7 +63,7 @@ def bare(o, channels, extra):
 
 
 def ferrywire(o, program, channels, size):
-    depth = max(1, FOOTPRINT // (int(size[:-1]) << 20))
+    depth = max(1, FOOTPRINT // sizes.parse(size))
     command = [program, "bench", "--transport", "plugin", "--plugin", o.plugin, "--channels", str(channels),
                "--sizes", size, "--depth", str(depth), "--chunk", str(CHUNK), "--window", str(WINDOW),
                "--seconds", str(o.seconds), "--verify", "off", "--json", "-", *o.bench.split()]

@@ -12,6 +12,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import hosts  # noqa: E402
+import sizes  # noqa: E402
 
 GPUS = 8
 
@@ -44,27 +45,33 @@ def options():
 class Runs:
     def __init__(self, o, rate):
         self.o, self.results = o, {}
+        # Of each endpoint, by size.
+        self.depths = {}
         self.plugin = [] if o.plugin == "tcp" else ["--plugin", o.plugin, "--allow-same-host-gpu"]
         here = None if rate == "loopback" else rate
         # What the GPU receives stays on this host, which the real plugin forbids.
         self.hosts = hosts.Hosts(os.path.join(o.bin, "ferrywire"), here, {"FERRYWIRE_TCPX_SIM": "same_host=allow"})
         self.plans = ["own", "all"] if here else ["own"]
 
-    def fixed(self):
+    def fixed(self, sizes):
         o = self.o
-        return [*self.plugin, "--sizes", o.sizes, "--seconds", str(o.seconds), "--memory", "sim", "--peer-memory", "sim"]
+        return [*self.plugin, "--sizes", sizes, "--seconds", str(o.seconds), "--memory", "sim", "--peer-memory", "sim"]
 
     def eight(self, name, plan, *more):
         self.hosts.serve("--gpus", "0-7", "--memory", "sim", *self.plugin, *self.hosts.nics("b", plan))
         args = ["--gpus", "0-7", "--channels", str(self.o.channels), *self.hosts.nics("a", plan), *more]
-        self.keep(name, self.hosts.connect(*self.fixed(), *args)["results"])
+        rows = self.hosts.connect(*self.fixed(self.o.sizes), *args)["results"]
+        self.depths.update({row["size_bytes"]: row["depth"] for row in rows})
+        self.keep(name, rows)
 
     def one(self, name):
         nics = ["--nics", "va1,va2,va3,va4"] if self.hosts.names else []
-        self.hosts.serve("--memory", "sim", *self.plugin)
-        # As many messages in flight as eight endpoints have, by default.
-        args = ["--channels", str(GPUS * self.o.channels), *nics]
-        self.keep(name, self.hosts.connect(*self.fixed(), *args)["results"])
+        for size in self.o.sizes.split(","):
+            self.hosts.serve("--memory", "sim", *self.plugin)
+            # As many messages in flight as eight endpoints have.
+            depth = GPUS * self.depths[sizes.parse(size)]
+            args = ["--channels", str(GPUS * self.o.channels), "--depth", str(depth), *nics]
+            self.keep(name, self.hosts.connect(*self.fixed(size), *args)["results"])
 
     def keep(self, name, rows):
         bad = [row for row in rows if row["verified"] is not True]
