@@ -12,10 +12,11 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::net::IpAddr;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ferrywire::sys::socket;
+use ferrywire::sys::{nics, socket};
 use ferrywire::transport::{Conn, ConnOptions, Transport};
 
 use crate::comm::{Comm, locked};
@@ -169,7 +170,7 @@ impl Attempt {
                     self.since = Instant::now();
                     return Ok(());
                 }
-                // It would be lacking over any other as well.
+                // A comm over fewer NICs, for this alone, would be slow without a reason that anybody sees.
                 Err(Broken { is_short: true, fault, .. }) => return Err(fault),
                 Err(broken) => self.leave_out(broken)?,
             }
@@ -291,16 +292,26 @@ pub fn dial(pair: &Pair) -> io::Result<Box<dyn Conn>> {
     Ok(conn)
 }
 
+/// Whether this host has the address; where that cannot be told, it has.
+fn is_here(address: IpAddr) -> bool {
+    nics::list().map_or(true, |nics| nics.iter().any(|nic| nic.address == address))
+}
+
 /// Whose fault it is: of the peer only what a network says.
 fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
     let Pair { nic, to } = pair;
     match error.raw_os_error() {
-        Some(libc::EADDRNOTAVAIL) => {
+        // Else the kernel has run out of ports.
+        Some(libc::EADDRNOTAVAIL) if nic.reaches(to.ip()) && !is_here(nic.address) => {
             let address = nic.address;
             Fault::system(
                 format_args!("{} may have lost {address}: connecting from there to {to}", nic.name),
                 error,
             )
+        }
+        Some(libc::EADDRNOTAVAIL) => {
+            let why = "no port is left (net.ipv4.ip_local_port_range)";
+            Fault::system(format_args!("a socket to {to}, {why}"), error)
         }
         _ if is_short(error) => Fault::system(format_args!("a socket to {to}"), error),
         _ => Fault::connection(to, error),
@@ -335,7 +346,7 @@ mod tests {
     /// It was `ncclRemoteError`, and of several NICs a healthy one was left out.
     #[test]
     fn what_this_host_lacks_is_no_fault_of_the_peer() {
-        let nics = ferrywire::sys::nics::list().unwrap();
+        let nics = nics::list().unwrap();
         let nic = nics.into_iter().find(|nic| nic.loopback && nic.address.is_ipv4()).unwrap();
         let lost =
             Pair { nic: Nic { address: [198, 51, 100, 1].into(), ..nic }, to: ([198, 51, 100, 2], 9).into() };

@@ -284,7 +284,7 @@ impl Control {
     pub fn close(&mut self, engine: &Engine, session: u64, deadline: Duration) {
         let now = self.now(engine);
         if let Some(link) = self.links.get_mut(&session) {
-            link.close(now.saturating_add(deadline));
+            link.close_alone(now.saturating_add(deadline));
         }
     }
 

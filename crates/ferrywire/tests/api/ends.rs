@@ -43,15 +43,28 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
     assert_eq!((pair.ends[1].close(LIMIT), pair.ends[1].close(Duration::ZERO)), (Ok(()), Ok(())));
 }
 
-/// It was told again when the endpoint closed, however long after.
+/// It was told again when the endpoint closed, however long after; also where the other end says nothing any more, and the close of
+/// the peer comes back before that has been given up.
 #[test]
 fn what_the_close_of_a_peer_has_told_is_not_told_again() {
-    let (pair, sent) = never_finished();
-    let told = pair.near.close(Duration::from_millis(50));
-    assert!(matches!(told, Err(Error::Deadline { .. })), "{told:?}");
-    assert!(sent.poll().is_some_and(|outcome| outcome.is_err()));
-    drop((pair.near, pair.far));
-    assert_eq!(pair.ends.map(|end| end.close(LIMIT)), [Ok(()), Ok(())]);
+    for answers in [true, false] {
+        let builder = || Endpoint::builder().channels(1).listen("127.0.0.1:0".parse().unwrap());
+        let there = builder().threads(usize::from(answers)).build().unwrap();
+        let here = builder().build().unwrap();
+        let (connecting, mut connected) = (here.connecting(there.listen_addresses()[0]).unwrap(), None);
+        eventually("they are connected", || {
+            let _ = answers || there.progress();
+            connected = connected.take().or_else(|| connecting.poll());
+            connected.is_some()
+        });
+        let near = connected.unwrap().unwrap();
+        let source = here.register_zeroed(1 << 20).unwrap();
+        let sent = near.send(1, &source, 0, 1 << 20).unwrap();
+        let told = near.close(Duration::from_millis(50));
+        assert!(matches!(told, Err(Error::Deadline { .. })), "{told:?}");
+        assert_eq!(here.close(LIMIT), Ok(()));
+        assert!(sent.poll().is_some_and(|outcome| outcome.is_err()));
+    }
 }
 
 /// With threads of its own and without: there whoever waits for a peer turns everything else meanwhile.

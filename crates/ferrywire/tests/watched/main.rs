@@ -197,6 +197,10 @@ impl<W: Watcher> Conn for WatchedConn<W> {
         let Some(fd) = fd else { return unsafe { self.send(pieces) } };
         // SAFETY: likewise.
         let sent = unsafe { send_uncopied(fd, pieces) };
+        if sent.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOBUFS)) {
+            // So many are under way that no more memory may be locked.
+            return unsafe { self.send(pieces) };
+        }
         self.uncopied.unfinished += u64::from(sent.is_ok());
         self.took(sent)
     }
@@ -247,7 +251,10 @@ impl<W: Watcher> Conn for WatchedConn<W> {
     }
 }
 
-/// Sends, and has the kernel read the memory where it is.
+/// Of one uncopied send: less than any receiver's window, and than the memory that anybody may lock.
+const UNCOPIED_BYTES_MAX: usize = 16 << 10;
+
+/// Sends some, and has the kernel read the memory where it is.
 ///
 /// # Safety
 /// Each piece stays readable until the kernel has told that the send is finished.
@@ -256,8 +263,13 @@ unsafe fn send_uncopied(fd: RawFd, pieces: &[IoVec]) -> io::Result<usize> {
     let size = size_of_val(&on) as libc::socklen_t;
     // SAFETY: the option is an integer.
     unsafe { libc::setsockopt(fd, libc::SOL_SOCKET, libc::SO_ZEROCOPY, (&raw const on).cast(), size) };
-    let mut pieces: Vec<libc::iovec> =
-        pieces.iter().map(|piece| libc::iovec { iov_base: piece.base.cast(), iov_len: piece.len }).collect();
+    let mut room = UNCOPIED_BYTES_MAX;
+    let part = |piece: &IoVec| {
+        let iov_len = piece.len.min(room);
+        room -= iov_len;
+        libc::iovec { iov_base: piece.base.cast(), iov_len }
+    };
+    let mut pieces: Vec<libc::iovec> = pieces.iter().map(part).filter(|part| part.iov_len > 0).collect();
     // SAFETY: all zero is a message without anything.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     (message.msg_iov, message.msg_iovlen) = (pieces.as_mut_ptr(), pieces.len());

@@ -20,6 +20,12 @@ impl Link {
         self.peer.closing.store(true, Ordering::SeqCst);
     }
 
+    /// Likewise, for somebody who waits for this peer alone.
+    pub fn close_alone(&mut self, by: Duration) {
+        self.closed_alone = true;
+        self.close(by);
+    }
+
     /// Finishes what was posted as long as it gets on, then closes.
     pub fn drain(&mut self, now: Duration) {
         self.peer.abandoned.store(true, Ordering::SeqCst);

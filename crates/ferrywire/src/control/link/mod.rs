@@ -161,6 +161,8 @@ pub(super) struct Link {
     drained_told: bool,
     peer_drained: bool,
     close_by: Option<Duration>,
+    /// Somebody waits for its end, and not for that of all.
+    closed_alone: bool,
     /// Where nobody holds the peer any more: what has got on of it last, and when.
     drained: Option<(u64, Duration)>,
 }
@@ -282,6 +284,7 @@ impl Link {
             drained_told: false,
             peer_drained: false,
             close_by: None,
+            closed_alone: false,
             drained: None,
         }
     }
@@ -290,10 +293,10 @@ impl Link {
         self.session.received()
     }
 
-    /// How it ended, if it was to finish first and did not. Who has closed this peer alone was told, and nobody else is.
+    /// How it ended, if it was to finish first and did not. Who has closed this peer alone is told, and nobody else.
     pub fn unfinished(&self, all_close: bool) -> Option<Error> {
         let peer = &self.peer;
-        let untold = all_close || (peer.abandoned.load(Ordering::SeqCst) && self.close_by.is_none());
+        let untold = !self.closed_alone && (all_close || peer.abandoned.load(Ordering::SeqCst));
         let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
         unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }

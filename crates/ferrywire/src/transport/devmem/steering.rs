@@ -3,7 +3,7 @@
 //! Whoever changes a NIC holds a lock that all runs on it share, and may have to wait for a run that was stopped. Those who
 //! move data do not: they say which rule is not needed any more, and go on. What is to be removed goes before what is
 //! made next, so that rules that nobody needs fill no table.
-//! Invariant: ended, or dropped, the claim has ended, with all its rules. Read next: `nic.rs`.
+//! Invariant: ended, or dropped, the claim has ended, with all its rules, or has left them to the next start. Read next: `nic.rs`.
 
 use super::nic::{Claim, EndBy, NicError, Rule};
 use crate::limits;
