@@ -1,7 +1,9 @@
 //! What the flags mean: every default applied, every contradiction refused.
 
 use std::ffi::OsString;
+use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -361,6 +363,7 @@ fn plan_connect(
         );
     }
     let (gpus, map) = fleet(flags.gpus.clone(), flags.map.as_deref(), &flags.nics)?;
+    check_outputs(&flags)?;
     check_pattern(&flags)?;
     let deadline_s = seconds("--deadline", flags.deadline)?.unwrap_or(DEADLINE_S_DEFAULT);
     let plugin = carrier::for_connect(&flags, Duration::from_secs_f64(deadline_s))?;
@@ -393,6 +396,40 @@ fn plan_connect(
             secret,
         },
     })
+}
+
+/// One would spoil the other.
+fn check_outputs(flags: &ConnectFlags) -> Outcome {
+    match (&flags.json, &flags.csv) {
+        (Some(json), Some(csv)) if is_one_place(Path::new(json), Path::new(csv)) => usage(format!(
+            "--json {json} and --csv {csv} name the same place, and one would spoil the other: choose two"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Whether both are one file, or standard output, under whatever names.
+fn is_one_place(one: &Path, other: &Path) -> bool {
+    // What goes to nobody spoils nothing.
+    let nowhere = Path::new("/dev/null");
+    if one == other {
+        return one != nowhere;
+    }
+    let found = |path: &Path| {
+        let path = if path == Path::new("-") { Path::new("/dev/stdout") } else { path };
+        fs::metadata(path).ok().map(|found| (found.dev(), found.ino()))
+    };
+    // A file that is not there yet, in a folder that is.
+    let new = |path: &Path| {
+        let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let folder = fs::canonicalize(parent.unwrap_or(Path::new("."))).ok()?;
+        Some(folder.join(path.file_name()?))
+    };
+    match (found(one), found(other)) {
+        (Some(file), Some(also)) => file == also && Some(file) != found(nowhere),
+        (None, None) => new(one).is_some_and(|place| new(other) == Some(place)),
+        _ => false,
+    }
 }
 
 fn check_pattern(flags: &ConnectFlags) -> Outcome {

@@ -42,6 +42,26 @@ fn bad_usage_is_status_2() {
     }
 }
 
+/// Under whatever names, and before anything is cut short.
+#[test]
+fn json_and_csv_to_one_place_are_bad_usage() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let [kept, link, new] = ["kept", "link", "new"].map(|name| folder.path().join(name));
+    std::fs::write(&kept, "of an earlier run").expect("written");
+    std::os::unix::fs::symlink(&kept, &link).expect("a link");
+    let [kept, link, new] = [kept, link, new].map(|path| path.display().to_string());
+    let dotted = format!("{}/./new", folder.path().display());
+    for (json, csv) in [("-", "-"), ("-", "/dev/stdout"), (&*kept, &*kept), (&kept, &link), (&new, &dotted)] {
+        for end in ["bench", "bench connect 127.0.0.1:9"] {
+            let said = refused(&format!("{end} --memory host --json {json} --csv {csv}"));
+            assert!(said.contains("--json") && said.contains("--csv"), "{json} {csv}: {said}");
+        }
+    }
+    assert_eq!(std::fs::read_to_string(&kept).expect("it is there"), "of an earlier run");
+    let two = format!("bench --memory host --sizes 4K --iters 2 --json - --csv {kept}");
+    assert_eq!(crate::common::results(&run(&two)).len(), 1);
+}
+
 #[test]
 fn what_this_build_cannot_do_is_said() {
     assert!(refused("bench --memory floppy").contains("host, cuda[:N] and sim[:N]"));
