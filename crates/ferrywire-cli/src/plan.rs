@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
+use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -256,7 +257,11 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
     let flags = match flags.config.clone() {
-        Some(path) => file::fill(flags, &path)?,
+        Some(path) => {
+            let typed = flags.secret_file.clone();
+            let flags = file::fill(flags, &path)?;
+            ServeFlags { secret_file: secret_file(typed, flags.secret_file), ..flags }
+        }
         None => flags,
     };
     let listen = match &flags.listen {
@@ -328,8 +333,10 @@ fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome 
 }
 
 fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
+    let typed = flags.secret_file.clone();
     match flags.config.clone() {
-        Some(path) => file::fill(flags, &path),
+        Some(path) => file::fill(flags, &path)
+            .map(|flags| ConnectFlags { secret_file: secret_file(typed, flags.secret_file), ..flags }),
         None => Ok(flags),
     }
     .and_then(seed::settle)
@@ -550,12 +557,20 @@ fn plain(value: &toml::Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 
+/// The file that was typed, or named in the environment; the one that the configuration names only where the environment
+/// has no secret.
+fn secret_file(typed: Option<PathBuf>, filled: Option<PathBuf>) -> Option<PathBuf> {
+    typed.or(filled.filter(|_| secret_of_environment().is_none()))
+}
+
+/// Any bytes, as in a file.
+fn secret_of_environment() -> Option<Vec<u8>> {
+    std::env::var_os("FERRYWIRE_SECRET").map(OsString::into_vec).filter(|secret| !secret.is_empty())
+}
+
 fn secret(path: Option<&Path>) -> Outcome<Option<Vec<u8>>> {
     let Some(path) = path else {
-        return Ok(std::env::var("FERRYWIRE_SECRET")
-            .ok()
-            .filter(|secret| !secret.is_empty())
-            .map(String::into_bytes));
+        return Ok(secret_of_environment());
     };
     let text = std::fs::read(path)
         .map_err(|error| Failure::Usage(format!("--secret-file {}: {error}", path.display())))?;

@@ -1,6 +1,7 @@
 //! Wrong data, wrong secrets, busy and lost peers, Ctrl-C.
 
 use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
 use std::process::{Child, Command, Stdio};
 
 use crate::common::{Serve, ferrywire, first_error, json, results, text};
@@ -104,6 +105,38 @@ fn both_ends_of_the_demo_have_its_secret() {
     let mut two = demo();
     two.arg("--secret-file").arg(&secret).env("FERRYWIRE_SECRET_FILE", &other);
     results(&two.env("FERRYWIRE_SECRET", "another wrong secret").output().expect("it runs"));
+}
+
+#[test]
+fn a_secret_in_the_environment_goes_before_the_files() {
+    let right = [("FERRYWIRE_SECRET", "the right secret")];
+    let folder = tempfile::tempdir().expect("a folder");
+    let [wrong, config] = ["wrong", "config"].map(|name| folder.path().join(name));
+    std::fs::write(&wrong, "the wrong secret").expect("written");
+    std::fs::write(&config, format!("secret-file = {wrong:?}\n")).expect("written");
+    let options = format!("--sizes 4K --iters 5 --config {} --json -", config.display());
+    let listen = format!("--listen 127.0.0.1:0 --config {}", config.display());
+    for serve in [Serve::start_with("--listen 127.0.0.1:0", &right), Serve::start_with(&listen, &right)] {
+        let connect = || ferrywire(&format!("bench connect {} {options}", serve.address));
+        results(&connect().envs(right).output().expect("it runs"));
+        let refused = connect().envs(right).arg("--secret-file").arg(&wrong).output().expect("it runs");
+        assert_eq!(refused.status.code(), Some(1), "what was typed goes first");
+        assert_eq!(connect().output().expect("it runs").status.code(), Some(1), "the file is left");
+    }
+    // The other peers of an incast have it from the same place.
+    results(&ferrywire(&format!("bench --pattern incast {options}")).envs(right).output().expect("it runs"));
+}
+
+#[test]
+fn a_secret_may_be_any_bytes() {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), b"\xff\xfe of no text").expect("written");
+    let demo = || ferrywire("bench --memory host --peer-memory host --sizes 4K --iters 5 --json -");
+    results(&demo().arg("--secret-file").arg(file.path()).output().expect("it runs"));
+    let secret = std::ffi::OsStr::from_bytes(b"\xff\xfe of no text");
+    let output = demo().env("FERRYWIRE_SECRET", secret).output().expect("it runs");
+    results(&output);
+    assert_eq!(json(&output)["config"]["secret"], true);
 }
 
 #[test]
