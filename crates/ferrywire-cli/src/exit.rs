@@ -1,6 +1,6 @@
 //! How the command ends: the one place that decides exit statuses, and where errors are printed.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
 use serde::{Deserialize, Serialize};
@@ -58,6 +58,17 @@ impl From<ferrywire::Error> for Failure {
             true => Failure::Failed(format!("{text}\n{A_LANE_STANDS_STILL}")),
             false => Failure::Failed(text),
         }
+    }
+}
+
+/// Prints what was asked for. That nobody reads on is no failure.
+pub fn print(text: &str) -> Outcome {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::failed(format!("cannot write -: {error}")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use ferrywire::nccl::log::LogLine;
 use ferrywire::nccl::signal_name;
 
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::PluginPlan;
 use crate::sys;
 use child::Message;
@@ -43,13 +43,14 @@ pub fn run(plan: &PluginPlan) -> Outcome {
         }
         Err(failure) => (None, Err(failure)),
     };
-    match (plan.json, &report, &outcome) {
-        (true, _, Err(Failure::Interrupted)) => {}
-        (true, ..) => println!("{}", report::json(report.as_ref(), outcome.as_ref().err(), &plan.path)),
-        (false, Some(report), _) => print!("{}", report::text(report)),
-        (false, None, _) => {}
-    }
-    outcome
+    let text = match (plan.json, &report, &outcome) {
+        (true, _, Err(Failure::Interrupted)) => String::new(),
+        (true, ..) => format!("{}\n", report::json(report.as_ref(), outcome.as_ref().err(), &plan.path)),
+        (false, Some(report), _) => report::text(report),
+        (false, None, _) => String::new(),
+    };
+    let printed = exit::print(&text);
+    outcome.and(printed)
 }
 
 /// What the threads that read from the child have seen.

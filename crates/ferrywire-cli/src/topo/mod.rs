@@ -8,7 +8,7 @@ mod report;
 use ferrywire::topology::{Plan, PlanError, Source, Topology};
 use ferrywire::transport::devmem::nic;
 
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::TopoPlan;
 use report::Report;
 
@@ -34,12 +34,12 @@ pub fn run(asked: &TopoPlan) -> Outcome {
         Err(error) => (None, Err(failure(&error))),
     };
     let report = Report { topology: &topology, plan: plan.as_ref(), channels: asked.channels };
-    if asked.json {
-        println!("{}", report.json(outcome.as_ref().err()));
-    } else {
-        print!("{}", report.text());
-    }
-    outcome
+    let text = match asked.json {
+        true => format!("{}\n", report.json(outcome.as_ref().err())),
+        false => report.text(),
+    };
+    let printed = exit::print(&text);
+    outcome.and(printed)
 }
 
 fn failure(error: &PlanError) -> Failure {

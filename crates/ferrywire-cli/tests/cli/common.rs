@@ -1,6 +1,8 @@
 //! Runs the real command in the tests.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
@@ -47,6 +49,19 @@ pub fn end_within(deadline: Duration, child: Child) -> Output {
         panic!("it has not ended within {limit:?}: {said:?}")
     });
     output.expect("it can be waited for")
+}
+
+/// A command that goes well fails in one line where its report cannot be written; that nobody reads it is no failure.
+pub fn unwritten(command: &mut Command) {
+    let full = std::fs::File::create("/dev/full").expect("it is always full");
+    let output = command.stdout(full).output().expect("the command starts");
+    let said = text(&output.stderr);
+    assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{said}");
+    assert!(said.starts_with("error: cannot write"), "{said}");
+    let (unread, stdout) = UnixStream::pair().expect("sockets");
+    drop(unread);
+    let output = command.stdout(OwnedFd::from(stdout)).output().expect("the command starts");
+    assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""));
 }
 
 /// First line of what a command said on standard error.

@@ -28,6 +28,14 @@ fn json_of(output: &Output) -> Value {
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_a_failure_and_a_closed_pipe_none() {
+    let plugin = compile("plugin.c", &["VERSION=7"]);
+    for options in ["", "--json"] {
+        crate::common::unwritten(ferrywire(&format!("plugin {options}")).arg(&plugin));
+    }
+}
+
+#[test]
 fn a_plugin_is_shown_with_versions_and_devices() {
     let output = inspect(&compile("plugin.c", &["VERSION=7"]), "");
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));

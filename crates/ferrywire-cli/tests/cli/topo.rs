@@ -35,6 +35,14 @@ fn this_host_is_shown_whatever_it_has() {
 }
 
 #[test]
+fn a_report_that_cannot_be_written_is_a_failure_and_a_closed_pipe_none() {
+    let tree = Tree::named("small-vm");
+    for options in ["", "--json"] {
+        crate::common::unwritten(ferrywire(&format!("topo {options}")).arg("--root").arg(tree.root()));
+    }
+}
+
+#[test]
 fn what_is_undone_is_of_this_host_alone() {
     let output = topo(&Tree::named("small-vm"), "--clean-up");
     assert_eq!(output.status.code(), Some(2));
