@@ -1,6 +1,8 @@
 //! What the kernel tells about NICs.
 
 use std::collections::BTreeSet;
+use std::ffi::OsStr;
+use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
@@ -11,11 +13,27 @@ use ferrywire::transport::Nic;
 use crate::exit::{Failure, Outcome};
 use crate::sys;
 
-/// Line rate in bytes per second, where the driver tells one.
+/// NICs upon NICs that are looked through for a device: a VLAN on a bond, and some more.
+const LOWER_NICS_MAX: usize = 4;
+
+/// Line rate in bytes per second, where the driver tells one and a device keeps to it.
 pub fn line_rate_bytes_per_s(nic: &str) -> Option<f64> {
-    let path = Path::new("/sys/class/net").join(nic).join("speed");
-    let mbit_per_s: f64 = std::fs::read_to_string(path).ok()?.trim().parse().ok()?;
-    (mbit_per_s > 0.0).then_some(mbit_per_s * 1e6 / 8.0)
+    line_rate_of(&Path::new("/sys/class/net").join(nic))
+}
+
+/// The same by its folder. What a veth tells is the rate of nothing.
+fn line_rate_of(nic: &Path) -> Option<f64> {
+    let told = fs::read_to_string(nic.join("speed")).ok()?;
+    let mbit_per_s: f64 = told.trim().parse().ok()?;
+    (mbit_per_s > 0.0 && leads_to_device(nic, LOWER_NICS_MAX)).then_some(mbit_per_s * 1e6 / 8.0)
+}
+
+/// Whether it is a device, or a bond or a VLAN of NICs that are.
+fn leads_to_device(nic: &Path, lower_nics: usize) -> bool {
+    let is_lower = |name: &OsStr| name.as_encoded_bytes().starts_with(b"lower_");
+    let lower = || fs::read_dir(nic).into_iter().flatten().flatten().filter(|e| is_lower(&e.file_name()));
+    nic.join("device").exists()
+        || lower_nics > 0 && lower().any(|entry| leads_to_device(&entry.path(), lower_nics - 1))
 }
 
 /// The NIC that has this address.
@@ -69,6 +87,36 @@ fn judge(flag: &str, names: &[String], found: &[Nic]) -> Outcome {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn only_a_device_has_a_line_rate() {
+        let root = tempfile::tempdir().expect("a folder");
+        let nic = |name: &str, speed: &str| {
+            let folder = root.path().join(name);
+            fs::create_dir(&folder).expect("made");
+            fs::write(folder.join("speed"), speed).expect("written");
+            folder
+        };
+        let (veth, card, bond, vlan) = (
+            nic("veth0", "10000\n"),
+            nic("eth0", "100000\n"),
+            nic("bond0", "200000\n"),
+            nic("bond0.7", "200000\n"),
+        );
+        fs::create_dir(card.join("device")).expect("made");
+        symlink(&bond, vlan.join("lower_bond0")).expect("a link");
+        let bridge = nic("br0", "10000\n");
+        symlink(&veth, bridge.join("lower_veth0")).expect("a link");
+        assert_eq!(line_rate_of(&vlan), None, "it leads nowhere yet");
+        symlink(&card, bond.join("lower_eth0")).expect("a link");
+        assert_eq!([&veth, &bridge].map(|nic| line_rate_of(nic)), [None; 2]);
+        let rates = [&card, &bond, &vlan].map(|nic| line_rate_of(nic));
+        assert_eq!(rates, [Some(12.5e9), Some(25e9), Some(25e9)]);
+        let down = nic("eth1", "-1\n");
+        fs::create_dir(down.join("device")).expect("made");
+        assert_eq!(line_rate_of(&down), None);
+    }
 
     #[test]
     fn a_nic_that_is_missing_or_down_is_named() {
