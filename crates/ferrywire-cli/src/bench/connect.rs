@@ -200,7 +200,7 @@ pub fn converse(
             let Some(report) = (part.merge)(step, session.step(step, &stage)?)? else { continue };
             let gpus = (home.gpu_name(), peer_gpu.clone());
             let now = circumstances(plan, &Part { run, ..*part }, gpus, link.peer.stats(), setup_s);
-            let results = result::results(&now, &here, &peer_host, step, &report);
+            let results = result::results(&now, step, &report);
             if plan.verbose {
                 for row in &results {
                     eprintln!("finished {}", table::line(row));

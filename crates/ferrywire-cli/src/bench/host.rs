@@ -40,9 +40,34 @@ impl Host {
             version: env!("CARGO_PKG_VERSION").to_owned(),
         }
     }
+}
 
-    /// Whether both ends run on one machine and share its cores.
-    pub fn is_same_machine(&self, other: &Host) -> bool {
+/// Where a process works, and the cores that it may use: processes share cores where they may use the same of one machine.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Workplace {
+    /// The name of its host.
+    pub hostname: String,
+    /// Changes with every boot; the same for all processes of a machine.
+    pub boot_id: String,
+    /// The cores' numbers, as the kernel lists them.
+    pub allowed: String,
+    /// How many of them there is time on.
+    pub cores: usize,
+}
+
+impl Workplace {
+    /// That of this process.
+    pub fn this() -> Workplace {
+        Workplace {
+            hostname: hostname(),
+            boot_id: line("/proc/sys/kernel/random/boot_id"),
+            allowed: field("/proc/thread-self/status", "Cpus_allowed_list"),
+            cores: std::thread::available_parallelism().map_or(1, NonZero::get),
+        }
+    }
+
+    /// Whether both are on one machine.
+    pub fn is_same_machine(&self, other: &Workplace) -> bool {
         !self.boot_id.is_empty() && self.boot_id == other.boot_id
     }
 }

@@ -7,6 +7,7 @@ use ferrywire::{Peer, PeerStats};
 use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
+use super::host::Workplace;
 use super::protocol::{ChannelBytes, SideReport, SocketBuffers};
 use super::staged;
 use crate::{nics, sys};
@@ -186,6 +187,7 @@ impl Snapshot {
         let cpu_s = sys::cpu_seconds() - self.cpu_s;
         let now = peer.stats();
         SideReport {
+            place: Workplace::this(),
             wall_s,
             cpu_s,
             host_busy: self.host_busy(),

@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use super::host::Host;
+use super::host::{Host, Workplace};
 use super::measure::{Interval, LatencyCounts};
 use super::ranks::words::Word;
 use super::verify::Mismatch;
@@ -19,7 +19,7 @@ use crate::memory::Memory;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Longest timed part, and longest deadline: a week.
 pub const SECONDS_MAX: f64 = 7.0 * 86400.0;
@@ -202,6 +202,8 @@ pub struct Staged {
 /// What one end saw of the timed part of one size.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct SideReport {
+    /// Where the process works.
+    pub place: Workplace,
     /// Length of the timed part.
     pub wall_s: f64,
     /// CPU seconds of the process in it.

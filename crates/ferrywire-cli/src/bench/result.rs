@@ -7,7 +7,6 @@ use ferrywire::{DevmemStats, LaneStats};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::host::Host;
 use super::layout;
 use super::limited::limited_by;
 use super::measure::{INTERVAL, Interval, LatencyCounts};
@@ -192,31 +191,13 @@ struct Share<'a> {
 }
 
 /// The results of one size.
-pub fn results(
-    now: &Circumstances,
-    here: &Host,
-    there: &Host,
-    step: usize,
-    report: &StepReport,
-) -> Vec<ResultRow> {
-    let limit = limited_by((here, there), seconds(now, report), &report.members, &report.serve);
+pub fn results(now: &Circumstances, step: usize, report: &StepReport) -> Vec<ResultRow> {
+    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
+    let limit = limited_by(&ends, &report.members, &report.serve);
     let limit =
         if now.run.pattern == Pattern::Latency { "the round trip (latency)".to_owned() } else { limit };
     let shares = shares(now, report);
     shares.iter().map(|share| row(now, step, report, share, &limit)).collect()
-}
-
-/// CPU seconds of the processes on this host and on that of its first pair.
-fn seconds(now: &Circumstances, report: &StepReport) -> (f64, f64) {
-    let ends = BothEnds::of(now.ranks, now.run.fleet, report.members.len());
-    let hosts = now.ranks.first().map(|pair| &pair.hosts);
-    let there = |of: fn(&(String, String)) -> &String| {
-        let is_there =
-            move |at: &usize| now.ranks.get(*at).is_none_or(|pair| hosts.map(of) == Some(of(&pair.hosts)));
-        (0..report.members.len()).filter(is_there)
-    };
-    let near = ends.near.cpu_s(&report.members, there(|hosts| &hosts.0));
-    (near, ends.far.cpu_s(&report.serve, there(|hosts| &hosts.1)))
 }
 
 fn shares<'a>(now: &Circumstances, report: &'a StepReport) -> Vec<Share<'a>> {
