@@ -269,8 +269,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         None => SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_DEFAULT),
     };
     let child = flags.child.unwrap_or(false);
-    // A demo hands its own to the end that it starts, which may find another file named.
-    let given = secret(flags.secret_file.as_deref().filter(|_| !child))?;
+    let given = secret(flags.secret_file.as_deref())?;
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =
@@ -322,9 +321,12 @@ fn here_on_both_ends(flags: ConnectFlags) -> Outcome<ConnectFlags> {
     Ok(flags)
 }
 
-/// Of several endpoints each has memory of its own GPU.
+/// Of several endpoints each has memory of its own GPU, and a single one too.
 fn unnumbered(flag: &str, gpus: Option<&Gpus>, memory: Option<&str>) -> Outcome {
     match (gpus, memory.and_then(|text| text.split_once(':'))) {
+        (Some(Gpus(only)), Some((_, number))) if matches!(only[..], [gpu] if number.parse() == Ok(gpu)) => {
+            Ok(())
+        }
         (Some(_), Some((kind, number))) => usage(format!(
             "{flag} {kind}:{number}: with --gpus the bytes of each endpoint lie on its own GPU: say {flag} {kind}"
         )),

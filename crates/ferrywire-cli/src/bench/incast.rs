@@ -111,6 +111,14 @@ mod tests {
         let script = "trap 'echo done > \"$0\"; exit 1' INT; echo ready; while :; do sleep 0.02; done";
         let mut command = Command::new("sh");
         command.args(["-c", script]).arg(&put_back).stdin(Stdio::null()).stdout(Stdio::piped());
+        // A shell cannot trap what was ignored before, as in what another shell runs in the background.
+        // SAFETY: sets a signal's default, and nothing else, between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                libc::signal(libc::SIGINT, libc::SIG_DFL);
+                Ok(())
+            })
+        };
         let mut child = command.spawn().expect("a shell");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");

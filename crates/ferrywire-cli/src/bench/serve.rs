@@ -304,9 +304,13 @@ fn admit(
     }
     run_id.clone_from(&hello.run_id);
     hello.run.check().map_err(Failure::Failed)?;
-    if let (Some(_), Some(asked)) = (door.gpu, hello.run.peer_memory.filter(|asked| *asked != asked.on(0))) {
+    let is_ours =
+        |asked: Memory, gpu| asked == asked.on(0) || (door.all.len() == 1 && asked == asked.on(gpu));
+    if let (Some(gpu), Some(asked)) = (door.gpu, hello.run.peer_memory)
+        && !is_ours(asked, gpu)
+    {
         return Err(Failure::failed(format!(
-            "this end has several endpoints, each with memory of its own GPU: say --peer-memory {}, not {asked}",
+            "each endpoint of this end has memory of its own GPU: say --peer-memory {}, not {asked}",
             asked.kind()
         )));
     }

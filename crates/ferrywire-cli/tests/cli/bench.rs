@@ -167,7 +167,6 @@ fn what_a_run_may_do_is_shown_and_stored() {
     assert_eq!((&config["gpus"], &config["map"]), (&gpus, &map));
     assert_eq!([&config["allow_cross_numa"], &config["allow_nic_setup"]], [true, false]);
     let said = text(&output.stderr);
-    // Both ends say so.
     for line in
         ["gpus = [0,1]", "allow_cross_numa = true", "allow_nic_setup = false", "allow_same_host_gpu = false"]
     {

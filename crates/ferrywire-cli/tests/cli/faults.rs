@@ -105,6 +105,9 @@ fn both_ends_of_the_demo_have_its_secret() {
     let mut two = demo();
     two.arg("--secret-file").arg(&secret).env("FERRYWIRE_SECRET_FILE", &other);
     results(&two.env("FERRYWIRE_SECRET", "another wrong secret").output().expect("it runs"));
+    // No text, as from a generator of keys.
+    std::fs::write(&secret, [0, 0xFF, b'k', 0xC0, 0, 7]).expect("written");
+    results(&demo().env("FERRYWIRE_SECRET_FILE", &secret).output().expect("it runs"));
 }
 
 #[test]

@@ -134,6 +134,11 @@ fn memory_of_several_gpus_has_no_number() {
         let memory: Vec<_> = found.iter().map(lies).collect();
         assert_eq!(memory, [["\"sim:0\"", "\"sim:2\""], ["\"sim:1\"", "\"sim:3\""], ["\"sim\"", "\"sim\""]]);
     }
+    // A number that says the same is no contradiction.
+    let alike = Serve::start("--gpus 3 --memory sim:3");
+    let found =
+        results(&alike.connect(&format!("--gpus 2 --memory sim:2 --peer-memory sim:3 --sizes 4K {QUICK}")));
+    assert_eq!(lies(&found[0]), ["\"sim:2\"", "\"sim:3\""]);
     // One endpoint may have memory of any GPU.
     let one = Serve::start("--memory sim:3");
     let found = results(&one.connect(&format!("{args} --gpus 5 --peer-memory sim:3")));

@@ -265,7 +265,7 @@ fn a_rank_with_wrong_data_ends_the_run_of_all_by_name() {
 #[test]
 fn pairs_that_verify_for_longer_than_others_fail_nothing() {
     let port = port();
-    let args = "--memory host --sizes 4K --depth 1 --iters 8 --warmup 1 --deadline 6 --json -";
+    let args = "--memory host --sizes 4K --depth 1 --iters 16 --warmup 1 --deadline 12 --json -";
     let outputs = Launched::start(4, args, |rank, command| {
         command.args(flags(rank, 4, port));
         if rank == 3 {
@@ -276,7 +276,7 @@ fn pairs_that_verify_for_longer_than_others_fail_nothing() {
     all_well(&outputs);
     let found = results(&outputs[0]);
     let verified = found.iter().map(|row| row["extra"]["verified_iterations"].as_u64());
-    assert_eq!(verified.collect::<Vec<_>>(), [Some(8), Some(8), Some(16)]);
+    assert_eq!(verified.collect::<Vec<_>>(), [Some(16), Some(16), Some(32)]);
 }
 
 #[test]
