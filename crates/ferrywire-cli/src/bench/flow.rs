@@ -162,7 +162,7 @@ fn drive_with(
     place: Option<&Place>,
 ) -> Outcome<FlowReport> {
     let (slots, size) = (poster.layout.slots, poster.layout.size());
-    let mut meter = Meter::start();
+    let mut meter = Meter::start(poster.layout.peers);
     let (mut posted, mut now) = (0, Instant::now());
     // Transfers need not end in their order; where memory is short they share slots.
     let mut free: VecDeque<u64> = (0..slots).collect();

@@ -123,6 +123,8 @@ pub struct Layout {
     area: u64,
     /// Number of slots.
     pub slots: u64,
+    /// Pairs of the run.
+    pub peers: usize,
     cells: Arc<[u32]>,
 }
 
@@ -133,7 +135,8 @@ impl Layout {
         let shape = Shape::new(run, size);
         let order = mix(run.seed ^ mix(step as u64 * 4 + flow.area() * 2 + u64::from(side == flow.source)));
         let cells = if shape.blocks == 1 { vec![0] } else { shuffled(shape.blocks, order) };
-        Layout { shape, area: area_stride(run) * flow.area(), slots: slots(run, size), cells: cells.into() }
+        let (area, slots) = (area_stride(run) * flow.area(), slots(run, size));
+        Layout { shape, area, slots, peers: run.peers, cells: cells.into() }
     }
 
     /// Size of a message.

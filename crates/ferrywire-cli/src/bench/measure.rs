@@ -8,15 +8,14 @@ use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 use super::host::Workplace;
-use super::protocol::{ChannelBytes, SideReport, SocketBuffers};
+use super::protocol::{ChannelBytes, PEERS_MAX, SideReport, SocketBuffers};
 use super::staged;
 use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
 pub const INTERVAL: Duration = Duration::from_millis(100);
-/// Most intervals of a flow; longer runs have longer ones. Every pair of a run hears of those of all pairs.
-const INTERVALS_MAX: usize = 1024;
-const _: () = assert!(INTERVALS_MAX.is_multiple_of(2));
+/// Most intervals of a run's flows one way; longer runs have longer ones. Every pair of a run hears of those of all pairs.
+const INTERVALS_MAX: usize = 1024 * PEERS_MAX;
 /// Longest latency that is told apart.
 const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
 /// Significant digits of latencies.
@@ -62,15 +61,18 @@ pub struct Meter {
     intervals: Vec<Interval>,
     /// Shortest length of an interval.
     least_s: f64,
+    /// Most of them: an even number.
+    intervals_max: usize,
     latency: Latency,
 }
 
 impl Meter {
-    /// Starts now.
-    pub fn start() -> Meter {
+    /// Starts now, for one of so many pairs.
+    pub fn start(peers: usize) -> Meter {
+        let intervals_max = INTERVALS_MAX / peers / 2 * 2;
         let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
         let (intervals, least_s, latency) = (Vec::new(), INTERVAL.as_secs_f64(), Latency::default());
-        Meter { start: Instant::now(), open, intervals, least_s, latency }
+        Meter { start: Instant::now(), open, intervals, least_s, intervals_max, latency }
     }
 
     /// Time since the start.
@@ -84,7 +86,7 @@ impl Meter {
         self.open.bytes += bytes;
         self.open.end_s = now.duration_since(self.start).as_secs_f64();
         if self.open.end_s - self.open.start_s >= self.least_s {
-            if self.intervals.len() == INTERVALS_MAX {
+            if self.intervals.len() == self.intervals_max {
                 self.merge();
             }
             self.intervals.push(self.open);
@@ -274,7 +276,7 @@ mod tests {
 
     #[test]
     fn a_short_run_is_one_interval() {
-        let mut meter = Meter::start();
+        let mut meter = Meter::start(1);
         let now = Instant::now() + Duration::from_millis(10);
         meter.completed(now, 5, Duration::from_micros(1));
         let (intervals, _) = meter.finish();
@@ -284,8 +286,8 @@ mod tests {
     #[test]
     fn the_reports_of_a_week_fit_into_a_message() {
         use super::super::link::MESSAGE_BYTES_MAX;
-        use super::super::protocol::{FlowReport, PEERS_MAX, SECONDS_MAX};
-        let mut meter = Meter::start();
+        use super::super::protocol::{FlowReport, SECONDS_MAX};
+        let mut meter = Meter::start(PEERS_MAX);
         let (start, ends) = (Instant::now(), SECONDS_MAX as u64 * 10);
         for i in 1..=ends {
             // As many different latencies as a histogram tells apart.
@@ -305,9 +307,21 @@ mod tests {
         assert!(reports_bytes < MESSAGE_BYTES_MAX / 4 * 3, "{reports_bytes}");
     }
 
+    /// A pair that is alone has room for those of an hour.
+    #[test]
+    fn few_pairs_keep_short_intervals_for_long() {
+        let mut meter = Meter::start(1);
+        let start = Instant::now();
+        for i in 1..=36_000 {
+            meter.completed(start + INTERVAL * 11 / 10 * i, 1, Duration::ZERO);
+        }
+        let (intervals, _) = meter.finish();
+        assert!(intervals.iter().all(|interval| interval.end_s - interval.start_s < 0.12));
+    }
+
     #[test]
     fn intervals_are_at_least_100_ms() {
-        let mut meter = Meter::start();
+        let mut meter = Meter::start(1);
         let start = Instant::now();
         for i in 1..=35 {
             meter.completed(start + Duration::from_millis(i * 10), 1, Duration::ZERO);

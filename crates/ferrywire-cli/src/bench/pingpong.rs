@@ -33,7 +33,7 @@ pub struct PingPong<'a> {
 impl PingPong<'_> {
     /// Sends messages and awaits their answers until the limit, then tells the other end to stop.
     pub fn lead(&self, op: Op, limit: Limit) -> Outcome<FlowReport> {
-        let mut meter = Meter::start();
+        let mut meter = Meter::start(self.out.layout().peers);
         let (mut iteration, mut now) = (0, Instant::now());
         while limit.allows(iteration, meter.elapsed(now)) {
             let expected = self.expect(op)?;
