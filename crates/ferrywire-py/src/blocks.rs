@@ -9,6 +9,7 @@ use crate::errors::{OrRaise, usage};
 use crate::integers::{Sizes, int64s};
 use crate::options;
 use crate::region::Region;
+use crate::tensor::Framework;
 
 /// A checked list of blocks between local and remote regions, made once and used many times. The regions stay
 /// registered as long as the list is there.
@@ -19,18 +20,29 @@ pub struct BlockList {
 }
 
 impl BlockList {
-    /// The region whose GPU's work operations on the list come after: the first on a GPU, else the first.
-    pub fn leader(&self, py: Python<'_>) -> PyResult<&Py<Region>> {
-        let on_gpu = |region: &&Py<Region>| matches!(region.get().is_at(), Place::Cuda(_));
-        let leader = self.locals.iter().find(on_gpu).unwrap_or(&self.locals[0]);
-        let place = leader.get().is_at();
-        let other = self.locals.iter().filter(on_gpu).find(|region| region.get().is_at() != place);
-        match other {
-            None => Ok(leader),
+    /// Whose GPU work operations on the list come after: where its regions are, and the framework that has a current
+    /// stream, whatever memory of none lies beside it. Of two frameworks nobody knows which, unless a stream is `given`.
+    pub fn order(&self, py: Python<'_>, given: bool) -> PyResult<(Place, Framework)> {
+        let on_gpu = |region: &&Region| matches!(region.is_at(), Place::Cuda(_));
+        let all = || self.locals.iter().map(Py::get).filter(on_gpu);
+        let Some(place) = all().next().map(Region::is_at) else {
+            return Ok((self.locals[0].get().is_at(), Framework::Other));
+        };
+        if let Some(other) = all().map(Region::is_at).find(|other| *other != place) {
+            let why = format!("its regions are on {place} and {other}: make a list for each");
+            return Err(usage(py, "blocks", why));
+        }
+        let mut named = all().map(|region| region.framework).filter(|each| *each != Framework::Other);
+        let framework = named.next().unwrap_or(Framework::Other);
+        match named.find(|other| *other != framework) {
+            None => Ok((place, framework)),
+            Some(_) if given => Ok((place, Framework::Other)),
             Some(other) => {
-                let why =
-                    format!("its regions are on {place} and {}: make a list for each", other.get().is_at());
-                Err(usage(py, "blocks", why))
+                let why = format!(
+                    "the list has memory of {framework:?} and of {other:?}, each with a current stream of its own: name \
+                     one that comes after both, or make a list for each"
+                );
+                Err(usage(py, "stream", why))
             }
         }
     }

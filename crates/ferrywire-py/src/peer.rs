@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use ferrywire::Error;
+use ferrywire::{Error, Place};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -19,6 +19,7 @@ use crate::options::{message, perhaps, remote, unsigned, whole};
 use crate::region::{Region, range};
 use crate::stats;
 use crate::stream::named;
+use crate::tensor::Framework;
 use crate::transfer::Transfer;
 use crate::waiting::{Errand, aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
@@ -43,7 +44,18 @@ impl Peer {
         stream: Option<&Bound<'_, PyAny>>,
         operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
     ) -> PyResult<Transfer> {
-        let stream = named(py, region, stream)?;
+        self.post_in(py, (region.is_at(), region.framework), stream, operation)
+    }
+
+    /// The same on memory in this place, of this framework.
+    fn post_in(
+        &self,
+        py: Python<'_>,
+        (place, framework): (Place, Framework),
+        stream: Option<&Bound<'_, PyAny>>,
+        operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
+    ) -> PyResult<Transfer> {
+        let stream = named(py, place, framework, stream)?;
         let transfer = match &stream {
             None => py.detach(|| operation(&self.peer)),
             Some(stream) => {
@@ -51,8 +63,7 @@ impl Peer {
                 py.detach(|| operation(&self.peer.after(ready)))
             }
         };
-        let gpu = region.is_at();
-        Ok(Transfer::new(transfer.or_raise(py)?, gpu, region.framework, self.shared.clone()))
+        Ok(Transfer::new(transfer.or_raise(py)?, place, framework, self.shared.clone()))
     }
 
     /// What closes it.
@@ -162,7 +173,8 @@ impl Peer {
 
     /// Writes the blocks of a list, or those that `indices` (int64) name, as one operation.
     ///
-    /// Raises `UsageError` for an index that is none, and what `write` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for an index that is none, and, without a `stream`, for a joined list of memory of two libraries
+    /// with streams; and what `write` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, message=None, stream=None))]
     fn write_blocks(
         &self,
@@ -173,16 +185,17 @@ impl Peer {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         blocks.check(py, false)?;
-        let (region, chosen) = (blocks.leader(py)?.get(), chosen(indices)?);
+        let (order, chosen) = (blocks.order(py, stream.is_some())?, chosen(indices)?);
         let message = message.map(self::message).transpose()?;
-        self.post(py, region, stream, |peer| {
+        self.post_in(py, order, stream, |peer| {
             peer.write_blocks(&blocks.list, chosen.as_deref(), message.as_deref())
         })
     }
 
     /// Reads the blocks of a list, or those that `indices` (int64) name, as one operation.
     ///
-    /// Raises `UsageError` for an index that is none, and what `read` raises: `Closed`, `PeerLost`, `PeerClosed`.
+    /// Raises `UsageError` for an index that is none, and, without a `stream`, for a joined list of memory of two libraries
+    /// with streams; and what `read` raises: `Closed`, `PeerLost`, `PeerClosed`.
     #[pyo3(signature = (blocks, indices=None, *, stream=None))]
     fn read_blocks(
         &self,
@@ -192,8 +205,8 @@ impl Peer {
         stream: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Transfer> {
         blocks.check(py, true)?;
-        let (region, chosen) = (blocks.leader(py)?.get(), chosen(indices)?);
-        self.post(py, region, stream, |peer| peer.read_blocks(&blocks.list, chosen.as_deref()))
+        let (order, chosen) = (blocks.order(py, stream.is_some())?, chosen(indices)?);
+        self.post_in(py, order, stream, |peer| peer.read_blocks(&blocks.list, chosen.as_deref()))
     }
 
     /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.

@@ -12,7 +12,6 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
-use crate::region::Region;
 use crate::tensor::{Framework, loaded};
 
 /// Of this GPU, this stream.
@@ -30,13 +29,8 @@ impl Named {
     }
 }
 
-/// The stream that an operation on a region belongs to, if any.
-pub fn named(py: Python<'_>, region: &Region, stream: Option<&Bound<'_, PyAny>>) -> PyResult<Option<Named>> {
-    of_transfer(py, region.is_at(), region.framework, stream)
-}
-
-/// The stream of memory in this place, of this framework.
-pub fn of_transfer(
+/// The stream that an operation on memory in this place, of this framework, belongs to, if any.
+pub fn named(
     py: Python<'_>,
     place: Place,
     framework: Framework,

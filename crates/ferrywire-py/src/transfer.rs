@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
 use crate::leaving::Shared;
-use crate::stream::of_transfer;
+use crate::stream;
 use crate::tensor::Framework;
 use crate::waiting::{limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine};
@@ -113,7 +113,7 @@ impl Transfer {
     /// Raises `GpuError` of the driver, `UsageError` for what is no stream.
     #[pyo3(signature = (stream=None))]
     fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let Some(named) = of_transfer(py, self.place, self.framework, stream)? else {
+        let Some(named) = stream::named(py, self.place, self.framework, stream)? else {
             return Ok(());
         };
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;

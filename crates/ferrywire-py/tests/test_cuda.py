@@ -136,9 +136,7 @@ for turn in range(1, 4):
 """)
 
 
-def test_the_current_stream_of_torch_is_asked_for(program: type[Program]):
-    run(program, """
-sent, got, stream = Array(1 << 18), Array(1 << 18), new_stream()
+TORCH = """
 asked = []
 class Tensor:
     "As much of PyTorch's as is asked for."
@@ -154,6 +152,13 @@ def current_stream(device):
     return types.SimpleNamespace(cuda_stream=stream.value)
 torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.Tensor, torch.cuda = Tensor, types.SimpleNamespace(current_stream=current_stream)
+stream = new_stream()
+"""
+
+
+def test_the_current_stream_of_torch_is_asked_for(program: type[Program]):
+    run(program, TORCH + """
+sent, got = Array(1 << 18), Array(1 << 18)
 source, target = near.register(Tensor(sent)), far.register(Tensor(got))
 blocks = fw.BlockList(source, target.remote(), [0, 4096], [0, 4096], [4096, sent.nbytes - 4096])
 for turn in range(1, 4):
@@ -174,6 +179,44 @@ received.hold()
 received.wait(60)
 assert asked == [0] * 6
 del source, target, blocks, received
+""")
+
+
+def test_memory_of_no_library_beside_a_tensor_of_torch_takes_no_order_away(program: type[Program]):
+    run(program, TORCH + """
+sent, got = Array(1 << 18), Array(1 << 18)
+own, there = near.allocate(4096, "cuda:0"), far.allocate(4096, "cuda:0")
+own.write_at(0, b"x" * 4096)
+source, target = near.register(Tensor(sent)), far.register(Tensor(got))
+half = sent.nbytes // 2
+lists = [
+    fw.BlockList(own, there.remote(), [0], [0], 4096),
+    fw.BlockList(source, target.remote(), [0, half], [0, half], half),
+]
+for turn, blocks in enumerate((lists, lists[::-1]), 1):
+    data = bytes([turn]) * sent.nbytes
+    gate = Gate(stream)
+    sent.put(stream, data)
+    transfer = to_far.write_blocks(fw.BlockList.join(blocks))
+    try: transfer.wait(0.05)
+    except fw.Deadline: pass
+    else: raise AssertionError("it did not wait for the stream")
+    gate.open()
+    transfer.wait(60)
+    assert got.get() == data and there.read_at(4095) == b"x", turn
+# Of two libraries each has a current stream: which comes after the other's nobody knows.
+cupy = sys.modules["cupy"] = types.ModuleType("cupy")
+class ndarray(Array):
+    __module__ = "cupy"
+cupy.cuda = types.SimpleNamespace(get_current_stream=lambda device_id: types.SimpleNamespace(ptr=stream.value))
+other, its = near.register(ndarray(1024)), far.allocate(4096, "cuda:0")
+both = fw.BlockList.join([*lists, fw.BlockList(other, its.remote(), [0], [0], 4096)])
+for post in (to_far.write_blocks, to_far.read_blocks):
+    try: post(both)
+    except fw.UsageError as error: assert "memory of Torch and of Cupy" in str(error), error
+    else: raise AssertionError("it chose one of two streams")
+    post(both, stream=stream.value).wait(60)
+del own, source, target, blocks, lists, both, there, other, its
 """)
 
 
