@@ -51,6 +51,42 @@ pub fn named(
     Ok(raw.map(|raw| Named { gpu, raw }))
 }
 
+/// The stream that is to wait for a transfer of such memory. Host memory is in the order of none: none waits for it unless
+/// it is given.
+pub fn to_hold(
+    py: Python<'_>,
+    place: Place,
+    framework: Framework,
+    stream: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<Named>> {
+    match (place, stream) {
+        (Place::Cuda(_), _) => match named(py, place, framework, stream)? {
+            None => {
+                let why = "the memory is of no library whose current stream could be asked for, or of two: name the stream \
+                           that is to wait";
+                Err(usage(py, "stream", why))
+            }
+            found => Ok(found),
+        },
+        (_, None) => Ok(None),
+        (_, Some(stream)) => {
+            let Some(gpu) = gpu_of(stream) else {
+                let why = "the memory is not of a GPU, and the stream does not tell which one it is of: give an object with \
+                           device_index (torch) or device_id (cupy)";
+                return Err(usage(py, "stream", why));
+            };
+            Ok(Some(Named { gpu, raw: raw(stream)? }))
+        }
+    }
+}
+
+/// The GPU of a stream, where its library says so.
+fn gpu_of(stream: &Bound<'_, PyAny>) -> Option<u32> {
+    let py = stream.py();
+    let names = [intern!(py, "device_index"), intern!(py, "device_id")];
+    names.iter().find_map(|name| stream.getattr(*name).ok()?.extract().ok())
+}
+
 fn current(py: Python<'_>, framework: Framework, gpu: u32) -> PyResult<Option<usize>> {
     match framework {
         Framework::Other => Ok(None),

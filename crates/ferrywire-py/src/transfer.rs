@@ -106,14 +106,16 @@ impl Transfer {
         overdue(py, waited, |slice| self.transfer.wait_for(slice, Duration::MAX))
     }
 
-    /// Lets a CUDA stream wait, on the device, until the transfer has ended; the current stream by default. What is
-    /// launched in it from here on finds what was received. Free no GPU memory meanwhile (`empty_cache`): the driver
-    /// would wait for the stream.
+    /// Lets a CUDA stream wait, on the device, until the transfer has ended; by default the current stream of the library
+    /// whose tensor it is. What is launched in it from here on finds what was received. Free no GPU memory meanwhile
+    /// (`empty_cache`): the driver would wait for the stream. Of host memory no stream waits unless it is given, as an
+    /// object that says which GPU it is of; without one this does nothing.
     ///
-    /// Raises `GpuError` of the driver, `UsageError` for what is no stream.
+    /// Raises `GpuError` of the driver, `UsageError` for what is no stream, and without a stream for GPU memory of no
+    /// library that has a current one.
     #[pyo3(signature = (stream=None))]
     fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let Some(named) = stream::named(py, self.place, self.framework, stream)? else {
+        let Some(named) = stream::to_hold(py, self.place, self.framework, stream)? else {
             return Ok(());
         };
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;

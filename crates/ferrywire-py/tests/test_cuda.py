@@ -215,7 +215,11 @@ for post in (to_far.write_blocks, to_far.read_blocks):
     try: post(both)
     except fw.UsageError as error: assert "memory of Torch and of Cupy" in str(error), error
     else: raise AssertionError("it chose one of two streams")
-    post(both, stream=stream.value).wait(60)
+    transfer = post(both, stream=stream.value)
+    try: transfer.hold()
+    except fw.UsageError as error: assert "name the stream" in str(error), error
+    else: raise AssertionError("it chose one of two streams")
+    transfer.wait(60)
 del own, source, target, blocks, lists, both, there, other, its
 """)
 
@@ -269,6 +273,34 @@ for turn in range(1, 4):
     transfer.wait(60)
     assert got.get() == data, turn
 assert asked == {expected}, asked
+""")
+
+
+def test_a_hold_without_a_stream_to_be_found_says_so(program: type[Program]):
+    run(program, """
+own, plain = far.allocate(1 << 20, "cuda:0"), near.allocate(1 << 20)
+host = far.allocate(4096)
+stream = new_stream()
+received = to_near.recv(1, own)
+try: received.hold()
+except fw.UsageError as error: assert "name the stream" in str(error), error
+else: raise AssertionError("no stream waits, and nobody is told")
+received.hold(stream.value)
+to_far.send(1, plain)
+do("cuStreamSynchronize", stream)
+assert received.wait(60) == 1 << 20
+# Host memory is in no stream's order, but one can wait for it.
+received = to_near.recv(2, host)
+received.hold()
+try: received.hold(stream.value)
+except fw.UsageError as error: assert "which one it is of" in str(error), error
+else: raise AssertionError
+received.hold(types.SimpleNamespace(cuda_stream=stream.value, device_index=0))
+assert cuda.cuStreamQuery(stream) != 0
+to_far.send(2, plain, nbytes=4096)
+do("cuStreamSynchronize", stream)
+assert received.wait(60) == 4096
+del own, plain, host, received
 """)
 
 
