@@ -350,11 +350,12 @@ int ferrywire_next_notification(ferrywire_peer *peer,
  *
  * With `release` the memory has to stay until `release(context)` is called, once: when no thread, NIC, GPU or peer can
  * touch it any more. That is after the region's handle is freed, and all lists of blocks and operations with it have
- * ended; a thread of the endpoint's own calls it, or the one in `ferrywire_deregister`. It may block. When this call
- * fails, it is not called.
+ * ended; a thread of the endpoint's own calls it, or the one in `ferrywire_deregister`, or, where the endpoint is gone
+ * first, the one that frees the last handle of the region or of a list with it. It may block. When this call fails, it
+ * is not called.
  *
- * Without (NULL) the memory has to stay until `ferrywire_deregister` has returned FERRYWIRE_OK, or
- * `ferrywire_region_free`, which waits for operations.
+ * Without (NULL) the memory has to stay until `ferrywire_deregister` or `ferrywire_region_free`, which wait for
+ * operations, has returned FERRYWIRE_OK.
  */
 int ferrywire_register(ferrywire_endpoint *endpoint,
                        void *address,
@@ -408,6 +409,10 @@ int ferrywire_deregister(ferrywire_region *region);
 
 /**
  * Frees the handle, and ends the registration with the last user of it. NULL is fine.
+ *
+ * Of memory that was registered without a release function the registration ends now, as with `ferrywire_deregister`,
+ * whatever lists of blocks there are: when this returns FERRYWIRE_OK nothing touches the memory. Where operations use it
+ * even after a wait, that is the error, and the handle stays: try again.
  */
 int ferrywire_region_free(ferrywire_region *region);
 

@@ -43,7 +43,7 @@ pub unsafe extern "C" fn ferrywire_blocks_new(
             false => Lengths::Each(unsafe { array("lengths", lengths, count) }?),
         };
         let (local, remote) = (handles::get(local)?, handles::get(remote)?);
-        let list = BlockList::from_offsets(&local.0, &remote.0, here, there, lengths)?;
+        let list = BlockList::from_offsets(&local.region, &remote.0, here, there, lengths)?;
         out.put(handles::new(Blocks(list))?);
         Ok(FERRYWIRE_OK)
     })

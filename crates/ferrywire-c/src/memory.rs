@@ -7,10 +7,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::endpoint::Endpoint;
 use crate::handles::{self, object};
-use crate::status::{FERRYWIRE_OK, Out, bytes, call, copy_out};
+use crate::status::{FERRYWIRE_OK, Failure, Out, bytes, call, copy_out};
 
 /// Registered local memory.
-pub struct Region(pub(crate) ferrywire::Region);
+pub struct Region {
+    pub(crate) region: ferrywire::Region,
+    /// Nobody tells the caller when the memory is free, so that it is with the end of the handle.
+    callers: bool,
+}
 
 /// A region of another endpoint, as its descriptor tells it.
 pub struct Remote(pub(crate) ferrywire::RemoteRegion);
@@ -44,11 +48,12 @@ impl Drop for Release {
 ///
 /// With `release` the memory has to stay until `release(context)` is called, once: when no thread, NIC, GPU or peer can
 /// touch it any more. That is after the region's handle is freed, and all lists of blocks and operations with it have
-/// ended; a thread of the endpoint's own calls it, or the one in `ferrywire_deregister`. It may block. When this call
-/// fails, it is not called.
+/// ended; a thread of the endpoint's own calls it, or the one in `ferrywire_deregister`, or, where the endpoint is gone
+/// first, the one that frees the last handle of the region or of a list with it. It may block. When this call fails, it
+/// is not called.
 ///
-/// Without (NULL) the memory has to stay until `ferrywire_deregister` has returned FERRYWIRE_OK, or
-/// `ferrywire_region_free`, which waits for operations.
+/// Without (NULL) the memory has to stay until `ferrywire_deregister` or `ferrywire_region_free`, which wait for
+/// operations, has returned FERRYWIRE_OK.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_register(
     endpoint: *mut Endpoint,
@@ -65,13 +70,13 @@ pub unsafe extern "C" fn ferrywire_register(
         let Some(release) = release else {
             // SAFETY: by the caller's promise.
             let region = unsafe { endpoint.0.register_raw(address.cast(), bytes) }?;
-            return put(&out, region);
+            return put(&out, region, true);
         };
         let armed = Arc::new(AtomicBool::new(false));
         let owner: Box<dyn Any + Send + Sync> = Box::new(Release { release, context, armed: armed.clone() });
         // SAFETY: by the caller's promise; the owner is what ends it.
         let region = unsafe { endpoint.0.register_with(address.cast(), bytes, owner) }?;
-        let handle = handles::new(Region(region))?;
+        let handle = handles::new(Region { region, callers: false })?;
         armed.store(true, Ordering::SeqCst);
         out.put(handle);
         Ok(FERRYWIRE_OK)
@@ -88,12 +93,12 @@ pub unsafe extern "C" fn ferrywire_allocate(
     call(|| {
         // SAFETY: by the caller's promise.
         let out = unsafe { handles::place(region) }?;
-        put(&out, handles::get(endpoint)?.0.register_zeroed(bytes)?)
+        put(&out, handles::get(endpoint)?.0.register_zeroed(bytes)?, false)
     })
 }
 
-fn put(out: &Out<*mut Region>, region: ferrywire::Region) -> Result<c_int, crate::status::Failure> {
-    out.put(handles::new(Region(region))?);
+fn put(out: &Out<*mut Region>, region: ferrywire::Region, callers: bool) -> Result<c_int, Failure> {
+    out.put(handles::new(Region { region, callers })?);
     Ok(FERRYWIRE_OK)
 }
 
@@ -103,7 +108,7 @@ fn put(out: &Out<*mut Region>, region: ferrywire::Region) -> Result<c_int, crate
 pub extern "C" fn ferrywire_region_address(region: *const Region) -> *mut c_void {
     let mut address = std::ptr::null_mut();
     call(|| {
-        address = handles::get(region)?.0.as_ptr().cast();
+        address = handles::get(region)?.region.as_ptr().cast();
         Ok(FERRYWIRE_OK)
     });
     address
@@ -114,7 +119,7 @@ pub extern "C" fn ferrywire_region_address(region: *const Region) -> *mut c_void
 pub extern "C" fn ferrywire_region_bytes(region: *const Region) -> u64 {
     let mut bytes = 0;
     call(|| {
-        bytes = handles::get(region)?.0.len();
+        bytes = handles::get(region)?.region.len();
         Ok(FERRYWIRE_OK)
     });
     bytes
@@ -130,7 +135,7 @@ pub unsafe extern "C" fn ferrywire_region_place(
     bytes: *mut usize,
 ) -> c_int {
     call(|| {
-        let words = format!("{}\0", handles::get(region)?.0.place());
+        let words = format!("{}\0", handles::get(region)?.region.place());
         // SAFETY: by the caller's promise.
         unsafe { copy_out(words.as_bytes(), place.cast(), capacity, bytes) }
     })
@@ -149,7 +154,7 @@ pub unsafe extern "C" fn ferrywire_region_descriptor(
     bytes: *mut usize,
 ) -> c_int {
     call(|| {
-        let descriptor_of = handles::get(region)?.0.descriptor().to_bytes();
+        let descriptor_of = handles::get(region)?.region.descriptor().to_bytes();
         debug_assert!(descriptor_of.len() <= FERRYWIRE_DESCRIPTOR_BYTES_MAX);
         // SAFETY: by the caller's promise.
         unsafe { copy_out(&descriptor_of, descriptor, capacity, bytes) }
@@ -162,15 +167,33 @@ pub unsafe extern "C" fn ferrywire_region_descriptor(
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_deregister(region: *mut Region) -> c_int {
     call(|| {
-        handles::get(region)?.0.clone().deregister()?;
+        handles::get(region)?.region.clone().deregister()?;
         Ok(FERRYWIRE_OK)
     })
 }
 
 /// Frees the handle, and ends the registration with the last user of it. NULL is fine.
+///
+/// Of memory that was registered without a release function the registration ends now, as with `ferrywire_deregister`,
+/// whatever lists of blocks there are: when this returns FERRYWIRE_OK nothing touches the memory. Where operations use it
+/// even after a wait, that is the error, and the handle stays: try again.
 #[unsafe(no_mangle)]
 pub extern "C" fn ferrywire_region_free(region: *mut Region) -> c_int {
-    handles::free(region)
+    call(|| {
+        if region.is_null() {
+            return Ok(FERRYWIRE_OK);
+        }
+        let freed = handles::get(region)?;
+        if freed.callers {
+            match freed.region.clone().deregister() {
+                // Nothing touches the memory of a forked child.
+                Ok(()) | Err(ferrywire::Error::Forked { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        drop(freed);
+        Ok(handles::free(region))
+    })
 }
 
 /// Reads what `ferrywire_region_descriptor` of another endpoint gave.

@@ -71,10 +71,15 @@ pub unsafe extern "C" fn ferrywire_write(
         let (peer, source, target) = (handles::get(peer)?, handles::get(source)?, handles::get(target)?);
         // SAFETY: by the caller's promise.
         let transfer = match unsafe { note(message, message_bytes) }? {
-            None => peer.peer.write(&source.0, source_offset, &target.0, target_offset, bytes)?,
-            Some(message) => {
-                peer.peer.write_notify(&source.0, source_offset, &target.0, target_offset, bytes, message)?
-            }
+            None => peer.peer.write(&source.region, source_offset, &target.0, target_offset, bytes)?,
+            Some(message) => peer.peer.write_notify(
+                &source.region,
+                source_offset,
+                &target.0,
+                target_offset,
+                bytes,
+                message,
+            )?,
         };
         Ok(transfer)
     };
@@ -95,7 +100,7 @@ pub unsafe extern "C" fn ferrywire_read(
 ) -> c_int {
     let start = || {
         let (peer, target, source) = (handles::get(peer)?, handles::get(target)?, handles::get(source)?);
-        Ok(peer.peer.read(&target.0, target_offset, &source.0, source_offset, bytes)?)
+        Ok(peer.peer.read(&target.region, target_offset, &source.0, source_offset, bytes)?)
     };
     // SAFETY: by the caller's promise.
     unsafe { post(transfer, start) }
@@ -113,7 +118,7 @@ pub unsafe extern "C" fn ferrywire_send(
 ) -> c_int {
     let start = || {
         let (peer, source) = (handles::get(peer)?, handles::get(source)?);
-        Ok(peer.peer.send(tag, &source.0, offset, bytes)?)
+        Ok(peer.peer.send(tag, &source.region, offset, bytes)?)
     };
     // SAFETY: by the caller's promise.
     unsafe { post(transfer, start) }
@@ -131,7 +136,7 @@ pub unsafe extern "C" fn ferrywire_recv(
 ) -> c_int {
     let start = || {
         let (peer, target) = (handles::get(peer)?, handles::get(target)?);
-        Ok(peer.peer.recv(tag, &target.0, offset, bytes)?)
+        Ok(peer.peer.recv(tag, &target.region, offset, bytes)?)
     };
     // SAFETY: by the caller's promise.
     unsafe { post(transfer, start) }

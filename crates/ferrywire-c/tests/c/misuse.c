@@ -161,8 +161,43 @@ static void memory(struct pair pair) {
     OK(ferrywire_region_free(other));
 }
 
+/* Memory of the caller's own is free after the handle of its region, though a list of blocks is there. */
+static void freed_beside_a_list(struct pair pair) {
+    static char bytes[1000];
+    ferrywire_region *own, *source;
+    ferrywire_transfer *transfer;
+    OK(ferrywire_register(pair.ends[0], bytes, sizeof bytes, NULL, NULL, &own));
+    OK(ferrywire_allocate(pair.ends[1], sizeof bytes, &source));
+    ferrywire_remote *remote = remote_of(own), *other = remote_of(source);
+    int64_t zero = 0;
+    ferrywire_blocks *blocks;
+    OK(ferrywire_blocks_new(own, other, &zero, &zero, NULL, 100, 1, &blocks));
+    /* While an operation uses it that is an error, and the handle is there. */
+    OK(ferrywire_recv(pair.near, 77, own, 0, 10, &transfer));
+    USAGE(ferrywire_region_free(own), "");
+    CHECK(ferrywire_region_address(own) == bytes);
+    OK(ferrywire_transfer_cancel(transfer));
+    FAILS(ferrywire_transfer_wait(transfer, LIMIT_MS, -1, NULL), FERRYWIRE_ERROR_CANCELLED, "cancelled");
+    OK(ferrywire_transfer_free(transfer));
+    OK(ferrywire_region_free(own));
+    USAGE(ferrywire_region_free(own), "was freed");
+    memset(bytes, 7, sizeof bytes);
+    OK(ferrywire_write(pair.far, source, 0, remote, 0, 100, NULL, 0, &transfer));
+    FAILS(ferrywire_transfer_wait(transfer, LIMIT_MS, -1, NULL), FERRYWIRE_ERROR_PEER, "refused");
+    OK(ferrywire_transfer_free(transfer));
+    for (size_t at = 0; at < sizeof bytes; at++) CHECK(bytes[at] == 7);
+    USAGE(ferrywire_write_blocks(pair.near, blocks, NULL, 0, NULL, 0, NULL), "deregistered");
+    OK(ferrywire_blocks_free(blocks));
+    OK(ferrywire_region_free(source));
+    OK(ferrywire_remote_free(remote));
+    OK(ferrywire_remote_free(other));
+}
+
 /* A forked child that uses its parent's endpoint is told so. */
 static void forked(struct pair pair) {
+    static char bytes[100];
+    ferrywire_region *own;
+    OK(ferrywire_register(pair.ends[0], bytes, sizeof bytes, NULL, NULL, &own));
     pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
@@ -170,6 +205,7 @@ static void forked(struct pair pair) {
         USAGE(ferrywire_notify(pair.near, "x", 1, NULL), "forked from it");
         USAGE(ferrywire_accept(pair.ends[1], LIMIT_MS, &pair.far), "forked from it");
         USAGE(ferrywire_endpoint_close(pair.ends[1], LIMIT_MS), "forked from it");
+        OK(ferrywire_region_free(own));
         OK(ferrywire_peer_free(pair.near));
         OK(ferrywire_endpoint_free(pair.ends[0]));
         OK(ferrywire_endpoint_free(pair.ends[1]));
@@ -178,12 +214,14 @@ static void forked(struct pair pair) {
     int status;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    OK(ferrywire_region_free(own));
 }
 
 int main(void) {
     struct pair pair = connected();
     nulls(pair);
     memory(pair);
+    freed_beside_a_list(pair);
     forked(pair);
 
     /* After the end: errors that say so, and handles that can be freed in any order. */
