@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ferrywire::Ready;
 use ferrywire::memory::cuda::CudaGpu;
@@ -80,7 +80,11 @@ pub unsafe extern "C" fn ferrywire_accept(
         let out = unsafe { handles::place(peer) }?;
         let endpoint = handles::get(endpoint)?;
         let accepted = match timeout_ms {
-            0 => endpoint.0.try_accept().transpose()?,
+            0 => match endpoint.0.listen_addresses().is_empty() {
+                // Says what is wrong.
+                true => Some(endpoint.0.accept(Duration::ZERO)?),
+                false => endpoint.0.try_accept().transpose()?,
+            },
             _ => Some(endpoint.0.accept(limit(timeout_ms))?),
         };
         let Some(accepted) = accepted else {

@@ -76,6 +76,16 @@ fn several_readers_lose_no_notification() {
     assert_eq!(good(start(&program, &[])), "readers: good\n");
 }
 
+/// Whoever asked again and again without waiting moved nothing, and a connection never came.
+#[test]
+fn calls_that_do_not_wait_drive_an_endpoint_without_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("tests/c/driven.c", Linked::Dynamically, folder.path());
+    for what in ["accept", "total", "stall"] {
+        assert_eq!(good(start(&program, &[what])), "driven: good\n", "{what}");
+    }
+}
+
 #[test]
 fn misuse_gives_errors_and_no_crash() {
     let folder = tempfile::tempdir().unwrap();

@@ -243,10 +243,16 @@ impl Endpoint {
         })
     }
 
-    /// The next peer that has connected, if there is one.
+    /// The next peer that has connected, if there is one. In an endpoint without threads everything is turned once.
     pub fn try_accept(&self) -> Option<Result<Peer>> {
         match self.check_origin() {
             Ok(()) => self.inner.lobby.take().or_else(|| {
+                if self.inner.engine.caller_driven() {
+                    self.inner.engine.progress();
+                    if let Some(peer) = self.inner.lobby.take() {
+                        return Some(peer);
+                    }
+                }
                 let closed = self.inner.engine.closing.load(Ordering::SeqCst);
                 closed.then_some(Err(Error::Closed))
             }),

@@ -334,7 +334,10 @@ impl Transfer {
             }
             let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer.now()));
             if left.is_zero() {
-                return Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
+                let timed_out =
+                    || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
+                // Who asks again and again without waiting may be the only one who drives.
+                return self.poll().unwrap_or_else(timed_out);
             }
             let ended = progress::wait(
                 &self.peer,

@@ -33,7 +33,7 @@ struct pair {
     ferrywire_peer *near, *far;
 };
 
-static struct pair connected(void) {
+__attribute__((unused)) static struct pair connected(void) {
     struct pair pair;
     ferrywire_options *options;
     OK(ferrywire_options_new(&options));
