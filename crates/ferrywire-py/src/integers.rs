@@ -71,7 +71,13 @@ pub enum Sizes {
 impl Sizes {
     /// One number, or a list.
     pub fn of(object: &Bound<'_, PyAny>) -> PyResult<Sizes> {
+        // An array with a single entry can be taken for a number too.
+        let dimensions =
+            object.getattr(intern!(object.py(), "ndim")).and_then(|ndim| ndim.extract::<usize>());
         match whole(object) {
+            _ if dimensions.is_ok_and(|dimensions| dimensions > 0) => {
+                Ok(Sizes::Each(int64s("sizes", object)?))
+            }
             Ok(same) => Ok(Sizes::Same(unsigned(object.py(), "sizes", same)?)),
             Err(_) => Ok(Sizes::Each(int64s("sizes", object)?)),
         }

@@ -428,6 +428,35 @@ def test_one_size_does_for_all_blocks(pair: Pair):
         pair.to_far.send_blocks(3, pair.near.register(bytes(8)), [4, 0], [4])
 
 
+class OneSize:
+    """As a tensor of PyTorch with one entry: a number too."""
+
+    ndim = 1
+
+    def __init__(self, size: int):
+        self.array = np.array([size])
+
+    def __index__(self) -> int:
+        return int(self.array[0])
+
+    def __len__(self) -> int:
+        return 1
+
+    def __dlpack__(self, **options: object) -> object:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+def test_an_array_of_one_size_is_for_one_block(pair: Pair):
+    region, target = pair.near.register(bytearray(8)), pair.target(bytearray(8))
+    assert len(fw.BlockList(region, target, [0], [0], OneSize(4))) == 1
+    with refuses("2"):
+        fw.BlockList(region, target, [0, 4], [0, 4], OneSize(4))
+    assert fw.BlockList(region, target, [0, 4], [0, 4], np.array(4)).nbytes == 8
+
+
 def test_nics_that_are_not_there_are_refused_with_those_that_are():
     with pytest.raises(fw.UsageError, match="NIC: nope does not exist or has no address; there are .*lo"):
         fw.Endpoint(nics=["lo", "nope"])
