@@ -82,6 +82,8 @@ def main() -> None:
     near, far = spawn.Pipe()
     decoder = spawn.Process(target=decode, args=(far, half, options.block_bytes))
     decoder.start()
+    # The child has its own: where it fails, ours would keep `recv` waiting.
+    far.close()
     times = prefill(near, half, options.block_bytes, options.rounds)
     decoder.join(60)
     assert decoder.exitcode == 0

@@ -77,6 +77,8 @@ def main() -> None:
                 near, far = spawn.Pipe()
                 process = spawn.Process(target=receiver, args=(far,))
                 process.start()
+                # The child has its own: where it fails, ours would keep `recv` waiting.
+                far.close()
                 near.send((endpoint.metadata(), shared.describe()))
                 pipes.append(near)
                 processes.append(process)

@@ -42,6 +42,23 @@ def test_weights_for_8_receivers():
     assert said(recipe("weights.py", "--receivers", "8", "--mib", "4")).startswith("8 receivers have 4196")
 
 
+@pytest.mark.parametrize("command", [("kv_cache.py",), ("weights.py", "--receivers", "1")])
+def test_a_recipe_ends_when_its_child_fails(command: tuple[str, ...], tmp_path: Path):
+    # Its children import this at their start.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif '--multiprocessing-fork' in sys.argv: os._exit(3)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with recipe(*command, PYTHONPATH=paths) as running:
+        try:
+            complaints = running.communicate(timeout=LIMIT)[1]
+        finally:
+            running.kill()
+    # Which of them depends on what it had sent to the child.
+    ends = ("EOFError", "ConnectionResetError", "BrokenPipeError")
+    assert running.returncode == 1 and any(end in complaints for end in ends), complaints
+
+
 @needs_torch
 def test_a_state_dict_of_torch():
     assert said(recipe("weights.py", "--receivers", "2", "--mib", "4", "--torch")).startswith("2 receivers have")
