@@ -58,6 +58,47 @@ def test_no_thread_is_taken_while_something_is_awaited(pair: Pair):
     asyncio.run(main())
 
 
+def test_a_loop_that_is_closed_while_something_waits_leaves_nothing(program: type[Program]):
+    with program("""
+import asyncio, gc, os, time, weakref
+import ferrywire as fw
+
+def one():
+    far, near = fw.Endpoint("127.0.0.1:0"), fw.Endpoint()
+    to_far = near.connect(far.metadata(), timeout=60)
+    far.accept(60).close()
+    loop = asyncio.new_event_loop()
+    # The end of the loop is not the end of the wait.
+    waiting = loop.create_task(near_waits(far))
+    loop.run_until_complete(asyncio.sleep(0))
+    waiting._log_destroy_pending = False
+    loop.close()
+    return [weakref.ref(thing) for thing in (loop, far, to_far)]
+
+async def near_waits(far):
+    await far.accept_async()
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+def settle(gone, most):
+    until = time.monotonic() + 60
+    while any(each() is not None for each in gone) or descriptors() > most:
+        assert time.monotonic() < until, (sum(each() is not None for each in gone), descriptors(), most)
+        gc.collect()
+        time.sleep(0.01)
+
+one()
+gc.collect()
+time.sleep(1)
+before = descriptors()
+gone = [each for _ in range(50) for each in one()]
+settle(gone, before)
+""") as other:
+        # An endpoint that goes while its loop is closed says nothing.
+        other.end()
+
+
 def test_a_timeout_says_what_was_waited_for(pair: Pair):
     async def main():
         with pytest.raises(fw.Deadline, match="not done within 20ms: recv with .*near"):

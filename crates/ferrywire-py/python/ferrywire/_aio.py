@@ -16,7 +16,9 @@ from typing import Any
 
 from ._ferrywire import Endpoint, Errand, Peer, Transfer, Wakeup
 
-_hubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hub] = weakref.WeakKeyDictionary()
+# A loop's descriptor table and the frames that wait keep a hub, and nobody else: its futures refer to the loop, so a loop
+# that is closed while something waits would never go.
+_hubs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, weakref.ref[_Hub]] = weakref.WeakKeyDictionary()
 
 
 class _Hub:
@@ -28,9 +30,11 @@ class _Hub:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> _Hub:
-        hub = _hubs.get(loop)
+        known = _hubs.get(loop)
+        hub = known() if known is not None else None
         if hub is None:
-            hub = _hubs[loop] = cls()
+            hub = cls()
+            _hubs[loop] = weakref.ref(hub)
         return hub
 
     async def wait(self, loop: asyncio.AbstractEventLoop, worth: Callable[[], bool]) -> None:
