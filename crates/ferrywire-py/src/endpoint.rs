@@ -17,7 +17,7 @@ use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
 use crate::tensor::{Framework, View};
-use crate::waiting::{Errand, aside, limit, overdue, sliced};
+use crate::waiting::{Errand, NotStarted, aside, begin_aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// How long closing waits for what is in flight unless it is told, as in the signatures of `close`: there a name would
@@ -80,12 +80,20 @@ impl Endpoint {
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
-    ) -> PyResult<impl FnOnce() -> ferrywire::Result<()> + Send + 'static> {
+    ) -> PyResult<(bool, impl FnOnce() -> ferrywire::Result<()> + Send + 'static)> {
         let limit = limit(py, "timeout", timeout)?;
         let open = !self.closed.swap(true, Ordering::SeqCst);
         // Whoever leaves it behind may be about to end the program.
         let endpoint = open.then(|| (self.shared.get().clone(), leaving::closing()));
-        Ok(move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit)))
+        Ok((open, move || endpoint.map_or(Ok(()), |(endpoint, _closing)| endpoint.close(limit))))
+    }
+
+    /// What started; where nothing did, the endpoint is as open as it was.
+    fn unless_not_started<T>(&self, ours: bool, started: Result<T, NotStarted>) -> PyResult<T> {
+        if started.is_err() && ours {
+            self.closed.store(false, Ordering::SeqCst);
+        }
+        Ok(started?)
     }
 }
 
@@ -233,9 +241,10 @@ impl Endpoint {
 
     fn _begin_connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Errand> {
         let shared = self.shared.clone();
-        Errand::begin(to.py(), self.connecting(to, timeout)?, move |py, peer| {
+        let begun = Errand::begin(to.py(), self.connecting(to, timeout)?, move |py, peer| {
             Peer::new(peer, shared).into_py_any(py)
-        })
+        });
+        Ok(begun?)
     }
 
     /// The same as `accept`, awaited. Raises `Deadline`, `Closed`, `UsageError`, as it does.
@@ -324,7 +333,8 @@ impl Endpoint {
     /// closed before it had; it is closed nevertheless.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        aside(py, self.closing(py, timeout)?)
+        let (ours, work) = self.closing(py, timeout)?;
+        self.unless_not_started(ours, begin_aside(py, work))?.wait(py)
     }
 
     /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.
@@ -334,7 +344,8 @@ impl Endpoint {
     }
 
     fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
-        Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))
+        let (ours, work) = self.closing(py, timeout)?;
+        self.unless_not_started(ours, Errand::begin(py, work, |py, ()| Ok(py.None())))
     }
 
     fn __aenter__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {

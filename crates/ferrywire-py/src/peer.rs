@@ -351,7 +351,7 @@ impl Peer {
     }
 
     fn _begin_close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Errand> {
-        Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))
+        Ok(Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))?)
     }
 
     /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.

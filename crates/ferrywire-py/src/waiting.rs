@@ -2,7 +2,7 @@
 //!
 //! Invariant: a wait that is broken off leaves what was waited for as it is.
 
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -78,25 +78,51 @@ pub fn aside<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
+    begin_aside(py, work)?.wait(py)
+}
+
+/// What runs on a thread of its own.
+pub struct Aside<T>(Mutex<Receiver<Result<T>>>);
+
+/// Begins such a thing.
+pub fn begin_aside<T: Send + 'static>(
+    py: Python<'_>,
+    work: impl FnOnce() -> Result<T> + Send + 'static,
+) -> std::result::Result<Aside<T>, NotStarted> {
     let (tell, told) = mpsc::channel();
     on_a_thread(py, move || drop(tell.send(work())))?;
     // Each `recv` is a wait of its own; a receiver is not shared between threads.
-    let told = Mutex::new(told);
-    loop {
-        let outcome = py.detach(|| locked(&told).recv_timeout(SLICE));
-        match outcome {
-            Ok(outcome) => return outcome.or_raise(py),
-            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
-            Err(RecvTimeoutError::Disconnected) => {
-                return Err(raised(py, &Error::Bug("a thread ended without an answer".into())));
+    Ok(Aside(Mutex::new(told)))
+}
+
+impl<T: Send> Aside<T> {
+    /// Waits for it; left behind on Ctrl-C.
+    pub fn wait(self, py: Python<'_>) -> PyResult<T> {
+        loop {
+            let outcome = py.detach(|| locked(&self.0).recv_timeout(SLICE));
+            match outcome {
+                Ok(outcome) => return outcome.or_raise(py),
+                Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+                Err(RecvTimeoutError::Disconnected) => {
+                    return Err(raised(py, &Error::Bug("a thread ended without an answer".into())));
+                }
             }
         }
     }
 }
 
-fn on_a_thread(py: Python<'_>, work: impl FnOnce() + Send + 'static) -> PyResult<()> {
+/// There was no thread for it, and it has not begun.
+pub struct NotStarted(pub PyErr);
+
+impl From<NotStarted> for PyErr {
+    fn from(NotStarted(error): NotStarted) -> PyErr {
+        error
+    }
+}
+
+fn on_a_thread(py: Python<'_>, work: impl FnOnce() + Send + 'static) -> std::result::Result<(), NotStarted> {
     let started = thread::Builder::new().name("ferrywire-call".into()).spawn(work);
-    started.map(drop).map_err(|error| raised(py, &Error::io("start a thread", &error)))
+    started.map(drop).map_err(|error| NotStarted(raised(py, &Error::io("start a thread", &error))))
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -123,7 +149,7 @@ impl Errand {
         py: Python<'_>,
         work: impl FnOnce() -> Result<T> + Send + 'static,
         finish: impl FnOnce(Python<'_>, T) -> PyResult<Py<PyAny>> + Send + 'static,
-    ) -> PyResult<Errand> {
+    ) -> std::result::Result<Errand, NotStarted> {
         let progress = Arc::new(Mutex::new(Progress::default()));
         let its = Arc::downgrade(&progress);
         on_a_thread(py, move || {

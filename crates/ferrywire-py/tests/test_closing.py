@@ -198,3 +198,32 @@ def test_what_a_block_raised_comes_out_though_operations_use_its_memory(pair: Pa
         pass
     with pytest.raises(fw.UsageError, match="it is deregistered"):
         region.read_at()
+
+
+def test_a_close_that_could_not_begin_can_be_tried_again(program: type[Program]):
+    # Memory of threads that have ended would do for another one.
+    with program("""
+import resource
+import ferrywire as fw
+
+endpoint = fw.Endpoint("127.0.0.1:0")
+
+def without_room_for_a_thread(close):
+    with open("/proc/self/statm") as sizes:
+        pages = int(sizes.read().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (256 << 10), before[1]))
+    try: close()
+    except fw.LocalError as error: failed = error
+    else: failed = None
+    finally: resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "start a thread" in str(failed), failed
+    assert not endpoint.closed
+    endpoint.metadata()
+
+without_room_for_a_thread(endpoint.close)
+without_room_for_a_thread(lambda: endpoint._begin_close(5.0))
+endpoint.close()
+assert endpoint.closed
+""", GLIBC_TUNABLES="glibc.pthread.stack_cache_size=0") as other:
+        other.end()
