@@ -2,6 +2,7 @@
 //!
 //! Invariant: a wait that is broken off leaves what was waited for as it is.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -90,7 +91,7 @@ pub fn begin_aside<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> std::result::Result<Aside<T>, NotStarted> {
     let (tell, told) = mpsc::channel();
-    on_a_thread(py, move || drop(tell.send(work())))?;
+    on_a_thread(py, move || drop(tell.send(unless_it_panics(work))))?;
     // Each `recv` is a wait of its own; a receiver is not shared between threads.
     Ok(Aside(Mutex::new(told)))
 }
@@ -125,6 +126,15 @@ fn on_a_thread(py: Python<'_>, work: impl FnOnce() + Send + 'static) -> std::res
     started.map(drop).map_err(|error| NotStarted(raised(py, &Error::io("start a thread", &error))))
 }
 
+/// Somebody waits for an answer, whatever becomes of the work.
+fn unless_it_panics<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let words = panic.downcast_ref::<&str>().copied();
+        let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+        Err(Error::Bug(format!("panicked: {}", words.unwrap_or("no words"))))
+    })
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -153,7 +163,7 @@ impl Errand {
         let progress = Arc::new(Mutex::new(Progress::default()));
         let its = Arc::downgrade(&progress);
         on_a_thread(py, move || {
-            let outcome = work();
+            let outcome = unless_it_panics(work);
             // Nobody asks any more: what was made ends here.
             let Some(progress) = its.upgrade() else { return };
             let mut progress = locked(&progress);
