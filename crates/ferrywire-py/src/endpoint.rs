@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrywire::Error;
 use pyo3::IntoPyObjectExt;
@@ -17,7 +17,7 @@ use crate::options::{Address, bytes, count, is_no, perhaps, unsigned, whole};
 use crate::peer::Peer;
 use crate::region::Region;
 use crate::tensor::{Framework, View};
-use crate::waiting::{Errand, NotStarted, aside, begin_aside, limit, overdue, sliced};
+use crate::waiting::{Errand, NotStarted, after, aside, begin_aside, limit, overdue, sliced};
 use crate::wakeup::{Wakeup, coroutine, errand, itself, leave, left};
 
 /// How long closing waits for what is in flight unless it is told, as in the signatures of `close`: there a name would
@@ -71,7 +71,7 @@ impl Endpoint {
         crate::logs::look_at_level(py)?;
         Ok(move || match to {
             Whom::Metadata(metadata) => endpoint.connect_metadata(&metadata, limit),
-            Whom::At(address) => endpoint.connect(address.resolve()?, limit),
+            Whom::At(address) => connect_to_any(&endpoint, address, limit),
         })
     }
 
@@ -206,7 +206,8 @@ impl Endpoint {
     }
 
     /// Connects to the endpoint that made these metadata (bytes), or that listens on an address ("host:port" or a
-    /// pair). With metadata an endpoint that restarted meanwhile is refused.
+    /// pair): a name is tried at all of its addresses, in `timeout` seconds altogether. With metadata an endpoint that
+    /// restarted meanwhile is refused.
     ///
     /// Raises `Unreachable` where nobody answers or no name service knows the host, `Refused` where somebody else does, or one with another secret,
     /// `PeerMisbehaved` where one takes more than it was offered, `Deadline`, `Closed`, and `UsageError` for what is
@@ -378,6 +379,30 @@ impl Endpoint {
         };
         format!("<ferrywire.Endpoint {} {state}>", endpoint.identity())
     }
+}
+
+/// At the first of its addresses that answers; each has its share of the time that is left.
+fn connect_to_any(
+    endpoint: &ferrywire::Endpoint,
+    address: Address,
+    limit: Duration,
+) -> ferrywire::Result<ferrywire::Peer> {
+    let since = Instant::now();
+    let addresses = address.resolve(limit)?;
+    let mut first = None;
+    for (tried, address) in addresses.iter().enumerate() {
+        let left = limit.saturating_sub(since.elapsed());
+        if left.is_zero() && tried > 0 {
+            break;
+        }
+        match endpoint.connect(*address, left / (addresses.len() - tried) as u32) {
+            Err(error @ (Error::Unreachable { .. } | Error::Deadline { .. })) => {
+                first = first.or(Some(after(error, limit.min(since.elapsed()))));
+            }
+            outcome => return outcome,
+        }
+    }
+    Err(first.unwrap_or_else(|| Error::Bug("a name without an address".into())))
 }
 
 type Setter = Box<dyn FnOnce(ferrywire::Builder) -> ferrywire::Builder>;

@@ -4,6 +4,9 @@
 
 use std::io;
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
 
 use ferrywire::{Error, Result};
 use pyo3::buffer::PyBuffer;
@@ -42,22 +45,38 @@ impl Address {
         }
     }
 
-    /// Looks a peer's up, which may take as long as the name service does.
-    pub fn resolve(&self) -> Result<SocketAddr> {
+    /// All addresses of a peer, the likeliest first. A name service that takes longer than the limit is left behind.
+    pub fn resolve(self, limit: Duration) -> Result<Vec<SocketAddr>> {
+        if let Ok(ip) = self.host.parse() {
+            return Ok(vec![SocketAddr::new(ip, self.port)]);
+        }
         let text = self.text();
-        self.look_up().map_err(|error| Error::Unreachable { address: text, why: error.to_string() })
+        let (tell, told) = mpsc::channel();
+        let look_up = move || drop(tell.send(self.look_up()));
+        thread::Builder::new()
+            .name("ferrywire-name".into())
+            .spawn(look_up)
+            .map_err(|error| Error::io("start a thread", &error))?;
+        let deadline = |_| Error::Deadline { what: format!("looking up {text}"), peer: None, waited: limit };
+        let found = told.recv_timeout(limit).map_err(deadline)?;
+        found.map_err(|error| Error::Unreachable { address: text, why: error.to_string() })
     }
 
     /// Looks one of this host up.
     pub fn resolve_here(&self) -> Result<SocketAddr> {
-        self.look_up().map_err(|error| Error::io(format!("look up {}", self.text()), &error))
+        let found = self.look_up().map(|all| all[0]);
+        found.map_err(|error| Error::io(format!("look up {}", self.text()), &error))
     }
 
-    fn look_up(&self) -> io::Result<SocketAddr> {
-        // An IPv4 address first: what listens on "0.0.0.0" does not hear the other kind.
-        let all: Vec<SocketAddr> = (self.host.as_str(), self.port).to_socket_addrs()?.collect();
-        let best = all.iter().find(|each| each.is_ipv4()).or(all.first());
-        best.copied().ok_or_else(|| io::Error::other("the name has no address"))
+    /// One at least.
+    fn look_up(&self) -> io::Result<Vec<SocketAddr>> {
+        let mut all: Vec<SocketAddr> = (self.host.as_str(), self.port).to_socket_addrs()?.collect();
+        // IPv4 addresses first: what listens on "0.0.0.0" does not hear the other kind.
+        all.sort_by_key(|each| !each.is_ipv4());
+        match all.is_empty() {
+            true => Err(io::Error::other("the name has no address")),
+            false => Ok(all),
+        }
     }
 
     fn text(&self) -> String {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import pickle
+import socket
 
 import pytest
 from conftest import LIMIT, Pair
@@ -246,6 +247,16 @@ def test_what_peers_and_endpoints_say_of_themselves(pair: Pair):
     assert pair.near.port is None and pair.near.peer_count == 1
     for thing in (pair.near, pair.far, pair.to_far, pair.far.register(bytearray(1))):
         assert repr(thing).startswith("<ferrywire.")
+
+
+def test_a_name_is_tried_at_each_of_its_addresses():
+    known = {each[4][0] for each in socket.getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)}
+    if not {"127.0.0.1", "::1"} <= known:
+        pytest.skip("needs a localhost with addresses of both kinds")
+    with fw.Endpoint("[::1]:0") as far, fw.Endpoint() as near:
+        # Nobody is at the IPv4 address.
+        with near.connect(f"localhost:{far.port}", timeout=LIMIT) as peer:
+            assert peer.address == f"[::1]:{far.port}"
 
 
 def test_addresses_in_every_form():
