@@ -600,7 +600,6 @@ const BULK_BYTES: u64 = 512 << 10;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Peer;
     use crate::transfer::{Piece, Pieces};
 
     const LONG: Duration = Duration::from_secs(60);
@@ -618,10 +617,9 @@ mod tests {
             Arc::new(near.op(verb, pieces, Some(region.memory().clone()), 7))
         };
         near.state.closing.store(true, Ordering::SeqCst);
-        let posts: [fn(&Peer, Arc<Op>) -> Result<Transfer>; 2] =
-            [|peer, op| peer.state.post(op), |peer, op| peer.post_read(op)];
-        for (post, verb) in posts.into_iter().zip([Verb::Write, Verb::Read]) {
-            assert_eq!(post(&near, op(verb)).unwrap_err(), Error::Closed);
+        let read = near.post_read(op(Verb::Read));
+        for posted in [near.state.post(op(Verb::Write)), read] {
+            assert_eq!(posted.unwrap_err(), Error::Closed);
         }
         assert!(!near.state.in_flight() && !near.state.in_bulk());
         assert_eq!(near.close(LONG), Ok(()));

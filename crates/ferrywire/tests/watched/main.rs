@@ -199,6 +199,7 @@ impl<W: Watcher> Conn for WatchedConn<W> {
         let sent = unsafe { send_uncopied(fd, pieces) };
         if sent.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOBUFS)) {
             // So many are under way that no more memory may be locked.
+            // SAFETY: promised by the caller.
             return unsafe { self.send(pieces) };
         }
         self.uncopied.unfinished += u64::from(sent.is_ok());
