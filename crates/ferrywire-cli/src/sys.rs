@@ -45,20 +45,6 @@ pub fn interrupt(child: u32) {
     unsafe { libc::kill(child as libc::pid_t, libc::SIGINT) };
 }
 
-/// Cores of this host that are switched on, and how many of them this thread is bound to; as many where the kernel does
-/// not tell.
-pub fn cores() -> (usize, usize) {
-    // SAFETY: it takes a number and gives one.
-    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) }.max(1) as usize;
-    // SAFETY: cpu_set_t is plain data for which all zeroes is a valid value.
-    let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
-    // SAFETY: the pointer is to a whole set on this stack, of the size that is named.
-    let told = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) } == 0;
-    // SAFETY: it only reads the set.
-    let bound = if told { unsafe { libc::CPU_COUNT(&set) as usize } } else { online };
-    (online, bound)
-}
-
 /// CPU seconds, user and system, that this process has used.
 pub fn cpu_seconds() -> f64 {
     // SAFETY: rusage is plain data for which all zeroes is a valid value.

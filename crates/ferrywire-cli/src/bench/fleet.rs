@@ -31,7 +31,6 @@ use crate::exit::{Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
-use crate::sys;
 
 /// The endpoints of this process, and where the bytes of each lie.
 pub struct Fleet {
@@ -169,9 +168,8 @@ fn builder(
     listen: Option<SocketAddr>,
     setting: Setting,
 ) -> Outcome<Builder> {
-    let allowed = thread::available_parallelism().map_or(1, usize::from);
-    let endpoints = plan.gpus.as_ref().map_or(1, Vec::len);
-    let share = share(sys::cores(), allowed, endpoints, setting.on_host);
+    let cores = thread::available_parallelism().map_or(1, usize::from);
+    let share = (cores / setting.on_host.max(1)).max(1);
     let share = if place.cores.is_empty() { share } else { share.min(place.cores.len()) };
     let threads = plan.threads.or(Some(share));
     let gpu = memory.gpu();
@@ -179,18 +177,6 @@ fn builder(
     let devmem = plan.devmem.as_ref().map(|devmem| DevmemUse { gpu, ..devmem.clone() });
     let plan = EnginePlan { nics: place.nics.clone(), threads, plugin, devmem, ..plan.clone() };
     Ok(super::builder(&plan, listen)?.cores(place.cores.iter().copied()))
-}
-
-/// Cores for an endpoint of this process, which may use `allowed` of them.
-///
-/// The processes of a host may have been bound to cores of their own: so it is where the host has as many as each of them
-/// is bound to, together. A process alone has all that it may use. Where the host has not that many, the processes share
-/// what they may use: as in a container with some of the cores, or with a limit of time. Several that are bound to the
-/// same socket look like that too, and get fewer than they might.
-fn share((online, bound): (usize, usize), allowed: usize, endpoints: usize, on_host: usize) -> usize {
-    let processes = (on_host / endpoints.max(1)).max(1);
-    let of_process = if bound * processes <= online { allowed } else { allowed / processes };
-    (of_process / endpoints.max(1)).max(1)
 }
 
 /// The address of the endpoint with this place among those of a process.
@@ -431,21 +417,6 @@ mod tests {
 
     fn numbers(pattern: Pattern, here: &[u32], count: u32) -> Outcome<Vec<(usize, u32)>> {
         Ok(pairs(pattern, here, &there(count))?.iter().map(|pair| (pair.endpoint, pair.peer_gpu)).collect())
-    }
-
-    #[test]
-    fn cores_that_a_launcher_has_divided_are_not_divided_again() {
-        let of_ranks = |bound, allowed| share((104, bound), allowed, 1, 8);
-        assert_eq!(of_ranks(13, 13), 13);
-        assert_eq!(of_ranks(104, 104), 13);
-        assert_eq!(of_ranks(1, 1), 1);
-        // Of a container, all ranks' together: its cores, and time on as many as that.
-        assert_eq!(of_ranks(16, 16), 2);
-        assert_eq!(of_ranks(104, 12), 1);
-        // Endpoints of one process share what it has.
-        assert_eq!(share((104, 13), 13, 8, 8), 1);
-        assert_eq!(share((104, 104), 104, 8, 8), 13);
-        assert_eq!(share((104, 104), 104, 1, 1), 104);
     }
 
     #[test]
