@@ -269,7 +269,7 @@ fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
         None => SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), PORT_DEFAULT),
     };
     let child = flags.child.unwrap_or(false);
-    let given = secret(flags.secret_file.as_deref())?;
+    let given = if child { bench::demo::secret_handed() } else { secret(flags.secret_file.as_deref())? };
     let one_time_secret = given.is_none() && !listen.ip().is_loopback();
     let secret = if one_time_secret { Some(bench::host::random_hex(16)?.into_bytes()) } else { given };
     let call_limit =

@@ -1,7 +1,7 @@
 //! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
 
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use clap::ValueEnum;
 
 use super::connect;
+use super::protocol::{from_hex, to_hex};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -23,6 +24,14 @@ pub fn run(mut plan: ConnectPlan) -> Outcome {
     let _ = other_end.kill();
     let _ = other_end.wait();
     outcome
+}
+
+/// What the end that is started has for a secret, and whatever it starts: any bytes, in hex.
+const SECRET_HANDED: &str = "FERRYWIRE_SECRET_HANDED";
+
+/// The secret of an end that a demo has started.
+pub fn secret_handed() -> Option<Vec<u8>> {
+    std::env::var(SECRET_HANDED).ok().and_then(|digits| from_hex(&digits))
 }
 
 fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
@@ -41,24 +50,17 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     let memory = |memory: Memory| if plan.run.fleet { memory.kind().to_owned() } else { memory.to_string() };
     command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
-    // Wherever this end has its own from, and whatever bytes it has.
-    let stdin = match plan.engine.secret {
-        Some(_) => {
-            command.arg("--secret-file=/dev/stdin");
-            Stdio::piped()
-        }
-        None => Stdio::null(),
+    // Wherever this end has its own from.
+    match &plan.engine.secret {
+        Some(secret) => command.env(SECRET_HANDED, to_hex(secret)),
+        None => command.env_remove(SECRET_HANDED),
     };
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
-    command.process_group(0).stdin(stdin).stdout(Stdio::piped());
+    command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {
         command.stderr(Stdio::piped());
     }
     let mut child = command.spawn().map_err(failed)?;
-    if let (Some(secret), Some(mut stdin)) = (&plan.engine.secret, child.stdin.take()) {
-        // Where it has ended, it says why.
-        let _ = stdin.write_all(secret);
-    }
     match read_address(&mut child) {
         Some(address) => {
             read_on(&mut child);

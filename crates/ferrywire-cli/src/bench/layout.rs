@@ -123,7 +123,7 @@ pub struct Layout {
     area: u64,
     /// Number of slots.
     pub slots: u64,
-    /// Pairs of the run.
+    /// Pairs of the run at one serving end.
     pub peers: usize,
     cells: Arc<[u32]>,
 }

@@ -14,8 +14,9 @@ use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
 pub const INTERVAL: Duration = Duration::from_millis(100);
-/// Most intervals of a run's flows one way; longer runs have longer ones. Every pair of a run hears of those of all pairs.
-const INTERVALS_MAX: usize = 1024 * PEERS_MAX;
+/// Most intervals of a flow, and of all flows of one serving end, of which every pair hears; longer runs have longer ones.
+const INTERVALS_MAX: usize = 8192;
+const INTERVALS_OF_ALL_MAX: usize = 1024 * PEERS_MAX;
 /// Longest latency that is told apart.
 const LATENCY_NS_MAX: u64 = 3_600_000_000_000;
 /// Significant digits of latencies.
@@ -67,9 +68,9 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Starts now, for one of so many pairs.
+    /// Starts now, for one of so many pairs of a serving end.
     pub fn start(peers: usize) -> Meter {
-        let intervals_max = INTERVALS_MAX / peers / 2 * 2;
+        let intervals_max = (INTERVALS_OF_ALL_MAX / peers).min(INTERVALS_MAX) / 2 * 2;
         let open = Interval { start_s: 0.0, end_s: 0.0, bytes: 0 };
         let (intervals, least_s, latency) = (Vec::new(), INTERVAL.as_secs_f64(), Latency::default());
         Meter { start: Instant::now(), open, intervals, least_s, intervals_max, latency }
@@ -307,12 +308,12 @@ mod tests {
         assert!(reports_bytes < MESSAGE_BYTES_MAX / 4 * 3, "{reports_bytes}");
     }
 
-    /// A pair that is alone has room for those of an hour.
+    /// A pair that is alone has room for those of ten minutes.
     #[test]
     fn few_pairs_keep_short_intervals_for_long() {
         let mut meter = Meter::start(1);
         let start = Instant::now();
-        for i in 1..=36_000 {
+        for i in 1..=6_000 {
             meter.completed(start + INTERVAL * 11 / 10 * i, 1, Duration::ZERO);
         }
         let (intervals, _) = meter.finish();

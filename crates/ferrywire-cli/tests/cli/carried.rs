@@ -109,6 +109,17 @@ fn what_is_not_gathered_is_not_verified() {
     assert_eq!((&result["verified"], &result["unpack"]), (&serde_json::Value::Null, &"none".into()));
 }
 
+/// The process that works with the plugin is one more that needs it.
+#[test]
+fn a_demo_over_a_plugin_has_its_secret_in_every_process() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("secret");
+    std::fs::write(&file, [b'k', 0, 0xFF, 1, 2, 3, 4, 5]).expect("written");
+    let demo = || ferrywire(&with_plugin("bench --sizes 4K --iters 5 --json -"));
+    results(&demo().env("FERRYWIRE_SECRET", "the right secret").output().expect("it runs"));
+    results(&demo().arg("--secret-file").arg(&file).output().expect("it runs"));
+}
+
 #[test]
 fn the_demo_shows_the_environment_and_who_set_it() {
     let mut command =

@@ -106,8 +106,10 @@ fn both_ends_of_the_demo_have_its_secret() {
     two.arg("--secret-file").arg(&secret).env("FERRYWIRE_SECRET_FILE", &other);
     results(&two.env("FERRYWIRE_SECRET", "another wrong secret").output().expect("it runs"));
     // No text, as from a generator of keys.
-    std::fs::write(&secret, [0, 0xFF, b'k', 0xC0, 0, 7, 0xEE, 0x80, 1, 0]).expect("written");
+    std::fs::write(&secret, [0, 0xFF, b'k', 0xC0, 0, 7, 0xEE, 0x80, 1, b'e']).expect("written");
     results(&demo().env("FERRYWIRE_SECRET_FILE", &secret).output().expect("it runs"));
+    // As a variable that was filled from a file.
+    results(&demo().env("FERRYWIRE_SECRET", "the right secret\n").output().expect("it runs"));
 }
 
 #[test]
