@@ -381,7 +381,7 @@ impl Endpoint {
     }
 }
 
-/// At the first of its addresses that answers; each has its share of the time that is left.
+/// At the first of its addresses that works, in what is left of the time once the name was looked up.
 fn connect_to_any(
     endpoint: &ferrywire::Endpoint,
     address: Address,
@@ -389,20 +389,8 @@ fn connect_to_any(
 ) -> ferrywire::Result<ferrywire::Peer> {
     let since = Instant::now();
     let addresses = address.resolve(limit)?;
-    let mut first = None;
-    for (tried, address) in addresses.iter().enumerate() {
-        let left = limit.saturating_sub(since.elapsed());
-        if left.is_zero() && tried > 0 {
-            break;
-        }
-        match endpoint.connect(*address, left / (addresses.len() - tried) as u32) {
-            Err(error @ (Error::Unreachable { .. } | Error::Deadline { .. })) => {
-                first = first.or(Some(after(error, limit.min(since.elapsed()))));
-            }
-            outcome => return outcome,
-        }
-    }
-    Err(first.unwrap_or_else(|| Error::Bug("a name without an address".into())))
+    let left = limit.saturating_sub(since.elapsed());
+    endpoint.connect_any(&addresses, left).map_err(|error| after(error, limit))
 }
 
 type Setter = Box<dyn FnOnce(ferrywire::Builder) -> ferrywire::Builder>;

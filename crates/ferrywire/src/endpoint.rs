@@ -175,33 +175,72 @@ impl Endpoint {
     /// of the time that is left.
     pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
-        let mut last = Error::invalid("metadata", "it names no address: that endpoint does not listen");
-        let until = self.now().saturating_add(deadline);
+        let is_right = |peer: &Peer, address: SocketAddr| match peer.identity() {
+            found if found == identity => Ok(()),
+            found => {
+                let why = format!("it is {found} now: it restarted since the metadata were made");
+                Err(Error::Refused { address: address.to_string(), why })
+            }
+        };
+        self.connect_first(&addresses, deadline, is_right).map_err(|mut errors| match errors.pop() {
+            Some(Error::Deadline { .. }) => {
+                let what = format!("connecting to {identity} at {addresses:?}");
+                Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
+            }
+            Some(error) => error,
+            None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
+        })
+    }
+
+    /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
+    /// left.
+    ///
+    /// # Errors
+    /// Of those of the addresses the one that tells most.
+    pub fn connect_any(&self, addresses: &[SocketAddr], deadline: Duration) -> Result<Peer> {
+        self.connect_first(addresses, deadline, |_, _| Ok(())).map_err(|errors| {
+            // Where one listens, or may, is more than where nobody does.
+            let tells = |error: &Error| match error {
+                Error::Unreachable { .. } => 0,
+                Error::Invalid { .. } => 1,
+                Error::Deadline { .. } => 2,
+                _ => 3,
+            };
+            match errors.into_iter().rev().max_by_key(tells) {
+                Some(Error::Deadline { .. }) if addresses.len() > 1 => {
+                    let what = format!("connecting to any of {addresses:?}");
+                    Error::Deadline { what, peer: None, waited: deadline }
+                }
+                Some(error) => error,
+                None => Error::invalid("addresses", "none is given"),
+            }
+        })
+    }
+
+    /// The first that is right, or why each was not.
+    fn connect_first(
+        &self,
+        addresses: &[SocketAddr],
+        deadline: Duration,
+        is_right: impl Fn(&Peer, SocketAddr) -> Result<()>,
+    ) -> std::result::Result<Peer, Vec<Error>> {
+        let (until, mut errors) = (self.now().saturating_add(deadline), Vec::new());
         for (tried, address) in addresses.iter().enumerate() {
             let left = until.saturating_sub(self.now());
             if left.is_zero() && tried > 0 {
                 break;
             }
             let share = left / (addresses.len() - tried) as u32;
-            match self.connect_in(*address, share.max(limits::ANSWER_SHARE_MIN).min(left), left) {
-                Ok(peer) if peer.identity() == identity => return Ok(peer),
-                Ok(peer) => {
-                    last = Error::Refused {
-                        address: address.to_string(),
-                        why: format!(
-                            "it is {} now: it restarted since the metadata were made",
-                            peer.identity()
-                        ),
-                    };
+            let connected = self.connect_in(*address, share.max(limits::ANSWER_SHARE_MIN).min(left), left);
+            match connected.and_then(|peer| is_right(&peer, *address).map(|()| peer)) {
+                Ok(peer) => return Ok(peer),
+                Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {
+                    return Err(vec![error]);
                 }
-                Err(Error::Deadline { .. }) => {
-                    let what = format!("connecting to {identity} at {addresses:?}");
-                    last = Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline };
-                }
-                Err(error) => last = error,
+                Err(error) => errors.push(error),
             }
         }
-        Err(last)
+        Err(errors)
     }
 
     /// Identity and addresses as opaque bytes, for [`Endpoint::connect_metadata`] of somebody else.

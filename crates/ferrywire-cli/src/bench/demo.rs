@@ -9,8 +9,7 @@ use std::process::{Child, Command, Stdio};
 
 use clap::ValueEnum;
 
-use super::connect;
-use super::protocol::{from_hex, to_hex};
+use super::{connect, handed};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
@@ -24,14 +23,6 @@ pub fn run(mut plan: ConnectPlan) -> Outcome {
     let _ = other_end.kill();
     let _ = other_end.wait();
     outcome
-}
-
-/// What the end that is started has for a secret, and whatever it starts: any bytes, in hex.
-const SECRET_HANDED: &str = "FERRYWIRE_SECRET_HANDED";
-
-/// The secret of an end that a demo has started.
-pub fn secret_handed() -> Option<Vec<u8>> {
-    std::env::var(SECRET_HANDED).ok().and_then(|digits| from_hex(&digits))
 }
 
 fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
@@ -51,10 +42,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     command.args(plan.run.peer_memory.map(|of_peer| format!("--memory={}", memory(of_peer))));
     plugin_options(&mut command, plan);
     // Wherever this end has its own from.
-    match &plan.engine.secret {
-        Some(secret) => command.env(SECRET_HANDED, to_hex(secret)),
-        None => command.env_remove(SECRET_HANDED),
-    };
+    handed::hand(&mut command, plan.engine.secret.as_deref());
     // In a process group of its own, Ctrl-C reaches this end only, which then ends the other.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
     if !plan.verbose {

@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::handed;
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
@@ -92,6 +93,7 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
         command.env_remove(variable(output));
     }
     command.envs(plan.environment.iter().cloned());
+    handed::hand(&mut command, plan.engine.secret.as_deref());
     command.env(variable("member"), member.to_string()).env(variable("run"), &plan.run_id);
     // In process groups of their own, Ctrl-C reaches the first peer only, which passes it on; a second one would kill them.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());

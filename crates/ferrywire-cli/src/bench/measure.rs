@@ -14,7 +14,7 @@ use crate::{nics, sys};
 
 /// Shortest interval over which a rate is taken; a longer iteration makes a longer interval.
 pub const INTERVAL: Duration = Duration::from_millis(100);
-/// Most intervals of a flow, and of all flows of one serving end, of which every pair hears; longer runs have longer ones.
+/// Most intervals of a flow, and of all flows one way of one serving end, of which every pair hears; longer runs have longer ones.
 const INTERVALS_MAX: usize = 8192;
 const INTERVALS_OF_ALL_MAX: usize = 1024 * PEERS_MAX;
 /// Longest latency that is told apart.

@@ -1,6 +1,7 @@
 //! Runs over the simulated plugin: what arrives, and what is said when the plugin dies, on either end.
 
-use std::io::BufRead;
+use std::io::{BufRead, Write};
+use std::process::Stdio;
 
 use crate::common::{Serve, ferrywire, first_error, json, read_line, results, run, text};
 use serde_json::Value;
@@ -118,6 +119,17 @@ fn a_demo_over_a_plugin_has_its_secret_in_every_process() {
     let demo = || ferrywire(&with_plugin("bench --sizes 4K --iters 5 --json -"));
     results(&demo().env("FERRYWIRE_SECRET", "the right secret").output().expect("it runs"));
     results(&demo().arg("--secret-file").arg(&file).output().expect("it runs"));
+    // Nothing that can be read twice.
+    let mut once = demo();
+    let mut child = once
+        .arg("--secret-file=/dev/stdin")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("it starts");
+    child.stdin.take().expect("piped").write_all(b"a secret from a pipe").expect("it reads");
+    results(&child.wait_with_output().expect("it ends"));
 }
 
 #[test]

@@ -288,6 +288,13 @@ impl Control {
         }
     }
 
+    /// Whoever closed this peer has been told that it did not finish.
+    pub fn note_told(&mut self, session: u64) {
+        if let Some(link) = self.links.get_mut(&session) {
+            link.note_told();
+        }
+    }
+
     /// Closes all peers, at the latest after so long.
     pub fn close_all(&mut self, engine: &Engine, deadline: Duration) {
         let now = self.now(engine);
@@ -420,6 +427,7 @@ pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()
         Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
         failure => failure.unwrap_or(Error::Closed),
     };
+    engine.with_control(|control| control.note_told(peer.session));
     Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
 }
 

@@ -192,6 +192,26 @@ fn an_address_that_does_not_answer_has_its_share_of_the_time() {
     assert_eq!(near.identity(), accepting.identity());
 }
 
+/// A name may have several, of which one is somebody else's, or nobody's.
+#[test]
+fn the_first_address_that_works_is_taken_and_else_the_error_that_tells_most() {
+    let (accepting, connecting) = (listening(), listening());
+    let stranger =
+        Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).secret("another secret").build().unwrap();
+    let silent = dead(1);
+    let [right, other] = [&accepting, &stranger].map(|end| end.listen_addresses()[0]);
+    let nobody = addresses(&dead(1))[0];
+    let near = connecting.connect_any(&[nobody, other, right], LIMIT).unwrap();
+    assert_eq!(near.identity(), accepting.identity());
+    let error = |all: &[SocketAddr]| connecting.connect_any(all, Duration::from_millis(1500)).unwrap_err();
+    let silent = silent[0].local_addr().unwrap();
+    assert!(matches!(error(&[nobody]), Error::Unreachable { .. }));
+    assert!(matches!(error(&[nobody, other, silent]), Error::Refused { .. }));
+    let late = error(&[nobody, silent]);
+    assert!(matches!(&late, Error::Deadline { what, .. } if what.contains("any of")), "{late}");
+    assert!(matches!(error(&[]), Error::Invalid { .. }));
+}
+
 /// Passes on what one end says to the other, until one has nothing more to say.
 fn pass_on(from: &TcpStream, to: &TcpStream) {
     let (mut from, mut to, mut buffer, start) = (from, to, [0; 4096], Instant::now());

@@ -95,7 +95,7 @@ pub fn connect(plan: &ConnectPlan, environment: &[Variable], record: &mut Record
     let Some(plugin) = &plan.engine.plugin else { unreachable!("the caller has a plugin") };
     let run = Some((plan.run_id.clone(), plan.run.seed));
     let order = Order { connect: plan.addresses.clone(), run, ..Order::default() };
-    let mut ward = Ward::start(plugin, environment, order, None)?;
+    let mut ward = Ward::start(plugin, environment, order, plan.engine.secret.as_deref())?;
     loop {
         match ward.next() {
             Event::Said(Message::News(news)) => record.take(*news),

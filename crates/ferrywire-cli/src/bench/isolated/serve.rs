@@ -38,7 +38,7 @@ pub fn run(mut plan: ServePlan) -> Outcome {
 fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
     let environment = environment(&plan.engine, Some(plan.listen))?;
     let order = Order { listen: Some(plan.listen), ..Order::default() };
-    let secret = plan.engine.secret.clone().filter(|_| plan.one_time_secret);
+    let secret = plan.engine.secret.clone();
     let Some(plugin) = plan.engine.plugin.clone() else { unreachable!("the caller has a plugin") };
     let mut ward = Ward::start(&plugin, &environment, order, secret.as_deref())?;
     let (mut listens, mut failure_told) = (false, false);

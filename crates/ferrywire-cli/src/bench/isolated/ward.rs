@@ -10,6 +10,7 @@ use ferrywire::nccl::likely_cause;
 use ferrywire::nccl::log::{LastLines, LogLine};
 use ferrywire::transport::plugin::{SetBy, Variable};
 
+use super::super::handed;
 use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::carrier::PluginUse;
@@ -72,9 +73,7 @@ impl<'a> Ward<'a> {
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.args(std::env::args_os().skip(1)).envs([order.as_variable()]);
         command.envs(set().map(|variable| (variable.name, &variable.value)));
-        if let Some(secret) = secret {
-            command.env("FERRYWIRE_SECRET", String::from_utf8_lossy(secret).as_ref());
-        }
+        handed::hand(&mut command, secret);
         // In a process group of its own, Ctrl-C reaches this end only, which passes it on.
         command.process_group(0).stdout(Stdio::piped());
         let mut child = command.spawn().map_err(failed)?;

@@ -26,6 +26,11 @@ impl Link {
         self.close(by);
     }
 
+    /// Who closed this peer alone does not wait any more, and knows that it has not finished.
+    pub fn note_told(&mut self) {
+        self.told = true;
+    }
+
     /// Finishes what was posted as long as it gets on, then closes.
     pub fn drain(&mut self, now: Duration) {
         self.peer.abandoned.store(true, Ordering::SeqCst);

@@ -163,6 +163,8 @@ pub(super) struct Link {
     close_by: Option<Duration>,
     /// Somebody waits for its end, and not for that of all.
     closed_alone: bool,
+    /// Whoever did was told that it has not finished.
+    told: bool,
     /// Where nobody holds the peer any more: what has got on of it last, and when.
     drained: Option<(u64, Duration)>,
 }
@@ -285,6 +287,7 @@ impl Link {
             peer_drained: false,
             close_by: None,
             closed_alone: false,
+            told: false,
             drained: None,
         }
     }
@@ -293,10 +296,12 @@ impl Link {
         self.session.received()
     }
 
-    /// How it ended, if it was to finish first and did not. Who has closed this peer alone is told, and nobody else.
+    /// How it ended, if it was to finish first and did not, for who closes all: unless that was told before, or is told to
+    /// whoever closes this peer alone.
     pub fn unfinished(&self, all_close: bool) -> Option<Error> {
         let peer = &self.peer;
-        let untold = !self.closed_alone && (all_close || peer.abandoned.load(Ordering::SeqCst));
+        let nobody_waits = peer.abandoned.load(Ordering::SeqCst) && !self.closed_alone;
+        let untold = !self.told && (all_close || nobody_waits);
         let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
         unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
