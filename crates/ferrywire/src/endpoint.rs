@@ -182,29 +182,32 @@ impl Endpoint {
                 Err(Error::Refused { address: address.to_string(), why })
             }
         };
-        self.connect_first(&addresses, deadline, is_right).map_err(|mut errors| match errors.pop() {
-            Some(Error::Deadline { .. }) => {
-                let what = format!("connecting to {identity} at {addresses:?}");
-                Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
+        self.connect_first(&addresses, deadline, limits::ANSWER_SHARE_MIN, is_right).map_err(|mut errors| {
+            match errors.pop() {
+                Some(Error::Deadline { .. }) => {
+                    let what = format!("connecting to {identity} at {addresses:?}");
+                    Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
+                }
+                Some(error) => error,
+                None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
             }
-            Some(error) => error,
-            None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
         })
     }
 
     /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
-    /// left.
+    /// left, but 0.4 s at least, if there is so much.
     ///
     /// # Errors
     /// Of those of the addresses the one that tells most.
     pub fn connect_any(&self, addresses: &[SocketAddr], deadline: Duration) -> Result<Peer> {
-        self.connect_first(addresses, deadline, |_, _| Ok(())).map_err(|errors| {
-            // Where one listens, or may, is more than where nobody does.
+        self.connect_first(addresses, deadline, limits::NAME_SHARE_MIN, |_, _| Ok(())).map_err(|errors| {
+            // Where one listens, or may, is more than where nobody does, or where no NIC leads.
             let tells = |error: &Error| match error {
-                Error::Unreachable { .. } => 0,
-                Error::Invalid { .. } => 1,
-                Error::Deadline { .. } => 2,
-                _ => 3,
+                Error::Invalid { what, .. } if what == "NIC" => 0,
+                Error::Unreachable { .. } => 1,
+                Error::Invalid { .. } => 2,
+                Error::Deadline { .. } => 3,
+                _ => 4,
             };
             match errors.into_iter().rev().max_by_key(tells) {
                 Some(Error::Deadline { .. }) if addresses.len() > 1 => {
@@ -222,6 +225,7 @@ impl Endpoint {
         &self,
         addresses: &[SocketAddr],
         deadline: Duration,
+        share_min: Duration,
         is_right: impl Fn(&Peer, SocketAddr) -> Result<()>,
     ) -> std::result::Result<Peer, Vec<Error>> {
         let (until, mut errors) = (self.now().saturating_add(deadline), Vec::new());
@@ -231,7 +235,7 @@ impl Endpoint {
                 break;
             }
             let share = left / (addresses.len() - tried) as u32;
-            let connected = self.connect_in(*address, share.max(limits::ANSWER_SHARE_MIN).min(left), left);
+            let connected = self.connect_in(*address, share.max(share_min).min(left), left);
             match connected.and_then(|peer| is_right(&peer, *address).map(|()| peer)) {
                 Ok(peer) => return Ok(peer),
                 Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {

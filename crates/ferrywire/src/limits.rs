@@ -185,6 +185,8 @@ pub const ACCEPT_RETRY_INTERVAL: Duration = Duration::from_millis(100);
 /// Of an endpoint with several addresses each may take this long to answer, however little its share of the time is: a
 /// handshake takes some round trips.
 pub const ANSWER_SHARE_MIN: Duration = Duration::from_secs(1);
+/// The same of the addresses that a name has, which are tried within whatever time there is.
+pub const NAME_SHARE_MIN: Duration = Duration::from_millis(400);
 /// How often a lost channel is dialled again.
 pub const REDIAL_INTERVAL: Duration = Duration::from_millis(500);
 /// Longest wait for one connection attempt.

@@ -288,9 +288,11 @@ impl Control {
         }
     }
 
-    /// Whoever closed this peer has been told that it did not finish.
+    /// Whoever closed this peer has been told that it did not finish. Who closes all, and began before, is told as well.
     pub fn note_told(&mut self, session: u64) {
-        if let Some(link) = self.links.get_mut(&session) {
+        if !self.all_close
+            && let Some(link) = self.links.get_mut(&session)
+        {
             link.note_told();
         }
     }
