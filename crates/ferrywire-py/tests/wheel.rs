@@ -38,6 +38,7 @@ fn an_installation_from_a_clone_works() {
     };
     let copied = clone();
     let clone = &copied.folder;
+    fetch_for_all_platforms(clone);
     environment::run(pip(&python, "install").arg("--force-reinstall").arg(clone));
     copied.are_unchanged();
     let installed = first_transfer(&python);
@@ -156,6 +157,11 @@ fn wheel_from_sdist(python: &Path, sources: &Path) -> PathBuf {
     environment::run(pip(python, "wheel").arg("--wheel-dir").arg(&folder).arg(&sdist));
     let files = fs::read_dir(&folder).expect("a folder").map(|file| file.expect("a file").path());
     files.into_iter().find(|file| file.extension().is_some_and(|kind| kind == "whl")).expect("a wheel")
+}
+
+/// To describe a package, maturin asks cargo about what it needs on any platform, where a build here has fetched what this one needs.
+fn fetch_for_all_platforms(clone: &Path) {
+    environment::run(Command::new(env!("CARGO")).args(["fetch", "--quiet", "--locked"]).current_dir(clone));
 }
 
 /// What the build needs is here already: nothing depends on a package index, or on a network, any more.
