@@ -9,6 +9,7 @@ mod stuck;
 
 use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::transport::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
+use ferrywire::{Endpoint, Peer};
 use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -250,6 +251,21 @@ impl<W: Watcher> Conn for WatchedConn<W> {
     fn remote(&self) -> SocketAddr {
         self.conn.remote()
     }
+}
+
+/// An endpoint that is watched, another that does nothing unless it is turned, and the first one's peer there.
+fn towards_an_end_that_nobody_turns<W: Watcher>(watcher: &Arc<W>) -> (Endpoint, Endpoint, Peer) {
+    let builder = || Endpoint::builder().channels(1).heartbeat_limit(LIMIT * 10);
+    let there = builder().listen("127.0.0.1:0".parse().unwrap()).threads(0).build().unwrap();
+    let here = builder().threads(1).transport(Watched::new(watcher)).build().unwrap();
+    let connecting = here.connecting(there.listen_addresses()[0]).unwrap();
+    let mut connected = None;
+    eventually("they are connected", || {
+        there.progress();
+        connected = connected.take().or_else(|| connecting.poll());
+        connected.is_some()
+    });
+    (here, there, connected.unwrap().unwrap())
 }
 
 /// Of one uncopied send: less than any receiver's window, and than the memory that anybody may lock.

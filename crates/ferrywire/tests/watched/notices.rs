@@ -1,7 +1,6 @@
 //! What the kernel says of memory that it was sent from is read, whatever the peer says.
 
-use crate::{LIMIT, Watched, Watcher, eventually};
-use ferrywire::Endpoint;
+use crate::{Watcher, eventually, towards_an_end_that_nobody_turns};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -26,17 +25,7 @@ impl Watcher for Notices {
 fn notices_are_read_while_the_peer_acknowledges_nothing() {
     let notices = Arc::<Notices>::default();
     // Nobody turns the far end once it is connected: its kernel takes what comes, as that of a stopped process does.
-    let builder = || Endpoint::builder().channels(1).heartbeat_limit(LIMIT * 10);
-    let there = builder().listen("127.0.0.1:0".parse().unwrap()).threads(0).build().unwrap();
-    let here = builder().threads(1).transport(Watched::new(&notices)).build().unwrap();
-    let connecting = here.connecting(there.listen_addresses()[0]).unwrap();
-    let mut connected = None;
-    eventually("they are connected", || {
-        there.progress();
-        connected = connected.take().or_else(|| connecting.poll());
-        connected.is_some()
-    });
-    let peer = connected.unwrap().unwrap();
+    let (here, there, peer) = towards_an_end_that_nobody_turns(&notices);
     let (source, target) = (here.register_zeroed(BYTES).unwrap(), there.register_zeroed(BYTES).unwrap());
     let write = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
     eventually("a notice is read", || notices.0.load(Ordering::SeqCst) > 0);

@@ -1,6 +1,6 @@
 //! A path with data on it is looked at, whoever sleeps; one that is lost holds up no other.
 
-use crate::{LIMIT, Watched, Watcher, eventually};
+use crate::{LIMIT, Watched, Watcher, eventually, towards_an_end_that_nobody_turns};
 use ferrywire::Endpoint;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,17 +21,7 @@ impl Watcher for Looks {
 fn the_path_of_a_write_that_nobody_waits_for_is_looked_at() {
     let looks = Arc::<Looks>::default();
     // Nobody turns the far end once it is connected, so that nothing is answered.
-    let builder = || Endpoint::builder().channels(1).heartbeat_limit(LIMIT * 10);
-    let there = builder().listen("127.0.0.1:0".parse().unwrap()).threads(0).build().unwrap();
-    let here = builder().threads(1).transport(Watched::new(&looks)).build().unwrap();
-    let connecting = here.connecting(there.listen_addresses()[0]).unwrap();
-    let mut connected = None;
-    eventually("they are connected", || {
-        there.progress();
-        connected = connected.take().or_else(|| connecting.poll());
-        connected.is_some()
-    });
-    let peer = connected.unwrap().unwrap();
+    let (here, there, peer) = towards_an_end_that_nobody_turns(&looks);
     let (source, target) = (here.register_zeroed(64).unwrap(), there.register_zeroed(64).unwrap());
     // The thread sleeps, with nothing to look at.
     thread::sleep(Duration::from_millis(100));
