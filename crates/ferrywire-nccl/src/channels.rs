@@ -1,4 +1,4 @@
-//! How many channels NCCL uses, and how short collectives travel in them.
+//! How many channels NCCL uses, how short collectives travel in them, and in what pieces it sends.
 //!
 //! Left alone NCCL makes two channels for one NIC and one GPU per host: each is a ring of its own, and all messages of a ring
 //! wait for one another. Two carry about 10 GB/s of a reduction, eight more than twice as much. But a short message cut
@@ -8,6 +8,9 @@
 //! which NCCL finds in the same library, keeps short collectives to as few as there would have been. NCCL reckons what each of
 //! its protocols costs as if all eight were used; over two LL, which doubles the bytes, costs up to twice the time of Simple
 //! where NCCL still takes it. So LL ends where it was measured to.
+//!
+//! Between hosts NCCL sends in pieces of 128 KiB, unless told otherwise; in those of its reductions, 512 KiB, long messages are
+//! carried at a third more speed for two thirds of the CPU time, and short ones at the same.
 //! Invariants: all ranks must come to the same numbers, so nothing here looks at this host's NICs; nothing changes where
 //! the user has said how many channels there should be, or has a tuner.
 
@@ -18,20 +21,38 @@ use ferrywire::nccl::abi::{Log, ResultCode};
 
 use crate::log;
 
-/// What NCCL is asked by.
-const VARIABLE: &str = "NCCL_MIN_NCHANNELS";
-/// Beside it: that it was set here. Children inherit both.
-const MARK: &str = "FERRYWIRE_NCCL_CHANNELS_ASKED";
-/// What the user may have said about it.
-const SAID_BY_USER: [&str; 7] = [
-    VARIABLE,
-    "NCCL_MAX_NCHANNELS",
-    "NCCL_MIN_NRINGS",
-    "NCCL_MAX_NRINGS",
-    "NCCL_MIN_CTAS",
-    "NCCL_MAX_CTAS",
-    "NCCL_TUNER_PLUGIN",
-];
+/// A variable of NCCL's that is set unless the user has said anything.
+struct Wish {
+    variable: &'static str,
+    /// Beside it: that it was set here. Children inherit both.
+    mark: &'static str,
+    value: usize,
+    /// What else the user may have said about it.
+    said_by: &'static [&'static str],
+}
+
+const CHANNELS_WISH: Wish = Wish {
+    variable: "NCCL_MIN_NCHANNELS",
+    mark: "FERRYWIRE_NCCL_CHANNELS_ASKED",
+    value: CHANNELS,
+    said_by: &[
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MIN_NRINGS",
+        "NCCL_MAX_NRINGS",
+        "NCCL_MIN_CTAS",
+        "NCCL_MAX_CTAS",
+        "NCCL_TUNER_PLUGIN",
+    ],
+};
+
+/// The largest that NCCL's own buffers allow.
+const PIECE_WISH: Wish = Wish {
+    variable: "NCCL_P2P_NET_CHUNKSIZE",
+    mark: "FERRYWIRE_NCCL_PIECE_ASKED",
+    value: 512 << 10,
+    said_by: &[],
+};
+
 /// What the user may have said about what carries: NCCL makes ready all it finds before it asks for one by this name.
 const NETWORK: &str = "NCCL_NET";
 /// Ours, whatever its case.
@@ -58,31 +79,41 @@ const IGNORED: c_float = -1.0;
 /// Whether channels were asked for.
 static ASKED: OnceLock<bool> = OnceLock::new();
 
-/// Asks for channels, once for the process. Only a version of NCCL that takes tuners may be asked.
+/// Asks for channels and for the size of pieces, once for the process. Only a version of NCCL that takes tuners may be asked.
 pub fn ask() {
     ASKED.get_or_init(|| {
-        if !may_ask(|name| std::env::var(name).ok()) {
-            return false;
-        }
-        for name in [VARIABLE, MARK] {
-            // SAFETY: not proven. A thread of the program that reads a variable at this very moment may, in C libraries
-            // before glibc 2.41, read freed memory; NCCL does the same when it reads its file, and calls this only
-            // while it makes its first communicator.
-            unsafe { std::env::set_var(name, CHANNELS.to_string()) };
-        }
-        log::info(format_args!("{VARIABLE}={CHANNELS} set"));
-        true
+        let [channels, _] = [CHANNELS_WISH, PIECE_WISH].map(|wish| {
+            let may = wish.may_be_set(|name| std::env::var(name).ok());
+            if may {
+                wish.set();
+            }
+            may
+        });
+        channels
     });
 }
 
-/// Whether the user has said nothing; what a parent process has set is not the user's word. Nor may what another network carries be
-/// changed.
-fn may_ask(read: impl Fn(&str) -> Option<String>) -> bool {
-    if read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME)) {
-        return false;
+impl Wish {
+    fn set(&self) {
+        for name in [self.variable, self.mark] {
+            // SAFETY: not proven. A thread of the program that reads a variable at this very moment may, in C libraries
+            // before glibc 2.41, read freed memory; NCCL does the same when it reads its file, and calls this only
+            // while it makes its first communicator.
+            unsafe { std::env::set_var(name, self.value.to_string()) };
+        }
+        log::info(format_args!("{}={} set", self.variable, self.value));
     }
-    let inherited = read(MARK).is_some_and(|mark| read(VARIABLE) == Some(mark));
-    !SAID_BY_USER.into_iter().any(|name| read(name).is_some() && !(inherited && name == VARIABLE))
+
+    /// Whether the user has said nothing; what a parent process has set is not the user's word. Nor may what another network
+    /// carries be changed.
+    fn may_be_set(&self, read: impl Fn(&str) -> Option<String>) -> bool {
+        if read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME)) {
+            return false;
+        }
+        let set = read(self.variable);
+        let inherited = set.is_some() && read(self.mark) == set;
+        (set.is_none() || inherited) && !self.said_by.iter().any(|name| read(name).is_some())
+    }
 }
 
 /// How many channels a collective of so many bytes among so many ranks should have; `None`: as NCCL thinks.
@@ -273,31 +304,42 @@ mod tests {
     use super::*;
     use std::ptr;
 
-    fn with(said: &[(&str, &str)]) -> bool {
-        may_ask(|name| said.iter().find(|(said, _)| *said == name).map(|(_, value)| String::from(*value)))
+    fn with(wish: &Wish, said: &[(&str, &str)]) -> bool {
+        wish.may_be_set(|name| {
+            said.iter().find(|(said, _)| *said == name).map(|(_, value)| String::from(*value))
+        })
     }
 
     #[test]
-    fn channels_are_asked_for_unless_the_user_has_said_anything() {
-        assert!(with(&[]));
-        for name in SAID_BY_USER {
-            assert!(!with(&[(name, "8")]), "{name}");
+    fn nccl_is_asked_unless_the_user_has_said_anything() {
+        for wish in [CHANNELS_WISH, PIECE_WISH] {
+            assert!(with(&wish, &[]));
+            for name in wish.said_by.iter().chain([&wish.variable]) {
+                assert!(!with(&wish, &[(name, "8")]), "{name}");
+            }
         }
+        assert!(with(&PIECE_WISH, &[("NCCL_MAX_NCHANNELS", "4")]), "that says nothing of pieces");
     }
 
     /// NCCL 2.24 to 2.27 make every network ready before they look which is wanted: sockets and InfiniBand got our channels.
     #[test]
     fn another_network_is_left_as_it_is() {
-        assert!(!with(&[("NCCL_NET", "Socket")]) && !with(&[("NCCL_NET", "IB")]));
-        assert!(with(&[("NCCL_NET", "Ferrywire")]) && with(&[("NCCL_NET", "")]));
+        for wish in [CHANNELS_WISH, PIECE_WISH] {
+            assert!(!with(&wish, &[("NCCL_NET", "Socket")]) && !with(&wish, &[("NCCL_NET", "IB")]));
+            assert!(with(&wish, &[("NCCL_NET", "Ferrywire")]) && with(&wish, &[("NCCL_NET", "")]));
+        }
     }
 
     /// A child took what its parent had set for the user's word, and was not tuned as its parent.
     #[test]
     fn what_a_parent_process_has_set_is_not_the_users_word() {
-        assert!(with(&[(VARIABLE, "8"), (MARK, "8")]));
-        assert!(!with(&[(VARIABLE, "4"), (MARK, "8")]));
-        assert!(!with(&[(VARIABLE, "8"), (MARK, "8"), ("NCCL_MAX_CTAS", "4")]));
+        for wish in [CHANNELS_WISH, PIECE_WISH] {
+            let (variable, mark) = (wish.variable, wish.mark);
+            assert!(with(&wish, &[(variable, "8"), (mark, "8")]));
+            assert!(!with(&wish, &[(variable, "4"), (mark, "8")]));
+        }
+        let (variable, mark) = (CHANNELS_WISH.variable, CHANNELS_WISH.mark);
+        assert!(!with(&CHANNELS_WISH, &[(variable, "8"), (mark, "8"), ("NCCL_MAX_CTAS", "4")]));
     }
 
     #[test]

@@ -21,8 +21,8 @@ use crate::handle::{Secret, array};
 use crate::settings::SOCKETS_MAX;
 
 const MAGIC: [u8; 8] = *b"FWnccl\r\n";
-/// Of what travels between the plugins of two hosts.
-const VERSION: u32 = 1;
+/// Of what travels between the plugins of two hosts, and of what they have NCCL do: both hosts must cut messages alike.
+const VERSION: u32 = 2;
 const CHALLENGE_BYTES: usize = 48;
 const CLAIM_BYTES: usize = 96;
 const PROOF_BYTES: usize = 32;
@@ -350,8 +350,8 @@ mod tests {
     fn a_listener_of_another_kind_or_version_is_named() {
         assert!(answer(&[0; 32], &[0; CHALLENGE_BYTES], CLAIM).unwrap_err().contains("no ferrywire plugin"));
         let mut newer = challenge([0; 32]);
-        newer[8] = 2;
-        assert!(answer(&[0; 32], &newer, CLAIM).unwrap_err().contains("version 2"));
+        newer[8] = VERSION as u8 + 1;
+        assert!(answer(&[0; 32], &newer, CLAIM).unwrap_err().contains("version 3"));
     }
 
     #[test]

@@ -277,6 +277,8 @@ static void tuning(struct net *net)
     net_load(net, path);
     const char *asked = getenv("NCCL_MIN_NCHANNELS");
     CHECK(asked && !strcmp(asked, "8"));
+    asked = getenv("NCCL_P2P_NET_CHUNKSIZE");
+    CHECK(asked && !strcmp(asked, "524288"));
     for (int version = 4; version <= 5; version++) {
         void **tuner = dlsym(net->library, version == 4 ? "ncclTunerPlugin_v4" : "ncclTunerPlugin_v5"), *context;
         CHECK(tuner && !strcmp(tuner[0], "ferrywire"));
@@ -304,8 +306,9 @@ static void tuned_by_the_user(struct net *net)
     int few = 0;
     void *context;
     setenv("NCCL_MAX_NCHANNELS", "2", 1);
+    setenv("NCCL_P2P_NET_CHUNKSIZE", "65536", 1);
     net_load(net, path);
-    CHECK(!getenv("NCCL_MIN_NCHANNELS"));
+    CHECK(!getenv("NCCL_MIN_NCHANNELS") && !strcmp(getenv("NCCL_P2P_NET_CHUNKSIZE"), "65536"));
     void **tuner = dlsym(net->library, "ncclTunerPlugin_v4");
     CHECK(tuner && ((int (*)(size_t, size_t, logger_t, void **))tuner[1])(2, 2, logger, &context) == SUCCESS);
     CHECK(((int (*)(void *, int, size_t, int, float **, int, int, int, int *))tuner[2])(
