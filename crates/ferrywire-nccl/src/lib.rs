@@ -24,6 +24,7 @@
 //! `listener` (how a comm comes about) with `pairs`, `unreached`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
 //! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
 
+mod affinity;
 mod attempt;
 mod channels;
 mod comm;

@@ -15,6 +15,7 @@ use std::thread;
 use ferrywire::sys::poll::{Interest, Poller, Waker};
 use ferrywire::transport::Conn;
 
+use crate::affinity::Affinity;
 use crate::comm::locked;
 use crate::failure::{Fault, Outcome};
 use crate::log;
@@ -30,15 +31,18 @@ pub const NO_MESSAGE: u64 = u64::MAX;
 /// The workers of this process.
 pub struct Pool {
     workers: Vec<Arc<Worker>>,
+    affinity: Affinity,
     senders: AtomicUsize,
     receivers: AtomicUsize,
     wires: AtomicU64,
 }
 
-/// The workers; the first call starts them.
+/// The workers, for a comm that this thread makes; the first call starts them.
 pub fn pool() -> Outcome<&'static Pool> {
     static POOL: Once = Once::new();
-    POOL.get(|| Pool::start(settings().threads, Worker::start))
+    let pool = POOL.get(|| Pool::start(settings().threads, Worker::start))?;
+    pool.serve_this_thread();
+    Ok(pool)
 }
 
 /// A pool that is made once; an attempt that has failed counts for nothing.
@@ -81,7 +85,13 @@ impl Pool {
             }
         }
         let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Ok(Pool { workers, senders, receivers, wires: AtomicU64::new(0) })
+        let affinity = Affinity::of_this_thread();
+        Ok(Pool { workers, affinity, senders, receivers, wires: AtomicU64::new(0) })
+    }
+
+    /// Lets the workers run where this thread may.
+    fn serve_this_thread(&self) {
+        self.affinity.add_this_threads(self.workers.iter().map(|worker| *worker.thread.wait()));
     }
 
     /// With so many workers, for tests of what comms have in common.
@@ -287,6 +297,8 @@ pub struct Worker {
     pub commanded: AtomicBool,
     /// It has to be woken.
     pub sleeps: AtomicBool,
+    /// Its thread, once that runs.
+    thread: OnceLock<libc::pid_t>,
 }
 
 /// What a worker is told about a wire.
@@ -310,9 +322,12 @@ impl Worker {
             commands: Mutex::default(),
             commanded: AtomicBool::new(false),
             sleeps: AtomicBool::new(false),
+            thread: OnceLock::new(),
         });
         let its = worker.clone();
         let run = move || {
+            // SAFETY: asks for a number.
+            its.thread.get_or_init(|| unsafe { libc::gettid() });
             block_signals();
             Loop::new(its).run();
         };
@@ -342,6 +357,7 @@ fn block_signals() {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::affinity::Cores;
 
     fn fails(_: usize) -> io::Result<Arc<Worker>> {
         Err(io::Error::from_raw_os_error(libc::EAGAIN))
@@ -353,6 +369,44 @@ mod tests {
         assert!(once.get(|| Pool::start(3, fails)).is_err_and(|fault| fault.why.contains("threads")));
         assert_eq!(once.get(|| Pool::start(2, Worker::start)).unwrap().workers.len(), 2);
         assert_eq!(once.get(|| Pool::start(3, fails)).unwrap().workers.len(), 2);
+    }
+
+    /// All comms of a process with GPUs on two CPU sockets were moved on the cores of one.
+    #[test]
+    fn workers_run_wherever_a_comm_is_made() {
+        let all = Cores::of(0).unwrap();
+        let [one, other, ..] = all.singles()[..] else {
+            println!("SKIPPED: needs two cores");
+            return;
+        };
+        let pool = thread::spawn(move || {
+            one.bind();
+            Pool::of(2)
+        });
+        let pool = pool.join().unwrap();
+        let cores = |pool: &Pool| {
+            pool.workers
+                .iter()
+                .map(|worker| Cores::of(*worker.thread.wait()).unwrap().count())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(cores(&pool), [1, 1], "close to the first");
+        thread::scope(|scope| {
+            let more = || {
+                other.bind();
+                pool.serve_this_thread();
+            };
+            scope.spawn(more);
+        });
+        assert_eq!(cores(&pool), [2, 2]);
+        thread::scope(|scope| {
+            let known = || {
+                one.bind();
+                pool.serve_this_thread();
+            };
+            scope.spawn(known);
+        });
+        assert_eq!(cores(&pool), [2, 2], "none is taken away");
     }
 
     #[test]
