@@ -1,6 +1,6 @@
 /* Moves bytes from one process into the memory of another, and tells it.
  *
- *   cc -Iinclude examples/move.c -L../../target/release -lferrywire_c -o move
+ *   cc -Iinclude examples/move.c -L../../target/release -lferrywire_c -Wl,-rpath,$PWD/../../target/release -o move
  *   ./move receive where    owns the memory: writes where it is into the file "where", waits until it is filled
  *   ./move send where       fills it
  *

@@ -58,7 +58,7 @@ pub extern "C" fn ferrywire_options_free(options: *mut Options) -> c_int {
     handles::free(options)
 }
 
-/// Listens on this address, such as "0.0.0.0:7420"; port 0 chooses one.
+/// Listens on this IP address, such as "0.0.0.0:7420"; port 0 chooses one.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_listen(options: *mut Options, address: *const c_char) -> c_int {
     change(options, |builder| {
@@ -89,7 +89,7 @@ pub unsafe extern "C" fn ferrywire_options_label(options: *mut Options, label: *
     })
 }
 
-/// One more NIC to use, by name. Default: all that share a subnet with the peer.
+/// One more NIC to use, by name. Default: all that share a subnet with the peer, else the route's own.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_options_nic(options: *mut Options, name: *const c_char) -> c_int {
     call(|| {

@@ -26,12 +26,12 @@ fn handle(peer: ferrywire::Peer) -> Result<*mut Peer, Failure> {
     handles::new(Peer { peer, inbox: Arc::default() })
 }
 
-/// Room that fits every notification, in bytes.
+/// Room that fits every notification, in bytes. What can be sent is shorter: at most 8192 bytes in this version.
 pub const FERRYWIRE_NOTIFICATION_BYTES_MAX: usize = 65535;
 
 const _: () = assert!(FERRYWIRE_NOTIFICATION_BYTES_MAX >= ferrywire::limits::NOTIFY_BYTES_MAX);
 
-/// Connects to an endpoint that listens on `address` ("10.0.0.1:7420"). `timeout_ms` is milliseconds, less than 0
+/// Connects to an endpoint that listens on `address`, an IP address with a port ("10.0.0.1:7420"): names are not looked up. `timeout_ms` is milliseconds, less than 0
 /// without end.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_connect(

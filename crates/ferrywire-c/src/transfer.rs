@@ -193,7 +193,7 @@ unsafe fn chosen<'a>(indices: *const u32, count: usize) -> Result<Option<&'a [u3
     }
 }
 
-/// Delivers a small message, which may be empty, after everything posted to this peer before it.
+/// Delivers a small message, of at most 8192 bytes, which may be empty, after everything posted to this peer before it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn ferrywire_notify(
     peer: *mut Peer,

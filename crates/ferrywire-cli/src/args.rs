@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Gpus, Names, Sizes};
 
-const AFTER_HELP: &str = "Every option can also be given as FERRYWIRE_<OPTION> in the environment or under its name in the TOML \
+const AFTER_HELP: &str = "Every option but -v can also be given as FERRYWIRE_<OPTION> in the environment or, of bench, under its name in the TOML \
 file of --config; an option goes before the environment, the environment before the file. Sizes take K, M, G \
 (powers of 1024); rates are decimal (GB/s = 1e9 bytes/s).\n\nExit status: 0 finished and verified, 1 failed, 2 bad usage, \
-130 stopped by Ctrl-C.";
+130 stopped by Ctrl-C, 143 by SIGTERM.";
 
 const PLUGIN_AFTER_HELP: &str = "The file's code runs, as its users run it: name only plugins that you trust. With -v \
 what it logs is printed.\n\nExit status: 0 the plugin works and has devices, 1 it does not, 2 bad usage, 130 stopped by \
-Ctrl-C.";
+Ctrl-C, 143 by SIGTERM.";
 
 const TOPO_AFTER_HELP: &str = "Each GPU uses the NICs behind its own PCIe bridge, else those below its PCIe root, else \
 those of its NUMA node; what is slower than it might be is noted. Without a GPU all NICs serve host memory.\n\nExit status: \
@@ -190,7 +190,7 @@ pub struct ServeFlags {
     /// Congestion control of this end's connections [default: chosen]
     #[arg(long, value_name = "NAME")]
     pub congestion_control: Option<String>,
-    /// How channels move bytes; a peer has to ask for the same [default: auto]
+    /// How channels move bytes; plugin has to be said at both ends, and with devmem a peer that says tcp is refused [default: auto]
     #[arg(long)]
     pub transport: Option<Transport>,
     /// Let devmem change what NICs need for it: header split, rules for flows, which queues other flows go to; undone at the end
@@ -268,7 +268,7 @@ pub struct ConnectFlags {
     /// Channels per peer [default: chosen]
     #[arg(long, value_name = "N")]
     pub channels: Option<usize>,
-    /// NICs to use, by name: eth1,eth2 [default: those on the PCIe root of the GPU of --memory, else the route's own]
+    /// NICs to use, by name: eth1,eth2 [default: those on the PCIe root of the GPU of --memory, else all that share a subnet with the peer, else the route's own]
     #[arg(long, value_name = "NAMES")]
     pub nics: Option<Names>,
     /// Several endpoints in this process, one for each of these GPUs: 0-7 or 0,2,4; the serve there needs --gpus too. GPU i moves data to GPU i of the other end [default: one endpoint]

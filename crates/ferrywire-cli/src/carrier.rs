@@ -225,8 +225,8 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
         (Transport::Auto | Transport::Tcp | Transport::Devmem, None) => {
             let devmem = flags.transport == Some(Transport::Devmem);
             refuse_without_plugin(&[
-                ("--unpack", flags.unpack.is_some() && !devmem),
-                ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
+                (UNPACK, flags.unpack.is_some() && !devmem),
+                (SAME_HOST, flags.allow_same_host_gpu == Some(true)),
             ])?;
             return Ok(None);
         }
@@ -259,8 +259,8 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
     let Some(path) = &flags.plugin else {
         let devmem = flags.transport == Some(Transport::Devmem);
         refuse_without_plugin(&[
-            ("--unpack", flags.unpack.is_some() && !devmem),
-            ("--allow-same-host-gpu", flags.allow_same_host_gpu == Some(true)),
+            (UNPACK, flags.unpack.is_some() && !devmem),
+            (SAME_HOST, flags.allow_same_host_gpu == Some(true)),
         ])?;
         // Chunk and window may stand in a file or environment for both ends; over TCP the peer's hold.
         return Ok(None);
@@ -287,9 +287,14 @@ fn mode(unpack: Unpack) -> UnpackMode {
     }
 }
 
+/// What is said of a flag that nothing here heeds.
+const UNPACK: &str =
+    "--unpack belongs to a plugin or to devmem: add --plugin PATH or --transport devmem, or leave it out";
+const SAME_HOST: &str = "--allow-same-host-gpu belongs to a plugin: add --plugin PATH, or leave it out";
+
 fn refuse_without_plugin(given: &[(&str, bool)]) -> Outcome {
     match given.iter().find(|(_, given)| *given) {
-        Some((flag, _)) => usage(format!("{flag} belongs to a plugin: add --plugin PATH, or leave it out")),
+        Some((why, _)) => usage(*why),
         None => Ok(()),
     }
 }

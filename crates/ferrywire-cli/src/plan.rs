@@ -611,7 +611,7 @@ fn at_least_one(flag: &str, value: Option<usize>) -> Outcome<Option<usize>> {
 fn seconds(flag: &str, value: Option<f64>) -> Outcome<Option<f64>> {
     match value {
         Some(s) if !(s > 0.0 && s <= SECONDS_MAX) => {
-            usage(format!("{flag} {s}: a number of seconds above 0"))
+            usage(format!("{flag} {s}: a number of seconds above 0, and at most {SECONDS_MAX}"))
         }
         other => Ok(other),
     }

@@ -449,9 +449,11 @@ fn how_to_connect(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[Socke
         false => "on the other host, with the same secret, run:",
     });
     let options = plan.engine.plugin.as_ref().map(PluginUse::as_options).unwrap_or_default();
+    let gpus = plan.engine.gpus.iter().flatten().map(u32::to_string).collect::<Vec<_>>().join(",");
+    let gpus = if gpus.is_empty() { gpus } else { format!(" --gpus {gpus}") };
     for address in reachable.iter().filter(|address| !address.ip().is_loopback()) {
         let nic = crate::nics::name_of(address.ip()).map_or_else(String::new, |nic| format!("   # {nic}"));
-        say(&format!("  {prefix}ferrywire bench connect {address}{options}{nic}"));
+        say(&format!("  {prefix}ferrywire bench connect {address}{gpus}{options}{nic}"));
     }
 }
 

@@ -153,19 +153,33 @@ fn listening_on_loopback_says_so() {
 
 #[test]
 fn a_one_time_secret_comes_with_the_command_to_paste() {
-    let mut serve = Serve::start_with("--listen 0.0.0.0:0", &[]);
+    pasted("--listen 0.0.0.0:0", "");
+}
+
+/// The line had no --gpus: it measured one of them, and said that all was well.
+#[test]
+fn the_command_to_paste_is_for_as_many_gpus() {
+    let Some(result) = pasted("--listen 0.0.0.0:0 --gpus 0-1 --memory sim", "--memory sim") else { return };
+    assert_eq!(result["config"]["gpus"], serde_json::json!([0, 1]), "{result}");
+}
+
+/// What comes of the line that a serve prints.
+fn pasted(serve: &str, more: &str) -> Option<serde_json::Value> {
+    let mut serve = Serve::start_with(serve, &[]);
     assert!(crate::common::read_line(&mut serve.stdout).contains("on the other host run:"));
     // Without a NIC beyond loopback there is no such line to read.
     if serve.address.starts_with("127.") {
         println!("SKIPPED: needs a NIC with an address");
-        return;
+        return None;
     }
     let line = crate::common::read_line(&mut serve.stdout);
-    let words: Vec<&str> = line.split_whitespace().collect();
-    assert_eq!(words[1..4], ["ferrywire", "bench", "connect"], "{line}");
+    let words: Vec<&str> = line.split_whitespace().take_while(|word| *word != "#").collect();
     let secret = words[0].strip_prefix("FERRYWIRE_SECRET=").expect("a secret");
-    let mut command = ferrywire(&format!("bench connect {} --sizes 4K --iters 5 --json -", words[4]));
-    results(&command.env("FERRYWIRE_SECRET", secret).output().expect("it runs"));
+    assert_eq!(words[1], "ferrywire", "{line}");
+    let mut command = ferrywire(&format!("{} --sizes 4K --iters 5 --json - {more}", words[2..].join(" ")));
+    let output = command.env("FERRYWIRE_SECRET", secret).output().expect("it runs");
+    results(&output);
+    Some(json(&output))
 }
 
 /// A connect that has begun; gives it with its standard error, read up to the first finished size.
