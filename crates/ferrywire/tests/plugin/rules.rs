@@ -61,6 +61,33 @@ fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
     }
 }
 
+/// The real plugin follows the path of every NIC on which it registers GPU memory.
+#[test]
+fn gpu_memory_is_refused_on_a_nic_without_a_pci_path() {
+    case!("same_host=allow,pci_path=off").passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let accepting = loopback(builder().plugin(end(1))).build().unwrap();
+        let connecting = builder().plugin(end(0)).build().unwrap();
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("GPU memory") && error.contains("NIC lo, which has no PCI path"), "{error}");
+        assert!(error.contains("--nics"), "{error}");
+    });
+    case!("pci_path=off").passes(|| {
+        let ends = with_stall_limit();
+        ends.write(CHUNK, 1);
+        ends.close();
+    });
+}
+
+#[test]
+fn a_handle_that_holds_a_pointer_is_refused() {
+    case!("lie_handle=on").passes(|| {
+        let (accepting, connecting) = (loopback(builder()).build().unwrap(), builder().build().unwrap());
+        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
+        assert!(error.contains("the peer's handle has a pointer in it"), "{error}");
+    });
+}
+
 #[test]
 fn a_nics_device_is_found_by_its_name() {
     case!("").passes(|| {

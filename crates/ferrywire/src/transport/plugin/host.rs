@@ -4,6 +4,7 @@
 
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, SetBy, Variable};
+use super::tcpx;
 use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -19,10 +20,6 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-
-/// What plugins are called that go by TCPX's environment, and end the process when GPU memory is moved within
-/// one host.
-const TCPX: &str = "GPUDirectTCPX";
 
 /// Plugins, by how their names begin, that take so many requests per connection. They say so of the next one
 /// only, with a line in their log each time it is tried.
@@ -75,7 +72,7 @@ impl Host {
         };
         seen.note_loaded(&environment);
         drop(seen);
-        if loaded.name().starts_with(TCPX)
+        if tcpx::is(loaded.name())
             && let Some((name, why)) = environment::unusable(&environment, plugin.gpu.is_some())
         {
             return Err(Error::invalid(name, why));
@@ -128,7 +125,7 @@ impl Host {
         let nic = nics.iter().find(|nic| nic.address == address);
         let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
         match self.devices.iter().position(|device| device.name == nic.name) {
-            Some(index) => Ok(index as i32),
+            Some(index) => self.takes_gpu_memory(&self.devices[index]).map(|()| index as i32),
             None => {
                 let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
                 Err(format!(
@@ -139,6 +136,21 @@ impl Host {
                     names.join(", ")
                 ))
             }
+        }
+    }
+
+    /// Refuses a device on which registering memory of our GPU would end the process.
+    fn takes_gpu_memory(&self, device: &Properties) -> Result<(), String> {
+        let (name, nic) = (self.plugin.name(), &device.name);
+        if self.config.gpu.is_none() || !tcpx::is(name) {
+            return Ok(());
+        }
+        match tcpx::lacks_address(device.pci_path.as_deref()) {
+            None => Ok(()),
+            Some(why) => Err(format!(
+                "{name} would end the process when it registers GPU memory on NIC {nic}, {why}; choose NICs that are PCI \
+                 devices (--nics, or the address to listen on), or leave the GPU out"
+            )),
         }
     }
 
@@ -176,7 +188,7 @@ impl Host {
         if gpu && session.crc {
             return Err("checksums need host memory at both ends: leave them off with a GPU".into());
         }
-        if gpu && same_host && name.starts_with(TCPX) && !self.config.allow_same_host_gpu {
+        if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
             return Err(format!(
                 "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
                  cross a NIC; use another transport here, or allow it for a simulator or namespaces"
@@ -287,7 +299,7 @@ fn window_fits(name: &str, window: usize) -> Result<()> {
 /// Refuses NICs that a plugin does not have because it was loaded for those of another endpoint.
 fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
     let lacking = nics.iter().find(|nic| !devices.iter().any(|device| device.name == **nic));
-    match lacking.filter(|_| name.starts_with(TCPX)) {
+    match lacking.filter(|_| tcpx::is(name)) {
         Some(nic) => Err(Error::invalid(
             "NICs of the plugin",
             format!(

@@ -17,6 +17,7 @@ mod host;
 mod lane;
 mod registration;
 mod setup;
+mod tcpx;
 #[cfg(test)]
 mod tests;
 mod watch;

@@ -1,6 +1,7 @@
 //! What a plugin's answers mean.
 
 use super::lane::{Direction, judge};
+use super::tcpx;
 use crate::nccl::abi::ResultCode;
 
 #[test]
@@ -16,4 +17,20 @@ fn only_the_first_result_2_of_a_receive_without_done_may_be_no_failure() {
             }
         }
     }
+}
+
+#[test]
+fn a_pci_path_ends_in_an_address() {
+    let lacks = |path| tcpx::lacks_address(Some(path)).is_some();
+    assert!(!lacks("/sys/devices/pci0000:00/0000:00:1d.0/0000:8a:00.0"));
+    for path in [
+        "/sys/devices/virtual/net/lo",
+        "/sys/devices/pci0000:00/0000:00:03.0/virtio0",
+        "10000:e1:00.0",
+        "",
+        "/",
+    ] {
+        assert!(lacks(path), "{path}");
+    }
+    assert!(tcpx::lacks_address(None).is_some());
 }
