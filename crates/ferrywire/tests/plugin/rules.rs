@@ -146,6 +146,7 @@ fn ends_with_different_environments_are_refused() {
     for (name, value, said) in [
         ("NCCL_DYNAMIC_CHUNK_SIZE", "65536", "NCCL_DYNAMIC_CHUNK_SIZE is 524288 at the end that accepts"),
         ("NCCL_GPUDIRECTTCPX_RECV_SYNC", "1", "NCCL_GPUDIRECTTCPX_RECV_SYNC is 0 at the end that accepts"),
+        ("NCCL_INLINE_THRESHOLD", "1024", "NCCL_INLINE_THRESHOLD is 0 at the end that accepts"),
     ] {
         case!("").passes(|| {
             let accepting = loopback(builder()).build().unwrap();

@@ -47,7 +47,7 @@ pub(super) const CHUNK_BYTES: &str = "NCCL_DYNAMIC_CHUNK_SIZE";
 /// Changes what travels on the wire between two plugins, so both ends need the same.
 pub(super) const RECV_SYNC: &str = "NCCL_GPUDIRECTTCPX_RECV_SYNC";
 /// Messages up to so many bytes travel beside the data sockets; those into GPU memory then arrive nowhere.
-const INLINE: &str = "NCCL_INLINE_THRESHOLD";
+pub(super) const INLINE: &str = "NCCL_INLINE_THRESHOLD";
 const THREADS: &str = "NCCL_SOCKET_NTHREADS";
 /// More than a connection has sockets.
 const SOCKETS_AND_ONE: u64 = 9;
@@ -111,15 +111,26 @@ pub(super) fn decide(
 
 /// Why TCPX cannot work with this environment, which the user must change.
 pub(super) fn unusable(all: &[Variable], gpu: bool) -> Option<(&'static str, String)> {
-    let number =
-        |name: &str| all.iter().find(|each| each.name == name).and_then(|each| each.value.parse().ok());
-    match (number(INLINE), number(THREADS)) {
-        (Some(1..), _) if gpu => Some((INLINE, "with GPU memory it must be 0, or not set".to_owned())),
+    let threads = value(all, THREADS).and_then(|value| value.parse().ok());
+    match (inline_bytes(all), threads) {
+        (Err(value), _) => {
+            Some((INLINE, format!("{value:?} is no number of bytes; give one, or leave it out")))
+        }
+        (Ok(1..), _) if gpu => Some((INLINE, "with GPU memory it must be 0, or not set".to_owned())),
         (_, Some(threads @ SOCKETS_AND_ONE..)) => {
             Some((THREADS, format!("{threads} threads leave no data socket; at most 8 are possible")))
         }
         _ => None,
     }
+}
+
+fn value<'a>(all: &'a [Variable], name: &str) -> Option<&'a str> {
+    all.iter().find(|each| each.name == name).map(|each| each.value.trim()).filter(|value| !value.is_empty())
+}
+
+/// Bytes up to which messages travel beside the data sockets; what is set where that is no number.
+pub(super) fn inline_bytes(all: &[Variable]) -> Result<u32, &str> {
+    value(all, INLINE).map_or(Ok(0), |value| value.parse().map_err(|_| value))
 }
 
 /// What plugins of this process see of its environment, as far as it is known here.
@@ -186,7 +197,7 @@ mod tests {
         Facts { message_bytes_max: 524_288, nics, cores: 104, speed_mbps, set_before: Vec::new() }
     }
 
-    fn value(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
+    fn told(all: &[Variable], name: &str) -> Option<(String, SetBy)> {
         all.iter().find(|each| each.name.ends_with(name)).map(|each| (each.value.clone(), each.set_by))
     }
 
@@ -194,32 +205,44 @@ mod tests {
     fn what_is_missing_is_set_and_what_the_user_set_stays() {
         let user = |name: &str| (name == CHUNK_BYTES || name == RECV_SYNC).then(|| "1048576".to_owned());
         let all = decide(&facts(&["eth1", "eth2"], Some(200_000)), user, |_| true);
-        assert_eq!(value(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));
-        assert_eq!(value(&all, "SOCKET_IFNAME"), Some(("=eth1,eth2".into(), SetBy::Ferrywire)));
-        assert_eq!(value(&all, "UNIX_CLIENT_PREFIX"), Some(("/run/tcpx".into(), SetBy::Ferrywire)));
-        assert_eq!(value(&all, "RECV_SYNC"), Some(("1048576".into(), SetBy::User)));
+        assert_eq!(told(&all, CHUNK_BYTES), Some(("1048576".into(), SetBy::User)));
+        assert_eq!(told(&all, "SOCKET_IFNAME"), Some(("=eth1,eth2".into(), SetBy::Ferrywire)));
+        assert_eq!(told(&all, "UNIX_CLIENT_PREFIX"), Some(("/run/tcpx".into(), SetBy::Ferrywire)));
+        assert_eq!(told(&all, "RECV_SYNC"), Some(("1048576".into(), SetBy::User)));
     }
 
     #[test]
     fn an_empty_variable_counts_as_missing() {
         let all = decide(&facts(&[], None), |_| Some(String::new()), |_| false);
-        assert_eq!(value(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
-        assert_eq!(value(&all, "SOCKET_IFNAME"), None);
+        assert_eq!(told(&all, CHUNK_BYTES), Some(("524288".into(), SetBy::Ferrywire)));
+        assert_eq!(told(&all, "SOCKET_IFNAME"), None);
     }
 
     #[test]
     fn what_ferrywire_set_before_the_start_is_not_told_as_the_users() {
         let set_before = vec![CHUNK_BYTES.to_owned()];
         let all = decide(&Facts { set_before, ..facts(&[], None) }, |_| Some("7".into()), |_| false);
-        assert_eq!(value(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
-        assert_eq!(value(&all, "NTHREADS"), Some(("7".into(), SetBy::User)));
+        assert_eq!(told(&all, CHUNK_BYTES), Some(("7".into(), SetBy::Ferrywire)));
+        assert_eq!(told(&all, "NTHREADS"), Some(("7".into(), SetBy::User)));
+    }
+
+    #[test]
+    fn a_threshold_is_a_number_or_not_there() {
+        let set = |value: &str| [Variable { name: INLINE, value: value.into(), set_by: SetBy::User }];
+        assert_eq!([inline_bytes(&[]), inline_bytes(&set(" ")), inline_bytes(&set("00"))], [Ok(0); 3]);
+        assert_eq!(inline_bytes(&set("1024 ")), Ok(1024));
+        for value in ["1K", "-1", "0x0"] {
+            assert_eq!(inline_bytes(&set(value)), Err(value));
+            assert!(unusable(&set(value), false).is_some(), "{value}");
+        }
+        assert!(unusable(&set("1024"), true).is_some() && unusable(&set("1024"), false).is_none());
     }
 
     #[test]
     fn never_more_than_eight_sockets() {
         for speed in [None, Some(10_000), Some(400_000)] {
             let all = decide(&facts(&["eth1"], speed), |_| None, |_| false);
-            let number = |name: &str| value(&all, name).unwrap().0.parse::<usize>().unwrap();
+            let number = |name: &str| told(&all, name).unwrap().0.parse::<usize>().unwrap();
             assert!(number("NTHREADS") * number("NSOCKS_PERTHREAD") <= 8);
         }
     }

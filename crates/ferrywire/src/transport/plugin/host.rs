@@ -164,12 +164,15 @@ impl Host {
         let scattered = self.devices.iter().any(Properties::unpacks);
         let recv_sync = self.environment.iter().find(|variable| variable.name == environment::RECV_SYNC);
         let recv_sync = recv_sync.map_or("0".to_owned(), |set| set.value.chars().take(8).collect());
+        let inline = environment::inline_bytes(&self.environment);
+        let inline = inline.map_or_else(|_| "unreadable".to_owned(), |bytes| bytes.to_string());
         let list = [
             ("version", self.plugin.version().to_string()),
             (environment::CHUNK_BYTES, self.message_bytes_max.to_string()),
             ("window", self.config.window.to_string()),
             ("unpacks", u8::from(scattered).to_string()),
             (environment::RECV_SYNC, recv_sync),
+            (environment::INLINE, inline),
         ];
         Terms::new(self.plugin.name(), &list, self.config.gpu.is_some()).with_manner(self.config.manner)
     }
@@ -187,6 +190,12 @@ impl Host {
         let name = self.plugin.name();
         if gpu && session.crc {
             return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
+            let inline = environment::INLINE;
+            return Err(format!(
+                "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
+            ));
         }
         if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
             return Err(format!(
