@@ -16,6 +16,7 @@ use crate::control::{Inbox, Oddities, Record};
 use crate::faults::Direction;
 use crate::lane::{Lane, PageRecord};
 use crate::log::{exit_1, info, segfault, warning};
+use crate::registration;
 use crate::ring::{Number, Ring};
 use crate::switches::{CloseError, Full, Switches};
 use crate::sync::locked;
@@ -400,7 +401,7 @@ impl Comm {
         if self.rules.switches.stats {
             info!(
                 "stats: comm={} side={:?} device={} posted={} finished={} bytes={} pages_taken={} \
-                 pages_returned={} pages_freed_at_close={freed}",
+                 pages_returned={} pages_freed_at_close={freed} handles_live={}",
                 self.id(),
                 self.direction(),
                 self.device,
@@ -409,6 +410,7 @@ impl Comm {
                 self.shared.bytes.load(Ordering::Relaxed),
                 self.shared.pages_taken.load(Ordering::Relaxed),
                 self.pages_returned,
+                registration::live(),
             );
         }
     }

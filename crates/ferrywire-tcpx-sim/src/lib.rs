@@ -52,7 +52,7 @@
 //! | `half_control_spin` | on | off | half a control message is waited for without end |
 //! | `rate` | 0 | bytes/s | limit of each NIC and direction, 0 for none |
 //! | `seed` | 1 | number | seed of everything drawn by lot |
-//! | `stats` | off | on | lines with counts: of a comm at its close, of listeners at each; at level INFO |
+//! | `stats` | off | on | lines with counts: of a comm at its close, with the memory handles of the process; of listeners at each; at level INFO |
 //!
 //! `close_error=always` gives that one 2 on every receive comm whose peer closes while a request is tested.
 //!

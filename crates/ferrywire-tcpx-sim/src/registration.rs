@@ -67,6 +67,11 @@ pub fn deregister(handle: *mut c_void) {
     }
 }
 
+/// How many handles were given and not taken back, by all comms.
+pub fn live() -> usize {
+    locked(&HANDLES).len()
+}
+
 /// The registration behind a handle; NULL is an internal error.
 pub fn find(handle: *mut c_void, call: &str) -> Outcome<Registration> {
     if handle.is_null() {

@@ -29,7 +29,7 @@ use crate::memory::Memory;
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
-use crate::transport::lane::Lane;
+use crate::transport::lane::{InFlight, Lane};
 use crate::wire::{self, Header};
 use receiving::Receiving;
 use sending::Sending;
@@ -175,10 +175,10 @@ impl Posted {
     /// Why the lane is of no use any more, with the state it was in.
     pub fn turn(&mut self, now: Duration, turned: &mut Turned) -> Result<(), String> {
         let now = self.clock.look(now);
-        let result = self
-            .sending
-            .turn(&mut *self.lane, now, turned)
-            .and_then(|()| self.receiving.turn(&mut *self.lane, now, turned));
+        let result = self.sending.turn(&mut *self.lane, now, turned).and_then(|()| {
+            let sends = self.sending.in_flight();
+            self.receiving.turn(&mut *self.lane, sends, now, turned)
+        });
         if self.receiving.has_let_go() {
             self.forget_revoked();
         }
@@ -204,7 +204,7 @@ impl Posted {
 
     /// Closes the lane. Gives back the acknowledged frames that it held.
     pub fn end(&mut self) -> Vec<Entry> {
-        self.lane.close(!self.sending.in_flight() && !self.receiving.in_flight());
+        self.lane.close(InFlight { sends: self.sending.in_flight(), receives: self.receiving.in_flight() });
         self.receiving.clear();
         self.sending.clear()
     }

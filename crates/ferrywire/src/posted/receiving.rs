@@ -14,7 +14,7 @@ use crate::limits;
 use crate::memory::Memory;
 use crate::memory::cuda::CudaError;
 use crate::peer::Landing;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use crate::wire::{Header, Refusal};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -159,9 +159,16 @@ impl Receiving {
         })
     }
 
-    pub fn turn(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+    /// `sends`: the lane has some in flight.
+    pub fn turn(
+        &mut self,
+        lane: &mut dyn Lane,
+        sends: bool,
+        now: Duration,
+        turned: &mut Turned,
+    ) -> Result<(), String> {
         self.test(lane, now, turned)?;
-        self.finish(lane, turned)?;
+        self.finish(lane, sends, turned)?;
         self.post(lane, now, turned)?;
         self.look_after_closing(now)
     }
@@ -221,14 +228,14 @@ impl Receiving {
     }
 
     /// Takes what the oldest finished requests brought, gives them back, and hands on whole frames.
-    fn finish(&mut self, lane: &mut dyn Lane, turned: &mut Turned) -> Result<(), String> {
+    fn finish(&mut self, lane: &mut dyn Lane, sends: bool, turned: &mut Turned) -> Result<(), String> {
         while self.tested > 0 {
             match self.frames[0].take(lane) {
                 Poll::Pending => return Ok(()),
                 Poll::Ready(Ok(())) => {}
                 // Over another lane it would fail again. What the GPU still does with its memory ends with this one.
                 Poll::Ready(Err(why)) => {
-                    lane.close(false);
+                    lane.close(InFlight { sends, receives: true });
                     turned.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
                     return Err(why);
                 }

@@ -11,7 +11,7 @@
 
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread;
@@ -135,8 +135,8 @@ impl Lane for AsSeed {
         self.lane.forget_revoked(busy);
     }
 
-    fn close(&mut self, idle: bool) {
-        self.lane.close(idle);
+    fn close(&mut self, in_flight: InFlight) {
+        self.lane.close(in_flight);
     }
 
     fn describe(&self) -> String {

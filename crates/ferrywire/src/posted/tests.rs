@@ -13,7 +13,7 @@ use crate::queue::{Entry, Pull, SendQueue};
 use crate::schedule::Plan;
 use crate::stats::LaneCounters;
 use crate::transfer::{Piece, Pieces};
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
+use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
 use crate::window::Window;
 use crate::wire::{FLAG_POSTED, Header, Kind, Refusal};
 use std::collections::VecDeque;
@@ -45,7 +45,7 @@ struct Script {
     /// Answers to what is packed and unpacked, in turn; done when there is none.
     copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
-    closed: Option<bool>,
+    closed: Option<InFlight>,
 }
 
 struct Fake(Arc<Mutex<Script>>);
@@ -146,8 +146,8 @@ impl Lane for Fake {
 
     fn forget_revoked(&mut self, _busy: &dyn Fn(&Arc<Memory>) -> bool) {}
 
-    fn close(&mut self, idle: bool) {
-        self.0.lock().unwrap().closed = Some(idle);
+    fn close(&mut self, in_flight: InFlight) {
+        self.0.lock().unwrap().closed = Some(in_flight);
     }
 
     fn describe(&self) -> String {
@@ -531,14 +531,19 @@ fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
 }
 
 #[test]
-fn closing_says_whether_anything_is_in_flight() {
-    let mut bench = Bench::new();
-    bench.posted.end();
-    bench.script(|script| assert_eq!(script.closed, Some(true)));
+fn closing_says_what_is_in_flight() {
+    let closed = |mut bench: Bench| {
+        bench.posted.end();
+        bench.script(|script| script.closed)
+    };
+    assert_eq!(closed(Bench::new()), Some(InFlight::NOTHING));
     let (queue, _) = queue_of(1);
-    let mut bench = Bench::new();
-    bench.take(&queue, &mut window());
-    bench.turn().unwrap();
-    bench.posted.end();
-    bench.script(|script| assert_eq!(script.closed, Some(false)));
+    let mut sends = Bench::new();
+    sends.take(&queue, &mut window());
+    sends.turn().unwrap();
+    assert_eq!(closed(sends), Some(InFlight { sends: true, receives: false }));
+    let mut receives = Bench::new();
+    receives.expect(frame(0, &[(0, 10)], &Memory::private(10).unwrap()));
+    receives.turn().unwrap();
+    assert_eq!(closed(receives), Some(InFlight { sends: false, receives: true }));
 }

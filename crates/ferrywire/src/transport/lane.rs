@@ -95,6 +95,21 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
     }
 }
 
+/// Which directions of a lane have requests that are posted and not given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InFlight {
+    pub sends: bool,
+    pub receives: bool,
+}
+
+impl InFlight {
+    pub const NOTHING: InFlight = InFlight { sends: false, receives: false };
+
+    pub fn is_nothing(self) -> bool {
+        self == InFlight::NOTHING
+    }
+}
+
 /// Where the set-up of a lane stands.
 pub(crate) enum Progress {
     Pending,
@@ -194,8 +209,8 @@ pub(crate) trait Lane: Send {
     /// Undoes what it keeps for memory whose region is gone, unless `busy` says that it is in use.
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool);
 
-    /// Closes both directions; `idle`: nothing is posted. Afterwards nothing touches any memory.
-    fn close(&mut self, idle: bool);
+    /// Closes both directions, whatever is in flight. Afterwards nothing touches any memory.
+    fn close(&mut self, in_flight: InFlight);
 
     /// Plugin, device and NIC, for errors.
     fn describe(&self) -> String;

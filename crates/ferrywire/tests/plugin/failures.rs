@@ -3,6 +3,7 @@
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
+use ferrywire::nccl::log;
 use ferrywire::{Block, BlockList, Endpoint, Error, Fault, Place, Region, RemoteRegion};
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -83,6 +84,45 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
         assert!(found.contains(&5), "nothing was under way");
         assert!(!found.contains(&0xEE), "{} bytes", found.iter().filter(|byte| **byte == 0xEE).count());
         drop(memory);
+    });
+}
+
+/// Memory handles that the plugin still had when it closed the last of so many connections. With `stats=on` it says so.
+fn handles_live(comms: usize) -> usize {
+    let began = Instant::now();
+    loop {
+        let lines = log::last_lines();
+        let mut closed = lines.iter().filter_map(|line| line.text.split_once("handles_live="));
+        if let Some((_, live)) = closed.nth(comms - 1) {
+            return live.parse().unwrap();
+        }
+        assert!(began.elapsed() < LIMIT, "so many were never closed");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[test]
+fn a_lost_lane_keeps_registrations_of_the_direction_in_flight_alone() {
+    // The first end's third send fails; the other end's sends and what the first receives are long done.
+    case!("stats=on,test_error_after=3,fault_side=send").passes(|| {
+        let ends = one_channel();
+        let region = |end: &Endpoint, salt| end.register(pattern(20 << 20, salt)).unwrap();
+        let (near, far) =
+            ([1, 2].map(|n| region(&ends.connecting, n)), [3, 4].map(|n| region(&ends.accepting, n)));
+        for (from, to) in far.iter().zip(&near) {
+            let write = ends.far.write(from, 0, &to.descriptor(), 0, 1000).unwrap();
+            assert_eq!(write.wait(LIMIT), Ok(1000));
+        }
+        let (from, to) = (&near[0], far[0].descriptor());
+        let error = ends.near.write(from, 0, &to, 0, 20 << 20).unwrap().wait(LIMIT).unwrap_err();
+        says(&error, &["sending message 3", "test of send comm"]);
+        let _ = ends.connecting.close(LIMIT);
+        let _ = ends.accepting.close(LIMIT);
+        let live = handles_live(4);
+        assert!(
+            (1..=2).contains(&live),
+            "{live}: of what the one end sends, and perhaps of what the other receives"
+        );
     });
 }
 

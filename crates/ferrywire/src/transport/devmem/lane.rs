@@ -13,7 +13,7 @@ use crate::sys::socket;
 use crate::transport::Conn;
 use crate::transport::copying::Copiers;
 use crate::transport::devmem::nic::Rule;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -164,13 +164,15 @@ impl Lane for DevmemLane {
         self.receiving.forget();
     }
 
-    fn close(&mut self, idle: bool) {
+    fn close(&mut self, in_flight: InFlight) {
         let Some(mut conn) = self.conn.take() else { return };
         // The GPU is done with pool and memory when they are gone.
         self.receiving.stop();
         self.copiers.stop();
         // What is on its way has no reader any more: the kernel is not to read the source for it either.
-        if !idle && let Some(Err(error)) = conn.fd().map(socket::reset_at_close) {
+        if !in_flight.is_nothing()
+            && let Some(Err(error)) = conn.fd().map(socket::reset_at_close)
+        {
             tracing::debug!(%error, "the kernel may go on to send what is on its way");
         }
         conn.shutdown();
@@ -192,7 +194,7 @@ impl Lane for DevmemLane {
 
 impl Drop for DevmemLane {
     fn drop(&mut self) {
-        let idle = self.sending.is_idle() && self.receiving.is_idle();
-        self.close(idle);
+        let in_flight = InFlight { sends: !self.sending.is_idle(), receives: !self.receiving.is_idle() };
+        self.close(in_flight);
     }
 }

@@ -12,7 +12,7 @@ use crate::limits;
 use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::abi::PointerType;
-use crate::nccl::{CallUnderWay, Library, Plugin, Properties, RecvComm};
+use crate::nccl::{CallUnderWay, CommId, Library, Plugin, Properties, RecvComm};
 use crate::sys::affinity;
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
@@ -38,6 +38,8 @@ pub(crate) struct Host {
     environment: Vec<Variable>,
     /// Listeners that have to stay open because their accept did not end.
     pub listeners_leaked: AtomicUsize,
+    /// Registrations that stay because a request of their direction was in flight when their lane was closed.
+    pub registrations_leaked: AtomicUsize,
 }
 
 impl Host {
@@ -96,6 +98,7 @@ impl Host {
             gpu,
             environment,
             listeners_leaked: AtomicUsize::new(0),
+            registrations_leaked: AtomicUsize::new(0),
         };
         host.say();
         Ok(host)
@@ -291,6 +294,18 @@ impl Host {
     pub fn leaked_listener(&self, why: &str) {
         self.listeners_leaked.fetch_add(1, Ordering::Relaxed);
         tracing::warn!(plugin = self.plugin.name(), "a listener stays open until this process ends: {why}");
+    }
+
+    /// So many registrations of a connection, which had requests in flight when it was closed, are not undone.
+    pub fn leaked_registrations(&self, count: usize, comm: CommId) {
+        if count == 0 {
+            return;
+        }
+        let all = self.registrations_leaked.fetch_add(count, Ordering::Relaxed) + count;
+        tracing::warn!(
+            plugin = self.plugin.name(), %comm, all,
+            "{count} registrations of memory stay until this process ends: a request was in flight"
+        );
     }
 }
 

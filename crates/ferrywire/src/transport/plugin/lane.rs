@@ -12,7 +12,7 @@ use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use crate::stats::LaneBy;
 use crate::transport::copying::Copiers;
-use crate::transport::lane::{Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -213,15 +213,19 @@ impl Lane for PluginLane {
         }
     }
 
-    fn close(&mut self, idle: bool) {
+    fn close(&mut self, in_flight: InFlight) {
         let (Some(send), Some(recv)) = (self.send.take(), self.recv.take()) else { return };
         // Their GPU is done with pool and memory when they are gone.
         self.gather = None;
         self.copiers.stop();
         // With requests in flight a registration may be in use: it goes with the connection, or stays.
-        if idle {
-            self.sources.undo_all(&send);
-            self.targets.undo_all(&recv);
+        match in_flight.sends {
+            true => self.host.leaked_registrations(self.sources.count(), send.id()),
+            false => self.sources.undo_all(&send),
+        }
+        match in_flight.receives {
+            true => self.host.leaked_registrations(self.targets.count(), recv.id()),
+            false => self.targets.undo_all(&recv),
         }
         for closed in [send.close(), recv.close()] {
             if let Err(error) = closed {
@@ -240,6 +244,6 @@ impl Lane for PluginLane {
 impl Drop for PluginLane {
     fn drop(&mut self) {
         // One that was never used has nothing in flight.
-        self.close(true);
+        self.close(InFlight::NOTHING);
     }
 }

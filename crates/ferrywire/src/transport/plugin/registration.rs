@@ -134,6 +134,12 @@ impl Registrations {
         }
     }
 
+    /// How many the plugin has.
+    pub fn count(&self) -> usize {
+        let parts = self.list.iter().flat_map(|each| &each.parts);
+        parts.filter(|part| matches!(part, Some(Ok(_)))).count()
+    }
+
     /// Undoes all. No request is in flight.
     pub fn undo_all(&mut self, comm: &Comm) {
         self.list.drain(..).for_each(|each| each.undo(comm));
