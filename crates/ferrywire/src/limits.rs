@@ -160,6 +160,8 @@ pub const LANE_WINDOW_MAX: usize = 128;
 pub const LANE_MESSAGE_BYTES_DEFAULT: usize = 512 << 10;
 /// Smallest that can be configured.
 pub const LANE_MESSAGE_BYTES_MIN: usize = 4096;
+/// Largest over GPUDirect-TCPX, which ends the process at 2,048 fragments: fewer, as long as they have more than 512 bytes.
+pub const TCPX_MESSAGE_BYTES_MAX: usize = 1 << 20;
 
 /// A connection has this long to prove who it is.
 pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
@@ -242,7 +244,8 @@ const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX 
 const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_DEADLINE.as_millis());
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
-const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
+const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= TCPX_MESSAGE_BYTES_MAX);
+const _: () = assert!(TCPX_MESSAGE_BYTES_MAX <= CHUNK_BYTES_MAX);
 const _: () = assert!(
     STAGING_SLOT_BYTES.is_multiple_of(STAGING_CHUNK_BYTES_MIN)
         && STAGING_CHUNK_BYTES_MIN <= STAGING_SLOT_BYTES

@@ -297,6 +297,25 @@ fn no_message_is_larger_than_the_plugins_chunk() {
 }
 
 #[test]
+fn no_message_has_more_fragments_than_tcpx_takes() {
+    let case = case!("same_host=allow,fragment_bytes=1448").with("NCCL_DYNAMIC_CHUNK_SIZE", "4194304");
+    case.passes(|| {
+        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let one = |index| loopback(builder().channels(1).chunk_bytes(4 << 20).plugin(end(index)));
+        let ends = Ends::of(one(1), one(0));
+        let bytes = 12 << 20;
+        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        source.write_at(0, &pattern(bytes, 1)).unwrap();
+        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&target) == pattern(bytes, 1));
+        assert_eq!(ends.near.stats().chunk_bytes, 1 << 20);
+        ends.close();
+    });
+}
+
+#[test]
 fn receives_into_host_memory_count_among_those_into_gpu_memory() {
     case!("same_host=allow").passes(|| {
         let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);

@@ -77,7 +77,8 @@ impl PluginConfig {
     }
 
     /// Largest message, and so the largest chunk, in bytes. The same at both ends. Default: 512 KiB, or what
-    /// `NCCL_DYNAMIC_CHUNK_SIZE` says. No more than a plugin was loaded with that this process has already.
+    /// `NCCL_DYNAMIC_CHUNK_SIZE` says. No more than a plugin was loaded with that this process has already, and over
+    /// GPUDirect-TCPX no more than 1 MiB, whatever both say: of 2,048 fragments in a message it ends the process.
     pub fn message_bytes_max(mut self, bytes: usize) -> PluginConfig {
         self.message_bytes_max = bytes;
         self

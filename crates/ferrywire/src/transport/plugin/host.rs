@@ -80,6 +80,14 @@ impl Host {
             return Err(Error::invalid(name, why));
         }
         window_fits(loaded.name(), plugin.window)?;
+        let most = limits::TCPX_MESSAGE_BYTES_MAX;
+        if tcpx::is(loaded.name()) && message_bytes_max > most {
+            tracing::info!(
+                "messages have at most {most} bytes over {}, not {message_bytes_max}",
+                loaded.name()
+            );
+            message_bytes_max = most;
+        }
         let mut devices = Vec::new();
         for device in 0..loaded.devices() {
             devices.push(loaded.properties(device)?);
