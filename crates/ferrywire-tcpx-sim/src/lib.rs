@@ -73,6 +73,7 @@
 //! | `drop_data_socket_after` | never | N | data socket 0 is shut down when a request is posted after N others |
 //! | `half_control_after` | never | N | a send comm writes half a control message after N, and nothing more |
 //! | `no_cmsg_after` | never | N | the receive number N (from 0) into GPU memory is `exit(1)` |
+//! | `lie_handle` | off | on | the handle that `listen` fills has a pointer where a fresh one has none |
 //! | `lie_fragment` | no | range, dst, len | fragments outside the pool, outside the message, of wrong length |
 //! | `lie_after` | 0 | N | they lie from receive number N (from 0) on |
 //! | `partial_io` | off | on | socket calls move a random part of what they could |

@@ -30,6 +30,8 @@ use crate::unpack::Unpack;
 static LISTENERS: LazyLock<Mutex<HashMap<usize, Arc<Listener>>>> = LazyLock::new(Mutex::default);
 /// How many there ever were.
 static COUNTS: Mutex<Counts> = Mutex::new(Counts { opened: 0, closed: 0 });
+/// What a handle that lies has for a pointer.
+const FOREIGN_POINTER: usize = 0x1000;
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
@@ -72,6 +74,9 @@ pub fn listen(device: i32, bytes: &mut [u8; HANDLE_BYTES_USED]) -> Outcome<*mut 
         redirected: plugin.settings.control_interface.is_some(),
     };
     handle.write(bytes);
+    if plugin.switches.lie_handle {
+        handle::set_attempt(bytes, FOREIGN_POINTER);
+    }
     let steered_to = gpu::current_device();
     let listener = Listener { device: index, data, control, steered_to, accepting: Mutex::default() };
     let listener = Arc::new(listener);

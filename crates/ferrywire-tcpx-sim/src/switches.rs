@@ -302,6 +302,8 @@ switches! {
     half_control_after: Option<u64> = None;
     /// A receive into GPU memory finds no control data after this many requests.
     no_cmsg_after: Option<u64> = None;
+    /// The handle of a listener has a pointer of an attempt.
+    lie_handle: bool = false;
     /// How fragments lie.
     lie_fragment: Lie = Lie::No;
     /// Fragments lie from this request on.

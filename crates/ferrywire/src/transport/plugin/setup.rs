@@ -14,6 +14,7 @@
 
 use super::host::Host;
 use super::lane::PluginLane;
+use super::tcpx;
 use crate::limits;
 use crate::memory::unpack::Gather;
 use crate::nccl::abi::HANDLE_BYTES;
@@ -88,6 +89,13 @@ impl Setup for PluginSetup {
     fn peer_listens(&mut self, handle: [u8; HANDLE_BYTES]) -> Result<(), String> {
         if std::mem::replace(&mut self.connecting, true) {
             return Err("the peer told two handles for one channel".into());
+        }
+        let name = self.host.plugin.name();
+        if tcpx::is(name) && tcpx::holds_pointer(&handle) {
+            return Err(format!(
+                "the peer's handle has a pointer in it, which {name} would follow here; use the same version of the plugin \
+                 at both ends"
+            ));
         }
         self.shared.lock().accept = true;
         self.shared.told.notify_all();

@@ -4,6 +4,12 @@
 //! Invariant: pure.
 //! Read next: `host.rs`, which asks.
 
+use crate::nccl::abi::HANDLE_BYTES;
+use std::ops::Range;
+
+/// Where a handle has the pointer of its connect, once that has begun.
+const POINTER: Range<usize> = 80..88;
+
 /// How the names of such plugins begin.
 const NAME: &str = "GPUDirectTCPX";
 
@@ -23,4 +29,9 @@ pub(super) fn lacks_address(path: Option<&str>) -> Option<String> {
     };
     let ends_in_one = address.len() == form.len() && address.zip(form).all(fits);
     (!ends_in_one).then(|| format!("whose PCI path {path} does not end in an address like 0000:06:00.0"))
+}
+
+/// Whether a handle has a pointer in it where a fresh one has none. The plugin follows it, and frees what is there.
+pub(super) fn holds_pointer(handle: &[u8; HANDLE_BYTES]) -> bool {
+    handle[POINTER].iter().any(|byte| *byte != 0)
 }
