@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::comm::Comm;
 use crate::log::misuse;
-use crate::metadata::SLOTS;
+use crate::switches::REQUESTS_MAX;
 
 const CELL_MAGIC: u64 = 0x7463_7078_636f_6d6d;
 const TOKEN_MAGIC: u64 = 0x7463_7078_7265_7175;
@@ -27,7 +27,7 @@ pub struct Cell {
     one_thread: bool,
     busy: AtomicBool,
     closed: AtomicBool,
-    tokens: [Token; SLOTS],
+    tokens: [Token; REQUESTS_MAX],
     comm: UnsafeCell<Option<Box<Comm>>>,
 }
 

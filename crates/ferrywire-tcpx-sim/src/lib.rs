@@ -22,7 +22,7 @@
 //! |---|---|---|---|
 //! | `head_only` | on | off | `test` of any but the oldest request in transmission gives 3 |
 //! | `one_step` | on | off | a `test` admits at most one request and schedules at most one |
-//! | `slots` | 16 | 1 to 16 | requests per comm; a finished receive counts until `irecvConsumed` |
+//! | `slots` | 16 | 1 to 32 | requests per comm; a finished receive counts until `irecvConsumed` |
 //! | `full` | error | null | a request too many gives 3; with `null`, success and a NULL request |
 //! | `sizes` | keep | write | `test` never writes sizes |
 //! | `overrun` | on | off | a message larger than its receive is written beyond it; off: result 2 |

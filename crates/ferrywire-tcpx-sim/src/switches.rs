@@ -9,6 +9,8 @@ use std::ops::Range;
 
 /// The variable that holds the switches: `name=value,name=value`.
 pub const VARIABLE: &str = "FERRYWIRE_TCPX_SIM";
+/// The most requests of a comm that can be switched on: as many as NCCL asks for.
+pub const REQUESTS_MAX: usize = 32;
 
 /// A value that can stand behind a switch.
 trait Value: Sized {
@@ -213,7 +215,7 @@ switches! {
     head_only: bool = true;
     /// One `test` admits at most one request and schedules at most one.
     one_step: bool = true;
-    /// Requests per comm, at most 16.
+    /// Requests per comm, at most [`REQUESTS_MAX`].
     slots: u64 = 16;
     /// What a full comm answers.
     full: Full = Full::Error;
@@ -337,7 +339,7 @@ impl Switches {
 
     fn check(&self) -> Result<(), String> {
         let bounded = [
-            ("slots", self.slots, 1..=16),
+            ("slots", self.slots, 1..=REQUESTS_MAX as u64),
             ("fragment_bytes", self.fragment_bytes, 1..=4096),
             ("pool_pages", self.pool_pages, 1..=1 << 19),
         ];
@@ -378,7 +380,7 @@ mod tests {
 
     #[test]
     fn what_is_not_known_is_refused() {
-        for text in ["hed_only=off", "head_only", "head_only=no", "slots=17", "sizes=on", "delay_us=5-1"] {
+        for text in ["hed_only=off", "head_only", "head_only=no", "slots=33", "sizes=on", "delay_us=5-1"] {
             assert!(Switches::parse(text).is_err(), "{text}");
         }
     }

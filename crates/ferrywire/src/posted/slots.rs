@@ -32,7 +32,11 @@ struct Pool {
 impl Slots {
     pub fn new(lane: &dyn Lane, way: Way) -> Slots {
         let bytes = lane.message_bytes_max().next_multiple_of(4096);
-        Slots { way, count: lane.window(), bytes, pools: Vec::new() }
+        let count = match way {
+            Way::Pack => lane.send_window(),
+            Way::Unpack => lane.window(),
+        };
+        Slots { way, count, bytes, pools: Vec::new() }
     }
 
     /// Lends a slot for memory like this, made when it is first needed. There are enough for a window.

@@ -3,8 +3,8 @@
 
 use crate::case::case;
 use crate::compile::compile_in;
-use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::{Endpoint, Place, PluginConfig};
+use crate::ends::{Ends, LIMIT, builder, contents, library, loopback, pattern, plugin};
+use ferrywire::{Block, BlockList, Endpoint, Place, PluginConfig};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -311,6 +311,48 @@ fn no_message_has_more_fragments_than_tcpx_takes() {
         assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
         assert!(contents(&target) == pattern(bytes, 1));
         assert_eq!(ends.near.stats().chunk_bytes, 1 << 20);
+        ends.close();
+    });
+}
+
+/// The simulated plugin under another name, of which nothing is known beforehand.
+fn renamed() -> PathBuf {
+    let (name, other) = (b"GPUDirectTCPX_v7", b"AnotherUnpacking");
+    let mut bytes = std::fs::read(library()).unwrap();
+    let at = bytes.windows(name.len()).position(|window| window == name).unwrap();
+    bytes[at..at + name.len()].copy_from_slice(other);
+    let file = std::env::temp_dir().join(format!("libferrywire-renamed-{}.so", std::process::id()));
+    std::fs::write(&file, bytes).unwrap();
+    file
+}
+
+/// Fragments of the seventeenth would be told where those of the first are.
+#[test]
+fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
+    case!("same_host=allow,slots=32").passes(|| {
+        let file = renamed();
+        // SAFETY: as above.
+        let plugin = |index| unsafe { PluginConfig::at(&file) }.window(32).gpu(Place::SimGpu(index));
+        let one = |index| loopback(builder().channels(1).plugin(plugin(index)));
+        let ends = Ends::of(one(1), one(0));
+        std::fs::remove_file(&file).unwrap();
+        let bytes = 100 * CHUNK;
+        let source = ends.connecting.register_sim(0, bytes).unwrap();
+        source.write_at(0, &pattern(bytes, 1)).unwrap();
+        let target = ends.accepting.register_sim(1, bytes).unwrap();
+        let write = ends.near.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+        assert_eq!(write.wait(LIMIT), Ok(bytes as u64));
+        assert!(contents(&target) == pattern(bytes, 1));
+        // In pieces, which are packed: as many slots as there are sends.
+        let blocks: Vec<Block> = (0..40_000)
+            .map(|at| Block { local_offset: at * 1000, remote_offset: at * 1000, bytes: 700 })
+            .collect();
+        let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();
+        assert_eq!(ends.near.write_blocks(&list, None, None).unwrap().wait(LIMIT), Ok(28_000_000));
+        let [sends, receives] =
+            [&ends.near, &ends.far].map(|peer| peer.stats().channels[0].lane.clone().unwrap());
+        assert!(sends.sends_posted_most > 16, "{}", sends.sends_posted_most);
+        assert_eq!(receives.receives_posted_most, 16);
         ends.close();
     });
 }

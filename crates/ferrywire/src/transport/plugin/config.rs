@@ -84,7 +84,8 @@ impl PluginConfig {
         self
     }
 
-    /// Requests posted per channel and direction at most. The same at both ends. Default: 16.
+    /// Requests posted per channel and direction at most. The same at both ends. Default: 16, which are the most receives
+    /// where fragments are gathered by a GPU.
     pub fn window(mut self, requests: usize) -> PluginConfig {
         self.window = requests;
         self

@@ -6,7 +6,7 @@
 use super::host::Host;
 use super::registration::Registrations;
 use crate::error::Result;
-use crate::memory::unpack::Gather;
+use crate::memory::unpack::{Gather, SLOTS};
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::ResultCode;
 use crate::nccl::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
@@ -113,6 +113,12 @@ fn closed() -> Post {
 
 impl Lane for PluginLane {
     fn window(&self) -> usize {
+        let window = self.host.config.window;
+        // The fragments of each receive have a place of their own from its posting until it is given back.
+        self.gather.as_ref().map_or(window, |_| window.min(SLOTS))
+    }
+
+    fn send_window(&self) -> usize {
         self.host.config.window
     }
 
