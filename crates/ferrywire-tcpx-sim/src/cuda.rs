@@ -3,7 +3,7 @@
 //! The plugin loads no driver itself: where the host has none there is no CUDA memory to take. Between device
 //! memory and sockets, bytes go through host memory and a stream of whoever moves them.
 //! Invariant: the CPU touches no device address, and after each call the caller's current context is what it
-//! was before.
+//! was before; the caller's stack of contexts too, but for a registration that fails.
 //! Read next: `gpu.rs`.
 
 use std::collections::HashMap;
@@ -52,6 +52,7 @@ type Out = *mut *mut c_void;
 driver! {
     ctx_get_current c"cuCtxGetCurrent" (Out);
     ctx_set_current c"cuCtxSetCurrent" (*mut c_void);
+    ctx_push c"cuCtxPushCurrent_v2" (*mut c_void);
     ctx_get_device c"cuCtxGetDevice" (*mut c_int);
     primary_retain c"cuDevicePrimaryCtxRetain" (Out, c_int);
     pointer_attribute c"cuPointerGetAttribute" (*mut c_void, c_int, u64);
@@ -110,6 +111,14 @@ impl Driver {
         let mut device = -1;
         // SAFETY: room for a number.
         done(unsafe { (self.ctx_get_device)(&mut device) }).map(|()| device)
+    }
+
+    /// Pushes what is current once more, as if it were the plugin's own: that is the primary context too.
+    pub fn leave_pushed(&self) {
+        if let Some(context) = self.context().filter(|context| !context.is_null()) {
+            // SAFETY: a context that is current.
+            unsafe { (self.ctx_push)(context) };
+        }
     }
 
     /// Makes a device's primary context current on this thread for a while.

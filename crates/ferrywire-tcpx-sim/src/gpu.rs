@@ -51,6 +51,13 @@ pub fn current_device() -> Option<i32> {
     simulated.filter(|device| *device >= 0).or_else(real).or(simulated.map(|_| DEVICE_DEFAULT))
 }
 
+/// Leaves one more context on this thread's stack, where a real device is current.
+pub fn leave_pushed() {
+    if let Some(driver) = cuda::driver() {
+        driver.leave_pushed();
+    }
+}
+
 /// The device that has `len` bytes at an address; `None` where no allocation has all of them.
 pub fn device_of(address: u64, len: usize) -> Option<i32> {
     let simulated = || {

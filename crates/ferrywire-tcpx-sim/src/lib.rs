@@ -38,6 +38,7 @@
 //! | `pci_path` | on | off | a NIC without PCI path gets one; off, as really: `regMr` of GPU memory is SIGSEGV |
 //! | `chunk_env` | on | off | without `NCCL_DYNAMIC_CHUNK_SIZE` chunks have no bytes; off: 512 KiB |
 //! | `alignment` | on | off | GPU memory is registered in whole, aligned pages only, else result 1 |
+//! | `push_left` | on | off | a `regMr` of memory of a real GPU that fails leaves a context pushed |
 //! | `comm_gpu` | on | off | a send comm takes memory of the GPU alone that was current at its first connect |
 //! | `scatter` | on | off | fragments lie in shuffled pages, now and then at odd offsets with odd lengths |
 //! | `fragment_bytes` | 4096 | 1 to 4096 | longest fragment; 2048 in one chunk, or more in one request, are `exit(1)` |

@@ -124,3 +124,6 @@ fn check_gpu(device: usize, gpu_of_comm: Option<i32>, address: usize, bytes: usi
         Some(owner) => refuse(&format!("it is GPU {owner}'s, which is not current on this thread")),
     }
 }
+        if plugin.switches.push_left {
+            gpu::leave_pushed();
+        }

@@ -247,6 +247,8 @@ switches! {
     chunk_env: bool = true;
     /// GPU memory is registered in whole, aligned pages only.
     alignment: bool = true;
+    /// A failed registration of memory of a real GPU leaves a context pushed.
+    push_left: bool = true;
     /// A send comm takes memory of the GPU alone that was current at its first connect.
     comm_gpu: bool = true;
     /// Fragments lie in pages out of order, at odd offsets, with odd lengths.

@@ -103,6 +103,14 @@ impl Gpu {
         }
     }
 
+    /// The same for code of others that may leave more current than it found.
+    pub fn with_current_alone<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
+        match self {
+            Gpu::Sim(_) => self.with_current(body),
+            Gpu::Cuda(gpu) => Ok(gpu.with_current_alone(body)?),
+        }
+    }
+
     /// Host memory that it reaches too, and that nobody else is given afterwards: something may still be sent of it when
     /// it is dropped. For set-up.
     pub fn map_once(&self, bytes: usize) -> Result<Mapped> {

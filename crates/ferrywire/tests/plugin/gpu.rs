@@ -218,6 +218,24 @@ fn gpu_memory_that_cannot_be_registered_is_copied() {
     });
 }
 
+/// The plugin leaves a context on the thread's stack each time it cannot register memory of a GPU.
+#[test]
+fn failed_registrations_leave_no_context_behind() {
+    let said = on_gpus(case!(SAME_HOST)).with("NCCL_USE_DMA_BUF", "0").passes(|| {
+        let ends = ends_of(1, UnpackMode::Kernel);
+        for salt in 0..20 {
+            let source = on_gpu(&ends.connecting, 0, &pattern(CHUNK, salt));
+            let target = on_gpu(&ends.accepting, 1, &vec![0; CHUNK + 128]);
+            write(&ends, &source, &target, CHUNK, salt);
+        }
+        ends.close();
+    });
+    // The stand-in for a driver counts them when its process ends.
+    for line in said.lines().filter(|line| line.starts_with("stand-in: left")) {
+        assert!(line.ends_with(" 0 pushed"), "{line}");
+    }
+}
+
 /// A driver exports no page that an allocation has only a part of.
 #[test]
 fn pages_that_an_allocation_shares_are_copied() {

@@ -6,6 +6,7 @@
 
 use super::driver::driver;
 use super::error::{About, CudaError, Result, call};
+use super::stack::Aside;
 use super::stream::{SHORT_BYTES, copy_short};
 use super::{CudaBuffer, CudaStream, PinnedBuffer, idle, pointer};
 use crate::limits::CUDA_GPUS_MAX;
@@ -217,6 +218,12 @@ impl CudaGpu {
     pub fn with_current<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
         let _current = self.make_current()?;
         Ok(body())
+    }
+
+    /// The same for code that may leave contexts on the thread's stack: afterwards it has those that it had before.
+    pub(crate) fn with_current_alone<T>(&self, body: impl FnOnce() -> T) -> Result<T> {
+        let _aside = Aside::put();
+        self.with_current(body)
     }
 
     /// Makes the GPU's context current on this thread until the guard is dropped. Where it is current already,

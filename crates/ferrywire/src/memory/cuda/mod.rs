@@ -39,6 +39,7 @@ mod module;
 mod pattern;
 mod pinned;
 pub mod pointer;
+mod stack;
 mod stream;
 
 pub use allocation::CudaBuffer;

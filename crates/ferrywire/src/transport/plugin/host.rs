@@ -230,6 +230,14 @@ impl Host {
         }
     }
 
+    /// The same for a call of the plugin that may leave the plugin's own context on the thread's stack.
+    pub fn with_gpu_current_alone<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+        match &self.gpu {
+            Some(gpu) => gpu.with_current_alone(body).map_err(|error| error.to_string())?,
+            None => body(),
+        }
+    }
+
     /// A queue of work of its GPU. May wait for the GPU.
     pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
         let gpu = self.gpu.as_ref().ok_or("the plugin has no GPU")?;

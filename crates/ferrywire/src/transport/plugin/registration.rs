@@ -159,7 +159,8 @@ fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Res
         }
     };
     tracing::debug!(comm = %comm.id(), begin, bytes, "memory is registered");
-    let handle = host.with_gpu_current(|| {
+    // TCPX leaves a context behind where it fails.
+    let handle = host.with_gpu_current_alone(|| {
         // SAFETY: these pages hold the region, or what is used of it, which the registration keeps; what else is in
         // the first and the last one is mapped, and no message touches it.
         let handle = unsafe { comm.reg_mr(begin as *mut c_void, bytes, kind) };
