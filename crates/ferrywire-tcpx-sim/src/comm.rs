@@ -89,6 +89,8 @@ pub struct Comm {
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) data: *mut u8,
+    /// The memory handle it was posted with.
+    mhandle: usize,
     pub(crate) gpu: bool,
     /// What is sent lies on this real device.
     pub(crate) cuda: Option<i32>,
@@ -115,6 +117,7 @@ impl Slot {
     fn new(lanes: usize) -> Slot {
         Slot {
             data: std::ptr::null_mut(),
+            mhandle: 0,
             gpu: false,
             cuda: None,
             posted_bytes: 0,
@@ -133,6 +136,7 @@ impl Slot {
 
     fn renew(&mut self, buffer: Buffer, total: Option<usize>) {
         (self.data, self.gpu, self.cuda) = (buffer.data, buffer.gpu, buffer.cuda);
+        self.mhandle = buffer.mhandle;
         (self.posted_bytes, self.total) = (buffer.bytes, total);
         (self.queued, self.moved, self.reported) = (0, 0, false);
         self.chunks.fill(0);
@@ -144,6 +148,8 @@ impl Slot {
 /// Memory that a request moves.
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
+    /// The memory handle that was given.
+    pub mhandle: usize,
     /// First byte: for a send where the bytes can be read, for a receive what the host gave.
     pub data: *mut u8,
     /// Bytes.
@@ -230,6 +236,7 @@ impl Comm {
         let Some(number) = self.ring.post() else { return self.full() };
         let slot = self.ring.slot_of(number);
         let total = (self.direction() == Direction::Send).then_some(buffer.bytes);
+        registration::hold(buffer.mhandle);
         self.slots[slot].renew(buffer, total);
         if let Some(unpack) = &mut self.unpack {
             unpack.begin(number);
@@ -307,7 +314,7 @@ impl Comm {
     fn finish(&mut self) {
         self.ring.finish();
         if self.direction() == Direction::Send {
-            self.ring.release();
+            self.release();
         }
     }
 
@@ -341,6 +348,14 @@ impl Comm {
         ready > 0 && fd.revents & libc::POLLRDHUP != 0
     }
 
+    /// INACTIVE -> FREE.
+    fn release(&mut self) {
+        if let Some(oldest) = self.ring.oldest_finished() {
+            registration::let_go(self.slots[self.ring.slot_of(oldest)].mhandle);
+        }
+        self.ring.release();
+    }
+
     /// The size of a finished receive.
     pub fn received_bytes(&self, slot: usize) -> usize {
         self.slots[slot].total.unwrap_or(0)
@@ -360,7 +375,7 @@ impl Comm {
             return Err(ResultCode::INTERNAL_ERROR);
         }
         self.return_pages(slot);
-        self.ring.release();
+        self.release();
         Ok(())
     }
 

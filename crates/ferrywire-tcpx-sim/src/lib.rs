@@ -11,7 +11,8 @@
 //! test programs, in `target/<profile>/deps`.
 //!
 //! Where the real plugin would use freed memory (a call after the end of an attempt, a request or a
-//! registration of a closed comm, two threads in one comm), this one ends the process by SIGABRT and says which rule was broken.
+//! registration of a closed comm, the end of a registration that a request has, two threads in one comm), this
+//! one ends the process by SIGABRT and says which rule was broken.
 //!
 //! # Switches
 //!

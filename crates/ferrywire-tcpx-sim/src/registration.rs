@@ -2,7 +2,8 @@
 //!
 //! Host memory is only noted. GPU memory must be whole, aligned pages of the GPU that is current on the
 //! calling thread, on a NIC that has a PCI path.
-//! Invariant: a handle is known from `regMr` to `deregMr`; any other pointer ends the process.
+//! Invariant: a handle is known from `regMr` to `deregMr`; any other pointer ends the process, and so does a `deregMr`
+//! while a request has it.
 //! Read next: `table.rs`.
 
 use std::collections::HashMap;
@@ -27,6 +28,8 @@ const STEP: usize = 0x40;
 /// What was registered.
 #[derive(Clone, Copy, Debug)]
 pub struct Registration {
+    /// Requests with it that were posted and not released.
+    uses: usize,
     address: usize,
     bytes: usize,
     /// It is GPU memory.
@@ -47,10 +50,10 @@ pub fn register(
     };
     let address = data as usize;
     match kind {
-        PTR_HOST => Ok(note(Registration { address, bytes, gpu: false })),
+        PTR_HOST => Ok(note(Registration { uses: 0, address, bytes, gpu: false })),
         PTR_CUDA => {
             check_gpu(device, gpu_of_comm, address, bytes)?;
-            Ok(note(Registration { address, bytes, gpu: true }))
+            Ok(note(Registration { uses: 0, address, bytes, gpu: true }))
         }
         kind => {
             warning!("regMr of memory of kind {kind}");
@@ -62,8 +65,28 @@ pub fn register(
 /// `deregMr`; NULL is fine.
 pub fn deregister(handle: *mut c_void) {
     let known = locked(&HANDLES).remove(&(handle as usize));
-    if known.is_none() && !handle.is_null() {
-        misuse(format_args!("deregMr of something that is no memory handle: {handle:?}"));
+    match known {
+        Some(known) if known.uses > 0 => {
+            misuse(format_args!("deregMr of memory that {} requests have", known.uses));
+        }
+        None if !handle.is_null() => {
+            misuse(format_args!("deregMr of something that is no memory handle: {handle:?}"));
+        }
+        _ => {}
+    }
+}
+
+/// A request is posted with a handle.
+pub fn hold(handle: usize) {
+    if let Some(known) = locked(&HANDLES).get_mut(&handle) {
+        known.uses += 1;
+    }
+}
+
+/// It is released.
+pub fn let_go(handle: usize) {
+    if let Some(known) = locked(&HANDLES).get_mut(&handle) {
+        known.uses -= 1;
     }
 }
 
@@ -104,6 +127,9 @@ fn check_gpu(device: usize, gpu_of_comm: Option<i32>, address: usize, bytes: usi
     }
     let refuse = |why: &str| {
         warning!("regMr of {bytes} bytes of GPU memory at {address:#x}: {why}");
+        if plugin.switches.push_left {
+            gpu::leave_pushed();
+        }
         Err(ResultCode::UNHANDLED_CUDA_ERROR)
     };
     if !plugin.settings.dma_buf {
@@ -124,6 +150,3 @@ fn check_gpu(device: usize, gpu_of_comm: Option<i32>, address: usize, bytes: usi
         Some(owner) => refuse(&format!("it is GPU {owner}'s, which is not current on this thread")),
     }
 }
-        if plugin.switches.push_left {
-            gpu::leave_pushed();
-        }

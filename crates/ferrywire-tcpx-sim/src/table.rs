@@ -186,18 +186,19 @@ unsafe extern "C" fn isend(
 /// Where the bytes of a send can be read.
 fn source(data: *mut c_void, size: c_int, mhandle: *mut c_void) -> Outcome<Buffer> {
     let registration = registration::find(mhandle, "isend")?;
+    let mhandle = mhandle as usize;
     let bytes = usize::try_from(size).map_err(|_| ResultCode::INTERNAL_ERROR)?;
     if !registration.covers(data, bytes) {
         warning!("isend of {bytes} bytes at {data:?}, outside of what was registered");
         return Err(ResultCode::INTERNAL_ERROR);
     }
     if !registration.gpu || bytes == 0 {
-        return Ok(Buffer { data: data.cast(), bytes, gpu: registration.gpu, cuda: None });
+        return Ok(Buffer { mhandle, data: data.cast(), bytes, gpu: registration.gpu, cuda: None });
     }
     match gpu::source(data as u64, bytes) {
-        Some(gpu::Source::View(view)) => Ok(Buffer { data: view, bytes, gpu: true, cuda: None }),
+        Some(gpu::Source::View(view)) => Ok(Buffer { mhandle, data: view, bytes, gpu: true, cuda: None }),
         Some(gpu::Source::Cuda(device)) => {
-            Ok(Buffer { data: data.cast(), bytes, gpu: true, cuda: Some(device) })
+            Ok(Buffer { mhandle, data: data.cast(), bytes, gpu: true, cuda: Some(device) })
         }
         None => {
             warning!("isend of {bytes} bytes at {data:?}: that GPU memory is not there");
@@ -226,7 +227,8 @@ unsafe extern "C" fn irecv(
         let (data, size, mhandle) = unsafe { (*data, *sizes, *mhandles) };
         let gpu = registration::find(mhandle, "irecv")?.gpu;
         let bytes = usize::try_from(size).map_err(|_| ResultCode::INTERNAL_ERROR)?;
-        post(cell, "irecv", Direction::Recv, Buffer { data: data.cast(), bytes, gpu, cuda: None }, request)
+        let buffer = Buffer { mhandle: mhandle as usize, data: data.cast(), bytes, gpu, cuda: None };
+        post(cell, "irecv", Direction::Recv, buffer, request)
     })
 }
 
