@@ -9,7 +9,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::comm::Outcome;
 use crate::handle::Handle;
-use crate::log::warning;
+use crate::log::{exit_1, warning};
 
 /// How long a refused connection is tried again.
 const REFUSED_FOR: Duration = Duration::from_secs(20);
@@ -49,6 +49,8 @@ pub struct Plan {
     pub rules_work: bool,
     /// Sleep of the acceptor at the end.
     pub steering_wait: Duration,
+    /// Payload that comes during that is fatal.
+    pub early_is_fatal: bool,
 }
 
 /// The connecting end: its data sockets leave from `own`, its control socket from `own_control`.
@@ -135,7 +137,17 @@ fn accept_all(control: &Socket, data: &Socket, data_sockets: usize, plan: &Plan)
     }
     sockets.reverse();
     thread::sleep(plan.steering_wait);
+    if plan.early_is_fatal && sockets.iter().any(has_bytes) {
+        exit_1(format_args!("payload before flow rules were in force"));
+    }
     Ok(Sockets { control: control.into(), data: sockets, peer })
+}
+
+/// Whether bytes wait to be received.
+fn has_bytes(socket: &OwnedFd) -> bool {
+    let (mut byte, flags) = (0_u8, libc::MSG_PEEK | libc::MSG_DONTWAIT);
+    // SAFETY: room for one byte.
+    unsafe { libc::recv(socket.as_raw_fd(), (&raw mut byte).cast(), 1, flags) == 1 }
 }
 
 fn accept_data(control: &mut TcpStream, data: &Socket, index: usize, plan: &Plan) -> io::Result<TcpStream> {

@@ -47,6 +47,7 @@
 //! | `poison` | on | off | pages given back are filled with 0xDE |
 //! | `leak` | on | off | queueing a second chunk of a request on one socket loses the pages of the first |
 //! | `same_host` | die | allow | GPU payload from an address of this host is `exit(1)` |
+//! | `early_payload` | allow | die | bytes on a data socket before the steering wait is over are `exit(1)`, as really for GPU memory |
 //! | `host_warning` | on | off | one warning per receive call into host memory |
 //! | `close_error` | on | off, always | control bytes read together with the peer's close give one 2; always: see below |
 //! | `silent_death` | on | off | a fatal socket error ends a worker without a word; off: `test` gives 2 |

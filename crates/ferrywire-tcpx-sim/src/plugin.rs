@@ -18,7 +18,7 @@ use crate::handshake::{Plan, Sockets};
 use crate::log::{info, warning};
 use crate::rate::Rate;
 use crate::settings::Settings;
-use crate::switches::{SameHost, SecondInit, Switches};
+use crate::switches::{EarlyPayload, SameHost, SecondInit, Switches};
 use crate::worker::Shared;
 
 static PLUGIN: OnceLock<Plugin> = OnceLock::new();
@@ -96,6 +96,7 @@ impl Plugin {
             tries: self.settings.connection_tries,
             rules_work: self.switches.dp_manager,
             steering_wait: self.settings.steering_wait,
+            early_is_fatal: self.switches.early_payload == EarlyPayload::Die,
         }
     }
 

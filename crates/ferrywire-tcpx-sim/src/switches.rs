@@ -128,6 +128,16 @@ choice! {
 }
 
 choice! {
+    /// What happens to payload that comes before flow rules are in force.
+    EarlyPayload {
+        /// It arrives.
+        Allow = "allow",
+        /// A warning and `exit(1)`.
+        Die = "die",
+    }
+}
+
+choice! {
     /// What a second `init` answers.
     SecondInit {
         /// Result 3.
@@ -263,6 +273,8 @@ switches! {
     leak: bool = true;
     /// What happens to GPU payload from this host.
     same_host: SameHost = SameHost::Die;
+    /// What happens to payload that comes before flow rules are in force.
+    early_payload: EarlyPayload = EarlyPayload::Allow;
     /// One warning per receive call into host memory.
     host_warning: bool = true;
     /// The error that a closing peer can cause.

@@ -147,7 +147,12 @@ impl Channel {
 
     /// With a lane for the payload of its data frames.
     pub fn with_lane(mut self, posted: Posted) -> Channel {
+        let is_waited_for = posted.is_waited_for();
         self.posted = Some(Box::new(posted));
+        if is_waited_for {
+            // Of no frames, and the first that the peer hears.
+            self.make_ack_frame();
+        }
         self
     }
 

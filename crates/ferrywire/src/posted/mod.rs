@@ -70,6 +70,11 @@ impl Posted {
         Posted { lane, sending, receiving, counters, clock: Clock::new(Duration::ZERO) }
     }
 
+    /// Whether the other end waits to hear that our side of the lane stands.
+    pub fn is_waited_for(&self) -> bool {
+        self.lane.may_stand_alone()
+    }
+
     /// Frames with a payload for the lane that may be taken now.
     pub fn room(&self) -> usize {
         self.sending.room()

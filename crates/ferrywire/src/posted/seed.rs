@@ -58,6 +58,10 @@ impl Lane for AsSeed {
         self.lane.window().min(SENDS_MAX)
     }
 
+    fn may_stand_alone(&self) -> bool {
+        self.lane.may_stand_alone()
+    }
+
     fn pause(&self) -> Option<Duration> {
         Some(PAUSE)
     }

@@ -5,7 +5,7 @@
 //! that fail, its frame goes out without it.
 //!
 //! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
-//! and at most a window of messages are begun and not done.
+//! and at most a window of messages are begun and not done; none before the peer's end of the lane is known to stand.
 
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds, widen};
@@ -45,6 +45,8 @@ pub(super) struct Sending {
     waiting: VecDeque<Outgoing>,
     posted: VecDeque<(Ticket, Outgoing)>,
     begun: u64,
+    /// The other end's side of the lane stands.
+    heard: bool,
     confirmed: u64,
     done: u64,
     /// Messages that are not packed yet.
@@ -65,6 +67,7 @@ impl Sending {
             waiting: VecDeque::new(),
             posted: VecDeque::new(),
             begun: 0,
+            heard: !lane.may_stand_alone(),
             confirmed: 0,
             done: 0,
             unpacked: 0,
@@ -76,6 +79,9 @@ impl Sending {
     }
 
     pub fn room(&self) -> usize {
+        if !self.heard {
+            return 0;
+        }
         let credit = (self.confirmed + self.window as u64).saturating_sub(self.begun) as usize;
         credit.min(self.window.saturating_sub(self.waiting.len() + self.posted.len()))
     }
@@ -137,6 +143,7 @@ impl Sending {
     }
 
     pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
+        self.heard = true;
         self.confirmed = widen(low, self.confirmed, self.begun)
             .ok_or("it says that it has posted for messages that were never begun")?;
         Ok(())
@@ -253,12 +260,13 @@ impl Sending {
 
     pub fn state(&self) -> String {
         format!(
-            "sending: {} of {} posted, {} wait, {} done, the peer has posted for {}",
+            "sending: {} of {} posted, {} wait, {} done, the peer has posted for {}{}",
             self.posted.len(),
             self.window,
             self.waiting.len(),
             self.done,
-            self.confirmed
+            self.confirmed,
+            if self.heard { "" } else { ", and has not said that it stands" }
         )
     }
 

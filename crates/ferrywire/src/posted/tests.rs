@@ -46,6 +46,8 @@ struct Script {
     copies: VecDeque<Poll<Result<(), Error>>>,
     gathers: Vec<(u64, bool)>,
     closed: Option<InFlight>,
+    /// It may stand before the peer's end of it does.
+    alone: bool,
 }
 
 struct Fake(Arc<Mutex<Script>>);
@@ -57,6 +59,10 @@ impl Lane for Fake {
 
     fn message_bytes_max(&self) -> usize {
         CHUNK
+    }
+
+    fn may_stand_alone(&self) -> bool {
+        self.0.lock().unwrap().alone
     }
 
     fn isend(&mut self, run: &Run) -> Post {
@@ -164,7 +170,11 @@ struct Bench {
 
 impl Bench {
     fn new() -> Bench {
-        let script = Arc::new(Mutex::new(Script::default()));
+        Bench::with(Script::default())
+    }
+
+    fn with(script: Script) -> Bench {
+        let script = Arc::new(Mutex::new(script));
         let posted = Posted::new(Box::new(Fake(script.clone())), STALL, Arc::new(LaneCounters::default()));
         Bench { posted, script, now: Duration::ZERO }
     }
@@ -528,6 +538,14 @@ fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
     assert_eq!(refusals, [Some(Refusal::NoRegion), Some(Refusal::NoRegion)]);
     drop(turned);
     assert!(!bench.posted.abandon(&gone));
+}
+
+#[test]
+fn nothing_is_sent_before_the_peer_has_said_that_it_stands() {
+    let mut bench = Bench::with(Script { alone: true, ..Script::default() });
+    assert_eq!(bench.posted.room(), 0);
+    bench.posted.confirm(0).unwrap();
+    assert_eq!(bench.posted.room(), WINDOW);
 }
 
 #[test]

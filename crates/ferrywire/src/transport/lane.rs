@@ -152,6 +152,12 @@ pub(crate) trait Lane: Send {
         self.window()
     }
 
+    /// Whether a connection of it may stand here before the other end can take anything: nothing is sent then before that
+    /// end has said something on the channel's connection, which it does first of all.
+    fn may_stand_alone(&self) -> bool {
+        false
+    }
+
     /// How long to leave it alone after it was asked in vain; `None`: for whoever asks to say.
     fn pause(&self) -> Option<Duration> {
         None

@@ -66,7 +66,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped() {
         // SAFETY: it stays until the end.
         let region = unsafe { ends.connecting.register_raw(memory.as_mut_ptr(), BYTES) }.unwrap();
         let write = ends.near.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        while ends.far.stats().channels[0].received_bytes == 0 {
+        while ends.far.stats().channels[0].lane.as_ref().unwrap().receives_posted_most == 0 {
             std::thread::sleep(Duration::from_millis(1));
         }
         drop(region);

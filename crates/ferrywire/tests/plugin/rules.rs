@@ -4,7 +4,7 @@
 use crate::case::case;
 use crate::compile::compile_in;
 use crate::ends::{Ends, LIMIT, builder, contents, library, loopback, pattern, plugin};
-use ferrywire::{Block, BlockList, Endpoint, Place, PluginConfig};
+use ferrywire::{Block, BlockList, Endpoint, Place, PluginConfig, RemoteRegion};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -139,6 +139,46 @@ fn threads() -> Vec<String> {
 fn an_end_with_another_environment() {
     let address = std::env::var("FERRYWIRE_TEST_ADDRESS").unwrap().parse().unwrap();
     println!("{}", builder().build().unwrap().connect(address, LIMIT).unwrap_err());
+}
+
+/// The other process of the next test: writes as soon as it is connected.
+#[test]
+#[ignore = "the other process of another test"]
+fn an_end_that_writes_at_once() {
+    let address = std::env::var("FERRYWIRE_TEST_ADDRESS").unwrap().parse().unwrap();
+    let bytes = std::env::var("FERRYWIRE_TEST_REGION").unwrap();
+    let bytes: Vec<u8> = bytes.split(' ').map(|byte| byte.parse().unwrap()).collect();
+    let target = RemoteRegion::from_bytes(&bytes).unwrap();
+    let end = builder().build().unwrap();
+    let peer = end.connect(address, LIMIT).unwrap();
+    let source = end.register(pattern(CHUNK, 1)).unwrap();
+    let write = peer.write_notify(&source, 0, &target, 0, CHUNK as u64, b"all").unwrap();
+    assert_eq!(write.wait(LIMIT), Ok(CHUNK as u64));
+    end.close(LIMIT).unwrap();
+}
+
+/// The connect ends at once; the accept sleeps until flow rules are in force.
+#[test]
+fn nothing_is_sent_before_the_accept_at_the_other_end_is_over() {
+    let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
+    case!("early_payload=die").with(wait, "500000").passes(|| {
+        let accepting = loopback(builder()).build().unwrap();
+        let target = accepting.register(vec![0; CHUNK]).unwrap();
+        let region: Vec<String> =
+            target.descriptor().to_bytes().iter().map(|byte| byte.to_string()).collect();
+        let mut other = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "rules::an_end_that_writes_at_once", "--ignored", "--nocapture"])
+            .env_remove("TCPX_RULES_CASE")
+            .env("FERRYWIRE_TEST_ADDRESS", accepting.listen_addresses()[0].to_string())
+            .env("FERRYWIRE_TEST_REGION", region.join(" "))
+            .env(wait, "1000")
+            .spawn()
+            .unwrap();
+        let peer = accepting.accept(LIMIT).unwrap();
+        assert_eq!(peer.wait_notification(LIMIT).unwrap(), b"all");
+        assert!(contents(&target) == pattern(CHUNK, 1));
+        assert!(other.wait().unwrap().success());
+    });
 }
 
 #[test]

@@ -122,6 +122,12 @@ impl Lane for PluginLane {
         self.host.config.window
     }
 
+    /// A connect ends before the accept does: TCPX waits then for flow rules to be in force, and ends its process over
+    /// payload for a GPU that comes before.
+    fn may_stand_alone(&self) -> bool {
+        true
+    }
+
     fn message_bytes_max(&self) -> usize {
         self.host.message_bytes_max
     }
