@@ -1,12 +1,13 @@
 //! Loading, `init`, devices, listening, connecting, accepting.
 
 use std::ffi::CStr;
+use std::ptr;
 use std::time::{Duration, Instant};
 
 use ferrywire::nccl::abi::DeviceHandle;
 
 use crate::case::case;
-use crate::driver::{Comm, DONE, Handle, OK, Plugin, logged};
+use crate::driver::{Comm, DONE, Handle, OK, Plugin, Ptr, logged};
 
 #[test]
 fn the_table_is_v7_with_its_name_before_init() {
@@ -289,4 +290,39 @@ fn a_handle_of_noise_is_refused() {
         assert_eq!(plugin.connect(0, &mut handle), Err(3));
         assert_eq!(plugin.listen(9, &mut handle), Err(3));
     });
+}
+
+#[test]
+fn a_handle_that_lies_holds_a_pointer() {
+    case!("lie_handle=on").ends_as_misuse("connect with a handle that holds a foreign pointer", || {
+        Plugin::start().pair();
+    });
+}
+
+#[test]
+fn payload_before_the_steering_wait_is_over_is_fatal_where_that_is_wanted() {
+    let wait = "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS";
+    let early = || {
+        let (plugin, mut handle) = (Plugin::start(), Handle([0; 128]));
+        let listen = plugin.listen(0, &mut handle).unwrap();
+        let (mut send, mut recv, mut sent): (Ptr, Ptr, bool) = (ptr::null_mut(), ptr::null_mut(), false);
+        let mut device_handle = DeviceHandle::zeroed();
+        while send.is_null() {
+            recv = plugin.accept(listen, Some(&mut device_handle)).unwrap();
+            send = plugin.connect(0, &mut handle).unwrap();
+        }
+        assert!(recv.is_null(), "the connect ends first");
+        let send = Comm::new(plugin, send, true);
+        let memory = send.host([1; 8]);
+        let request = send.isend(&memory, 8).unwrap();
+        while recv.is_null() {
+            sent = sent || send.test(request).is_done();
+            recv = plugin.accept(listen, Some(&mut device_handle)).unwrap();
+            std::thread::yield_now();
+        }
+        assert!(sent);
+    };
+    let why = "payload before flow rules were in force";
+    case!("early_payload=die").with(wait, "300000").exits(1, why, early);
+    case!("").with(wait, "300000").passes(early);
 }
