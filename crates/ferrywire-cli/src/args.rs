@@ -210,7 +210,7 @@ pub struct ServeFlags {
     /// Memory of this end that peers may ask for beside host memory, and get if they do not ask: host, cuda or cuda:N, sim or sim:N (a simulated GPU) [default: any CUDA GPU that is here; with --plugin host]
     #[arg(long, value_name = "KIND")]
     pub memory: Option<String>,
-    /// Longest message of the plugin, where the peer says another than the default [default: 512K]
+    /// Longest message of the plugin, where the peer says another than the default; over GPUDirect-TCPX at most 1M [default: 512K]
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
     /// Requests posted per channel of the plugin, the same on both ends [default: 16]
