@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
 use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
-    CudaBuffer, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
+    CudaBuffer, CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
 };
 use ferrywire::memory::unpack::{
     CudaQueue, DeviceUnpack, FRAGMENTS_PER_SLOT_MAX, Fragment, Gather, GatherDevice, GatherRun,
@@ -400,6 +400,44 @@ fn gathers_in_every_mode(plugin: &Plugin) {
             assert_eq!(outcome, Ok(bytes), "{mode}");
             let seen = gpu.read_to_vec(target.address() + skew, message.len()).unwrap();
             assert!(seen == message, "{mode}, message {number}");
+        }
+    }
+}
+
+/// Copies follow the address of what was freed as kernels do: that ended the process.
+#[test]
+fn memory_that_is_freed_before_it_is_gathered_costs_its_message_alone() {
+    let Some((gpu, _queue)) = queue() else { return };
+    let (plugin, mut rng) = (Plugin::new(&gpu, Table::registered(&gpu)), StdRng::seed_from_u64(12));
+    for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+        // In one piece, and in some.
+        for bytes in [1, 20_000] {
+            let mut gather = plugin.gather(mode);
+            let target = gpu.alloc(bytes, 4096).unwrap();
+            let mut gone = 0;
+            // SAFETY: room for an address.
+            let code = gpu.with_current(|| unsafe { sys::cuMemAlloc_v2(&mut gone, bytes) });
+            assert_eq!(code.unwrap() as u32, 0);
+            let mut message = vec![0; bytes];
+            rng.fill_bytes(&mut message);
+            for (number, address) in [(0, gone), (1, target.address())] {
+                plugin.deliver(&mut rng, number, &message);
+                gather.start(number as u64, address, bytes as u64, bytes as u64).unwrap();
+            }
+            // SAFETY: freed once.
+            let code = gpu.with_current(|| unsafe { sys::cuMemFree_v2(gone) });
+            assert_eq!(code.unwrap() as u32, 0);
+            let start = Instant::now();
+            let outcomes = [0, 1].map(|number| {
+                loop {
+                    if let Poll::Ready(outcome) = gather.poll(number) {
+                        break outcome;
+                    }
+                    assert!(start.elapsed() < LONG, "{gather:?}");
+                }
+            });
+            let freed = CudaError::Freed { address: gone, bytes: bytes as u64 };
+            assert_eq!(outcomes, [Err(Error::Cuda(freed)), Ok(bytes as u64)], "{mode}");
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! `device`, `foreign`, `gather`, `held`, `nic`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows
 //! what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
-//! and again with one that runs kernels on the CPU, which `launched` needs. `over_plugin` needs `libferrywire_tcpx_sim.so` beside
+//! and again with one that runs kernels on the CPU, which `launched` needs. `freed` and `over_plugin` need `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
 
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
@@ -14,6 +14,7 @@ mod driver;
 #[path = "../plugin/ends.rs"]
 mod ends;
 mod foreign;
+mod freed;
 mod gather;
 mod gpus;
 mod held;

@@ -46,11 +46,10 @@ impl CopyQueue {
         let launching = idle::launching();
         let by_kernel =
             launching.is_some() && copies.len() >= KERNEL_COPIES_MIN && self.has_room(copies.len());
+        // A driver follows an address of memory that is gone as it would one of the host.
+        self.see_that_it_is_there(copies)?;
         match fragments(copies).filter(|_| by_kernel) {
-            Some((fragments, parts)) => {
-                self.see_that_it_is_there(copies)?;
-                self.launch(&fragments, &parts)?;
-            }
+            Some((fragments, parts)) => self.launch(&fragments, &parts)?,
             None => self.queue.copy(copies)?,
         }
         self.queue.mark()?;
@@ -138,6 +137,7 @@ impl fmt::Debug for CopyQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::cuda::CudaError;
     use crate::memory::sim::SimGpu;
     use crate::memory::unpack::SimQueue;
     use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
@@ -187,6 +187,26 @@ mod tests {
         }
         assert!(queue.is_done().unwrap());
         drop(waiting);
+    }
+
+    #[test]
+    fn memory_that_is_gone_is_not_copied_with_or_without_a_kernel() {
+        let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
+        let mut queue = CopyQueue::new(Box::new(Recorder(seen.clone())));
+        let there = GpuCopy { source: 5000, target: 5500, bytes: 4 };
+        for gone in [GpuCopy { source: 7000, ..there }, GpuCopy { target: 7000, ..there }] {
+            for copies in [vec![gone], vec![there, gone], vec![there, gone, there]] {
+                let freed = CudaError::Freed { address: 7000, bytes: 4 };
+                assert_eq!(queue.begin(&copies), Err(Error::Cuda(freed)));
+                assert!(!queue.copying());
+            }
+        }
+        {
+            let seen = seen.lock().unwrap();
+            assert_eq!((seen.kernels, &seen.copies[..]), (0, &[][..]));
+        }
+        queue.begin(&[there]).unwrap();
+        assert_eq!(seen.lock().unwrap().copies, [there]);
     }
 
     #[test]

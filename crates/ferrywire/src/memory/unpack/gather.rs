@@ -12,7 +12,7 @@
 //! that is given only after the GPU has done all of the slot's work.
 //! Read next: `host.rs`.
 
-use super::device::{FragmentTable, GatherRun, see_that_it_is_there};
+use super::device::{FragmentTable, GatherDevice, GatherRun, see_that_it_is_there};
 use super::host::HostTwin;
 use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
@@ -61,7 +61,7 @@ struct Job {
     enqueued_bytes: u64,
     /// What they pass through, in host mode.
     stage: Option<usize>,
-    /// The message's memory was gone before anything was done to it.
+    /// The message's memory was gone before all of its work was the GPU's; the rest is not done.
     freed: bool,
 }
 
@@ -187,8 +187,10 @@ impl Gather {
         let Job { step, target, bytes, freed, .. } = self.jobs[slot];
         let outcome = match (step, &self.failed) {
             (Step::Free, _) => Err(Error::Bug(format!("a gather is polled in slot {slot}, which has none"))),
-            (Step::Launched { .. }, _) if freed => Err(CudaError::Freed { address: target, bytes }.into()),
-            (Step::Launched { launch }, _) if launch <= self.reached => Ok(bytes),
+            (Step::Launched { launch }, _) if launch <= self.reached => match freed {
+                true => Err(CudaError::Freed { address: target, bytes }.into()),
+                false => Ok(bytes),
+            },
             (_, Some(failed)) => Err(failed.clone()),
             (_, None) => return Poll::Pending,
         };
@@ -271,12 +273,11 @@ impl Gather {
         let (mut runs, mut count, launch) = ([GatherRun::default(); SLOTS], 0, self.next_launch());
         while let Some(slot) = self.waiting.pop_front() {
             let job = &mut self.jobs[slot];
-            job.step = Step::Launched { launch };
-            // It may have waited for long.
-            job.freed = see_that_it_is_there(&*self.unpack.device, [(job.target, job.bytes)]).is_err();
-            if job.freed {
+            if !job.is_there(&*self.unpack.device) {
+                job.give_up(0);
                 continue;
             }
+            job.step = Step::Launched { launch };
             runs[count] = GatherRun {
                 fragments: self.table.address(slot),
                 count: job.fragments as u64,
@@ -299,6 +300,12 @@ impl Gather {
             self.waiting.front().filter(|_| self.batch.len() < GATHER_COPIES_PER_LAUNCH_MAX)
         {
             let job = &mut self.jobs[slot];
+            if !job.is_there(&*self.unpack.device) {
+                // Whatever it has was in the launch before.
+                job.give_up(if job.enqueued > 0 { launch - 1 } else { 0 });
+                self.waiting.pop_front();
+                continue;
+            }
             let base = job.target;
             job.copy_next(&mut self.batch, pool, &self.table, slot, |to, _| base + to.target);
             if job.all_enqueued() {
@@ -337,6 +344,12 @@ impl Gather {
         if launch > self.reached {
             return Ok(false);
         }
+        if !job.is_there(&*self.unpack.device) {
+            host.give_back(stage);
+            job.give_up(launch);
+            self.down.pop_front();
+            return self.launch_up();
+        }
         let message = host.put_in_order(stage, &self.table, slot, job.fragments);
         let copy = GpuCopy { source: message, target: job.target, bytes: job.bytes as usize };
         self.unpack.device.copy(&[copy])?;
@@ -368,6 +381,17 @@ impl Job {
         self.enqueued = next;
     }
 
+    /// Whether its memory still is, which may have waited for long. Asked before each of its launches: kernels and copies
+    /// both follow addresses of what is gone.
+    fn is_there(&self, device: &dyn GatherDevice) -> bool {
+        see_that_it_is_there(device, [(self.target, self.bytes)]).is_ok()
+    }
+
+    /// Its memory is gone; nothing of it is under way after that launch.
+    fn give_up(&mut self, launch: u64) {
+        (self.step, self.freed) = (Step::Launched { launch }, true);
+    }
+
     fn all_enqueued(&self) -> bool {
         self.enqueued == self.fragments
     }
@@ -394,5 +418,98 @@ fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
             "destination of a gather",
             format!("it has {dst_len} bytes, and the message has {expected_bytes}"),
         )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::recorder::{Recorder, Seen, Waiting};
+    use super::super::table::{METADATA_BYTES, Metadata};
+    use super::super::{Extent, FRAGMENTS_PER_SLOT_MAX};
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    const MANY: usize = GATHER_COPIES_PER_LAUNCH_MAX + 1;
+
+    /// A GPU with memory from 5000 to 6000, and a table with one fragment of 4 bytes in each slot, but for the last, which
+    /// has many of one byte. The table goes last.
+    fn scene(mode: UnpackMode) -> (Gather, Arc<Mutex<Seen>>, Vec<u128>) {
+        let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
+        let mut table = vec![0u128; METADATA_BYTES.div_ceil(16)];
+        let counts = SLOTS * FRAGMENTS_PER_SLOT_MAX;
+        for slot in 0..SLOTS {
+            let (count, bytes) = if slot == SLOTS - 1 { (MANY, 1) } else { (1, 4) };
+            for at in 0..count {
+                // In reverse, so that nothing is merged.
+                let (source, target) = (count - 1 - at, at);
+                table[slot * FRAGMENTS_PER_SLOT_MAX + at] =
+                    (source | bytes << 32) as u128 | (target as u128) << 64;
+            }
+            table[counts + slot / 2] |= (count as u128) << (64 * (slot % 2));
+        }
+        // SAFETY: as long as a table, aligned, and kept by whoever has the gather.
+        let metadata = unsafe { Metadata::new(table.as_mut_ptr().cast()) };
+        let pool = Extent { base: 5000, bytes: 1000 };
+        let unpack = DeviceUnpack { device: Box::new(Recorder(seen.clone())), metadata, pool };
+        (Gather::new(mode, unpack).unwrap(), seen, table)
+    }
+
+    fn freed(bytes: u64) -> Poll<Result<u64>> {
+        Poll::Ready(Err(Error::Cuda(CudaError::Freed { address: 7000, bytes })))
+    }
+
+    fn into_the_gone_one(mode: UnpackMode) {
+        let (mut gather, seen, _table) = scene(mode);
+        for (slot, target) in [(0, 5500), (1, 7000), (2, 5600)] {
+            gather.start_on_gpu(slot, target, 4).unwrap();
+        }
+        let outcomes: Vec<_> = (1..20)
+            .map(|reached| {
+                let outcomes = [0, 1, 2].map(|slot| match gather.jobs[slot as usize].step {
+                    Step::Free => Poll::Pending,
+                    _ => gather.poll(slot),
+                });
+                seen.lock().unwrap().reached = reached.min(gather.launched);
+                outcomes
+            })
+            .collect();
+        let of = |slot: usize| outcomes.iter().map(|each| &each[slot]).find(|each| each.is_ready());
+        assert_eq!(of(1), Some(&freed(4)), "{mode}");
+        assert_eq!([of(0), of(2)], [Some(&Poll::Ready(Ok(4))); 2], "{mode}: the others go on");
+        let copies = &seen.lock().unwrap().copies;
+        assert!(copies.iter().all(|copy| copy.target != 7000), "{mode}: {copies:?}");
+    }
+
+    #[test]
+    fn a_message_whose_memory_is_gone_fails_alone_in_every_mode() {
+        for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+            into_the_gone_one(mode);
+        }
+        let _waiting = Waiting::new();
+        into_the_gone_one(UnpackMode::Kernel);
+    }
+
+    /// The plugin's pages are read until then.
+    #[test]
+    fn memory_that_goes_between_two_launches_is_told_of_when_the_first_is_done() {
+        let (mut gather, seen, _table) = scene(UnpackMode::Copy);
+        seen.lock().unwrap().memory = Some(5000..8000);
+        for slot in [0, 1] {
+            gather.start_on_gpu(slot, 5500, 4).unwrap();
+            assert!(gather.poll(slot).is_pending(), "launched, and not done");
+        }
+        let last = SLOTS as u64 - 1;
+        gather.start_on_gpu(last, 7000, MANY as u64).unwrap();
+        seen.lock().unwrap().reached = 1;
+        assert!(gather.poll(last).is_pending(), "the first part is launched");
+        {
+            let mut seen = seen.lock().unwrap();
+            assert_eq!(seen.copies.len(), 2 + GATHER_COPIES_PER_LAUNCH_MAX);
+            (seen.memory, seen.reached) = (Some(5000..6000), 2);
+        }
+        assert!(gather.poll(last).is_pending(), "the first part is not done");
+        seen.lock().unwrap().reached = 3;
+        assert_eq!(gather.poll(last), freed(MANY as u64));
+        assert_eq!(seen.lock().unwrap().copies.len(), 2 + GATHER_COPIES_PER_LAUNCH_MAX);
     }
 }

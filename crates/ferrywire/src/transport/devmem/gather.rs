@@ -32,14 +32,14 @@ pub(super) struct Run<'a> {
 struct Job {
     number: u64,
     target: u64,
-    /// From the target on.
-    bytes: u64,
+    /// Addresses and lengths of what may be its user's: where it goes, and for one copy where it comes from.
+    used: [(u64, u64); 2],
     /// What the GPU does not have yet.
     copies: VecDeque<GpuCopy>,
     lists: VecDeque<Segment>,
     /// The launch after which all is done.
     launch: u64,
-    /// Its target is not there any more.
+    /// Some of that is not there any more.
     failed: Option<Error>,
 }
 
@@ -92,7 +92,8 @@ impl Gatherer {
         let all = runs.iter().flat_map(|run| run.fragments);
         let bytes = all.map(|each| each.target + u64::from(each.bytes)).max().unwrap_or(0);
         let (lists, launch, failed) = Default::default();
-        let mut job = Job { number, target, bytes, copies: VecDeque::new(), lists, launch, failed };
+        let used = [(target, bytes), (0, 0)];
+        let mut job = Job { number, target, used, copies: VecDeque::new(), lists, launch, failed };
         for run in runs {
             match self.mode {
                 UnpackMode::Kernel => job.lists.extend(segments(run)),
@@ -107,10 +108,11 @@ impl Gatherer {
 
     /// Takes over one copy.
     pub fn begin_copy(&mut self, number: u64, copy: GpuCopy) {
-        let (target, bytes) = (copy.target, copy.bytes as u64);
+        let GpuCopy { source, target, bytes } = copy;
+        let used = [(target, bytes as u64), (source, bytes as u64)];
         let copies = VecDeque::from([copy]);
         let (lists, launch, failed) = Default::default();
-        self.jobs.push_back(Job { number, target, bytes, copies, lists, launch, failed });
+        self.jobs.push_back(Job { number, target, used, copies, lists, launch, failed });
     }
 
     /// Whether a message that was begun is done. Does not wait, and makes all of them get on.
@@ -147,8 +149,9 @@ impl Gatherer {
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
-        for job in self.jobs.iter_mut().filter(|job| !job.lists.is_empty()) {
-            if let Err(error) = see_that_it_is_there(&*self.queue, [(job.target, job.bytes)]) {
+        // Copies follow an address of what is gone as a kernel does.
+        for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
+            if let Err(error) = see_that_it_is_there(&*self.queue, job.used) {
                 (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error));
             }
         }
@@ -263,6 +266,27 @@ mod tests {
         assert_eq!(seen.lock().unwrap().kernels, 2, "one for each of the others");
         seen.lock().unwrap().reached = 2;
         assert!(matches!(gatherer.poll(2), Poll::Ready(Ok(()))));
+    }
+
+    #[test]
+    fn nothing_is_copied_without_a_kernel_either_where_memory_is_gone() {
+        let _waiting = Waiting::new();
+        for mode in [UnpackMode::Kernel, UnpackMode::Copy] {
+            let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
+            let mut gatherer = Gatherer::new(Box::new(Recorder(seen.clone())), mode).unwrap();
+            let fragments = [Fragment { source: 10, bytes: 4, target: 0 }];
+            let copy = |source, target| GpuCopy { source, target, bytes: 4 };
+            gatherer.begin(0, &[Run { source: 5000, fragments: &fragments }], 7000);
+            gatherer.begin_copy(1, copy(5010, 7000));
+            gatherer.begin_copy(2, copy(7000, 5010));
+            gatherer.begin_copy(3, copy(5010, 5500));
+            let freed = CudaError::Freed { address: 7000, bytes: 4 };
+            for gone in 0..3 {
+                assert_eq!(gatherer.poll(gone), Poll::Ready(Err(Error::Cuda(freed.clone()))), "{gone}");
+            }
+            assert!(gatherer.poll(3).is_pending());
+            assert_eq!(seen.lock().unwrap().copies, [copy(5010, 5500)]);
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{DevmemCounters, NAME};
 use crate::error::{Error, Result};
+use crate::memory::cuda::CudaError;
 use crate::memory::{Memory, Place};
 use crate::stats::LaneBy;
 use crate::sys::socket;
@@ -142,7 +143,11 @@ impl Lane for DevmemLane {
     }
 
     fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
-        let failed = |why| Error::Io { what: "gathering".into(), message: why, code: None };
+        let failed = |error| match error {
+            // That of the message alone.
+            Error::Cuda(CudaError::Freed { .. }) => error,
+            error => Error::Io { what: "gathering".into(), message: error.to_string(), code: None },
+        };
         self.receiving.gathered(number).map_err(failed)
     }
 

@@ -346,12 +346,11 @@ impl Receiving {
     }
 
     /// Whether that is done.
-    pub fn gathered(&mut self, number: u64) -> Poll<Result<(), String>> {
+    pub fn gathered(&mut self, number: u64) -> Poll<crate::Result<()>> {
         let Some(gatherer) = &mut self.gatherer else { return Poll::Ready(Ok(())) };
         match gatherer.poll(number) {
-            Poll::Pending => return Poll::Pending,
-            Poll::Ready(Err(error)) => return Poll::Ready(Err(error.to_string())),
             Poll::Ready(Ok(())) => {}
+            unfinished => return unfinished,
         }
         self.counters.gathers.store(gatherer.launches(), std::sync::atomic::Ordering::Relaxed);
         let Some(message) = self.messages.get_mut(number.wrapping_sub(self.first) as usize) else {
