@@ -142,23 +142,30 @@ impl RegionPattern {
     }
 
     /// Writes all stretches, which should not overlap.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`](crate::Error::Invalid) once the region's memory is its user's again, and the GPU's.
     pub fn fill(&self, stretches: &[Stretch]) -> Result<()> {
         let parts = self.parts(stretches)?;
-        match &self.by {
-            By::Sim(sim) => sim.fill(parts)?,
-            // SAFETY: inside of a region of this GPU, which `self` keeps.
-            By::Cuda(cuda) => unsafe { cuda.fill_parts(&parts) }?,
-        }
-        Ok(())
+        self.region.memory().while_it_stays(|| {
+            match &self.by {
+                By::Sim(sim) => sim.fill(parts)?,
+                // SAFETY: inside of a region of this GPU, whose memory stays until this has returned.
+                By::Cuda(cuda) => unsafe { cuda.fill_parts(&parts) }?,
+            }
+            Ok(())
+        })
     }
 
     /// The first stretch with a byte that is not its pattern's, and the index of that byte in it.
     pub fn first_difference(&self, stretches: &[Stretch]) -> Result<Option<(usize, u64)>> {
         let parts = self.parts(stretches)?;
-        Ok(match &self.by {
-            By::Sim(sim) => sim.first_difference(parts)?,
-            // SAFETY: as above.
-            By::Cuda(cuda) => unsafe { cuda.first_difference_of_parts(&parts) }?,
+        self.region.memory().while_it_stays(|| {
+            Ok(match &self.by {
+                By::Sim(sim) => sim.first_difference(parts)?,
+                // SAFETY: as above.
+                By::Cuda(cuda) => unsafe { cuda.first_difference_of_parts(&parts) }?,
+            })
         })
     }
 
@@ -182,7 +189,8 @@ impl PatternParameters {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Endpoint;
+    use crate::memory::sim::SimGpu;
+    use crate::{Endpoint, Error};
 
     const PATTERN: WordPattern =
         WordPattern { key: 0x1234_5678_9abc_def1, step: 0xd1b5_4a32_d192_ed03, flip: 0 };
@@ -225,5 +233,21 @@ mod tests {
             assert!(gpu.fill(&outside).is_err() && gpu.first_difference(&outside).is_err(), "{offset}");
         }
         assert!(RegionPattern::of(&end.register_zeroed(100).unwrap()).unwrap().is_none());
+    }
+
+    /// It was written to, though it was its user's again.
+    #[test]
+    fn memory_that_was_deregistered_is_not_touched() {
+        let end = Endpoint::builder().build().unwrap();
+        let gpu = SimGpu::open(10).unwrap();
+        let buffer = gpu.alloc(4096, 4096).unwrap();
+        // SAFETY: the buffer outlives the region.
+        let region = unsafe { end.register_raw(buffer.as_ptr(), buffer.len()) }.unwrap();
+        let pattern = RegionPattern::of(&region).unwrap().expect("GPU memory");
+        let all = [Stretch { pattern: PATTERN, from: 0, offset: 0, bytes: 4096 }];
+        region.deregister().unwrap();
+        assert!(matches!(pattern.fill(&all), Err(Error::Invalid { .. })));
+        assert!(matches!(pattern.first_difference(&all), Err(Error::Invalid { .. })));
+        assert_eq!(gpu.read_to_vec(buffer.address(), 4096).unwrap(), [0; 4096]);
     }
 }

@@ -46,9 +46,11 @@ impl CudaPattern {
     /// # Safety
     /// `bytes` bytes at `address` are memory that the GPU reaches, and nobody else uses them meanwhile.
     pub unsafe fn fill(&self, pattern: WordPattern, offset: u64, address: u64, bytes: u64) -> Result<()> {
-        // SAFETY: by the caller's promise.
-        unsafe { self.kernels.fill(&self.stream, parameters(pattern, offset, address, bytes)) }?;
-        self.stream.wait(DEADLINE)
+        self.to_its_end(|| {
+            // SAFETY: by the caller's promise.
+            unsafe { self.kernels.fill(&self.stream, parameters(pattern, offset, address, bytes)) }?;
+            self.stream.wait(DEADLINE)
+        })
     }
 
     /// The index of the first of `bytes` bytes that is not the pattern's, from its byte `offset` on.
@@ -62,8 +64,14 @@ impl CudaPattern {
         address: u64,
         bytes: u64,
     ) -> Result<Option<u64>> {
+        let parts = [parameters(pattern, offset, address, bytes)];
         // SAFETY: by the caller's promise.
-        unsafe { self.least_difference(&mut self.room(), &[parameters(pattern, offset, address, bytes)]) }
+        self.to_its_end(|| unsafe { self.least_difference(&mut self.room(), &parts) })
+    }
+
+    /// What has failed, or took too long, is waited for too: whose memory it touches takes it back after this.
+    fn to_its_end<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        work().inspect_err(|_| self.stream.finish())
     }
 
     fn room(&self) -> MutexGuard<'_, Room> {
@@ -77,15 +85,17 @@ impl CudaPattern {
     pub(crate) unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
         let mut room = self.room();
         let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
-        for part in parts.iter().filter(|part| part.bytes > SHORT_BYTES_MAX) {
-            // SAFETY: by the caller's promise.
-            unsafe { self.kernels.fill(&self.stream, *part) }?;
-        }
-        if let Some(list) = room.put(&short)? {
-            // SAFETY: as above; the list stays until the wait is over.
-            unsafe { self.kernels.fill_list(&self.stream, list, short.len() as u64) }?;
-        }
-        self.stream.wait(DEADLINE)
+        self.to_its_end(|| {
+            for part in parts.iter().filter(|part| part.bytes > SHORT_BYTES_MAX) {
+                // SAFETY: by the caller's promise.
+                unsafe { self.kernels.fill(&self.stream, *part) }?;
+            }
+            if let Some(list) = room.put(&short)? {
+                // SAFETY: as above; the list stays until the wait is over.
+                unsafe { self.kernels.fill_list(&self.stream, list, short.len() as u64) }?;
+            }
+            self.stream.wait(DEADLINE)
+        })
     }
 
     /// The first of several stretches that differs, and the index of its first wrong byte.
@@ -97,14 +107,16 @@ impl CudaPattern {
         parts: &[PatternParameters],
     ) -> Result<Option<(usize, u64)>> {
         let mut room = self.room();
-        // SAFETY: by the caller's promise, here and below.
-        let (short, long) =
-            unsafe { (self.first_short(&mut room, parts)?, self.first_long(&mut room, parts)?) };
-        let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
-        // SAFETY: as above.
-        let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
-        // One that has gone meanwhile was there.
-        Ok(Some((number, index.unwrap_or(0))))
+        self.to_its_end(|| {
+            // SAFETY: by the caller's promise, here and below.
+            let (short, long) =
+                unsafe { (self.first_short(&mut room, parts)?, self.first_long(&mut room, parts)?) };
+            let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
+            // SAFETY: as above.
+            let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
+            // One that has gone meanwhile was there.
+            Ok(Some((number, index.unwrap_or(0))))
+        })
     }
 
     /// The number of the first short stretch that differs.

@@ -2,7 +2,7 @@
 
 use super::allocation::resolve;
 use super::work::Work;
-use super::{Result, SimGpu, SimStream};
+use super::{Result, SimGpu};
 use crate::limits;
 use crate::memory::unpack::PatternParameters;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,25 +13,27 @@ const PART_BYTES: usize = 64 << 10;
 /// Where a comparison leaves the first difference: a part, and an index in it.
 pub(super) type Found = Arc<Mutex<Option<(usize, u64)>>>;
 
-/// Writes and compares patterns on one GPU; each call waits until it is done.
-pub(crate) struct SimPattern(SimStream);
+/// Writes and compares patterns on one GPU; each call waits until it is done. Each has a stream of its own: that goes with
+/// whatever was not done in time, and nothing touches the memory after it.
+pub(crate) struct SimPattern(Arc<SimGpu>);
 
 impl SimGpu {
     pub(crate) fn pattern(self: &Arc<Self>) -> SimPattern {
-        SimPattern(self.stream())
+        SimPattern(self.clone())
     }
 }
 
 impl SimPattern {
     pub fn fill(&self, parts: Vec<PatternParameters>) -> Result<()> {
-        self.0.enqueue(Work::Pattern { parts })?;
-        self.0.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+        let stream = self.0.stream();
+        stream.enqueue(Work::Pattern { parts })?;
+        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
     }
 
     pub fn first_difference(&self, parts: Vec<PatternParameters>) -> Result<Option<(usize, u64)>> {
-        let found = Found::default();
-        self.0.enqueue(Work::Compare { parts, found: found.clone() })?;
-        self.0.wait(limits::SIM_GPU_BLOCKING_DEADLINE)?;
+        let (stream, found) = (self.0.stream(), Found::default());
+        stream.enqueue(Work::Compare { parts, found: found.clone() })?;
+        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)?;
         Ok(*found.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
