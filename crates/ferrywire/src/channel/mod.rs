@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::limits;
 use crate::peer::PeerState;
 use crate::posted::Posted;
-use crate::queue::{Entry, Pull};
+use crate::queue::{DROPPED, Entry, Pull};
 use crate::schedule;
 use crate::staging::Staging;
 use crate::stats::ChannelCounters;
@@ -43,9 +43,6 @@ const TURN_BYTES: usize = 4 << 20;
 const BULK_PAUSE: Duration = Duration::from_millis(5);
 /// Received frames after which an acknowledgement goes out at once.
 const ACK_FRAMES: u64 = 16;
-
-/// Why nothing of some memory is sent any more.
-const DROPPED: &str = "it was dropped before the operation had ended";
 
 /// What is left of a channel that ended, for the fence.
 pub(crate) struct Remains {
@@ -417,8 +414,13 @@ impl Channel {
         for entry in self.window.from(self.sent) {
             let alone = self.frame_by_frame && frames > 0;
             let held = self.posted.as_ref().is_some_and(|posted| posted.holds_head(self.sent + frames));
-            if alone || held || batch.full() || !self.staging.sending.ready(entry, self.peer.queue.crc) {
+            if alone || held || batch.full() {
                 break;
+            }
+            match self.staging.sending.ready(entry, self.peer.queue.crc) {
+                None => break,
+                Some(0) => {}
+                Some(credit) => self.peer.queue.credit(credit),
             }
             if entry.is_gone() {
                 match frames {

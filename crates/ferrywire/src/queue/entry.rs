@@ -25,6 +25,9 @@ pub(crate) struct Entry {
     pub staged: Option<Staged>,
 }
 
+/// Why nothing of some memory is sent any more.
+pub(crate) const DROPPED: &str = "it was dropped before the operation had ended";
+
 /// Where a frame's payload comes from.
 pub(crate) enum Body {
     None,
@@ -72,7 +75,12 @@ impl Entry {
 
     /// Whether its payload is in memory that its user may have freed, and not in a ring.
     pub fn is_gone(&self) -> bool {
-        self.staged.is_none() && self.payload().is_some_and(|(memory, _)| memory.is_gone())
+        self.staged.is_none() && self.is_of_gone_memory()
+    }
+
+    /// Whether its payload comes from such memory, wherever it is now.
+    pub fn is_of_gone_memory(&self) -> bool {
+        self.payload().is_some_and(|(memory, _)| memory.is_gone())
     }
 
     /// The GPU whose memory the payload is to be staged from, if there is any.

@@ -8,7 +8,7 @@
 
 mod entry;
 
-pub(crate) use entry::{Body, Entry};
+pub(crate) use entry::{Body, DROPPED, Entry};
 
 use crate::limits;
 use crate::operation::{NO_EPOCH, Op, Verb};

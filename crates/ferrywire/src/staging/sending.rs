@@ -11,7 +11,7 @@ use super::line::Line;
 use super::stopwatch::Stopwatch;
 use crate::error::Error;
 use crate::limits;
-use crate::queue::Entry;
+use crate::queue::{DROPPED, Entry};
 use std::time::Duration;
 
 /// Where a frame's payload is staged.
@@ -141,20 +141,26 @@ impl Sending {
         credit
     }
 
-    /// Whether a frame may be sent: anything but one whose copy is under way.
-    pub fn ready(&self, entry: &mut Entry, crc: bool) -> bool {
-        let Some(staged) = &mut entry.staged else { return true };
-        match staged.state {
-            State::Ready => return true,
-            State::Lost => {}
-            State::Copying(mark) if self.lines[staged.line].done(mark) => {}
-            State::Copying(_) | State::Reserved => return false,
-        }
+    /// Whether a frame may be sent: anything but one whose copy is under way. Gives credit for a message that will not be
+    /// sent after all.
+    pub fn ready(&self, entry: &mut Entry, crc: bool) -> Option<u64> {
+        let Some(staged) = &mut entry.staged else { return Some(0) };
+        let copied = match staged.state {
+            State::Ready => return Some(0),
+            State::Lost => false,
+            State::Copying(mark) if self.lines[staged.line].done(mark) => true,
+            State::Copying(_) | State::Reserved => return None,
+        };
         staged.state = State::Ready;
+        // Dropped before that was seen, and maybe before it was copied: the bytes may be anybody's.
+        let credit = match copied && entry.is_of_gone_memory() {
+            true => entry.give_up(&Error::invalid("region", DROPPED)),
+            false => 0,
+        };
         if crc {
             entry.add_crc();
         }
-        true
+        Some(credit)
     }
 
     /// Some of a frame is lent to the socket from here on.

@@ -265,3 +265,43 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     assert!(found.contains(&5), "nothing was under way");
     drop(memory);
 }
+
+/// The bytes were in no ring yet when it was dropped, and what had come there since was sent.
+#[test]
+fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_was_slow() {
+    const BYTES: usize = 1 << 20;
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(8).unwrap();
+    let buffer = gpu.alloc(BYTES, 4096).unwrap();
+    gpu.write_from_slice(buffer.address(), &[5; BYTES]).unwrap();
+    // SAFETY: the buffer stays until the end.
+    let region = unsafe { pair.ends[0].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
+    let target = pair.ends[1].register_zeroed(BYTES).unwrap();
+    gpu.set_stall(true);
+    let write = pair.near.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    let begun = Instant::now();
+    let is_staged = || {
+        let staged = pair.near.stats().channels.into_iter().filter_map(|channel| channel.staging);
+        staged.map(|staging| staging.sent_bytes).sum::<u64>() > 0
+    };
+    while !is_staged() {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    // Until the engine has given up waiting.
+    drop(region);
+    assert_eq!(write.poll(), None);
+    // SAFETY: memory of this test's, which nobody copies while the GPU stands still.
+    unsafe { SimGpu::dma_view(buffer.address(), BYTES).unwrap().write_bytes(0xEE, BYTES) };
+    gpu.set_stall(false);
+    let error = write.wait(LIMIT).unwrap_err();
+    assert!(error.to_string().contains("it was dropped before the operation had ended"), "{error}");
+    let mut found = vec![0; BYTES];
+    target.read_at(0, &mut found).unwrap();
+    assert!(found.iter().all(|byte| *byte != 0xEE));
+    // Others go on.
+    let source = pair.ends[0].register_sim(8, 4096).unwrap();
+    let write = pair.near.write(&source, 0, &target.descriptor(), 0, 4096).unwrap();
+    assert_eq!(write.wait(LIMIT), Ok(4096));
+}
