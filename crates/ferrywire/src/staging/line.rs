@@ -3,8 +3,8 @@
 //! Both are made when they are first needed, and kept as long as the channel. A copier that fails is
 //! thrown away, and the next copy gets a new one; the ring stays, since some of it may still be in use.
 //!
-//! Invariant: copies that a thrown away copier had not done will not be done. Read next: `sending.rs`,
-//! `receiving.rs`.
+//! Invariant: copies that a thrown away copier had not done will not be done, and are told so; those that were added after
+//! it are none of them. Read next: `sending.rs`, `receiving.rs`.
 
 use super::copier::{self, Copier, Pinned, Run, Way};
 use super::ring::Ring;
@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::Place;
 use std::collections::VecDeque;
+use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -37,8 +38,8 @@ pub(super) struct Line {
     busy: Stopwatch,
     /// Calls of copiers that were thrown away.
     past_calls: u64,
-    /// Why the copier failed, until that was told.
-    failure: Option<Error>,
+    /// Why a copier failed, and the marks that never will be reached for it, until that was told.
+    failure: Option<(Error, RangeInclusive<u64>)>,
 }
 
 /// Runs that are copied together, and the mark behind them.
@@ -102,10 +103,16 @@ impl Line {
         if self.pinned.is_none() {
             self.pinned = Some(copier::pinned(self.place, self.ring.len())?);
         }
-        if self.copier.is_none() && self.failure.is_none() {
+        self.make_copier()?;
+        Ok(self.base())
+    }
+
+    /// A new one where the last has failed.
+    fn make_copier(&mut self) -> Result<()> {
+        if self.copier.is_none() {
             self.copier = Some(copier::copier(self.place, self.way)?);
         }
-        Ok(self.base())
+        Ok(())
     }
 
     /// The address of the ring, which has been prepared.
@@ -171,9 +178,10 @@ impl Line {
             }) {
                 (mark, runs, bytes) = (next.mark, runs + next.runs, bytes + next.bytes);
             }
+            let made = self.make_copier();
             // SAFETY: by the promises of `add`; the copier is dropped before the memory of the ring.
             let copy = |copier: &mut Box<dyn Copier>| unsafe { copier.copy(&self.runs[..runs], mark) };
-            let enqueued = self.copier.as_mut().map_or(Ok(()), copy);
+            let enqueued = made.and_then(|()| self.copier.as_mut().map_or(Ok(()), copy));
             self.runs.drain(..runs);
             if let Err(error) = enqueued {
                 self.fail(error);
@@ -181,8 +189,8 @@ impl Line {
         }
     }
 
-    /// Looks how far the copier has come. True if it has failed: then every mark that is not reached never
-    /// will be, until [`Line::settle`].
+    /// Looks how far the copier has come. True if one has failed: then some marks are [lost](Line::lost), until
+    /// [`Line::settle`].
     pub fn look(&mut self) -> bool {
         if let Some(copier) = self.copier.as_mut().filter(|_| self.reached < self.marked) {
             let (reached, failed) = copier.reached();
@@ -203,12 +211,27 @@ impl Line {
             self.past_calls += copier.calls();
         }
         tracing::warn!(%error, place = %self.place, "copying between a GPU and the host failed");
-        self.failure.get_or_insert(error);
+        // What waits goes with what it waits for, and its mark is never given again.
+        self.marked += u64::from(self.batch_bytes > 0);
+        self.forget();
+        let (error, first) = match self.failure.take() {
+            Some((error, before)) => (error, *before.start()),
+            None => (error, self.reached + 1),
+        };
+        self.failure = Some((error, first..=self.marked));
     }
 
     /// Whether the copies before a mark are done.
     pub fn done(&self, mark: u64) -> bool {
-        mark <= self.reached
+        mark <= self.reached && !self.lost(mark..=mark)
+    }
+
+    /// Whether the copies before one of these marks will not be done. For whoever asks between [`Line::look`] and
+    /// [`Line::settle`].
+    pub fn lost(&self, marks: RangeInclusive<u64>) -> bool {
+        let overlaps =
+            |lost: &RangeInclusive<u64>| marks.start() <= lost.end() && lost.start() <= marks.end();
+        self.failure.as_ref().is_some_and(|(_, lost)| overlaps(lost))
     }
 
     /// Whether copies are under way, or a failure of theirs is not told yet.
@@ -226,22 +249,17 @@ impl Line {
         self.past_calls + self.copier.as_ref().map_or(0, |copier| copier.calls())
     }
 
-    /// The failure has been told to all whose copies were not done: gives it, and starts afresh.
+    /// The failure has been told to all whose copies are lost: gives it. What was added since goes on.
     pub fn settle(&mut self) -> Option<Error> {
-        let failure = self.failure.take()?;
-        if self.batch_bytes > 0 {
-            // Their mark is told as well, and never given again.
-            self.marked += 1;
-        }
-        self.forget();
-        self.reached = self.marked;
-        self.busy.set(false);
+        let (failure, lost) = self.failure.take()?;
+        self.reached = self.reached.max(*lost.end());
+        self.busy.set(self.reached < self.marked);
         Some(failure)
     }
 
-    /// Why the copier has failed, if it has.
+    /// Why a copier has failed, if that is not told yet.
     pub fn failure(&self) -> Option<&Error> {
-        self.failure.as_ref()
+        self.failure.as_ref().map(|(error, _)| error)
     }
 
     /// Ends all copying: when this returns, nothing touches the memory that was named here.
@@ -258,6 +276,33 @@ impl Line {
         self.runs.clear();
         self.held.clear();
         self.batch_bytes = 0;
+    }
+}
+
+/// A copier that takes nothing.
+#[cfg(test)]
+struct Broken;
+
+#[cfg(test)]
+impl Copier for Broken {
+    unsafe fn copy(&mut self, _runs: &[Run], _mark: u64) -> Result<()> {
+        Err(Error::Bug("it is broken".into()))
+    }
+
+    fn reached(&mut self) -> (u64, Option<Error>) {
+        (0, None)
+    }
+
+    fn calls(&self) -> u64 {
+        0
+    }
+}
+
+#[cfg(test)]
+impl Line {
+    /// The next batch is not taken.
+    pub fn break_copier(&mut self) {
+        self.copier = Some(Box::new(Broken));
     }
 }
 
@@ -392,5 +437,35 @@ mod tests {
         assert!(line.settle().is_some());
         assert!(line.done(3) && !line.copying() && line.batch_bytes() == 0);
         assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
+    }
+
+    /// They were told a failure that was none of theirs.
+    #[test]
+    fn what_is_added_before_a_failure_is_told_is_for_the_next_copier() {
+        let (mut line, _) = scene(Way::In);
+        line.break_copier();
+        add(&mut line, 1);
+        line.flush();
+        let (other, seen) = scene(Way::In);
+        line.copier = { other }.copier.take();
+        add(&mut line, 2);
+        line.flush();
+        assert_eq!(seen.lock().unwrap().batches, [(2, 2)]);
+        seen.lock().unwrap().reached = 2;
+        assert!(line.look() && !line.done(1) && line.done(2));
+        assert!(line.settle().is_some());
+        assert!(line.done(2) && !line.copying());
+        // Nothing was told meanwhile.
+        line.break_copier();
+        add(&mut line, 1);
+        line.flush();
+        line.settle();
+        let (other, seen) = scene(Way::In);
+        line.copier = { other }.copier.take();
+        add(&mut line, 1);
+        line.flush();
+        assert!(!line.look() && line.copying() && !line.done(4));
+        seen.lock().unwrap().reached = 4;
+        assert!(!line.look() && line.done(4) && !line.copying());
     }
 }

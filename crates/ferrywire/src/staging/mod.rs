@@ -57,3 +57,13 @@ impl Staging {
         self.receiving.end();
     }
 }
+
+/// For tests: a GPU that stands still or fails in some of them, and the leave to use it.
+#[cfg(test)]
+const ALONE: u32 = 15;
+
+#[cfg(test)]
+fn alone() -> std::sync::MutexGuard<'static, ()> {
+    static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}

@@ -43,10 +43,11 @@ struct Frame {
     copy: Option<Copy>,
 }
 
-/// A mark of a lane.
+/// A mark of a lane, and the first of the same frame, if there are several.
 #[derive(Clone, Copy)]
 struct Copy {
     lane: usize,
+    first: u64,
     mark: u64,
 }
 
@@ -59,6 +60,8 @@ struct Current {
     rest: usize,
     /// The part that is being filled.
     open: Option<IoVec>,
+    /// What stands behind the parts that are whole.
+    copy: Option<Copy>,
 }
 
 /// What a channel receives into GPU memory.
@@ -86,7 +89,8 @@ impl Receiving {
         });
         self.lanes[lane].line.prepare()?;
         let rest = targets.iter().map(|target| target.len).sum();
-        self.current = Some(Current { lane, targets: targets.drain(..).collect(), rest, open: None });
+        let targets = targets.drain(..).collect();
+        self.current = Some(Current { lane, targets, rest, open: None, copy: None });
         Ok(())
     }
 
@@ -110,9 +114,11 @@ impl Receiving {
         let Some(current) = &mut self.current else { return false };
         let Some(part) = current.open.take() else { return current.rest > 0 };
         let Lane { line, parts } = &mut self.lanes[current.lane];
+        let (lane, mark) = (current.lane, line.next_mark());
         if let Some(last) = parts.back_mut() {
-            *last = Some(line.next_mark());
+            *last = Some(mark);
         }
+        current.copy = Some(Copy { lane, first: current.copy.map_or(mark, |copy| copy.first), mark });
         self.staged_bytes += part.len as u64;
         let (mut host, mut left) = (part.base as usize, part.len);
         while let Some(target) = current.targets.front_mut().filter(|_| left > 0) {
@@ -147,10 +153,7 @@ impl Receiving {
 
     /// A frame is here, with all the stream brings of it. It waits if it is staged, or behind one that is.
     pub fn expect(&mut self, arrival: Arrival) {
-        let copy = self
-            .current
-            .take()
-            .map(|current| Copy { lane: current.lane, mark: self.lanes[current.lane].line.next_mark() });
+        let copy = self.current.take().and_then(|current| current.copy);
         self.frames.push_back(Frame { arrival, copy });
     }
 
@@ -168,8 +171,8 @@ impl Receiving {
         self.lanes[current.lane].free();
         let line = &self.lanes[current.lane].line;
         if let Some(landing) = landing.filter(|_| line.copying()) {
-            let copy = Copy { lane: current.lane, mark: line.next_mark() - 1 };
-            self.lingering.push((landing, copy));
+            let mark = line.next_mark() - 1;
+            self.lingering.push((landing, Copy { lane: current.lane, first: mark, mark }));
         }
     }
 
@@ -210,11 +213,15 @@ impl Receiving {
         self.lingering.retain(|(_, copy)| !lanes[copy.lane].line.done(copy.mark));
     }
 
-    /// The copies of a lane have failed: refuses the frames whose copies are not done.
+    /// Copies of a lane have failed: refuses the frames of which any is lost. True if the one that is being received is one
+    /// of them; one of which nothing was to be copied yet goes on.
     fn fail(&mut self, at: usize) -> bool {
-        let line = &mut self.lanes[at].line;
+        let line = &self.lanes[at].line;
+        let lost = |copy: Option<Copy>| {
+            copy.is_some_and(|copy| copy.lane == at && line.lost(copy.first..=copy.mark))
+        };
         for frame in &mut self.frames {
-            if !frame.copy.is_some_and(|copy| copy.lane == at && !line.done(copy.mark)) {
+            if !lost(frame.copy) {
                 continue;
             }
             frame.arrival.refusal.get_or_insert(Refusal::Gpu);
@@ -222,7 +229,7 @@ impl Receiving {
                 landing.fail(failure);
             }
         }
-        self.current.as_ref().is_some_and(|current| current.lane == at)
+        lost(self.current.as_ref().and_then(|current| current.copy))
     }
 
     /// Tells the landing of the current frame why its copies have failed.
@@ -296,10 +303,109 @@ impl Receiving {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{ALONE, alone};
     use super::*;
     use crate::memory::sim::{SimFaults, SimGpu};
+    use crate::memory::{Gpu, Memory};
+    use crate::wire::{Header, Kind};
+    use std::sync::Arc;
 
     const GPU: u32 = 14;
+
+    /// A frame for a region with this key.
+    fn frame(key: u64, memory: &Arc<Memory>) -> Arrival {
+        let mut header = Header::new(Kind::Data);
+        header.key = key;
+        let landing = Some(Landing::Region { key, memory: memory.clone() });
+        let (placements, message, target) = Default::default();
+        Arrival { header, placements, landing, message, refusal: None, target }
+    }
+
+    /// Receives a frame of one part; its copy is not begun.
+    fn receive(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>) {
+        let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
+        receiving.begin(memory.place(), &mut vec![target]).unwrap();
+        receiving.open_part().expect("the ring has room");
+        assert!(!receiving.close_part());
+        receiving.expect(frame(key, memory));
+    }
+
+    fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+        let start = std::time::Instant::now();
+        loop {
+            if let Some(seen) = look() {
+                return seen;
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::yield_now();
+        }
+    }
+
+    fn memory_of(gpu: &Arc<SimGpu>) -> Arc<Memory> {
+        Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap()
+    }
+
+    /// It was told the failure of another's copy, and its writer was refused.
+    #[test]
+    fn a_frame_of_which_nothing_was_copied_yet_goes_on_when_the_copy_of_another_fails() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = memory_of(&gpu);
+        for told_first in [true, false] {
+            let mut receiving = Receiving::default();
+            receive(&mut receiving, 1, &memory);
+            let target = IoVec::new(memory.span(0, 4096).unwrap(), 4096);
+            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.open_part().expect("the ring has room");
+            receiving.lanes[0].line.break_copier();
+            receiving.flush();
+            if told_first {
+                assert!(!receiving.look(), "nothing of the second was to be copied");
+                receiving.free();
+            }
+            assert!(!receiving.close_part());
+            receiving.expect(frame(2, &memory));
+            receiving.flush();
+            let mut placed = || {
+                assert!(!receiving.look());
+                receiving.free();
+                receiving.next().map(|arrival| (arrival.header.key, arrival.refusal))
+            };
+            assert_eq!(until("the first ends", &mut placed), (1, Some(Refusal::Gpu)));
+            assert_eq!(until("the second is copied", &mut placed), (2, None));
+            assert!(!receiving.active());
+        }
+    }
+
+    /// A later part of it was copied well, and it was taken for placed.
+    #[test]
+    fn a_frame_of_which_one_part_is_lost_is_refused_though_the_next_one_is_copied() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let buffer = gpu.alloc(2 * limits::STAGING_PART_BYTES, 4096).unwrap();
+        for is_whole in [true, false] {
+            let (mut receiving, memory) = (Receiving::default(), memory_of(&gpu));
+            let target = IoVec::new(buffer.as_ptr(), buffer.len());
+            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.open_part().expect("the ring has room");
+            assert!(receiving.close_part());
+            receiving.lanes[0].line.break_copier();
+            receiving.flush();
+            receiving.open_part().expect("the ring has room");
+            if is_whole {
+                assert!(!receiving.close_part());
+                receiving.expect(frame(1, &memory));
+                receiving.flush();
+            }
+            assert_eq!(receiving.look(), !is_whole, "it is being received, or it waits");
+            if is_whole {
+                receiving.free();
+                let refusal = until("it ends", || {
+                    receiving.look();
+                    receiving.next().map(|arrival| arrival.refusal)
+                });
+                assert_eq!(refusal, Some(Refusal::Gpu));
+            }
+        }
+    }
 
     /// What a payload of so many parts has, the last of them open; the first is being copied.
     fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {

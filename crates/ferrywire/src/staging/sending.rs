@@ -129,7 +129,7 @@ impl Sending {
         for entry in unsent {
             let Some(staged) = &mut entry.staged else { continue };
             let line = &self.lines[staged.line];
-            let lost = matches!(staged.state, State::Copying(mark) if !line.done(mark));
+            let lost = matches!(staged.state, State::Copying(mark) if line.lost(mark..=mark));
             if let Some(failure) = line.failure().filter(|_| lost) {
                 staged.state = State::Lost;
                 credit += entry.give_up(failure);
@@ -225,5 +225,68 @@ fn copy_out(line: &mut Line, entry: &Entry, mut host: usize) {
         // the copy; the span of the ring is this frame's until it is sent.
         unsafe { line.add(run) };
         host += len as usize;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ALONE, alone};
+    use super::*;
+    use crate::memory::sim::SimGpu;
+    use crate::memory::{Gpu, Memory};
+    use crate::operation::{Op, Verb};
+    use crate::queue::{Pull, SendQueue};
+    use crate::transfer::{Piece, Pieces};
+    use crate::window::Window;
+    use std::sync::Arc;
+
+    /// Has a write of all of the memory taken, as a channel does.
+    fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
+        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
+        let piece = Piece { local: 0, remote: 0, len: memory.len() };
+        let op = Arc::new(Op::new(1, Verb::Write, Pieces::One(piece), Some(memory.clone()), 9));
+        assert!(queue.post(op.clone()));
+        let pull = Pull {
+            channel: 0,
+            bytes: u64::MAX,
+            channels: 1,
+            chunk_bytes: queue.chunk_bytes,
+            staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+            small: u64::MAX,
+            bulk: true,
+            messages: None,
+        };
+        let (_, dropped) = queue.pull(window, sending, pull);
+        assert!(dropped.is_empty());
+        op
+    }
+
+    /// What was taken before the failure was told was not copied, and its operations failed.
+    #[test]
+    fn what_is_staged_behind_a_copy_that_fails_is_copied_all_the_same() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap();
+        let [first, second, third] = [memory(), memory(), memory()];
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        // The copier comes with the first.
+        let fine = take(&first, &mut window, &mut sending);
+        sending.begin(window.from(0));
+        let start = std::time::Instant::now();
+        while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
+            assert_eq!(sending.look(window.from(0)), 0);
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        sending.lines[0].break_copier();
+        let fails = take(&second, &mut window, &mut sending);
+        sending.begin(window.from(1));
+        let goes_on = take(&third, &mut window, &mut sending);
+        sending.begin(window.from(2));
+        while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
+            sending.look(window.from(0));
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!([&fine, &fails, &goes_on].map(|op| op.failed()), [false, true, false]);
+        assert_eq!(window.from(0).map(|entry| entry.header.len).collect::<Vec<_>>(), [4096, 0, 4096]);
     }
 }
