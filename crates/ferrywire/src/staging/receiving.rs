@@ -242,8 +242,7 @@ impl Receiving {
 
     /// The next frame that has arrived, if its copies are done.
     pub fn next(&mut self) -> Option<Arrival> {
-        let copy = self.frames.front()?.copy;
-        match copy.is_none_or(|copy| self.lanes[copy.lane].line.done(copy.mark)) {
+        match is_copied(&self.lanes, self.frames.front()?.copy) {
             true => self.frames.pop_front().map(|frame| frame.arrival),
             false => None,
         }
@@ -256,12 +255,12 @@ impl Receiving {
             let Some(landing) = frame.arrival.landing.as_ref().filter(|landing| gone(landing)) else {
                 continue;
             };
-            match (frame.copy, landing) {
+            match (is_copied(&self.lanes, frame.copy), landing) {
                 // It is placed when its turn comes, soon.
-                (Some(_), _) => touched = true,
+                (false, _) => touched = true,
                 // Its bytes are in their place, and somebody waits to hear of them.
-                (None, Landing::Sink { sink, .. }) if !sink.gone() => {}
-                (None, _) => frame.arrival.landing = None,
+                (true, Landing::Sink { sink, .. }) if !sink.gone() => {}
+                (true, _) => frame.arrival.landing = None,
             }
         }
         touched
@@ -299,6 +298,11 @@ impl Receiving {
         self.lingering.clear();
         self.current = None;
     }
+}
+
+/// Whether nothing is copied for a frame, or not any more.
+fn is_copied(lanes: &[Lane], copy: Option<Copy>) -> bool {
+    copy.is_none_or(|copy| lanes[copy.lane].line.done(copy.mark))
 }
 
 #[cfg(test)]
@@ -405,6 +409,37 @@ mod tests {
                 assert_eq!(refusal, Some(Refusal::Gpu));
             }
         }
+    }
+
+    /// Whoever took its memory back had to wait for the other GPU, and lost the connection.
+    #[test]
+    fn what_is_copied_is_not_touched_any_more_though_another_gpu_stands_before_it() {
+        let (_alone, stands) = (alone(), SimGpu::open(ALONE).unwrap());
+        let goes = SimGpu::open(11).unwrap();
+        let [first, second] = [memory_of(&stands), memory_of(&goes)];
+        let mut receiving = Receiving::default();
+        stands.set_stall(true);
+        receive(&mut receiving, 1, &first);
+        receive(&mut receiving, 2, &second);
+        receiving.flush();
+        until("the second is copied", || {
+            assert!(!receiving.look());
+            receiving.free();
+            receiving.lanes[1].line.done(1).then_some(())
+        });
+        assert!(receiving.next().is_none(), "it waits for the first");
+        assert!(!receiving.abandon(&|landing| landing.is_in(&second)));
+        assert!(receiving.abandon(&|landing| landing.is_in(&first)));
+        stands.set_stall(false);
+        let mut placed = || {
+            receiving.look();
+            receiving.free();
+            receiving.next().map(|arrival| (arrival.header.key, arrival.landing.is_some()))
+        };
+        assert_eq!(
+            [until("the first", &mut placed), until("the second", &mut placed)],
+            [(1, true), (2, false)]
+        );
     }
 
     /// What a payload of so many parts has, the last of them open; the first is being copied.
