@@ -184,8 +184,8 @@ impl RegionHome for Engine {
         &self.regions
     }
 
-    fn release(&self, memory: &Arc<Memory>) -> Result<()> {
-        progress::abandon_memory(self, memory)?;
+    fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()> {
+        progress::abandon_memory(self, memory, at_any_cost)?;
         // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
         let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
         let mut patience = Patience::new(limits::DRAIN_DEADLINE);
@@ -204,13 +204,13 @@ impl RegionHome for Engine {
         }
         // Lanes have no message of it any more, and so nothing that keeps it registered.
         match memory.user_owned() && self.workers.iter().any(|worker| worker.may_have_lanes()) {
-            true => progress::abandon_memory(self, memory),
+            true => progress::abandon_memory(self, memory, at_any_cost),
             false => Ok(()),
         }
     }
 
     fn interrupt(&self, memory: &Arc<Memory>) -> Result<()> {
-        progress::abandon_memory(self, memory)
+        progress::abandon_memory(self, memory, true)
     }
 
     fn origin(&self) -> Origin {

@@ -214,6 +214,8 @@ pub const LANE_STALL_LIMIT_DEFAULT: Duration = Duration::from_secs(30);
 pub const LANE_CLOSING_DEADLINE: Duration = Duration::from_secs(2);
 /// A posted receive into memory that is taken back has this long to end before its channel does.
 pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
+/// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
+pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// How often a connection or a listener of a plugin is asked whether it is ready.
 pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 /// The same of one that nobody waits for any more, and for how long at most: until then it is closed once it is ready.

@@ -17,6 +17,7 @@ mod staged;
 
 use crate::error::Error;
 use crate::limits;
+use crate::memory::Place;
 use crate::peer::PeerState;
 use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry, Pull};
@@ -56,6 +57,14 @@ pub(crate) struct Remains {
     pub lane: Option<String>,
     /// Whether it was the lane that failed.
     pub lane_failed: bool,
+}
+
+/// Who may still write to memory that is taken back.
+pub(crate) struct Touched {
+    /// The lane, whose receive for it is posted.
+    pub lane: bool,
+    /// A GPU, with copies that are under way.
+    pub gpu: Option<Place>,
 }
 
 /// Buffers that a worker lends to the channel whose turn it is.

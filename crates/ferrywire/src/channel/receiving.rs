@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::receiver::{Stage, check_crc};
-use super::{Channel, Remains, TURN_BYTES, Workspace, broken};
+use super::{Channel, Remains, TURN_BYTES, Touched, Workspace, broken};
 use crate::limits;
 use crate::memory::Place;
 use crate::peer::Landing;
@@ -250,14 +250,13 @@ impl Channel {
         self.acknowledged(self.rx.header.ack)
     }
 
-    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away. True while a
-    /// lane, or a copy to a GPU, may still write there.
-    pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> bool {
+    /// Stops placing bytes into this memory: the rest of a payload under way is thrown away. Says who may still write there.
+    pub fn abandon(&mut self, gone: impl Fn(&Landing) -> bool) -> Touched {
         if self.rx.landing.as_ref().is_some_and(&gone) {
             self.break_off(Refusal::NoRegion);
         }
-        let staged = self.staging.receiving.abandon(&gone);
-        self.posted.as_mut().is_some_and(|posted| posted.abandon(&gone)) || staged
+        let gpu = self.staging.receiving.abandon(&gone);
+        Touched { lane: self.posted.as_mut().is_some_and(|posted| posted.abandon(&gone)), gpu }
     }
 
     /// Ends the channel: closes the connection, then tells what it placed and what it did not deliver.

@@ -335,8 +335,9 @@ pub(crate) trait RegionHome: Send + Sync {
     fn identity(&self) -> Identity;
     fn regions(&self) -> &RegionTable;
     fn origin(&self) -> Origin;
-    /// Returns when no thread or NIC of this endpoint touches the memory any more.
-    fn release(&self, memory: &Arc<Memory>) -> Result<()>;
+    /// Returns when no thread, NIC or GPU of this endpoint touches the memory any more. `at_any_cost`: by losing channels whose
+    /// GPU does not get on, too.
+    fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
     /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
     fn interrupt(&self, memory: &Arc<Memory>) -> Result<()>;
     /// Sees to it that its owner is dropped when that is so, and returns at once.
@@ -352,14 +353,14 @@ struct Registration {
 }
 
 impl Registration {
-    fn end(&self) -> Result<()> {
+    fn end(&self, at_any_cost: bool) -> Result<()> {
         match self.home.upgrade() {
             Some(_) if self.released.load(Ordering::SeqCst) => {}
             Some(home) => {
                 home.origin().check()?;
                 self.memory.taken_back.store(true, Ordering::SeqCst);
                 home.regions().remove(&self.memory);
-                home.release(&self.memory)?;
+                home.release(&self.memory, at_any_cost)?;
                 self.released.store(true, Ordering::SeqCst);
             }
             // Without an endpoint only callers touch it, for as long as a copy takes.
@@ -395,9 +396,9 @@ impl Drop for Registration {
         if self.memory.has_owner() || goes_on {
             return self.end_later();
         }
-        // One that failed to end has been waited for, and told of, already.
+        // One that failed to end has been waited for, and told of, already. Nobody is asked to keep the memory.
         if !self.memory.revoked()
-            && let Err(error) = self.end()
+            && let Err(error) = self.end(self.memory.user_owned())
         {
             tracing::error!(%error, "a dropped region could not be released");
         }
@@ -541,10 +542,10 @@ impl Region {
     ///
     /// # Errors
     /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::HeldUp`] when
-    /// a thread does not let go of it. Peers are refused all the same, but the memory is not free: a clone
-    /// can be deregistered again; an owner that was given with it is dropped later, once it is free.
+    /// a thread, or a GPU that has still to copy to it, does not let go of it. Peers are refused all the same, but the memory
+    /// is not free: a clone can be deregistered again; an owner that was given with it is dropped later, once it is free.
     pub fn deregister(self) -> Result<()> {
-        self.inner.end()
+        self.inner.end(false)
     }
 }
 

@@ -522,8 +522,8 @@ impl PeerState {
                 let op = op.clone();
                 let what = || format!("the memory of a cancelled operation with {}", self.name);
                 // The operation ends when the thread comes back; its memory is not free before.
-                if let Err(error) = progress::abandon(&self.engine, what, move |landing| landing.is_sink(&op))
-                {
+                let is_its = move |landing: &Landing| landing.is_sink(&op);
+                if let Err(error) = progress::abandon(&self.engine, what, false, is_its) {
                     tracing::error!("{error}");
                 }
             }

@@ -1,7 +1,7 @@
 //! Making every worker let go of some memory, so that it can be given back.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use super::{Command, SPIN};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
-use crate::memory::Memory;
+use crate::memory::{Memory, Place};
 use crate::patience::Patience;
 use crate::peer::Landing;
 
@@ -20,13 +20,26 @@ const PAUSE: Duration = Duration::from_micros(100);
 /// A request to all workers to let go of some memory, and which of them have answered.
 pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
+    /// Channels may be lost for it: its user has the memory back, whatever comes of this.
+    pub(super) at_any_cost: bool,
     pub(super) answered: Box<[AtomicBool]>,
+    /// For whose copies each worker waits, if for nothing else.
+    gpus: Box<[Mutex<Option<Place>>]>,
 }
 
 impl Abandon {
     /// The first worker that has not answered.
     fn missing(&self) -> Option<usize> {
         self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
+    }
+
+    /// A worker waits for nothing but copies of this GPU, or not.
+    pub(super) fn note_gpu(&self, worker: usize, gpu: Option<Place>) {
+        *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner) = gpu;
+    }
+
+    fn gpu(&self, worker: usize) -> Option<Place> {
+        *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether all have.
@@ -61,13 +74,15 @@ impl Standstill {
 ///
 /// # Errors
 /// [`Error::HeldUp`] about `what` when a worker that has not answered does nothing at all for
-/// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return.
+/// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return; and, unless `at_any_cost`, when a GPU
+/// has not made its copies in `limits::GPU_ABANDON_DEADLINE`.
 pub(crate) fn abandon(
     engine: &Engine,
     what: impl FnOnce() -> String,
+    at_any_cost: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
-    let request = ask(engine, gone);
+    let request = ask(engine, at_any_cost, gone);
     let mut standstill = Standstill::new();
     let start = Instant::now();
     // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
@@ -77,6 +92,11 @@ pub(crate) fn abandon(
             let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
             return Err(Error::HeldUp { what, by, waited: standstill.patience.waited() });
+        }
+        let late = !at_any_cost && start.elapsed() >= limits::GPU_ABANDON_DEADLINE;
+        if let Some(place) = request.gpu(missing).filter(|_| late) {
+            let by = format!("copies to {place}, which stands still or is slow");
+            return Err(Error::HeldUp { what: what(), by, waited: start.elapsed() });
         }
         let mut worked = false;
         for worker in &engine.workers {
@@ -91,9 +111,14 @@ pub(crate) fn abandon(
 }
 
 /// Asks every worker to stop placing bytes where `gone` says.
-fn ask(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static) -> Arc<Abandon> {
+fn ask(
+    engine: &Engine,
+    at_any_cost: bool,
+    gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
+) -> Arc<Abandon> {
     let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
-    let request = Arc::new(Abandon { gone: Box::new(gone), answered });
+    let gpus = engine.workers.iter().map(|_| Mutex::default()).collect();
+    let request = Arc::new(Abandon { gone: Box::new(gone), at_any_cost, answered, gpus });
     for worker in &engine.workers {
         worker.command(Command::Abandon(request.clone()));
     }
@@ -104,13 +129,13 @@ fn ask(engine: &Engine, gone: impl Fn(&Landing) -> bool + Send + Sync + 'static)
 /// there; who asks looks for the answers.
 pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
-    ask(engine, move |landing| !landing.once() && landing.is_in(&memory))
+    ask(engine, false, move |landing| !landing.once() && landing.is_in(&memory))
 }
 
 /// Makes every worker let go of a span of memory.
-pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>) -> Result<()> {
+pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
-    abandon(engine, || what, move |landing| landing.is_in(&memory))
+    abandon(engine, || what, at_any_cost, move |landing| landing.is_in(&memory))
 }
 
 #[cfg(test)]

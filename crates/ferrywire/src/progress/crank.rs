@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use super::{COPY_NAP, Command, Crank, Worker};
+use super::{Abandoning, COPY_NAP, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::limits;
@@ -71,7 +71,8 @@ impl Crank {
                 Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
                 Command::KeepToCore => {}
                 Command::Abandon(request) => {
-                    self.abandoning.push((request, engine.transport.now()));
+                    let since = engine.transport.now();
+                    self.abandoning.push(Abandoning { request, since, by_gpu: false });
                     self.let_go(worker, engine);
                 }
                 Command::Drop { session, index, generation, why } => {
@@ -92,13 +93,15 @@ impl Crank {
         worked
     }
 
-    /// Answers requests to let go of memory once no lane may write there any more. A channel whose lane
-    /// does not come to an end with it is lost instead.
+    /// Answers requests to let go of memory once nobody may write there any more. A channel whose lane does not come to an
+    /// end with it is lost instead; one whose GPU does not, only where the memory is wanted at any cost.
     fn let_go(&mut self, worker: &Worker, engine: &Engine) {
         let now = engine.transport.now();
-        for (request, since) in std::mem::take(&mut self.abandoning) {
-            let late = now.saturating_sub(since) > limits::LANE_ABANDON_DEADLINE;
-            let mut busy = false;
+        for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
+            let waited = now.saturating_sub(since);
+            let late = waited > limits::LANE_ABANDON_DEADLINE;
+            let cut = request.at_any_cost && waited > limits::GPU_ABANDON_DEADLINE;
+            let (mut lane, mut gpu) = (false, None);
             for place in 0..self.slots.len() {
                 let Some(slot) = &mut self.slots[place] else { continue };
                 let touched = slot.channel.abandon(&request.gone);
@@ -106,17 +109,20 @@ impl Crank {
                 if slot.channel.lane_sends_what_is_gone() {
                     let why = "memory that a message was being sent of was dropped";
                     self.lose(worker, engine, place, why.into());
-                } else if touched && late {
+                } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
                     let why = "memory was taken back while a message was being received into it";
                     self.lose(worker, engine, place, why.into());
-                } else if touched {
-                    busy = true;
+                } else if touched.lane || touched.gpu.is_some() {
+                    lane |= touched.lane;
+                    gpu = gpu.or(touched.gpu);
                 } else {
                     slot.channel.forget_revoked();
                 }
             }
-            match busy {
-                true => self.abandoning.push((request, since)),
+            let gpu = gpu.filter(|_| !lane);
+            request.note_gpu(worker.index, gpu);
+            match lane || gpu.is_some() {
+                true => self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() }),
                 false => request.answered[worker.index].store(true, Ordering::Release),
             }
         }
@@ -183,7 +189,9 @@ impl Crank {
     }
 
     pub(super) fn lanes_active(&self) -> bool {
-        !self.abandoning.is_empty() || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
+        // Whoever waits for a GPU's copies looks after them now and then.
+        self.abandoning.iter().any(|each| !each.by_gpu)
+            || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }
 
     /// Whether every lane that does anything has so much to do that a nap makes nobody wait.

@@ -234,8 +234,16 @@ pub(crate) struct Crank {
     first: usize,
     /// Channels without a descriptor, which have to be asked.
     polled: usize,
-    /// Requests to let go of memory that a lane may still write to, and since when.
-    abandoning: Vec<(Arc<Abandon>, Duration)>,
+    /// Requests to let go of memory that somebody may still write to.
+    abandoning: Vec<Abandoning>,
+}
+
+/// A request that is not answered yet.
+struct Abandoning {
+    request: Arc<Abandon>,
+    since: Duration,
+    /// It waits for GPUs alone.
+    by_gpu: bool,
 }
 
 impl Worker {

@@ -248,22 +248,23 @@ impl Receiving {
         }
     }
 
-    /// Stops placing bytes where `gone` says. True while a copy may still write there: ask again.
-    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
-        let mut touched = self.lingering.iter().any(|(landing, _)| gone(landing));
+    /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<Place> {
+        let lingers = self.lingering.iter().find(|(landing, _)| gone(landing));
+        let mut touched = lingers.map(|(_, copy)| copy.lane);
         for frame in &mut self.frames {
             let Some(landing) = frame.arrival.landing.as_ref().filter(|landing| gone(landing)) else {
                 continue;
             };
-            match (is_copied(&self.lanes, frame.copy), landing) {
+            match (frame.copy.filter(|copy| !is_copied(&self.lanes, Some(*copy))), landing) {
                 // It is placed when its turn comes, soon.
-                (false, _) => touched = true,
+                (Some(copy), _) => touched = Some(copy.lane),
                 // Its bytes are in their place, and somebody waits to hear of them.
-                (true, Landing::Sink { sink, .. }) if !sink.gone() => {}
-                (true, _) => frame.arrival.landing = None,
+                (None, Landing::Sink { sink, .. }) if !sink.gone() => {}
+                (None, _) => frame.arrival.landing = None,
             }
         }
-        touched
+        touched.map(|lane| self.lanes[lane].line.place)
     }
 
     /// Bytes that were staged so far.
@@ -428,8 +429,8 @@ mod tests {
             receiving.lanes[1].line.done(1).then_some(())
         });
         assert!(receiving.next().is_none(), "it waits for the first");
-        assert!(!receiving.abandon(&|landing| landing.is_in(&second)));
-        assert!(receiving.abandon(&|landing| landing.is_in(&first)));
+        assert_eq!(receiving.abandon(&|landing| landing.is_in(&second)), None);
+        assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(Place::SimGpu(ALONE)));
         stands.set_stall(false);
         let mut placed = || {
             receiving.look();

@@ -2,7 +2,8 @@
 
 use crate::{LIMIT, listening, pair};
 use ferrywire::memory::sim::SimGpu;
-use ferrywire::{Endpoint, Error, Peer};
+use ferrywire::{Endpoint, Error, Peer, Region, limits};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -304,4 +305,77 @@ fn nothing_is_sent_of_memory_of_a_gpu_that_its_user_has_dropped_though_the_gpu_w
     let source = pair.ends[0].register_sim(8, 4096).unwrap();
     let write = pair.near.write(&source, 0, &target.descriptor(), 0, 4096).unwrap();
     assert_eq!(write.wait(LIMIT), Ok(4096));
+}
+
+/// Until so many bytes of this peer's wait for a GPU, or have.
+fn until_staged(peer: &Peer, bytes: u64) {
+    let begun = Instant::now();
+    let staged = || peer.stats().channels.into_iter().filter_map(|channel| channel.staging);
+    while staged().map(|staging| staging.received_bytes).sum::<u64>() < bytes {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+}
+
+/// After a second the channel was lost.
+#[test]
+fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
+    const BYTES: usize = 100_000;
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(9).unwrap();
+    let buffer = Arc::new(gpu.alloc(BYTES, 4096).unwrap());
+    let source = pair.ends[0].register(vec![7; BYTES]).unwrap();
+    let write = |target: &Region| pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    // With an owner, which goes when the GPU has done its work.
+    // SAFETY: the owner keeps the allocation.
+    let owned = unsafe { pair.ends[1].register_with(buffer.as_ptr(), BYTES, Box::new(buffer.clone())) };
+    let owned = owned.unwrap();
+    gpu.set_stall(true);
+    let first = write(&owned);
+    until_staged(&pair.far, BYTES as u64);
+    drop(owned);
+    std::thread::sleep(2 * limits::LANE_ABANDON_DEADLINE);
+    assert_eq!((first.poll(), Arc::strong_count(&buffer)), (None, 2));
+    gpu.set_stall(false);
+    first.wait(LIMIT).unwrap();
+    let begun = Instant::now();
+    while Arc::strong_count(&buffer) > 1 {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    // Without one, whoever takes it back is told.
+    // SAFETY: the buffer stays until the end.
+    let ours = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
+    gpu.set_stall(true);
+    let second = write(&ours);
+    until_staged(&pair.far, 2 * BYTES as u64);
+    let error = ours.clone().deregister().unwrap_err();
+    assert!(matches!(&error, Error::HeldUp { by, .. } if by.contains("simulated GPU 9")), "{error}");
+    gpu.set_stall(false);
+    ours.deregister().unwrap();
+    let ended = second.wait(LIMIT);
+    assert!(matches!(ended, Ok(_) | Err(Error::AccessRefused { .. })), "{ended:?}");
+    assert_eq!(pair.far.stats().lost_channels, [""; 0]);
+}
+
+/// Nobody can be told that it is not free.
+#[test]
+fn memory_of_a_gpu_that_stands_still_is_left_alone_when_its_region_is_dropped() {
+    const BYTES: usize = 100_000;
+    let pair = pair();
+    // No other test's.
+    let gpu = SimGpu::open(10).unwrap();
+    let buffer = gpu.alloc(BYTES, 4096).unwrap();
+    // SAFETY: the buffer stays until the end.
+    let target = unsafe { pair.ends[1].register_raw(buffer.as_ptr(), BYTES) }.unwrap();
+    let source = pair.ends[0].register(vec![7; BYTES]).unwrap();
+    gpu.set_stall(true);
+    let write = pair.near.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    until_staged(&pair.far, BYTES as u64);
+    drop(target);
+    assert!(!pair.far.stats().lost_channels.is_empty());
+    gpu.set_stall(false);
+    assert!(write.wait(LIMIT).is_err());
+    assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [0; BYTES]);
 }
