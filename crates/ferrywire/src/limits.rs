@@ -44,6 +44,8 @@ pub const EARLY_FRAMES_MAX: usize = 256 << 10;
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
 /// Reads that one peer may have waiting to be served by us.
 pub const READS_SERVED_MAX: usize = 16 << 10;
+/// Requests of our own reads that one peer has at once: it may not know yet that some of them have been answered.
+pub const READS_ASKED_MAX: usize = READS_SERVED_MAX / 2;
 /// Frames in flight (sent, not yet acknowledged) per channel.
 pub const WINDOW_FRAMES_MAX: usize = 1024;
 /// Bytes in flight per channel before it takes no further chunk.

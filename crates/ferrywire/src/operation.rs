@@ -243,7 +243,8 @@ impl Op {
         self.state.load(Ordering::SeqCst) != RUNNING
     }
 
-    fn moved(&self) -> u64 {
+    /// Bytes that have arrived.
+    pub fn moved(&self) -> u64 {
         self.moved.load(Ordering::Relaxed)
     }
 

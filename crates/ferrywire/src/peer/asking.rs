@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::state::PeerState;
 use crate::limits;
-use crate::operation::Op;
+use crate::operation::{Op, Verb};
 use crate::queue::Entry;
 use crate::wire::{self, Header, Kind};
 
@@ -52,6 +52,26 @@ impl PeerState {
         entry.placements = placements.into();
         op.hold();
         entry.op = Some(op.clone());
-        self.drop_entries(self.queue.push_entry(entry));
+        self.drop_entries(self.queue.ask(entry, op));
+    }
+
+    /// Bytes of a read have been placed: of one with several requests, some may be answered by now. Of others the end says so.
+    pub(super) fn note_answered(&self, op: &Op) {
+        let pieces = op.pieces.as_slice().len();
+        if op.total >= READ_REQUEST_BYTES || pieces >= limits::SEGMENTS_PER_CHUNK_MAX {
+            self.queue.answered(op);
+            self.rouse_home();
+        }
+    }
+
+    /// A read asks for nothing more.
+    pub(super) fn stop_asking(&self, op: &Arc<Op>) {
+        if op.verb != Verb::Read {
+            return;
+        }
+        let kept = self.queue.forget_requests(op);
+        // Others ask for theirs now.
+        self.rouse_home();
+        kept.iter().for_each(|_| self.let_go(op));
     }
 }

@@ -107,6 +107,8 @@ impl PeerState {
             }
             if let Some(op) = self.inbound.filled(sink, u64::from(header.len)) {
                 self.ended(&op);
+            } else if sink.op.verb == Verb::Read {
+                self.note_answered(&sink.op);
             }
         }
         if header.flags & wire::FLAG_COUNTED != 0 {
@@ -145,6 +147,7 @@ impl PeerState {
             }
             let why = "it gave the operation up half-way".into();
             sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
+            self.stop_asking(&sink.op);
             self.let_go(&sink.op);
         }
     }

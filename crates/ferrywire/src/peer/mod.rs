@@ -240,6 +240,10 @@ impl Peer {
             op.hold();
             state.inbound.open_sink(op.clone(), op.total);
             state.ask(&op, op.key);
+            if op.failing() {
+                // Whoever cancelled it may have come before the last request.
+                state.stop_asking(&op);
+            }
             if let Some(error) = state.failure() {
                 op.fail(error);
                 state.end_sink(&op);

@@ -496,13 +496,20 @@ impl PeerState {
     }
 
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
-        op.fail(Error::AccessRefused { peer: self.name.clone(), why: refusal.text().into() });
+        let why = match (op.verb, refusal) {
+            (Verb::Read, Refusal::Limit) => {
+                "it has as many reads to serve as it takes (READS_SERVED_MAX): wait for some before posting more"
+            }
+            _ => refusal.text(),
+        };
+        op.fail(Error::AccessRefused { peer: self.name.clone(), why: why.into() });
     }
 
     pub(super) fn end_sink(&self, op: &Arc<Op>) {
         if self.inbound.close_sink(op.id).is_some() {
             self.cut_short(op);
         }
+        self.stop_asking(op);
     }
 
     pub fn cancel(self: &Arc<Self>, op: &Arc<Op>) {

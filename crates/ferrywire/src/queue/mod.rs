@@ -6,6 +6,7 @@
 //! Invariant: each frame pulled is in exactly one window, or back in this queue, until the peer has
 //! acknowledged it. Read next: `entry.rs`, what is pulled; `channel/`, which pulls.
 
+mod asking;
 mod entry;
 
 pub(crate) use entry::{Body, DROPPED, Entry};
@@ -18,9 +19,10 @@ use crate::transfer::{ChunkLimits, Cutter};
 use crate::window::Window;
 use crate::wire::{Header, Kind};
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use asking::Asking;
 use entry::{chunk_entry, eager_cost, message_entry, small_entry, whole};
 
 /// An operation of at most this many bytes travels as one frame, ahead of bulk.
@@ -58,6 +60,7 @@ pub(crate) struct Lanes {
     credit: usize,
     /// Sends that are announced and not matched.
     announced: HashMap<u64, Arc<Op>>,
+    asking: Asking,
     closed: bool,
 }
 
@@ -70,6 +73,8 @@ pub(crate) struct SendQueue {
     waiting_beside_bulk: AtomicUsize,
     /// Bytes of bulk operations that are not cut yet.
     bulk_bytes: AtomicU64,
+    /// Whether requests of reads wait for others to be answered.
+    keeps_back: AtomicBool,
     pub chunk_bytes: usize,
     pub crc: bool,
     /// Bytes up to which an operation travels as one frame.
@@ -107,6 +112,7 @@ impl SendQueue {
             waiting_beside_small,
             waiting_beside_bulk,
             bulk_bytes,
+            keeps_back: AtomicBool::new(false),
             chunk_bytes,
             crc,
             small_bytes_max,
@@ -160,6 +166,10 @@ impl SendQueue {
         self.waiting_beside_small.store(lanes.len() - lanes.small.len(), Ordering::SeqCst);
         self.waiting_beside_bulk.store(lanes.len() - lanes.bulk.len(), Ordering::SeqCst);
         self.bulk_bytes.store(lanes.bulk_bytes, Ordering::Relaxed);
+        let keeps_back = lanes.asking.keeps_back();
+        if self.keeps_back.load(Ordering::Relaxed) != keeps_back {
+            self.keeps_back.store(keeps_back, Ordering::Relaxed);
+        }
     }
 
     /// Queues an operation; false when the peer is gone.
@@ -249,6 +259,45 @@ impl SendQueue {
         Vec::new()
     }
 
+    /// Queues a request of a read, or keeps it back while the peer has so many; gives it back when the peer is gone.
+    pub fn ask(&self, entry: Entry, op: &Op) -> Vec<Entry> {
+        let mut lanes = self.lock();
+        if lanes.closed {
+            return vec![entry];
+        }
+        lanes.asking.keep(entry);
+        lanes.ask_on();
+        if lanes.asking.keeps_back() {
+            // Whoever places bytes of the read from here on, and says so, sees that somebody waits; the others we see.
+            self.keeps_back.store(true, Ordering::Relaxed);
+            fence(Ordering::SeqCst);
+            lanes.asking.answered(op);
+            lanes.ask_on();
+        }
+        self.publish(&lanes);
+        Vec::new()
+    }
+
+    /// Bytes of a read of several requests have been placed and counted: the next requests may go out.
+    pub fn answered(&self, op: &Op) {
+        fence(Ordering::SeqCst);
+        if self.keeps_back.load(Ordering::Relaxed) {
+            let mut lanes = self.lock();
+            lanes.asking.answered(op);
+            lanes.ask_on();
+            self.publish(&lanes);
+        }
+    }
+
+    /// A read asks for nothing more: gives back what it has not asked for, and others have its room.
+    pub fn forget_requests(&self, op: &Op) -> Vec<Entry> {
+        let mut lanes = self.lock();
+        let kept = lanes.asking.forget(op.id);
+        lanes.ask_on();
+        self.publish(&lanes);
+        kept
+    }
+
     /// Takes back what a lost channel did not deliver, oldest first, ahead of everything else.
     /// Returns what cannot be sent any more because the peer is gone.
     pub fn resend(&self, entries: Vec<Entry>) -> Vec<Entry> {
@@ -268,6 +317,10 @@ impl SendQueue {
             return;
         }
         let mut lanes = self.lock();
+        if op.verb == Verb::Read {
+            let _none_is_left = lanes.asking.forget(op.id);
+            lanes.ask_on();
+        }
         lanes.leave_epoch(epoch);
         self.publish(&lanes);
     }
@@ -325,6 +378,7 @@ impl SendQueue {
         ops.extend(lanes.epochs.drain(..).filter_map(|epoch| epoch.then));
         ops.extend(lanes.resend.drain(..).filter_map(|entry| entry.op));
         ops.extend(lanes.own.drain(..).filter_map(|entry| entry.op));
+        ops.extend(lanes.asking.close().filter_map(|entry| entry.op));
         self.publish(&lanes);
         ops
     }
@@ -368,6 +422,13 @@ impl SendQueue {
 impl Lanes {
     fn len(&self) -> usize {
         self.resend.len() + self.own.len() + self.small.len() + self.bulk.len()
+    }
+
+    /// Requests of reads that need not be kept back any longer go out.
+    fn ask_on(&mut self) {
+        while let Some(entry) = self.asking.next() {
+            self.own.push_back(entry);
+        }
     }
 
     fn enqueue(&mut self, op: Arc<Op>, small_bytes_max: u64) {

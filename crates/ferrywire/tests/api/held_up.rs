@@ -90,7 +90,7 @@ fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
 }
 
 /// Both are driven by whoever calls this.
-fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
+pub fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
     let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
     let (mut there, mut here, begun) = (None, None, Instant::now());
     while there.is_none() || here.is_none() {

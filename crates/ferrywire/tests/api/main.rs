@@ -10,6 +10,7 @@ mod ends;
 mod forks;
 mod held_up;
 mod limits;
+mod many;
 mod owners;
 mod unmapped;
 mod wakeups;
