@@ -20,9 +20,6 @@ use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
-/// Bytes of notifications held for the user.
-const NOTIFICATION_BYTES_MAX: usize = 32 << 20;
-
 /// A receive or read that waits for its data.
 pub(crate) struct Sink {
     pub op: Arc<Op>,
@@ -80,6 +77,8 @@ pub(crate) enum Reply {
 struct State {
     notifications: VecDeque<Vec<u8>>,
     notification_bytes: usize,
+    /// Of those that came before their turn, which nobody can read yet.
+    early_bytes: usize,
     /// Bytes placed of transfers that a notification will follow.
     counted: HashMap<u64, u64>,
     /// Notifications that wait for the bytes of their transfer.
@@ -180,20 +179,22 @@ impl Inbound {
         if known {
             return Err(Refusal::Other);
         }
-        if alone && state.waiting.len() >= limits::EARLY_FRAMES_MAX {
+        // Nobody could read those that are early: while a lost connection is noticed there may be very many. So they count
+        // apart, and the one that they wait for is not held up by them.
+        let early = alone && header.transfer > state.next_notification;
+        if early && state.waiting.len() >= limits::EARLY_FRAMES_MAX {
             return Err(Refusal::Limit);
         }
-        // Nobody could read those that are early: while a lost connection is noticed there may be very many.
-        let early = alone && header.transfer > state.next_notification;
-        let held = state.notifications.len() + state.following.len();
-        let fits = (early || held < limits::NOTIFICATIONS_HELD_MAX)
-            && state.notification_bytes + message.len() <= NOTIFICATION_BYTES_MAX;
+        let fits = state.has_room(early, message.len());
         if fits {
-            state.notification_bytes += message.len();
+            *if early { &mut state.early_bytes } else { &mut state.notification_bytes } += message.len();
         }
-        if alone {
-            // One that is refused has had its turn all the same.
+        // One that is refused has had its turn all the same.
+        if early {
             state.waiting.insert(header.transfer, fits.then_some(message));
+        } else if alone {
+            state.next_notification += 1;
+            state.notifications.extend(fits.then_some(message));
             state.deliver_in_turn();
         } else if fits {
             state.deliver_behind_bytes(header, message);
@@ -246,15 +247,15 @@ impl Inbound {
         if header.offset < state.next_number || state.early.contains_key(&header.offset) {
             return Err(Refusal::Other);
         }
-        // Only a peer that disregards its credit and its windows gets here.
-        if state.eager_held + cost > limits::EAGER_CREDIT_BYTES
-            || state.early.len() >= limits::EARLY_FRAMES_MAX
-        {
+        // The one that is due makes room: those that wait for it do not count against it.
+        let ahead = if header.offset > state.next_number { state.early.len() } else { 0 };
+        // Only a peer that disregards its credit, or how far ahead it may be, gets here.
+        if state.eager_held + cost > limits::EAGER_CREDIT_BYTES || ahead >= limits::EARLY_FRAMES_MAX {
             return Err(Refusal::Limit);
         }
         state.eager_held += cost;
         let mut replies = Vec::new();
-        let full = state.announced_held + state.early.len() >= limits::ANNOUNCED_SENDS_MAX;
+        let full = state.announced_held + ahead >= limits::ANNOUNCED_SENDS_MAX;
         let arrived = match arrived {
             Arrived::Announced { transfer, .. } if full => {
                 let mut refuse = Header::new(Kind::Refuse);
@@ -412,9 +413,22 @@ impl Inbound {
 }
 
 impl State {
+    /// Whether a notification of so many bytes may be held.
+    fn has_room(&self, early: bool, bytes: usize) -> bool {
+        if early {
+            return self.early_bytes + bytes <= limits::NOTIFICATION_BYTES_MAX;
+        }
+        self.notifications.len() + self.following.len() < limits::NOTIFICATIONS_HELD_MAX
+            && self.notification_bytes + bytes <= limits::NOTIFICATION_BYTES_MAX
+    }
+
+    /// Those that have waited for one before them can be read.
     fn deliver_in_turn(&mut self) {
         while let Some(message) = self.waiting.remove(&self.next_notification) {
             self.next_notification += 1;
+            let bytes = message.as_ref().map_or(0, Vec::len);
+            self.early_bytes -= bytes;
+            self.notification_bytes += bytes;
             self.notifications.extend(message);
         }
     }
@@ -520,5 +534,49 @@ mod tests {
         let outcomes: Vec<_> = (many..=many + unread).map(|number| notify(&inbound, number)).collect();
         assert!(outcomes[..unread as usize].iter().all(Result::is_ok));
         assert_eq!(outcomes[unread as usize], Err(Refusal::Limit));
+        while inbound.take_notification().is_some() {}
+        // As many bytes of them as there may be.
+        let next = many + unread + 1;
+        let long = |number| {
+            let header = Header { transfer: number, ..Header::new(Kind::Notify) };
+            inbound.notified(&header, vec![7; limits::NOTIFY_BYTES_MAX])
+        };
+        let early = next + 1 + (limits::NOTIFICATION_BYTES_MAX / limits::NOTIFY_BYTES_MAX) as u64;
+        (next + 1..early).for_each(|number| long(number).unwrap());
+        assert_eq!(long(early), Err(Refusal::Limit));
+        assert_eq!(long(next), Ok(()));
+        let taken = std::iter::from_fn(|| inbound.take_notification()).count() as u64;
+        assert_eq!(taken, early - next);
+        // The one that was refused has had its turn, and nothing is charged any more.
+        assert_eq!(long(early + 1), Ok(()));
+        assert!(inbound.take_notification().is_some());
+        let state = inbound.lock();
+        assert_eq!((state.notification_bytes, state.early_bytes), (0, 0));
+    }
+
+    /// It was refused for those that waited for it, and never had its turn: nothing behind it was heard of again.
+    #[test]
+    fn a_number_that_is_due_is_taken_however_many_wait_for_it() {
+        let inbound = Inbound::default();
+        let early = limits::EARLY_FRAMES_MAX as u64;
+        (1..=early).for_each(|number| notify(&inbound, number).unwrap());
+        assert_eq!(notify(&inbound, early + 1), Err(Refusal::Limit));
+        notify(&inbound, 0).unwrap();
+        let taken = std::iter::from_fn(|| inbound.take_notification());
+        assert!(taken.eq((0..=early).map(|number| number.to_le_bytes().to_vec())));
+
+        let message = |number: u64| {
+            let kind = if number % 16 == 0 { Kind::Send } else { Kind::Announce };
+            let header =
+                Header { offset: number, key: number, transfer: number + 1, total: 9, ..Header::new(kind) };
+            inbound.message(&header, Vec::new()).map(|replies| replies.len())
+        };
+        let announced = limits::ANNOUNCED_SENDS_MAX as u64;
+        (1..=announced).for_each(|number| assert_eq!(message(number), Ok(0)));
+        (announced + 1..=early).for_each(|number| assert!(message(number).is_ok()));
+        assert_eq!(message(early + 1), Err(Refusal::Limit));
+        assert_eq!(message(0), Ok(0));
+        assert_eq!(inbound.lock().next_number, early + 1);
+        assert!(inbound.lock().early.is_empty());
     }
 }

@@ -33,12 +33,15 @@ pub const EAGER_BYTES_MAX: usize = 64 << 10;
 pub const EAGER_CREDIT_BYTES: usize = 4 << 20;
 /// Bookkeeping charged to the credit for each eager message, so that empty ones are bounded too.
 pub const EAGER_OVERHEAD_BYTES: usize = 128;
+/// Bytes of the same, and once more of those that wait for one before them.
+pub const NOTIFICATION_BYTES_MAX: usize = 32 << 20;
 /// Announced sends (too large for eager) that a peer may have unmatched on our side.
 pub const ANNOUNCED_SENDS_MAX: usize = 64 << 10;
 /// Writes with a notification that a peer may have under way to us.
 pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 
-/// Numbered frames of a peer kept, or noted as refused, while one before them is still on its way.
+/// Numbered frames of a peer kept, or noted as refused, while one before them is still on its way. An end sends no more ahead of
+/// one that the other is not known to have.
 pub const EARLY_FRAMES_MAX: usize = 256 << 10;
 /// Refusals are answered only while fewer frames than this wait for the peer.
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;

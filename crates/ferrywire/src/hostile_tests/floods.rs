@@ -1,12 +1,14 @@
 //! More of everything than a peer may send, wait for, or leave unfinished.
 
-use super::evil::{Evil, data, limited};
+use super::evil::{Data, Evil, data, evil_config, limited};
 use super::scene::{REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
+use crate::bootstrap::Config;
 use crate::wire::{self, Header, Kind, Placement, Refusal};
 use crate::{Error, limits};
 use std::io::Write;
 use std::net::Shutdown;
+use std::thread;
 use std::time::Duration;
 
 #[test]
@@ -38,6 +40,55 @@ fn notifications_past_the_limit_are_refused() {
         assert_eq!(evil.here.poll_notification(), Ok(Some(b"x".to_vec())));
     }
     assert_eq!(evil.here.poll_notification(), Ok(None));
+    scene.unharmed();
+}
+
+/// A peer takes so many ahead of one that is missing: while a connection is lost that nobody has noticed yet.
+#[test]
+fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
+    let scene = Scene::new();
+    let mut evil = Evil::with(&scene, Config { channels: 2, ..evil_config() });
+    let acknowledge = |evil: &mut Evil, channel: usize| {
+        let ack = evil.data[channel].heard().frames.len() as u32;
+        evil.data[channel].send(Header { ack, ..Header::new(Kind::Ack) }, &[]);
+    };
+    let sent = |evil: &Evil, kind| {
+        let sent = |data: &Data| data.heard().frames.iter().filter(|head| head.kind == kind).count();
+        evil.data.iter().map(sent).sum::<usize>()
+    };
+    let (early, more) = (limits::EARLY_FRAMES_MAX, 3000);
+    for _ in 0..early + more {
+        evil.here.notify(b"x").unwrap();
+    }
+    // Whatever the first channel has sent is not acknowledged.
+    eventually("both channels have sent", || evil.data.iter().all(|data| !data.heard().frames.is_empty()));
+    let missing = evil.data.iter().position(|data| data.heard().frames.iter().any(|head| head.transfer == 0));
+    let missing = missing.unwrap();
+    let mut before = 0;
+    loop {
+        acknowledge(&mut evil, 1 - missing);
+        thread::sleep(Duration::from_millis(5));
+        let now = sent(&evil, Kind::Notify);
+        if now == before && now >= early {
+            break;
+        }
+        before = now;
+    }
+    assert_eq!(before, early);
+    eventually("the rest comes", || {
+        (0..2).for_each(|channel| acknowledge(&mut evil, channel));
+        sent(&evil, Kind::Notify) == early + more
+    });
+    let mut numbers: Vec<u64> = Vec::new();
+    for data in &evil.data {
+        numbers.extend(data.heard().frames.iter().map(|head| head.transfer));
+    }
+    numbers.sort_unstable();
+    assert!(numbers.into_iter().eq(0..(early + more) as u64));
+    eventually("all have ended", || {
+        (0..2).for_each(|channel| acknowledge(&mut evil, channel));
+        !evil.here.state.in_flight()
+    });
     scene.unharmed();
 }
 

@@ -442,6 +442,9 @@ impl PeerState {
 
     /// The peer placed (or refused, and that was noted) this frame.
     pub fn delivered(&self, entry: Entry, refusal: Option<Refusal>) {
+        if self.queue.had(&entry.header) {
+            self.rouse_home();
+        }
         let Some(op) = &entry.op else { return };
         if let Some(refusal) = refusal {
             self.refused(op, refusal);

@@ -63,7 +63,7 @@ impl Asking {
     }
 
     /// The peer is gone.
-    pub fn close(&mut self) -> impl Iterator<Item = Entry> {
+    pub fn close(&mut self) -> impl Iterator<Item = Entry> + use<> {
         self.asked.clear();
         std::mem::take(&mut self.kept).into_values()
     }

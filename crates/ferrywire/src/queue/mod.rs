@@ -8,6 +8,7 @@
 
 mod asking;
 mod entry;
+mod turns;
 
 pub(crate) use entry::{Body, DROPPED, Entry};
 
@@ -24,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use asking::Asking;
 use entry::{chunk_entry, eager_cost, message_entry, small_entry, whole};
+use turns::Turns;
 
 /// An operation of at most this many bytes travels as one frame, ahead of bulk.
 pub(crate) const SMALL_BYTES_MAX: u64 = 64 << 10;
@@ -56,7 +58,8 @@ pub(crate) struct Lanes {
     epochs: VecDeque<Epoch>,
     epoch_first: u64,
     next_number: u64,
-    next_notification: u64,
+    messages: Turns,
+    notifications: Turns,
     credit: usize,
     /// Sends that are announced and not matched.
     announced: HashMap<u64, Arc<Op>>,
@@ -325,6 +328,30 @@ impl SendQueue {
         self.publish(&lanes);
     }
 
+    /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
+    pub fn had(&self, header: &Header) -> bool {
+        let message = matches!(header.kind, Kind::Send | Kind::Announce);
+        if !message && (header.kind != Kind::Notify || header.total != 0) {
+            return false;
+        }
+        let mut lanes = self.lock();
+        let admitted = match message {
+            true => lanes.messages.had(header.offset),
+            false => lanes.notifications.had(header.transfer),
+        };
+        if admitted.is_empty() {
+            return false;
+        }
+        for (number, op) in admitted {
+            match message {
+                true => lanes.small.push_back(op),
+                false => lanes.own.push_back(message_entry(op, number, 0)),
+            }
+        }
+        self.publish(&lanes);
+        true
+    }
+
     /// The peer has consumed eager messages.
     pub fn credit(&self, bytes: u64) {
         let mut lanes = self.lock();
@@ -378,6 +405,7 @@ impl SendQueue {
         ops.extend(lanes.epochs.drain(..).filter_map(|epoch| epoch.then));
         ops.extend(lanes.resend.drain(..).filter_map(|entry| entry.op));
         ops.extend(lanes.own.drain(..).filter_map(|entry| entry.op));
+        ops.extend(lanes.messages.close().chain(lanes.notifications.close()));
         ops.extend(lanes.asking.close().filter_map(|entry| entry.op));
         self.publish(&lanes);
         ops
@@ -519,14 +547,20 @@ impl Lanes {
                 dropped.push(op);
                 continue;
             }
-            return Some(match op.verb {
-                Verb::Send => self.send_entry(op, pull.messages.is_some(), dropped),
-                Verb::Notify => {
-                    self.next_notification += 1;
-                    message_entry(op, self.next_notification - 1, 0)
+            let entry = match op.verb {
+                Verb::Send => {
+                    let op = self.messages.admit_numbered(op);
+                    op.map(|op| self.send_entry(op, pull.messages.is_some(), dropped))
                 }
-                _ => small_entry(op),
-            });
+                Verb::Notify => {
+                    let numbered = self.notifications.number(op);
+                    numbered.map(|(number, op)| message_entry(op, number, 0))
+                }
+                _ => Some(small_entry(op)),
+            };
+            if entry.is_some() {
+                return entry;
+            }
         }
         None
     }
