@@ -52,10 +52,13 @@ impl Sink {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Counts placed bytes; true when that was all.
-    fn fill(&self, bytes: u64) -> bool {
+    /// Counts placed bytes; true when that was all. More than are left are none of its message's.
+    fn fill(&self, bytes: u64) -> Result<bool, Refusal> {
+        let less = |left: u64| left.checked_sub(bytes);
+        let left = self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
+        let left = left.map_err(|_| Refusal::OutOfRegion)?;
         self.op.count(bytes);
-        self.remaining.fetch_sub(bytes.min(self.remaining.load(Ordering::Acquire)), Ordering::AcqRel) == bytes
+        Ok(bytes > 0 && left == bytes)
     }
 }
 
@@ -133,12 +136,12 @@ impl Inbound {
     }
 
     /// Bytes were placed into a sink; returns its operation when that completed it.
-    pub fn filled(&self, sink: &Sink, bytes: u64) -> Option<Arc<Op>> {
-        if !sink.fill(bytes) {
-            return None;
+    pub fn filled(&self, sink: &Sink, bytes: u64) -> Result<Option<Arc<Op>>, Refusal> {
+        if !sink.fill(bytes)? {
+            return Ok(None);
         }
-        let sink = self.close_sink(sink.op.id)?;
-        sink.op.let_go().then(|| sink.op.clone())
+        let sink = self.close_sink(sink.op.id);
+        Ok(sink.filter(|sink| sink.op.let_go()).map(|sink| sink.op.clone()))
     }
 
     /// Bytes of a transfer with a notification were placed.

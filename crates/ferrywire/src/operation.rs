@@ -75,6 +75,8 @@ pub(crate) struct Op {
     pub epoch: AtomicU64,
     /// The peer's sink, once an announced send is matched.
     pub sink: AtomicU64,
+    /// It has left the queue before a byte of it was cut.
+    pub uncut: AtomicBool,
     /// The operation that it is a part of; see `peer/joint.rs`.
     pub whole: Option<Arc<Op>>,
     /// Its own parts, if it is a whole.
@@ -106,6 +108,7 @@ impl Op {
             number: 0,
             epoch: AtomicU64::new(NO_EPOCH),
             sink: AtomicU64::new(0),
+            uncut: AtomicBool::new(false),
             whole: None,
             parts: OnceLock::new(),
             tokens: AtomicU32::new(1),
@@ -241,6 +244,11 @@ impl Op {
 
     pub fn ended(&self) -> bool {
         self.state.load(Ordering::SeqCst) != RUNNING
+    }
+
+    /// Whether nothing has come of what it waits for, nor is being placed; whoever asks has its only token otherwise.
+    pub fn untouched(&self) -> bool {
+        self.moved() == 0 && self.tokens.load(Ordering::Acquire) == 1
     }
 
     /// Bytes that have arrived.

@@ -6,7 +6,7 @@ use super::{LIMIT, eventually};
 use crate::bootstrap::tests::hello;
 use crate::memory::{Identity, Place};
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
-use crate::{RemoteRegion, limits};
+use crate::{Error, RemoteRegion, limits};
 use std::io::Write;
 use std::net::Shutdown;
 
@@ -104,6 +104,66 @@ fn a_sink_of_another_peer_is_no_target() {
     assert_eq!(asked.data[0].answers().last(), Some(&(5, Refusal::NoSink)));
     target.read_at(0, &mut bytes).unwrap();
     assert_eq!(bytes, [[BEFORE; 1000], [3; 1000], [BEFORE; 1000]].concat());
+    scene.unharmed();
+}
+
+/// A receive of the victim's, matched with a message of as many bytes: where its bytes go.
+fn matched(evil: &mut Evil, tag: u64, number: u64, bytes: u64) -> impl Fn(u64, usize) -> Header + use<> {
+    let total = bytes;
+    evil.send(Header { key: tag, offset: number, total, transfer: tag, ..Header::new(Kind::Announce) }, &[]);
+    let mut sink = 0;
+    eventually("it is matched", || {
+        let heard = evil.data[0].heard();
+        let answer = heard.frames.iter().find(|head| head.kind == Kind::Match && head.transfer == tag);
+        sink = answer.map_or(0, |head| head.key);
+        sink > 0
+    });
+    move |offset, len| Header { flags: wire::FLAG_SINK, ..data(sink, offset, len) }
+}
+
+/// It told of more bytes than there was room for.
+#[test]
+fn a_receive_is_not_filled_past_its_end() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let target = scene.victim.register_zeroed(100).unwrap();
+    let received = evil.here.recv(5, &target, 0, 100).unwrap();
+    let to_sink = matched(&mut evil, 5, 0, 100);
+    evil.send(to_sink(0, 90), &[1; 90]);
+    evil.send(to_sink(10, 0), &[]);
+    evil.send(to_sink(10, 90), &[1; 90]);
+    evil.send(to_sink(0, 0), &[]);
+    assert_eq!(evil.data[0].answers(), [(3, Refusal::OutOfRegion), (4, Refusal::NoSink)]);
+    let outcome = received.wait(LIMIT);
+    assert!(
+        matches!(&outcome, Err(Error::PeerMisbehaved { why, .. }) if why.contains("more")),
+        "{outcome:?}"
+    );
+    assert_eq!(received.bytes_moved(), 90);
+    scene.unharmed();
+}
+
+/// The bytes of the next message were added to those of the first.
+#[test]
+fn a_receive_that_has_begun_is_for_no_other_message() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let target = scene.victim.register_zeroed(100).unwrap();
+    let received = evil.here.recv(5, &target, 0, 100).unwrap();
+    let to_sink = matched(&mut evil, 5, 0, 100);
+    let head = to_sink(0, 90);
+    evil.send(head, &[1; 90]);
+    evil.send(Header { transfer: head.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
+    let outcome = received.wait(LIMIT);
+    assert!(matches!(outcome, Err(Error::AccessRefused { .. })), "{outcome:?}");
+    evil.send(Header { key: 5, offset: 1, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
+    assert_eq!(evil.here.recv(5, &target, 0, 100).unwrap().wait(LIMIT), Ok(50));
+    // One of which nothing has come is.
+    let again = evil.here.recv(6, &target, 0, 100).unwrap();
+    let head = matched(&mut evil, 6, 2, 100)(0, 0);
+    evil.send(Header { transfer: head.key, key: Refusal::NoSink as u64, ..Header::new(Kind::Refuse) }, &[]);
+    evil.send(Header { key: 6, offset: 3, len: 50, ..Header::new(Kind::Send) }, &[2; 50]);
+    assert_eq!(again.wait(LIMIT), Ok(50));
     scene.unharmed();
 }
 

@@ -105,10 +105,16 @@ impl PeerState {
             if header.len > 0 {
                 self.note_moved(&sink.op);
             }
-            if let Some(op) = self.inbound.filled(sink, u64::from(header.len)) {
-                self.ended(&op);
-            } else if sink.op.verb == Verb::Read {
-                self.note_answered(&sink.op);
+            match self.inbound.filled(sink, u64::from(header.len)) {
+                Ok(Some(op)) => self.ended(&op),
+                Ok(None) if sink.op.verb == Verb::Read => self.note_answered(&sink.op),
+                Ok(None) => {}
+                Err(refusal) => {
+                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb);
+                    sink.op.fail(Error::PeerMisbehaved { peer: self.name.clone(), why });
+                    self.end_sink(&sink.op);
+                    return Err(refusal);
+                }
             }
         }
         if header.flags & wire::FLAG_COUNTED != 0 {
@@ -140,7 +146,7 @@ impl PeerState {
             self.refused(&op, refusal);
             self.let_go(&op);
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
-            if refusal == Refusal::NoSink && sink.op.verb == Verb::Recv {
+            if refusal == Refusal::NoSink && sink.op.verb == Verb::Recv && sink.op.untouched() {
                 // It was taken back before a byte of it was sent: the receive is for the next message.
                 let replies = self.inbound.post_again(sink.op.clone());
                 return self.reply(replies);
