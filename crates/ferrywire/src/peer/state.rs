@@ -411,7 +411,13 @@ impl PeerState {
         let mut header = Header::new(Kind::Refuse);
         header.key = Refusal::Other as u64;
         match op.verb {
-            Verb::Send => header.transfer = op.sink.load(Ordering::Relaxed),
+            Verb::Send => {
+                header.transfer = op.sink.load(Ordering::Relaxed);
+                if op.uncut.load(Ordering::Relaxed) {
+                    // The receive is for the next message.
+                    header.key = Refusal::NoSink as u64;
+                }
+            }
             Verb::Serve => header.transfer = op.key,
             Verb::Write if !op.message.is_empty() => {
                 header = Header::new(Kind::Notify);
@@ -503,6 +509,10 @@ impl PeerState {
             (Verb::Read, Refusal::Limit) => {
                 "it has as many reads to serve as it takes (READS_SERVED_MAX): wait for some before posting more"
             }
+            (Verb::Send, Refusal::OutOfRegion) => &format!(
+                "the message is longer than the receive that met it: receive into {} bytes, or send fewer",
+                op.total
+            ),
             _ => refusal.text(),
         };
         op.fail(Error::AccessRefused { peer: self.name.clone(), why: why.into() });

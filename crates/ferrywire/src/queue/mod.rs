@@ -39,6 +39,13 @@ struct Bulk {
     cutter: Cutter,
 }
 
+impl Bulk {
+    /// It is taken out before it is cut to its end.
+    fn leaves(&self) {
+        self.op.uncut.store(self.cutter.position() == 0, Ordering::Relaxed);
+    }
+}
+
 /// Operations posted between two standalone notifications.
 #[derive(Default)]
 struct Epoch {
@@ -378,11 +385,17 @@ impl SendQueue {
         self.lock().announced.remove(&transfer)
     }
 
-    /// Takes an operation out if not a byte of it is cut; true if it was here.
+    /// Takes out what is not cut yet of an operation; true if there was any.
     pub fn take_out(&self, op: &Arc<Op>) -> bool {
         let mut lanes = self.lock();
         let before = lanes.len();
-        lanes.bulk.retain(|bulk| !Arc::ptr_eq(&bulk.op, op));
+        lanes.bulk.retain(|bulk| {
+            let found = Arc::ptr_eq(&bulk.op, op);
+            if found {
+                bulk.leaves();
+            }
+            !found
+        });
         if op.verb == Verb::Write || op.verb == Verb::Serve {
             lanes.small.retain(|small| !Arc::ptr_eq(small, op));
         }
@@ -619,6 +632,9 @@ impl Lanes {
             let rest = bulk.op.bytes_to_cut() - bulk.cutter.position();
             self.bulk_bytes -= if chunk.is_none() { rest } else { cut };
             let op = bulk.op.clone();
+            if chunk.is_none() {
+                bulk.leaves();
+            }
             if chunk.is_none() || (last && op.message.is_empty()) {
                 self.bulk.pop_front();
             }

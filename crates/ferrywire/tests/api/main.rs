@@ -14,6 +14,7 @@ mod many;
 mod owners;
 mod unmapped;
 mod wakeups;
+mod withdrawn;
 
 use ferrywire::{Endpoint, Peer};
 use std::time::Duration;

@@ -1,0 +1,70 @@
+//! Messages that are taken back before anybody has them.
+
+use crate::LIMIT;
+use crate::held_up::connected;
+use ferrywire::{Endpoint, Error, Peer, Region, Transfer};
+use std::time::Instant;
+
+/// Two ends that move when they are told to, a little at a time.
+struct Still {
+    ends: [Endpoint; 2],
+    here: Peer,
+    there: Peer,
+}
+
+fn still() -> Still {
+    let end =
+        || Endpoint::builder().threads(0).channels(1).chunk_bytes(64 << 10).socket_buffer_bytes(64 << 10);
+    let ends = [end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap(), end().build().unwrap()];
+    let (here, there) = connected(&ends[0], &ends[1]);
+    Still { ends, here, there }
+}
+
+impl Still {
+    fn until(&self, mut so: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !so() {
+            assert!(begun.elapsed() < LIMIT);
+            self.turn();
+        }
+    }
+
+    fn turn(&self) {
+        for end in &self.ends {
+            end.progress();
+        }
+    }
+
+    fn outcome(&self, transfer: &Transfer) -> Result<u64, Error> {
+        self.until(|| transfer.poll().is_some());
+        transfer.poll().unwrap()
+    }
+
+    fn memory(&self, bytes: usize) -> [Region; 2] {
+        [self.ends[0].register(vec![7; bytes]).unwrap(), self.ends[1].register_zeroed(bytes).unwrap()]
+    }
+}
+
+/// It ended, though not a byte of its message had been sent.
+#[test]
+fn a_receive_whose_message_is_cancelled_behind_another_is_for_the_next_one() {
+    const BYTES: usize = 16 << 20;
+    let still = still();
+    let [source, first] = still.memory(BYTES);
+    let second = still.ends[1].register_zeroed(BYTES).unwrap();
+    let before = still.there.recv(1, &first, 0, BYTES as u64).unwrap();
+    let behind = still.there.recv(2, &second, 0, BYTES as u64).unwrap();
+    let sent = still.here.send(1, &source, 0, BYTES as u64).unwrap();
+    let cancelled = still.here.send(2, &source, 0, BYTES as u64).unwrap();
+    still.until(|| before.bytes_moved() > 0);
+    cancelled.cancel();
+    assert_eq!(still.outcome(&cancelled), Err(Error::Cancelled));
+    let next = still.here.send(2, &source, 0, 1000).unwrap();
+    assert_eq!(still.outcome(&behind), Ok(1000));
+    for (transfer, bytes) in [(&next, 1000), (&sent, BYTES), (&before, BYTES)] {
+        assert_eq!(still.outcome(transfer), Ok(bytes as u64));
+    }
+    let mut found = vec![0; BYTES];
+    second.read_at(0, &mut found).unwrap();
+    assert!(found[..1000] == [7; 1000] && found[1000..].iter().all(|byte| *byte == 0));
+}
