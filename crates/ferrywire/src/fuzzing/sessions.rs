@@ -56,7 +56,7 @@ fn encode(frame: &Frame<ControlMessage>) -> Vec<u8> {
 
 fn any_message(input: &mut Input<'_>) -> ControlMessage {
     let (channel, generation) = (input.u16(), input.u32());
-    match input.u8() % 6 {
+    match input.u8() % 7 {
         0 => ControlMessage::Fence {
             channel,
             generation,
