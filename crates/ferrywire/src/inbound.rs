@@ -64,9 +64,18 @@ impl Sink {
 
 /// A message of the peer that no receive was posted for.
 enum Arrived {
-    Eager { tag: u64, bytes: Vec<u8> },
-    Announced { tag: u64, transfer: u64, total: u64 },
+    Eager { tag: u64, number: u64, bytes: Vec<u8> },
+    Announced { tag: u64, number: u64, transfer: u64, total: u64 },
     Withdrawn,
+}
+
+impl Arrived {
+    fn number(&self) -> u64 {
+        match self {
+            Arrived::Eager { number, .. } | Arrived::Announced { number, .. } => *number,
+            Arrived::Withdrawn => 0,
+        }
+    }
 }
 
 /// What has to be sent because of something that arrived.
@@ -241,12 +250,16 @@ impl Inbound {
             Kind::Send => bytes.len() + limits::EAGER_OVERHEAD_BYTES,
             _ => 0,
         };
+        let (tag, number) = (header.key, header.offset);
         let arrived = match header.kind {
-            Kind::Send => Arrived::Eager { tag: header.key, bytes },
+            Kind::Send => Arrived::Eager { tag, number, bytes },
             _ if header.total == WITHDRAWN => Arrived::Withdrawn,
-            _ => Arrived::Announced { tag: header.key, transfer: header.transfer, total: header.total },
+            _ => Arrived::Announced { tag, number, transfer: header.transfer, total: header.total },
         };
         let mut state = self.lock();
+        if matches!(arrived, Arrived::Withdrawn) && state.take_back(tag, number) {
+            return Ok(Vec::new());
+        }
         if header.offset < state.next_number || state.early.contains_key(&header.offset) {
             return Err(Refusal::Other);
         }
@@ -350,7 +363,7 @@ impl Inbound {
     fn meet(&self, state: &mut State, op: Arc<Op>, arrived: Arrived, replies: &mut Vec<Reply>) {
         match arrived {
             Arrived::Withdrawn => {}
-            Arrived::Eager { tag, bytes } => {
+            Arrived::Eager { tag, bytes, .. } => {
                 match bytes.len() as u64 > op.total {
                     true => op.fail(truncated(tag, bytes.len() as u64, op.total)),
                     false => copy_out(&op, &bytes),
@@ -367,7 +380,7 @@ impl Inbound {
                     replies.push(Reply::Frame(credit));
                 }
             }
-            Arrived::Announced { tag, transfer, total } => {
+            Arrived::Announced { tag, transfer, total, .. } => {
                 let mut answer = Header::new(Kind::Match);
                 answer.transfer = transfer;
                 if total > op.total {
@@ -446,6 +459,28 @@ impl State {
             self.counted.remove(&header.transfer);
         }
         self.notifications.push_back(message);
+    }
+
+    /// The peer takes a message back: true if its number has been heard of, so that nothing waits for that. One that has been met
+    /// by a receive is none any more that could be taken back here: its sender answers the match.
+    fn take_back(&mut self, tag: u64, number: u64) -> bool {
+        if let Some(early) = self.early.get_mut(&number) {
+            if matches!(early, Arrived::Announced { .. }) {
+                *early = Arrived::Withdrawn;
+            }
+            return true;
+        }
+        if let Some(list) = self.unexpected.get_mut(&tag)
+            && let Ok(at) = list.binary_search_by_key(&number, Arrived::number)
+            && matches!(list[at], Arrived::Announced { .. })
+        {
+            list.remove(at);
+            self.announced_held -= 1;
+            if list.is_empty() {
+                self.unexpected.remove(&tag);
+            }
+        }
+        number < self.next_number
     }
 
     /// A transfer with a notification has failed: neither its last bytes nor the message count.
@@ -555,6 +590,33 @@ mod tests {
         assert!(inbound.take_notification().is_some());
         let state = inbound.lock();
         assert_eq!((state.notification_bytes, state.early_bytes), (0, 0));
+    }
+
+    #[test]
+    fn a_message_that_is_taken_back_is_held_no_longer_wherever_it_waits() {
+        let inbound = Inbound::default();
+        let say = |number: u64, total: u64| {
+            let header =
+                Header { offset: number, key: 7, transfer: number + 1, total, ..Header::new(Kind::Announce) };
+            inbound.message(&header, Vec::new()).map(|replies| replies.len())
+        };
+        for number in [0, 1, 2, 5] {
+            assert_eq!(say(number, 9), Ok(0));
+        }
+        // In its turn, ahead of it, and before it was heard of at all.
+        for number in [1, 5, 3] {
+            assert_eq!(say(number, WITHDRAWN), Ok(0));
+        }
+        assert_eq!(say(3, 9), Err(Refusal::Other));
+        assert_eq!(say(4, 9), Ok(0));
+        let state = inbound.lock();
+        assert_eq!((state.next_number, state.announced_held), (6, 3));
+        drop(state);
+        for number in [0, 0, 1, 2, 4, 5] {
+            assert_eq!(say(number, WITHDRAWN), Ok(0));
+        }
+        let state = inbound.lock();
+        assert!(state.announced_held == 0 && state.unexpected.is_empty() && state.early.is_empty());
     }
 
     /// It was refused for those that waited for it, and never had its turn: nothing behind it was heard of again.

@@ -36,7 +36,8 @@ pub enum Kind {
     Notify = 3,
     /// An eager message with tag `key`; `offset` is its number in the sender's order.
     Send = 4,
-    /// A message with tag `key` of `total` bytes waits at the sender; `offset` as for `Send`.
+    /// A message with tag `key` of `total` bytes waits at the sender; `offset` as for `Send`. All ones: it does not, or not any
+    /// longer.
     Announce = 5,
     /// The announced message `transfer` may go to sink `key`.
     Match = 6,

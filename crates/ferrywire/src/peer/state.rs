@@ -548,7 +548,7 @@ impl PeerState {
                 }
             }
             _ => {
-                if self.queue.withdraw(op.id).is_some() || self.queue.take_out(op) {
+                if self.queue.take_back(op) || self.queue.take_out(op) {
                     self.cut_short(op);
                 }
                 progress::kick(self, 0);

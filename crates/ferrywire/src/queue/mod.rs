@@ -379,7 +379,21 @@ impl SendQueue {
         Some(op)
     }
 
-    /// Takes an announced send out, because it is cancelled or refused.
+    /// Takes an announced send out that is cancelled before anybody has received it, and tells the peer, which holds it; true
+    /// if it was here.
+    pub fn take_back(&self, op: &Op) -> bool {
+        let mut lanes = self.lock();
+        if lanes.announced.remove(&op.id).is_none() {
+            return false;
+        }
+        let mut header = Header::new(Kind::Announce);
+        (header.transfer, header.key, header.offset, header.total) = (op.id, op.key, op.number, WITHDRAWN);
+        lanes.own.push_back(Entry::bare(header));
+        self.publish(&lanes);
+        true
+    }
+
+    /// Takes an announced send out, because it is refused.
     #[must_use]
     pub fn withdraw(&self, transfer: u64) -> Option<Arc<Op>> {
         self.lock().announced.remove(&transfer)

@@ -2,6 +2,7 @@
 
 use crate::LIMIT;
 use crate::held_up::connected;
+use ferrywire::limits::{ANNOUNCED_SENDS_MAX, EAGER_BYTES_MAX};
 use ferrywire::{Endpoint, Error, Peer, Region, Transfer};
 use std::time::Instant;
 
@@ -67,4 +68,26 @@ fn a_receive_whose_message_is_cancelled_behind_another_is_for_the_next_one() {
     let mut found = vec![0; BYTES];
     second.read_at(0, &mut found).unwrap();
     assert!(found[..1000] == [7; 1000] && found[1000..].iter().all(|byte| *byte == 0));
+}
+
+/// They were held for ever, until no large message was taken any more.
+#[test]
+fn sends_that_are_cancelled_before_anybody_receives_them_are_not_held_against_others() {
+    const BYTES: usize = EAGER_BYTES_MAX + 1;
+    const BATCH: usize = 8192;
+    let still = still();
+    let [source, target] = still.memory(BYTES);
+    for _ in 0..ANNOUNCED_SENDS_MAX / BATCH + 1 {
+        let sent: Vec<_> =
+            (0..BATCH).map(|_| still.here.send(1, &source, 0, BYTES as u64).unwrap()).collect();
+        // Until they are announced.
+        (0..200).for_each(|_| still.turn());
+        sent.iter().for_each(Transfer::cancel);
+        (0..200).for_each(|_| still.turn());
+        assert!(sent.iter().all(|sent| sent.poll() == Some(Err(Error::Cancelled))));
+    }
+    let sent = still.here.send(1, &source, 0, BYTES as u64).unwrap();
+    let received = still.there.recv(1, &target, 0, BYTES as u64).unwrap();
+    assert_eq!(still.outcome(&received), Ok(BYTES as u64));
+    assert_eq!(still.outcome(&sent), Ok(BYTES as u64));
 }
