@@ -631,7 +631,7 @@ mod tests {
         assert!(taken.eq((0..=early).map(|number| number.to_le_bytes().to_vec())));
 
         let message = |number: u64| {
-            let kind = if number % 16 == 0 { Kind::Send } else { Kind::Announce };
+            let kind = if number.is_multiple_of(16) { Kind::Send } else { Kind::Announce };
             let header =
                 Header { offset: number, key: number, transfer: number + 1, total: 9, ..Header::new(kind) };
             inbound.message(&header, Vec::new()).map(|replies| replies.len())
