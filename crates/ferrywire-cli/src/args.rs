@@ -284,7 +284,7 @@ pub struct ConnectFlags {
     /// A recorded host to plan with in place of this one
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
-    /// Chunk size [default: chosen]
+    /// Chunk size; over GPUDirect-TCPX at most 1M [default: chosen]
     #[arg(long, value_name = "BYTES")]
     pub chunk: Option<Bytes>,
     /// Requests in flight per channel; of a plugin the same on both ends [default: chosen]

@@ -16,7 +16,7 @@ struct Path {
     congestion_control: String,
 }
 
-/// The backlog of a channel that is down.
+/// The backlog of a channel that is down, or whose lane the peer has not got ready yet.
 pub(crate) const NO_BACKLOG: u64 = u64::MAX;
 
 /// Counters of one channel, over all its connections.
@@ -27,7 +27,7 @@ pub(crate) struct ChannelCounters {
     pub rtt_us: AtomicU64,
     send_buffer_bytes: AtomicUsize,
     receive_buffer_bytes: AtomicUsize,
-    /// Bytes in the window; [`NO_BACKLOG`] while the channel is down, so that it is nobody's least loaded.
+    /// Bytes in the window; [`NO_BACKLOG`] while the channel takes none, so that it is nobody's least loaded.
     pub backlog: AtomicU64,
     pub generation: AtomicU32,
     pub alive: AtomicBool,

@@ -83,7 +83,14 @@ impl Channel {
     /// What the peer says of its receives; and whether the frame can be of this channel.
     pub(super) fn hear_posted(&mut self, header: &Header) -> io::Result<()> {
         match &mut self.posted {
-            Some(posted) => posted.fits(header).and_then(|()| posted.confirm(header.posted)).map_err(broken),
+            Some(posted) => {
+                let is_first = !posted.is_heard();
+                posted.fits(header).and_then(|()| posted.confirm(header.posted)).map_err(broken)?;
+                if is_first {
+                    self.tell_backlog();
+                }
+                Ok(())
+            }
             None if header.is_posted() || header.posted != 0 => {
                 Err(broken("it sends over a lane, and this channel has none"))
             }

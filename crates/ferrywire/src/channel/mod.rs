@@ -23,7 +23,7 @@ use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry, Pull};
 use crate::schedule;
 use crate::staging::Staging;
-use crate::stats::ChannelCounters;
+use crate::stats::{ChannelCounters, NO_BACKLOG};
 use crate::transport::{Conn, IoVec};
 use crate::window::Window;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
@@ -159,7 +159,15 @@ impl Channel {
             // Of no frames, and the first that the peer hears.
             self.make_ack_frame();
         }
+        self.tell_backlog();
         self
+    }
+
+    /// What others reckon with: one that takes nothing yet would keep from them what is for the least loaded.
+    fn tell_backlog(&self) {
+        let is_heard = self.posted.as_ref().is_none_or(|posted| posted.is_heard());
+        let backlog = if is_heard { self.window.bytes() as u64 } else { NO_BACKLOG };
+        self.counters.backlog.store(backlog, Ordering::Relaxed);
     }
 
     pub fn conn(&self) -> &dyn Conn {
@@ -332,7 +340,7 @@ impl Channel {
             }
         }
         dropped.into_iter().for_each(|op| self.peer.cut_short(&op));
-        self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
+        self.tell_backlog();
     }
 
     fn unsent(&mut self) -> u64 {
@@ -552,7 +560,7 @@ impl Channel {
             }
         }
         self.let_go_held();
-        self.counters.backlog.store(self.window.bytes() as u64, Ordering::Relaxed);
+        self.tell_backlog();
         Ok(())
     }
 

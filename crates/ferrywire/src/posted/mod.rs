@@ -75,6 +75,11 @@ impl Posted {
         self.lane.may_stand_alone()
     }
 
+    /// Whether the peer's side of the lane stands, as far as is known.
+    pub fn is_heard(&self) -> bool {
+        self.sending.is_heard()
+    }
+
     /// Frames with a payload for the lane that may be taken now.
     pub fn room(&self) -> usize {
         self.sending.room()

@@ -78,6 +78,10 @@ impl Sending {
         }
     }
 
+    pub fn is_heard(&self) -> bool {
+        self.heard
+    }
+
     pub fn room(&self) -> usize {
         if !self.heard {
             return 0;

@@ -101,9 +101,13 @@ impl Terms {
         for name in names.filter(|name| ![GPU, MANNER, OPTIONAL].contains(name)) {
             let (here, there) = (self.value(name), theirs.value(name));
             if here != there {
-                let say = |value: Option<&str>| value.unwrap_or("not set").to_owned();
+                let say = |value: Option<&str>| value.unwrap_or("not told").to_owned();
+                let versions = match (here, there) {
+                    (Some(_), Some(_)) => "",
+                    _ => ", and the same version of ferrywire: one of them does not know it",
+                };
                 return Some(format!(
-                    "{name} is {} at the end that accepts and {} at the end that connects; both need the same",
+                    "{name} is {} at the end that accepts and {} at the end that connects; both need the same{versions}",
                     say(here),
                     say(there)
                 ));

@@ -15,3 +15,8 @@ pub fn place(index: u32) -> Place {
 pub fn on_gpus(case: Case) -> Case {
     case
 }
+
+/// Whether a stand-in for the driver tells what is left of it when a case ends.
+pub fn have_a_stand_in() -> bool {
+    false
+}
