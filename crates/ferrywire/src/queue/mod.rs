@@ -1,7 +1,7 @@
 //! What a peer's channels have yet to send. All channels of a peer pull from this one queue.
 //!
-//! Four lanes, emptied in this order: frames of lost channels, the engine's own frames, small
-//! operations, bulk operations. Small operations do not wait behind bulk, nor starve it.
+//! Four lanes, emptied in this order: frames of lost channels, the engine's own frames (behind them notifications that were
+//! held back), small operations, bulk operations. Small operations do not wait behind bulk, nor starve it.
 //!
 //! Invariant: each frame pulled is in exactly one window, or back in this queue, until the peer has
 //! acknowledged it. Read next: `entry.rs`, what is pulled; `channel/`, which pulls.
@@ -57,6 +57,8 @@ struct Epoch {
 pub(crate) struct Lanes {
     resend: VecDeque<Entry>,
     own: VecDeque<Entry>,
+    /// Notifications that were too far ahead: no frames of our own, which are counted, and in their turn before small ones.
+    admitted: VecDeque<(u64, Arc<Op>)>,
     small: VecDeque<Arc<Op>>,
     bulk: VecDeque<Bulk>,
     small_run: u64,
@@ -275,7 +277,7 @@ impl SendQueue {
         if lanes.closed {
             return vec![entry];
         }
-        lanes.asking.keep(entry);
+        lanes.asking.keep(entry, op);
         lanes.ask_on();
         if lanes.asking.keeps_back() {
             // Whoever places bytes of the read from here on, and says so, sees that somebody waits; the others we see.
@@ -302,7 +304,7 @@ impl SendQueue {
     /// A read asks for nothing more: gives back what it has not asked for, and others have its room.
     pub fn forget_requests(&self, op: &Op) -> Vec<Entry> {
         let mut lanes = self.lock();
-        let kept = lanes.asking.forget(op.id);
+        let kept = lanes.asking.forget(op);
         lanes.ask_on();
         self.publish(&lanes);
         kept
@@ -328,7 +330,7 @@ impl SendQueue {
         }
         let mut lanes = self.lock();
         if op.verb == Verb::Read {
-            let _none_is_left = lanes.asking.forget(op.id);
+            let _none_is_left = lanes.asking.forget(op);
             lanes.ask_on();
         }
         lanes.leave_epoch(epoch);
@@ -352,7 +354,7 @@ impl SendQueue {
         for (number, op) in admitted {
             match message {
                 true => lanes.small.push_back(op),
-                false => lanes.own.push_back(message_entry(op, number, 0)),
+                false => lanes.admitted.push_back((number, op)),
             }
         }
         self.publish(&lanes);
@@ -432,6 +434,7 @@ impl SendQueue {
         ops.extend(lanes.epochs.drain(..).filter_map(|epoch| epoch.then));
         ops.extend(lanes.resend.drain(..).filter_map(|entry| entry.op));
         ops.extend(lanes.own.drain(..).filter_map(|entry| entry.op));
+        ops.extend(lanes.admitted.drain(..).map(|(_, op)| op));
         ops.extend(lanes.messages.close().chain(lanes.notifications.close()));
         ops.extend(lanes.asking.close().filter_map(|entry| entry.op));
         self.publish(&lanes);
@@ -476,7 +479,7 @@ impl SendQueue {
 
 impl Lanes {
     fn len(&self) -> usize {
-        self.resend.len() + self.own.len() + self.small.len() + self.bulk.len()
+        self.resend.len() + self.own.len() + self.admitted.len() + self.small.len() + self.bulk.len()
     }
 
     /// Requests of reads that need not be kept back any longer go out.
@@ -554,6 +557,9 @@ impl Lanes {
         }
         if let Some(entry) = self.own.pop_front() {
             return Some(entry);
+        }
+        if let Some((number, op)) = self.admitted.pop_front() {
+            return Some(message_entry(op, number, 0));
         }
         let bulk_waits = pull.bulk && !self.bulk.is_empty();
         if pull.small > 0
@@ -671,3 +677,24 @@ impl Lanes {
 /// The `total` of an announcement whose send was cancelled before it went out, and of a notification
 /// whose transfer has failed.
 pub(crate) const WITHDRAWN: u64 = u64::MAX;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transfer::{Piece, Pieces};
+
+    /// While many were released an answer to the peer was dropped, as if those were answers that it does not read.
+    #[test]
+    fn notifications_that_go_out_late_are_no_answers() {
+        let queue = SendQueue::new(1 << 20, false);
+        let note = || {
+            Arc::new(Op::new(1, Verb::Notify, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0))
+        };
+        let sent = (0..=limits::EARLY_FRAMES_MAX).filter_map(|_| queue.lock().notifications.number(note()));
+        assert_eq!(sent.count(), limits::EARLY_FRAMES_MAX);
+        assert!(queue.had(&Header::new(Kind::Notify)));
+        assert_eq!((queue.waiting(), queue.answers_waiting()), (1, 0));
+        assert!(queue.has_work_beside_bulk());
+        assert_eq!(queue.close().len(), 1);
+    }
+}
