@@ -99,7 +99,8 @@ struct State {
     waiting: BTreeMap<u64, Option<Vec<u8>>>,
     next_notification: u64,
     posted: HashMap<u64, VecDeque<Arc<Op>>>,
-    unexpected: HashMap<u64, VecDeque<Arrived>>,
+    /// By tag and number: a peer may take back any of very many.
+    unexpected: HashMap<u64, BTreeMap<u64, Arrived>>,
     announced_held: usize,
     early: BTreeMap<u64, Arrived>,
     next_number: u64,
@@ -304,7 +305,7 @@ impl Inbound {
             Some(op) => self.meet(state, op, arrived, replies),
             None => {
                 state.announced_held += usize::from(matches!(arrived, Arrived::Announced { .. }));
-                state.unexpected.entry(tag).or_default().push_back(arrived);
+                state.unexpected.entry(tag).or_default().insert(arrived.number(), arrived);
             }
         }
     }
@@ -313,7 +314,7 @@ impl Inbound {
     pub fn post(&self, op: Arc<Op>) -> Vec<Reply> {
         let mut state = self.lock();
         let mut replies = Vec::new();
-        match take_front(&mut state.unexpected, op.key) {
+        match take_first(&mut state.unexpected, op.key) {
             Some(arrived) => {
                 state.announced_held -= usize::from(matches!(arrived, Arrived::Announced { .. }));
                 self.meet(&mut state, op, arrived, &mut replies);
@@ -334,7 +335,7 @@ impl Inbound {
             }
             return replies;
         }
-        match take_front(&mut state.unexpected, op.key) {
+        match take_first(&mut state.unexpected, op.key) {
             Some(arrived) => {
                 state.announced_held -= usize::from(matches!(arrived, Arrived::Announced { .. }));
                 self.meet(&mut state, op, arrived, &mut replies);
@@ -410,7 +411,7 @@ impl Inbound {
         let mut ops: Vec<Arc<Op>> = state.posted.drain().flat_map(|(_, list)| list).collect();
         // What has arrived whole can still be received; the rest of an announced message will not come.
         for list in state.unexpected.values_mut() {
-            list.retain(|arrived| matches!(arrived, Arrived::Eager { .. }));
+            list.retain(|_, arrived| matches!(arrived, Arrived::Eager { .. }));
         }
         state.unexpected.retain(|_, list| !list.is_empty());
         state.early.clear();
@@ -471,10 +472,9 @@ impl State {
             return true;
         }
         if let Some(list) = self.unexpected.get_mut(&tag)
-            && let Ok(at) = list.binary_search_by_key(&number, Arrived::number)
-            && matches!(list[at], Arrived::Announced { .. })
+            && matches!(list.get(&number), Some(Arrived::Announced { .. }))
         {
-            list.remove(at);
+            list.remove(&number);
             self.announced_held -= 1;
             if list.is_empty() {
                 self.unexpected.remove(&tag);
@@ -490,6 +490,15 @@ impl State {
             self.notification_bytes -= message.len();
         }
     }
+}
+
+fn take_first<T>(map: &mut HashMap<u64, BTreeMap<u64, T>>, tag: u64) -> Option<T> {
+    let list = map.get_mut(&tag)?;
+    let (_, first) = list.pop_first()?;
+    if list.is_empty() {
+        map.remove(&tag);
+    }
+    Some(first)
 }
 
 fn take_front<T>(map: &mut HashMap<u64, VecDeque<T>>, tag: u64) -> Option<T> {
