@@ -209,8 +209,8 @@ impl RegionHome for Engine {
         }
     }
 
-    fn interrupt(&self, memory: &Arc<Memory>) -> Result<()> {
-        progress::abandon_memory(self, memory, true)
+    fn interrupt(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()> {
+        progress::abandon_memory(self, memory, at_any_cost)
     }
 
     fn origin(&self) -> Origin {

@@ -339,7 +339,8 @@ pub(crate) trait RegionHome: Send + Sync {
     /// GPU does not get on, too.
     fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
     /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
-    fn interrupt(&self, memory: &Arc<Memory>) -> Result<()>;
+    /// `at_any_cost` as above.
+    fn interrupt(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
     /// Sees to it that its owner is dropped when that is so, and returns at once.
     fn release_later(&self, memory: Arc<Memory>);
 }
@@ -396,15 +397,14 @@ impl Drop for Registration {
         if self.memory.has_owner() || goes_on {
             return self.end_later();
         }
-        // One that failed to end has been waited for, and told of, already. Nobody is asked to keep the memory.
-        if !self.memory.revoked()
-            && let Err(error) = self.end(self.memory.user_owned())
-        {
+        // One that failed to end has been waited for, and told of, already: its user keeps the memory. Else nobody is asked to.
+        let told = self.memory.revoked();
+        if !told && let Err(error) = self.end(self.memory.user_owned()) {
             tracing::error!(%error, "a dropped region could not be released");
         }
         if self.memory.user_owned() && self.memory.used() {
             self.memory.gone.store(true, Ordering::SeqCst);
-            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory)) {
+            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory, !told)) {
                 tracing::error!(%error, "a dropped region may still be read");
             }
         }

@@ -141,7 +141,7 @@ impl RegionPattern {
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }
 
-    /// Writes all stretches, which should not overlap.
+    /// Writes all stretches, which should not overlap. Does not return while a GPU still writes: with one that stands still, not at all.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) once the region's memory is its user's again, and the GPU's.

@@ -38,8 +38,8 @@ pub(super) struct Line {
     busy: Stopwatch,
     /// Calls of copiers that were thrown away.
     past_calls: u64,
-    /// Why a copier failed, and the marks that never will be reached for it, until that was told.
-    failure: Option<(Error, RangeInclusive<u64>)>,
+    /// Why each copier failed, and the marks that never will be reached for it, until that was told.
+    failures: Vec<(Error, RangeInclusive<u64>)>,
 }
 
 /// Runs that are copied together, and the mark behind them.
@@ -94,7 +94,7 @@ impl Line {
             reached: 0,
             busy: Stopwatch::default(),
             past_calls: 0,
-            failure: None,
+            failures: Vec::new(),
         }
     }
 
@@ -201,7 +201,7 @@ impl Line {
             self.enqueue();
             self.busy.set(self.reached < self.marked);
         }
-        self.failure.is_some()
+        !self.failures.is_empty()
     }
 
     fn fail(&mut self, error: Error) {
@@ -214,29 +214,27 @@ impl Line {
         // What waits goes with what it waits for, and its mark is never given again.
         self.marked += u64::from(self.batch_bytes > 0);
         self.forget();
-        let (error, first) = match self.failure.take() {
-            Some((error, before)) => (error, *before.start()),
-            None => (error, self.reached + 1),
-        };
-        self.failure = Some((error, first..=self.marked));
+        // What another copier has done since the last failure is as good as ever, too.
+        let told = self.failures.last().map_or(0, |(_, lost)| *lost.end());
+        self.failures.push((error, self.reached.max(told) + 1..=self.marked));
     }
 
     /// Whether the copies before a mark are done.
     pub fn done(&self, mark: u64) -> bool {
-        mark <= self.reached && !self.lost(mark..=mark)
+        mark <= self.reached && self.lost(mark..=mark).is_none()
     }
 
-    /// Whether the copies before one of these marks will not be done. For whoever asks between [`Line::look`] and
+    /// Why the copies before one of these marks will not be done, if so. For whoever asks between [`Line::look`] and
     /// [`Line::settle`].
-    pub fn lost(&self, marks: RangeInclusive<u64>) -> bool {
+    pub fn lost(&self, marks: RangeInclusive<u64>) -> Option<&Error> {
         let overlaps =
             |lost: &RangeInclusive<u64>| marks.start() <= lost.end() && lost.start() <= marks.end();
-        self.failure.as_ref().is_some_and(|(_, lost)| overlaps(lost))
+        self.failures.iter().find(|(_, lost)| overlaps(lost)).map(|(failure, _)| failure)
     }
 
     /// Whether copies are under way, or a failure of theirs is not told yet.
     pub fn copying(&self) -> bool {
-        self.reached < self.marked || self.failure.is_some()
+        self.reached < self.marked || !self.failures.is_empty()
     }
 
     /// How long copies were under way so far.
@@ -249,17 +247,17 @@ impl Line {
         self.past_calls + self.copier.as_ref().map_or(0, |copier| copier.calls())
     }
 
-    /// The failure has been told to all whose copies are lost: gives it. What was added since goes on.
-    pub fn settle(&mut self) -> Option<Error> {
-        let (failure, lost) = self.failure.take()?;
+    /// Failures have been told to all whose copies are lost. What was added since goes on.
+    pub fn settle(&mut self) {
+        let Some((_, lost)) = self.failures.last() else { return };
         self.reached = self.reached.max(*lost.end());
+        self.failures.clear();
         self.busy.set(self.reached < self.marked);
-        Some(failure)
     }
 
-    /// Why a copier has failed, if that is not told yet.
+    /// Why a copier has failed, if that is not told yet: the last one.
     pub fn failure(&self) -> Option<&Error> {
-        self.failure.as_ref().map(|(error, _)| error)
+        self.failures.last().map(|(failure, _)| failure)
     }
 
     /// Ends all copying: when this returns, nothing touches the memory that was named here.
@@ -317,6 +315,7 @@ mod tests {
         batches: Vec<(u64, usize)>,
         reached: u64,
         fails: bool,
+        refuses: bool,
     }
 
     struct OneByOne(Arc<Mutex<Seen>>);
@@ -329,6 +328,9 @@ mod tests {
 
     impl Copier for OneByOne {
         unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+            if self.seen().refuses {
+                return Err(Error::Bug("it refuses".into()));
+            }
             self.seen().batches.push((mark, runs.len()));
             Ok(())
         }
@@ -434,7 +436,7 @@ mod tests {
         add(&mut line, 1);
         seen.lock().unwrap().fails = true;
         assert!(line.look() && line.copying());
-        assert!(line.settle().is_some());
+        line.settle();
         assert!(line.done(3) && !line.copying() && line.batch_bytes() == 0);
         assert_eq!((line.next_mark(), seen.lock().unwrap().batches.len()), (4, 1));
     }
@@ -453,7 +455,7 @@ mod tests {
         assert_eq!(seen.lock().unwrap().batches, [(2, 2)]);
         seen.lock().unwrap().reached = 2;
         assert!(line.look() && !line.done(1) && line.done(2));
-        assert!(line.settle().is_some());
+        line.settle();
         assert!(line.done(2) && !line.copying());
         // Nothing was told meanwhile.
         line.break_copier();
@@ -467,5 +469,25 @@ mod tests {
         assert!(!line.look() && line.copying() && !line.done(4));
         seen.lock().unwrap().reached = 4;
         assert!(!line.look() && line.done(4) && !line.copying());
+    }
+
+    /// It was given up with them, with the error of the first.
+    #[test]
+    fn what_is_copied_between_two_failures_that_are_told_together_is_none_of_theirs() {
+        let (mut line, _) = scene(Way::In);
+        line.break_copier();
+        add(&mut line, 1);
+        line.flush();
+        let (other, seen) = scene(Way::In);
+        line.copier = { other }.copier.take();
+        add(&mut line, 1);
+        line.flush();
+        *seen.lock().unwrap() = Seen { reached: 2, refuses: true, ..Seen::default() };
+        add(&mut line, 1);
+        line.flush();
+        assert!(line.look() && line.copying());
+        assert_eq!([1, 2, 3].map(|mark| line.done(mark)), [false, true, false]);
+        line.settle();
+        assert!(!line.look() && !line.copying());
     }
 }

@@ -218,24 +218,24 @@ impl Receiving {
     fn fail(&mut self, at: usize) -> bool {
         let line = &self.lanes[at].line;
         let lost = |copy: Option<Copy>| {
-            copy.is_some_and(|copy| copy.lane == at && line.lost(copy.first..=copy.mark))
+            copy.filter(|copy| copy.lane == at).and_then(|copy| line.lost(copy.first..=copy.mark))
         };
         for frame in &mut self.frames {
-            if !lost(frame.copy) {
-                continue;
-            }
+            let Some(failure) = lost(frame.copy) else { continue };
             frame.arrival.refusal.get_or_insert(Refusal::Gpu);
-            if let (Some(landing), Some(failure)) = (&frame.arrival.landing, line.failure()) {
+            if let Some(landing) = &frame.arrival.landing {
                 landing.fail(failure);
             }
         }
-        lost(self.current.as_ref().and_then(|current| current.copy))
+        lost(self.current.as_ref().and_then(|current| current.copy)).is_some()
     }
 
     /// Tells the landing of the current frame why its copies have failed.
     pub fn blame(&self, landing: &Landing) {
-        let lane = self.current.as_ref().map(|current| &self.lanes[current.lane]);
-        if let Some(failure) = lane.and_then(|lane| lane.line.failure()) {
+        let Some(current) = &self.current else { return };
+        let line = &self.lanes[current.lane].line;
+        let lost = current.copy.and_then(|copy| line.lost(copy.first..=copy.mark));
+        if let Some(failure) = lost.or(line.failure()) {
             landing.fail(failure);
         }
     }

@@ -129,8 +129,8 @@ impl Sending {
         for entry in unsent {
             let Some(staged) = &mut entry.staged else { continue };
             let line = &self.lines[staged.line];
-            let lost = matches!(staged.state, State::Copying(mark) if line.lost(mark..=mark));
-            if let Some(failure) = line.failure().filter(|_| lost) {
+            let State::Copying(mark) = staged.state else { continue };
+            if let Some(failure) = line.lost(mark..=mark) {
                 staged.state = State::Lost;
                 credit += entry.give_up(failure);
             }
