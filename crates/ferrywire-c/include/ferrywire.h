@@ -84,7 +84,7 @@
 #define FERRYWIRE_ERROR_TOO_SMALL -11
 
 /**
- * Room that fits every notification, in bytes.
+ * Room that fits every notification, in bytes. What can be sent is shorter: at most 8192 bytes in this version.
  */
 #define FERRYWIRE_NOTIFICATION_BYTES_MAX 65535
 
@@ -159,7 +159,7 @@ int ferrywire_options_new(ferrywire_options **options);
 int ferrywire_options_free(ferrywire_options *options);
 
 /**
- * Listens on this address, such as "0.0.0.0:7420"; port 0 chooses one.
+ * Listens on this IP address, such as "0.0.0.0:7420"; port 0 chooses one.
  */
 int ferrywire_options_listen(ferrywire_options *options, const char *address);
 
@@ -174,9 +174,10 @@ int ferrywire_options_secret(ferrywire_options *options, const void *secret, siz
 int ferrywire_options_label(ferrywire_options *options, const char *label);
 
 /**
- * One more NIC to use, by name. Default: all that share a subnet with the peer.
+ * One more NIC to use, by name. Default: all that share a subnet with the peer, else the route's own.
  */
-int ferrywire_options_nic(ferrywire_options *options, const char *name);
+int ferrywire_options_nic(ferrywire_options *options,
+                          const char *name);
 
 /**
  * Channels for each peer. Default: by cores and NICs.
@@ -266,7 +267,7 @@ int ferrywire_endpoint_progress(ferrywire_endpoint *endpoint,
                                 bool *worked);
 
 /**
- * Connects to an endpoint that listens on `address` ("10.0.0.1:7420"). `timeout_ms` is milliseconds, less than 0
+ * Connects to an endpoint that listens on `address`, an IP address with a port ("10.0.0.1:7420"): names are not looked up. `timeout_ms` is milliseconds, less than 0
  * without end.
  */
 int ferrywire_connect(ferrywire_endpoint *endpoint,
@@ -532,7 +533,7 @@ int ferrywire_read_blocks(ferrywire_peer *peer,
                           ferrywire_transfer **transfer);
 
 /**
- * Delivers a small message, which may be empty, after everything posted to this peer before it.
+ * Delivers a small message, of at most 8192 bytes, which may be empty, after everything posted to this peer before it.
  */
 int ferrywire_notify(ferrywire_peer *peer,
                      const void *message,
