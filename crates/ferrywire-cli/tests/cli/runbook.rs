@@ -53,7 +53,7 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "rank 3 (host): its --sizes is 8192, ...",
+        "rank 3 (host): its --sizes is 8K, ...",
         &[
             ("ferrywire-cli/src/bench/ranks/words.rs", "rank {} ({}): {}"),
             ("ferrywire-cli/src/bench/ranks/hub.rs", "its --{} is {}, "),
