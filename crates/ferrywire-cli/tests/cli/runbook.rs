@@ -44,6 +44,13 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     ),
     ("rx no cmsg", &[("ferrywire-tcpx-sim/src/worker.rs", "rx no cmsg")]),
     ("both ends are on one host", &[("ferrywire/src/transport/plugin/host.rs", "both ends are on one host")]),
+    (
+        "registers GPU memory on NIC veth0, which has no PCI path",
+        &[
+            ("ferrywire/src/transport/plugin/host.rs", "registers GPU memory on NIC {}, {}"),
+            ("ferrywire/src/transport/plugin/tcpx.rs", "which has no PCI path"),
+        ],
+    ),
     ("both need the same", &[("ferrywire/src/transport/terms.rs", "both need the same")]),
     (
         "rank 11: it has not come within 30 s",
