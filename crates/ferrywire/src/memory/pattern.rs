@@ -141,7 +141,8 @@ impl RegionPattern {
         Ok(Some(RegionPattern { region: region.clone(), by }))
     }
 
-    /// Writes all stretches, which should not overlap. Does not return while a GPU still writes: with one that stands still, not at all.
+    /// Writes all stretches, which should not overlap. Does not return while a GPU still writes: with one that stands still,
+    /// not at all.
     ///
     /// # Errors
     /// [`Error::Invalid`](crate::Error::Invalid) once the region's memory is its user's again, and the GPU's.
@@ -157,7 +158,8 @@ impl RegionPattern {
         })
     }
 
-    /// The first stretch with a byte that is not its pattern's, and the index of that byte in it.
+    /// The first stretch with a byte that is not its pattern's, and the index of that byte in it. Waits for a GPU as
+    /// [`fill`](RegionPattern::fill) does.
     pub fn first_difference(&self, stretches: &[Stretch]) -> Result<Option<(usize, u64)>> {
         let parts = self.parts(stretches)?;
         self.region.memory().while_it_stays(|| {
