@@ -31,8 +31,12 @@ impl Affinity {
             return;
         }
         *cores = with_own;
-        // One that cannot be moved runs where it did.
-        threads.for_each(|thread| drop(with_own.set(thread)));
+        with_own.hold(threads);
+    }
+
+    /// Lets these threads, which others have started, run there.
+    pub fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
+        locked(&self.0).hold(threads);
     }
 }
 
@@ -67,6 +71,13 @@ impl Cores {
             }
         }
         both
+    }
+
+    /// One that cannot be moved runs where it did.
+    fn hold(&self, threads: impl Iterator<Item = libc::pid_t>) {
+        if self.count() > 0 {
+            threads.for_each(|thread| drop(self.set(thread)));
+        }
     }
 
     fn set(&self, thread: libc::pid_t) -> io::Result<()> {

@@ -22,7 +22,7 @@
 //!
 //! `tables` (what NCCL calls), `properties` and `device` (which NICs) and `merged` (several as one), `channels` (how many rings), `attempt` and
 //! `listener` (how a comm comes about) with `pairs`, `unreached`, `handle` and `proof`, `comm` (requests), `sending` and `receiving`, `head`
-//! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk). `failure` and `log` say what went wrong.
+//! (what travels), `wire` (one socket) and `link` (what it is called), `pool` and `worker` (who moves bulk; `ranks` and `settings`: how many). `failure` and `log` say what went wrong.
 
 mod affinity;
 mod attempt;
@@ -40,6 +40,7 @@ mod pairs;
 mod pool;
 mod proof;
 mod properties;
+mod ranks;
 mod receiving;
 mod sending;
 mod settings;

@@ -1,12 +1,13 @@
 //! The threads that move bulk for all comms of the process, and the sockets for bulk that they move it on.
 //!
-//! Threads are made with the first comm and stay: the library is never unloaded. Fewer than wished for are enough; with
-//! none at all the next comm tries again.
+//! Threads are made with the first comm, more once the process turns out to drive several GPUs, and stay: the library is never
+//! unloaded. Fewer than wished for are enough; with none at all the next comm tries again.
 //! Invariants: each socket for bulk belongs to one worker; a wire's connection is touched under its lock, so closing
 //! knows when nobody does.
 //! Read next: `worker.rs`.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -19,6 +20,7 @@ use crate::affinity::Affinity;
 use crate::comm::locked;
 use crate::failure::{Fault, Outcome};
 use crate::log;
+use crate::ranks;
 use crate::receiving::Receiving;
 use crate::sending::Sending;
 use crate::settings::settings;
@@ -30,17 +32,26 @@ pub const NO_MESSAGE: u64 = u64::MAX;
 
 /// The workers of this process.
 pub struct Pool {
-    workers: Vec<Arc<Worker>>,
+    workers: Mutex<Workers>,
     affinity: Affinity,
     senders: AtomicUsize,
     receivers: AtomicUsize,
     wires: AtomicU64,
 }
 
+/// Never empty.
+struct Workers {
+    all: Vec<Arc<Worker>>,
+    /// As many were to be started, also where some could not be.
+    wished: usize,
+}
+
 /// The workers, for a comm that this thread makes; the first call starts them.
 pub fn pool() -> Outcome<&'static Pool> {
     static POOL: Once = Once::new();
-    let pool = POOL.get(|| Pool::start(settings().threads, Worker::start))?;
+    let threads = settings().threads(ranks::most());
+    let pool = POOL.get(|| Pool::start(threads, Worker::start))?;
+    pool.grow(threads, Worker::start);
     pool.serve_this_thread();
     Ok(pool)
 }
@@ -70,28 +81,41 @@ impl Once {
 
 impl Pool {
     /// With so many workers, or as many as there can be.
-    fn start(threads: usize, mut start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
-        let mut workers = Vec::new();
-        for index in 0..threads {
-            match start(index) {
-                Ok(worker) => workers.push(worker),
-                Err(e) if workers.is_empty() => {
-                    return Err(Fault::system("starting the threads that move bulk", &e));
-                }
-                Err(e) => {
-                    log::warn(format_args!("only {index} threads of {threads} to move bulk: {e}"));
-                    break;
-                }
+    fn start(threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
+        let all = started(0..threads, start)?;
+        log::info(format_args!("{} threads move bulk", all.len()));
+        let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let (workers, affinity) = (Mutex::new(Workers { all, wished: threads }), Affinity::of_this_thread());
+        Ok(Pool { workers, affinity, senders, receivers, wires: AtomicU64::new(0) })
+    }
+
+    /// Starts more, if there were to be fewer until now.
+    fn grow(&self, threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) {
+        let mut workers = locked(&self.workers);
+        if threads <= workers.wished {
+            return;
+        }
+        workers.wished = threads;
+        match started(workers.all.len()..threads, start) {
+            Ok(more) => {
+                self.affinity.hold(threads_of(&more));
+                workers.all.extend(more);
+                log::info(format_args!("{} threads move bulk", workers.all.len()));
+            }
+            Err(fault) => {
+                log::warn(format_args!("{} threads have to be enough: {}", workers.all.len(), fault.why))
             }
         }
-        let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        let affinity = Affinity::of_this_thread();
-        Ok(Pool { workers, affinity, senders, receivers, wires: AtomicU64::new(0) })
     }
 
     /// Lets the workers run where this thread may.
     fn serve_this_thread(&self) {
-        self.affinity.add_this_threads(self.workers.iter().map(|worker| *worker.thread.wait()));
+        self.affinity.add_this_threads(threads_of(&locked(&self.workers).all));
+    }
+
+    #[cfg(test)]
+    fn len(&self) -> usize {
+        locked(&self.workers).all.len()
     }
 
     /// With so many workers, for tests of what comms have in common.
@@ -118,7 +142,8 @@ impl Pool {
     }
 
     fn next(&self, counter: &AtomicUsize) -> Arc<Worker> {
-        self.workers[counter.fetch_add(1, Ordering::Relaxed) % self.workers.len()].clone()
+        let workers = locked(&self.workers);
+        workers.all[counter.fetch_add(1, Ordering::Relaxed) % workers.all.len()].clone()
     }
 
     fn add(&self, worker: Arc<Worker>, side: Side) -> Outcome<Arc<Wire>> {
@@ -134,6 +159,33 @@ impl Pool {
             }
         }
     }
+}
+
+/// Workers with these numbers, as many as can be started, but at least one.
+fn started(
+    numbers: Range<usize>,
+    mut start: impl FnMut(usize) -> io::Result<Arc<Worker>>,
+) -> Outcome<Vec<Arc<Worker>>> {
+    let mut workers = Vec::new();
+    let wished = numbers.end;
+    for number in numbers {
+        match start(number) {
+            Ok(worker) => workers.push(worker),
+            Err(e) if workers.is_empty() => {
+                return Err(Fault::system("starting the threads that move bulk", &e));
+            }
+            Err(e) => {
+                log::warn(format_args!("only {number} threads of {wished} to move bulk: {e}"));
+                break;
+            }
+        }
+    }
+    Ok(workers)
+}
+
+/// Their numbers to the kernel, once they run.
+fn threads_of(workers: &[Arc<Worker>]) -> impl Iterator<Item = libc::pid_t> {
+    workers.iter().map(|worker| *worker.thread.wait())
 }
 
 /// Wires of a comm that is being made: closed, unless it comes about.
@@ -367,8 +419,8 @@ mod tests {
     fn a_start_that_failed_is_tried_again() {
         let once = Once::new();
         assert!(once.get(|| Pool::start(3, fails)).is_err_and(|fault| fault.why.contains("threads")));
-        assert_eq!(once.get(|| Pool::start(2, Worker::start)).unwrap().workers.len(), 2);
-        assert_eq!(once.get(|| Pool::start(3, fails)).unwrap().workers.len(), 2);
+        assert_eq!(once.get(|| Pool::start(2, Worker::start)).unwrap().len(), 2);
+        assert_eq!(once.get(|| Pool::start(3, fails)).unwrap().len(), 2);
     }
 
     /// All comms of a process with GPUs on two CPU sockets were moved on the cores of one.
@@ -385,9 +437,8 @@ mod tests {
         });
         let pool = pool.join().unwrap();
         let cores = |pool: &Pool| {
-            pool.workers
-                .iter()
-                .map(|worker| Cores::of(*worker.thread.wait()).unwrap().count())
+            threads_of(&locked(&pool.workers).all)
+                .map(|thread| Cores::of(thread).unwrap().count())
                 .collect::<Vec<_>>()
         };
         assert_eq!(cores(&pool), [1, 1], "close to the first");
@@ -407,11 +458,27 @@ mod tests {
             scope.spawn(known);
         });
         assert_eq!(cores(&pool), [2, 2], "none is taken away");
+        thread::scope(|scope| {
+            let later = || {
+                one.bind();
+                pool.grow(3, Worker::start);
+            };
+            scope.spawn(later);
+        });
+        assert_eq!(cores(&pool), [2, 2, 2], "nor from those that come later");
     }
 
     #[test]
     fn fewer_threads_than_wished_for_are_enough() {
-        let some = |index| if index < 2 { Worker::start(index) } else { fails(index) };
-        assert_eq!(Pool::start(5, some).unwrap().workers.len(), 2);
+        let below = |count| move |index| if index < count { Worker::start(index) } else { fails(index) };
+        let pool = Pool::start(5, below(2)).unwrap();
+        assert_eq!(pool.len(), 2);
+        let never = |_| panic!("not asked for again");
+        pool.grow(5, never);
+        pool.grow(8, fails);
+        assert_eq!(pool.len(), 2);
+        pool.grow(8, never);
+        pool.grow(9, below(4));
+        assert_eq!(pool.len(), 4);
     }
 }

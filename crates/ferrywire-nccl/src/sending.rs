@@ -19,6 +19,7 @@ use crate::failure::{Failure, Fault, Outcome};
 use crate::head::Head;
 use crate::link::Link;
 use crate::pool::{Delay, Opening, Pool, Wire, pool};
+use crate::ranks;
 use crate::settings::{SOCKETS_MAX, settings};
 use crate::wire::{HEALTH_INTERVAL, Piece, Sender, Turn};
 
@@ -256,7 +257,12 @@ impl SendComm {
         };
         let wires = wires.finish();
         let _ = shared.wires.set(wires.iter().map(Arc::downgrade).collect());
-        Ok(SendComm { shared, wires, answer_bytes: settings().answer_bytes, own: Mutex::new(own) })
+        Ok(SendComm {
+            shared,
+            wires,
+            answer_bytes: settings().answer_bytes(ranks::most()),
+            own: Mutex::new(own),
+        })
     }
 
     /// Posts a message: the slot that it has; `None`: not now.

@@ -2,15 +2,15 @@
 //!
 //! | variable | default | is |
 //! |---|---|---|
-//! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12; fewer for slow NICs | threads that move bulk, for all comms of a process |
+//! | `FERRYWIRE_NCCL_THREADS` | 3/4 of a GPU's cores, 2 to 12, for each GPU of the process; fewer for slow NICs | threads that move bulk, for all comms of a process |
 //! | `FERRYWIRE_NCCL_SOCKETS` | half of the threads, 2 to 4; fewer for slow NICs | sockets for bulk in each comm; over merged NICs twice as many, at least one for each |
 //! | `FERRYWIRE_NCCL_INLINE_BYTES` | 16384 | messages up to this size are sent on NCCL's thread; where it is not 0, longer ones too that come alone: up to 64 KiB as long as they are no more than 3 GB/s, up to 128 KiB after a millisecond; with two cores for a GPU up to 512 KiB if that thread has received one since, unless the threads are said |
 //! | `FERRYWIRE_NCCL_SPIN_US` | 100 | how long a thread without work looks for more before it sleeps |
 //!
 //! `FERRYWIRE_NCCL_MERGE=any` is for hosts other than NCCL: `merged.rs`.
 //!
-//! A GPU's cores are its equal share of the host's, as each rank has a GPU, or those that the process may use, if these are fewer;
-//! without GPUs two ranks are reckoned with. Some is left for
+//! A GPU's cores are its equal share of the host's, as each rank has a GPU, or those that the process may use, shared among its
+//! GPUs, if these are fewer; without GPUs two ranks are reckoned with. Some is left for
 //! the threads of NCCL and of the program. How fast a NIC is counts where a
 //! physical one says so: one of 10 Gbit/s needs two sockets and four threads.
 //!
@@ -49,16 +49,19 @@ const INLINE_BYTES_MAX: usize = 4 << 20;
 /// The settings in force.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Threads that move bulk.
-    pub threads: usize,
+    cores: Cores,
+    /// Of the host.
+    gpus: usize,
+    /// What the user has said.
+    threads_said: Option<usize>,
+    /// More than these have nothing to do, for as many GPUs as there may be.
+    threads_of_nics: usize,
     /// Sockets for bulk in each comm over one NIC.
     pub sockets: usize,
     /// The user has said how many.
     sockets_said: bool,
     /// Longest message that is sent on NCCL's thread.
     pub inline_bytes: usize,
-    /// Longest message that is sent there, too, if that thread has received one since the one before.
-    pub answer_bytes: usize,
     /// How long a worker without work looks for more.
     pub spin: Duration,
 }
@@ -72,13 +75,13 @@ pub fn settings() -> &'static Settings {
         for name in ignored {
             log::warn(format_args!("{name} is not a number in its range, and ignored"));
         }
-        log::info(format_args!("{} threads, {} sockets per comm", settings.threads, settings.sockets));
+        log::info(format_args!("{} sockets per comm", settings.sockets));
         settings
     })
 }
 
 /// What there is to compute with.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Cores {
     /// Of the host.
     host: usize,
@@ -110,6 +113,16 @@ impl Cores {
             let own = bound.unwrap_or(quota).max(quota);
             Cores { host: usize::try_from(host).map_or(own, |host| host.max(own)), own, quota }
         })
+    }
+}
+
+impl Cores {
+    /// For a process with so many of a host's GPUs.
+    fn share(&self, own_gpus: usize, gpus: usize) -> usize {
+        let of_host = |cores: usize| (cores * own_gpus / gpus).min(cores);
+        // A launcher may have bound this rank to its share already; a quota is of all ranks in a container.
+        let quota = if self.quota < self.own { of_host(self.quota) } else { self.own };
+        of_host(self.host).min(self.own).min(quota)
     }
 }
 
@@ -160,26 +173,43 @@ impl Settings {
                 }
             },
         };
-        let ranks = if gpus == 0 { RANKS_ASSUMED } else { gpus };
-        // A launcher may have bound this rank to its share already; a quota is of all ranks in a container.
-        let quota = if cores.quota < cores.own { cores.quota / ranks } else { cores.own };
-        let share = (cores.host / ranks).min(cores.own).min(quota);
-        let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX);
-        // Both ways.
-        let needed = nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN));
         const NOT_SAID: usize = 0;
-        let said = number("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX, NOT_SAID);
-        let threads_said = said != NOT_SAID;
-        let threads = if threads_said { said } else { enough.min(needed) };
-        let said = number("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX, NOT_SAID);
-        let sockets_said = said != NOT_SAID;
-        let sockets = if sockets_said { said } else { (threads / 2).clamp(2, 4) };
+        let mut said = |name, range| Some(number(name, range, NOT_SAID)).filter(|&value| value != NOT_SAID);
+        let threads_said = said("FERRYWIRE_NCCL_THREADS", 1..=THREADS_MAX);
+        let sockets_said = said("FERRYWIRE_NCCL_SOCKETS", 1..=SOCKETS_MAX);
         let inline_bytes = number("FERRYWIRE_NCCL_INLINE_BYTES", 0..=INLINE_BYTES_MAX, 16 << 10);
-        // Where the user wants nothing inline, or has said how many threads should do it, they do.
-        let few_cores = share <= FEW_CORES && inline_bytes > 0 && !threads_said;
-        let answer_bytes = if few_cores { ANSWER_BYTES_MAX } else { 0 };
         let spin = Duration::from_micros(number("FERRYWIRE_NCCL_SPIN_US", 0..=1_000_000, 100) as u64);
-        (Settings { threads, sockets, sockets_said, inline_bytes, answer_bytes, spin }, ignored)
+        let mut settings = Settings {
+            cores,
+            gpus: if gpus == 0 { RANKS_ASSUMED } else { gpus },
+            threads_said,
+            // Both ways.
+            threads_of_nics: nics_mbps.map_or(THREADS_MAX, |mbps| (2 * sockets_for(mbps)).max(THREADS_MIN)),
+            sockets: 0,
+            sockets_said: sockets_said.is_some(),
+            inline_bytes,
+            spin,
+        };
+        settings.sockets = sockets_said.unwrap_or((settings.threads(1) / 2).clamp(2, 4));
+        (settings, ignored)
+    }
+
+    /// Threads that move bulk, for a process with so many GPUs.
+    pub fn threads(&self, own_gpus: usize) -> usize {
+        self.threads_said.unwrap_or_else(|| {
+            let share = self.cores.share(own_gpus, self.gpus);
+            let enough = (share * 3 / 4).clamp(2, THREADS_DEFAULT_MAX * own_gpus);
+            enough.min(self.threads_of_nics).min(THREADS_MAX)
+        })
+    }
+
+    /// Longest message that is sent on NCCL's thread of one of so many GPUs of the process, too, if that thread has received
+    /// one since the one before.
+    pub fn answer_bytes(&self, own_gpus: usize) -> usize {
+        let each = self.cores.share(own_gpus, self.gpus) / own_gpus;
+        // Where the user wants nothing inline, or has said how many threads should do it, they do.
+        let few = each <= FEW_CORES && self.inline_bytes > 0 && self.threads_said.is_none();
+        if few { ANSWER_BYTES_MAX } else { 0 }
     }
 }
 
@@ -199,18 +229,18 @@ mod tests {
     fn threads_and_sockets_follow_cores_and_gpus() {
         // Eight ranks in a container that has time for 16 of 128 cores.
         let contained = Cores { host: 128, own: 128, quota: 16 };
-        assert_eq!(Settings::from(contained, 8, None, |_| None).0.threads, 2);
+        assert_eq!(Settings::from(contained, 8, None, |_| None).0.threads(1), 2);
         let on = |host, own, gpus| {
             let (settings, ignored) = Settings::from(Cores { host, own, quota: own }, gpus, None, |_| None);
             assert_eq!(ignored, [""; 0]);
-            (settings.threads, settings.sockets)
+            (settings.threads(1), settings.sockets)
         };
         let of = |cores, gpus| on(cores, cores, gpus);
         assert_eq!([of(1, 0), of(2, 8), of(8, 0), of(16, 2)], [(2, 2), (2, 2), (3, 2), (6, 3)]);
         assert_eq!([of(32, 2), of(208, 8), of(96, 1)], [(12, 4), (12, 4), (12, 4)]);
         let answers = |cores, gpus| {
             let cores = Cores { host: cores, own: cores, quota: cores };
-            Settings::from(cores, gpus, None, |_| None).0.answer_bytes > 0
+            Settings::from(cores, gpus, None, |_| None).0.answer_bytes(1) > 0
         };
         assert_eq!(
             [answers(2, 1), answers(16, 8), answers(3, 1), answers(16, 2)],
@@ -220,7 +250,7 @@ mod tests {
             let (name, value) = said.split_once('=').unwrap();
             let set = |asked: &str| (asked == name).then(|| value.into());
             assert_eq!(
-                Settings::from(Cores { host: 2, own: 2, quota: 2 }, 1, None, set).0.answer_bytes,
+                Settings::from(Cores { host: 2, own: 2, quota: 2 }, 1, None, set).0.answer_bytes(1),
                 0,
                 "{said}"
             );
@@ -229,13 +259,36 @@ mod tests {
         assert_eq!([on(128, 16, 8), on(128, 8, 8), on(128, 64, 8)], [(12, 4), (6, 3), (12, 4)]);
     }
 
+    /// JAX drives all GPUs of a host from one process, which had the threads of one.
+    #[test]
+    fn a_process_with_several_gpus_has_threads_for_each() {
+        let of = |cores: Cores, gpus, nics, read: fn(&str) -> Option<String>| {
+            let (settings, _) = Settings::from(cores, gpus, nics, read);
+            ([1, 2, 8].map(|own| settings.threads(own)), settings.sockets)
+        };
+        let all = |cores| Cores { host: cores, own: cores, quota: cores };
+        assert_eq!(of(all(208), 8, None, |_| None), ([12, 24, 64], 4));
+        assert_eq!(of(all(64), 8, None, |_| None), ([6, 12, 48], 3));
+        assert_eq!(of(all(64), 8, Some(100_000), |_| None), ([6, 12, 16], 3), "its NIC needs no more");
+        // Bound to a part of the host, or with time for a part of it.
+        assert_eq!(of(Cores { host: 64, own: 16, quota: 16 }, 8, None, |_| None), ([6, 12, 12], 3));
+        assert_eq!(of(Cores { host: 64, own: 64, quota: 16 }, 8, None, |_| None), ([2, 3, 12], 2));
+        let said = |name: &str| (name == "FERRYWIRE_NCCL_THREADS").then(|| String::from("5"));
+        assert_eq!(of(all(64), 8, None, said), ([5, 5, 5], 2));
+        let answers = |own, gpus| {
+            let (settings, _) = Settings::from(Cores { host: 64, own, quota: own }, gpus, None, |_| None);
+            [1, 4, 8].map(|own| settings.answer_bytes(own) > 0)
+        };
+        assert_eq!([answers(64, 8), answers(8, 8)], [[false; 3], [false, true, true]]);
+    }
+
     #[test]
     fn slow_nics_need_fewer_sockets_and_threads() {
         let of = |nics: &[u32]| {
             let sum = nics.iter().map(|&mbps| u64::from(mbps)).sum();
             let (settings, _) = Settings::from(ALL_OF_32, 2, Some(sum), |_| None);
             let over = |&mbps| settings.sockets_over(Some(mbps), nics.len());
-            (settings.threads, nics.iter().map(over).collect::<Vec<_>>())
+            (settings.threads(1), nics.iter().map(over).collect::<Vec<_>>())
         };
         assert_eq!([of(&[1000]), of(&[10_000]), of(&[25_000])], [(4, vec![2]), (4, vec![2]), (4, vec![2])]);
         assert_eq!([of(&[100_000]), of(&[400_000])], [(12, vec![4]), (12, vec![4])]);
@@ -268,7 +321,7 @@ mod tests {
             _ => None,
         };
         let (settings, ignored) = Settings::from(ALL_OF_16, 2, Some(10_000), set);
-        assert_eq!((settings.threads, settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
+        assert_eq!((settings.threads(1), settings.sockets, settings.inline_bytes), (3, 2, 16 << 10));
         assert_eq!(ignored, ["FERRYWIRE_NCCL_SOCKETS", "FERRYWIRE_NCCL_INLINE_BYTES"]);
     }
 }

@@ -23,6 +23,7 @@ use crate::listener::ListenComm;
 use crate::log;
 use crate::merged::{self, device};
 use crate::properties::*;
+use crate::ranks;
 use crate::settings;
 
 fn start(log: Log) -> ResultCode {
@@ -61,22 +62,35 @@ unsafe extern "C" fn init_v10(log: Log, _prof: Prof) -> ResultCode {
 
 unsafe extern "C" fn init_v11(
     context: PP,
-    _comm_id: u64,
+    comm_id: u64,
     _config: *mut CommConfig,
     log: Log,
     _prof: Prof,
 ) -> ResultCode {
-    static CONTEXT: u8 = 0;
-    if !context.is_null() {
-        // SAFETY: NCCL gives room for the pointer. There is no state per communicator; null might look like none.
-        unsafe { context.write((&raw const CONTEXT).cast_mut().cast()) };
+    let result = start_tuned(log);
+    if result != ResultCode::SUCCESS {
+        return result;
     }
-    start_tuned(log)
+    guarded(|| {
+        if !context.is_null() {
+            // SAFETY: NCCL gives room for the pointer.
+            unsafe { context.write(context_of(comm_id)) };
+            ranks::begin(comm_id.max(1));
+        }
+        Ok(())
+    })
 }
 
-unsafe extern "C" fn finalize(_context: P) -> ResultCode {
+/// All that is known of a rank's context: its communicator. It is never read as an address, since NCCL may end a rank whose
+/// beginning has failed, with what another plugin gave. Null might look like none.
+fn context_of(comm_id: u64) -> P {
+    ptr::without_provenance_mut(comm_id.max(1) as usize)
+}
+
+unsafe extern "C" fn finalize(context: P) -> ResultCode {
     guarded(|| {
         attempt::sweep();
+        ranks::end(context.addr() as u64);
         Ok(())
     })
 }

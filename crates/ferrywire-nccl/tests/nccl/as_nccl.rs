@@ -33,12 +33,24 @@ cases! {
     killed_peer
     late_receives
     nothing_left
+    somebody_elses_context
     no_logger
 }
 
 #[test]
 fn tables() {
     passes("driver", 12, "tables");
+}
+
+/// JAX drives all GPUs of a host from one process, which had the threads of one.
+#[test]
+fn several_gpus() {
+    let quota = std::fs::read_to_string("/sys/fs/cgroup/cpu.max");
+    if quota.is_ok_and(|quota| !quota.starts_with("max")) {
+        println!("SKIPPED: needs a process without a quota of CPU time");
+        return;
+    }
+    [10, 11, 12].into_iter().for_each(|version| passes("driver", version, "several_gpus"));
 }
 
 #[test]

@@ -764,6 +764,93 @@ static void nothing_left(struct net *net)
     CHECK(entries("/proc/self/fd") == descriptors && entries("/proc/self/task") == threads);
 }
 
+/* Cores of this host as the plugin sees them, where a case says how many. */
+static int cores;
+
+long sysconf(int name)
+{
+    if (cores && name == _SC_NPROCESSORS_ONLN)
+        return cores;
+    return ((long (*)(int))dlsym(RTLD_NEXT, "sysconf"))(name);
+}
+
+int sched_getaffinity(pid_t thread, size_t size, cpu_set_t *set)
+{
+    if (!cores)
+        return ((int (*)(pid_t, size_t, cpu_set_t *))dlsym(RTLD_NEXT, "sched_getaffinity"))(thread, size, set);
+    CPU_ZERO_S(size, set);
+    for (int core = 0; core < cores; core++)
+        CPU_SET_S(core, size, set);
+    return 0;
+}
+
+static int movers(void)
+{
+    int count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks);
+    for (struct dirent *task; (task = readdir(tasks));) {
+        char name[300], text[32] = "";
+        snprintf(name, sizeof name, "/proc/self/task/%s/comm", task->d_name);
+        FILE *file = fopen(name, "r");
+        count += file && fgets(text, sizeof text, file) && !strncmp(text, "ferrywire-", 10);
+        if (file)
+            fclose(file);
+    }
+    closedir(tasks);
+    return count;
+}
+
+static int movers_for_one_more(struct net *net)
+{
+    struct pair pair = pair_here(net);
+    message(net, pair, 1000000, 1000000, 1);
+    pair_close(net, pair);
+    return movers();
+}
+
+/* One process with several ranks of a communicator, each with a GPU, has threads for each. */
+static void several_gpus(struct net *net)
+{
+    cores = 64;
+    CHECK(setenv("NCCL_SOCKET_IFNAME", "lo", 1) == 0);
+    net->communicator = 1;
+    net_load(net, path);
+    int one = movers_for_one_more(net);
+    CHECK(one > 1);
+    /* Communicators of one rank each, and one that has ended, are no reason. */
+    for (net->communicator = 2; net->communicator < 10; net->communicator++)
+        CHECK(net_init(net, logger) == SUCCESS);
+    net->communicator = 10;
+    for (int n = 0; n < 8; n++) {
+        CHECK(net_init(net, logger) == SUCCESS);
+        net_finalize(net);
+    }
+    CHECK(movers_for_one_more(net) == one);
+    for (int n = 0; n < 4; n++)
+        CHECK(net_init(net, logger) == SUCCESS);
+    int four = movers_for_one_more(net);
+    CHECK(net->version < 11 ? four == one : four == 4 * one || four == 48);
+    for (int n = 0; n < 4; n++)
+        net_finalize(net);
+    CHECK(movers_for_one_more(net) == four);
+}
+
+/* A context that this plugin has not made: NCCL ends a rank with what the plugin before it gave, if ours fails to begin. */
+static void somebody_elses_context(struct net *net)
+{
+    net_load(net, path);
+    if (net->version >= 11) {
+        int (*finalize)(void *) = (int (*)(void *))net->table[20];
+        CHECK(finalize(NULL) == SUCCESS && finalize(&cores) == SUCCESS && finalize((void *)8) == SUCCESS);
+    }
+    struct pair pair = pair_here(net);
+    message(net, pair, 1000, 1000, 1);
+    pair_close(net, pair);
+    net_finalize(net);
+    net_finalize(net);
+}
+
 static void no_logger(struct net *net)
 {
     cpu_set_t before, after;
@@ -804,10 +891,12 @@ int main(int count, char **arguments)
         { "late_receives", late_receives },
         { "silent_path", silent_path },
         { "nothing_left", nothing_left },
+        { "several_gpus", several_gpus },
+        { "somebody_elses_context", somebody_elses_context },
         { "no_logger", no_logger },
     };
     CHECK(count == 4);
-    struct net net = { .version = atoi(arguments[2]) };
+    struct net net = { .version = atoi(arguments[2]), .communicator = 42 };
     path = arguments[1];
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
         if (!strcmp(cases[n].name, arguments[3])) {

@@ -35,6 +35,8 @@ struct net {
     void **table;
     int version;
     void *context;
+    /* What NCCL calls the communicator. */
+    uint64_t communicator;
     int config;
     /* Where it listens, and from where it connects. */
     int device;
@@ -81,8 +83,8 @@ static int net_init(struct net *net, logger_t log)
     net->config = -1;
     if (net->version == 10)
         return ((int (*)(logger_t, void *))net->table[1])(log, NULL);
-    return ((int (*)(void **, uint64_t, int *, logger_t, void *))net->table[1])(&net->context, 42, &net->config, log,
-                                                                                 NULL);
+    return ((int (*)(void **, uint64_t, int *, logger_t, void *))net->table[1])(&net->context, net->communicator,
+                                                                                 &net->config, log, NULL);
 }
 
 static void net_finalize(struct net *net)
