@@ -6,6 +6,7 @@ use std::num::NonZero;
 
 use serde::{Deserialize, Serialize};
 
+use super::cgroup;
 use crate::exit::{Failure, Outcome};
 
 /// The host of one end.
@@ -77,16 +78,15 @@ pub fn hostname() -> String {
     line("/proc/sys/kernel/hostname")
 }
 
-/// Memory that can be used without swapping; `None` where the kernel does not tell.
-pub fn available_bytes() -> Option<u64> {
-    Some(kibibytes("MemAvailable")).filter(|bytes| *bytes > 0)
-}
-
-/// Refuses to register more than half of the memory that is available.
+/// Refuses to register more than half of the memory that can be had without swapping, or within the limit of a container.
 pub fn check_memory(bytes: u64) -> Outcome {
-    match available_bytes() {
-        Some(available) if bytes > available / 2 => Err(Failure::failed(format!(
-            "the sizes and the depth need {} MiB on {}, which has {} MiB available: choose smaller --sizes or --depth",
+    let of_host = Some(kibibytes("MemAvailable")).filter(|bytes| *bytes > 0);
+    let of_host = of_host.map(|bytes| (bytes, "which has"));
+    let of_group = cgroup::available_bytes();
+    let of_group = of_group.map(|bytes| (bytes, "where this container or control group may have"));
+    match of_host.into_iter().chain(of_group).min() {
+        Some((available, who)) if bytes > available / 2 => Err(Failure::failed(format!(
+            "the sizes and the depth need {} MiB on {}, {who} {} MiB available: choose smaller --sizes or --depth",
             bytes >> 20,
             hostname(),
             available >> 20

@@ -6,6 +6,7 @@ mod common;
 #[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]
 mod compile;
+mod contained;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod faults;

@@ -1,0 +1,71 @@
+//! Runs in a control group with a limit of memory, as in a container: the kernel would end what takes more.
+
+use std::fs;
+use std::path::PathBuf;
+use std::process::Command;
+
+use crate::common::{DEADLINE_DEFAULT, ferrywire, first_error, results, run_within, text};
+
+/// A group of this test's own, with a limit; it goes when it is dropped.
+struct Group(PathBuf);
+
+impl Group {
+    /// None where this process may not make one, or the kernel has none for memory.
+    fn with_limit(mib: u64) -> Option<Group> {
+        let name = format!("ferrywire-test-{}-{mib}", std::process::id());
+        let places = [
+            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+            ("/sys/fs/cgroup", "memory.max"),
+            ("/sys/fs/cgroup/unified", "memory.max"),
+        ];
+        places.into_iter().find_map(|(mounted, limit)| {
+            let folder = PathBuf::from(mounted).join(&name);
+            // Elsewhere it is a folder like any other.
+            if !PathBuf::from(mounted).join("cgroup.procs").exists() {
+                return None;
+            }
+            fs::create_dir(&folder).ok()?;
+            let group = Group(folder);
+            fs::write(group.0.join(limit), (mib << 20).to_string()).is_ok().then_some(group)
+        })
+    }
+
+    /// A command that runs in it.
+    fn ferrywire(&self, args: &str) -> Command {
+        let direct = ferrywire(args);
+        let mut command = Command::new("sh");
+        command.args(["-c", r#"echo $$ > "$0"/cgroup.procs && exec "$@""#]).arg(&self.0);
+        command.arg(direct.get_program()).args(direct.get_args());
+        direct.get_envs().for_each(|(name, value)| match value {
+            Some(value) => drop(command.env(name, value)),
+            None => drop(command.env_remove(name)),
+        });
+        command
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+#[test]
+fn what_a_container_may_not_have_is_refused_and_nothing_is_killed() {
+    let Some(group) = Group::with_limit(400) else {
+        println!("SKIPPED: needs to make a control group with a limit of memory");
+        return;
+    };
+    let bench = "bench --memory host --peer-memory host --iters 2 --depth 1 --json - --sizes";
+    let refused = run_within(DEADLINE_DEFAULT, &mut group.ferrywire(&format!("{bench} 512M")));
+    let said = first_error(&refused);
+    assert_eq!(refused.status.code(), Some(1), "{}", text(&refused.stderr));
+    assert!(
+        said.contains("this container or control group may have") && said.contains("MiB available"),
+        "{said}"
+    );
+    assert!(said.contains("choose smaller --sizes or --depth"), "{said}");
+    let fits = run_within(DEADLINE_DEFAULT, &mut group.ferrywire(&format!("{bench} 1M")));
+    assert_eq!(fits.status.code(), Some(0), "{}", text(&fits.stderr));
+    assert_eq!(results(&fits)[0]["verified"], true);
+}
