@@ -82,10 +82,13 @@ static ASKED: OnceLock<bool> = OnceLock::new();
 /// Asks for channels and for the size of pieces, once for the process. Only a version of NCCL that takes tuners may be asked.
 pub fn ask() {
     ASKED.get_or_init(|| {
+        let read = |name: &str| std::env::var(name).ok();
         let [channels, _] = [CHANNELS_WISH, PIECE_WISH].map(|wish| {
-            let may = wish.may_be_set(|name| std::env::var(name).ok());
+            let may = wish.may_be_set(read);
             if may {
                 wish.set();
+            } else if is_another_network(read) && wish.is_inherited(read) {
+                wish.unset();
             }
             may
         });
@@ -104,16 +107,32 @@ impl Wish {
         log::info(format_args!("{}={} set", self.variable, self.value));
     }
 
+    /// What a parent process has set for ferrywire would be the user's word to another network.
+    fn unset(&self) {
+        for name in [self.variable, self.mark] {
+            // SAFETY: as for setting it.
+            unsafe { std::env::remove_var(name) };
+        }
+        log::info(format_args!("{} of a parent process, for ferrywire, removed", self.variable));
+    }
+
+    /// Whether a parent process has set it.
+    fn is_inherited(&self, read: impl Fn(&str) -> Option<String>) -> bool {
+        let set = read(self.variable);
+        set.is_some() && read(self.mark) == set
+    }
+
     /// Whether the user has said nothing; what a parent process has set is not the user's word. Nor may what another network
     /// carries be changed.
     fn may_be_set(&self, read: impl Fn(&str) -> Option<String>) -> bool {
-        if read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME)) {
-            return false;
-        }
-        let set = read(self.variable);
-        let inherited = set.is_some() && read(self.mark) == set;
-        (set.is_none() || inherited) && !self.said_by.iter().any(|name| read(name).is_some())
+        let said = read(self.variable).is_some() && !self.is_inherited(&read);
+        !is_another_network(&read) && !said && !self.said_by.iter().any(|name| read(name).is_some())
     }
+}
+
+/// Whether the user wants another network.
+fn is_another_network(read: impl Fn(&str) -> Option<String>) -> bool {
+    read(NETWORK).is_some_and(|name| !name.is_empty() && !name.eq_ignore_ascii_case(NETWORK_NAME))
 }
 
 /// How many channels a collective of so many bytes among so many ranks should have; `None`: as NCCL thinks.

@@ -40,9 +40,18 @@ impl Fault {
         Fault { code: ResultCode::INVALID_ARGUMENT, why: why.to_string() }
     }
 
-    /// A connection ended with this error.
+    /// A connection ended with this error, which may be this host's own.
     pub fn connection(peer: impl fmt::Display, error: &io::Error) -> Fault {
-        Fault::remote(format_args!("connection with {peer}: {error}"))
+        let what = format_args!("connection with {peer}");
+        match error.raw_os_error() {
+            Some(libc::EFAULT) => {
+                let why =
+                    format!("{what}: memory of a request is not there any more: it was freed or unmapped");
+                Fault { code: ResultCode::SYSTEM_ERROR, why }
+            }
+            _ if is_short(error) => Fault::system(what, error),
+            _ => Fault::remote(format_args!("{what}: {error}")),
+        }
     }
 }
 
@@ -106,6 +115,18 @@ mod tests {
         assert_eq!(guarded(|| panic!("a bug, made for a test")), ResultCode::INTERNAL_ERROR);
         assert_eq!(guarded(|| Err(Fault::usage("a mistake"))), ResultCode::INVALID_ARGUMENT);
         assert_eq!(guarded(|| Ok(())), ResultCode::SUCCESS);
+    }
+
+    #[test]
+    fn what_this_host_lacks_is_not_said_to_be_the_peers() {
+        let of = |errno| Fault::connection("10.0.0.2", &io::Error::from_raw_os_error(errno));
+        for errno in [libc::ENOBUFS, libc::ENOMEM, libc::EFAULT] {
+            assert_eq!(of(errno).code, ResultCode::SYSTEM_ERROR, "{errno}");
+        }
+        assert!(of(libc::EFAULT).why.contains("memory of a request"));
+        for errno in [libc::ECONNRESET, libc::ETIMEDOUT, libc::EPIPE] {
+            assert_eq!(of(errno).code, ResultCode::REMOTE_ERROR, "{errno}");
+        }
     }
 
     #[test]

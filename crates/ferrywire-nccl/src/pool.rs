@@ -84,7 +84,8 @@ impl Pool {
     fn start(threads: usize, start: impl FnMut(usize) -> io::Result<Arc<Worker>>) -> Outcome<Pool> {
         let all = started(0..threads, start)?;
         log::info(format_args!("{} threads move bulk", all.len()));
-        let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        // The two ways of a comm's rank are not dealt to the same few.
+        let (senders, receivers) = (AtomicUsize::new(0), AtomicUsize::new(all.len() / 2));
         let (workers, affinity) = (Mutex::new(Workers { all, wished: threads }), Affinity::of_this_thread());
         Ok(Pool { workers, affinity, senders, receivers, wires: AtomicU64::new(0) })
     }
@@ -260,7 +261,7 @@ impl Wire {
     pub fn delay(&self) -> Delay {
         match &self.side {
             Side::Send { blocked, .. } if blocked.load(Ordering::SeqCst) => Delay::Blocked,
-            _ if self.worker.sleeps.load(Ordering::Relaxed) => Delay::Asleep,
+            _ if self.worker.sleeps() => Delay::Asleep,
             _ => Delay::Awake,
         }
     }
@@ -345,12 +346,23 @@ pub struct Worker {
     waker: Waker,
     /// To be obeyed.
     pub commands: Mutex<Vec<Command>>,
-    /// There are some.
-    pub commanded: AtomicBool,
-    /// It has to be woken.
-    pub sleeps: AtomicBool,
+    /// Read by its thread again and again, while others change what lies around it.
+    signs: Apart<Signs>,
     /// Its thread, once that runs.
     thread: OnceLock<libc::pid_t>,
+}
+
+/// On cache lines of its own: two of them, since CPUs fetch neighbours in pairs.
+#[repr(align(128))]
+#[derive(Default)]
+struct Apart<T>(T);
+
+#[derive(Default)]
+struct Signs {
+    /// There are commands.
+    commanded: AtomicBool,
+    /// It has to be woken.
+    sleeps: AtomicBool,
 }
 
 /// What a worker is told about a wire.
@@ -372,8 +384,7 @@ impl Worker {
             poller,
             waker,
             commands: Mutex::default(),
-            commanded: AtomicBool::new(false),
-            sleeps: AtomicBool::new(false),
+            signs: Apart::default(),
             thread: OnceLock::new(),
         });
         let its = worker.clone();
@@ -389,10 +400,38 @@ impl Worker {
 
     fn command(&self, command: Command) {
         locked(&self.commands).push(command);
-        self.commanded.store(true, Ordering::SeqCst);
-        if self.sleeps.load(Ordering::SeqCst) {
+        let Signs { commanded, sleeps } = &self.signs.0;
+        commanded.store(true, Ordering::SeqCst);
+        if sleeps.load(Ordering::SeqCst) {
             self.waker.wake();
         }
+    }
+
+    /// Whether there are commands, for its thread, which obeys them then.
+    pub fn is_commanded(&self) -> bool {
+        let commanded = &self.signs.0.commanded;
+        // It asks all the time, and does not take the line from others each time.
+        commanded.load(Ordering::SeqCst) && commanded.swap(false, Ordering::SeqCst)
+    }
+
+    /// Its thread is going to sleep; whether it may.
+    pub fn lies_down(&self) -> bool {
+        let Signs { commanded, sleeps } = &self.signs.0;
+        sleeps.store(true, Ordering::SeqCst);
+        !commanded.load(Ordering::SeqCst)
+    }
+
+    /// Its thread is awake.
+    pub fn is_up(&self) {
+        let sleeps = &self.signs.0.sleeps;
+        if sleeps.load(Ordering::Relaxed) {
+            sleeps.store(false, Ordering::SeqCst);
+        }
+    }
+
+    /// Whether it sleeps, or is about to.
+    fn sleeps(&self) -> bool {
+        self.signs.0.sleeps.load(Ordering::Relaxed)
     }
 }
 

@@ -38,6 +38,8 @@ const REST_MIN: Duration = Duration::from_millis(1);
 /// here and for one at the other end. Those of several channels come together, and the workers send them at once.
 const STEP_BYTES_MAX: usize = 64 << 10;
 const STEP_BYTES_PER_SECOND: u64 = 3_000_000_000;
+/// One that is posted so soon after this thread has sent the last was there already.
+const AT_ONCE: Duration = Duration::from_micros(2);
 /// Turns of the inline socket in one call, so that a flood cannot keep NCCL's thread.
 const INLINE_TURNS: usize = 4;
 
@@ -152,8 +154,9 @@ fn soonest(count: usize, first: usize, delay: impl Fn(usize) -> Delay) -> impl I
 /// A message that is not short.
 #[derive(Clone, Copy)]
 struct Last {
-    /// When it was posted, or in the kernel if this thread sent it.
-    at: Instant,
+    posted: Instant,
+    /// When it was in the kernel, if this thread sent it.
+    gone: Instant,
     /// The one before it was long ago.
     alone: bool,
 }
@@ -166,9 +169,10 @@ thread_local! {
 /// Whether this thread has had no message but short ones for long enough to send one of this length.
 fn comes_after_rest(bytes: usize) -> bool {
     let now = Instant::now();
-    let last = POSTED.get().map(|last| (now.saturating_duration_since(last.at), last.alone));
+    let since = |then| now.saturating_duration_since(then);
+    let last = POSTED.get().map(|last| (since(last.posted), since(last.gone), last.alone));
     let (after_rest, alone) = is_after_rest(bytes, last);
-    POSTED.set(Some(Last { at: now, alone }));
+    POSTED.set(Some(Last { posted: now, gone: now, alone }));
     after_rest
 }
 
@@ -184,14 +188,15 @@ pub fn saw_arrival() {
 
 /// This thread has sent a message: one that follows at once is not alone, however long that took.
 fn rest_begins() {
-    POSTED.set(POSTED.get().map(|last| Last { at: Instant::now(), ..last }));
+    POSTED.set(POSTED.get().map(|last| Last { gone: Instant::now(), ..last }));
 }
 
-/// The same so long after another one, which was alone or was not.
-fn is_after_rest(bytes: usize, last: Option<(Duration, bool)>) -> (bool, bool) {
-    let rested = |rest| last.is_none_or(|(since, _)| since >= rest);
-    let alone = rested(Duration::from_nanos(bytes as u64 * 1_000_000_000 / STEP_BYTES_PER_SECOND));
-    let is_step = bytes <= STEP_BYTES_MAX && alone && last.is_none_or(|(_, alone)| alone);
+/// The same so long after another one was posted, and was gone, which was alone or was not.
+fn is_after_rest(bytes: usize, last: Option<(Duration, Duration, bool)>) -> (bool, bool) {
+    let rested = |rest| last.is_none_or(|(_, gone, _)| gone >= rest);
+    let needed = Duration::from_nanos(bytes as u64 * 1_000_000_000 / STEP_BYTES_PER_SECOND);
+    let alone = last.is_none_or(|(posted, gone, _)| posted >= needed && gone >= AT_ONCE);
+    let is_step = bytes <= STEP_BYTES_MAX && alone && last.is_none_or(|(_, _, alone)| alone);
     (is_step || rested(REST_MIN), alone)
 }
 
@@ -415,20 +420,27 @@ mod tests {
 
     /// As if this thread had had a long message so long ago.
     fn rested(time: Duration) {
-        POSTED.set(Some(Last { at: Instant::now().checked_sub(time).unwrap(), alone: true }));
+        let then = Instant::now().checked_sub(time).unwrap();
+        POSTED.set(Some(Last { posted: then, gone: then, alone: true }));
     }
 
     #[test]
     fn steps_go_inline_as_long_as_they_come_alone_and_slowly() {
-        let us = Duration::from_micros;
+        let after = |bytes, posted, gone, alone| {
+            let us = Duration::from_micros;
+            is_after_rest(bytes, Some((us(posted), us(gone), alone)))
+        };
         assert_eq!(is_after_rest(STEP_BYTES_MAX, None), (true, true));
-        assert_eq!(is_after_rest(STEP_BYTES_MAX, Some((us(22), true))), (true, true));
-        assert_eq!(is_after_rest(STEP_BYTES_MAX, Some((us(20), true))), (false, false));
-        assert_eq!(is_after_rest(STEP_BYTES_MAX / 2, Some((us(20), true))), (true, true));
+        // However much of that time this thread needed to send the last.
+        assert_eq!(after(STEP_BYTES_MAX, 22, 22, true), (true, true));
+        assert_eq!(after(STEP_BYTES_MAX, 22, 3, true), (true, true));
+        assert_eq!(after(STEP_BYTES_MAX, 22, 1, true), (false, false));
+        assert_eq!(after(STEP_BYTES_MAX, 20, 20, true), (false, false));
+        assert_eq!(after(STEP_BYTES_MAX / 2, 20, 10, true), (true, true));
         // The first of several channels' steps, of which those before came together.
-        assert_eq!(is_after_rest(STEP_BYTES_MAX / 2, Some((us(20), false))), (false, true));
-        assert_eq!(is_after_rest(STEP_BYTES_MAX + 1, Some((us(999), true))), (false, true));
-        assert_eq!(is_after_rest(LONE_BYTES_MAX, Some((us(1000), false))), (true, true));
+        assert_eq!(after(STEP_BYTES_MAX / 2, 20, 20, false), (false, true));
+        assert_eq!(after(STEP_BYTES_MAX + 1, 999, 999, true), (false, true));
+        assert_eq!(after(LONE_BYTES_MAX, 1000, 1000, false), (true, true));
     }
 
     #[test]
@@ -534,7 +546,8 @@ mod tests {
 
     /// As if a long message had just been sent, however late this thread runs.
     fn in_a_stream() {
-        POSTED.set(Some(Last { at: Instant::now() + Duration::from_secs(3600), alone: true }));
+        let later = Instant::now() + Duration::from_secs(3600);
+        POSTED.set(Some(Last { posted: later, gone: later, alone: true }));
     }
 
     /// Every second one was given to the socket that had no room, and waited there.

@@ -29,6 +29,8 @@ use crate::wire::{HEALTH_INTERVAL, Turn};
 const YIELD_MAX: Duration = Duration::from_micros(200);
 /// and for so long nothing but the kernel is asked.
 const CROWDED_FOR: Duration = Duration::from_millis(20);
+/// Most turns in a row without a look at what is ready.
+const TURNS_UNASKED_MAX: u32 = 4;
 /// After a panic, before anything else: one that repeats itself must not keep a core.
 const PANIC_PAUSE: Duration = Duration::from_millis(1);
 
@@ -83,14 +85,21 @@ impl Loop {
         let mut events = Vec::new();
         let mut idle_since = Instant::now();
         let mut crowded_until = idle_since;
+        let mut unasked = 0;
         loop {
             self.about = None;
             let mut worked = self.obey();
-            let now = Instant::now();
-            let looked = now < crowded_until || now.duration_since(idle_since) >= spin;
-            worked |= self.wait(&mut events, looked && !worked);
-            for event in &events {
-                worked |= self.ready(event);
+            // What was just commanded is done before the kernel is asked for more, but not for ever.
+            if worked && !self.runnable.is_empty() && unasked < TURNS_UNASKED_MAX {
+                unasked += 1;
+            } else {
+                unasked = 0;
+                let now = Instant::now();
+                let looked = now < crowded_until || now.duration_since(idle_since) >= spin;
+                worked |= self.wait(&mut events, looked && !worked);
+                for event in &events {
+                    worked |= self.ready(event);
+                }
             }
             for token in std::mem::take(&mut self.runnable) {
                 worked = true;
@@ -133,18 +142,15 @@ impl Loop {
         self.about = None;
         let worker = self.worker.as_ref();
         let mut timeout = Some(Duration::ZERO);
-        if may_sleep && self.runnable.is_empty() {
-            worker.sleeps.store(true, Ordering::SeqCst);
-            if !worker.commanded.load(Ordering::SeqCst) {
-                timeout = self.has_blocked().then_some(HEALTH_INTERVAL);
-            }
+        if may_sleep && self.runnable.is_empty() && worker.lies_down() {
+            timeout = self.has_blocked().then_some(HEALTH_INTERVAL);
         }
         let slept = timeout != Some(Duration::ZERO);
         if worker.poller.wait(events, timeout).is_err() {
             // It fails only for arguments that cannot be wrong here; never spin on that.
             thread::sleep(Duration::from_millis(1));
         }
-        worker.sleeps.store(false, Ordering::SeqCst);
+        worker.is_up();
         if self.health_asked.elapsed() >= HEALTH_INTERVAL {
             self.ask_health();
         }
@@ -166,7 +172,7 @@ impl Loop {
     }
 
     fn obey(&mut self) -> bool {
-        if self.worker.commanded.swap(false, Ordering::SeqCst) {
+        if self.worker.is_commanded() {
             self.orders.extend(std::mem::take(&mut *locked(&self.worker.commands)));
         }
         let any = !self.orders.is_empty();

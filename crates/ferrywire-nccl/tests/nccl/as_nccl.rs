@@ -24,6 +24,7 @@ cases! {
     registration
     tuning
     tuned_by_the_user
+    tuned_for_another_network
     deregistering
     testing
     receives

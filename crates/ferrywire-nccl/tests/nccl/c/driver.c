@@ -316,6 +316,18 @@ static void tuned_by_the_user(struct net *net)
     CHECK(((int (*)(void *))tuner[3])(context) == SUCCESS);
 }
 
+/* A child of a process that used ferrywire, with another network: what was set for ferrywire is not the user's word. */
+static void tuned_for_another_network(struct net *net)
+{
+    setenv("NCCL_NET", "Socket", 1);
+    setenv("NCCL_MIN_NCHANNELS", "8", 1);
+    setenv("FERRYWIRE_NCCL_CHANNELS_ASKED", "8", 1);
+    setenv("NCCL_P2P_NET_CHUNKSIZE", "65536", 1);
+    setenv("FERRYWIRE_NCCL_PIECE_ASKED", "524288", 1);
+    net_load(net, path);
+    CHECK(!getenv("NCCL_MIN_NCHANNELS") && !strcmp(getenv("NCCL_P2P_NET_CHUNKSIZE"), "65536"));
+}
+
 static _Atomic int registering;
 
 struct registered {
@@ -881,6 +893,7 @@ int main(int count, char **arguments)
         { "registration", registration },
         { "tuning", tuning },
         { "tuned_by_the_user", tuned_by_the_user },
+        { "tuned_for_another_network", tuned_for_another_network },
         { "deregistering", deregistering },
         { "testing", testing },
         { "receives", receives },
