@@ -4,9 +4,11 @@
 //! Invariant: a freed handle is not taken for a live one (until its slot was used 16 million times), nor one kind for
 //! another; what a running call uses lives until it returns, whoever frees its handle meanwhile.
 
+use std::any::Any;
 use std::ffi::c_int;
 use std::sync::{Arc, PoisonError, RwLock};
 
+use crate::forks::look_after;
 use crate::status::{FERRYWIRE_OK, Failure, Out, call};
 
 /// Something that C has handles of.
@@ -55,6 +57,7 @@ impl<T: Object> Handles<T> {
     }
 
     fn add(&self, value: T) -> Result<*mut T, Failure> {
+        look_after();
         let mut slots = self.slots.write().unwrap_or_else(PoisonError::into_inner);
         let slot = match slots.free.pop() {
             Some(slot) => slot,
@@ -84,6 +87,11 @@ impl<T: Object> Handles<T> {
         slots.free.push(slot as u32);
         Some(value)
     }
+}
+
+/// Keeps everybody else from the handles of a kind, until what is given is dropped.
+pub(crate) fn hold<T: Object>() -> Box<dyn Any> {
+    Box::new(T::handles().slots.write().unwrap_or_else(PoisonError::into_inner))
 }
 
 /// A new handle.

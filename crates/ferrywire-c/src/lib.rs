@@ -15,6 +15,7 @@
 
 pub mod blocks;
 pub mod endpoint;
+mod forks;
 mod handles;
 pub mod memory;
 pub mod options;

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a wait that is broken off leaves what was waited for as it is.
 
+use std::os::fd::AsRawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -183,10 +184,18 @@ impl Errand {
         outcome.map(|finish| finish(py).map(|given| (given,))).transpose()
     }
 
+    /// Whether there is something to give, without taking it.
+    fn done(&self) -> bool {
+        locked(&self.0).over
+    }
+
     fn _wake(&self, wakeup: &Wakeup) {
         let mut progress = locked(&self.0);
+        let knows = |known: &ferrywire::Wakeup| known.as_raw_fd() == wakeup.wakeup.as_raw_fd();
         match progress.over {
             true => wakeup.wakeup.wake(),
+            // Who waits for several things asks each of them again whenever one has ended.
+            false if progress.wakeups.iter().any(knows) => {}
             false => progress.wakeups.push(wakeup.wakeup.clone()),
         }
     }

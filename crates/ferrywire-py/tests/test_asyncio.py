@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 import time
 
@@ -11,6 +12,7 @@ import pytest
 from conftest import LIMIT, LOSS_IS_TOLD, Pair, Program
 
 import ferrywire as fw
+from ferrywire import _aio
 
 
 def test_transfers_and_notifications_are_awaited(pair: Pair):
@@ -41,6 +43,33 @@ def test_endpoints_connect_and_accept_in_one_loop():
                 await other.notify(b"hello")
                 assert await peer.wait_notification_async(LIMIT) == b"hello"
             await other.close_async()
+
+    asyncio.run(main())
+
+
+def test_what_takes_long_is_not_looked_at_whenever_something_else_ends(monkeypatch: pytest.MonkeyPatch):
+    hubs: list[_aio._Hub] = []
+    wait = _aio._Hub.wait
+
+    async def counted(hub, *arguments):
+        hubs.append(hub)
+        await wait(hub, *arguments)
+
+    monkeypatch.setattr(_aio._Hub, "wait", counted)
+
+    async def main():
+        # It accepts, and says nothing.
+        with socket.create_server(("127.0.0.1", 0)) as silent, fw.Endpoint() as near:
+            connecting = asyncio.create_task(near.connect_async("127.0.0.1:%d" % silent.getsockname()[1], LIMIT))
+            while not hubs:
+                await asyncio.sleep(0)
+            for _ in range(1000):
+                hubs[0].turn()
+                await asyncio.sleep(0)
+            assert len(hubs) == 1
+            connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await connecting
 
     asyncio.run(main())
 

@@ -324,3 +324,36 @@ else: print("made", flush=True)
         said = other.end()
     # A machine with a driver may find it elsewhere.
     assert said.startswith("gpu no CUDA driver: libcuda.so.1 cannot be loaded") or said == "made\n"
+
+
+def test_a_model_on_two_gpus_is_fetched_in_one_call(program: type[Program]):
+    run(program, """
+second = ctypes.c_void_p()
+do("cuDevicePrimaryCtxRetain", ctypes.byref(second), 1)
+
+class Tensor(Array):
+    dtype = "int32"
+    def __init__(self, count, on):
+        do("cuCtxSetCurrent", on)
+        super().__init__(count)
+        self.shape, self.on = (count,), on
+        do("cuCtxSetCurrent", context)
+    def fill(self, data):
+        do("cuCtxSetCurrent", self.on)
+        stream = new_stream()
+        self.put(stream, data)
+        do("cuStreamSynchronize", stream)
+        do("cuCtxSetCurrent", context)
+
+def model():
+    return {f"layer{n}": Tensor(1000 + n, second if n % 2 else context) for n in range(6)}
+
+theirs, mine = model(), model()
+for n, tensor in enumerate(theirs.values()):
+    tensor.fill(bytes([n + 1]) * tensor.nbytes)
+with fw.share(far, theirs) as shared:
+    got = fw.fetch(near, to_far, shared.describe(), into=mine, timeout=60)
+assert got == mine and {near.register(tensor).place for tensor in mine.values()} == {"cuda:0", "cuda:1"}
+for n, tensor in enumerate(mine.values()):
+    assert tensor.get() == bytes([n + 1]) * tensor.nbytes, n
+""")

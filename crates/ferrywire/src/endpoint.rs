@@ -86,7 +86,7 @@ impl Endpoint {
             Some(Carrier::Devmem(_)) => TurnedBy::ThreadWithLanes,
             Some(Carrier::Plugin(_)) => TurnedBy::Thread,
         };
-        let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
+        let cores = affinity::cores_with_time();
         let spin = schedule::spin(cores, config.threads);
         let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
             .map(|index| Worker::new(index, threaded, turned_by, spin).map(Arc::new))

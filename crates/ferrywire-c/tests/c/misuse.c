@@ -1,5 +1,7 @@
 /* Everything done wrong that C can do wrong short of lying about memory: errors, and no crash. */
 
+#include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -217,12 +219,46 @@ static void forked(struct pair pair) {
     OK(ferrywire_region_free(own));
 }
 
+static _Atomic int calls;
+
+static void *asks(void *end) {
+    char identity[16];
+    while (calls >= 0) {
+        OK(ferrywire_endpoint_identity(end, identity, sizeof identity));
+        calls++;
+    }
+    return NULL;
+}
+
+/* A child that is forked while other threads are in calls has a library that works. */
+static void forked_in_mid_call(struct pair pair) {
+    pthread_t threads[3];
+    for (int n = 0; n < 3; n++) CHECK(pthread_create(&threads[n], NULL, asks, pair.ends[0]) == 0);
+    while (calls == 0) sched_yield();
+    for (int n = 0; n < 200; n++) {
+        pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            ferrywire_endpoint *own;
+            alarm(60);
+            OK(ferrywire_endpoint_open(NULL, &own));
+            _exit(0);
+        }
+        int status;
+        CHECK(waitpid(child, &status, 0) == child);
+        CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    }
+    calls = -1000000000;
+    for (int n = 0; n < 3; n++) CHECK(pthread_join(threads[n], NULL) == 0);
+}
+
 int main(void) {
     struct pair pair = connected();
     nulls(pair);
     memory(pair);
     freed_beside_a_list(pair);
     forked(pair);
+    forked_in_mid_call(pair);
 
     /* After the end: errors that say so, and handles that can be freed in any order. */
     ferrywire_region *region;

@@ -110,7 +110,7 @@ async def accept(endpoint: Endpoint, timeout: float | None) -> Peer:
 async def errand(begin: Callable[..., Errand], *arguments: Any) -> Any:
     """What waits by itself, on a thread of its own; if this is cancelled it is left behind."""
     begun = begin(*arguments)
-    (given,) = await _until(begun.poll, begun._wake, _never, None)
+    (given,) = await _until(begun.poll, begun._wake, _never, None, begun.done)
     return given
 
 

@@ -1,7 +1,7 @@
 """Many tensors with their names, shapes and element types: shared by one process, fetched by others in one call.
 
-The one who shares registers its tensors and hands out a description in bytes; whoever has it reads them, all in one
-operation. Works for a torch ``state_dict`` and for dictionaries of numpy arrays.
+The one who shares registers its tensors and hands out a description in bytes; whoever has it reads them, all at
+once. Works for a torch ``state_dict`` and for dictionaries of numpy arrays.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import contextlib
 import json
 import math
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from ._errors import Closed, Error, LocalError, UsageError
-from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion
+from ._ferrywire import BlockList, Endpoint, Peer, Region, RemoteRegion, Transfer
 
 VERSION = 1
 # How long what is broken off may take to end.
@@ -107,7 +108,7 @@ def fetch(
     device: str = "cpu",
     timeout: float | None = None,
 ) -> dict[str, Any]:
-    """Reads all tensors that a peer shares, in one operation, and returns them by name.
+    """Reads all tensors that a peer shares, in one operation for each GPU here, and returns them by name.
 
     New ones are made, of the library that the peer's are of (torch on ``device``), or they go into those of ``into``,
     which must have the same names, shapes and element types. ``timeout`` is in seconds; a fetch that does not succeed
@@ -123,27 +124,45 @@ def fetch(
         result = _matching(into, entries)
     else:
         result = {e["name"]: _made(e, r.nbytes, device) for e, r in zip(entries, remotes, strict=True)}
-    regions, lists = [], []
+    regions: list[Region] = []
+    # An operation comes after the work of one GPU, in the current stream of one framework.
+    lists: dict[tuple[str, str], list[BlockList]] = {}
     for entry, remote in zip(entries, remotes, strict=True):
         region = _registered(endpoint, entry["name"], result[entry["name"]])
         if region.nbytes != remote.nbytes:
             raise UsageError(f"tensor {entry['name']!r}: {region.nbytes} bytes here, {remote.nbytes} at the peer")
         if region.nbytes:
             regions.append(region)
-            lists.append(BlockList(region, remote, [0], [0], region.nbytes))
-    if lists:
-        transfer = peer.read_blocks(BlockList.join(lists))
-        try:
-            transfer.wait(timeout)
-        except BaseException:
-            # The caller has nothing that it could wait for: the tensors must not change any more.
-            transfer.cancel()
-            with contextlib.suppress(Error):
-                transfer.wait(CANCEL_SECONDS)
-            raise
+            lists.setdefault(_order(region, result[entry["name"]]), []).append(BlockList(region, remote, [0], [0], region.nbytes))
+    _read_all(peer, list(lists.values()), timeout)
     del lists
     _release(regions)
     return result
+
+
+def _order(region: Region, tensor: Any) -> tuple[str, str]:
+    """What work an operation on it comes after: of which GPU, in the current stream of which library."""
+    on_gpu = region.place.startswith("cuda")
+    return (region.place, type(tensor).__module__.partition(".")[0]) if on_gpu else ("host", "")
+
+
+def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -> None:
+    """Reads each of them, all at once."""
+    until = None if timeout is None else time.monotonic() + timeout
+    transfers: list[Transfer] = []
+    try:
+        for together in lists:
+            transfers.append(peer.read_blocks(BlockList.join(together)))
+        for transfer in transfers:
+            transfer.wait(None if until is None else max(0.0, until - time.monotonic()))
+    except BaseException:
+        # The caller has nothing that it could wait for: the tensors must not change any more.
+        for transfer in transfers:
+            transfer.cancel()
+        for transfer in transfers:
+            with contextlib.suppress(Error):
+                transfer.wait(CANCEL_SECONDS)
+        raise
 
 
 def _told(description: bytes) -> list[dict[str, Any]]:

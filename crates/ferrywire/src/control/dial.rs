@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::peer::PeerState;
 use crate::schedule;
+use crate::sys::affinity;
 use crate::transport::{Bound, Conn, ConnOptions, Nic, terms};
 use std::collections::BTreeMap;
 use std::io;
@@ -105,7 +106,7 @@ impl Dial {
             true => None,
             false => Some(named_nic(engine, address)?),
         };
-        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let cores = affinity::cores_with_time();
         let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
         let offered = match (without, &engine.carrier, &engine.no_carrier) {
             (Some(why), ..) => terms::without(why),

@@ -169,7 +169,7 @@ impl Builder {
 
     fn build_here(mut self) -> Result<Endpoint> {
         if self.config.threads == usize::MAX {
-            let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
+            let cores = affinity::cores_with_time();
             self.config.threads = schedule::threads_default(cores);
         }
         self.config.check()?;

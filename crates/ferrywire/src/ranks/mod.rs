@@ -22,8 +22,10 @@ use crate::limits::RANKS_MAX;
 const TORCHRUN_MARK: &str = "TORCHELASTIC_RUN_ID";
 /// `True` where torchrun itself listens at `MASTER_PORT`.
 const TORCHRUN_HOLDS_PORT: &str = "TORCHELASTIC_USE_AGENT_STORE";
-/// Nodes of the present step, of the whole job, and the latter's old name.
-const SLURM_NODES: [&str; 3] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"];
+/// Nodes of the present step,
+const SLURM_STEP_NODES: &str = "SLURM_STEP_NODELIST";
+/// of the whole job, and the latter's old name.
+const SLURM_JOB_NODES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
 /// This process among those of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -163,8 +165,8 @@ impl Ranks {
 
     /// Slurm tells how many tasks a node has for each node alone; on one node all of them are there.
     fn with_local_world(self, variable: &impl Fn(&str) -> Option<String>) -> Result<Ranks, RanksError> {
-        let on_one_node =
-            self.launcher == Launcher::Slurm && slurm_nodes(variable)?.is_some_and(|nodes| nodes.len() == 1);
+        let on_one_node = self.launcher == Launcher::Slurm
+            && slurm_nodes(self.launcher, variable)?.is_some_and(|nodes| nodes.len() == 1);
         Ok(Ranks { local_world: self.local_world.or(on_one_node.then_some(self.world)), ..self })
     }
 
@@ -281,13 +283,19 @@ fn rendezvous(
         let taken = variable(TORCHRUN_HOLDS_PORT).is_some_and(|value| value.eq_ignore_ascii_case("true"));
         return Ok(Some(Rendezvous { host, port: port.filter(|_| !taken) }));
     }
-    let host = slurm_nodes(variable)?.and_then(|nodes| nodes.into_iter().next());
+    let host = slurm_nodes(launcher, variable)?.and_then(|nodes| nodes.into_iter().next());
     Ok(host.map(|host| Rendezvous { host, port: None }))
 }
 
 /// The nodes of the step, else of the job.
-fn slurm_nodes(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<Vec<String>>, RanksError> {
-    let Some((name, list)) = SLURM_NODES.iter().find_map(|name| Some((name, variable(name)?))) else {
+fn slurm_nodes(
+    launcher: Launcher,
+    variable: &impl Fn(&str) -> Option<String>,
+) -> Result<Option<Vec<String>>, RanksError> {
+    // mpirun starts its daemons on the other nodes as a step, which the first node's ranks are not of.
+    let step = (launcher != Launcher::OpenMpi).then_some(SLURM_STEP_NODES);
+    let mut names = step.into_iter().chain(SLURM_JOB_NODES);
+    let Some((name, list)) = names.find_map(|name| Some((name, variable(name)?))) else {
         return Ok(None);
     };
     let bad = |why| RanksError::BadNodes { variable: format!("{name}={list}"), why };

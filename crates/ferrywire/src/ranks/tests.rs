@@ -106,8 +106,9 @@ fn launchers_may_nest() {
     // mpirun in a batch script.
     let found = ranks(&format!("{BATCH} {OPEN_MPI}"));
     assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
-    // mpirun's daemon of the second host, started by srun.
-    assert_eq!(ranks(&format!("{srun} {OPEN_MPI}")).launcher, Launcher::OpenMpi);
+    // mpirun's daemon of the second host, started by srun as a step of all hosts but the first, where rank 0 is.
+    let found = ranks(&format!("{srun} SLURM_STEP_NODELIST=gpu2 {OPEN_MPI}"));
+    assert_eq!((found.launcher, found.rendezvous), (Launcher::OpenMpi, at("gpu1", None)));
 }
 
 #[test]

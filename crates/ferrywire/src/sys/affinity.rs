@@ -21,6 +21,12 @@ pub fn allowed_cores() -> io::Result<Vec<usize>> {
     Ok((0..CpuSet::MAX_CPU).filter(|&core| set.is_set(core)).collect())
 }
 
+/// For how many cores this thread has time: as many as it may run on, or fewer where a container's quota of CPU time says so. Threads that
+/// used up the quota would all be stopped, the program's own among them.
+pub fn cores_with_time() -> usize {
+    thread::available_parallelism().map_or(1, usize::from)
+}
+
 /// Keeps the current thread on one core. `InvalidInput` when this host has no such core for us.
 pub fn pin_current_thread(core: usize) -> io::Result<()> {
     if core >= CpuSet::MAX_CPU {

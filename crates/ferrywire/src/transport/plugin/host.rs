@@ -378,11 +378,10 @@ pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Ni
 fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
     let chosen = chosen_nics(config, nics);
     let of_them = nics.iter().filter(|nic| chosen.contains(&nic.name));
-    let cores = affinity::allowed_cores().map_or(1, |cores| cores.len());
     Facts {
         message_bytes_max: plugin.message_bytes_max,
         speed_mbps: of_them.filter_map(|nic| nic.speed_mbps).max(),
-        cores,
+        cores: affinity::cores_with_time(),
         nics: chosen,
         set_before: plugin.set_before.clone(),
     }
