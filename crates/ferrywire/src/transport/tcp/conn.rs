@@ -114,7 +114,8 @@ impl TcpConn {
 
     /// The error to tell the caller: `WouldBlock` while connecting, and the first failure for ever after.
     fn judged(&mut self, error: io::Error) -> io::Error {
-        if error.kind() == io::ErrorKind::WouldBlock {
+        // Memory that cannot be touched is not the connection's failure: it goes on with other memory.
+        if error.kind() == io::ErrorKind::WouldBlock || error.raw_os_error() == Some(libc::EFAULT) {
             return error;
         }
         let mut errno = error.raw_os_error().unwrap_or(libc::EIO);

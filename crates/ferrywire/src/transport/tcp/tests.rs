@@ -213,6 +213,52 @@ fn writing_to_a_peer_that_has_ended_does_not_spoil_what_it_said() {
     assert_eq!(recv_into(&mut near, &mut [0; 8]).unwrap(), 0);
 }
 
+/// Sends a byte of a page that cannot be read.
+fn send_what_cannot_be_read(conn: &mut dyn Conn) -> io::Error {
+    // SAFETY: a mapping of our own, which nobody else knows.
+    unsafe {
+        let (flags, anywhere) = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, std::ptr::null_mut());
+        let page = libc::mmap(anywhere, 4096, libc::PROT_NONE, flags, -1, 0);
+        assert_ne!(page, libc::MAP_FAILED);
+        let refused = eventually(|| conn.send(&[IoVec::new(page.cast(), 1)])).unwrap_err();
+        libc::munmap(page, 4096);
+        refused
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_read_leaves_the_connection_as_it_was() {
+    let (mut near, mut far) = pair();
+    assert_eq!(send_what_cannot_be_read(&mut near).raw_os_error(), Some(libc::EFAULT));
+    let (mut sent, mut received) = (pattern(1000), vec![0; 1000]);
+    send_all(&mut near, &mut sent);
+    recv_all(far.as_mut(), &mut received);
+    assert_eq!(received, sent);
+    far.shutdown();
+    assert_eq!(eventually(|| recv_into(&mut near, &mut [0; 8])).unwrap(), 0, "an orderly end");
+}
+
+#[test]
+fn a_reset_after_memory_that_could_not_be_read_is_told_as_one() {
+    for sends_first in [false, true] {
+        let (mut near, far) = pair();
+        assert_eq!(send_what_cannot_be_read(&mut near).raw_os_error(), Some(libc::EFAULT));
+        send_all(&mut near, &mut pattern(100));
+        assert!(ready(far.as_ref(), Interest::READ, DEADLINE).is_some());
+        drop(far); // with unread bytes: the kernel resets
+        until("the reset has arrived", || {
+            ready(&near, Interest::READ, DEADLINE).is_some_and(|event| event.hangup)
+        });
+        for sends in [sends_first, !sends_first] {
+            let error = match sends {
+                true => send_from(&mut near, &mut [0; 8]).unwrap_err(),
+                false => recv_into(&mut near, &mut [0; 8]).unwrap_err(),
+            };
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionReset);
+        }
+    }
+}
+
 #[test]
 fn pieces_past_the_kernels_limit_are_left_for_the_next_call() {
     let (mut near, _far) = pair();
