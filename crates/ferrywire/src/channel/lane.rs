@@ -44,6 +44,13 @@ impl Channel {
         for entry in turned.delivered {
             self.peer.delivered(entry, None);
         }
+        let is_of_memory = turned.unreadable.is_some();
+        if let Some((frame, why)) = turned.unreadable
+            && let Some(entry) = self.window.get_mut(frame)
+        {
+            tracing::warn!(%why, peer = self.peer.name(), "memory that is registered cannot be read");
+            entry.fail_unread(why);
+        }
         for (frame, error) in turned.given_up {
             let Some(entry) = self.window.get_mut(frame) else { continue };
             let credit = entry.give_up(&error);
@@ -62,7 +69,7 @@ impl Channel {
         match result {
             Ok(()) => Ok(turned.worked),
             Err(why) => {
-                self.lane_failed = true;
+                self.lane_failed = !is_of_memory;
                 Err(io::Error::other(why))
             }
         }

@@ -20,7 +20,7 @@ use crate::limits;
 use crate::memory::Place;
 use crate::peer::PeerState;
 use crate::posted::Posted;
-use crate::queue::{DROPPED, Entry, Pull};
+use crate::queue::{DROPPED, Entry, Pull, UNREADABLE};
 use crate::schedule;
 use crate::staging::Staging;
 use crate::stats::{ChannelCounters, NO_BACKLOG};
@@ -394,7 +394,7 @@ impl Channel {
         tracing::warn!(%error, peer = self.peer.name(), "memory that is registered cannot be read");
         let why = match entry.is_gone() {
             true => DROPPED,
-            false => "it cannot be read any more: unmapped, or of a file that is shorter now",
+            false => UNREADABLE,
         };
         let why = Error::invalid("region", why);
         if begun {

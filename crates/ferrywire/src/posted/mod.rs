@@ -37,6 +37,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+/// In what both ends are told of a lane that ended of memory that cannot be read: another lane may do well.
+pub(crate) const SENT_UNREADABLE: &str = "memory that it was to send cannot be read";
+
 /// What a turn has brought.
 #[derive(Default)]
 pub(crate) struct Turned {
@@ -49,6 +52,9 @@ pub(crate) struct Turned {
     pub delivered: Vec<Entry>,
     /// Frames whose payload cannot be sent, and why. Their heads were held.
     pub given_up: Vec<(u64, Error)>,
+    /// The frame whose memory cannot be read, and why, where that has ended the lane. Its operation is to fail, or the next
+    /// lane would end of it too.
+    pub unreadable: Option<(u64, Error)>,
     /// Frames that have arrived whole, in order.
     pub arrived: Vec<Arrival>,
 }

@@ -204,6 +204,9 @@ impl Receiving {
                     };
                 }
                 Step::Failed(why) => return Err(format!("receiving message {}: {why}", receive.number)),
+                Step::Unreadable(_, why) => {
+                    return Err(format!("receiving message {}: {why}", receive.number));
+                }
             }
             let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
             turned.worked = true;

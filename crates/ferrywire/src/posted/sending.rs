@@ -8,7 +8,7 @@
 //! and at most a window of messages are begun and not done; none before the peer's end of the lane is known to stand.
 
 use super::slots::{Slot, Slots};
-use super::{Turned, seconds, widen};
+use super::{SENT_UNREADABLE, Turned, seconds, widen};
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::queue::Entry;
@@ -182,6 +182,7 @@ impl Sending {
                     ));
                 }
                 Step::Pending => return Ok(()),
+                Step::Unreadable(ticket, why) => return Err(self.unreadable(ticket, why, turned)),
                 // On this side there is no last answer to wait for: the peer may never have had the message.
                 Step::Closing(why) | Step::Failed(why) => return Err(self.failed(message, &why)),
             }
@@ -256,6 +257,14 @@ impl Sending {
             return Err(format!("isend takes nothing ({how}) for {waited}, although nothing is posted"));
         }
         Ok(())
+    }
+
+    /// The memory of a message cannot be read. Its head is out, so only the lane's end takes it back.
+    fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
+        let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
+        let said = format!("{SENT_UNREADABLE}: {why}");
+        turned.unreadable = frame.map(|frame| (frame, why));
+        said
     }
 
     fn failed(&self, message: &Outgoing, why: &str) -> String {

@@ -3,7 +3,7 @@
 mod seed;
 mod standstill;
 
-use super::{Arrival, Posted, Turned};
+use super::{Arrival, Posted, SENT_UNREADABLE, Turned};
 use crate::error::Error;
 use crate::limits;
 use crate::memory::Memory;
@@ -215,8 +215,10 @@ impl Bench {
         queue.pull(window, &mut Default::default(), pull);
         let mut taken = 0;
         for (entry, frame) in window.from(first).zip(first..) {
-            self.posted.admit(frame, entry);
-            taken += 1;
+            if entry.header.is_posted() {
+                self.posted.admit(frame, entry);
+                taken += 1;
+            }
         }
         assert!(taken <= room, "{taken} frames for a room of {room}");
         taken
@@ -389,6 +391,36 @@ fn any_error_of_a_send_is_final() {
         let why = bench.turn().map(drop).unwrap_err();
         assert!(why.starts_with("the fake: sending message 0 (65536 bytes): result"), "{why}");
     }
+}
+
+#[test]
+fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
+    let (unread, read) = (filled(&[1; 100]), filled(&[2; 100]));
+    let piece = Pieces::One(Piece { local: 0, remote: 0, len: 100 });
+    let queue = queue_with(read, piece.clone());
+    let op = Arc::new(Op::new(2, Verb::Write, piece, Some(unread), 9));
+    assert!(queue.post(op.clone()));
+    let (mut bench, mut first) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut first), 2);
+    bench.turn().unwrap();
+    let why = Error::invalid("region", "scripted");
+    // The second one, while the first is the one asked for.
+    bench.script(|script| {
+        let second = Ticket(script.posted_sends[1]);
+        script.sends.push_back(Step::Unreadable(second, why.clone()));
+    });
+    let mut turned = Turned::default();
+    let told = bench.posted.turn(bench.now, &mut turned).unwrap_err();
+    assert!(told.contains(SENT_UNREADABLE) && told.contains("scripted"), "{told}");
+    assert_eq!(turned.unreadable, Some((1, why.clone())));
+    // As a channel does, and the fence after it.
+    first.get_mut(1).unwrap().fail_unread(why.clone());
+    assert!(queue.resend(first.drain().into_iter().map(|(_, entry)| entry).collect()).is_empty());
+    let (mut bench, mut second) = (Bench::new(), window());
+    bench.take(&queue, &mut second);
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "the other one, and nothing else"));
+    assert_eq!(op.failure(), Some(why));
 }
 
 #[test]

@@ -27,6 +27,8 @@ pub(crate) struct Entry {
 
 /// Why nothing of some memory is sent any more.
 pub(crate) const DROPPED: &str = "it was dropped before the operation had ended";
+/// Why the kernel reads nothing there, where nobody has taken it back.
+pub(crate) const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
 
 /// Where a frame's payload comes from.
 pub(crate) enum Body {
@@ -106,6 +108,12 @@ impl Entry {
         self.placements = Box::default();
         self.body = Body::None;
         credit
+    }
+
+    /// Its memory cannot be read. It is sent again as one that is given up.
+    pub fn fail_unread(&self, why: Error) {
+        let why = if self.is_gone() { Error::invalid("region", DROPPED) } else { why };
+        self.op.iter().for_each(|op| op.fail(why.clone()));
     }
 
     /// The pieces of host memory that follow head and placements in the stream.

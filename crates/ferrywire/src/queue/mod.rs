@@ -10,7 +10,7 @@ mod asking;
 mod entry;
 mod turns;
 
-pub(crate) use entry::{Body, DROPPED, Entry};
+pub(crate) use entry::{Body, DROPPED, Entry, UNREADABLE};
 
 use crate::limits;
 use crate::operation::{NO_EPOCH, Op, Verb};

@@ -40,6 +40,9 @@ pub(crate) enum Step {
     Done,
     /// The peer may be closing, or gone: what is under way may still arrive.
     Closing(String),
+    /// Of a send, the oldest or one behind it, whose memory cannot be read, and why. What was to come there never will:
+    /// the lane is of no use any more, and another one would fare no better with that memory.
+    Unreadable(Ticket, Error),
     /// The lane is of no use any more, and why.
     Failed(String),
 }

@@ -154,6 +154,37 @@ fn memory_that_a_nic_cannot_read_is_staged() {
     assert!(counted.staged_sent_bytes > 0 && counted.device_sent_bytes == 0, "{counted:?}");
 }
 
+/// Each costs the lane that it was to be sent over. Lanes that end for that are not counted as lanes that move nothing,
+/// which would end the session.
+#[test]
+fn memory_that_cannot_be_read_fails_what_reads_it_however_often_and_everything_else_goes_on() {
+    let Some(hosts) = Hosts::here() else { return };
+    let ends = Ends::new(&hosts, None, same);
+    ends.exchange(1 << 20);
+    let bytes = 4 << 20;
+    // SAFETY: a name; then a mapping of our own of that file, until the process ends, which nobody touches.
+    let source = unsafe {
+        let file = libc::memfd_create(c"unmapped".as_ptr(), 0);
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+        let base = libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file, 0);
+        assert_ne!(base, libc::MAP_FAILED);
+        ends.ends[0].register_raw(base.cast(), bytes).unwrap()
+    };
+    let target = ends.region(1, &vec![0; bytes]);
+    for round in 0..8 {
+        // Lanes that have lasted count as those that stood still.
+        thread::sleep(Duration::from_millis(1100));
+        let len = if round % 2 == 0 { 100_000 } else { bytes as u64 };
+        let written = ends.near.write(&source, 0, &target.descriptor(), 0, len).unwrap().wait(LIMIT);
+        let error = written.expect_err("there is nothing to read");
+        assert!(matches!(&error, Error::Invalid { what, .. } if what == "region"), "{error}");
+        let read = ends.far.read(&target, 0, &source.descriptor(), 0, len).unwrap().wait(LIMIT);
+        let error = read.expect_err("there is nothing to read");
+        assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+    }
+    ends.exchange(1 << 20);
+}
+
 #[test]
 fn several_queues_share_the_lanes() {
     let Some(hosts) = Hosts::here() else { return };

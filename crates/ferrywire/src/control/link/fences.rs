@@ -6,6 +6,7 @@ use crate::channel::Remains;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
+use crate::posted::SENT_UNREADABLE;
 use crate::progress::{self, Command};
 use crate::session::ControlMessage;
 use crate::wire::Refusal;
@@ -164,7 +165,9 @@ impl Link {
         self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
+        // What ended of the peer's memory is no lane's failure.
         if let Some(why) = fence.lane_failed
+            && !fence.their_reason.contains(SENT_UNREADABLE)
             && let Some(last) = self.given_up_with(index, now)
         {
             let theirs = own_part(&fence.their_reason, &why);

@@ -121,7 +121,10 @@ impl Lane for DevmemLane {
     fn test_send(&mut self, ticket: Ticket) -> Step {
         match self.sending.is_done(ticket.0 as u64) {
             Ok(true) => Step::Done,
-            Ok(false) => Step::Pending,
+            Ok(false) => match self.sending.unreadable() {
+                Some((number, why)) => Step::Unreadable(Ticket(number as usize), why),
+                None => Step::Pending,
+            },
             Err(why) => Step::Failed(why),
         }
     }

@@ -15,8 +15,11 @@ use super::host::Device;
 use super::making::Making;
 use super::sources::{Binding, Sources};
 use super::{DevmemCounters, host::Host};
+use crate::error::Error;
+use crate::memory::cuda::CudaError;
 use crate::memory::unpack::{Mapped, UnpackMode};
 use crate::memory::{GpuCopy, Memory, Place};
+use crate::queue::UNREADABLE;
 use crate::sys::{devmem, socket, zerocopy};
 use crate::transport::IoVec;
 use crate::transport::lane::Run;
@@ -67,6 +70,8 @@ pub(super) struct Sending {
     /// Whether the kernel reports on this socket, once asked; and how many calls wait for a report.
     reports: Option<bool>,
     unreported: u64,
+    /// The message whose memory cannot be read, and why: nothing is sent from there on.
+    unreadable: Option<(u64, Error)>,
     counters: Arc<DevmemCounters>,
 }
 
@@ -93,6 +98,7 @@ impl Sending {
             next_call: 0,
             reports: None,
             unreported: 0,
+            unreadable: None,
             counters,
         }
     }
@@ -167,6 +173,11 @@ impl Sending {
         Ok(done)
     }
 
+    /// A message that is not done whose memory cannot be read, and why.
+    pub fn unreadable(&self) -> Option<(u64, Error)> {
+        self.unreadable.clone()
+    }
+
     fn let_go(&mut self) {
         let Some(message) = self.messages.pop_front() else { return };
         (self.first, self.handed) = (self.first + 1, self.handed - 1);
@@ -177,7 +188,7 @@ impl Sending {
 
     /// Hands to the kernel what it takes now.
     fn send(&mut self) -> Result<(), String> {
-        while self.handed < self.messages.len() {
+        while self.handed < self.messages.len() && self.unreadable.is_none() {
             let number = self.first + self.handed as u64;
             let message = &mut self.messages[self.handed];
             if message.sent == message.bytes {
@@ -198,6 +209,10 @@ impl Sending {
                     if !*copied {
                         match stager.gatherer.poll(number) {
                             Poll::Pending => return Ok(()),
+                            Poll::Ready(Err(error @ Error::Cuda(CudaError::Freed { .. }))) => {
+                                self.unreadable = Some((number, error));
+                                return Ok(());
+                            }
                             Poll::Ready(result) => result.map_err(|error| error.to_string())?,
                         }
                         *copied = true;
@@ -211,6 +226,13 @@ impl Sending {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 // Too many calls wait for their report: those come first.
                 Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && self.unreported > 0 => {
+                    return Ok(());
+                }
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EFAULT)
+                        && matches!(message.source, Source::Host(_)) =>
+                {
+                    self.unreadable = Some((number, Error::invalid("region", UNREADABLE)));
                     return Ok(());
                 }
                 Err(error) => return Err(refused(self.device.name(), &message.source, &error)),
