@@ -11,7 +11,7 @@ use super::host::Device;
 use super::making::Making;
 use crate::memory::{Gpu, Memory, dmabuf_fd};
 use crate::sys::netdev::Netdev;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::Poll;
 
 const PAGE_BYTES: u64 = 4096;
+/// Reasons that are told of one NIC.
+const TOLD_MAX: usize = 16;
 
 /// GPU memory that a NIC reads.
 pub(super) struct Binding {
@@ -92,8 +94,21 @@ type OfRegion = (Weak<Memory>, Weak<Bound>);
 #[derive(Default)]
 pub(super) struct Bindings {
     bound: Mutex<HashMap<usize, OfRegion>>,
-    /// Why the NIC reads no memory of GPUs, once that is known.
-    told: Mutex<Option<String>>,
+    /// Why the NIC cannot read memory of GPUs, as far as that was told.
+    told: Mutex<Told>,
+}
+
+/// Reasons by their words, without what differs from region to region: addresses and sizes.
+#[derive(Default)]
+struct Told(HashSet<String>);
+
+impl Told {
+    /// Whether a reason is to be told: once, and no more than some.
+    fn is_new(&mut self, why: &str) -> bool {
+        let differs = |word: &&str| word.contains(|c: char| c.is_ascii_digit());
+        let words: Vec<&str> = why.split_whitespace().filter(|word| !differs(word)).collect();
+        self.0.len() < TOLD_MAX && self.0.insert(words.join(" "))
+    }
 }
 
 impl fmt::Debug for Bindings {
@@ -125,14 +140,12 @@ impl Bindings {
     }
 
     /// Says once per reason that payload takes the longer way.
-    fn tell(&self, device: &Device, why: String) {
-        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.as_ref() != Some(&why) {
+    fn tell(&self, device: &Device, why: &str) {
+        if self.told.lock().unwrap_or_else(PoisonError::into_inner).is_new(why) {
             tracing::warn!(
                 nic = device.name(),
                 "what is sent from GPU memory is copied to host memory first, since the NIC cannot read it there: {why}"
             );
-            *told = Some(why);
         }
     }
 }
@@ -140,28 +153,70 @@ impl Bindings {
 /// One lane's.
 #[derive(Default)]
 pub(super) struct Sources {
-    known: Vec<(Arc<Memory>, Arc<Bound>)>,
+    known: Vec<Known>,
+}
+
+struct Known {
+    memory: Arc<Memory>,
+    bound: Arc<Bound>,
+    /// It cannot be bound, and whoever asks need not hear why again.
+    failed: bool,
 }
 
 impl Sources {
     /// The binding of a region of GPU memory, once it is made; `None` where there can be none.
     pub fn of(&mut self, device: &Device, memory: &Arc<Memory>) -> Poll<Option<Arc<Binding>>> {
-        let at = match self.known.iter().position(|(known, _)| Arc::ptr_eq(known, memory)) {
+        let at = match self.known.iter().position(|known| Arc::ptr_eq(&known.memory, memory)) {
             Some(at) => at,
             None => {
-                self.known.push((memory.clone(), device.bindings().of(device, memory)));
+                let bound = device.bindings().of(device, memory);
+                self.known.push(Known { memory: memory.clone(), bound, failed: false });
                 self.known.len() - 1
             }
         };
-        self.known[at].1.get().map(|made| made.map_err(|why| device.bindings().tell(device, why)).ok())
+        let known = &mut self.known[at];
+        if known.failed {
+            return Poll::Ready(None);
+        }
+        known.bound.get().map(|made| match made {
+            Ok(binding) => Some(binding),
+            Err(why) => {
+                known.failed = true;
+                device.bindings().tell(device, &why);
+                None
+            }
+        })
     }
 
     /// Lets go of regions that are gone.
     pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
-        self.known.retain(|(memory, _)| !memory.revoked() || busy(memory));
+        self.known.retain(|known| !known.memory.revoked() || busy(&known.memory));
     }
 
     pub fn clear(&mut self) {
         self.known.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{TOLD_MAX, Told};
+
+    #[test]
+    fn a_reason_is_told_once_for_however_many_regions() {
+        let no_buffer = |at: usize| format!("binding a region: no dma-buf of {} bytes at {at:#x}", at / 2);
+        let no_pages = "the region's first or last page is not all of its allocation";
+        let mut told = Told::default();
+        assert_eq!([no_buffer(0x7000).as_str(), no_pages].map(|why| told.is_new(why)), [true, true]);
+        for at in [0x7000, 0xab_c000, 0x9000] {
+            assert_eq!([no_buffer(at).as_str(), no_pages].map(|why| told.is_new(why)), [false, false]);
+        }
+    }
+
+    #[test]
+    fn reasons_without_end_are_not_told_without_end() {
+        let mut told = Told::default();
+        let new = (0..100).filter(|number| told.is_new(&"why ".repeat(*number))).count();
+        assert_eq!(new, TOLD_MAX);
     }
 }
