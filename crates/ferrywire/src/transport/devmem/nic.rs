@@ -107,7 +107,7 @@ impl Claim {
         let journal = Journal::open(directory, nic, index)?;
         let mut locked = journal.lock()?;
         let mut bench = Bench { nic, kernel: &mut *kernel, journal: &mut locked };
-        let cleaned = bench.clean();
+        let cleaned = bench.clean()?;
         let strangers = if cleaned.nobody { bench.strangers() } else { None };
         cleaned.told.iter().chain(&strangers).for_each(|line| tracing::warn!("{line}"));
         let queues = choose(&mut bench, wish.queues, &cleaned.live)?;
@@ -245,7 +245,7 @@ impl Claim {
             bench.journal.remove_claim(&file.name());
         }
         drop(file);
-        let live = bench.live();
+        let live = bench.live()?;
         Ok(bench.let_go(&live, Others::Live))
     }
 }

@@ -6,7 +6,7 @@
 
 use std::path::Path;
 
-use super::error::queues_in_words;
+use super::error::{NicError, queues_in_words};
 use super::journal::{self, Journal};
 use super::kernel::Host;
 use super::record::Claimed;
@@ -47,7 +47,7 @@ fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
     let mut kernel = Host::open(nic, index).map_err(|error| error.to_string())?;
     let mut locked = journal.lock().map_err(|error| error.to_string())?;
     let mut bench = Bench { nic, kernel: &mut kernel, journal: &mut locked };
-    Ok(bench.clean().told)
+    Ok(bench.clean().map_err(|error| error.to_string())?.told)
 }
 
 /// What was found in a journal.
@@ -61,10 +61,10 @@ pub(super) struct Cleaned {
 }
 
 impl Bench<'_, '_> {
-    /// Undoes what the dead have left.
-    pub fn clean(&mut self) -> Cleaned {
+    /// Undoes what the dead have left; nothing where it is not known what that is, and what others need.
+    pub fn clean(&mut self) -> Result<Cleaned, NicError> {
         let mut cleaned = Cleaned::default();
-        let found = self.journal.claims();
+        let found = self.journal.claims()?;
         cleaned.nobody = found.is_empty();
         let live = found.iter().filter(|claim| claim.dead.is_none());
         let live: Vec<&Claimed> = live.filter_map(|claim| claim.claimed.as_ref()).collect();
@@ -98,7 +98,7 @@ impl Bench<'_, '_> {
         let live = cleaned.live.clone();
         cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
         cleaned.told.append(&mut self.journal.told);
-        cleaned
+        Ok(cleaned)
     }
 
     /// What to say of queues that are bound where no claim was written down: maybe by runs with a journal elsewhere, with
@@ -118,9 +118,9 @@ impl Bench<'_, '_> {
     }
 
     /// Queues of claims that live.
-    pub fn live(&mut self) -> Vec<u32> {
-        let found = self.journal.claims().into_iter().filter(|claim| claim.dead.is_none());
-        found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect()
+    pub fn live(&mut self) -> Result<Vec<u32>, NicError> {
+        let found = self.journal.claims()?.into_iter().filter(|claim| claim.dead.is_none());
+        Ok(found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect())
     }
 
     /// Removes the rules of a claim that are there and still the same; gives their number. One that cannot be removed is

@@ -199,42 +199,54 @@ impl Journal {
 
     /// A record's text, unless it is about an earlier start of the host or another NIC of this name: then it is told
     /// and forgotten, since what it speaks of is gone.
+    ///
+    /// # Errors
+    /// It is there, and what it says is not known. Whoever took that for nothing would undo what others need.
     fn read<T>(
         &self,
         path: &Path,
         parse: fn(&str) -> Option<(Header, T)>,
+        of_live_run: bool,
         told: &mut Vec<String>,
-    ) -> Option<T> {
+    ) -> Result<Option<T>, NicError> {
         let text = match read_text(path) {
             Ok(text) => text,
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
-            Err(error) => {
-                told.push(format!("{}: {error}", path.display()));
-                return None;
-            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(self.unread(path, &error)),
         };
         match parse(&text) {
-            Some((header, record)) if header == self.header => Some(record),
+            Some((header, record)) if header == self.header => Ok(Some(record)),
             Some(_) => {
                 told.push(format!("{} is about a NIC that is gone: removed", path.display()));
                 let _ = fs::remove_file(path);
-                None
+                Ok(None)
+            }
+            None if of_live_run => {
+                Err(self.unread(path, &io::Error::other("it makes no sense, and its run lives")))
             }
             None => {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
                 told.push(format!("{} makes no sense: set aside as {}", path.display(), aside.display()));
                 let _ = fs::rename(path, aside);
-                None
+                Ok(None)
             }
         }
+    }
+
+    fn unread(&self, path: &Path, error: &io::Error) -> NicError {
+        let what = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.failed(&format!("{what} cannot be read, so nothing is undone"), error)
     }
 }
 
 impl Locked<'_> {
     /// Settings that were changed, if any were.
-    pub fn settings(&mut self) -> Settings {
+    ///
+    /// # Errors
+    /// They cannot be read: as they were before is known to nobody else.
+    pub fn settings(&mut self) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
-        self.journal.read(&path, record::settings, &mut self.told).unwrap_or_default()
+        Ok(self.journal.read(&path, record::settings, false, &mut self.told)?.unwrap_or_default())
     }
 
     /// Notes them, before they are changed; forgets them when there are none.
@@ -277,23 +289,29 @@ impl Locked<'_> {
     }
 
     /// All claims, dead or alive.
-    pub fn claims(&mut self) -> Vec<Found> {
-        let Ok(files) = fs::read_dir(&self.journal.folder) else { return Vec::new() };
-        let names = files.flatten().filter_map(|file| file.file_name().into_string().ok());
-        let mut names: Vec<String> = names
-            .filter(|name| name.starts_with(CLAIM_PREFIX))
-            .filter_map(|name| Some(name.strip_suffix(LOCK_SUFFIX)?.to_owned()))
-            .collect();
+    ///
+    /// # Errors
+    /// One is not known, nor what it has.
+    pub fn claims(&mut self) -> Result<Vec<Found>, NicError> {
+        let folder = &self.journal.folder;
+        let mut names = Vec::new();
+        for file in fs::read_dir(folder).map_err(|error| self.journal.unread(folder, &error))? {
+            let file = file.map_err(|error| self.journal.unread(folder, &error))?;
+            let Ok(name) = file.file_name().into_string() else { continue };
+            if name.starts_with(CLAIM_PREFIX) {
+                names.extend(name.strip_suffix(LOCK_SUFFIX).map(str::to_owned));
+            }
+        }
         names.sort_unstable();
         names.into_iter().map(|name| self.found(name)).collect()
     }
 
-    fn found(&mut self, name: String) -> Found {
+    fn found(&mut self, name: String) -> Result<Found, NicError> {
         let path = self.journal.folder.join(&name);
         let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
         let dead = lock.filter(|lock| lock.try_lock().is_ok());
-        let claimed = self.journal.read(&path, record::claimed, &mut self.told);
-        Found { name, claimed, dead }
+        let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.told)?;
+        Ok(Found { name, claimed, dead })
     }
 
     /// Removes the files of a claim that is dead or one's own.

@@ -68,7 +68,7 @@ impl Bench<'_, '_> {
         };
         // A driver that splits although it was not asked for it was left to itself.
         let split = set.split.map(|_| if is.split == Some(Split::Off) { Split::Off } else { Split::Auto });
-        let mut settings = self.journal.settings();
+        let mut settings = self.journal.settings()?;
         let before = &mut settings.rings;
         before.split = before.split.or(split);
         before.threshold_bytes = before.threshold_bytes.or(set.threshold_bytes.and(is.threshold_bytes));
@@ -82,7 +82,7 @@ impl Bench<'_, '_> {
     }
 
     fn switch_ntuple_on(&mut self) -> Result<(), NicError> {
-        let mut settings = self.journal.settings();
+        let mut settings = self.journal.settings()?;
         settings.ntuple_was_off = true;
         self.journal.write_settings(&settings)?;
         let set = self.kernel.set_ntuple(true);
@@ -96,7 +96,7 @@ impl Bench<'_, '_> {
     /// Spreads other flows over the other queues.
     pub fn keep_off(&mut self, queues: &[u32]) -> Result<(), NicError> {
         let is = self.spread()?;
-        let mut settings = self.journal.settings();
+        let mut settings = self.journal.settings()?;
         let known = settings.spread.take().filter(|spread| spread.ours.contains(&is));
         // What somebody else made of it meanwhile is what it was before.
         let mut spread = known.unwrap_or_else(|| Spread { before: is.clone(), ours: Vec::new() });
@@ -124,10 +124,11 @@ impl Bench<'_, '_> {
 
     /// After a claim has ended: keeps what those that live need, or puts everything back. Says what it did.
     pub fn let_go(&mut self, live: &[u32], others: Others) -> Vec<String> {
-        let settings = self.journal.settings();
-        if settings.is_empty() {
-            return Vec::new();
-        }
+        let settings = match self.journal.settings() {
+            Ok(settings) if settings.is_empty() => return Vec::new(),
+            Ok(settings) => settings,
+            Err(error) => return vec![error.to_string()],
+        };
         if !live.is_empty() {
             let kept = settings.spread.map_or(Ok(()), |spread| self.narrow(&spread, live));
             return kept.err().iter().map(ToString::to_string).collect();
@@ -195,8 +196,10 @@ impl Bench<'_, '_> {
             return Ok(Back::Done);
         }
         let left = self.kernel.rules()?;
-        if !self.all_known(&left)? {
-            return Ok(Back::Left("there are rules of others now, which need it"));
+        match self.all_known(&left)? {
+            Some(true) => {}
+            Some(false) => return Ok(Back::Left("there are rules of others now, which need it")),
+            None => return Ok(Back::Later("it is known whose rules there are")),
         }
         if !left.is_empty() {
             return Ok(Back::Later("rules of ours are gone that could not be removed"));
@@ -204,19 +207,20 @@ impl Bench<'_, '_> {
         self.kernel.set_ntuple(false).map(|()| Back::Done)
     }
 
-    /// Whether the rules at these places are those of claims that are still written down.
-    fn all_known(&mut self, places: &[u32]) -> Result<bool, NetlinkError> {
+    /// Whether the rules at these places are those of claims that are still written down; `None` where that cannot be read.
+    fn all_known(&mut self, places: &[u32]) -> Result<Option<bool>, NetlinkError> {
         if places.is_empty() {
-            return Ok(true);
+            return Ok(Some(true));
         }
-        let claims = self.journal.claims().into_iter().filter_map(|claim| claim.claimed);
+        let Ok(claims) = self.journal.claims() else { return Ok(None) };
+        let claims = claims.into_iter().filter_map(|claim| claim.claimed);
         let known: Vec<Flow> = claims.flat_map(|claim| claim.rules).map(|(flow, _)| flow).collect();
         for place in places {
             if !self.flow_at(*place)?.is_some_and(|flow| known.contains(&flow)) {
-                return Ok(false);
+                return Ok(Some(false));
             }
         }
-        Ok(true)
+        Ok(Some(true))
     }
 
     fn put_rings_back(&mut self, before: Rings, others: Others) -> Result<Back, NetlinkError> {

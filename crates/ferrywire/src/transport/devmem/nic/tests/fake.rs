@@ -159,7 +159,8 @@ impl Nic {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let mut kernel = self.kernel();
         let mut locked = journal.lock().expect("nobody has it");
-        let told = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked }.clean().told;
+        let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
+        let told = bench.clean().expect("it can be read").told;
         *self.told.lock().expect("no test failed") |= !told.is_empty();
         told
     }
@@ -170,7 +171,7 @@ impl Nic {
         let mut kernel = self.kernel();
         let mut locked = journal.lock().expect("nobody has it");
         let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
-        if bench.clean().nobody { bench.strangers() } else { None }
+        if bench.clean().expect("it can be read").nobody { bench.strangers() } else { None }
     }
 
     /// Does something while another run has the journal.
@@ -178,6 +179,23 @@ impl Nic {
         let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
         let _locked = journal.lock().expect("nobody has it for long");
         body()
+    }
+
+    /// Does something while a file of the journal is there and cannot be read, though it can be replaced.
+    pub fn while_unreadable<T>(&self, file: &str, body: impl FnOnce() -> T) -> T {
+        let [path, target, kept] =
+            ["", ".target", ".kept"].map(|end| self.journal_folder().join(format!("{file}{end}")));
+        fs::rename(&path, &kept).expect("renamed");
+        fs::create_dir(&target).expect("a folder");
+        std::os::unix::fs::symlink(&target, &path).expect("a link");
+        let done = body();
+        fs::remove_dir(&target).expect("removed");
+        match path.is_symlink() {
+            true => fs::rename(&kept, &path).expect("renamed"),
+            // It was written anew, or removed.
+            false => fs::remove_file(&kept).expect("removed"),
+        }
+        done
     }
 
     pub fn told_something(&self) -> bool {

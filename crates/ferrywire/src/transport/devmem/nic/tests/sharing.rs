@@ -145,3 +145,52 @@ fn a_spread_that_others_have_changed_is_left_when_one_of_two_claims_ends() {
     drop(first);
     assert_eq!(nic.state(), State { spread: theirs, ..untouched() });
 }
+
+/// As while a limit of descriptors is reached: nobody knows which queues the other one has.
+#[test]
+fn while_a_live_claim_cannot_be_read_nothing_is_taken_from_it() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let second = nic.claim(&wish(1, true)).expect("allowed");
+    let during = nic.state();
+    let name = first.file.as_ref().expect("it lives").name();
+    nic.while_unreadable(&name, || {
+        drop(second);
+        assert_eq!(nic.state(), during, "nothing is put back");
+        let error = nic.claim(&wish(1, true)).expect_err("nobody knows what is free").to_string();
+        assert!(error.contains(&format!("{name} cannot be read")), "{error}");
+        assert_eq!(nic.state(), during);
+    });
+    drop(first);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn a_live_claim_that_makes_no_sense_is_let_be() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let second = nic.claim(&wish(1, true)).expect("allowed");
+    let during = nic.state();
+    let name = first.file.as_ref().expect("it lives").name();
+    let record = nic.read(&name);
+    nic.overwrite(&name, "of a later version\n");
+    drop(second);
+    assert_eq!(nic.state(), during);
+    nic.overwrite(&name, &record);
+    drop(first);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn settings_that_cannot_be_read_are_not_written_anew() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let during = nic.state();
+    nic.while_unreadable("settings", || {
+        let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
+        assert!(error.contains("settings cannot be read"), "{error}");
+        assert_eq!(nic.state(), during);
+    });
+    drop(first);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
