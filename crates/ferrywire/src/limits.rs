@@ -209,6 +209,8 @@ pub const NIC_LOCK_DEADLINE: Duration = Duration::from_secs(30);
 /// An endpoint that is closed waits this long, if need be, for whoever changes settings of a NIC, however little of its
 /// deadline is left: what is not undone then is left to the next start.
 pub const NIC_END_MIN: Duration = Duration::from_secs(2);
+/// A rule that could not be removed is tried again after this time; whoever removes rules waits no longer for others.
+pub const UNSTEER_INTERVAL: Duration = Duration::from_secs(1);
 /// A place of a plugin's source that logs too much is heard again after this time.
 pub const PLUGIN_LOG_INTERVAL: Duration = Duration::from_secs(1);
 /// Both directions of a lane have this long to come about.

@@ -25,6 +25,7 @@ mod tests;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::time::Duration;
 
 pub use cleanup::{clean_up, clean_up_in};
 pub use error::{Missing, NicError};
@@ -33,6 +34,7 @@ pub use possible::{Possible, possible};
 
 use super::DevmemError;
 use super::errors::{BindCause, Direction};
+use crate::limits;
 use crate::sys::flow::Flow;
 use crate::sys::netlink::NetlinkError;
 use crate::sys::nics;
@@ -70,6 +72,15 @@ pub struct Claim {
 pub struct Rule {
     flow: Flow,
     location: u32,
+}
+
+/// Rules that are not removed yet.
+#[derive(Debug)]
+pub(super) struct NotRemoved {
+    pub rules: Vec<Rule>,
+    pub why: String,
+    /// There was no lock, mostly since others have the NIC: what is to be changed there next would wait as long again.
+    pub no_lock: Option<Box<NicError>>,
 }
 
 impl Rule {
@@ -177,19 +188,43 @@ impl Claim {
 
     /// Removes a rule of this claim. What others made of it meanwhile stays.
     pub fn unsteer(&mut self, rule: Rule) {
-        let ours = (rule.flow, Some(rule.location));
-        let Some(at) = self.claimed.rules.iter().position(|known| *known == ours) else { return };
-        let deleted = self.journal.lock_by(&self.end_by).map(|mut locked| {
-            let kernel = &mut *self.kernel;
-            delete_rules(&mut Bench { nic: &self.nic, kernel, journal: &mut locked }, vec![ours])
-        });
-        if deleted.unwrap_or_else(|error| {
-            tracing::warn!("a rule is not removed before the claim ends: {error}");
-            false
-        }) {
-            self.claimed.rules.swap_remove(at);
+        if let Err(NotRemoved { why, .. }) = self.unsteer_all(vec![rule], limits::NIC_LOCK_DEADLINE) {
+            tracing::warn!("a rule is not removed before the claim ends: {why}");
+        }
+    }
+
+    /// Removes rules of this claim; waits for others at the NIC once, and no longer than that.
+    pub(super) fn unsteer_all(&mut self, rules: Vec<Rule>, within: Duration) -> Result<(), NotRemoved> {
+        let mut locked = match self.journal.lock_within(within, &self.end_by) {
+            Ok(locked) => locked,
+            Err(error) => {
+                return Err(NotRemoved { rules, why: error.to_string(), no_lock: Some(Box::new(error)) });
+            }
+        };
+        let mut bench = Bench { nic: &self.nic, kernel: &mut *self.kernel, journal: &mut locked };
+        let (mut left, mut why, mut changed) = (Vec::new(), None, false);
+        for rule in rules {
+            let ours = (rule.flow, Some(rule.location));
+            let Some(at) = self.claimed.rules.iter().position(|known| *known == ours) else { continue };
+            match bench.delete_rules(&Claimed { rules: vec![ours], ..Claimed::default() }, &[]) {
+                Ok(count) => {
+                    if count == 0 {
+                        tracing::warn!("NIC {}: a rule of ours was removed or changed by others", self.nic);
+                    }
+                    self.claimed.rules.swap_remove(at);
+                    changed = true;
+                }
+                Err(error) => {
+                    left.push(rule);
+                    why.get_or_insert(error);
+                }
+            }
+        }
+        drop(locked);
+        if changed {
             self.write_or_tell();
         }
+        why.map_or(Ok(()), |why| Err(NotRemoved { rules: left, why, no_lock: None }))
     }
 
     /// Until when it may wait for others who change the NIC, where that has an end.

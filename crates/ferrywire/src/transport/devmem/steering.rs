@@ -5,13 +5,13 @@
 //! made next, so that rules that nobody needs fill no table.
 //! Invariant: ended, or dropped, the claim has ended, with all its rules, or has left them to the next start. Read next: `nic.rs`.
 
-use super::nic::{Claim, EndBy, NicError, Rule};
+use super::nic::{Claim, EndBy, NicError, NotRemoved, Rule};
 use crate::limits;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread::{self, JoinHandle};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Those of this process.
 static ALL: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
@@ -34,6 +34,8 @@ struct Shared {
 #[derive(Default)]
 struct Unneeded {
     rules: VecDeque<Rule>,
+    /// Those could not be removed when it was tried last, which was told.
+    failed: bool,
     /// Nobody steers any more: the claim sees to its rules.
     ended: bool,
 }
@@ -64,7 +66,8 @@ impl Steering {
     /// Makes a rule. May wait for others who change the NIC.
     pub fn steer(&self, local: SocketAddr, remote: SocketAddr) -> Result<Rule, NicError> {
         let mut claim = self.shared.claim();
-        self.shared.remove(claim.as_mut());
+        // Who has the NIC now has it a moment later, too: nobody waits for that twice.
+        self.shared.remove(claim.as_mut(), limits::NIC_LOCK_DEADLINE)?;
         let gone = || NicError::NoQueues {
             nic: self.nic.clone(),
             why: "the endpoint is closed, and has given its queues back".to_owned(),
@@ -111,11 +114,25 @@ impl Shared {
         drop(self.claim().take());
     }
 
-    fn remove(&self, claim: Option<&mut Claim>) {
-        let unneeded = std::mem::take(&mut self.unneeded().rules);
-        if let Some(claim) = claim {
-            unneeded.into_iter().for_each(|rule| claim.unsteer(rule));
+    /// Removes what is not needed; what cannot be removed is told, and tried again.
+    ///
+    /// # Errors
+    /// Others have the NIC.
+    fn remove(&self, claim: Option<&mut Claim>, within: Duration) -> Result<(), NicError> {
+        let rules = std::mem::take(&mut self.unneeded().rules);
+        let Some(claim) = claim.filter(|_| !rules.is_empty()) else { return Ok(()) };
+        let removed = claim.unsteer_all(rules.into(), within);
+        let mut unneeded = self.unneeded();
+        let failed_before = std::mem::replace(&mut unneeded.failed, removed.is_err());
+        let Err(NotRemoved { rules, why, no_lock }) = removed else { return Ok(()) };
+        if !failed_before {
+            let count = rules.len();
+            tracing::warn!(
+                "{count} rules that nobody needs are not removed yet, which is tried again: {why}"
+            );
         }
+        rules.into_iter().rev().for_each(|rule| unneeded.rules.push_front(rule));
+        no_lock.map_or(Ok(()), |error| Err(*error))
     }
 
     fn remove_until_ended(&self) {
@@ -125,7 +142,10 @@ impl Shared {
             if waited.unwrap_or_else(PoisonError::into_inner).ended {
                 return;
             }
-            self.remove(self.claim().as_mut());
+            // Not for long while it has the claim: whoever steers waits for that.
+            let _told = self.remove(self.claim().as_mut(), limits::UNSTEER_INTERVAL);
+            let failed = |unneeded: &mut Unneeded| unneeded.failed && !unneeded.ended;
+            drop(self.news.wait_timeout_while(self.unneeded(), limits::UNSTEER_INTERVAL, failed));
         }
     }
 }

@@ -166,14 +166,17 @@ impl Journal {
 
     /// The same, for somebody who may have to end. Looks once, however late it is.
     pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
+        self.lock_within(limits::NIC_LOCK_DEADLINE, end)
+    }
+
+    /// The same, for no longer than that.
+    pub fn lock_within(&self, limit: Duration, end: &EndBy) -> Result<Locked<'_>, NicError> {
         let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
         let began = Instant::now();
         loop {
             match lock.try_lock() {
                 Ok(()) => return Ok(Locked { journal: self, _lock: lock, told: Vec::new() }),
-                Err(TryLockError::WouldBlock)
-                    if began.elapsed() < limits::NIC_LOCK_DEADLINE && !end.is_over() =>
-                {
+                Err(TryLockError::WouldBlock) if began.elapsed() < limit && !end.is_over() => {
                     thread::sleep(LOCK_INTERVAL)
                 }
                 Err(error) => {

@@ -62,6 +62,7 @@ struct Inside {
     /// What is said of a place without a rule, where that is not `ENOENT`.
     absent: Option<i32>,
     changes: usize,
+    refusals: usize,
     bindings: u32,
     /// Copies of state and journal around each change.
     recording: Option<Vec<Nic>>,
@@ -115,6 +116,11 @@ impl Nic {
     /// Changes that were made through the kernel.
     pub fn changes(&self) -> usize {
         self.inside().changes
+    }
+
+    /// Changes that were refused.
+    pub fn refusals(&self) -> usize {
+        self.inside().refusals
     }
 
     /// Refuses one kind of change; or says yes and does nothing.
@@ -272,6 +278,7 @@ impl FakeKernel {
         self.nic.snapshot();
         let mut inside = self.nic.inside();
         if inside.refused == what {
+            inside.refusals += 1;
             return if inside.lies { Ok(()) } else { Err(refusal(libc::ENOSPC, "not today")) };
         }
         inside.changes += 1;

@@ -35,6 +35,46 @@ fn whoever_needs_a_rule_no_more_does_not_wait_for_others_at_the_nic() {
 }
 
 #[test]
+fn a_rule_that_cannot_be_removed_is_tried_again_while_the_endpoint_lives() {
+    let nic = Nic::new(untouched());
+    let steering = Steering::new(fake::NAME, nic.claim(&wish(1, true)).expect("allowed")).expect("a thread");
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    nic.refuse("delete", false);
+    steering.unsteer_later(rule);
+    let began = Instant::now();
+    while nic.refusals() == 0 {
+        assert!(began.elapsed() < LIMIT, "nobody tries");
+        thread::sleep(Duration::from_millis(1));
+    }
+    nic.refuse("nothing", false);
+    until_rules_are(&nic, 0);
+    // Before the next one is made, too.
+    nic.refuse("delete", false);
+    let rule = steering.steer(end(PAIR[0]), end(PAIR[1])).expect("room");
+    steering.unsteer_later(rule);
+    let other = steering.steer(end(PAIR[0]), end("10.0.0.2:40001")).expect("room beside the one that stays");
+    nic.refuse("nothing", false);
+    steering.unsteer_later(other);
+    until_rules_are(&nic, 0);
+    drop(steering);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+#[test]
+fn rules_wait_together_for_a_nic_that_others_have() {
+    let nic = Nic::new(untouched());
+    let mut claim = nic.claim(&wish(1, true)).expect("allowed");
+    let rules: Vec<Rule> = (1..=3)
+        .map(|port| claim.steer(end(PAIR[0]), SocketAddr::new(end(PAIR[1]).ip(), port)).expect("room"))
+        .collect();
+    let left = nic.while_locked(|| claim.unsteer_all(rules.clone(), Duration::ZERO));
+    let left = left.expect_err("others have the NIC");
+    assert_eq!((&left.rules, left.no_lock.is_some(), nic.state().rules.len()), (&rules, true, 3));
+    claim.unsteer_all(left.rules, LIMIT).expect("nobody has it");
+    assert_eq!(nic.state().rules.len(), 0);
+}
+
+#[test]
 fn rules_that_are_needed_no_more_leave_their_places_to_new_ones() {
     let nic = Nic::new(set_up());
     let steering =
