@@ -56,6 +56,8 @@ pub(super) struct Sending {
     moved_at: Duration,
     /// Since when the lane takes nothing although nothing is posted.
     refused_since: Option<Duration>,
+    /// Memory that was taken back meanwhile is not read any more.
+    let_go: bool,
     slots: Slots,
 }
 
@@ -74,6 +76,7 @@ impl Sending {
             most: 0,
             moved_at: Duration::ZERO,
             refused_since: None,
+            let_go: false,
             slots: Slots::new(lane, Way::Pack),
         }
     }
@@ -96,6 +99,11 @@ impl Sending {
 
     pub fn in_flight(&self) -> bool {
         !self.posted.is_empty()
+    }
+
+    /// Whether a message of memory that is taken back was sent since this was last asked: the lane need not keep it.
+    pub fn has_let_go(&mut self) -> bool {
+        std::mem::take(&mut self.let_go)
     }
 
     /// Bytes that the lane has and is not done with.
@@ -191,6 +199,7 @@ impl Sending {
             self.moved_at = now;
             turned.worked = true;
             turned.sent_bytes += message.bytes as u64;
+            self.let_go |= matches!(&message.source, Source::Run(run) if run.memory.revoked());
             if let Source::Slot { slot, .. } = message.source {
                 self.slots.give_back(slot);
             }

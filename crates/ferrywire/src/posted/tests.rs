@@ -48,6 +48,8 @@ struct Script {
     closed: Option<InFlight>,
     /// It may stand before the peer's end of it does.
     alone: bool,
+    /// Memory that it keeps something for.
+    known: Vec<Arc<Memory>>,
 }
 
 struct Fake(Arc<Mutex<Script>>);
@@ -70,6 +72,7 @@ impl Lane for Fake {
         if script.full || script.posted_sends.len() == WINDOW {
             return Post::Full("scripted");
         }
+        script.known.push(run.memory.clone());
         // SAFETY: a run of a test's own memory.
         script.sent.push(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) }.to_vec());
         script.next += 1;
@@ -150,7 +153,9 @@ impl Lane for Fake {
         Memory::private(bytes).map_err(|error| error.to_string())
     }
 
-    fn forget_revoked(&mut self, _busy: &dyn Fn(&Arc<Memory>) -> bool) {}
+    fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        self.0.lock().unwrap().known.retain(|memory| !memory.revoked() || busy(memory));
+    }
 
     fn close(&mut self, in_flight: InFlight) {
         self.0.lock().unwrap().closed = Some(in_flight);
@@ -318,6 +323,21 @@ fn memory_is_kept_until_it_is_sent_and_acknowledged() {
     assert_eq!(turned.delivered.len(), 1);
     let (_, second) = window.release(2).unwrap();
     assert!(bench.posted.acknowledged(1, second).is_some(), "done before it was acknowledged");
+}
+
+#[test]
+fn what_a_lane_keeps_for_memory_that_is_taken_back_goes_when_that_is_sent() {
+    let memory = filled(&[1; 100]);
+    let queue = queue_with(memory.clone(), Pieces::One(Piece { local: 0, remote: 0, len: 100 }));
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    memory.revoke();
+    bench.posted.forget_revoked();
+    bench.script(|script| assert_eq!(script.known.len(), 1, "it is being sent"));
+    bench.script(|script| script.sends.push_back(Step::Done));
+    bench.turn().unwrap();
+    bench.script(|script| assert!(script.known.is_empty()));
 }
 
 #[test]
