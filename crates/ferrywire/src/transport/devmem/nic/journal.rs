@@ -179,11 +179,7 @@ impl Journal {
                 Err(TryLockError::WouldBlock) if began.elapsed() < limit && !end.is_over() => {
                     thread::sleep(LOCK_INTERVAL)
                 }
-                Err(error) => {
-                    let error =
-                        io::Error::other(format!("{error}: another process holds it, maybe a stopped one"));
-                    return Err(self.failed(LOCK, &error));
-                }
+                Err(error) => return Err(self.failed(LOCK, &not_locked(error))),
             }
         }
     }
@@ -332,6 +328,16 @@ impl ClaimFile {
     }
 }
 
+/// Why there is no lock, and who is to act.
+fn not_locked(error: TryLockError) -> io::Error {
+    match error {
+        TryLockError::WouldBlock => {
+            io::Error::other(format!("{error}: another process holds it, maybe a stopped one"))
+        }
+        TryLockError::Error(error) => error,
+    }
+}
+
 fn open_lock(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)
 }
@@ -348,4 +354,18 @@ fn read_text(path: &Path) -> io::Result<String> {
     }
     // What is no text makes no sense, which is said elsewhere.
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_of_a_lock_that_is_held_it_is_said_that_somebody_holds_it() {
+        let held = not_locked(TryLockError::WouldBlock).to_string();
+        assert!(held.contains("another process holds it"), "{held}");
+        let broken = io::Error::from_raw_os_error(libc::ENOLCK);
+        let said = broken.to_string();
+        assert_eq!(not_locked(TryLockError::Error(broken)).to_string(), said);
+    }
 }
