@@ -11,10 +11,10 @@ use crate::memory::cuda::CudaError;
 use crate::memory::{Memory, Place};
 use crate::stats::LaneBy;
 use crate::sys::socket;
-use crate::transport::Conn;
 use crate::transport::copying::Copiers;
 use crate::transport::devmem::nic::Rule;
 use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::transport::{Conn, PathHealth};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -92,8 +92,7 @@ impl Lane for DevmemLane {
     }
 
     fn path_trouble(&self) -> Option<String> {
-        let health = self.conn.as_ref()?.health();
-        health.is_dead().then(|| health.describe())
+        silence(&self.conn.as_ref()?.health())
     }
 
     fn isend(&mut self, run: &Run) -> Post {
@@ -200,9 +199,30 @@ impl Lane for DevmemLane {
     }
 }
 
+/// Why nothing is acknowledged any more. What finds no room in a pool is dropped, which from here looks like a dead path.
+fn silence(health: &PathHealth) -> Option<String> {
+    health.is_dead().then(|| format!("{}, or its pool is empty all that time", health.describe()))
+}
+
 impl Drop for DevmemLane {
     fn drop(&mut self) {
         let in_flight = InFlight { sends: !self.sending.is_idle(), receives: !self.receiving.is_idle() };
         self.close(in_flight);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_silent_peer_may_have_an_empty_pool_and_the_error_says_so() {
+        let quiet = PathHealth { unanswered: 2, silent_for: Duration::from_secs(2), ..PathHealth::default() };
+        assert_eq!(silence(&quiet), None, "nothing waits");
+        let told = silence(&PathHealth { waiting: true, ..quiet }).expect("two seconds are too long");
+        assert!(
+            told.starts_with("no answer from the peer's host") && told.contains("pool is empty"),
+            "{told}"
+        );
     }
 }
