@@ -53,7 +53,7 @@ pub(crate) struct ListenAddress {
 pub(crate) struct Hello {
     /// The endpoint, for as long as its process lives.
     pub(crate) identity: [u8; 16],
-    /// The host's boot: two endpoints with the same one are on the same host.
+    /// The host's boot: two endpoints with the same one are on the same host. All zero where it could not be read.
     pub(crate) boot_id: [u8; 16],
     /// What people call it: printable, at most 64 bytes, may be empty.
     pub(crate) label: String,
@@ -64,6 +64,12 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
+    /// Whether both are on one host; `None` where one of them could not read its boot id.
+    pub(crate) fn shares_host(&self, other: &Hello) -> Option<bool> {
+        let known = |hello: &Hello| hello.boot_id != [0; 16];
+        (known(self) && known(other)).then(|| self.boot_id == other.boot_id)
+    }
+
     /// Refuses a hello that could not be sent.
     pub(super) fn check(&self) -> Result<(), HandshakeError> {
         let unusable = |what, why: String| Err(HandshakeError::Unusable { what, why });

@@ -47,7 +47,7 @@ impl Book {
 
     /// The session as we take it: whether payload goes over lanes is settled here.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
-        let same_host = peer.boot_id == self.me.boot_id;
+        let same_host = peer.shares_host(&self.me) == Some(true);
         let (carrier, none) = (self.carrier.as_ref(), self.no_carrier.as_deref());
         let extra = carrier::answer(carrier, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })

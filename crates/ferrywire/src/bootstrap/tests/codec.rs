@@ -137,3 +137,14 @@ fn counts_and_flags_outside_their_range_are_refused() {
         assert_eq!(Opening::decode(&altered), Err(HandshakeError::Malformed { what: "the opening", why }));
     }
 }
+
+/// Hosts that do not tell are not all the same one.
+#[test]
+fn ends_share_a_host_only_where_both_know_theirs() {
+    let boot = |boot_id: u8| Hello { boot_id: [boot_id; 16], ..crate::bootstrap::tests::hello(1) };
+    assert_eq!(boot(1).shares_host(&boot(1)), Some(true));
+    assert_eq!(boot(1).shares_host(&boot(2)), Some(false));
+    for (one, two) in [(0, 0), (0, 1), (1, 0)] {
+        assert_eq!(boot(one).shares_host(&boot(two)), None);
+    }
+}

@@ -222,7 +222,8 @@ impl Link {
             true => remote.to_string(),
             false => format!("{remote} ({})", peer_hello.label),
         };
-        let (carrier, refused) = carrier_of(engine, &config, peer_hello.boot_id == me.boot_id);
+        let same_host = peer_hello.shares_host(me) == Some(true);
+        let (carrier, refused) = carrier_of(engine, &config, same_host);
         let (transport, transport_why) = transport_of(engine, carrier.as_ref(), &config);
         let lanes_optional =
             carrier.as_ref().is_some_and(Carrier::optional) && Terms::decode(&config.extra).optional();
@@ -236,7 +237,7 @@ impl Link {
             chunk_bytes: config.chunk_bytes as usize,
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
-            same_host: peer_hello.boot_id == me.boot_id,
+            same_host,
             lanes: carrier.as_ref().map(|_| Terms::decode(&config.extra).manner()),
             transport,
             transport_why,
