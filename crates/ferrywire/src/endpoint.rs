@@ -251,7 +251,10 @@ impl Endpoint {
     pub fn metadata(&self) -> Vec<u8> {
         let mut out = vec![METADATA_VERSION];
         out.extend_from_slice(&self.identity().0);
-        for address in self.reachable_addresses() {
+        let mut addresses = self.reachable_addresses();
+        // Every host has those of its loopback: another one would meet somebody else there.
+        addresses.sort_by_key(|address| address.ip().is_loopback());
+        for address in addresses {
             let text = address.to_string();
             out.push(text.len() as u8);
             out.extend_from_slice(text.as_bytes());

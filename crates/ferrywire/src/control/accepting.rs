@@ -187,7 +187,7 @@ impl Control {
                 match self.links.get_mut(&session) {
                     Some(link) => link.attach(conn, *established, now),
                     None => {
-                        self.enter(&established);
+                        self.enter(&established, false);
                         let link = Link::accepted(
                             engine,
                             conn,

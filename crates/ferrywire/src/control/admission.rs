@@ -28,6 +28,8 @@ pub(super) struct Book {
 
 struct Known {
     data_key: DataKey,
+    /// We opened it, so nobody dials us for it.
+    dialled_by_us: bool,
     identity: [u8; 16],
     received: u64,
     config: Config,
@@ -58,10 +60,11 @@ impl Book {
         self.me.addresses = addresses;
     }
 
-    /// A session was opened.
-    pub fn enter(&mut self, established: &Established) {
+    /// A session was opened, by us or by the peer.
+    pub fn enter(&mut self, established: &Established, dialled_by_us: bool) {
         let known = Known {
             data_key: established.data_key.clone(),
+            dialled_by_us,
             identity: established.peer_hello.identity,
             received: 0,
             config: established.config.clone(),
@@ -153,6 +156,10 @@ impl Admission for Admitter {
     fn decide_data(&mut self, session: u64, channel: u16, generation: u32) -> Result<(), Refusal> {
         match self.book().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
+            Some(known) if known.dialled_by_us => {
+                let why = "the end that opened the session dials its connections, and is this one";
+                Err(Refusal::new(RefusalCode::Config, why))
+            }
             Some(known) if channel & LANE != 0 && known.config.extra.is_empty() => {
                 Err(Refusal::new(RefusalCode::Config, "the session has no lanes"))
             }

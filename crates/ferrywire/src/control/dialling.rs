@@ -117,7 +117,7 @@ impl Control {
                     let why = "it gave the session a number that another peer's session has".into();
                     return lobby.put(Err(Error::Refused { address: address.to_string(), why }));
                 }
-                self.enter(&established);
+                self.enter(&established, true);
                 let link = Link::connected(engine, conn, address, *established, lobby, &self.me, now);
                 self.links.insert(session, link);
             }

@@ -223,9 +223,9 @@ impl Control {
         }
     }
 
-    fn enter(&self, established: &crate::bootstrap::Established) {
+    fn enter(&self, established: &crate::bootstrap::Established, dialled_by_us: bool) {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        book.enter(established);
+        book.enter(established, dialled_by_us);
     }
 
     // ---- peers ----

@@ -2,8 +2,11 @@
 //!
 //! Same subnet first; an address that is in no NIC's subnet is reached by the route's own NIC. A NIC
 //! without a counterpart in its subnet is left out, unless the user named it.
+//!
+//! Invariant: no path leads back to this host. Every host may have the same address on a bridge of its own, as those of
+//! containers and virtual machines do, and each names it to its peers.
 
-use crate::bootstrap::ListenAddress;
+use crate::bootstrap::{Hello, ListenAddress};
 use crate::transport::Nic;
 use std::net::SocketAddr;
 
@@ -16,7 +19,7 @@ pub(super) struct Pair {
     pub remote_nic: String,
 }
 
-/// The paths to a peer that was reached at `dialled` and listens on `listens`.
+/// The paths to a peer that was reached at `dialled` and listens on `listens`, other than at an address that `is_ours`.
 ///
 /// `chosen` are the names the user gave; empty means all that fit.
 pub(super) fn pairs(
@@ -24,7 +27,10 @@ pub(super) fn pairs(
     chosen: &[String],
     dialled: SocketAddr,
     listens: &[ListenAddress],
+    is_ours: impl Fn(SocketAddr) -> bool,
 ) -> Vec<Pair> {
+    // The address that was dialled has led to the peer, whoever else has it.
+    let leads_there = |address: &&ListenAddress| address.address == dialled || !is_ours(address.address);
     let usable = |nic: &&Nic| {
         nic.up
             && nic.loopback == dialled.ip().is_loopback()
@@ -40,6 +46,7 @@ pub(super) fn pairs(
         let found = listens
             .iter()
             .filter(same_subnet)
+            .filter(leads_there)
             .min_by_key(|address| (address.address != dialled, taken(address)));
         match found {
             Some(address) => out.push(Pair {
@@ -59,9 +66,19 @@ pub(super) fn pairs(
     out
 }
 
+/// Whether an address that `peer` names leads to us instead. On another host one that a NIC of ours has does; on this one, or
+/// where that is not known, only one that we listen on ourselves.
+pub(super) fn leads_to_us(nics: &[Nic], me: &Hello, peer: &Hello, address: SocketAddr) -> bool {
+    match peer.shares_host(me) {
+        Some(false) => nics.iter().any(|nic| nic.address == address.ip()),
+        _ => me.addresses.iter().any(|own| own.address == address),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bootstrap::tests::hello;
 
     fn nic(name: &str, address: &str) -> Nic {
         Nic {
@@ -86,11 +103,12 @@ mod tests {
     fn paths(nics: &[Nic], chosen: &[&str], dialled: &str, list: &[&str]) -> Vec<(String, String)> {
         let chosen: Vec<String> = chosen.iter().map(|name| (*name).into()).collect();
         let dialled = format!("{dialled}:7420").parse().unwrap();
+        named(&pairs(nics, &chosen, dialled, &listens(list), |_| false))
+    }
+
+    fn named(pairs: &[Pair]) -> Vec<(String, String)> {
         let name = |pair: &Pair| pair.nic.as_ref().map_or("route".into(), |nic| nic.name.clone());
-        pairs(nics, &chosen, dialled, &listens(list))
-            .iter()
-            .map(|pair| (name(pair), pair.remote.ip().to_string()))
-            .collect()
+        pairs.iter().map(|pair| (name(pair), pair.remote.ip().to_string())).collect()
     }
 
     #[test]
@@ -124,5 +142,38 @@ mod tests {
     fn loopback_talks_to_loopback_only() {
         let nics = [nic("lo", "127.0.0.1"), nic("eth0", "10.0.1.1")];
         assert_eq!(paths(&nics, &[], "127.0.0.1", &["127.0.0.1"]), [("lo".into(), "127.0.0.1".into())]);
+    }
+
+    const BRIDGE: &str = "172.17.0.1";
+
+    /// The paths to `10.0.1.2:7420` from a host whose containers have a bridge, where we listen on this port of it. Boot ids
+    /// are numbers, and zero of a host that does not tell.
+    fn past_a_bridge(own_port: u16, boots: [u8; 2], dialled: &str) -> Vec<(String, String)> {
+        let nics = [nic("eth1", "10.0.1.1"), nic("docker0", BRIDGE)];
+        let (mut me, mut peer) = (hello(1), hello(2));
+        [me.boot_id, peer.boot_id] = boots.map(|boot| [boot; 16]);
+        me.addresses = listens(&["10.0.1.1", BRIDGE]);
+        me.addresses.iter_mut().for_each(|own| own.address.set_port(own_port));
+        let (dialled, list) = (dialled.parse().unwrap(), listens(&["10.0.1.2", BRIDGE]));
+        named(&pairs(&nics, &[], dialled, &list, |address| leads_to_us(&nics, &me, &peer, address)))
+    }
+
+    #[test]
+    fn an_address_that_this_host_has_too_is_no_path_to_another_host() {
+        let rail = ("eth1".into(), "10.0.1.2".into());
+        for own_port in [7420, 7421] {
+            assert_eq!(past_a_bridge(own_port, [1, 2], "10.0.1.2:7420"), std::slice::from_ref(&rail));
+        }
+        // Where it was dialled it has led there.
+        assert_eq!(past_a_bridge(7420, [1, 2], "172.17.0.1:7420"), [rail, ("docker0".into(), BRIDGE.into())]);
+    }
+
+    #[test]
+    fn within_a_host_only_what_we_listen_on_ourselves_is_no_path() {
+        let (rail, bridge) = (("eth1".into(), "10.0.1.2".into()), ("docker0".into(), BRIDGE.into()));
+        for boots in [[1, 1], [0, 2], [1, 0], [0, 0]] {
+            assert_eq!(past_a_bridge(7420, boots, "10.0.1.2:7420"), std::slice::from_ref(&rail));
+            assert_eq!(past_a_bridge(7421, boots, "10.0.1.2:7420"), [rail.clone(), bridge.clone()]);
+        }
     }
 }

@@ -3,10 +3,10 @@
 use super::evil::{Evil, dial};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, SECRET, eventually};
-use crate::Error;
 use crate::bootstrap::tests::{Shared, hello};
 use crate::bootstrap::{self, Established, Initiator, Outcome, Purpose, RefusalCode, Responder, Secure};
 use crate::session::{ControlMessage, Frame};
+use crate::{Endpoint, Error};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -120,6 +120,22 @@ fn data_connections_are_announced_all_at_once_and_dialled_when_they_are_expected
         streams.push(stream);
     }
     connecting.wait(LIMIT).unwrap();
+}
+
+/// Only the end that opened a session dials its connections. Another one could be ourselves, at an address that leads back.
+#[test]
+fn whoever_was_dialled_does_not_dial_the_sessions_connections() {
+    let dialler = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap());
+    let dialler = dialler.secret(SECRET).threads(1).channels(1).build().unwrap();
+    let (address, listener, desk) = evil_desk();
+    let _connecting = dialler.connecting(address).unwrap();
+    let (mut control, outcome) = answer(&listener, &desk);
+    let Some(Outcome::Control(mut established)) = outcome else { panic!("{outcome:?}") };
+    let (channel, generation, _) = hear_dialling(&mut control, &mut established.secure);
+    let (session, key) = (established.session, established.data_key.clone());
+    let dialled = dial(dialler.listen_addresses()[0], Initiator::data(session, key, channel, generation));
+    let refused = matches!(&dialled, Err(error) if error.refused_with() == Some(RefusalCode::Config));
+    assert!(refused, "{dialled:?}");
 }
 
 #[test]

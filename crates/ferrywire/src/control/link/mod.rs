@@ -18,9 +18,9 @@ use super::clock::silence_max;
 use super::dial::{Announced, bulk_options};
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
-use super::pairs::{Pair, pairs};
+use super::pairs::{Pair, leads_to_us, pairs};
 use super::{read_in, write_out};
-use crate::bootstrap::{Config as SessionConfig, DataKey, Established, Hello, ListenAddress};
+use crate::bootstrap::{Config as SessionConfig, DataKey, Established, Hello};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
@@ -181,8 +181,9 @@ impl Link {
         now: Duration,
     ) -> Link {
         let nics = engine.transport.nics().unwrap_or_default();
-        let listens: &[ListenAddress] = &established.peer_hello.addresses;
-        let pairs = pairs(&nics, &engine.config.nics, address, listens);
+        let (chosen, there) = (&engine.config.nics, &established.peer_hello);
+        let is_ours = |listed| leads_to_us(&nics, me, there, listed);
+        let pairs = pairs(&nics, chosen, address, &there.addresses, is_ours);
         let speeds: Vec<Option<u32>> = pairs.iter().map(|pair| pair.nic.as_ref()?.speed_mbps).collect();
         // With little in flight the first channels carry it all: of several peers on different NICs.
         let first = engine.count_dialled(address.port());

@@ -9,6 +9,7 @@ use std::sync::atomic::AtomicU32;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::*;
+use crate::Endpoint;
 use crate::limits::PATH_CHECK_INTERVAL;
 
 const NEAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 1);
@@ -238,4 +239,36 @@ fn ports_that_run_out_are_told_with_their_address() {
     assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
     let text = error.to_string();
     assert!(text.contains(&NEAR.to_string()) && text.contains("ip_local_port_range"), "{text}");
+}
+
+/// As of a bridge for containers: each host's is its own, and both name it to their peers.
+#[test]
+fn an_address_that_both_hosts_have_carries_no_channel() {
+    const BRIDGE: Ipv4Addr = Ipv4Addr::new(172, 17, 0, 1);
+    const LIMIT: Duration = Duration::from_secs(60);
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let Namespaces { near, far } = &namespaces;
+    for name in [near, far] {
+        let made = ip(&format!("-n {name} link add docker0 type veth peer name docker1"));
+        made.expect("another pair was made before");
+        ip(&format!("-n {name} addr add {BRIDGE}/16 dev docker0"));
+        ip(&format!("-n {name} link set docker0 up"));
+        ip(&format!("-n {name} link set docker1 up"));
+        until("its links are up", || {
+            let nics = within(name, || TcpTransport::default().nics()).unwrap();
+            nics.iter().filter(|nic| nic.up && !nic.loopback).count() == 2
+        });
+    }
+    let listen = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 7420);
+    let build = || Endpoint::builder().listen(listen).secret("correct horse").threads(1).channels(4).build();
+    let [here, there] = [near, far].map(|name| within(name, build).unwrap());
+    let address = SocketAddr::new(FAR.into(), listen.port());
+    let peer = within(near, || here.connect(address, LIMIT)).unwrap();
+    let _accepted = there.accept(LIMIT).unwrap();
+    let stats = peer.stats();
+    let nics: Vec<&str> = stats.channels.iter().map(|channel| channel.nic.as_str()).collect();
+    assert_eq!((nics, stats.lost_channels), (vec!["fw0"; 4], Vec::new()));
+    assert!(stats.channels.iter().all(|channel| channel.alive));
 }
