@@ -11,10 +11,12 @@ use crate::limits;
 use crate::peer::PeerState;
 use crate::schedule;
 use crate::sys::affinity;
+use crate::sys::poll::Interest;
 use crate::transport::{Bound, Conn, ConnOptions, Nic, terms};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -87,6 +89,8 @@ pub(super) struct Dial {
     pub conn: Box<dyn Conn>,
     initiator: Initiator,
     output: Vec<u8>,
+    /// Whether the poller waits until something can be written, as it does at first.
+    waits_to_write: bool,
     since: Duration,
     limit: Duration,
     to: String,
@@ -168,7 +172,8 @@ impl Dial {
 
     fn over(conn: Box<dyn Conn>, initiator: Initiator, limit: Duration, to: String) -> Dial {
         let what = DialFor::Resume { session: 0 };
-        Dial { conn, initiator, output: Vec::new(), since: Duration::ZERO, limit, to, what }
+        let (output, since) = (Vec::new(), Duration::ZERO);
+        Dial { conn, initiator, output, waits_to_write: true, since, limit, to, what }
     }
 
     /// Its deadline counts from now.
@@ -179,6 +184,14 @@ impl Dial {
 
     pub fn conn(&self) -> &dyn Conn {
         &*self.conn
+    }
+
+    /// What its connection has to be waited for from now on, if that has changed. A connection that comes about tells so by
+    /// being writable, and goes on to be that all the time.
+    pub fn changed_interest(&mut self) -> Option<(RawFd, Interest)> {
+        let write = !self.output.is_empty();
+        let changed = std::mem::replace(&mut self.waits_to_write, write) != write;
+        Some((self.conn.fd()?, Interest { read: true, write })).filter(|_| changed)
     }
 
     /// Whether it is to resume the control session of this number.

@@ -84,7 +84,7 @@ impl Control {
 
     pub(super) fn start(&mut self, mut dial: Dial, what: DialFor, now: Duration) {
         dial.begin(what, now);
-        self.watch(dial.conn(), Interest::READ);
+        self.watch(dial.conn(), Interest::BOTH);
         self.dials.push(dial);
     }
 
@@ -95,7 +95,11 @@ impl Control {
             if dial.pointless(&self.links) {
                 continue;
             }
-            match dial.advance(now) {
+            let result = dial.advance(now);
+            if let Some((fd, interest)) = dial.changed_interest() {
+                self.rewatch(fd, interest);
+            }
+            match result {
                 None => rest.push(dial),
                 Some(result) => {
                     worked = true;
@@ -166,5 +170,46 @@ impl Control {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use crate::sys::poll::WAKE_TOKEN;
+    use socket2::SockRef;
+    use std::net::{TcpListener, TcpStream};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Over a network that takes a while; here the kernel has no room at first. Whoever turned the control side had to look by
+    /// chance.
+    #[test]
+    fn a_connection_that_comes_about_late_is_told_once() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        SockRef::from(&listener).listen(0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let _first = TcpStream::connect(address).unwrap();
+        let near = Endpoint::builder().threads(0).build().unwrap();
+        let connecting = near.connecting(address).unwrap();
+        let engine = near.downgrade().upgrade().unwrap();
+        let poller = engine.with_control(|control| control.poller.clone()).unwrap();
+        let told = |limit| {
+            let mut ready = Vec::new();
+            poller.wait(&mut ready, Some(limit)).unwrap();
+            ready.retain(|event| event.token != WAKE_TOKEN);
+            ready
+        };
+        near.progress();
+        assert_eq!(told(Duration::ZERO), [], "there is room already");
+        listener.accept().unwrap();
+        let ready = told(LIMIT);
+        assert!(ready.iter().any(|event| event.writable), "it came about and nobody is told: {ready:?}");
+        near.progress();
+        let (_second, from) = listener.accept().unwrap();
+        assert!(from.ip().is_loopback());
+        assert_eq!(told(Duration::ZERO), [], "what it had to say is said");
+        assert!(connecting.poll().is_none());
     }
 }
