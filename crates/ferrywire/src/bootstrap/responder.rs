@@ -121,9 +121,11 @@ impl<A: Admission> Responder<A> {
     }
 
     /// Ends the handshake from this side, for instance because there are too many: the output is then
-    /// the refusal, as long as the connection has shown that it is ours.
+    /// the refusal, unless the connection has shown that it is not ours. Who has said nothing yet may be one that we were too
+    /// busy to hear, and has to know that it can try again.
     pub(crate) fn refuse(&mut self, refusal: Refusal) -> HandshakeError {
-        if !matches!(self.stage, Stage::Preamble | Stage::Over) {
+        let foreign = matches!(self.closed(), HandshakeError::NotFerrywire { .. });
+        if !foreign && !matches!(self.stage, Stage::Over) {
             self.output.extend(refusal.encode());
         }
         self.stage = Stage::Over;

@@ -244,3 +244,34 @@ impl Incoming {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use std::net::TcpStream;
+    use std::time::Instant;
+
+    /// Such as when very many connect at once: those that came first had said nothing yet when their places were needed.
+    #[test]
+    fn one_whose_place_is_taken_before_it_is_heard_tries_again() {
+        let builder = || Endpoint::builder().threads(0).channels(1);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
+        // It speaks when its end is turned.
+        let connecting = near.connecting(address).unwrap();
+        let crowd = limits::HANDSHAKES_PENDING_MAX + 10;
+        let _crowd: Vec<_> = (0..crowd).map(|_| TcpStream::connect(address).unwrap()).collect();
+        while far.progress() {}
+        let start = Instant::now();
+        let peer = loop {
+            near.progress();
+            far.progress();
+            if let Some(result) = connecting.poll() {
+                break result.expect("the other end was busy for a moment");
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "it never comes about");
+        };
+        assert_eq!(peer.error(), None);
+    }
+}

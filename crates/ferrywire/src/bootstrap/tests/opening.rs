@@ -248,20 +248,27 @@ fn errors_say_what_to_check() {
 
 #[test]
 fn a_responder_can_be_told_to_refuse() {
-    let mut responder = Responder::new(Shared::new(SECRET));
     let busy = Refusal::new(RefusalCode::Busy, "later");
-    assert_eq!(responder.refuse(busy.clone()), HandshakeError::Declined(busy.clone()));
-    assert!(responder.take_output().is_empty());
-    let mut responder = Responder::new(Shared::new(SECRET));
-    responder.feed(&Preamble::encode(Kind::Control)).unwrap();
-    responder.refuse(busy.clone());
-    let mut initiator = dial(SECRET);
-    let mut answer = responder.take_output();
-    let mut result = Ok(());
-    while result.is_ok() {
-        let rest = answer.split_off(initiator.want());
-        result = initiator.feed(&answer);
-        answer = rest;
+    let preamble = Preamble::encode(Kind::Control);
+    for heard in 0..=preamble.len() {
+        let mut responder = Responder::new(Shared::new(SECRET));
+        responder.feed(&preamble[..heard]).unwrap();
+        assert_eq!(responder.refuse(busy.clone()), HandshakeError::Declined(busy.clone()));
+        let mut initiator = dial(SECRET);
+        let mut answer = responder.take_output();
+        let mut result = Ok(());
+        while result.is_ok() {
+            assert!(!answer.is_empty(), "nothing is said to one that said {heard} bytes");
+            let rest = answer.split_off(initiator.want());
+            result = initiator.feed(&answer);
+            answer = rest;
+        }
+        assert_eq!(result, Err(HandshakeError::Refused(busy.clone())));
+        // Nothing more is said, and nothing to others.
+        responder.refuse(busy.clone());
+        let mut foreign = Responder::new(Shared::new(SECRET));
+        foreign.feed(b"GET / HTTP/1.1").unwrap();
+        foreign.refuse(busy.clone());
+        assert_eq!((responder.take_output(), foreign.take_output()), (Vec::new(), Vec::new()));
     }
-    assert_eq!(result, Err(HandshakeError::Refused(busy)));
 }
