@@ -161,6 +161,10 @@ impl Link {
             self.check_path(now);
             let suspect = silent > limits::CONTROL_SUSPECT_AFTER || self.path_dead;
             self.resuming = self.conn.is_none() || suspect;
+            if !self.resuming {
+                // It is heard again: what somebody said of it before is no reason to give it up the next time.
+                self.disowned = None;
+            }
         }
     }
 
@@ -177,5 +181,41 @@ impl Link {
         let trouble = self.last_trouble.take().map(|error| format!(" ({error})")).unwrap_or_default();
         let why = format!("{why}{trouble}; {}", self.peer.describe());
         self.error.get_or_insert(Error::PeerLost { peer: self.peer.name().into(), why });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use std::thread;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// At that silence no path would be tried: the session was given up at once.
+    #[test]
+    fn a_refused_resumption_says_nothing_once_the_peer_is_heard_again() {
+        let builder = || Endpoint::builder().threads(0).channels(1);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let (near, address) = (builder().build().unwrap(), far.listen_addresses()[0]);
+        let (peer, _accepted) = thread::scope(|scope| {
+            let accepted = scope.spawn(|| far.accept(LIMIT).unwrap());
+            (near.connect(address, LIMIT).unwrap(), accepted.join().unwrap())
+        });
+        let engine = peer.state.engine();
+        let disowned = engine.with_control(|control| {
+            let link = control.links.get_mut(&peer.state.session).unwrap();
+            let heard = engine.transport.now();
+            let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
+            link.look_after_session(silence);
+            let error = Error::Refused { address: address.to_string(), why: "never heard of it".into() };
+            link.resume_failed(DialFailure { error, refused: Some(RefusalCode::UnknownSession) }, silence);
+            let before = link.disowned();
+            link.session.not_heard_until(silence);
+            link.look_after_session(silence);
+            link.look_after_session(silence + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL);
+            (before, link.needs_resume(), link.disowned())
+        });
+        assert_eq!(disowned, Some((true, true, false)));
     }
 }
