@@ -8,7 +8,7 @@ pub use builder::Builder;
 
 use crate::bootstrap::{ListenAddress, random_bytes};
 use crate::config::Config;
-use crate::control::{self, Control, Lobby};
+use crate::control::{self, Control, Lobby, Whom};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
@@ -142,12 +142,12 @@ impl Endpoint {
 
     /// Connects to an endpoint that listens on `address`.
     pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
-        self.connect_in(address, deadline, deadline)
+        self.connect_in(Whom { address, identity: None }, deadline, deadline)
     }
 
     /// Connects if the address has answered within the first time, and the peer is up within the second.
-    fn connect_in(&self, address: SocketAddr, to_answer: Duration, deadline: Duration) -> Result<Peer> {
-        let connecting = self.connecting(address)?;
+    fn connect_in(&self, whom: Whom, to_answer: Duration, deadline: Duration) -> Result<Peer> {
+        let connecting = self.connecting_to(whom)?;
         let mut result = connecting.wait(to_answer);
         let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Deadline { .. }));
         if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
@@ -161,37 +161,33 @@ impl Endpoint {
 
     /// Starts to connect, without waiting.
     pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
+        self.connecting_to(Whom { address, identity: None })
+    }
+
+    fn connecting_to(&self, whom: Whom) -> Result<Connecting> {
         self.check_origin()?;
         let lobby = Arc::new(Lobby::default());
         let engine = &self.inner.engine;
         if engine.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
-        engine.with_control(|control| control.connect(engine, address, lobby.clone()));
-        Ok(Connecting { engine: engine.clone(), lobby, address })
+        engine.with_control(|control| control.connect(engine, whom, lobby.clone()));
+        Ok(Connecting { engine: engine.clone(), lobby, address: whom.address })
     }
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
     /// of the time that is left.
     pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
-        let is_right = |peer: &Peer, address: SocketAddr| match peer.identity() {
-            found if found == identity => Ok(()),
-            found => {
-                let why = format!("it is {found} now: it restarted since the metadata were made");
-                Err(Error::Refused { address: address.to_string(), why })
+        let tell = |mut errors: Vec<Error>| match errors.pop() {
+            Some(Error::Deadline { .. }) => {
+                let what = format!("connecting to {identity} at {addresses:?}");
+                Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
             }
+            Some(error) => error,
+            None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
         };
-        self.connect_first(&addresses, deadline, limits::ANSWER_SHARE_MIN, is_right).map_err(|mut errors| {
-            match errors.pop() {
-                Some(Error::Deadline { .. }) => {
-                    let what = format!("connecting to {identity} at {addresses:?}");
-                    Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
-                }
-                Some(error) => error,
-                None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
-            }
-        })
+        self.connect_first(&addresses, Some(identity), deadline, limits::ANSWER_SHARE_MIN).map_err(tell)
     }
 
     /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
@@ -200,7 +196,7 @@ impl Endpoint {
     /// # Errors
     /// Of those of the addresses the one that tells most.
     pub fn connect_any(&self, addresses: &[SocketAddr], deadline: Duration) -> Result<Peer> {
-        self.connect_first(addresses, deadline, limits::NAME_SHARE_MIN, |_, _| Ok(())).map_err(|errors| {
+        self.connect_first(addresses, None, deadline, limits::NAME_SHARE_MIN).map_err(|errors| {
             // Where one listens, or may, is more than where nobody does, or where no NIC leads.
             let tells = |error: &Error| match error {
                 Error::Invalid { what, .. } if what == "NIC" => 0,
@@ -220,13 +216,13 @@ impl Endpoint {
         })
     }
 
-    /// The first that is right, or why each was not.
+    /// The first that works, or why each did not; of one endpoint alone where it is named.
     fn connect_first(
         &self,
         addresses: &[SocketAddr],
+        identity: Option<Identity>,
         deadline: Duration,
         share_min: Duration,
-        is_right: impl Fn(&Peer, SocketAddr) -> Result<()>,
     ) -> std::result::Result<Peer, Vec<Error>> {
         let (until, mut errors) = (self.now().saturating_add(deadline), Vec::new());
         for (tried, address) in addresses.iter().enumerate() {
@@ -235,8 +231,8 @@ impl Endpoint {
                 break;
             }
             let share = left / (addresses.len() - tried) as u32;
-            let connected = self.connect_in(*address, share.max(share_min).min(left), left);
-            match connected.and_then(|peer| is_right(&peer, *address).map(|()| peer)) {
+            let whom = Whom { address: *address, identity };
+            match self.connect_in(whom, share.max(share_min).min(left), left) {
                 Ok(peer) => return Ok(peer),
                 Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {
                     return Err(vec![error]);

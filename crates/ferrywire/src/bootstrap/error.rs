@@ -9,6 +9,7 @@ use std::fmt;
 
 use super::PROTOCOL_VERSION;
 use crate::Error;
+use crate::memory::Identity;
 
 /// Longest text of a refusal.
 pub(crate) const REFUSAL_TEXT_BYTES_MAX: usize = 256;
@@ -68,6 +69,9 @@ pub(crate) enum HandshakeError {
     /// The answer to a proposal goes beyond it.
     #[error("its welcome is not what was asked for: {0}")]
     Overreach(String),
+    /// It is not the end that was asked for.
+    #[error("it is {0} now: it restarted since the metadata were made")]
+    Another(Identity),
     /// The other end refused us.
     #[error("{}: it says \"{}\"", .0.code, .0.text)]
     Refused(Refusal),
@@ -261,7 +265,8 @@ impl HandshakeError {
                 Some(Refusal::new(RefusalCode::Busy, "this end cannot answer now"))
             }
             HandshakeError::NotFerrywire { .. } | HandshakeError::Refused(_) => None,
-            HandshakeError::Closed(_) | HandshakeError::Late(_) | HandshakeError::Misuse => None,
+            HandshakeError::Closed(_) | HandshakeError::Late(_) => None,
+            HandshakeError::Another(_) | HandshakeError::Misuse => None,
         }
     }
 

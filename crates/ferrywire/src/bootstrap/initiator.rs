@@ -16,6 +16,7 @@ use super::{
     Outcome, PROOF_BYTES, Preamble, Secure, TAG_BYTES, handshake_hash, noise, noise_read, noise_write,
     random_bytes,
 };
+use crate::memory::Identity;
 
 /// What a control connection is opened for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,6 +47,8 @@ pub(crate) struct Initiator {
     output: Vec<u8>,
     stage: Stage,
     outcome: Option<Outcome>,
+    /// Nobody else is asked for a session.
+    wanted: Option<Identity>,
 }
 
 #[derive(Debug)]
@@ -94,7 +97,12 @@ impl Initiator {
 
     fn new(kind: Kind, stage: Stage) -> Initiator {
         let output = Preamble::encode(kind).to_vec();
-        Initiator { intake: Intake::of_initiator(), output, stage, outcome: None }
+        Initiator { intake: Intake::of_initiator(), output, stage, outcome: None, wanted: None }
+    }
+
+    /// Asks for a session only if the other end is this one: any other is to have no session that ends at once.
+    pub(crate) fn of_one_end(self, wanted: Option<Identity>) -> Initiator {
+        Initiator { wanted, ..self }
     }
 
     /// Bytes to read next, exactly; never more than the handshake. 0 when it is over.
@@ -184,6 +192,10 @@ impl Initiator {
         let mut reader = Reader::new(&payload, "the answer");
         let peer_hello = Hello::decode(&mut reader)?;
         reader.end()?;
+        let found = Identity(peer_hello.identity);
+        if self.wanted.is_some_and(|wanted| wanted != found) {
+            return Err(HandshakeError::Another(found));
+        }
         let handshake = handshake_hash(&noise)?;
         let (request, asked) = ask(purpose, &handshake)?;
         let mut secure = Secure::new(*noise).map_err(|_| HandshakeError::Noise)?;

@@ -8,6 +8,7 @@ use crate::bootstrap::{
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
+use crate::memory::Identity;
 use crate::peer::PeerState;
 use crate::schedule;
 use crate::sys::affinity;
@@ -20,11 +21,18 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Whom to connect to: whoever answers at an address, or one endpoint alone.
+#[derive(Clone, Copy)]
+pub(crate) struct Whom {
+    pub address: SocketAddr,
+    pub identity: Option<Identity>,
+}
+
 /// What a dialled connection is for.
 pub(super) enum DialFor {
     /// A new session; an end that is busy is asked again until then.
     New {
-        address: SocketAddr,
+        whom: Whom,
         lobby: Arc<Lobby>,
         until: Duration,
         /// Why payload is to go over the connections alone, if it is.
@@ -99,8 +107,8 @@ pub(super) struct Dial {
 
 impl Dial {
     /// The first control connection to a peer; `without`: why nothing is to carry payload beside the connections.
-    pub fn control(engine: &Engine, me: &Hello, address: SocketAddr, without: Option<&str>) -> Result<Dial> {
-        let config = &engine.config;
+    pub fn control(engine: &Engine, me: &Hello, whom: Whom, without: Option<&str>) -> Result<Dial> {
+        let (config, address) = (&engine.config, whom.address);
         if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
             let why =
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
@@ -126,7 +134,8 @@ impl Dial {
             extra: offered,
         };
         let purpose = Purpose::New { config: session };
-        Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)
+        let dial = Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)?;
+        Ok(Dial { initiator: dial.initiator.of_one_end(whom.identity), ..dial })
     }
 
     /// A control connection that resumes a session.

@@ -29,8 +29,8 @@ use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
 use admission::Book;
 use clock::Clock;
-pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
+pub(crate) use dial::{Whom, check_names};
 use link::Link;
 pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
@@ -272,8 +272,8 @@ impl Control {
                 let Some(mut link) = self.links.remove(&session) else { continue };
                 let all_close = self.all_close;
                 self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
-                if let Some((address, lobby, why)) = link.take_retry() {
-                    self.connect_without(engine, address, lobby, why, now);
+                if let Some((whom, lobby, why)) = link.take_retry() {
+                    self.connect_without(engine, whom, lobby, why, now);
                 }
             }
         }

@@ -202,6 +202,10 @@ fn one_deadline_is_for_all_addresses_of_an_endpoint() {
     last[1] ^= 1;
     let error = connecting.connect_metadata(&last, LIMIT).unwrap_err();
     assert!(matches!(&error, Error::Refused { why, .. } if why.contains("restarted")), "{error}");
+    // Nobody was meant there.
+    assert_eq!((accepting.peer_count(), connecting.peer_count()), (0, 0));
+    let peer = accepting.try_accept();
+    assert!(peer.is_none(), "{peer:?}");
 }
 
 /// Those that do not answer leave time for those that do.

@@ -1,12 +1,12 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
 use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
+use crate::control::dial::Whom;
 use crate::control::lobby::Lobby;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
 use crate::session::ControlMessage;
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -168,9 +168,9 @@ impl Link {
     }
 
     /// Whom to connect to once more, for whom, and why without lanes; once.
-    pub fn take_retry(&mut self) -> Option<(SocketAddr, Arc<Lobby>, String)> {
-        let Role::Connector { address, .. } = &self.role else { return None };
-        Some((*address, self.lobby.take()?, self.without.take()?))
+    pub fn take_retry(&mut self) -> Option<(Whom, Arc<Lobby>, String)> {
+        let Role::Connector { whom, .. } = &self.role else { return None };
+        Some((*whom, self.lobby.take()?, self.without.take()?))
     }
 
     /// It has had its time, the farewell's too.

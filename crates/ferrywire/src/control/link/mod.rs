@@ -15,7 +15,7 @@ mod session;
 mod setup;
 
 use super::clock::silence_max;
-use super::dial::{Announced, bulk_options};
+use super::dial::{Announced, Whom, bulk_options};
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, leads_to_us, pairs};
@@ -50,7 +50,7 @@ const READS_PER_TURN: usize = 8;
 enum Role {
     /// With the paths to the peer, and which of them each channel takes.
     Connector {
-        address: SocketAddr,
+        whom: Whom,
         pairs: Vec<Pair>,
         dealt: Vec<usize>,
     },
@@ -174,12 +174,13 @@ impl Link {
     pub fn connected(
         engine: &Engine,
         conn: Box<dyn Conn>,
-        address: SocketAddr,
+        whom: Whom,
         established: Established,
         lobby: Arc<Lobby>,
         me: &Hello,
         now: Duration,
     ) -> Link {
+        let address = whom.address;
         let nics = engine.transport.nics().unwrap_or_default();
         let (chosen, there) = (&engine.config.nics, &established.peer_hello);
         let is_ours = |listed| leads_to_us(&nics, me, there, listed);
@@ -188,7 +189,7 @@ impl Link {
         // With little in flight the first channels carry it all: of several peers on different NICs.
         let first = engine.count_dialled(address.port());
         let dealt = spread(&speeds, first, usize::from(established.config.channels));
-        let role = Role::Connector { address, pairs, dealt };
+        let role = Role::Connector { whom, pairs, dealt };
         Link::new(engine, conn, address, established, role, lobby, me, now)
     }
 

@@ -20,13 +20,13 @@ impl Link {
     /// Connections that have to be made now.
     pub fn take_dials(&mut self, engine: &Engine, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
-        let Role::Connector { address, pairs, dealt } = &self.role else {
+        let Role::Connector { whom, pairs, dealt } = &self.role else {
             return out;
         };
         if self.dying() {
             return out;
         }
-        let (id, address, pairs, dealt) = (self.session.id(), *address, pairs.clone(), dealt.clone());
+        let (id, address, pairs, dealt) = (self.session.id(), whom.address, pairs.clone(), dealt.clone());
         if self.resuming && self.disowned.is_none() && now >= self.resume_at {
             self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
             let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
