@@ -39,6 +39,8 @@ pub(crate) struct Engine {
     pub transport: SharedTransport,
     pub workers: Vec<Arc<Worker>>,
     pub events: SegQueue<Event>,
+    /// The control thread has ended, and with it all that events are about.
+    unheard: AtomicBool,
     pub closing: AtomicBool,
     /// What carries payload beside connections, where anything does.
     pub carrier: Option<Carrier>,
@@ -78,6 +80,7 @@ impl Engine {
             transport,
             workers,
             events: SegQueue::new(),
+            unheard: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             threaded,
             carrier,
@@ -142,6 +145,21 @@ impl Engine {
     pub fn lost(&self, peer: Arc<PeerState>, index: u16, generation: u32, why: String, remains: Remains) {
         self.events.push(Event::Lost { peer, index, generation, why, remains: Box::new(remains) });
         self.wake_control();
+        if self.unheard.load(Ordering::SeqCst) {
+            self.drop_events();
+        }
+    }
+
+    /// The control thread ends: events keep their peers, and those this engine.
+    pub fn hear_no_more(&self) {
+        self.unheard.store(true, Ordering::SeqCst);
+        self.drop_events();
+    }
+
+    fn drop_events(&self) {
+        while let Some(Event::Lost { peer, remains, .. }) = self.events.pop() {
+            peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect());
+        }
     }
 
     pub fn wake_control(&self) {

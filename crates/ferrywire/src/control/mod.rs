@@ -396,7 +396,8 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
                 continue;
             }
             if engine.closing.load(std::sync::atomic::Ordering::SeqCst) && control.idle() {
-                return;
+                drop(control);
+                return engine.hear_no_more();
             }
             (control.poller.clone(), control.sleep_limit())
         };

@@ -61,7 +61,7 @@ impl Crank {
         if worked { Turn::Worked } else { Turn::Idle }
     }
 
-    fn obey(&mut self, worker: &Worker, engine: &Engine) -> bool {
+    pub(super) fn obey(&mut self, worker: &Worker, engine: &Engine) -> bool {
         let mut worked = false;
         while let Some(command) = worker.commands.pop() {
             worked = true;

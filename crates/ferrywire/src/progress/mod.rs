@@ -441,7 +441,19 @@ impl Worker {
             self.dozes.store(false, Ordering::SeqCst);
             self.state.store(RUNNING, Ordering::SeqCst);
         }
+        self.obey_the_last(engine);
         self.state.store(NO_THREAD, Ordering::SeqCst);
+    }
+
+    /// What it was told before it was to stop counts: a channel that nobody ends keeps its peer, and that all else. A caller
+    /// that has the crank, or had it when others gave this worker up, gives it back late, but it does.
+    fn obey_the_last(&self, engine: &Engine) {
+        while !self.commands.is_empty() {
+            match self.try_crank() {
+                Some(mut crank) => _ = crank.obey(self, engine),
+                None => thread::park_timeout(TICK),
+            }
+        }
     }
 
     /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
@@ -548,5 +560,49 @@ impl Worker {
             }
         }
         self.state.store(RUNNING, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Endpoint, Error};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Its peer was told that it is over; until the channel went nothing of the endpoint did, its threads included.
+    #[test]
+    fn an_endpoint_that_closes_while_a_worker_is_held_up_is_gone_once_that_goes_on() {
+        for given_up in [false, true] {
+            let builder = || Endpoint::builder().threads(1).channels(1);
+            let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+            let near = builder().build().unwrap();
+            let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+            let source = near.register_zeroed(1 << 20).unwrap();
+            // Nobody receives it.
+            let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
+            let left = near.downgrade();
+            let engine = left.upgrade().unwrap();
+            let worker = engine.workers[0].clone();
+            let since = Instant::now();
+            let crank = loop {
+                if let Some(crank) = worker.try_crank() {
+                    break crank;
+                }
+                assert!(since.elapsed() < LIMIT, "it is held all the time");
+                thread::yield_now();
+            };
+            if given_up {
+                worker.mark_stuck();
+            }
+            let closed = near.close(Duration::from_millis(1));
+            assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+            drop(crank);
+            drop((worker, engine, sent, source, peer, near));
+            while left.strong_count() > 0 {
+                assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: it is never gone");
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 }
