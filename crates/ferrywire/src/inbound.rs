@@ -245,6 +245,11 @@ impl Inbound {
         }
     }
 
+    /// It waits no more.
+    pub fn forget_waiter(&self, handle: &WakeHandle) {
+        self.arrivals.remove(handle);
+    }
+
     /// A whole eager message, or the announcement of a large one, arrived.
     pub fn message(&self, header: &Header, bytes: Vec<u8>) -> Result<Vec<Reply>, Refusal> {
         let cost = match header.kind {
@@ -540,6 +545,8 @@ mod tests {
     use super::*;
     use crate::operation::Verb;
     use crate::transfer::{Piece, Pieces};
+    use std::thread;
+    use std::time::Duration;
 
     /// It ended twice: its memory was free while the next operation used it.
     #[test]
@@ -556,6 +563,27 @@ mod tests {
         assert!(filling.op.let_go());
         assert!(!memory.used());
         assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    }
+
+    /// A thread for each request that waits a moment: the list grew with every one of them.
+    #[test]
+    fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let builder = || crate::Endpoint::builder().threads(1).channels(1);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near = builder().build().unwrap();
+        let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+        let target = near.register_zeroed(1 << 20).unwrap();
+        // While so much is under way who waits sleeps.
+        let _receive = peer.recv(1, &target, 0, 1 << 20).unwrap();
+        thread::scope(|scope| {
+            for _ in 0..20 {
+                let waiting = scope.spawn(|| peer.wait_notification(Duration::from_millis(5)).is_err());
+                assert!(waiting.join().unwrap());
+            }
+        });
+        let left = peer.state.inbound.arrivals.len();
+        assert!(left <= 1, "{left} of 20 threads that are gone, and of one worker, wait still");
     }
 
     fn notify(inbound: &Inbound, number: u64) -> Result<(), Refusal> {

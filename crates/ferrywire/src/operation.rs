@@ -352,6 +352,7 @@ impl Transfer {
                 &self.peer,
                 stall.min(left),
                 |handle| self.op.wake_at_end(handle),
+                |handle| self.op.waiters.remove(handle),
                 || self.outcome().is_some(),
             );
             let now = self.op.stirred();
@@ -423,6 +424,7 @@ impl Transfer {
                 &first.peer,
                 stall.min(left),
                 |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
+                |handle| transfers.clone().for_each(|transfer| transfer.op.waiters.remove(handle)),
                 || ended().or_else(lost).is_some(),
             );
             let now = stirred();

@@ -99,6 +99,13 @@ impl Lobby {
 
     /// Waits for the next result; `None` when the time is up.
     pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
+        let result = self.wait_listed(engine, limit);
+        // Whoever waited in vain was not woken, and nobody may ever come.
+        self.waiters.remove(&WakeHandle::Thread(thread::current()));
+        result
+    }
+
+    fn wait_listed(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
         let until = engine.transport.now().saturating_add(limit);
         let over = || self.take().or_else(|| self.closed());
         loop {
@@ -202,6 +209,20 @@ mod tests {
         assert_eq!(acceptor.accept(LIMIT).unwrap().wait_notification(LIMIT).unwrap(), b"read me");
         assert_eq!(acceptor.accept(LIMIT).unwrap().error(), None);
         assert!(acceptor.try_accept().is_none());
+    }
+
+    #[test]
+    fn who_has_waited_in_vain_for_a_peer_is_forgotten() {
+        let (acceptor, _dialler) = ends();
+        let lobby = Lobby::default();
+        let engine = acceptor.downgrade().upgrade().unwrap();
+        thread::scope(|scope| {
+            for _ in 0..20 {
+                let waiting = scope.spawn(|| lobby.wait(&engine, Duration::from_millis(1)).is_none());
+                assert!(waiting.join().unwrap());
+            }
+        });
+        assert_eq!(lobby.waiters.len(), 0);
     }
 
     #[test]

@@ -373,6 +373,7 @@ impl Peer {
                 &self.state,
                 rest,
                 |handle| inbound.wake_at_notification(handle),
+                |handle| inbound.forget_waiter(handle),
                 || inbound.has_notification(),
             );
         }

@@ -198,7 +198,30 @@ impl Wait<'_> {
 }
 
 /// Waits until `done`, driving the peer's home worker where possible. False when the time is up.
+///
+/// `register` puts the caller on the lists of what it waits for, and `forget` takes it off again: nobody may ever wake them,
+/// while more and more threads wait in vain.
 pub(crate) fn wait(
+    peer: &Arc<PeerState>,
+    limit: Duration,
+    mut register: impl FnMut(WakeHandle),
+    forget: impl FnOnce(&WakeHandle),
+    done: impl FnMut() -> bool,
+) -> bool {
+    let mut listed = false;
+    let register = |handle| {
+        // Of workers there are few, and another caller may drive the same one by now.
+        listed |= matches!(handle, WakeHandle::Thread(_));
+        register(handle);
+    };
+    let is_done = wait_listed(peer, limit, register, done);
+    if listed {
+        forget(&WakeHandle::Thread(thread::current()));
+    }
+    is_done
+}
+
+fn wait_listed(
     peer: &Arc<PeerState>,
     limit: Duration,
     mut register: impl FnMut(WakeHandle),

@@ -137,6 +137,14 @@ impl WaitList {
         self.any.store(true, Ordering::SeqCst);
     }
 
+    /// Takes somebody out that waits no more and was not woken.
+    pub fn remove(&self, handle: &WakeHandle) {
+        if self.any.load(Ordering::SeqCst) {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            list.retain(|other| !other.is(handle));
+        }
+    }
+
     #[cfg(test)]
     pub fn len(&self) -> usize {
         self.list.lock().unwrap_or_else(PoisonError::into_inner).len()
