@@ -15,21 +15,21 @@ struct Interface {
     mounts: &'static [&'static str],
     limit: &'static str,
     used: &'static str,
-    /// What of that is files' contents that nobody has read for long, in `memory.stat`.
-    reclaimable: &'static str,
+    /// What of that the kernel takes back before it ends a process, in `memory.stat`: contents of files, above all.
+    reclaimable: &'static [&'static str],
 }
 
 const V1: Interface = Interface {
     mounts: &["memory"],
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
-    reclaimable: "total_inactive_file",
+    reclaimable: &["total_inactive_file", "total_active_file"],
 };
 const V2: Interface = Interface {
     mounts: &["", "unified"],
     limit: "memory.max",
     used: "memory.current",
-    reclaimable: "inactive_file",
+    reclaimable: &["inactive_file", "active_file", "slab_reclaimable"],
 };
 
 /// `groups` as `/proc/self/cgroup` has them: number, controllers, and path, one line for each hierarchy.
@@ -92,7 +92,15 @@ mod tests {
         assert_eq!(available("0::/a/b\n"), None, "nothing is mounted");
         group(root.path(), "a/b", &v2("max\n", "700\n", ""));
         assert_eq!(available("0::/a/b\n"), None);
-        group(root.path(), "a", &v2("1000\n", "900\n", "anon 500\ninactive_file 400\nactive_file 7\n"));
+        group(
+            root.path(),
+            "a",
+            &v2(
+                "1000\n",
+                "900\n",
+                "anon 500\ninactive_file 300\nactive_file 60\nslab_reclaimable 40\nslab 90\n",
+            ),
+        );
         assert_eq!(available("0::/a/b\n"), Some(500));
         group(root.path(), "a/b", &v2("800\n", "900\n", ""));
         assert_eq!(available("0::/a/b\n"), Some(0));
@@ -117,7 +125,7 @@ mod tests {
         group(
             root.path(),
             "memory/docker/x",
-            &v1("4096\n", "1000\n", "inactive_file 1\ntotal_inactive_file 500\n"),
+            &v1("4096\n", "1000\n", "inactive_file 1\ntotal_inactive_file 450\ntotal_active_file 50\n"),
         );
         let groups = "5:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n0::/\n";
         assert_eq!(available_in(root.path(), groups), Some(3596));

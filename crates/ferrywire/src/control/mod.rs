@@ -145,6 +145,8 @@ impl Control {
         let _moving = idle::moving();
         let now = self.now(engine);
         let mut worked = self.take_events(engine, now);
+        // Before others come, which may take the places of those that have not said anything yet.
+        worked |= self.advance_incoming(engine, now);
         worked |= self.accept(engine, now);
         worked |= self.advance_incoming(engine, now);
         self.redial(engine, now);

@@ -3,8 +3,8 @@
 //! Same subnet first; an address that is in no NIC's subnet is reached by the route's own NIC. A NIC
 //! without a counterpart in its subnet is left out, unless the user named it.
 //!
-//! Invariant: no path leads back to this host. Every host may have the same address on a bridge of its own, as those of
-//! containers and virtual machines do, and each names it to its peers.
+//! Every host may have the same address on a bridge of its own, as those of containers and virtual machines do, and each names it
+//! to its peers: no path leads back to this host, as far as that is known. One that leads nowhere is told only by trying.
 
 use crate::bootstrap::{Hello, ListenAddress};
 use crate::transport::Nic;
@@ -61,9 +61,14 @@ pub(super) fn pairs(
         }
     }
     if out.is_empty() {
-        out.push(Pair { nic: None, remote: dialled, remote_nic: String::new() });
+        out.push(by_route(dialled));
     }
     out
+}
+
+/// The path on which the peer was reached.
+pub(super) fn by_route(dialled: SocketAddr) -> Pair {
+    Pair { nic: None, remote: dialled, remote_nic: String::new() }
 }
 
 /// Whether an address that `peer` names leads to us instead. On another host one that a NIC of ours has does; on this one, or

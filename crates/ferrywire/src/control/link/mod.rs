@@ -224,7 +224,8 @@ impl Link {
             true => remote.to_string(),
             false => format!("{remote} ({})", peer_hello.label),
         };
-        let same_host = peer_hello.shares_host(me) == Some(true);
+        // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
+        let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (carrier, refused) = carrier_of(engine, &config, same_host);
         let (transport, transport_why) = transport_of(engine, carrier.as_ref(), &config);
         let lanes_optional =

@@ -204,8 +204,9 @@ mod tests {
         });
         let engine = peer.state.engine();
         let disowned = engine.with_control(|control| {
+            let heard = control.now(engine);
             let link = control.links.get_mut(&peer.state.session).unwrap();
-            let heard = engine.transport.now();
+            link.session.not_heard_until(heard);
             let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
             link.look_after_session(silence);
             let error = Error::Refused { address: address.to_string(), why: "never heard of it".into() };

@@ -4,7 +4,7 @@ use super::{Link, Role, Slot, Stage};
 use crate::bootstrap::{Hello, Purpose};
 use crate::channel::Channel;
 use crate::control::dial::{Announced, Dial, DialFor, bulk_options};
-use crate::control::pairs::Pair;
+use crate::control::pairs::{Pair, by_route};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
@@ -222,6 +222,17 @@ impl Link {
         self.settle(now);
     }
 
+    /// Deals all channels to the path on which the peer was reached; false where they have been.
+    fn go_where_it_was_dialled(&mut self) -> bool {
+        let Role::Connector { whom, pairs, dealt } = &mut self.role else { return false };
+        if pairs.iter().any(|pair| pair.remote == whom.address) {
+            return false;
+        }
+        pairs.push(by_route(whom.address));
+        dealt.fill(pairs.len() - 1);
+        true
+    }
+
     /// Tells whoever waits that the peer is up, or that it cannot be reached.
     pub(super) fn settle(&mut self, now: Duration) {
         if self.stage != Stage::Settling || self.error.is_some() {
@@ -247,6 +258,11 @@ impl Link {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
                 self.seat = None;
             }
+        } else if waited > some && self.go_where_it_was_dialled() {
+            tracing::debug!(
+                peer = self.peer.name(),
+                "no NIC's own path leads to it: all channels go where it was dialled"
+            );
         } else if waited > none {
             let why = "no data connection came about: is the peer's advertised address reachable?";
             self.fail(why.into());

@@ -65,6 +65,8 @@ impl Bench<'_, '_> {
     pub fn clean(&mut self) -> Result<Cleaned, NicError> {
         let mut cleaned = Cleaned::default();
         let found = self.journal.claims()?;
+        // Before anything is undone: without them it could be only by half.
+        self.journal.settings(found.iter().any(|claim| claim.dead.is_none()))?;
         cleaned.nobody = found.is_empty();
         let live = found.iter().filter(|claim| claim.dead.is_none());
         let live: Vec<&Claimed> = live.filter_map(|claim| claim.claimed.as_ref()).collect();
@@ -96,7 +98,7 @@ impl Bench<'_, '_> {
         // Also where none is dead: one may have been killed after its files were removed, before its queues were given
         // back to the spread.
         let live = cleaned.live.clone();
-        cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live }));
+        cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
         cleaned.told.append(&mut self.journal.told);
         Ok(cleaned)
     }

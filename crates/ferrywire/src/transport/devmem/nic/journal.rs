@@ -38,6 +38,8 @@ const BROKEN_SUFFIX: &str = ".broken";
 /// A record is not longer.
 const RECORD_BYTES_MAX: u64 = 16 << 20;
 
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
 /// Tells claims of one process apart.
 static CLAIMS: AtomicU64 = AtomicU64::new(0);
 
@@ -65,11 +67,9 @@ pub(super) fn namespace() -> io::Result<u64> {
     Ok(fs::metadata("/proc/thread-self/ns/net")?.ino())
 }
 
-/// Changes with each start of the host.
-fn boot() -> String {
-    let id = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let id = id.trim();
-    if id.is_empty() { "unknown".to_owned() } else { id.to_owned() }
+/// Changes with each start of the host. Who does not know it would take everybody's records for those of an earlier one.
+fn boot() -> io::Result<String> {
+    Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
 }
 
 /// NICs of this network namespace that have journals, by name.
@@ -151,7 +151,8 @@ impl Journal {
         let namespace = namespace().map_err(|error| failed(Path::new("/proc/thread-self/ns/net"), &error))?;
         let folder = directory.join(format!("{namespace}-{nic}"));
         make(&folder).map_err(|error| failed(&folder, &error))?;
-        Ok(Journal { folder, header: Header { boot: boot(), namespace, nic: nic.to_owned(), index } })
+        let boot = boot().map_err(|error| failed(Path::new(BOOT_ID), &error))?;
+        Ok(Journal { folder, header: Header { boot, namespace, nic: nic.to_owned(), index } })
     }
 
     fn failed(&self, what: &str, error: &io::Error) -> NicError {
@@ -215,13 +216,18 @@ impl Journal {
         };
         match parse(&text) {
             Some((header, record)) if header == self.header => Ok(Some(record)),
+            // A run can outlive its NIC, not its host.
+            Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
+                path,
+                &io::Error::other("it is of an earlier start of the host, and a run that needs it lives"),
+            )),
             Some(_) => {
                 told.push(format!("{} is about a NIC that is gone: removed", path.display()));
                 let _ = fs::remove_file(path);
                 Ok(None)
             }
             None if of_live_run => {
-                Err(self.unread(path, &io::Error::other("it makes no sense, and its run lives")))
+                Err(self.unread(path, &io::Error::other("it makes no sense, and a run that needs it lives")))
             }
             None => {
                 let aside = with_suffix(path, BROKEN_SUFFIX);
@@ -243,9 +249,9 @@ impl Locked<'_> {
     ///
     /// # Errors
     /// They cannot be read: as they were before is known to nobody else.
-    pub fn settings(&mut self) -> Result<Settings, NicError> {
+    pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
         let path = self.journal.folder.join(SETTINGS);
-        Ok(self.journal.read(&path, record::settings, false, &mut self.told)?.unwrap_or_default())
+        Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.told)?.unwrap_or_default())
     }
 
     /// Notes them, before they are changed; forgets them when there are none.

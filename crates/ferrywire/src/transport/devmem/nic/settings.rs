@@ -68,7 +68,7 @@ impl Bench<'_, '_> {
         };
         // A driver that splits although it was not asked for it was left to itself.
         let split = set.split.map(|_| if is.split == Some(Split::Off) { Split::Off } else { Split::Auto });
-        let mut settings = self.journal.settings()?;
+        let mut settings = self.journal.settings(true)?;
         let before = &mut settings.rings;
         before.split = before.split.or(split);
         before.threshold_bytes = before.threshold_bytes.or(set.threshold_bytes.and(is.threshold_bytes));
@@ -82,7 +82,7 @@ impl Bench<'_, '_> {
     }
 
     fn switch_ntuple_on(&mut self) -> Result<(), NicError> {
-        let mut settings = self.journal.settings()?;
+        let mut settings = self.journal.settings(true)?;
         settings.ntuple_was_off = true;
         self.journal.write_settings(&settings)?;
         let set = self.kernel.set_ntuple(true);
@@ -96,7 +96,7 @@ impl Bench<'_, '_> {
     /// Spreads other flows over the other queues.
     pub fn keep_off(&mut self, queues: &[u32]) -> Result<(), NicError> {
         let is = self.spread()?;
-        let mut settings = self.journal.settings()?;
+        let mut settings = self.journal.settings(true)?;
         let known = settings.spread.take().filter(|spread| spread.ours.contains(&is));
         // What somebody else made of it meanwhile is what it was before.
         let mut spread = known.unwrap_or_else(|| Spread { before: is.clone(), ours: Vec::new() });
@@ -123,17 +123,19 @@ impl Bench<'_, '_> {
     }
 
     /// After a claim has ended: keeps what those that live need, or puts everything back. Says what it did.
-    pub fn let_go(&mut self, live: &[u32], others: Others) -> Vec<String> {
-        let settings = match self.journal.settings() {
-            Ok(settings) if settings.is_empty() => return Vec::new(),
-            Ok(settings) => settings,
-            Err(error) => return vec![error.to_string()],
-        };
+    ///
+    /// # Errors
+    /// What it was before cannot be read: nothing is put back.
+    pub fn let_go(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
+        let settings = self.journal.settings(!live.is_empty())?;
+        if settings.is_empty() {
+            return Ok(Vec::new());
+        }
         if !live.is_empty() {
             let kept = settings.spread.map_or(Ok(()), |spread| self.narrow(&spread, live));
-            return kept.err().iter().map(ToString::to_string).collect();
+            return Ok(kept.err().iter().map(ToString::to_string).collect());
         }
-        self.put_back(settings, others)
+        Ok(self.put_back(settings, others))
     }
 
     fn put_back(&mut self, mut settings: Settings, others: Others) -> Vec<String> {

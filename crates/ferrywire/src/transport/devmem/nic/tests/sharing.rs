@@ -181,6 +181,60 @@ fn a_live_claim_that_makes_no_sense_is_let_be() {
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
 
+/// Who could not read the number of this boot took everybody's records for those of an earlier one, and removed them.
+#[test]
+fn a_live_claim_of_another_boot_is_let_be() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let name = first.file.as_ref().expect("it lives").name();
+    let record = nic.read(&name);
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a boot id");
+    let other = record.replace(boot.trim(), "unknown");
+    assert_ne!(other, record);
+    let during = nic.state();
+    nic.overwrite(&name, &other);
+    let error = nic.claim(&wish(1, true)).expect_err("what it has is not known").to_string();
+    assert!(error.contains(&name) && error.contains("earlier start of the host"), "{error}");
+    assert_eq!((nic.state(), nic.read(&name)), (during, other));
+    nic.overwrite(&name, &record);
+    drop(first);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+/// They were set aside, and what the first run had made of them was noted as what was before.
+#[test]
+fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    let (during, record) = (nic.state(), nic.read("settings"));
+    nic.overwrite("settings", "of a later version\n");
+    let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
+    assert!(
+        error.contains("settings cannot be read") && error.contains("a run that needs it lives"),
+        "{error}"
+    );
+    assert_eq!(nic.state(), during);
+    nic.overwrite("settings", &record);
+    drop(first);
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+/// A run started on a NIC that was as a killed one had left it, and nothing was ever put back.
+#[test]
+fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
+    let nic = Nic::new(untouched());
+    let first = nic.claim(&wish(1, true)).expect("allowed");
+    nic.kill(first);
+    let left = nic.state();
+    nic.while_unreadable("settings", || {
+        let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
+        assert!(error.contains("settings cannot be read"), "{error}");
+        assert_eq!(nic.state(), left);
+    });
+    drop(nic.claim(&wish(1, true)).expect("allowed"));
+    assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
 #[test]
 fn settings_that_cannot_be_read_are_not_written_anew() {
     let nic = Nic::new(untouched());
