@@ -60,9 +60,10 @@ impl Interface {
         // A group without a limit says `max`, or in the old interface a number near the largest.
         let limit = number(group.join(self.limit)).filter(|&limit| limit < i64::MAX as u64 / 2)?;
         let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
-        let reclaimable =
-            stat.lines().find_map(|line| line.strip_prefix(self.reclaimable)?.trim().parse().ok());
-        let used = number(group.join(self.used))?.saturating_sub(reclaimable.unwrap_or(0));
+        let entries = stat.lines().filter_map(|line| line.split_once(' '));
+        let reclaimable = entries.filter(|(name, _)| self.reclaimable.contains(name));
+        let reclaimable = reclaimable.filter_map(|(_, bytes)| bytes.trim().parse::<u64>().ok()).sum();
+        let used = number(group.join(self.used))?.saturating_sub(reclaimable);
         Some(limit.saturating_sub(used))
     }
 }

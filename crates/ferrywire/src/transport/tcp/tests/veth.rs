@@ -241,6 +241,19 @@ fn ports_that_run_out_are_told_with_their_address() {
     assert!(text.contains(&NEAR.to_string()) && text.contains("ip_local_port_range"), "{text}");
 }
 
+/// Gives a namespace a NIC that leads to nobody outside, as a host's bridge for its containers does.
+fn add_bridge(name: &str, address: Ipv4Addr) {
+    ip(&format!("-n {name} link add docker0 type veth peer name docker1"))
+        .expect("another pair was made before");
+    ip(&format!("-n {name} addr add {address}/16 dev docker0"));
+    ip(&format!("-n {name} link set docker0 up"));
+    ip(&format!("-n {name} link set docker1 up"));
+    until("its links are up", || {
+        let nics = within(name, || TcpTransport::default().nics()).unwrap();
+        nics.iter().filter(|nic| nic.up && !nic.loopback).count() == 2
+    });
+}
+
 /// As of a bridge for containers: each host's is its own, and both name it to their peers.
 #[test]
 fn an_address_that_both_hosts_have_carries_no_channel() {
@@ -250,17 +263,7 @@ fn an_address_that_both_hosts_have_carries_no_channel() {
         return;
     };
     let Namespaces { near, far } = &namespaces;
-    for name in [near, far] {
-        let made = ip(&format!("-n {name} link add docker0 type veth peer name docker1"));
-        made.expect("another pair was made before");
-        ip(&format!("-n {name} addr add {BRIDGE}/16 dev docker0"));
-        ip(&format!("-n {name} link set docker0 up"));
-        ip(&format!("-n {name} link set docker1 up"));
-        until("its links are up", || {
-            let nics = within(name, || TcpTransport::default().nics()).unwrap();
-            nics.iter().filter(|nic| nic.up && !nic.loopback).count() == 2
-        });
-    }
+    [near, far].into_iter().for_each(|name| add_bridge(name, BRIDGE));
     let listen = SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), 7420);
     let build = || Endpoint::builder().listen(listen).secret("correct horse").threads(1).channels(4).build();
     let [here, there] = [near, far].map(|name| within(name, build).unwrap());
@@ -284,17 +287,8 @@ fn a_peer_whose_address_leads_elsewhere_here_is_reached_where_it_was_dialled() {
         return;
     };
     let Namespaces { near, far } = &namespaces;
-    for (name, own) in [(near, 1), (far, 2)] {
-        let made = ip(&format!("-n {name} link add docker0 type veth peer name docker1"));
-        made.expect("another pair was made before");
-        ip(&format!("-n {name} addr add 172.17.0.{own}/16 dev docker0"));
-        ip(&format!("-n {name} link set docker0 up"));
-        ip(&format!("-n {name} link set docker1 up"));
-        until("its links are up", || {
-            let nics = within(name, || TcpTransport::default().nics()).unwrap();
-            nics.iter().filter(|nic| nic.up && !nic.loopback).count() == 2
-        });
-    }
+    add_bridge(near, Ipv4Addr::new(172, 17, 0, 1));
+    add_bridge(far, Ipv4Addr::new(172, 17, 0, 2));
     ip(&format!("-n {far} link set lo up")).expect("every namespace has one");
     ip(&format!("-n {far} addr add {PUBLISHED}/32 dev lo")).expect("an address");
     ip(&format!("-n {near} route add {PUBLISHED}/32 via {FAR}")).expect("a route");

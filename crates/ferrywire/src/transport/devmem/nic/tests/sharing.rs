@@ -191,14 +191,20 @@ fn a_live_claim_of_another_boot_is_let_be() {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").expect("a boot id");
     let other = record.replace(boot.trim(), "unknown");
     assert_ne!(other, record);
-    let during = nic.state();
     nic.overwrite(&name, &other);
-    let error = nic.claim(&wish(1, true)).expect_err("what it has is not known").to_string();
-    assert!(error.contains(&name) && error.contains("earlier start of the host"), "{error}");
-    assert_eq!((nic.state(), nic.read(&name)), (during, other));
+    stops_another_claim(&nic, &[&name, "earlier start of the host"]);
+    assert_eq!(nic.read(&name), other);
     nic.overwrite(&name, &record);
     drop(first);
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
+}
+
+/// Nothing is undone or changed then.
+fn stops_another_claim(nic: &Nic, why: &[&str]) {
+    let before = nic.state();
+    let error = nic.claim(&wish(1, true)).expect_err("a record says nothing").to_string();
+    assert!(why.iter().all(|part| error.contains(part)), "{error}");
+    assert_eq!(nic.state(), before);
 }
 
 /// They were set aside, and what the first run had made of them was noted as what was before.
@@ -206,14 +212,9 @@ fn a_live_claim_of_another_boot_is_let_be() {
 fn settings_that_make_no_sense_are_let_be_while_a_run_lives() {
     let nic = Nic::new(untouched());
     let first = nic.claim(&wish(1, true)).expect("allowed");
-    let (during, record) = (nic.state(), nic.read("settings"));
+    let record = nic.read("settings");
     nic.overwrite("settings", "of a later version\n");
-    let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
-    assert!(
-        error.contains("settings cannot be read") && error.contains("a run that needs it lives"),
-        "{error}"
-    );
-    assert_eq!(nic.state(), during);
+    stops_another_claim(&nic, &["settings cannot be read", "a run that needs it lives"]);
     nic.overwrite("settings", &record);
     drop(first);
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
@@ -225,12 +226,7 @@ fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
     let nic = Nic::new(untouched());
     let first = nic.claim(&wish(1, true)).expect("allowed");
     nic.kill(first);
-    let left = nic.state();
-    nic.while_unreadable("settings", || {
-        let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
-        assert!(error.contains("settings cannot be read"), "{error}");
-        assert_eq!(nic.state(), left);
-    });
+    nic.while_unreadable("settings", || stops_another_claim(&nic, &["settings cannot be read"]));
     drop(nic.claim(&wish(1, true)).expect("allowed"));
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
@@ -239,12 +235,7 @@ fn settings_that_cannot_be_read_stop_a_run_that_needs_nothing_changed() {
 fn settings_that_cannot_be_read_are_not_written_anew() {
     let nic = Nic::new(untouched());
     let first = nic.claim(&wish(1, true)).expect("allowed");
-    let during = nic.state();
-    nic.while_unreadable("settings", || {
-        let error = nic.claim(&wish(1, true)).expect_err("what was before is not known").to_string();
-        assert!(error.contains("settings cannot be read"), "{error}");
-        assert_eq!(nic.state(), during);
-    });
+    nic.while_unreadable("settings", || stops_another_claim(&nic, &["settings cannot be read"]));
     drop(first);
     assert_eq!((nic.state(), nic.files()), (untouched(), vec!["lock".to_owned()]));
 }
