@@ -149,6 +149,8 @@ pub(super) struct Link {
     path_checked: Duration,
     path_dead: bool,
     last_trouble: Option<Error>,
+    /// A data connection was dialled, and did not come about.
+    dial_failed: bool,
     /// A resumption was refused because nobody there knows the session.
     disowned: Option<String>,
     /// Who waits for the peer to be up; `None` once told.
@@ -285,6 +287,7 @@ impl Link {
             lobby: Some(lobby),
             seat: None,
             error: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
+            dial_failed: false,
             peer_drains: false,
             drain_told: false,
             drained_told: false,

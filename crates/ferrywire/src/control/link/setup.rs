@@ -123,6 +123,7 @@ impl Link {
 
     pub fn channel_failed(&mut self, index: u16, generation: u32, error: Error, now: Duration) {
         let slot = &mut self.slots[usize::from(index)];
+        self.dial_failed |= slot.0 == Slot::Dialling;
         if slot.1 == generation && slot.0 != Slot::Up {
             // The acceptor may have taken it up: a number is used once.
             *slot = (Slot::Down { dial_at: now + limits::REDIAL_INTERVAL }, generation + 1);
@@ -222,6 +223,12 @@ impl Link {
         self.settle(now);
     }
 
+    /// Whether dialling was tried, and has brought no connection; a peer that is slow to expect one has not been dialled.
+    fn leads_nowhere(&self) -> bool {
+        self.dial_failed
+            && self.slots.iter().all(|(slot, _)| matches!(slot, Slot::Down { .. } | Slot::Dialling))
+    }
+
     /// Deals all channels to the path on which the peer was reached; false where they have been.
     fn go_where_it_was_dialled(&mut self) -> bool {
         let Role::Connector { whom, pairs, dealt } = &mut self.role else { return false };
@@ -241,10 +248,12 @@ impl Link {
         let up = self.slots.iter().filter(|(slot, _)| *slot == Slot::Up).count();
         let waited = now.saturating_sub(self.started);
         let (some, none) = self.lanes.settle_limits(limits::DIAL_DEADLINE, limits::HANDSHAKE_DEADLINE);
-        if up == self.slots.len() || (up > 0 && waited > some) {
+        // A peer that came, sent what it had, and goes, does so before all channels are there.
+        let visited = up > 0 && self.peer_drains && matches!(self.role, Role::Acceptor);
+        if up == self.slots.len() || (up > 0 && waited > some) || visited {
             self.stage = Stage::Up;
             *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
-            if up < self.slots.len() {
+            if up < self.slots.len() && !visited {
                 let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
                 let line = format!(
                     "{} of {} channels could not be set up: {trouble}",
@@ -258,7 +267,7 @@ impl Link {
                 lobby.put(Ok(Peer::new(self.peer.clone())));
                 self.seat = None;
             }
-        } else if waited > some && self.go_where_it_was_dialled() {
+        } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.go_where_it_was_dialled() {
             tracing::debug!(
                 peer = self.peer.name(),
                 "no NIC's own path leads to it: all channels go where it was dialled"
