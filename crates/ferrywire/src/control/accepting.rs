@@ -172,6 +172,7 @@ impl Control {
         debug_assert!(output.is_empty());
         match outcome {
             Outcome::Data { session, channel, generation } => {
+                self.attention.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -184,6 +185,7 @@ impl Control {
                 let session = established.session;
                 let remote = conn.remote();
                 self.watch(&*conn, Interest::READ);
+                self.attention.touch(session);
                 match self.links.get_mut(&session) {
                     Some(link) => link.attach(conn, *established, now),
                     None => {

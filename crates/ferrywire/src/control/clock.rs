@@ -22,6 +22,11 @@ impl Clock {
         Clock { looked_at: real, missed: Duration::ZERO }
     }
 
+    /// The time as of the last look.
+    pub fn now(&self) -> Duration {
+        self.looked_at.saturating_sub(self.missed)
+    }
+
     /// The time, at this time of the transport's clock.
     pub fn look(&mut self, real: Duration) -> Duration {
         let apart = real.saturating_sub(self.looked_at);

@@ -62,6 +62,7 @@ impl Control {
     pub fn withdraw(&mut self, engine: &Engine, lobby: &Arc<Lobby>) {
         let now = self.now(engine);
         if !self.withdraw_dial(lobby) {
+            self.attention.touch_all();
             self.links.values_mut().for_each(|link| link.withdraw(lobby, now));
         }
     }
@@ -122,6 +123,7 @@ impl Control {
                 }
                 self.enter(&established, true);
                 let link = Link::connected(engine, conn, whom, *established, lobby, &self.me, now);
+                self.attention.touch(session);
                 self.links.insert(session, link);
             }
             (what @ DialFor::New { until, .. }, Err(failure))
@@ -135,6 +137,7 @@ impl Control {
                 lobby.put(Err(Error::Refused { address: whom.address.to_string(), why }));
             }
             (DialFor::Resume { session }, result) => {
+                self.attention.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -145,6 +148,7 @@ impl Control {
                 }
             }
             (DialFor::Lane { session, index, generation }, result) => {
+                self.attention.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -157,6 +161,7 @@ impl Control {
                 }
             }
             (DialFor::Channel { session, index, generation }, result) => {
+                self.attention.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };

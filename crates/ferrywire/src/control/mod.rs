@@ -5,10 +5,11 @@
 //! until it has proven itself; one that we make is a [`Dial`]; what belongs to one peer is a [`Link`].
 //!
 //! Invariant: nothing here blocks, and what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`.
-//! Read next: `accepting.rs`, `dialling.rs`, `link/`.
+//! Read next: `accepting.rs`, `dialling.rs`, `attention.rs`, `link/`.
 
 mod accepting;
 mod admission;
+mod attention;
 pub(crate) mod clock;
 mod dial;
 mod dialling;
@@ -28,6 +29,7 @@ use crate::transport::plugin::CallWatch;
 use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
 use admission::Book;
+use attention::{Attention, LOOK_AT_ALL, token};
 use clock::Clock;
 use dial::{Dial, DialFor};
 pub(crate) use dial::{Whom, check_names};
@@ -42,13 +44,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Longest the control thread sleeps while anything is under way, and while nothing is.
+/// Longest the control thread sleeps while anything is under way; else until it looks at all links.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
-const QUIET_SLEEP: Duration = Duration::from_millis(200);
 
-const _: () = assert!(2 * QUIET_SLEEP.as_millis() < limits::HEARTBEAT_LIMIT_MARGIN.as_millis());
+const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::HEARTBEAT_LIMIT_MARGIN.as_millis());
 
-/// What the poller calls every listener; connections count from there.
+/// What the poller calls every listener; see [`token`] for connections.
 const LISTENER_TOKEN: u64 = 0;
 
 /// The control side's state.
@@ -59,11 +60,11 @@ pub(crate) struct Control {
     /// Connects whose other end was busy, and when to dial again.
     redials: Vec<(Duration, DialFor)>,
     links: BTreeMap<u64, Link>,
+    attention: Attention,
     book: Arc<Mutex<Book>>,
     lobby: Arc<Lobby>,
     poller: Arc<Poller>,
     clock: Clock,
-    next_token: u64,
     me: Hello,
     nics_seen: Duration,
     calls_seen: Duration,
@@ -113,11 +114,11 @@ impl Control {
             dials: Vec::new(),
             redials: Vec::new(),
             links: BTreeMap::new(),
+            attention: Attention::default(),
             book: Arc::new(Mutex::new(book)),
             lobby,
             poller,
             clock: Clock::new(engine.transport.now()),
-            next_token: LISTENER_TOKEN + 1,
             me,
             nics_seen: Duration::ZERO,
             calls_seen: Duration::ZERO,
@@ -142,6 +143,12 @@ impl Control {
 
     /// One turn; true if anything happened.
     pub fn turn(&mut self, engine: &Engine) -> bool {
+        self.attention.touch_all();
+        self.turn_where_due(engine)
+    }
+
+    /// One turn, which passes over the links that rest; what the poller reports has to be told before.
+    fn turn_where_due(&mut self, engine: &Engine) -> bool {
         let _moving = idle::moving();
         let now = self.now(engine);
         let mut worked = self.take_events(engine, now);
@@ -169,6 +176,7 @@ impl Control {
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = host.describe_call(&call);
                 tracing::error!("{why}; its thread is left behind");
+                self.attention.touch_all();
                 self.links.values_mut().for_each(|link| link.worker_stuck(worker.index, &why, now));
             }
         }
@@ -177,12 +185,13 @@ impl Control {
     /// How long nothing has to be done, unless a connection says so.
     fn sleep_limit(&self) -> Duration {
         let busy = !self.incoming.is_empty() || !self.dials.is_empty() || !self.redials.is_empty();
-        let busy = busy || self.links.values().any(Link::busy);
+        let mut restless = self.attention.restless().filter_map(|session| self.links.get(&session));
+        let busy = busy || restless.any(Link::busy);
         let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
         match (polled, busy || self.accept_at.is_some()) {
             (true, _) => Duration::from_millis(1),
             (_, true) => BUSY_SLEEP,
-            _ => QUIET_SLEEP,
+            _ => self.attention.until_all(self.clock.now()),
         }
     }
 
@@ -200,21 +209,17 @@ impl Control {
 
     // ---- what the poller waits for ----
 
-    fn watch(&mut self, conn: &dyn Conn, interest: Interest) {
-        let token = self.next_token;
-        self.next_token += 1;
+    fn watch(&self, conn: &dyn Conn, interest: Interest) {
         if let Some(fd) = conn.fd()
-            && let Err(error) = self.poller.add(fd, token, interest)
+            && let Err(error) = self.poller.add(fd, token(fd), interest)
         {
             tracing::warn!(%error, "a connection cannot be waited for");
         }
     }
 
     /// Waits for something else on a connection than before.
-    fn rewatch(&mut self, fd: RawFd, interest: Interest) {
-        let token = self.next_token;
-        self.next_token += 1;
-        if let Err(error) = self.poller.modify(fd, token, interest) {
+    fn rewatch(&self, fd: RawFd, interest: Interest) {
+        if let Err(error) = self.poller.modify(fd, token(fd), interest) {
             tracing::warn!(%error, "changing what a control connection waits for failed");
         }
     }
@@ -237,6 +242,7 @@ impl Control {
         while let Some(event) = engine.events.pop() {
             worked = true;
             let Event::Lost { peer, index, generation, why, remains } = event;
+            self.attention.touch(peer.session);
             match self.links.get_mut(&peer.session) {
                 Some(link) => link.channel_lost(index, generation, why, *remains, now),
                 None => peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect()),
@@ -247,9 +253,11 @@ impl Control {
 
     fn advance_links(&mut self, engine: &Engine, now: Duration) -> bool {
         let mut worked = false;
-        let sessions: Vec<u64> = self.links.keys().copied().collect();
-        for session in sessions {
+        let due = self.attention.take(now);
+        let due = due.unwrap_or_else(|| self.links.keys().copied().collect());
+        for session in due {
             let Some(link) = self.links.get_mut(&session) else {
+                self.attention.forget(session);
                 continue;
             };
             if link.disowned() && !self.dials.iter().any(|dial| dial.resumes(session)) {
@@ -262,6 +270,7 @@ impl Control {
             // What was announced is to be heard now, not after the next sleep.
             worked |= link.write(now);
             let (over, interest) = (link.over(), link.changed_interest());
+            self.attention.looked(session, link.rests(), link.fd());
             self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
                 self.start(dial, what, now);
@@ -272,6 +281,7 @@ impl Control {
             if over {
                 worked = true;
                 let Some(mut link) = self.links.remove(&session) else { continue };
+                self.attention.forget(session);
                 let all_close = self.all_close;
                 self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
                 if let Some((whom, lobby, why)) = link.take_retry() {
@@ -285,6 +295,7 @@ impl Control {
     /// Asks a peer's link to finish and close.
     pub fn close(&mut self, engine: &Engine, session: u64, deadline: Duration) {
         let now = self.now(engine);
+        self.attention.touch(session);
         if let Some(link) = self.links.get_mut(&session) {
             link.close_alone(now.saturating_add(deadline));
         }
@@ -303,6 +314,7 @@ impl Control {
     pub fn close_all(&mut self, engine: &Engine, deadline: Duration) {
         let now = self.now(engine);
         self.take_no_more();
+        self.attention.touch_all();
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 
@@ -310,6 +322,7 @@ impl Control {
     pub fn drain_all(&mut self, engine: &Engine) {
         let now = self.now(engine);
         self.take_no_more();
+        self.attention.touch_all();
         self.links.values_mut().for_each(|link| link.drain(now));
     }
 
@@ -336,6 +349,7 @@ impl Control {
 
     /// Ends what has not finished in time, without a farewell.
     pub fn abort_all(&mut self, engine: &Engine) {
+        self.attention.touch_all();
         self.links.values_mut().for_each(|link| link.abort(engine));
     }
 
@@ -391,7 +405,9 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
     loop {
         let (poller, limit) = {
             let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
-            if control.turn(engine) {
+            control.attention.reported(&ready);
+            ready.clear();
+            if control.turn_where_due(engine) {
                 // Callers get in between turns, however many strangers keep us busy.
                 drop(control);
                 thread::yield_now();

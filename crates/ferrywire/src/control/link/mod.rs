@@ -35,6 +35,7 @@ use crate::transport::{Conn, ConnOptions};
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -376,6 +377,22 @@ impl Link {
     /// Whether something is under way that has to be looked at often.
     pub fn busy(&self) -> bool {
         self.stage != Stage::Up || self.conn.is_none() || self.slots.iter().any(|(slot, _)| *slot != Slot::Up)
+    }
+
+    /// Whether nothing is under way that time or others bring on: it is enough to look when the peer has said something,
+    /// and now and then.
+    pub fn rests(&self) -> bool {
+        let ends = self.error.is_some() || self.peer_drains || self.close_by.is_some();
+        let unsettled = self.lobby.is_some() || self.peer.abandoned.load(Ordering::SeqCst);
+        // Candidates, and what is still to be written, are not told of by the poller.
+        let unheard = self.resuming || self.unread_since.is_some() || !self.candidates.is_empty();
+        let told = self.fd().is_some() && self.output.is_empty();
+        told && !(self.busy() || ends || unsettled || unheard)
+    }
+
+    /// The control connection's.
+    pub fn fd(&self) -> Option<RawFd> {
+        self.conn.as_ref()?.fd()
     }
 
     pub fn needs_resume(&self) -> bool {
