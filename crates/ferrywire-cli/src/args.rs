@@ -40,7 +40,7 @@ pub struct Cli {
 /// The subcommands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback, or with torchrun, mpirun or srun one process of a run
+    /// Measure and verify transfers; without serve or connect: both ends on this host, over loopback, or with torchrun, mpirun, mpiexec or srun one process of a run
     Bench(Box<Bench>),
     /// GPUs, NICs, NUMA nodes, PCIe roots of this host, and the plan: which GPU uses which NICs, and why
     #[command(after_help = TOPO_AFTER_HELP)]
@@ -122,7 +122,7 @@ pub struct Bench {
 #[serde(rename_all = "kebab-case", default)]
 #[command(next_help_heading = "Several processes")]
 pub struct RankArgs {
-    /// Number of this process among those of the run, from 0 [default: what torchrun, mpirun or srun says]
+    /// Number of this process among those of the run, from 0 [default: what torchrun, mpirun, mpiexec or srun says]
     #[arg(long, value_name = "N")]
     pub rank: Option<u32>,
     /// How many processes there are: the first half moves data to the second, rank i to rank i + N/2 [default: what the launcher says; 1 is the demo]

@@ -146,10 +146,10 @@ impl Meeting {
             _ if on_one_host => Ipv4Addr::LOCALHOST.to_string(),
             Some(Rendezvous { host, .. }) => host.clone(),
             // Its variables name the host of mpirun, or each rank's own; that of rank 0 none does.
-            None if ranks.launcher == Launcher::OpenMpi => {
+            None if let Some(launcher) = silent(ranks.launcher) => {
                 return usage(format!(
-                    "Open MPI tells no rank where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} behind 'ferrywire bench', ADDR \
-                     being an address of the host that has rank 0, the first of the hostfile ('hostname -I' there)"
+                    "{launcher} tells no rank where rank 0 is: add --rendezvous ADDR:{PORT_DEFAULT} behind 'ferrywire bench', \
+                     ADDR being an address of the host that has rank 0, the first of the hostfile ('hostname -I' there)"
                 ));
             }
             None => {
@@ -173,6 +173,15 @@ impl Meeting {
             IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
         Ok(Meeting { addresses, listen: SocketAddr::new(listen, port), on_loopback, shown })
+    }
+}
+
+/// The name of a launcher that tells no rank where another is.
+fn silent(launcher: Launcher) -> Option<&'static str> {
+    match launcher {
+        Launcher::OpenMpi => Some("Open MPI"),
+        Launcher::Hydra => Some("mpiexec of MPICH or Intel MPI"),
+        _ => None,
     }
 }
 

@@ -10,7 +10,8 @@ use std::time::Duration;
 use crate::common::{DEADLINE_DEFAULT, end_within, ferrywire, text};
 
 /// Variables of launchers, which may have started these tests.
-const LAUNCHERS: [&str; 6] = ["SLURM_", "OMPI_", "PMIX_", "TORCHELASTIC_", "MASTER_", "LOCAL_"];
+const LAUNCHERS: [&str; 8] =
+    ["SLURM_", "OMPI_", "PMIX_", "PMI_", "MPI_LOCAL", "TORCHELASTIC_", "MASTER_", "LOCAL_"];
 /// Ports of their own for meetings: below those that the kernel gives away.
 const PORTS: std::ops::Range<u16> = 12_000..27_000;
 

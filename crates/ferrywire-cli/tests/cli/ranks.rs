@@ -82,7 +82,7 @@ fn every_pattern_between_ranks() {
 #[test]
 fn launchers_variables_say_who_is_who() {
     let port = port();
-    let [torchrun, open_mpi, slurm] = [
+    let [torchrun, open_mpi, hydra, slurm] = [
         ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
         [
             "OMPI_COMM_WORLD_RANK",
@@ -90,9 +90,10 @@ fn launchers_variables_say_who_is_who() {
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ],
+        ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
         ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NPROCS"],
     ];
-    for (names, world) in [(torchrun, 2), (open_mpi, 4), (slurm, 4)] {
+    for (names, world) in [(torchrun, 2), (open_mpi, 4), (hydra, 4), (slurm, 4)] {
         let args = format!("--memory sim --sizes 3000 {QUICK}");
         let outputs = Launched::start(world, &args, |rank, command| {
             let numbers = [rank, world, rank, world].map(|number| number.to_string());
@@ -138,6 +139,12 @@ fn mpirun_starts_a_run() {
 }
 
 #[test]
+fn mpiexec_of_hydra_starts_a_run() {
+    let Some(output) = launched_by("mpiexec.hydra", "-np 4") else { return };
+    assert_eq!(results(&output).len(), 3);
+}
+
+#[test]
 fn torchrun_starts_a_run() {
     let Some(output) = launched_by("torchrun", "--nproc-per-node 4 --no-python") else { return };
     assert_eq!(results(&output).len(), 3);
@@ -176,13 +183,21 @@ fn ranks_that_cannot_be_are_bad_usage() {
     assert_eq!(output.status.code(), Some(2));
     assert!(first_error(&output).contains("two launchers disagree"), "{}", first_error(&output));
     // Over several hosts; on one they meet on loopback.
-    let mut without = untouched("bench --memory host");
-    without.envs([("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "4")]);
-    without.envs([("OMPI_COMM_WORLD_LOCAL_RANK", "0"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "2")]);
-    let output = without.output().expect("it runs");
-    assert_eq!(output.status.code(), Some(2));
-    let said = first_error(&output);
-    assert!(said.contains("add --rendezvous ADDR:7420 behind 'ferrywire bench'"), "{said}");
+    let open_mpi = [
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ];
+    let hydra = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"];
+    for (names, launcher) in [(open_mpi, "Open MPI"), (hydra, "MPICH")] {
+        let mut without = untouched("bench --memory host");
+        let output = without.envs(names.into_iter().zip(["0", "4", "0", "2"])).output().expect("it runs");
+        assert_eq!(output.status.code(), Some(2));
+        let said = first_error(&output);
+        assert!(said.contains("add --rendezvous ADDR:7420 behind 'ferrywire bench'"), "{said}");
+        assert!(said.contains(launcher), "{said}");
+    }
     // One rank is no run of several.
     results(
         &untouched(&format!("bench --rank 0 --world 1 --sizes 4K --memory host --peer-memory host {QUICK}"))

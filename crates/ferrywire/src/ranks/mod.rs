@@ -1,8 +1,8 @@
-//! Which one of how many processes this is, as a launcher tells it: torchrun, Open MPI or Slurm, or flags.
+//! Which one of how many processes this is, as a launcher tells it: torchrun, Open MPI, Hydra or Slurm, or flags.
 //!
 //! A pure function of flags and variables. Launchers nest: torchrun runs inside a Slurm step, mpirun inside a Slurm
-//! batch script. The innermost one that is there is believed (torchrun, then Open MPI, then Slurm), and the others have to
-//! agree with it or be such that they may have started it.
+//! batch script. The innermost one that is there is believed (torchrun, then Open MPI, then Hydra, then Slurm), and the
+//! others have to agree with it or be such that they may have started it.
 //! Invariant: numbers that do not fit together are an error that names the variables; nothing is guessed from half of
 //! them. Read next: `hosts.rs`, for lists of nodes.
 
@@ -62,6 +62,8 @@ pub enum Launcher {
     Torchrun,
     /// mpirun of Open MPI.
     OpenMpi,
+    /// mpiexec of MPICH or Intel MPI.
+    Hydra,
     /// srun of Slurm.
     Slurm,
 }
@@ -86,7 +88,7 @@ struct Variables {
 }
 
 /// Innermost first.
-const LAUNCHERS: [Variables; 3] = [
+const LAUNCHERS: [Variables; 4] = [
     Variables {
         launcher: Launcher::Torchrun,
         names: ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
@@ -99,6 +101,10 @@ const LAUNCHERS: [Variables; 3] = [
             "OMPI_COMM_WORLD_LOCAL_RANK",
             "OMPI_COMM_WORLD_LOCAL_SIZE",
         ],
+    },
+    Variables {
+        launcher: Launcher::Hydra,
+        names: ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
     },
     // Slurm tells local worlds per node, in a list. What it says of tasks of the whole job holds for a batch script too.
     Variables {
@@ -114,6 +120,11 @@ const FLAGS: [&str; 4] = ["--rank", "--world", "--local-rank", ""];
 struct Told {
     name: &'static str,
     number: u32,
+}
+
+/// Rank and world of a task of Slurm: both are set in a step alone.
+fn in_slurm_step(variable: &impl Fn(&str) -> Option<String>) -> bool {
+    ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"].iter().all(|name| variable(name).is_some())
 }
 
 /// Numbers of one launcher, as far as they are set.
@@ -189,7 +200,12 @@ impl Set {
         variable: &impl Fn(&str) -> Option<String>,
     ) -> Result<Option<Set>, RanksError> {
         // A shell inside an allocation of Slurm is no task of a step, nor is a batch script, though that has a number.
-        if of.launcher == Launcher::Slurm && of.names[..2].iter().any(|name| variable(name).is_none()) {
+        if of.launcher == Launcher::Slurm && !in_slurm_step(variable) {
+            return Ok(None);
+        }
+        // srun tells rank and world as Hydra does too (--mpi=pmi2), and the local rank as it always does.
+        let of_srun = || variable(of.names[2]).is_none() && in_slurm_step(variable);
+        if of.launcher == Launcher::Hydra && of_srun() {
             return Ok(None);
         }
         let mut told = [None; 4];
@@ -292,8 +308,9 @@ fn slurm_nodes(
     launcher: Launcher,
     variable: &impl Fn(&str) -> Option<String>,
 ) -> Result<Option<Vec<String>>, RanksError> {
-    // mpirun starts its daemons on the other nodes as a step, which the first node's ranks are not of.
-    let step = (launcher != Launcher::OpenMpi).then_some(SLURM_STEP_NODES);
+    // mpirun and mpiexec start their daemons on other nodes as a step, which the first node's ranks need not be of.
+    let by_daemons = matches!(launcher, Launcher::OpenMpi | Launcher::Hydra);
+    let step = (!by_daemons).then_some(SLURM_STEP_NODES);
     let mut names = step.into_iter().chain(SLURM_JOB_NODES);
     let Some((name, list)) = names.find_map(|name| Some((name, variable(name)?))) else {
         return Ok(None);

@@ -6,6 +6,7 @@ const TORCHRUN: &str = "RANK=13 WORLD_SIZE=16 LOCAL_RANK=5 LOCAL_WORLD_SIZE=8 MA
                         TORCHELASTIC_RUN_ID=none TORCHELASTIC_USE_AGENT_STORE=True";
 const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 \
                         OMPI_COMM_WORLD_LOCAL_SIZE=2";
+const HYDRA: &str = "PMI_RANK=3 PMI_SIZE=4 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 PMI_FD=9 PMI_HOSTNAME=gpu2";
 const SLURM: &str = "SLURM_PROCID=9 SLURM_STEP_NUM_TASKS=16 SLURM_LOCALID=1 SLURM_STEP_NODELIST=gpu[07-08] \
                      SLURM_JOB_NODELIST=gpu[01-08]";
 
@@ -68,6 +69,28 @@ fn open_mpi_is_read() {
     assert_eq!((numbers(&found), found.local_world, found.launcher), ((3, 4, 1), Some(2), Launcher::OpenMpi));
     assert_eq!(found.rendezvous, None);
     assert!(ranks(&OPEN_MPI.replace("LOCAL_SIZE=2", "LOCAL_SIZE=4")).on_one_host());
+}
+
+#[test]
+fn hydra_is_read() {
+    let found = ranks(HYDRA);
+    assert_eq!((numbers(&found), found.local_world, found.launcher), ((3, 4, 1), Some(2), Launcher::Hydra));
+    // PMI_HOSTNAME is each rank's own.
+    assert_eq!(found.rendezvous, None);
+    assert!(ranks(&HYDRA.replace("LOCALNRANKS=2", "LOCALNRANKS=4")).on_one_host());
+    // mpiexec in a batch script, and by its daemon of the second host, which srun has started there.
+    let found = ranks(&format!("{BATCH} {HYDRA}"));
+    assert_eq!((found.launcher, found.rendezvous), (Launcher::Hydra, at("gpu1", None)));
+    let daemon = "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_LOCALID=0 SLURM_STEP_NODELIST=gpu2";
+    assert_eq!(ranks(&format!("{BATCH} {daemon} {HYDRA}")).rendezvous, at("gpu1", None));
+}
+
+#[test]
+fn pmi_of_srun_is_not_hydra() {
+    let pmi2 = "PMI_FD=7 PMI_JOBID=7.0 PMI_RANK=9 PMI_SIZE=16";
+    let found = ranks(&format!("{SLURM} {pmi2}"));
+    assert_eq!((numbers(&found), found.launcher), ((9, 16, 1), Launcher::Slurm));
+    assert_eq!(found.rendezvous, at("gpu07", None));
 }
 
 #[test]
@@ -146,6 +169,10 @@ fn half_of_a_launchers_variables_are_not_enough() {
         (
             "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2",
             "SLURM_PROCID=0 is set and SLURM_LOCALID is not: set both, or neither, or give --local-rank",
+        ),
+        (
+            "PMI_RANK=0 PMI_SIZE=2",
+            "PMI_RANK=0 is set and MPI_LOCALRANKID is not: set both, or neither, or give --local-rank",
         ),
         (
             "OMPI_COMM_WORLD_SIZE=2",
