@@ -157,6 +157,7 @@ fn ranks_that_cannot_be_are_bad_usage() {
         ("--rank 0 --world 3", "3 ranks have no two halves"),
         ("--rank 0 --world 2", "nobody says where the ranks meet"),
         ("--rank 2 --world 2", "--rank 2 is not below --world 2"),
+        ("", "give --rank and --world too"),
         ("--rank 1", "--rank 1 is set and --world is not"),
         ("--rank 0 --world 2 --rendezvous node:x", "write it as HOST:PORT"),
         ("--rank 0 --world 2 --rendezvous 192.0.2.1:7420", "FERRYWIRE_SECRET"),

@@ -51,6 +51,15 @@ pub enum RanksError {
         /// What is wrong with it.
         why: String,
     },
+    /// A meeting point without anybody who goes there.
+    #[error(
+        "--rendezvous {text} says where ranks meet, and nobody says which rank this is: give --rank and --world too, or \
+         start it by a launcher"
+    )]
+    NoRank {
+        /// What was typed.
+        text: String,
+    },
     /// A meeting point that cannot be read.
     #[error("--rendezvous {text}: write it as HOST:PORT")]
     BadRendezvous {

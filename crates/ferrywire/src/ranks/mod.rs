@@ -160,9 +160,11 @@ impl Ranks {
             launchers.extend(Set::of_variables(of, &variable)?);
         }
         let Some(innermost) = launchers.first().copied() else {
-            return match typed.told.iter().any(Option::is_some) {
-                true => typed.ranks(rendezvous(flags, Launcher::Flags, &variable)?).map(Some),
-                false => Ok(None),
+            let point = rendezvous(flags, Launcher::Flags, &variable)?;
+            return match (typed.told.iter().any(Option::is_some), &flags.rendezvous) {
+                (true, _) => typed.ranks(point).map(Some),
+                (false, Some(text)) => Err(RanksError::NoRank { text: text.clone() }),
+                (false, None) => Ok(None),
             };
         };
         let is_torchrun = innermost.launcher == Launcher::Torchrun && variable(TORCHRUN_MARK).is_some();
