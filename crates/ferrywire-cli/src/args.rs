@@ -131,7 +131,7 @@ pub struct RankArgs {
     /// Number of this process among those of its host: its GPU, where --memory names a kind without a number [default: what the launcher says, else 0]
     #[arg(long, value_name = "N")]
     pub local_rank: Option<u32>,
-    /// Where rank 0 waits for the others; beyond loopback the serving rank with local rank r listens on PORT + r [default: port 7420 of loopback where all are on one host, else of MASTER_ADDR or of Slurm's first node]
+    /// Where rank 0 waits for the others; beyond loopback the serving rank with local rank r listens on PORT + r [default: port 7420 of loopback where all are on one host, else of MASTER_ADDR; of Slurm's first node at a port of the job's step]
     #[arg(long, value_name = "ADDR:PORT")]
     pub rendezvous: Option<String>,
     /// As for serve

@@ -116,7 +116,7 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
     }
     Ok(RanksPlan {
         bench,
-        job: job(ranks.launcher),
+        job: job(ranks.launcher, |name| std::env::var(name).ok()),
         ranks,
         meeting: meeting.addresses,
         listen: meeting.listen,
@@ -270,9 +270,14 @@ fn shared_options(flags: &ConnectFlags) -> Outcome<BTreeMap<String, String>> {
     Ok(options)
 }
 
-fn job(launcher: Launcher) -> Option<String> {
+fn job(launcher: Launcher, variable: impl Fn(&str) -> Option<String>) -> Option<String> {
     let (_, name) = JOBS.iter().find(|(of, _)| *of == launcher)?;
-    std::env::var(name).ok()
+    let job = variable(name)?;
+    match variable("SLURM_STEP_ID").filter(|_| launcher == Launcher::Slurm) {
+        // Each step is a run of its own.
+        Some(step) => Some(format!("{job}.{step}")),
+        None => Some(job),
+    }
 }
 
 #[cfg(test)]
@@ -300,6 +305,18 @@ mod tests {
         };
         let plan = plan(flags, ranks, &RankArgs::default(), false).expect("a plan");
         plan.bench.engine.devmem.map(|devmem| devmem.required)
+    }
+
+    #[test]
+    fn steps_of_a_job_are_different_runs() {
+        let of = |step: &'static str| {
+            job(Launcher::Slurm, move |name| match name {
+                "SLURM_JOB_ID" => Some("7".to_owned()),
+                "SLURM_STEP_ID" => Some(step.to_owned()),
+                _ => None,
+            })
+        };
+        assert_eq!([of("0"), of("1")], [Some("7.0".to_owned()), Some("7.1".to_owned())]);
     }
 
     #[test]

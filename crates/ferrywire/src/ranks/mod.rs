@@ -27,6 +27,13 @@ const SLURM_STEP_NODES: &str = "SLURM_STEP_NODELIST";
 /// of the whole job, and the latter's old name.
 const SLURM_JOB_NODES: [&str; 2] = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"];
 
+/// Where ranks that srun starts meet, unless somebody says: below the ports that the kernel gives away.
+const SLURM_PORTS: std::ops::Range<u16> = 10_240..30_720;
+/// Ports that a step may take in a row, from that of its meeting point on.
+const STEP_PORTS: u16 = 32;
+/// Jobs whose numbers follow each other are so many steps apart.
+const JOB_STRIDE: u64 = 31;
+
 /// This process among those of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ranks {
@@ -302,7 +309,17 @@ fn rendezvous(
         return Ok(Some(Rendezvous { host, port: port.filter(|_| !taken) }));
     }
     let host = slurm_nodes(launcher, variable)?.and_then(|nodes| nodes.into_iter().next());
-    Ok(host.map(|host| Rendezvous { host, port: None }))
+    let port = if launcher == Launcher::Slurm { slurm_port(variable) } else { None };
+    Ok(host.map(|host| Rendezvous { host, port }))
+}
+
+/// A port for a step of a job, since several may run on the same nodes at once.
+fn slurm_port(variable: &impl Fn(&str) -> Option<String>) -> Option<u16> {
+    let number = |name| variable(name)?.parse::<u64>().ok();
+    let (job, step) = (number("SLURM_JOB_ID")?, number("SLURM_STEP_ID")?);
+    let places = u64::from((SLURM_PORTS.end - SLURM_PORTS.start) / STEP_PORTS);
+    let place = job.wrapping_mul(JOB_STRIDE).wrapping_add(step) % places;
+    Some(SLURM_PORTS.start + place as u16 * STEP_PORTS)
 }
 
 /// The nodes of the step, else of the job.

@@ -108,6 +108,29 @@ fn slurm_is_read_with_the_nodes_of_the_step() {
 }
 
 #[test]
+fn steps_of_slurm_that_run_at_once_meet_apart() {
+    let port = |job: u32, step: u32| {
+        let variables = format!("{SLURM} SLURM_JOB_ID={job} SLURM_STEP_ID={step}");
+        ranks(&variables).rendezvous.and_then(|point| point.port).expect("a port")
+    };
+    let mut ports: Vec<u16> = (700..716).flat_map(|job| (0..30).map(move |step| port(job, step))).collect();
+    assert!(
+        ports.iter().all(|port| SLURM_PORTS.contains(port) && SLURM_PORTS.contains(&(port + STEP_PORTS - 1)))
+    );
+    ports.sort_unstable();
+    // Serving ranks of a host listen at the ports behind.
+    assert!(ports.windows(2).all(|two| two[1] - two[0] >= STEP_PORTS), "{ports:?}");
+    // A shell that salloc starts has a step of a large number.
+    assert!(SLURM_PORTS.contains(&port(u32::MAX, 4_294_967_290)));
+    // What is typed, or said by MASTER_ADDR, is not changed.
+    let with_master = format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1 MASTER_ADDR=gpu08");
+    assert_eq!(ranks(&with_master).rendezvous, at("gpu08", None));
+    let flags = RankFlags { rendezvous: Some("gpu07".to_owned()), ..RankFlags::default() };
+    let typed = told(flags, &format!("{SLURM} SLURM_JOB_ID=7 SLURM_STEP_ID=1")).expect("they fit");
+    assert_eq!(typed.and_then(|found| found.rendezvous), at("gpu07", None));
+}
+
+#[test]
 fn a_batch_script_is_no_rank() {
     assert_eq!(told(RankFlags::default(), BATCH), Ok(None));
     // A shell that salloc starts as a step is the only task of that.
@@ -259,7 +282,10 @@ fn a_meeting_point_may_be_typed() {
     assert_eq!(typed("fd00::1"), Ok(at("fd00::1", None)));
     let alone = RankFlags { rendezvous: Some("node7:7000".to_owned()), ..RankFlags::default() };
     let error = told(alone, "").expect_err("no rank").to_string();
-    assert!(error.starts_with("--rendezvous node7:7000 says where ranks meet, and nobody says which"), "{error}");
+    assert!(
+        error.starts_with("--rendezvous node7:7000 says where ranks meet, and nobody says which"),
+        "{error}"
+    );
     for bad in ["", ":7000", "node7:", "node7:x", "node7:0", "node7:70000", "two words"] {
         let error = typed(bad).expect_err(bad).to_string();
         assert_eq!(error, format!("--rendezvous {bad}: write it as HOST:PORT"));
