@@ -42,9 +42,13 @@ impl Wake {
         self.asleep.store(true, Ordering::SeqCst);
     }
 
-    /// Says that it is awake, and forgets wake-ups.
-    pub fn awake(&self) {
-        if !self.asleep.swap(false, Ordering::SeqCst) {
+    /// Says that it is awake, and forgets wake-ups if `readable`, which is whether `poll` has found one.
+    ///
+    /// Who wakes it may write only after it has found the work by itself: what is left then ends the next sleep, and is
+    /// forgotten behind that, whoever else has ended it.
+    pub fn awake(&self, readable: bool) {
+        self.asleep.store(false, Ordering::SeqCst);
+        if readable {
             let mut count = 0_u64;
             // SAFETY: the kernel writes the eight bytes of `count`.
             unsafe { libc::read(self.fd(), (&raw mut count).cast(), size_of::<u64>()) };
@@ -58,5 +62,43 @@ impl Wake {
             // SAFETY: the kernel reads the eight bytes of `one`.
             unsafe { libc::write(self.fd(), (&raw const one).cast(), size_of::<u64>()) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn readable(wake: &Wake) -> bool {
+        let mut fds = [libc::pollfd { fd: wake.fd(), events: libc::POLLIN, revents: 0 }];
+        // SAFETY: the kernel writes only into `fds`, whose length is given.
+        unsafe { libc::poll(fds.as_mut_ptr(), 1, 0) == 1 }
+    }
+
+    #[test]
+    fn a_wake_up_that_comes_late_ends_one_sleep_and_no_more() {
+        let wake = Wake::new().expect("a descriptor");
+        // Found awake already: it has seen the work before it slept, and the other thread writes only now.
+        wake.prepare();
+        wake.awake(false);
+        let one = 1_u64;
+        // SAFETY: the kernel reads the eight bytes of `one`.
+        unsafe { libc::write(wake.fd(), (&raw const one).cast(), size_of::<u64>()) };
+        wake.prepare();
+        let found = readable(&wake);
+        wake.awake(found);
+        assert!(found && !readable(&wake), "it would never sleep again");
+    }
+
+    #[test]
+    fn who_sleeps_is_woken() {
+        let wake = Wake::new().expect("a descriptor");
+        wake.wake();
+        assert!(!readable(&wake), "nobody sleeps");
+        wake.prepare();
+        wake.wake();
+        assert!(readable(&wake));
+        wake.awake(true);
+        assert!(!readable(&wake));
     }
 }

@@ -248,6 +248,7 @@ impl Worker {
     /// Waits for a socket with a chunk, for a new chunk, or shortly for pages.
     fn sleep(&self, starved: bool) {
         self.wake.prepare();
+        let mut woken = false;
         let has_work = |k: usize| self.current[k].is_none() && self.lanes[k].is_waiting();
         if !self.stopped() && !(0..self.lanes.len()).any(has_work) {
             let events = match self.shared.direction {
@@ -260,7 +261,8 @@ impl Worker {
             let timeout_ms = if starved { STARVED_PAUSE_MS } else { -1 };
             // SAFETY: the kernel writes only into `fds`, whose length is given.
             unsafe { libc::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, timeout_ms) };
+            woken = fds[0].revents != 0;
         }
-        self.wake.awake();
+        self.wake.awake(woken);
     }
 }
