@@ -86,7 +86,8 @@ impl Orchestrator {
     /// Connects all targets at once; gives the peers in their order.
     ///
     /// # Errors
-    /// [`Error::Phase`] with the endpoint of the first that failed, or was not connected in time.
+    /// [`Error::Phase`] with the endpoint of the first that failed, or was not connected in time, and where it was to
+    /// connect to.
     pub fn connect(&self, targets: &[Target], deadline: Duration) -> Result<Vec<Peer>> {
         let mut dials = Vec::with_capacity(targets.len());
         for target in targets {
@@ -96,18 +97,23 @@ impl Orchestrator {
         }
         let outcome = self.look_until(deadline, || {
             let mut missing = None;
-            for dial in &mut dials {
+            for (number, dial) in dials.iter_mut().enumerate() {
                 if let Err(error) = dial.look() {
                     return Err(self.failed("connecting", dial.target.endpoint, error));
                 }
                 if dial.peer.is_none() {
-                    missing.get_or_insert(dial.target.endpoint);
+                    missing.get_or_insert(number);
                 }
             }
             Ok(missing)
         });
-        let peers = dials.into_iter().filter_map(|dial| dial.peer);
-        self.settle("connecting", deadline, outcome, peers.collect())
+        let error = match outcome {
+            Ok(None) => return Ok(dials.into_iter().filter_map(|dial| dial.peer).collect()),
+            Ok(Some(missing)) => dials[missing].late(deadline),
+            Err(error) => error,
+        };
+        retreat(dials.into_iter().filter_map(|dial| dial.peer).collect());
+        Err(error)
     }
 
     /// Takes in so many peers at each endpoint; gives them by endpoint, in the order in which they came.
@@ -214,22 +220,6 @@ impl Orchestrator {
         }
     }
 
-    fn settle(
-        &self,
-        phase: &'static str,
-        deadline: Duration,
-        outcome: Result<Option<usize>>,
-        peers: Vec<Peer>,
-    ) -> Result<Vec<Peer>> {
-        let error = match outcome {
-            Ok(None) => return Ok(peers),
-            Ok(Some(missing)) => late(phase, self.name(missing), deadline),
-            Err(error) => error,
-        };
-        retreat(peers);
-        Err(error)
-    }
-
     fn failed(&self, phase: &'static str, endpoint: usize, error: Error) -> Error {
         failed(phase, self.name(endpoint), error)
     }
@@ -259,6 +249,15 @@ impl<'a> Dial<'a> {
         self.next += 1;
         self.connecting = Some(endpoint.connecting(address)?);
         Ok(())
+    }
+
+    /// Not connected in time: says to where, since one endpoint may have many targets.
+    fn late(&self, waited: Duration) -> Error {
+        let tried = self.target.addresses.get(self.next.saturating_sub(1));
+        let peer = tried.map(ToString::to_string);
+        let what =
+            peer.as_ref().map_or_else(|| "connecting".to_owned(), |peer| format!("connecting to {peer}"));
+        self.all.failed("connecting", self.target.endpoint, Error::Deadline { what, peer, waited })
     }
 
     fn look(&mut self) -> Result<()> {

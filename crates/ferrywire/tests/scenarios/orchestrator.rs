@@ -185,11 +185,13 @@ fn what_does_not_end_is_late_by_name() {
     let there = listening(1);
     let silent = TcpListener::bind(loopback(0)).expect("a port");
     let target = |endpoint, address| Target { endpoint, addresses: vec![address] };
-    let targets = [target(0, address(&there, 0)), target(1, silent.local_addr().expect("it has one"))];
+    let nobody = silent.local_addr().expect("it has one");
+    let targets = [target(0, address(&there, 0)), target(1, nobody)];
     let limit = Duration::from_secs(2);
     let (phase, endpoint, error) = parts(here.connect(&targets, limit).expect_err("one is silent"));
     assert_eq!((phase, endpoint.as_str()), ("connecting", "gpu 1"));
-    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    let (what, peer) = (format!("connecting to {nobody}"), Some(nobody.to_string()));
+    assert_eq!(error, Error::Deadline { what, peer, waited: limit });
     if let Ok(peer) = there.endpoints()[0].accept(SHORT) {
         let gone = peer.wait_notification(LONG).expect_err("it is closed with the others");
         assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");
