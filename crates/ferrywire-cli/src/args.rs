@@ -25,6 +25,13 @@ const TOPO_AFTER_HELP: &str = "Each GPU uses the NICs behind its own PCIe bridge
 those of its NUMA node; what is slower than it might be is noted. Without a GPU all NICs serve host memory.\n\nExit status: \
 0 there is a plan, 1 there is none (the tables are printed all the same), 2 bad usage.";
 
+const DOCTOR_AFTER_HELP: &str = "FAIL: something does not work. warn: it works, slower than it might, or not for everything. \
+info: good to know. Each finding has its evidence and what to type or change; no setting is changed. Without ADDR:PORT only \
+this host is looked at. With it the peer is visited over each NIC that a run would use: whether it answers, is ferrywire of \
+this version, holds the same secret and is free, and which NICs lead to which of its; nothing is measured. A plugin's code \
+runs, in a process of its own: name only plugins that you trust.\n\nExit status: 0 nothing failed, 1 a finding is FAIL, 2 bad \
+usage, 130 stopped by Ctrl-C, 143 by SIGTERM.";
+
 /// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
 #[derive(Debug, Parser)]
 #[command(name = "ferrywire", version, after_help = AFTER_HELP)]
@@ -45,6 +52,9 @@ pub enum Command {
     /// GPUs, NICs, NUMA nodes, PCIe roots of this host, and the plan: which GPU uses which NICs, and why
     #[command(after_help = TOPO_AFTER_HELP)]
     Topo(TopoFlags),
+    /// What stands in the way of speed, or of working at all: each finding with its evidence and its mend
+    #[command(after_help = DOCTOR_AFTER_HELP)]
+    Doctor(DoctorFlags),
     /// What an NCCL net plugin exports: versions, devices, properties. It is started in a process of its own
     #[command(after_help = PLUGIN_AFTER_HELP)]
     Plugin(PluginFlags),
@@ -83,6 +93,29 @@ pub struct TopoFlags {
     /// A recorded host in place of this one
     #[arg(long, value_name = "DIR", hide = true)]
     pub root: Option<PathBuf>,
+}
+
+/// `doctor`.
+#[derive(Clone, Debug, Default, Args)]
+pub struct DoctorFlags {
+    /// A peer to visit, where `ferrywire bench serve` or another endpoint listens [default: none; port 7420]
+    #[arg(value_name = "ADDR:PORT")]
+    pub address: Option<String>,
+    /// Write JSON instead of text
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub json: bool,
+    /// NICs to look at and to visit the peer over, by name [default: all; to the peer those that a run would use]
+    #[arg(long, value_name = "NAMES")]
+    pub nics: Option<Names>,
+    /// Look too whether this NCCL net plugin loads and offers devices: its file, or a name as in NCCL_NET_PLUGIN
+    #[arg(long, value_name = "PATH")]
+    pub plugin: Option<PathBuf>,
+    /// Longest time for one step: for the peer to answer, for a call of the plugin; in seconds [default: 10]
+    #[arg(long, value_name = "S")]
+    pub deadline: Option<f64>,
+    /// File with the shared secret; or set FERRYWIRE_SECRET
+    #[arg(long, value_name = "FILE")]
+    pub secret_file: Option<PathBuf>,
 }
 
 /// `plugin`.

@@ -1,11 +1,12 @@
 //! The `ferrywire` command.
 //!
 //! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`],
-//! [`mod@plugin`] or [`topo`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+//! [`mod@plugin`], [`topo`] or [`doctor`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
 mod args;
 mod bench;
 mod carrier;
+mod doctor;
 mod exit;
 mod file;
 mod memory;
@@ -46,6 +47,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Connect(plan) => bench::connect::run(*plan),
         plan::Plan::Ranks(plan) => bench::ranks::run(&plan),
         plan::Plan::Topo(plan) => topo::run(&plan),
+        plan::Plan::Doctor(plan) => doctor::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }

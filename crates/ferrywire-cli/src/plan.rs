@@ -13,8 +13,8 @@ use ferrywire::nccl::abi::Version;
 use ferrywire::topology::{Map, Wishes};
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags, TopoFlags,
-    Transport, Unpack, Verify,
+    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags,
+    TopoFlags, Transport, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::carrier::{self, DevmemUse, PluginUse};
@@ -34,6 +34,9 @@ const SECONDS_DEFAULT: f64 = 2.0;
 /// Longest time without progress.
 const DEADLINE_S_DEFAULT: f64 = 30.0;
 
+/// Longest time for one step of `doctor`.
+const DOCTOR_DEADLINE_S_DEFAULT: f64 = 10.0;
+
 /// Channels per GPU that `topo` spreads.
 const TOPO_CHANNELS_DEFAULT: usize = 8;
 
@@ -50,6 +53,8 @@ pub enum Plan {
     Ranks(Box<RanksPlan>),
     /// A topology to be shown.
     Topo(TopoPlan),
+    /// A host to be looked at, and a peer.
+    Doctor(Box<DoctorPlan>),
     /// A plugin to be looked at.
     Plugin(PluginPlan),
     /// The process that does it.
@@ -69,6 +74,23 @@ pub struct TopoPlan {
     pub root: Option<PathBuf>,
     /// Print JSON.
     pub json: bool,
+}
+
+/// What `doctor` is to look at.
+#[derive(Clone, Debug)]
+pub struct DoctorPlan {
+    /// The peer, first choice first; empty: none.
+    pub addresses: Vec<SocketAddr>,
+    /// NICs and secret.
+    pub engine: EnginePlan,
+    /// A plugin to be tried.
+    pub plugin: Option<PluginPlan>,
+    /// Longest time for one step.
+    pub deadline: Duration,
+    /// Print JSON.
+    pub json: bool,
+    /// Print what is in order, too.
+    pub verbose: bool,
 }
 
 /// A plugin to be looked at.
@@ -205,6 +227,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
     let bench = match typed.command {
         Command::Bench(bench) => bench,
         Command::Topo(flags) => return plan_topo(flags).map(Plan::Topo),
+        Command::Doctor(flags) => return plan_doctor(flags, verbose).map(Box::new).map(Plan::Doctor),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
@@ -244,6 +267,24 @@ fn plan_topo(flags: TopoFlags) -> Outcome<TopoPlan> {
         return usage("--clean-up is about this host: leave out --root");
     }
     Ok(TopoPlan { wishes: Wishes { map, nics, allow_cross_numa }, channels, clean_up, root, json })
+}
+
+fn plan_doctor(flags: DoctorFlags, verbose: bool) -> Outcome<DoctorPlan> {
+    let DoctorFlags { address, json, nics, plugin, deadline, secret_file } = flags;
+    let deadline_s = seconds("--deadline", deadline)?.unwrap_or(DOCTOR_DEADLINE_S_DEFAULT);
+    let plugin = plugin.map(|path| {
+        plan_plugin(PluginFlags { path, version: None, json: false, deadline: Some(deadline_s) }, verbose)
+    });
+    let secret = secret(secret_file.as_deref())?;
+    let nics = nics.map(|names| names.0).unwrap_or_default();
+    Ok(DoctorPlan {
+        addresses: address.map_or(Ok(Vec::new()), |text| resolve("ADDR:PORT", &text))?,
+        engine: EnginePlan { nics, secret, ..EnginePlan::default() },
+        plugin: plugin.transpose()?,
+        deadline: Duration::from_secs_f64(deadline_s),
+        json,
+        verbose,
+    })
 }
 
 fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {

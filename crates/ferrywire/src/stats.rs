@@ -1,8 +1,8 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
 use crate::limits;
-use crate::transport::Conn;
 use crate::transport::devmem::{DevmemCounters, DevmemStats};
+use crate::transport::{Conn, PathHealth};
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +25,7 @@ pub(crate) struct ChannelCounters {
     pub sent_bytes: AtomicU64,
     pub received_bytes: AtomicU64,
     pub rtt_us: AtomicU64,
+    pub mss_bytes: AtomicU32,
     send_buffer_bytes: AtomicUsize,
     receive_buffer_bytes: AtomicUsize,
     /// Bytes in the window; [`NO_BACKLOG`] while the channel takes none, so that it is nobody's least loaded.
@@ -137,8 +138,14 @@ impl ChannelCounters {
         self.backlog.store(0, Ordering::Relaxed);
         self.alive.store(true, Ordering::Relaxed);
         self.zero_copy.store(conn.zero_copy(), Ordering::Relaxed);
-        self.rtt_us.store(conn.health().rtt.as_micros() as u64, Ordering::Relaxed);
+        self.note_health(&conn.health());
         self.note_buffers(conn);
+    }
+
+    /// What is known of the path changes while a connection runs.
+    pub fn note_health(&self, health: &PathHealth) {
+        self.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        self.mss_bytes.store(health.mss_bytes, Ordering::Relaxed);
     }
 
     /// Socket buffers may be chosen anew while a connection runs.
@@ -167,6 +174,7 @@ impl ChannelCounters {
             sent_bytes: self.sent_bytes.load(Ordering::Relaxed),
             received_bytes: self.received_bytes.load(Ordering::Relaxed),
             rtt: Duration::from_micros(self.rtt_us.load(Ordering::Relaxed)),
+            mss_bytes: self.mss_bytes.load(Ordering::Relaxed),
             send_buffer_bytes: self.send_buffer_bytes.load(Ordering::Relaxed),
             receive_buffer_bytes: self.receive_buffer_bytes.load(Ordering::Relaxed),
             congestion_control: path.congestion_control,
@@ -249,6 +257,8 @@ pub struct ChannelStats {
     pub received_bytes: u64,
     /// Smoothed round trip as the kernel measures it.
     pub rtt: Duration,
+    /// Payload of a packet at most, as the path allows it so far; 0 where nobody knows.
+    pub mss_bytes: u32,
     /// Size of its socket buffer for sending as the kernel counts it, which is twice what was asked for.
     pub send_buffer_bytes: usize,
     /// The same for receiving.

@@ -244,7 +244,7 @@ fn with_lead(
 fn ask(lead: &Link) -> Outcome<Vec<(u32, Vec<SocketAddr>)>> {
     lead.tell(&Message::Ask { deadline_s: lead.deadline().as_secs_f64() })?;
     match lead.hear()? {
-        Message::Here { endpoints } if !endpoints.is_empty() => Ok(endpoints),
+        Message::Here { endpoints, .. } if !endpoints.is_empty() => Ok(endpoints),
         _ => Err(lead.strange("no list of endpoints")),
     }
 }

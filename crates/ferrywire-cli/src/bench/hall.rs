@@ -105,7 +105,7 @@ impl Hall {
     }
 
     /// Whether a run takes place that the peer does not belong to; gives whose.
-    fn occupied(&self, run_id: &str) -> Option<String> {
+    pub fn occupied(&self, run_id: &str) -> Option<String> {
         let active = self.lock();
         active.as_ref().filter(|(run, ..)| run.run_id != run_id).map(|(run, ..)| run.name.clone())
     }

@@ -7,7 +7,7 @@
 //!
 //! Invariant: no number is printed for a size that did not finish and verify.
 
-mod cgroup;
+pub mod cgroup;
 pub mod check;
 pub mod connect;
 pub mod demo;

@@ -2,7 +2,7 @@
 //!
 //! A `connect` with several endpoints first says `Ask`, and hears `Here`. Each peer of a run says `Hello`; `serve`
 //! answers `Welcome` or `Refused`; `connect` gives its own region. Then both walk through the sizes in lockstep, see
-//! [`super::session`]. `Bye` ends the run.
+//! [`super::session`]. `Bye` ends the run, or after `Here` a visit that asks for none.
 //! Invariant: an end never waits for a message that the other end, doing its part, does not send.
 
 use std::collections::BTreeMap;
@@ -239,6 +239,9 @@ pub enum Message {
     Here {
         /// Number of the GPU and addresses.
         endpoints: Vec<(u32, Vec<SocketAddr>)>,
+        /// Whose run takes place there now; nothing: none.
+        #[serde(default)]
+        busy: Option<String>,
     },
     /// `connect` asks for a run.
     Hello(Box<Hello>),

@@ -188,7 +188,11 @@ impl House {
                     }
                     link.tell_last(&Message::Refused { why });
                 }
-                Ok((hello, active, home)) => {
+                Ok(None) => {
+                    eprintln!("note: {} looked in and asked for no run", link.peer.name());
+                    link.tell_last(&Message::Bye);
+                }
+                Ok(Some((hello, active, home))) => {
                     house.voice.run_begins(&link.peer.name());
                     let is_spoilt = house.plan.inject_member.is_none_or(|member| member == hello.member);
                     let inject = house.plan.inject.filter(|_| is_spoilt);
@@ -276,14 +280,14 @@ fn gathered_alike(run: &Run, plugin: Option<&PluginUse>) -> Outcome {
     }
 }
 
-/// Hears what the peer wants and of which run it is, and lets it in if there is room.
+/// Hears what the peer wants and of which run it is, and lets it in if there is room. `None`: it wants nothing.
 fn admit(
     link: &mut Link,
     hall: &Hall,
     plan: &ServePlan,
     door: &Door,
     run_id: &mut String,
-) -> Outcome<(Hello, Arc<ActiveRun>, Home)> {
+) -> Outcome<Option<(Hello, Arc<ActiveRun>, Home)>> {
     let (plugin, own) = (plan.engine.plugin.as_ref(), plan.memory);
     let mut first = link.hear()?;
     if let Message::Ask { deadline_s } = first {
@@ -292,11 +296,12 @@ fn admit(
             hall.expect(deadline);
             link.wait_up_to(deadline + CONNECT_GRACE);
         }
-        link.tell(&Message::Here { endpoints: door.all.to_vec() })?;
+        link.tell(&Message::Here { endpoints: door.all.to_vec(), busy: hall.occupied("") })?;
         first = link.hear()?;
     }
     let mut hello = match first {
         Message::Hello(hello) => *hello,
+        Message::Bye => return Ok(None),
         _ => return Err(link.strange("no greeting")),
     };
     if hello.version != protocol::VERSION {
@@ -326,7 +331,7 @@ fn admit(
     };
     home.check_room(layout::region_bytes(&hello.run).saturating_mul(peers_here as u64))?;
     let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
-    Ok((hello, active, home))
+    Ok(Some((hello, active, home)))
 }
 
 fn attend(
@@ -518,7 +523,7 @@ mod tests {
         let mut link = Link::new(doors[0].endpoint.accept(LIMIT).expect("it comes"), LIMIT);
         let (hall, heard) = (Hall::default(), Mutex::new(None));
         let run = admit(&mut link, &hall, &plan, &doors[0], &mut String::new());
-        let (hello, active, home) = run.expect("there is room");
+        let (hello, active, home) = run.expect("there is room").expect("it asks for a run");
         attend(link, &doors[0].endpoint, &hall, (&hello, &active, &home), None, &|ended| {
             let told = measured.recv_timeout(LIMIT);
             *heard.lock().expect("nobody panics") = Some((ended.outcome, told));

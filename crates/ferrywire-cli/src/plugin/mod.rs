@@ -53,6 +53,18 @@ pub fn run(plan: &PluginPlan) -> Outcome {
     outcome.and(printed)
 }
 
+/// Starts the plugin in a child; gives how many devices it has, and its name.
+///
+/// # Errors
+/// What [`run`] would end with.
+pub fn devices(plan: &PluginPlan) -> Outcome<(usize, String)> {
+    let report = Watch::start(plan)?.outcome()?;
+    match report.first_error() {
+        Some(error) => Err(Failure::failed(error)),
+        None => Ok((report.devices.len(), report.name)),
+    }
+}
+
 /// What the threads that read from the child have seen.
 enum Seen {
     Message(Message),

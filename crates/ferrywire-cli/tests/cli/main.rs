@@ -7,6 +7,7 @@ mod common;
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]
 mod compile;
 mod contained;
+mod doctor;
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]
 mod driver;
 mod faults;

@@ -106,6 +106,7 @@ fn help_is_complete_and_hides_what_is_for_tests() {
         "bench serve --help",
         "bench connect --help",
         "topo --help",
+        "doctor --help",
         "plugin --help",
     ] {
         let output = run(args);
@@ -115,7 +116,10 @@ fn help_is_complete_and_hides_what_is_for_tests() {
         assert!(!help.contains("inject") && !help.contains("--member") && !help.contains("--root"), "{help}");
     }
     let help = text(&run("--help").stdout);
-    assert!(!help.contains("doctor") && !help.contains("plugin-child"), "{help}");
+    assert!(
+        help.contains("  doctor ") && !help.contains("watch") && !help.contains("plugin-child"),
+        "{help}"
+    );
 }
 
 #[test]

@@ -614,7 +614,7 @@ impl Channel {
         let health = self.conn.health();
         self.unproven = health.waiting;
         self.note_acked(health.acked_bytes);
-        self.counters.rtt_us.store(health.rtt.as_micros() as u64, Ordering::Relaxed);
+        self.counters.note_health(&health);
         self.counters.note_buffers(&*self.conn);
         if health.is_dead() {
             return Some(health.describe());

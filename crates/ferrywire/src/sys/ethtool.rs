@@ -25,6 +25,10 @@ const BIT_VALUE: u16 = 3;
 /// `ETHTOOL_MSG_RINGS_*`.
 const RINGS_GET: u8 = 15;
 const RINGS_SET: u8 = 16;
+const RINGS_RX_MAX: u16 = 2;
+const RINGS_TX_MAX: u16 = 5;
+const RINGS_RX: u16 = 6;
+const RINGS_TX: u16 = 9;
 const RINGS_TCP_DATA_SPLIT: u16 = 11;
 const RINGS_HDS_THRESHOLD: u16 = 17;
 /// `ETHTOOL_MSG_CHANNELS_GET`.
@@ -97,6 +101,14 @@ impl Ethtool {
         Ok(Rings { split, threshold_bytes: rings.attributes().u32(RINGS_HDS_THRESHOLD) })
     }
 
+    /// Descriptors of the receive and of the send rings: as they are set, and at most. `None` where the driver does
+    /// not tell all of it.
+    pub fn ring_sizes(&mut self, nic: &str) -> Result<Option<[(u32, u32); 2]>, NetlinkError> {
+        let rings = self.family.ask("ethtool rings-get", RINGS_GET, &about(nic))?;
+        let size = |set, most| Some((rings.attributes().u32(set)?, rings.attributes().u32(most)?));
+        Ok(size(RINGS_RX, RINGS_RX_MAX).zip(size(RINGS_TX, RINGS_TX_MAX)).map(|(rx, tx)| [rx, tx]))
+    }
+
     /// Changes what is given of them.
     pub fn set_rings(&mut self, nic: &str, rings: Rings) -> Result<(), NetlinkError> {
         let mut order = about(nic);
@@ -166,6 +178,7 @@ mod tests {
         assert_eq!(missing.errno, libc::ENODEV);
         // Loopback has no rings to tell of: either an answer without, or a refusal.
         assert_eq!(ethtool.header_split("lo").unwrap_or(None), None);
+        assert_eq!(ethtool.ring_sizes("lo").unwrap_or(None), None);
     }
 
     #[test]

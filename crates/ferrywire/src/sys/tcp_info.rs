@@ -26,6 +26,8 @@ pub struct TcpInfo {
     pub probes: u8,
     /// How often the retransmission or probe timer was doubled. Answered window probes leave it as it is.
     pub backoff: u8,
+    /// Payload of a packet at most, in bytes, as the path allows it so far.
+    pub send_mss: u32,
     /// Packets sent and not acknowledged.
     pub unacked: u32,
     /// Time since the peer's kernel last acknowledged anything.
@@ -62,6 +64,7 @@ impl TcpInfo {
             retransmits: bytes[2],
             probes: bytes[3],
             backoff: bytes[4],
+            send_mss: word(16),
             unacked: word(24),
             last_ack_recv: millis(56),
             rtt: micros(68),
@@ -100,6 +103,7 @@ mod tests {
 
     #[test]
     fn offsets_are_those_of_the_c_library() {
+        assert_eq!(16, mem::offset_of!(libc::tcp_info, tcpi_snd_mss));
         assert_eq!(24, mem::offset_of!(libc::tcp_info, tcpi_unacked));
         assert_eq!(56, mem::offset_of!(libc::tcp_info, tcpi_last_ack_recv));
         assert_eq!(68, mem::offset_of!(libc::tcp_info, tcpi_rtt));

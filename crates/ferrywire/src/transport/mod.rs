@@ -62,6 +62,8 @@ pub struct PathHealth {
     pub min_rtt: Duration,
     /// Bytes of the stream that the peer's kernel has acknowledged, give or take those of the handshake.
     pub acked_bytes: u64,
+    /// Payload of a packet at most, in bytes; zero where unknown.
+    pub mss_bytes: u32,
 }
 
 impl PathHealth {

@@ -384,7 +384,15 @@ impl State {
         let (now, rtt, pipe) = (self.clock, path.rtt(), &link.pipes[end]);
         let silent_for = now.saturating_sub(pipe.last_ack);
         let acked_bytes = pipe.acked();
-        let quiet = PathHealth { waiting: false, unanswered: 0, silent_for, rtt, min_rtt: rtt, acked_bytes };
+        let quiet = PathHealth {
+            waiting: false,
+            unanswered: 0,
+            silent_for,
+            rtt,
+            min_rtt: rtt,
+            acked_bytes,
+            mss_bytes: 0,
+        };
         if !link.is_up() {
             let silent_for = now.saturating_sub(link.dialled_at);
             let unanswered = retries(silent_for, DIAL_RETRY_FIRST);

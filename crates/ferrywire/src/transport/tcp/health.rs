@@ -40,6 +40,7 @@ impl Watch {
             rtt: info.rtt,
             min_rtt: info.min_rtt,
             acked_bytes: info.acked_bytes,
+            mss_bytes: info.send_mss,
         }
     }
 }

@@ -1,0 +1,189 @@
+//! Variables that ferrywire and NCCL heed: unknown ones, values that no command takes, and names of nothing.
+//!
+//! Invariant: [`judge`] reads no variable by itself; `bench`'s own parser says which values are wrong.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::finding::{Finding, Level};
+use crate::args;
+
+const SUBJECT: &str = "environment";
+/// Variables that belong to no option of a command.
+const OTHERS: [&str; 21] = [
+    "FERRYWIRE_SECRET",
+    "FERRYWIRE_SECRET_HANDED",
+    "FERRYWIRE_SUPERVISED",
+    "FERRYWIRE_PLUGIN_WATCHED",
+    "FERRYWIRE_NCCL_THREADS",
+    "FERRYWIRE_NCCL_SOCKETS",
+    "FERRYWIRE_NCCL_INLINE_BYTES",
+    "FERRYWIRE_NCCL_SPIN_US",
+    "FERRYWIRE_NCCL_MERGE",
+    "FERRYWIRE_NCCL_CHANNELS_ASKED",
+    "FERRYWIRE_NCCL_PIECE_ASKED",
+    "FERRYWIRE_TCPX_SIM",
+    "FERRYWIRE_SIM_GPU",
+    "FERRYWIRE_SIM_GPU_FAULTS",
+    // Of tests.
+    "FERRYWIRE_LOG",
+    "FERRYWIRE_LONG",
+    "FERRYWIRE_SEED",
+    "FERRYWIRE_SEEDS",
+    "FERRYWIRE_PYTHON",
+    "FERRYWIRE_WRITE",
+    "FERRYWIRE_DEVMEM_VM",
+];
+
+/// What is set, and what the command says to it.
+#[derive(Clone, Debug, Default)]
+pub struct Environment {
+    /// Variables of ferrywire's and of NCCL's.
+    pub variables: Vec<(String, String)>,
+    /// What the parser of a command says to them, one line each.
+    pub refused: Vec<String>,
+    /// Files that variables name and that are not there.
+    pub missing_files: Vec<(String, String)>,
+}
+
+impl Environment {
+    /// Of this process.
+    pub fn read() -> Environment {
+        let named = |name: &str| name.starts_with("FERRYWIRE_") || name.starts_with("NCCL_");
+        let variables = std::env::vars_os().filter_map(|(name, value)| {
+            let name = name.into_string().ok().filter(|name| named(name))?;
+            Some((name, value.to_string_lossy().into_owned()))
+        });
+        let variables: Vec<_> = variables.collect();
+        let missing_files = variables.iter().filter(|(name, value)| {
+            let names_file = ["NCCL_NET_PLUGIN", "FERRYWIRE_PLUGIN"].contains(&name.as_str());
+            names_file && value.contains('/') && !Path::new(value).exists()
+        });
+        Environment { missing_files: missing_files.cloned().collect(), refused: refused(), variables }
+    }
+}
+
+/// Each command is asked once, as its options read the same variables.
+fn refused() -> Vec<String> {
+    let lines: [&[&str]; 3] = [
+        &["ferrywire", "bench", "serve"],
+        &["ferrywire", "bench", "connect", "host:1"],
+        &["ferrywire", "topo"],
+    ];
+    let said = lines.into_iter().filter_map(|line| args::command().try_get_matches_from(line).err());
+    let said = said.map(|error| error.to_string().lines().next().unwrap_or_default().to_owned());
+    said.collect::<BTreeSet<_>>().into_iter().collect()
+}
+
+/// The variables of all options.
+fn known() -> BTreeSet<String> {
+    fn collect(command: &clap::Command, into: &mut BTreeSet<String>) {
+        into.extend(command.get_arguments().filter_map(|arg| arg.get_long()).map(args::variable));
+        command.get_subcommands().for_each(|sub| collect(sub, into));
+    }
+    let mut known = OTHERS.map(str::to_owned).into();
+    collect(&args::command(), &mut known);
+    known
+}
+
+/// What there is to say, with the names of the host's NICs.
+pub fn judge(environment: &Environment, nics: &[String]) -> Vec<Finding> {
+    let known = known();
+    let ours = environment.variables.iter().filter(|(name, _)| name.starts_with("FERRYWIRE_"));
+    let unknown = ours.filter(|(name, _)| !known.contains(name));
+    let mut found: Vec<Finding> = unknown
+        .map(|(name, _)| {
+            let found =
+                Finding::ok("unknown-variable", name.clone(), "no option or setting has this variable");
+            found.warn(format!("unset {name}, or mend its name: it does nothing"))
+        })
+        .collect();
+    found.extend(environment.refused.iter().map(|why| {
+        Finding::ok("bad-variable", SUBJECT, why.clone())
+            .fail("mend the variable, or unset it: bench refuses it")
+    }));
+    found.extend(environment.missing_files.iter().map(|(name, file)| {
+        Finding::ok("plugin-variable", name.clone(), format!("{file}: there is no such file"))
+            .warn("name the plugin's file, the same on every host")
+    }));
+    let value = |name: &str| environment.variables.iter().find(|(of, _)| of == name).map(|(_, value)| value);
+    found.extend(value("NCCL_SOCKET_IFNAME").and_then(|wish| socket_nics(wish, nics)));
+    found.extend(value("NCCL_NET").and_then(|wish| net(wish)));
+    if found.is_empty() {
+        let evidence = format!("{} variables of ferrywire's and NCCL's", environment.variables.len());
+        found.push(Finding::ok("environment", SUBJECT, evidence));
+    }
+    found
+}
+
+/// NCCL takes beginnings of names, whole ones behind `=`, and all but these behind `^`.
+fn socket_nics(wish: &str, nics: &[String]) -> Option<Finding> {
+    let (others, rest) = wish.strip_prefix('^').map_or((false, wish), |rest| (true, rest));
+    let (exact, rest) = rest.strip_prefix('=').map_or((false, rest), |rest| (true, rest));
+    let fits = |nic: &str| {
+        let mut names = rest
+            .split(',')
+            .map(|name| name.split(':').next().unwrap_or(name))
+            .filter(|name| !name.is_empty());
+        names.any(|name| if exact { nic == name } else { nic.starts_with(name) })
+    };
+    let found = Finding::ok(
+        "nccl-nics",
+        "NCCL_SOCKET_IFNAME",
+        format!("{wish} names no NIC; there are {}", nics.join(", ")),
+    );
+    let named = nics.iter().any(|nic| fits(nic) != others);
+    (!named && !wish.is_empty()).then(|| found.warn("name NICs of this host, or unset it: NCCL finds none"))
+}
+
+fn net(wish: &str) -> Option<Finding> {
+    let is_ours = wish.eq_ignore_ascii_case("ferrywire");
+    let found = Finding::ok("nccl-net", "NCCL_NET", format!("it is {wish}")).at(Level::Info);
+    (!is_ours).then(|| found.mended_by("for NCCL over ferrywire: NCCL_NET=ferrywire, or unset it"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::levels;
+
+    fn found(variables: &[(&str, &str)], id: &str) -> Vec<Level> {
+        let variables =
+            variables.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        let environment = Environment { variables, ..Environment::default() };
+        levels(&judge(&environment, &["eth0".to_owned(), "enp7s0".to_owned()]), id)
+    }
+
+    #[test]
+    fn variables_of_options_are_known_and_others_told() {
+        let good = [("FERRYWIRE_NICS", "eth0"), ("FERRYWIRE_NCCL_THREADS", "2"), ("FERRYWIRE_SECRET", "x")];
+        assert_eq!(found(&good, "unknown-variable"), []);
+        assert_eq!(found(&good, "environment"), [Level::Ok]);
+        assert_eq!(found(&[("FERRYWIRE_NIC", "eth0")], "unknown-variable"), [Level::Warn]);
+        // NCCL's own are not ours to know.
+        assert_eq!(found(&[("NCCL_WHATEVER", "1")], "unknown-variable"), []);
+    }
+
+    #[test]
+    fn a_value_that_a_command_refuses_is_a_failure() {
+        let environment =
+            Environment { refused: vec!["error: invalid value".to_owned()], ..Environment::default() };
+        assert_eq!(levels(&judge(&environment, &[]), "bad-variable"), [Level::Fail]);
+        let missing = vec![("NCCL_NET_PLUGIN".to_owned(), "/a/b.so".to_owned())];
+        let environment = Environment { missing_files: missing, ..Environment::default() };
+        assert_eq!(levels(&judge(&environment, &[]), "plugin-variable"), [Level::Warn]);
+    }
+
+    #[test]
+    fn nics_for_nccl_are_matched_as_nccl_does() {
+        let named = |wish| found(&[("NCCL_SOCKET_IFNAME", wish)], "nccl-nics");
+        for good in ["eth", "=eth0", "ib,enp", "^docker,lo", "^=eth0", "eth0:1"] {
+            assert_eq!(named(good), [], "{good}");
+        }
+        for bad in ["ib", "=eth", "^e", "^eth,enp"] {
+            assert_eq!(named(bad), [Level::Warn], "{bad}");
+        }
+        assert_eq!(found(&[("NCCL_NET", "Socket")], "nccl-net"), [Level::Info]);
+        assert_eq!(found(&[("NCCL_NET", "ferrywire")], "nccl-net"), []);
+    }
+}

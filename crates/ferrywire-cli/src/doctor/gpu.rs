@@ -1,0 +1,366 @@
+//! GPUs, their driver, and where they lie beside the NICs.
+//!
+//! Invariant: [`judge`] reads nothing.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ferrywire::memory::cuda::{CudaError, CudaGpu, driver_version};
+use ferrywire::topology::{Nearness, PciPath, Plan, PlanError, Topology, Wishes};
+
+use super::files::{line, number};
+use super::finding::{Finding, Level};
+
+const SUBJECT: &str = "CUDA";
+
+/// What was read beside the topology.
+#[derive(Clone, Debug)]
+pub struct Gpus {
+    /// Version of the driver (12040 is CUDA 12.4) and the GPUs it shows, or why there are none.
+    pub driver: Result<(u32, u32), CudaError>,
+    /// What `/proc/driver/nvidia/version` says.
+    pub module: Option<String>,
+    /// Whether a server shares GPUs among processes (MPS).
+    pub mps: bool,
+    /// Speed and width of PCI devices: now, and at most.
+    pub links: BTreeMap<String, Link>,
+    /// What `nvidia-smi` tells of each GPU: persistence mode, uncorrected errors.
+    pub told: Vec<Told>,
+}
+
+/// How a device is attached.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Link {
+    /// As the kernel says it: `32.0 GT/s PCIe`, now and at most.
+    pub speed: [String; 2],
+    /// Lanes, now and at most.
+    pub width: [u32; 2],
+}
+
+/// What `nvidia-smi` tells of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Told {
+    /// Its number.
+    pub gpu: String,
+    /// `Enabled` or `Disabled`.
+    pub persistence: String,
+    /// A number, or words where the GPU does not count.
+    pub uncorrected_errors: String,
+}
+
+impl Gpus {
+    /// Of this host. Loads the CUDA driver where there is one.
+    pub fn read(topology: &Topology, nvidia_smi: &dyn Fn(&[&str]) -> Option<String>) -> Gpus {
+        let devices = topology.gpus.iter().chain(&topology.hidden_gpus).filter_map(|gpu| gpu.pci.as_ref());
+        let devices = devices.chain(topology.nics.iter().filter_map(|nic| nic.pci.as_ref()));
+        let driver = driver_version().and_then(|version| Ok((version, CudaGpu::count()?)));
+        let query = ["--query-gpu=index,persistence_mode,ecc.errors.uncorrected.volatile.total"];
+        let asked = driver.is_ok().then(|| nvidia_smi(&[query[0], "--format=csv,noheader"])).flatten();
+        Gpus {
+            driver,
+            module: line("/proc/driver/nvidia/version")
+                .and_then(|text| Some(text.lines().next()?.to_owned())),
+            mps: std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some()
+                || Path::new("/tmp/nvidia-mps/control").exists(),
+            links: devices.filter_map(|pci| Some((pci.address.to_string(), link(pci)?))).collect(),
+            told: asked.map(|text| told_in(&text)).unwrap_or_default(),
+        }
+    }
+}
+
+fn link(pci: &PciPath) -> Option<Link> {
+    let folder = format!("/sys/bus/pci/devices/{}", pci.address);
+    let speed = |name| line(format!("{folder}/{name}_link_speed"));
+    let width = |name| number(format!("{folder}/{name}_link_width"));
+    Some(Link { speed: [speed("current")?, speed("max")?], width: [width("current")?, width("max")?] })
+}
+
+fn told_in(text: &str) -> Vec<Told> {
+    let row = |line: &str| {
+        let mut parts = line.split(", ").map(|part| part.trim().to_owned());
+        Some(Told { gpu: parts.next()?, persistence: parts.next()?, uncorrected_errors: parts.next()? })
+    };
+    text.lines().filter_map(row).collect()
+}
+
+/// What there is to say.
+pub fn judge(gpus: &Gpus, topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
+    let mut found = vec![driver(gpus, topology)];
+    if gpus.mps {
+        let mps = Finding::ok(
+            "mps",
+            SUBJECT,
+            "an MPS server shares the GPUs (CUDA_MPS_PIPE_DIRECTORY, or /tmp/nvidia-mps)",
+        );
+        found.push(
+            mps.at(Level::Info).mended_by("nothing; an error of one client may end the contexts of all"),
+        );
+    }
+    if !topology.hidden_gpus.is_empty() {
+        let evidence = format!("{} of the host are not shown to this process", topology.hidden_gpus.len());
+        found.push(
+            Finding::ok("hidden-gpus", "GPUs", evidence)
+                .at(Level::Info)
+                .mended_by("see CUDA_VISIBLE_DEVICES"),
+        );
+    }
+    gpus.told.iter().for_each(|told| found.extend(health(told)));
+    found.extend(links(gpus, topology));
+    found.extend(nearness(topology, wishes));
+    found.extend(reach(topology));
+    found
+}
+
+fn driver(gpus: &Gpus, topology: &Topology) -> Finding {
+    let on_bus = topology.gpus.len() + topology.hidden_gpus.len();
+    match &gpus.driver {
+        Ok((version, count)) => {
+            let module = gpus.module.as_deref().map_or_else(String::new, |module| format!("; {module}"));
+            let version = format!("{}.{}", version / 1000, version % 1000 / 10);
+            Finding::ok("cuda-driver", SUBJECT, format!("driver for CUDA {version}, {count} GPUs{module}"))
+        }
+        Err(CudaError::NoDriver) if on_bus == 0 => {
+            Finding::ok("cuda-driver", SUBJECT, "no GPU and no driver: memory of the host is used")
+                .at(Level::Info)
+        }
+        Err(CudaError::NoDriver) => {
+            Finding::ok("cuda-driver", SUBJECT, format!("{on_bus} GPUs on the PCI bus, and no libcuda.so.1"))
+                .warn("install NVIDIA's driver, or give the container the GPUs: --gpus all")
+        }
+        Err(CudaError::NoDevice) if on_bus == 0 => {
+            Finding::ok("cuda-driver", SUBJECT, "a driver, and no GPU").at(Level::Info)
+        }
+        Err(CudaError::NoDevice) => Finding::ok(
+            "cuda-driver",
+            SUBJECT,
+            format!("{on_bus} GPUs on the PCI bus, and the driver shows none"),
+        )
+        .warn("see CUDA_VISIBLE_DEVICES, and dmesg for lines of NVRM"),
+        Err(error @ CudaError::OldDriver { .. }) => {
+            Finding::ok("cuda-driver", SUBJECT, error.to_string()).fail("install a newer driver of NVIDIA's")
+        }
+        Err(error) => Finding::ok("cuda-driver", SUBJECT, error.to_string())
+            .fail("nvidia-smi says more; until then --memory host"),
+    }
+}
+
+fn health(told: &Told) -> [Finding; 2] {
+    let subject = format!("GPU {}", told.gpu);
+    let mode =
+        Finding::ok("persistence", &subject, format!("nvidia-smi: persistence mode {}", told.persistence));
+    let mode = match told.persistence == "Disabled" {
+        true => mode
+            .at(Level::Info)
+            .mended_by("nvidia-smi -pm 1, or nvidia-persistenced: each first start takes seconds"),
+        false => mode,
+    };
+    let errors = format!("nvidia-smi: uncorrected errors of memory: {}", told.uncorrected_errors);
+    let errors = Finding::ok("ecc", subject, errors);
+    let errors = match told.uncorrected_errors.parse::<u64>() {
+        Ok(1..) => errors.warn("drain this GPU and reset it; if they come back, replace it"),
+        _ => errors,
+    };
+    [mode, errors]
+}
+
+fn links(gpus: &Gpus, topology: &Topology) -> Vec<Finding> {
+    let shown = topology.gpus.iter().map(|gpu| (format!("GPU {}", gpu.index), gpu.pci.as_ref(), true));
+    let nics =
+        topology.nics.iter().filter(|nic| nic.up).map(|nic| (nic.name.clone(), nic.pci.as_ref(), false));
+    let found = shown.chain(nics).filter_map(|(subject, pci, is_gpu)| {
+        let link = gpus.links.get(&pci?.address.to_string())?;
+        Some(of_link(subject, link, is_gpu))
+    });
+    found.collect()
+}
+
+fn of_link(subject: String, link: &Link, is_gpu: bool) -> Finding {
+    let Link { speed: [speed, speed_max], width: [width, width_max] } = link;
+    let evidence = format!("current_link_speed {speed} of {speed_max}, width {width} of {width_max}");
+    let found = Finding::ok("pcie-link", subject, evidence);
+    let slow = speed != speed_max && !speed.starts_with("Unknown");
+    match (*width > 0 && width < width_max, slow) {
+        (true, _) => found.warn("another slot, or seat it again: it has fewer lanes than it can use"),
+        // An idle GPU lowers its speed by itself.
+        (false, true) if is_gpu => {
+            found.at(Level::Info).mended_by("look again under load: an idle GPU lowers it")
+        }
+        (false, true) => found.warn("another slot, or see the firmware's settings of this one"),
+        _ => found,
+    }
+}
+
+fn nearness(topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
+    let plan = match Plan::of(topology, wishes) {
+        Ok(plan) => plan,
+        Err(error) if topology.gpus.is_empty() => return without_gpu(&error),
+        Err(error) => {
+            let found = Finding::ok("gpu-nics", "GPUs", error.to_string());
+            return vec![
+                found
+                    .warn("ferrywire topo shows what there is; --map or --allow-cross-numa choose otherwise"),
+            ];
+        }
+    };
+    let of_gpu = |gpu: &ferrywire::topology::GpuPlan| {
+        let found = Finding::ok(
+            "gpu-nics",
+            format!("GPU {}", gpu.gpu),
+            format!("uses {}: {}", gpu.nics.join(", "), gpu.why),
+        );
+        match gpu.nearness {
+            Nearness::Across => found.warn("put a NIC on its NUMA node: bytes cross from socket to socket"),
+            Nearness::Node => {
+                found.at(Level::Info).mended_by("a NIC on its PCIe root would spare the way through the CPU")
+            }
+            _ => found,
+        }
+    };
+    plan.gpus.iter().map(of_gpu).collect()
+}
+
+/// Without GPUs what keeps a plan from being is a matter of NICs, of which others tell.
+fn without_gpu(error: &PlanError) -> Vec<Finding> {
+    match error.is_usage() {
+        true => vec![
+            Finding::ok("gpu-nics", "NICs", error.to_string()).warn("ferrywire topo shows what there is"),
+        ],
+        false => Vec::new(),
+    }
+}
+
+/// Which NICs could reach GPU memory by themselves. Nobody needs it.
+fn reach(topology: &Topology) -> Vec<Finding> {
+    if topology.gpus.is_empty() {
+        return Vec::new();
+    }
+    let asked = topology.nics.iter().filter_map(|nic| Some((nic, nic.devmem.as_ref()?)));
+    let found = asked.map(|(nic, possible)| {
+        let words: Vec<&str> = possible.why_not.iter().chain(&possible.missing).map(String::as_str).collect();
+        let found = |evidence: String| Finding::ok("devmem", &nic.name, evidence);
+        match (possible.is_possible(), words.is_empty()) {
+            (true, true) => found("devmem TCP: possible".to_owned()),
+            (true, false) => found(format!("devmem TCP: possible with setup: {}", words.join("; ")))
+                .at(Level::Info)
+                .mended_by("--transport devmem --allow-nic-setup"),
+            (false, _) => found(format!("devmem TCP: no: {}", words.join("; ")))
+                .at(Level::Info)
+                .mended_by("see docs/devmem.md"),
+        }
+    });
+    found.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::levels;
+    use ferrywire::topology::{Address, Gpu, Nic};
+
+    fn pci(text: &str) -> Option<PciPath> {
+        PciPath::of_folder(Path::new(text))
+    }
+
+    fn host() -> Topology {
+        let nic = Nic {
+            name: "eth1".to_owned(),
+            pci: pci("/sys/devices/pci0000:00/0000:00:02.0/0000:02:00.0"),
+            node: Some(0),
+            device: true,
+            loopback: false,
+            lower: Vec::new(),
+            up: true,
+            addresses: vec![Address { ip: [10, 0, 0, 1].into(), prefix_len: 24 }],
+            speed_mbps: Some(100_000),
+            mtu_bytes: 9000,
+            driver: None,
+            rx_queues: 16,
+            tx_queues: 16,
+            header_split: None,
+            devmem: None,
+        };
+        let gpu = Gpu {
+            index: 0,
+            name: None,
+            pci: pci("/sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0"),
+            node: Some(0),
+        };
+        let (hidden_gpus, nodes, cores, notes) = Default::default();
+        Topology { nics: vec![nic], gpus: vec![gpu], hidden_gpus, nodes, cores, notes }
+    }
+
+    fn good() -> Gpus {
+        let link =
+            Link { speed: ["32.0 GT/s PCIe".to_owned(), "32.0 GT/s PCIe".to_owned()], width: [16, 16] };
+        Gpus {
+            driver: Ok((12040, 1)),
+            module: None,
+            mps: false,
+            links: [("0000:01:00.0", link.clone()), ("0000:02:00.0", link)]
+                .map(|(name, link)| (name.to_owned(), link))
+                .into(),
+            told: told_in("0, Enabled, 0\n"),
+        }
+    }
+
+    fn of(gpus: &Gpus, topology: &Topology, id: &str) -> Vec<Level> {
+        levels(&judge(gpus, topology, &Wishes::default()), id)
+    }
+
+    #[test]
+    fn a_gpu_beside_its_nic_has_nothing_to_mend() {
+        let found = judge(&good(), &host(), &Wishes::default());
+        assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
+        assert_eq!(levels(&found, "pcie-link").len(), 2);
+    }
+
+    #[test]
+    fn a_driver_that_is_missing_matters_where_there_are_gpus() {
+        let none = Topology { gpus: Vec::new(), ..host() };
+        let with = |error: CudaError| Gpus { driver: Err(error), ..good() };
+        assert_eq!(of(&with(CudaError::NoDriver), &none, "cuda-driver"), [Level::Info]);
+        assert_eq!(of(&with(CudaError::NoDriver), &host(), "cuda-driver"), [Level::Warn]);
+        assert_eq!(of(&with(CudaError::NoDevice), &none, "cuda-driver"), [Level::Info]);
+        assert_eq!(of(&with(CudaError::NoDevice), &host(), "cuda-driver"), [Level::Warn]);
+        let old = CudaError::OldDriver { found: 11040, needed: 12000 };
+        assert_eq!(of(&with(old), &host(), "cuda-driver"), [Level::Fail]);
+    }
+
+    #[test]
+    fn lanes_that_are_missing_are_told_and_idle_gpus_excused() {
+        let link = |device: &str, speed: &str, width| {
+            let mut gpus = good();
+            let link = gpus.links.get_mut(device).expect("it has one");
+            (link.speed[0], link.width[0]) = (speed.to_owned(), width);
+            of(&gpus, &host(), "pcie-link")
+        };
+        assert_eq!(link("0000:01:00.0", "2.5 GT/s PCIe", 16), [Level::Info, Level::Ok]);
+        assert_eq!(link("0000:01:00.0", "32.0 GT/s PCIe", 8), [Level::Warn, Level::Ok]);
+        assert_eq!(link("0000:02:00.0", "16.0 GT/s PCIe", 16), [Level::Ok, Level::Warn]);
+        // What a virtual machine shows.
+        assert_eq!(link("0000:02:00.0", "Unknown", 0), [Level::Ok, Level::Ok]);
+    }
+
+    #[test]
+    fn distance_between_gpu_and_nic_is_told() {
+        let mut other_root = host();
+        other_root.nics[0].pci = pci("/sys/devices/pci0000:80/0000:80:02.0/0000:82:00.0");
+        assert_eq!(of(&good(), &other_root, "gpu-nics"), [Level::Info]);
+        other_root.nics[0].node = Some(1);
+        let crossing = Wishes { allow_cross_numa: true, ..Wishes::default() };
+        assert_eq!(levels(&judge(&good(), &other_root, &crossing), "gpu-nics"), [Level::Warn]);
+        let alone = Topology { nics: Vec::new(), ..host() };
+        assert_eq!(of(&good(), &alone, "gpu-nics"), [Level::Warn]);
+    }
+
+    #[test]
+    fn what_nvidia_smi_tells_is_heeded() {
+        let told = |text: &str| Gpus { told: told_in(text), ..good() };
+        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "persistence"), [Level::Info]);
+        assert_eq!(of(&told("0, Disabled, [N/A]\n"), &host(), "ecc"), [Level::Ok]);
+        assert_eq!(of(&told("0, Enabled, 3\n1, Enabled, 0\n"), &host(), "ecc"), [Level::Warn, Level::Ok]);
+        assert_eq!(of(&Gpus { mps: true, ..good() }, &host(), "mps"), [Level::Info]);
+        let hidden = Topology { hidden_gpus: host().gpus, ..host() };
+        assert_eq!(of(&good(), &hidden, "hidden-gpus"), [Level::Info]);
+    }
+}

@@ -1,0 +1,238 @@
+//! What the kernel allows connections: buffers, congestion control, options of TCP, and what its version can do.
+//!
+//! Invariant: [`judge`] reads nothing; a value that is `None` could not be read.
+
+use super::files::{last_number, line, number, size};
+use super::finding::{Finding, Level};
+use ferrywire::sys::ethtool;
+
+const SUBJECT: &str = "kernel";
+/// A round trip of a data centre: how much is on its way to keep a NIC busy.
+const ROUND_TRIP_S: f64 = 0.0005;
+/// Connections that share a NIC, at least.
+const CHANNELS: f64 = 4.0;
+/// What the engine gives a connection on a short path; the kernel sizes it from there.
+const BUFFER_BYTES_MIN: u64 = 2 << 20;
+/// What it gives one on a long path.
+const LONG_PATH_BUFFER_BYTES: u64 = 8 << 20;
+/// Kernels know zero-copy sends from here.
+const ZERO_COPY: (u32, u32) = (4, 14);
+/// And device memory TCP in both directions from here.
+const DEVMEM_SENDS: (u32, u32) = (6, 16);
+
+/// What was read.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    /// As `uname -r` has it.
+    pub release: String,
+    /// Most bytes that a program may ask for, without rights: receiving and sending.
+    pub core_max_bytes: [Option<u64>; 2],
+    /// Most bytes to which the kernel lets a buffer grow: receiving and sending.
+    pub tcp_max_bytes: [Option<u64>; 2],
+    /// In force by default.
+    pub congestion_control: Option<String>,
+    /// Those that can be chosen, with spaces between.
+    pub congestion_controls: Option<String>,
+    /// `tcp_window_scaling`, `tcp_timestamps`, `tcp_sack`: 0 is off.
+    pub options: [Option<u32>; 3],
+    /// Whether the boot id, by which ends learn that they share a host, can be read.
+    pub boot_id: bool,
+    /// Whether devices of this host are behind an IOMMU.
+    pub iommu: bool,
+    /// Whether the kernel tells about NICs.
+    pub ethtool: Result<(), String>,
+}
+
+const OPTIONS: [(&str, &str); 3] = [
+    ("tcp_window_scaling", "no connection has more than 64 KiB on its way"),
+    ("tcp_timestamps", "round trips are measured worse, and long sequences may be taken for old ones"),
+    ("tcp_sack", "each loss costs a round trip or more"),
+];
+
+impl Kernel {
+    /// Of this host.
+    pub fn read() -> Kernel {
+        let core = |name| number(format!("/proc/sys/net/core/{name}"));
+        let tcp = |name| last_number(format!("/proc/sys/net/ipv4/{name}"));
+        let text = |name| line(format!("/proc/sys/net/ipv4/{name}"));
+        Kernel {
+            release: line("/proc/sys/kernel/osrelease").unwrap_or_default(),
+            core_max_bytes: ["rmem_max", "wmem_max"].map(core),
+            tcp_max_bytes: ["tcp_rmem", "tcp_wmem"].map(tcp),
+            congestion_control: text("tcp_congestion_control"),
+            congestion_controls: text("tcp_available_congestion_control"),
+            options: OPTIONS.map(|(name, _)| number(format!("/proc/sys/net/ipv4/{name}"))),
+            boot_id: ferrywire::sys::affinity::boot_id().is_ok(),
+            iommu: std::fs::read_dir("/sys/class/iommu").is_ok_and(|mut found| found.next().is_some()),
+            ethtool: ethtool::Ethtool::open().map(drop).map_err(|error| error.to_string()),
+        }
+    }
+}
+
+/// What there is to say, given the speed of the fastest NIC.
+pub fn judge(kernel: &Kernel, fastest_mbps: Option<u32>) -> Vec<Finding> {
+    let needed = fastest_mbps.map_or(BUFFER_BYTES_MIN, needed_bytes);
+    let mut found = Vec::new();
+    for (i, name) in ["tcp_rmem", "tcp_wmem"].into_iter().enumerate() {
+        found.extend(kernel.tcp_max_bytes[i].map(|bytes| grown(name, bytes, needed, fastest_mbps)));
+    }
+    for (i, name) in ["rmem_max", "wmem_max"].into_iter().enumerate() {
+        found.extend(kernel.core_max_bytes[i].map(|bytes| asked(name, bytes)));
+    }
+    found.extend(congestion_control(kernel));
+    let options = OPTIONS.iter().zip(kernel.options);
+    found.extend(options.filter_map(|(&(name, cost), value)| Some(option(name, cost, value?))));
+    found.push(version(&kernel.release));
+    found.push(match kernel.boot_id {
+        true => Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id can be read"),
+        false => Finding::ok("boot-id", SUBJECT, "/proc/sys/kernel/random/boot_id cannot be read").warn(
+            "mount /proc whole: without it two ends on one host take the network's way, and pin the same cores",
+        ),
+    });
+    let iommu = "/sys/class/iommu: devices are behind an IOMMU";
+    found.push(match kernel.iommu {
+        true => Finding::ok("iommu", SUBJECT, iommu).at(Level::Info).mended_by(
+            "nothing for TCP through host memory; where NICs are to reach GPUs (devmem, plugins): iommu=pt, and ACS off \
+             between them",
+        ),
+        false => Finding::ok("iommu", SUBJECT, "/sys/class/iommu is empty"),
+    });
+    found.push(match &kernel.ethtool {
+        Ok(()) => Finding::ok("ethtool", SUBJECT, "the kernel tells about NICs"),
+        Err(why) => {
+            Finding::ok("ethtool", SUBJECT, format!("settings of NICs cannot be read: {why}")).at(Level::Info)
+        }
+    });
+    found
+}
+
+/// Enough for its share of a NIC. The kernel counts its own needs to a buffer, up to half.
+fn needed_bytes(mbps: u32) -> u64 {
+    let on_its_way = f64::from(mbps) * 1e6 / 8.0 * ROUND_TRIP_S;
+    ((on_its_way / CHANNELS * 2.0) as u64).max(BUFFER_BYTES_MIN)
+}
+
+fn grown(name: &str, bytes: u64, needed: u64, mbps: Option<u32>) -> Finding {
+    let evidence = format!("/proc/sys/net/ipv4/{name} ends at {}", size(bytes));
+    let found = Finding::ok("tcp-buffers", SUBJECT, evidence.clone());
+    if bytes >= needed {
+        return found;
+    }
+    let speed = mbps.map_or_else(String::new, |mbps| format!(" at {} Gbit/s", f64::from(mbps) / 1000.0));
+    let wanted = needed.max(LONG_PATH_BUFFER_BYTES);
+    Finding { evidence: format!("{evidence}; a channel needs {}{speed}", size(needed)), ..found }
+        .warn(format!("sysctl -w net.ipv4.{name}='4096 131072 {wanted}'"))
+}
+
+fn asked(name: &str, bytes: u64) -> Finding {
+    let evidence = format!("/proc/sys/net/core/{name} is {}", size(bytes));
+    let found = Finding::ok("core-buffers", SUBJECT, evidence);
+    match bytes < LONG_PATH_BUFFER_BYTES {
+        true => found.at(Level::Info).mended_by(format!(
+            "on long paths, without CAP_NET_ADMIN: sysctl -w net.core.{name}={LONG_PATH_BUFFER_BYTES}"
+        )),
+        false => found,
+    }
+}
+
+fn congestion_control(kernel: &Kernel) -> Option<Finding> {
+    let (inforce, all) = (kernel.congestion_control.as_ref()?, kernel.congestion_controls.as_ref()?);
+    let evidence = format!("default {inforce}; there are {all}");
+    let found = Finding::ok("congestion-control", SUBJECT, evidence);
+    Some(match all.split_whitespace().any(|name| name == "cubic") || inforce == "cubic" {
+        true => found,
+        false => found.warn("modprobe tcp_cubic: on short clean paths it moves half as much again as bbr"),
+    })
+}
+
+fn option(name: &str, cost: &str, value: u32) -> Finding {
+    let found = Finding::ok("tcp-options", SUBJECT, format!("/proc/sys/net/ipv4/{name} is {value}"));
+    if value == 0 { found.warn(format!("sysctl -w net.ipv4.{name}=1; without it {cost}")) } else { found }
+}
+
+fn version(release: &str) -> Finding {
+    let evidence = format!("Linux {release}");
+    let found = Finding::ok("kernel-version", SUBJECT, evidence);
+    match numbers(release) {
+        Some(version) if version < ZERO_COPY => {
+            found.warn("a kernel from 4.14 on: this one has no zero-copy sends")
+        }
+        Some(version) if version < DEVMEM_SENDS => found
+            .at(Level::Info)
+            .mended_by("for devmem TCP, which needs NICs for it too: a kernel from 6.16 on; else nothing"),
+        _ => found,
+    }
+}
+
+fn numbers(release: &str) -> Option<(u32, u32)> {
+    let mut parts = release.split(|c: char| !c.is_ascii_digit());
+    Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::levels;
+
+    fn good() -> Kernel {
+        Kernel {
+            release: "6.18.2-cloud".to_owned(),
+            core_max_bytes: [Some(16 << 20); 2],
+            tcp_max_bytes: [Some(16 << 20); 2],
+            congestion_control: Some("bbr".to_owned()),
+            congestion_controls: Some("reno cubic bbr".to_owned()),
+            options: [Some(1); 3],
+            boot_id: true,
+            iommu: false,
+            ethtool: Ok(()),
+        }
+    }
+
+    fn level(kernel: &Kernel, id: &str) -> Level {
+        levels(&judge(kernel, Some(100_000)), id).into_iter().min().expect("a finding")
+    }
+
+    #[test]
+    fn a_good_kernel_has_nothing_to_mend() {
+        let found = judge(&good(), Some(200_000));
+        assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
+        assert!(found.iter().all(|finding| finding.mend.is_none()), "{found:?}");
+    }
+
+    #[test]
+    fn buffers_are_measured_by_the_fastest_nic() {
+        let small = Kernel { tcp_max_bytes: [Some(6 << 20), Some(4 << 20)], ..good() };
+        let of_speed = |mbps| levels(&judge(&small, mbps), "tcp-buffers");
+        assert_eq!(of_speed(None), [Level::Ok; 2]);
+        assert_eq!(of_speed(Some(100_000)), [Level::Ok; 2]);
+        assert_eq!(of_speed(Some(200_000)), [Level::Ok, Level::Warn]);
+        assert_eq!(of_speed(Some(400_000)), [Level::Warn; 2]);
+        let core = Kernel { core_max_bytes: [Some(212_992), Some(16 << 20)], ..good() };
+        assert_eq!(levels(&judge(&core, None), "core-buffers"), [Level::Info, Level::Ok]);
+    }
+
+    #[test]
+    fn each_option_of_tcp_is_named() {
+        for (i, (name, _)) in OPTIONS.iter().enumerate() {
+            let mut kernel = good();
+            kernel.options[i] = Some(0);
+            let found = judge(&kernel, None);
+            let warned: Vec<_> = found.iter().filter(|finding| finding.level == Level::Warn).collect();
+            assert!(matches!(warned[..], [only] if only.evidence.contains(name)), "{found:?}");
+        }
+    }
+
+    #[test]
+    fn what_the_kernel_lacks_is_told() {
+        let only_bbr = Kernel { congestion_controls: Some("bbr".to_owned()), ..good() };
+        assert_eq!(level(&only_bbr, "congestion-control"), Level::Warn);
+        for (release, expected) in [("4.4.0", Level::Warn), ("5.15.0-1", Level::Info), ("7.2.12", Level::Ok)]
+        {
+            let kernel = Kernel { release: release.to_owned(), ..good() };
+            assert_eq!(level(&kernel, "kernel-version"), expected, "{release}");
+        }
+        assert_eq!(level(&Kernel { boot_id: false, ..good() }, "boot-id"), Level::Warn);
+        assert_eq!(level(&Kernel { iommu: true, ..good() }, "iommu"), Level::Info);
+        assert_eq!(level(&Kernel { ethtool: Err("none".to_owned()), ..good() }, "ethtool"), Level::Info);
+    }
+}

@@ -1,0 +1,103 @@
+//! `ferrywire doctor`: what stands in the way of speed, or of working at all.
+//!
+//! Each of [`kernel`], [`limits`], [`nic`], [`gpu`], [`environment`] and [`peer`] reads plain facts and has a pure function that
+//! makes [`finding`]s of them, which [`report`] shows. Invariant: no setting is changed, and nothing waits for ever.
+//! Read next: [`finding`], then any of them.
+
+mod environment;
+mod files;
+mod finding;
+mod gpu;
+mod kernel;
+mod limits;
+mod nic;
+mod peer;
+mod report;
+mod tool;
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use ferrywire::sys::ethtool::Ethtool;
+use ferrywire::topology::{Topology, Wishes};
+
+use crate::exit::{self, Failure, Outcome};
+use crate::nics;
+use crate::plan::DoctorPlan;
+use crate::plugin;
+use finding::Finding;
+use nic::Settings;
+use peer::PeerFacts;
+
+/// Looks at everything and prints what there is to say.
+pub fn run(plan: &DoctorPlan) -> Outcome {
+    // A name of no NIC is a slip of the pen; one that is down is a finding.
+    if let Err(Failure::Usage(why)) = nics::check(&plan.engine.nics) {
+        return Err(Failure::Usage(why));
+    }
+    let mut topology = Topology::of_this_host();
+    topology.ask_for_devmem();
+    let mut findings = here(plan, &topology);
+    findings.extend(plan.plugin.as_ref().map(plugin_works).transpose()?);
+    let peer = visit(plan, &topology, &mut findings)?;
+    let text = match plan.json {
+        true => format!("{}\n", report::json(&findings, peer.as_ref())),
+        false => report::text(&findings, plan.verbose),
+    };
+    exit::print(&text)?;
+    match report::error(&findings) {
+        Some(why) => Err(Failure::failed(why)),
+        None => Ok(()),
+    }
+}
+
+/// Findings about this host.
+fn here(plan: &DoctorPlan, topology: &Topology) -> Vec<Finding> {
+    let settings = settings();
+    let wishes = Wishes { nics: plan.engine.nics.clone(), ..Wishes::default() };
+    let nvidia_smi = |args: &[&str]| tool::output("nvidia-smi", args, plan.deadline);
+    let names: Vec<String> = topology.nics.iter().map(|nic| nic.name.clone()).collect();
+    [
+        kernel::judge(&kernel::Kernel::read(), nic::fastest_mbps(topology)),
+        limits::judge(&limits::Limits::read(), nic::total_mbps(topology)),
+        nic::judge(topology, &settings, &plan.engine.nics),
+        gpu::judge(&gpu::Gpus::read(topology, &nvidia_smi), topology, &wishes),
+        environment::judge(&environment::Environment::read(), &names),
+    ]
+    .concat()
+}
+
+/// The settings of a NIC, each read once.
+fn settings() -> impl Fn(&str) -> Settings {
+    let ethtool = RefCell::new(Ethtool::open().ok());
+    let known = RefCell::new(BTreeMap::<String, Settings>::new());
+    move |nic| {
+        let read = || Settings::read(nic, ethtool.borrow_mut().as_mut());
+        known.borrow_mut().entry(nic.to_owned()).or_insert_with(read).clone()
+    }
+}
+
+/// Whether a plugin loads and has devices; it is started in a process of its own.
+fn plugin_works(asked: &crate::plan::PluginPlan) -> Outcome<Finding> {
+    let subject = format!("plugin {}", asked.path.display());
+    let found = |evidence: String| Finding::ok("plugin", &subject, evidence);
+    Ok(match plugin::devices(asked) {
+        Ok((0, name)) => {
+            found(format!("{name} offers no device")).fail("it needs NICs that it can use: see -v")
+        }
+        Ok((count, name)) => found(format!("{name} offers {count} devices")),
+        Err(Failure::Interrupted) => return Err(Failure::Interrupted),
+        Err(failure) => found(failure.first_line())
+            .fail(format!("ferrywire plugin {} -v shows what it logs", asked.path.display())),
+    })
+}
+
+fn visit(plan: &DoctorPlan, topology: &Topology, findings: &mut Vec<Finding>) -> Outcome<Option<PeerFacts>> {
+    if plan.addresses.is_empty() || nics::check(&plan.engine.nics).is_err() {
+        return Ok(None);
+    }
+    let nics = topology.nics.iter().filter(|nic| nic::counts(nic)).count();
+    let facts = PeerFacts::visit(&plan.engine, nics, &plan.addresses, plan.deadline)?;
+    findings.extend(peer::judge(&facts, topology, &plan.engine.nics));
+    Ok(Some(facts))
+}

@@ -1,0 +1,365 @@
+//! NICs of this host: what makes one slow, or leaves it out.
+//!
+//! Invariant: [`judge`] reads nothing; a value that is `None` the driver does not tell.
+
+use ferrywire::sys::ethtool::{Ethtool, Feature};
+use ferrywire::topology::{Nic, Topology};
+
+use super::files::{line, number};
+use super::finding::{Finding, Level};
+
+/// From here on a NIC is worth settings of its own.
+const FAST_MBPS: u32 = 25_000;
+/// Packets of this size cost a fast NIC's receiver a sixth of the interrupts.
+const MTU_JUMBO_BYTES: u32 = 9000;
+/// Jumbo frames of clouds are a little shorter.
+const MTU_ENOUGH_BYTES: u32 = 8000;
+/// Descriptors of a ring.
+const RING_MIN: u32 = 1024;
+
+/// What the engine's topology does not have.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// Whether there is light on the wire; switched off it cannot be asked.
+    pub carrier: Option<bool>,
+    /// `full` or `half`.
+    pub duplex: Option<String>,
+    /// Whether it is a bridge.
+    pub bridge: bool,
+    /// Whether another core takes packets from the one that was interrupted.
+    pub steered: bool,
+    /// Names of offloads that are off and could be on.
+    pub offloads_off: Vec<&'static str>,
+    /// Whether offloads could be read.
+    pub offloads_known: bool,
+    /// Descriptors of the receive and the send ring: as set, and at most.
+    pub rings: Option<[(u32, u32); 2]>,
+}
+
+/// Offloads, as the kernel and as people call them.
+const OFFLOADS: [(&str, &str); 4] = [
+    ("rx-gro", "gro"),
+    ("tx-tcp-segmentation", "tso"),
+    ("tx-generic-segmentation", "gso"),
+    ("tx-scatter-gather", "sg"),
+];
+
+impl Settings {
+    /// Of a NIC; asks the driver.
+    pub fn read(nic: &str, ethtool: Option<&mut Ethtool>) -> Settings {
+        let folder = format!("/sys/class/net/{nic}");
+        let mut settings = Settings {
+            carrier: number::<u8>(format!("{folder}/carrier")).map(|carrier| carrier == 1),
+            duplex: line(format!("{folder}/duplex")),
+            bridge: std::path::Path::new(&format!("{folder}/bridge")).exists(),
+            steered: line(format!("{folder}/queues/rx-0/rps_cpus"))
+                .is_some_and(|mask| mask.chars().any(|c| !"0,".contains(c))),
+            ..Settings::default()
+        };
+        if let Some(ethtool) = ethtool {
+            settings.ask(nic, ethtool);
+        }
+        settings
+    }
+
+    fn ask(&mut self, nic: &str, ethtool: &mut Ethtool) {
+        for (name, short) in OFFLOADS {
+            let Ok(Feature { on, changeable }) = ethtool.feature(nic, name) else { return };
+            if !on && changeable {
+                self.offloads_off.push(short);
+            }
+        }
+        self.offloads_known = true;
+        self.rings = ethtool.ring_sizes(nic).ok().flatten();
+    }
+}
+
+/// Whether a NIC can lead to another host.
+pub fn counts(nic: &Nic) -> bool {
+    !nic.loopback && nic.up && !nic.addresses.is_empty()
+}
+
+/// What there is to say of all of them; `named` are those of --nics.
+pub fn judge(topology: &Topology, settings: &dyn Fn(&str) -> Settings, named: &[String]) -> Vec<Finding> {
+    let mut found = whole_host(topology, settings);
+    let fastest = fastest_mbps(topology);
+    let is_asked = |nic: &&Nic| !nic.loopback && (named.is_empty() || named.contains(&nic.name));
+    for nic in topology.nics.iter().filter(is_asked) {
+        found.extend(of_one(nic, &settings(&nic.name), fastest, !named.is_empty()));
+    }
+    found
+}
+
+/// Speed of the fastest NIC with a device.
+pub fn fastest_mbps(topology: &Topology) -> Option<u32> {
+    topology.nics.iter().filter(|nic| nic.device && nic.up).filter_map(|nic| nic.speed_mbps).max()
+}
+
+/// Speed of all of them.
+pub fn total_mbps(topology: &Topology) -> u32 {
+    let fast = topology.nics.iter().filter(|nic| nic.device && counts(nic));
+    fast.filter_map(|nic| nic.speed_mbps).fold(0, u32::saturating_add)
+}
+
+fn whole_host(topology: &Topology, settings: &dyn Fn(&str) -> Settings) -> Vec<Finding> {
+    let usable: Vec<&Nic> = topology.nics.iter().filter(|nic| counts(nic)).collect();
+    let names: Vec<&str> = usable.iter().map(|nic| nic.name.as_str()).collect();
+    let nics = Finding::ok("nics", "NICs", format!("up, with an address: {}", names.join(", ")));
+    let (bridges, outward): (Vec<&Nic>, Vec<&Nic>) =
+        usable.iter().partition(|nic| settings(&nic.name).bridge);
+    let bridge_alone = bridges.iter().all(|nic| nic.lower.is_empty() || nic.name.starts_with("docker"));
+    let mut found = vec![match (usable.is_empty(), outward.is_empty() && bridge_alone) {
+        (true, _) => Finding::ok("nics", "NICs", "none but loopback is up with an address")
+            .warn("ip link set NIC up; ip address add ADDR/LEN dev NIC: as it is, only this host is reached"),
+        (_, true) => {
+            Finding { evidence: format!("{}, which only leads to containers", nics.evidence), ..nics }.warn(
+                "give a NIC that leaves this host an address: every host may have one like that bridge's",
+            )
+        }
+        _ => nics,
+    }];
+    found.extend(mtus(&usable));
+    found
+}
+
+fn mtus(usable: &[&Nic]) -> Option<Finding> {
+    let devices: Vec<&&Nic> = usable.iter().filter(|nic| nic.device).collect();
+    let first = devices.first()?;
+    let listed: Vec<String> = devices.iter().map(|nic| format!("{} {}", nic.name, nic.mtu_bytes)).collect();
+    let found = Finding::ok("mtu-equal", "NICs", format!("MTU: {}", listed.join(", ")));
+    Some(match devices.iter().all(|nic| nic.mtu_bytes == first.mtu_bytes) {
+        true => found,
+        false => found.warn("give NICs that carry one transfer the same MTU, and their switches too"),
+    })
+}
+
+fn of_one(nic: &Nic, settings: &Settings, fastest: Option<u32>, named: bool) -> Vec<Finding> {
+    let mut found: Vec<Finding> = state(nic, settings, named).into_iter().collect();
+    if !nic.device || !nic.up {
+        return found;
+    }
+    found.push(speed(nic, fastest));
+    let fast = nic.speed_mbps.is_some_and(|mbps| mbps >= FAST_MBPS);
+    found.extend(settings.duplex.as_deref().and_then(|duplex| self::duplex(&nic.name, duplex)));
+    found.push(mtu(nic, fast));
+    found.push(queues(nic, fast));
+    if settings.steered && nic.rx_queues > 1 {
+        let evidence = format!("/sys/class/net/{}/queues/rx-0/rps_cpus is set", nic.name);
+        found.push(Finding::ok("rps", &nic.name, evidence).at(Level::Info).mended_by(
+            "echo 0 into the rps_cpus of its queues: with several queues a second core only adds to the work",
+        ));
+    }
+    if settings.offloads_known {
+        found.push(offloads(&nic.name, &settings.offloads_off));
+    }
+    found.extend(settings.rings.map(|rings| self::rings(&nic.name, rings, fast)));
+    found
+}
+
+fn state(nic: &Nic, settings: &Settings, named: bool) -> Option<Finding> {
+    let mend = match settings.carrier {
+        Some(false) => "no carrier: look at its cable and at the port of the switch",
+        _ => "ip link set NIC up",
+    };
+    let found = |evidence: &str| Finding::ok("nic-state", &nic.name, evidence);
+    match (nic.up, nic.addresses.is_empty()) {
+        (true, false) => Some(found("up, with an address")),
+        (true, true) if nic.device || named => {
+            let found = found("up, without an address").at(Level::Info);
+            Some(
+                found.mended_by(format!(
+                    "ip address add ADDR/LEN dev {}, unless it belongs to a bond",
+                    nic.name
+                )),
+            )
+        }
+        (false, _) if named => Some(found("down").fail(mend.replace("NIC", &nic.name))),
+        (false, _) if nic.device => {
+            Some(found("down").at(Level::Info).mended_by(mend.replace("NIC", &nic.name)))
+        }
+        _ => None,
+    }
+}
+
+fn speed(nic: &Nic, fastest: Option<u32>) -> Finding {
+    let Some(mbps) = nic.speed_mbps else {
+        let evidence = format!("/sys/class/net/{}/speed tells none", nic.name);
+        return Finding::ok("nic-speed", &nic.name, evidence).at(Level::Info).mended_by(
+            "nothing in a virtual machine; channels are dealt to NICs without knowing their speed",
+        );
+    };
+    let found = Finding::ok("nic-speed", &nic.name, format!("{} Gbit/s", f64::from(mbps) / 1000.0));
+    match fastest {
+        Some(fastest) if counts(nic) && mbps < fastest => found.at(Level::Info).mended_by(format!(
+            "if it is to be one of several: the others have {} Gbit/s; look at cable and switch, or leave it out with --nics",
+            f64::from(fastest) / 1000.0
+        )),
+        _ => found,
+    }
+}
+
+fn duplex(nic: &str, duplex: &str) -> Option<Finding> {
+    let found = Finding::ok("duplex", nic, format!("/sys/class/net/{nic}/duplex is {duplex}"));
+    match duplex {
+        "full" => Some(found),
+        "half" => {
+            Some(found.warn("let NIC and switch negotiate: ethtool -s NIC autoneg on".replace("NIC", nic)))
+        }
+        _ => None,
+    }
+}
+
+fn mtu(nic: &Nic, fast: bool) -> Finding {
+    let found = Finding::ok("mtu", &nic.name, format!("MTU {}", nic.mtu_bytes));
+    match fast && nic.mtu_bytes < MTU_ENOUGH_BYTES {
+        true => found
+            .warn(format!("ip link set {} mtu {MTU_JUMBO_BYTES}, if switches and peers allow it", nic.name)),
+        false => found,
+    }
+}
+
+fn queues(nic: &Nic, fast: bool) -> Finding {
+    let evidence = format!("{} receive and {} send queues", nic.rx_queues, nic.tx_queues);
+    let found = Finding::ok("nic-queues", &nic.name, evidence);
+    match (nic.rx_queues <= 1, fast) {
+        (true, true) => {
+            found.warn(format!("ethtool -L {} combined N: one core takes all its interrupts", nic.name))
+        }
+        (true, false) => {
+            found.at(Level::Info).mended_by(format!("ethtool -L {} combined N, if it can", nic.name))
+        }
+        _ => found,
+    }
+}
+
+fn offloads(nic: &str, off: &[&str]) -> Finding {
+    if off.is_empty() {
+        return Finding::ok("offloads", nic, "ethtool: GRO, TSO, GSO and scatter-gather are on, or fixed");
+    }
+    let switches: Vec<String> = off.iter().map(|name| format!("{name} on")).collect();
+    Finding::ok("offloads", nic, format!("ethtool: off: {}", off.join(", "))).warn(format!(
+        "ethtool -K {nic} {}: without, each packet passes all of the kernel",
+        switches.join(" ")
+    ))
+}
+
+fn rings(nic: &str, [rx, tx]: [(u32, u32); 2], fast: bool) -> Finding {
+    let evidence = format!("ethtool: rings have {} of {} and {} of {} descriptors", rx.0, rx.1, tx.0, tx.1);
+    let found = Finding::ok("rings", nic, evidence);
+    let small = |(set, most): (u32, u32)| set < RING_MIN && set < most;
+    match fast && (small(rx) || small(tx)) {
+        true => found.warn(format!("ethtool -G {nic} rx {} tx {}", rx.1, tx.1)),
+        false => found,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::levels;
+    use ferrywire::topology::Address;
+
+    fn nic(name: &str) -> Nic {
+        Nic {
+            name: name.to_owned(),
+            pci: None,
+            node: None,
+            device: true,
+            loopback: false,
+            lower: Vec::new(),
+            up: true,
+            addresses: vec![Address { ip: [10, 0, 0, 1].into(), prefix_len: 24 }],
+            speed_mbps: Some(100_000),
+            mtu_bytes: 9000,
+            driver: None,
+            rx_queues: 16,
+            tx_queues: 16,
+            header_split: None,
+            devmem: None,
+        }
+    }
+
+    fn good() -> Settings {
+        Settings {
+            carrier: Some(true),
+            duplex: Some("full".to_owned()),
+            offloads_known: true,
+            rings: Some([(4096, 8192); 2]),
+            ..Settings::default()
+        }
+    }
+
+    fn host(nics: Vec<Nic>) -> Topology {
+        let (gpus, hidden_gpus, nodes, cores, notes) = Default::default();
+        Topology { nics, gpus, hidden_gpus, nodes, cores, notes }
+    }
+
+    fn found(nics: Vec<Nic>, settings: Settings) -> Vec<Finding> {
+        judge(&host(nics), &|_| settings.clone(), &[])
+    }
+
+    fn one(nic: Nic, settings: Settings, id: &str) -> Level {
+        levels(&found(vec![nic], settings), id)[0]
+    }
+
+    #[test]
+    fn good_nics_have_nothing_to_mend() {
+        let found = found(vec![nic("eth1"), nic("eth2")], good());
+        assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
+        assert_eq!(levels(&found, "rings").len(), 2);
+    }
+
+    #[test]
+    fn what_makes_a_nic_slow_is_told() {
+        assert_eq!(one(Nic { mtu_bytes: 1500, ..nic("a") }, good(), "mtu"), Level::Warn);
+        assert_eq!(
+            one(Nic { mtu_bytes: 1500, speed_mbps: Some(1000), ..nic("a") }, good(), "mtu"),
+            Level::Ok
+        );
+        assert_eq!(one(Nic { rx_queues: 1, ..nic("a") }, good(), "nic-queues"), Level::Warn);
+        assert_eq!(
+            one(Nic { rx_queues: 1, speed_mbps: None, ..nic("a") }, good(), "nic-queues"),
+            Level::Info
+        );
+        assert_eq!(one(Nic { speed_mbps: None, ..nic("a") }, good(), "nic-speed"), Level::Info);
+        let half = Settings { duplex: Some("half".to_owned()), ..good() };
+        assert_eq!(one(nic("a"), half, "duplex"), Level::Warn);
+        let off = Settings { offloads_off: vec!["gro", "tso"], ..good() };
+        let off = found(vec![nic("a")], off);
+        let mends: Vec<_> = off.iter().filter_map(|finding| finding.mend.as_deref()).collect();
+        assert!(mends[0].starts_with("ethtool -K a gro on tso on"), "{mends:?}");
+        let rings = |set, most| Settings { rings: Some([(set, most), (4096, 8192)]), ..good() };
+        assert_eq!(one(nic("a"), rings(512, 8192), "rings"), Level::Warn);
+        assert_eq!(one(nic("a"), rings(512, 512), "rings"), Level::Ok);
+        assert_eq!(one(nic("a"), Settings { steered: true, ..good() }, "rps"), Level::Info);
+    }
+
+    #[test]
+    fn nics_that_differ_are_compared() {
+        let odd = vec![nic("a"), Nic { mtu_bytes: 8896, speed_mbps: Some(50_000), ..nic("b") }];
+        let found = found(odd, good());
+        assert_eq!(levels(&found, "mtu-equal"), [Level::Warn]);
+        assert_eq!(levels(&found, "nic-speed"), [Level::Ok, Level::Info]);
+    }
+
+    #[test]
+    fn a_nic_that_is_down_matters_where_it_is_asked_for() {
+        let down = || Nic { up: false, ..nic("a") };
+        let dark = || Settings { carrier: Some(false), ..good() };
+        assert_eq!(one(down(), dark(), "nic-state"), Level::Info);
+        let asked = judge(&host(vec![down(), nic("b")]), &|_| dark(), &["a".to_owned()]);
+        assert_eq!(levels(&asked, "nic-state"), [Level::Fail]);
+        let mend = asked.iter().find_map(|finding| finding.mend.clone()).expect("a mend");
+        assert!(mend.contains("no carrier"), "{mend}");
+        assert_eq!(one(Nic { addresses: vec![], ..nic("a") }, good(), "nic-state"), Level::Info);
+    }
+
+    #[test]
+    fn loopback_or_a_bridge_of_containers_leads_nowhere() {
+        assert_eq!(levels(&found(vec![Nic { loopback: true, ..nic("lo") }], good()), "nics"), [Level::Warn]);
+        let bridge = || Nic { device: false, speed_mbps: None, ..nic("docker0") };
+        let settings = |name: &str| Settings { bridge: name == "docker0", ..good() };
+        assert_eq!(levels(&judge(&host(vec![bridge()]), &settings, &[]), "nics"), [Level::Warn]);
+        assert_eq!(levels(&judge(&host(vec![bridge(), nic("a")]), &settings, &[]), "nics"), [Level::Ok]);
+    }
+}

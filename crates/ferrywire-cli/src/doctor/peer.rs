@@ -1,0 +1,431 @@
+//! A peer: whether it answers, to whom, and over which NICs.
+//!
+//! The doctor comes as any peer does, over every NIC that the engine would use, asks a serving bench who it is, and takes its
+//! leave: nothing is measured and nothing reserved. Invariant: [`judge`] reads nothing; each wait has a deadline.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::mpsc;
+use std::time::Duration;
+
+use ferrywire::topology::{Nic, Topology};
+use ferrywire::{ChannelStats, Error};
+use serde_json::{Value, json};
+
+use super::finding::{Finding, Level};
+use super::nic;
+use crate::bench::connect::{explain, wait_for};
+use crate::bench::link::{CLOSE_DEADLINE, Link};
+use crate::bench::protocol::Message;
+use crate::exit::{Failure, Outcome};
+use crate::plan::EnginePlan;
+
+/// Channels at least, so that each of a few NICs has one.
+const CHANNELS_MIN: usize = 8;
+/// Whoever takes longer to answer a question is no bench.
+const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+/// From here on a round trip is no data centre's.
+const ROUND_TRIP_LONG: Duration = Duration::from_micros(500);
+/// Headers of TCP over IPv6, with the options that data carry, and some more.
+const HEADER_BYTES_MAX: u32 = 80;
+
+/// What came of a visit.
+#[derive(Clone, Debug)]
+pub struct PeerFacts {
+    /// Where it was looked for.
+    pub address: SocketAddr,
+    /// What it is, or why it could not be visited.
+    pub visit: Result<Visit, Error>,
+    /// Whether this end has a secret.
+    pub with_secret: bool,
+}
+
+/// A peer that let this end in.
+#[derive(Clone, Debug, Default)]
+pub struct Visit {
+    /// Its name.
+    pub name: String,
+    /// Whether it runs on this machine.
+    pub same_host: bool,
+    /// The channels that came about.
+    pub channels: Vec<Channel>,
+    /// Those that did not, or not for long.
+    pub lost: Vec<String>,
+    /// What a serving bench said; else what the peer is instead.
+    pub bench: Option<Result<Serving, String>>,
+}
+
+/// A channel to it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Channel {
+    /// This end's NIC.
+    pub nic: String,
+    /// Its address.
+    pub local: SocketAddr,
+    /// The peer's.
+    pub remote: SocketAddr,
+    /// Round trip.
+    pub rtt: Duration,
+    /// Payload of a packet; 0: not known.
+    pub mss_bytes: u32,
+}
+
+/// What a serving bench tells of itself.
+#[derive(Clone, Debug, Default)]
+pub struct Serving {
+    /// Addresses under which it is reached.
+    pub addresses: Vec<SocketAddr>,
+    /// Whose run it is busy with.
+    pub busy: Option<String>,
+}
+
+impl From<&ChannelStats> for Channel {
+    fn from(stats: &ChannelStats) -> Channel {
+        let ChannelStats { nic, local, remote, rtt, mss_bytes, .. } = stats.clone();
+        Channel { nic, local, remote, rtt, mss_bytes }
+    }
+}
+
+impl PeerFacts {
+    /// Visits the first of the addresses that lets this end in.
+    ///
+    /// # Errors
+    /// Only where this end cannot have an endpoint, or on Ctrl-C.
+    pub fn visit(
+        engine: &EnginePlan,
+        nics: usize,
+        addresses: &[SocketAddr],
+        limit: Duration,
+    ) -> Outcome<PeerFacts> {
+        let with_secret = engine.secret.is_some();
+        let channels = Some(CHANNELS_MIN.max(nics));
+        let endpoint = crate::bench::endpoint(&EnginePlan { channels, ..engine.clone() }, None)?;
+        let mut last = Err(Failure::failed("no address to connect to"));
+        for &address in addresses {
+            let (dialler, (done, result)) = (endpoint.clone(), mpsc::channel());
+            std::thread::spawn(move || done.send(dialler.connect(address, limit)));
+            let visit = wait_for(&result)?.map(|peer| look_around(Link::new(peer, limit.min(ANSWER_LIMIT))));
+            let arrived = visit.is_ok();
+            let visit = visit.map_or_else(|error| Ok(Err(error)), |visit| visit.map(Ok))?;
+            last = Ok(PeerFacts { address, visit, with_secret });
+            if arrived {
+                break;
+            }
+        }
+        let _ = endpoint.close(CLOSE_DEADLINE);
+        last
+    }
+
+    /// For programs.
+    pub fn json(&self) -> Value {
+        let visit = self.visit.as_ref().ok();
+        let serving = visit.and_then(|visit| visit.bench.as_ref()?.as_ref().ok());
+        let channel = |channel: &Channel| {
+            json!({
+                "nic": channel.nic,
+                "local": channel.local.to_string(),
+                "remote": channel.remote.to_string(),
+                "rtt_us": channel.rtt.as_micros() as u64,
+                "mss_bytes": channel.mss_bytes,
+            })
+        };
+        json!({
+            "address": self.address.to_string(),
+            "name": visit.map(|visit| &visit.name),
+            "same_host": visit.map(|visit| visit.same_host),
+            "channels": visit.map(|visit| visit.channels.iter().map(channel).collect::<Vec<_>>()),
+            "addresses": serving.map(|serving| &serving.addresses),
+            "busy": serving.and_then(|serving| serving.busy.as_ref()),
+        })
+    }
+}
+
+/// Asks, and takes its leave.
+fn look_around(link: Link) -> Outcome<Visit> {
+    let stats = link.peer.stats();
+    let answer = link.tell(&Message::Ask { deadline_s: 0.0 }).and_then(|()| link.hear());
+    let bench = match answer {
+        Ok(Message::Here { endpoints, busy }) => {
+            let addresses = endpoints.into_iter().flat_map(|(_, addresses)| addresses).collect();
+            Ok(Serving { addresses, busy })
+        }
+        Ok(_) => Err("it answers with something else".to_owned()),
+        Err(Failure::Interrupted) => return Err(Failure::Interrupted),
+        Err(failure) => Err(failure.first_line()),
+    };
+    let visit = Visit {
+        name: link.peer.name(),
+        same_host: link.peer.same_host(),
+        channels: stats.channels.iter().map(Channel::from).collect(),
+        lost: stats.lost_channels,
+        bench: Some(bench),
+    };
+    link.tell_last(&Message::Bye);
+    Ok(visit)
+}
+
+/// What there is to say.
+pub fn judge(facts: &PeerFacts, topology: &Topology, named: &[String]) -> Vec<Finding> {
+    let subject = format!("peer {}", facts.address);
+    let visit = match &facts.visit {
+        Ok(visit) => visit,
+        Err(error) => return vec![not_let_in(subject, facts, error)],
+    };
+    let mut found = vec![Finding::ok("peer", &subject, format!("{} lets this end in", visit.name))];
+    found.extend(visit.bench.as_ref().map(|bench| serving(&subject, bench)));
+    found.extend(visit.lost.iter().map(|why| {
+        Finding::ok("peer-channel", &subject, why.clone()).warn(
+            "look at this NIC's way to the peer: firewall, routes, rp_filter; or leave it out with --nics",
+        )
+    }));
+    found.extend(paths(visit, topology));
+    if !facts.address.ip().is_loopback() {
+        found.extend(unpaired(visit, topology, named));
+    }
+    found
+}
+
+fn not_let_in(subject: String, facts: &PeerFacts, error: &Error) -> Finding {
+    let needs_secret = !facts.with_secret && !facts.address.ip().is_loopback();
+    let (evidence, mend) = match explain(error.clone()) {
+        Failure::Usage(text) | Failure::Failed(text) => match text.split_once('\n') {
+            Some((first, rest)) => (first.to_owned(), rest.to_owned()),
+            None => (text, "ferrywire bench connect -vv tells more".to_owned()),
+        },
+        Failure::Interrupted => return Finding::ok("peer", subject, "interrupted"),
+    };
+    let id = match error {
+        Error::Refused { .. } | Error::Invalid { .. } => "peer-greeting",
+        _ => "peer-reachable",
+    };
+    let found = Finding::ok(id, subject, evidence.clone());
+    match () {
+        () if evidence.contains("both need the same") => {
+            found.warn("it serves with a plugin: ferrywire bench connect with --plugin tries that too")
+        }
+        () if needs_secret && id == "peer-greeting" => found.fail(
+            "the peer's secret, in FERRYWIRE_SECRET or a file named with --secret-file (serve prints it)",
+        ),
+        () => found.fail(mend),
+    }
+}
+
+fn serving(subject: &str, bench: &Result<Serving, String>) -> Finding {
+    match bench {
+        Ok(Serving { busy: Some(whose), .. }) => {
+            Finding::ok("peer-bench", subject, format!("busy with a run of {whose}"))
+                .at(Level::Info)
+                .mended_by("another run can begin when that one is over")
+        }
+        Ok(Serving { addresses, .. }) => {
+            let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
+            Finding::ok("peer-bench", subject, format!("a serving bench at {}", listed.join(", ")))
+        }
+        Err(why) => {
+            Finding::ok("peer-bench", subject, format!("a ferrywire endpoint, but no serving bench: {why}"))
+                .at(Level::Info)
+                .mended_by("for a measurement: ferrywire bench serve there")
+        }
+    }
+}
+
+/// One finding for each way that channels take.
+fn paths(visit: &Visit, topology: &Topology) -> Vec<Finding> {
+    let mut ways: Vec<&Channel> = Vec::new();
+    for channel in &visit.channels {
+        if !ways
+            .iter()
+            .any(|way| (way.local.ip(), way.remote.ip()) == (channel.local.ip(), channel.remote.ip()))
+        {
+            ways.push(channel);
+        }
+    }
+    let mut found = Vec::new();
+    for Channel { nic, local, remote, rtt, mss_bytes } in ways {
+        let evidence = format!(
+            "{} to {}: round trip {} us, {mss_bytes} bytes per packet",
+            local.ip(),
+            remote.ip(),
+            rtt.as_micros()
+        );
+        let way = Finding::ok("path", nic, evidence);
+        found.push(match *rtt >= ROUND_TRIP_LONG {
+            true => way
+                .at(Level::Info)
+                .mended_by("on long ways more channels and large socket buffers help: --channels 16"),
+            false => way,
+        });
+        // Within this host packets take no NIC.
+        let outward = |nic: &&Nic| !nic.loopback && !is_ours(topology, remote.ip());
+        let mtu = topology.nic(nic).filter(outward).map(|nic| nic.mtu_bytes);
+        found.extend(mtu.filter(|_| *mss_bytes > 0).map(|mtu| path_mtu(nic, *mss_bytes, mtu)));
+    }
+    found
+}
+
+fn path_mtu(nic: &str, mss_bytes: u32, mtu: u32) -> Finding {
+    let found =
+        Finding::ok("path-mtu", nic, format!("packets carry {mss_bytes} bytes, and its MTU is {mtu}"));
+    match mss_bytes + HEADER_BYTES_MAX < mtu {
+        true => found.warn("raise the MTU of the peer's NIC and of all switches between to this one's"),
+        false => found,
+    }
+}
+
+/// Whether a NIC of this host has the address.
+fn is_ours(topology: &Topology, ip: IpAddr) -> bool {
+    topology.nics.iter().flat_map(|nic| &nic.addresses).any(|address| address.ip == ip)
+}
+
+/// NICs of either end that no channel uses.
+fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding> {
+    let theirs = visit.bench.iter().flatten().flat_map(|serving| &serving.addresses).map(SocketAddr::ip);
+    // Of what both hosts have, such as a bridge for containers, nobody knows whose it is.
+    let theirs = theirs.filter(|ip| !ip.is_loopback() && !is_ours(topology, *ip));
+    let alone = theirs.filter(|ip| !visit.channels.iter().any(|channel| channel.remote.ip() == *ip));
+    let mut found: Vec<Finding> = alone
+        .map(|ip| {
+            let evidence = format!("no NIC of this host has a channel to its address {ip}");
+            let mend = format!(
+                "give a NIC of this host an address in the subnet of {ip}, if that one is to carry data too"
+            );
+            Finding::ok("peer-nic", format!("peer {}", visit.name), evidence).warn(mend)
+        })
+        .collect();
+    let idle = |nic: &&Nic| {
+        let is_asked = if named.is_empty() { nic.device } else { named.contains(&nic.name) };
+        is_asked && nic::counts(nic) && !visit.channels.iter().any(|channel| channel.nic == nic.name)
+    };
+    found.extend(topology.nics.iter().filter(idle).map(|nic| {
+        Finding::ok("own-nic", &nic.name, "it shares no subnet with a NIC of the peer: no channel uses it")
+            .at(Level::Info)
+            .mended_by("if it is to carry data too: addresses of one subnet at both ends")
+    }));
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::finding::levels;
+    use ferrywire::topology::Address;
+
+    fn nic(name: &str, last: u8) -> Nic {
+        Nic {
+            name: name.to_owned(),
+            pci: None,
+            node: None,
+            device: true,
+            loopback: false,
+            lower: Vec::new(),
+            up: true,
+            addresses: vec![Address { ip: [10, 0, last, 1].into(), prefix_len: 24 }],
+            speed_mbps: None,
+            mtu_bytes: 9000,
+            driver: None,
+            rx_queues: 1,
+            tx_queues: 1,
+            header_split: None,
+            devmem: None,
+        }
+    }
+
+    fn host(nics: Vec<Nic>) -> Topology {
+        let (gpus, hidden_gpus, nodes, cores, notes) = Default::default();
+        Topology { nics, gpus, hidden_gpus, nodes, cores, notes }
+    }
+
+    fn there(last: u8) -> SocketAddr {
+        SocketAddr::from(([10, 0, last, 2], 7420))
+    }
+
+    fn channel(nic: &str, last: u8) -> Channel {
+        let local = SocketAddr::from(([10, 0, last, 1], 40000));
+        Channel {
+            nic: nic.to_owned(),
+            local,
+            remote: there(last),
+            rtt: Duration::from_micros(50),
+            mss_bytes: 8948,
+        }
+    }
+
+    fn good() -> Visit {
+        let serving = Serving { addresses: vec![there(1), there(2)], busy: None };
+        Visit {
+            name: "b".to_owned(),
+            same_host: false,
+            channels: vec![channel("eth1", 1), channel("eth2", 2), channel("eth1", 1)],
+            lost: Vec::new(),
+            bench: Some(Ok(serving)),
+        }
+    }
+
+    fn facts(visit: Result<Visit, Error>) -> PeerFacts {
+        PeerFacts { address: there(1), visit, with_secret: true }
+    }
+
+    fn of(visit: Visit, id: &str) -> Vec<Level> {
+        levels(&judge(&facts(Ok(visit)), &host(vec![nic("eth1", 1), nic("eth2", 2)]), &[]), id)
+    }
+
+    #[test]
+    fn a_peer_that_every_nic_reaches_has_nothing_to_mend() {
+        let found = judge(&facts(Ok(good())), &host(vec![nic("eth1", 1), nic("eth2", 2)]), &[]);
+        assert!(found.iter().all(|finding| finding.level == Level::Ok), "{found:?}");
+        assert_eq!(levels(&found, "path").len(), 2, "one for each way");
+        assert_eq!(levels(&found, "path-mtu").len(), 2);
+    }
+
+    #[test]
+    fn what_keeps_this_end_out_is_a_failure() {
+        let (address, why) = (there(1).to_string(), "another secret".to_owned());
+        let refused = |why: String| Error::Refused { address: address.clone(), why };
+        let wrong = judge(&facts(Err(refused(why))), &host(vec![]), &[]);
+        assert_eq!(levels(&wrong, "peer-greeting"), [Level::Fail]);
+        assert!(wrong[0].mend.as_ref().is_some_and(|mend| mend.contains("FERRYWIRE_SECRET")), "{wrong:?}");
+        let none = Error::Unreachable { address: address.clone(), why: "Connection refused".to_owned() };
+        let none = judge(&facts(Err(none)), &host(vec![]), &[]);
+        assert_eq!(levels(&none, "peer-reachable"), [Level::Fail]);
+        let plugin = refused("it uses a plugin; both need the same".to_owned());
+        assert_eq!(levels(&judge(&facts(Err(plugin)), &host(vec![]), &[]), "peer-greeting"), [Level::Warn]);
+    }
+
+    #[test]
+    fn a_path_is_judged_by_its_round_trip_and_packets() {
+        let with = |change: &dyn Fn(&mut Channel)| {
+            let mut visit = good();
+            change(&mut visit.channels[1]);
+            visit
+        };
+        let far = with(&|channel| channel.rtt = Duration::from_millis(10));
+        assert_eq!(of(far, "path"), [Level::Ok, Level::Info]);
+        let small = with(&|channel| channel.mss_bytes = 1448);
+        assert_eq!(of(small.clone(), "path-mtu"), [Level::Ok, Level::Warn]);
+        let mut inward = small;
+        inward.channels[1].remote.set_ip([10, 0, 2, 1].into());
+        assert_eq!(of(inward, "path-mtu"), [Level::Ok], "the other one goes no further than this host");
+        assert_eq!(of(with(&|channel| channel.mss_bytes = 0), "path-mtu"), [Level::Ok]);
+    }
+
+    #[test]
+    fn nics_without_a_counterpart_are_named() {
+        let mut visit = good();
+        visit.channels.remove(1);
+        assert_eq!(of(visit.clone(), "peer-nic"), [Level::Warn]);
+        assert_eq!(of(visit.clone(), "own-nic"), [Level::Info]);
+        visit.lost = vec!["channel 1 over eth2: no answer".to_owned()];
+        assert_eq!(of(visit, "peer-channel"), [Level::Warn]);
+        assert_eq!((of(good(), "peer-nic"), of(good(), "own-nic")), (vec![], vec![]));
+    }
+
+    #[test]
+    fn a_peer_that_is_busy_or_no_bench_is_told() {
+        let busy = Ok(Serving { busy: Some("c".to_owned()), ..Serving::default() });
+        assert_eq!(of(Visit { bench: Some(busy), ..good() }, "peer-bench"), [Level::Info]);
+        assert_eq!(
+            of(Visit { bench: Some(Err("silent".to_owned())), ..good() }, "peer-bench"),
+            [Level::Info]
+        );
+        assert_eq!(of(good(), "peer-bench"), [Level::Ok]);
+    }
+}

@@ -1,0 +1,95 @@
+//! Findings: as JSON, and as the table that people read.
+
+use std::fmt::Write;
+
+use comfy_table::{Table, presets};
+use serde_json::{Value, json};
+
+use super::finding::{Finding, Level};
+use super::peer::PeerFacts;
+use crate::bench::host::Host;
+
+/// For programs.
+pub fn json(findings: &[Finding], peer: Option<&PeerFacts>) -> Value {
+    json!({
+        "schema": 1,
+        "version": env!("CARGO_PKG_VERSION"),
+        "host": Host::this(),
+        "peer": peer.map(PeerFacts::json),
+        "findings": findings,
+        "error": error(findings),
+    })
+}
+
+/// What failed, in one line; nothing when nothing did.
+pub fn error(findings: &[Finding]) -> Option<String> {
+    let first = findings.iter().find(|finding| finding.level == Level::Fail)?;
+    let more = findings.iter().filter(|finding| finding.level == Level::Fail).count() - 1;
+    let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+    Some(format!("{}: {}{more}", first.subject, first.evidence))
+}
+
+/// For people: what matters most comes first, and what is in order is counted.
+pub fn text(findings: &[Finding], verbose: bool) -> String {
+    let mut shown: Vec<&Finding> =
+        findings.iter().filter(|finding| verbose || finding.level != Level::Ok).collect();
+    shown.sort_by_key(|finding| finding.level);
+    let mut text = String::new();
+    if !shown.is_empty() {
+        let mut table = Table::new();
+        table.load_preset(presets::NOTHING);
+        table.set_header(["level", "what", "evidence", "mend"]);
+        table.add_rows(shown.iter().map(|finding| row(finding)));
+        for line in table.to_string().lines() {
+            text += line.trim_end();
+            text.push('\n');
+        }
+    }
+    let _ = writeln!(text, "{}", counts(findings, verbose));
+    text
+}
+
+fn row(finding: &Finding) -> [String; 4] {
+    let level = match finding.level {
+        Level::Fail => "FAIL",
+        Level::Warn => "warn",
+        Level::Info => "info",
+        Level::Ok => "ok",
+    };
+    let mend = finding.mend.clone().unwrap_or_else(|| "-".to_owned());
+    [level.to_owned(), finding.subject.clone(), finding.evidence.clone(), mend]
+}
+
+fn counts(findings: &[Finding], verbose: bool) -> String {
+    let count = |level| findings.iter().filter(|finding| finding.level == level).count();
+    let [fail, warn, info, ok] = [Level::Fail, Level::Warn, Level::Info, Level::Ok].map(count);
+    let hidden = if verbose || ok == 0 { "" } else { " (-v shows them)" };
+    format!("{fail} failed, {warn} to mend, {info} to know, {ok} in order{hidden}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_matters_most_comes_first_and_what_is_in_order_is_counted() {
+        let ok = Finding::ok("a", "eth1", "as it should be");
+        let findings =
+            [ok.clone(), ok.clone().warn("do this"), Finding::ok("b", "eth2", "broken").fail("do that")];
+        let said = text(&findings, false);
+        let at = |word: &str| said.find(word).unwrap_or_else(|| panic!("{word}: {said}"));
+        assert!(at("FAIL") < at("warn") && at("warn") < at("1 failed, 1 to mend, 0 to know, 1 in order"));
+        assert_eq!(said.matches("as it should be").count(), 1);
+        assert_eq!(text(&findings, true).matches("as it should be").count(), 2);
+        assert_eq!(error(&findings), Some("eth2: broken".to_owned()));
+        assert_eq!(error(&findings[..2]), None);
+    }
+
+    #[test]
+    fn programs_get_every_finding() {
+        let findings = [Finding::ok("a", "eth1", "as it should be")];
+        let json = json(&findings, None);
+        assert_eq!(json["findings"][0]["level"], "ok");
+        assert_eq!((&json["error"], &json["peer"], &json["schema"]), (&Value::Null, &Value::Null, &1.into()));
+    }
+}

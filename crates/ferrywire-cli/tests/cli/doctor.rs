@@ -1,0 +1,189 @@
+//! `ferrywire doctor`, on this host and with peers of every kind.
+
+use std::io::Write;
+use std::net::TcpListener;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+use crate::common::{DEADLINE_DEFAULT, Serve, ferrywire, first_error, json, run_within, text, unwritten};
+use crate::compile::compile;
+
+const SECRET: &str = "a secret of both";
+
+fn doctor(args: &str) -> Command {
+    ferrywire(&format!("doctor --deadline 5 {args}"))
+}
+
+fn run(args: &str) -> Output {
+    run_within(DEADLINE_DEFAULT, &mut doctor(args))
+}
+
+/// The findings with this id, of a report whose exit status and error agree with it.
+fn findings(output: &Output, id: &str) -> Vec<Value> {
+    let report = json(output);
+    let all = report["findings"].as_array().expect("findings").clone();
+    let failed = all.iter().any(|finding| finding["level"] == "fail");
+    assert_eq!(output.status.code(), Some(i32::from(failed)), "{report}");
+    assert_eq!(report["error"].is_null(), !failed, "{report}");
+    all.into_iter().filter(|finding| finding["id"] == id).collect()
+}
+
+fn only(output: &Output, id: &str) -> Value {
+    let found = findings(output, id);
+    assert_eq!(found.len(), 1, "{id}: {found:?}");
+    found[0].clone()
+}
+
+#[test]
+fn this_host_is_looked_at_whatever_it_has() {
+    let output = run("--json");
+    let report = json(&output);
+    assert_eq!((&report["schema"], &report["peer"]), (&1.into(), &Value::Null));
+    assert!(report["host"]["kernel"].is_string(), "{report}");
+    for id in ["kernel-version", "cores", "memory", "open-files", "nics", "cuda-driver"] {
+        let finding = only(&output, id);
+        assert!(finding["evidence"].as_str().is_some_and(|text| !text.is_empty()), "{finding}");
+    }
+    for finding in report["findings"].as_array().expect("findings") {
+        let level = finding["level"].as_str().expect("a level");
+        let mended = finding["mend"].is_string();
+        assert!(
+            if ["warn", "fail"].contains(&level) { mended } else { level != "ok" || !mended },
+            "{finding}"
+        );
+    }
+    let (short, long) = (text(&run("").stdout), text(&run("-v").stdout));
+    assert!(!short.lines().any(|line| line.starts_with(" ok ")), "{short}");
+    assert!(long.lines().any(|line| line.starts_with(" ok ")), "{long}");
+    assert!(short.contains(" in order (-v shows them)"), "{short}");
+}
+
+#[test]
+fn a_serving_bench_is_visited_and_takes_runs_after_it() {
+    let mut serve = Serve::start("--memory host");
+    let said = serve.collect_errors();
+    let output = run(&format!("{} --json", serve.address));
+    assert_eq!(only(&output, "peer")["level"], "ok");
+    assert_eq!(only(&output, "peer-bench")["level"], "ok");
+    assert_eq!(only(&output, "path")["subject"], "lo");
+    let peer = json(&output)["peer"].clone();
+    assert_eq!(peer["addresses"][0], serve.address.as_str(), "{peer}");
+    let channels = peer["channels"].as_array().expect("channels");
+    assert!(channels.iter().any(|channel| channel["mss_bytes"].as_u64() > Some(0)), "{peer}");
+    let run = serve.connect("--memory host --peer-memory host --sizes 4K --iters 3");
+    assert!(run.status.success(), "{}", text(&run.stderr));
+    let said = said.lock().expect("whole lines").join("\n");
+    let notes = said
+        .lines()
+        .filter(|line| line.starts_with("note: ") && line.ends_with("looked in and asked for no run"));
+    assert_eq!((notes.count(), said.lines().count()), (1, 1), "{said}");
+}
+
+#[test]
+fn a_bench_that_is_busy_says_whose_run_it_has() {
+    let serve = Serve::start("--memory host");
+    let run_args =
+        format!("bench connect {} --memory host --peer-memory host --sizes 4K --seconds 600", serve.address);
+    let mut other =
+        ferrywire(&run_args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+    let mut visits = (0..60).map(|_| run(&format!("{} --json", serve.address)));
+    let busy = visits.find(|output| json(output)["peer"]["busy"].is_string());
+    assert!(other.try_wait().expect("it can be waited for").is_none(), "the run goes on");
+    let _ = other.kill();
+    let _ = other.wait();
+    let finding = only(&busy.expect("the run has begun"), "peer-bench");
+    assert_eq!(finding["level"], "info", "{finding}");
+}
+
+#[test]
+fn a_peer_that_is_not_there_is_told() {
+    let free =
+        TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
+    let output = run(&format!("{free} --json"));
+    let finding = only(&output, "peer-reachable");
+    assert_eq!(finding["level"], "fail");
+    assert!(finding["mend"].as_str().is_some_and(|mend| mend.contains("bench serve")), "{finding}");
+    assert!(first_error(&output).starts_with(&format!("error: peer {free}: ")), "{}", text(&output.stderr));
+}
+
+#[test]
+fn a_wrong_secret_is_told_and_a_right_one_taken() {
+    let serve = Serve::start_with("--listen 127.0.0.1:0 --memory host", &[("FERRYWIRE_SECRET", SECRET)]);
+    let visit = |secret: &str| {
+        let mut command = doctor(&format!("{} --json", serve.address));
+        run_within(DEADLINE_DEFAULT, command.env("FERRYWIRE_SECRET", secret))
+    };
+    let wrong = visit("a secret of nobody");
+    let finding = only(&wrong, "peer-greeting");
+    assert_eq!(finding["level"], "fail");
+    assert!(finding["mend"].as_str().is_some_and(|mend| mend.contains("--secret-file")), "{finding}");
+    assert_eq!(only(&visit(SECRET), "peer-bench")["level"], "ok");
+}
+
+#[test]
+fn a_peer_that_is_not_ferrywire_is_told() {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let address = listener.local_addr().expect("an address");
+    std::thread::spawn(move || {
+        for socket in listener.incoming() {
+            let _ = socket.and_then(|mut socket| socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n"));
+        }
+    });
+    let output = run(&format!("{address} --json"));
+    let finding = only(&output, "peer-greeting");
+    assert_eq!(finding["level"], "fail", "{finding}");
+}
+
+#[test]
+fn an_endpoint_without_a_bench_is_let_be() {
+    let endpoint =
+        ferrywire::Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build().expect("an endpoint");
+    let output = run(&format!("{} --json", endpoint.listen_addresses()[0]));
+    assert_eq!(only(&output, "peer")["level"], "ok");
+    assert_eq!(only(&output, "peer-bench")["level"], "info");
+}
+
+#[test]
+fn a_bad_plugin_is_a_finding_and_a_good_one_too() {
+    let bad = only(&run("--plugin /etc/passwd --json"), "plugin");
+    assert_eq!(bad["level"], "fail");
+    assert!(bad["evidence"].as_str().is_some_and(|text| text.contains("not a shared library")), "{bad}");
+    let good = doctor("--json --plugin").arg(compile("plugin.c", &["VERSION=7"])).output();
+    let good = good.expect("the command starts");
+    let good = only(&good, "plugin");
+    assert_eq!(good["level"], "ok", "{good}");
+}
+
+#[test]
+fn variables_that_no_command_takes_are_told() {
+    let mut command = doctor("--json");
+    command.env("FERRYWIRE_SIZES", "many").env("FERRYWIRE_NIX", "eth0").env("NCCL_SOCKET_IFNAME", "no-such");
+    let output = run_within(DEADLINE_DEFAULT, &mut command);
+    let bad = only(&output, "bad-variable");
+    assert!(bad["evidence"].as_str().is_some_and(|text| text.contains("many")), "{bad}");
+    assert_eq!(only(&output, "unknown-variable")["subject"], "FERRYWIRE_NIX");
+    assert_eq!(only(&output, "nccl-nics")["level"], "warn");
+}
+
+#[test]
+fn what_makes_no_sense_is_bad_usage() {
+    for args in
+        ["--no-such-flag", "host:port", "--nics no-such-nic", "--deadline 0", "--secret-file /nonexistent"]
+    {
+        let output = run_within(DEADLINE_DEFAULT, &mut ferrywire(&format!("doctor {args}")));
+        assert_eq!(output.status.code(), Some(2), "{args}: {}", text(&output.stderr));
+    }
+    let help = text(&ferrywire("doctor --help").output().expect("the command starts").stdout);
+    for part in ["ADDR:PORT", "--json", "--nics", "--plugin", "--deadline", "--secret-file", "Exit status"] {
+        assert!(help.contains(part), "{part}: {help}");
+    }
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_a_failure() {
+    // What this host lacks may be a failure too.
+    if run("").status.success() {
+        unwritten(&mut doctor("--json"));
+    }
+}
