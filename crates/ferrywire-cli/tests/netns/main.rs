@@ -8,6 +8,7 @@
 
 mod clock;
 mod counters;
+mod doctor;
 mod down;
 #[allow(dead_code, reason = "other tests use all of it")]
 #[path = "../../../ferrywire/tests/cuda/driver.rs"]

@@ -170,6 +170,12 @@ impl World {
         self.must("ip", &["-n", &namespace, "link", "set", nic, "up"]);
     }
 
+    /// Sets the largest packet of one end of a link.
+    pub fn set_mtu(&self, host: Host, link: usize, bytes: u32) {
+        let (namespace, bytes) = (self.namespace(host), bytes.to_string());
+        self.must("ip", &["-n", &namespace, "link", "set", &host.nic(link), "mtu", &bytes]);
+    }
+
     /// Sets one end of a link up or down; the other end loses its carrier with it.
     pub fn set_link(&self, host: Host, link: usize, state: &str) {
         self.must("ip", &["-n", &self.namespace(host), "link", "set", &host.nic(link), state]);
