@@ -24,8 +24,8 @@ pub(super) struct Line {
     pub place: Place,
     way: Way,
     pub ring: Ring,
-    /// Spans whose pages the socket was lent, and may still read.
-    pub lent: usize,
+    /// The socket was lent some of its pages, and may still read them: that a frame is in its place only the peer says.
+    pub lent: bool,
     /// Runs of batches that wait until the copier takes more, and of the next one.
     runs: Vec<Run>,
     /// Those that wait.
@@ -69,9 +69,9 @@ impl Drop for Line {
     fn drop(&mut self) {
         RINGS_BYTES.fetch_sub(self.ring.len(), Ordering::Relaxed);
         self.copier = None;
-        // A socket may still read there: the pages go back to the system, which keeps them until it has. What was not lent
-        // nobody reads any more.
-        if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent > 0) {
+        // A socket may still read there, whatever the peer has acknowledged: the pages go back to the system, which keeps
+        // them until nobody does. What was not lent nobody reads any more.
+        if let Some(Pinned::Cuda(buffer)) = self.pinned.as_mut().filter(|_| self.lent) {
             buffer.use_never_again();
         }
     }
@@ -86,7 +86,7 @@ impl Line {
             place,
             way,
             ring: Ring::new(ring_bytes(way)),
-            lent: 0,
+            lent: false,
             runs: Vec::new(),
             held: VecDeque::new(),
             batch_bytes: 0,

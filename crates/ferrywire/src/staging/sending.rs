@@ -165,14 +165,13 @@ impl Sending {
 
     /// Some of a frame is lent to the socket from here on.
     pub fn lend(&mut self, staged: &mut Staged) {
-        self.lines[staged.line].lent += usize::from(!staged.lent);
+        self.lines[staged.line].lent = true;
         staged.lent = true;
     }
 
     /// Nobody reads a frame's bytes any more: it was copied into the stream, or the peer has placed it.
     pub fn give_back(&mut self, staged: &Staged) {
         let line = &mut self.lines[staged.line];
-        line.lent -= usize::from(staged.lent);
         line.ring.give_back_at(staged.offset);
         self.full.set(!self.has_room());
     }
@@ -259,6 +258,26 @@ mod tests {
         let (_, dropped) = queue.pull(window, sending, pull);
         assert!(dropped.is_empty());
         op
+    }
+
+    /// A peer that acknowledged what it had not read was sent what the ring's next user, of another peer, had put there.
+    #[test]
+    fn what_a_peer_says_it_has_placed_may_still_be_read_by_a_socket() {
+        let gpu = SimGpu::open(10).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), 4096).unwrap();
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        for lends in [false, true] {
+            take(&memory, &mut window, &mut sending);
+            let (_, mut entry) = window.drain().pop().expect("a frame was taken");
+            let mut staged = entry.staged.take().expect("it is to be staged");
+            if lends {
+                sending.lend(&mut staged);
+            }
+            sending.give_back(&staged);
+            assert!(sending.lines[0].ring.is_empty());
+            assert_eq!(sending.lines[0].lent, lends);
+        }
     }
 
     /// What was taken before the failure was told was not copied, and its operations failed.
