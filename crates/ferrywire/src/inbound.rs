@@ -81,6 +81,8 @@ impl Arrived {
 /// What has to be sent because of something that arrived.
 pub(crate) enum Reply {
     Frame(Header),
+    /// These bytes have to be placed, and the operation has ended then. A GPU may take long for that.
+    Place(Arc<Op>, Vec<u8>),
     /// The operation has ended.
     Ended(Arc<Op>),
 }
@@ -370,14 +372,15 @@ impl Inbound {
         match arrived {
             Arrived::Withdrawn => {}
             Arrived::Eager { tag, bytes, .. } => {
-                match bytes.len() as u64 > op.total {
-                    true => op.fail(truncated(tag, bytes.len() as u64, op.total)),
-                    false => copy_out(&op, &bytes),
-                }
-                if op.let_go() {
-                    replies.push(Reply::Ended(op));
-                }
                 let cost = bytes.len() + limits::EAGER_OVERHEAD_BYTES;
+                if bytes.len() as u64 <= op.total {
+                    replies.push(Reply::Place(op, bytes));
+                } else {
+                    op.fail(truncated(tag, bytes.len() as u64, op.total));
+                    if op.let_go() {
+                        replies.push(Reply::Ended(op));
+                    }
+                }
                 state.eager_held -= cost;
                 state.consumed += cost;
                 if state.consumed >= limits::EAGER_CREDIT_BYTES / 4 {
@@ -519,7 +522,8 @@ fn truncated(tag: u64, message_bytes: u64, buffer_bytes: u64) -> Error {
     Error::Truncated { tag, message_bytes, buffer_bytes }
 }
 
-fn copy_out(op: &Op, bytes: &[u8]) {
+/// Places a message for the operation that has met it. Nothing is locked.
+pub(crate) fn copy_out(op: &Op, bytes: &[u8]) {
     let Some(memory) = op.memory.as_deref() else {
         return;
     };
@@ -563,6 +567,33 @@ mod tests {
         assert!(filling.op.let_go());
         assert!(!memory.used());
         assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    }
+
+    /// It was placed with the peer's messages and receives locked, for as long as a GPU took.
+    #[test]
+    fn a_message_is_placed_when_nothing_is_locked_any_more() {
+        let memory = Memory::private(8).unwrap();
+        let inbound = Inbound::default();
+        let receive = |id| {
+            let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 8 });
+            Arc::new(Op::new(id, Verb::Recv, pieces, Some(memory.clone()), 7))
+        };
+        let arrives = |number: u64| {
+            let header = Header { offset: number, key: 7, ..Header::new(Kind::Send) };
+            inbound.message(&header, vec![9; 8]).unwrap()
+        };
+        let [first, second] = [1, 2].map(receive);
+        assert!(inbound.post(first.clone()).is_empty());
+        let met_by_message = arrives(0);
+        assert!(arrives(1).is_empty());
+        let met_by_receive = inbound.post(second.clone());
+        for (op, mut replies) in [(&first, met_by_message), (&second, met_by_receive)] {
+            assert!(op.moved() == 0 && !op.ended());
+            let Some(Reply::Place(placed, bytes)) = replies.pop() else { panic!("it is to be placed") };
+            assert!(Arc::ptr_eq(&placed, op) && replies.is_empty());
+            copy_out(&placed, &bytes);
+            assert!(placed.let_go() && placed.moved() == 8);
+        }
     }
 
     /// A thread for each request that waits a moment: the list grew with every one of them.

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use super::blocks::pieces_of;
 use super::state::{Landing, PeerState};
 use crate::error::Error;
-use crate::inbound::Reply;
+use crate::inbound::{Reply, copy_out};
 use crate::limits;
 use crate::memory::{Memory, RegionHome};
 use crate::operation::{Op, Verb};
@@ -134,6 +134,10 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
+                Reply::Place(op, bytes) => {
+                    copy_out(&op, &bytes);
+                    self.let_go(&op);
+                }
                 Reply::Ended(op) => self.ended(&op),
             }
         }
