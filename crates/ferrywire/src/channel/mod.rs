@@ -174,6 +174,12 @@ impl Channel {
         &*self.conn
     }
 
+    /// The same channel over what this makes of its connection.
+    #[cfg(test)]
+    pub fn with_conn(self, wrap: impl FnOnce(Box<dyn Conn>) -> Box<dyn Conn>) -> Channel {
+        Channel { conn: wrap(self.conn), ..self }
+    }
+
     /// Whether the kernel took less than we had, so that we wait until it can take more.
     pub fn blocked(&self) -> bool {
         self.blocked

@@ -19,8 +19,8 @@ impl Channel {
         self.staging.copying() || self.rx.stalled || !self.rx.kept.is_empty() || self.asks_for_held()
     }
 
-    /// Whether it is for the owner of this channel to ask whether held operations may begin.
-    fn asks_for_held(&self) -> bool {
+    /// Whether it is for the owner of this channel to ask whether held operations may begin: for one of those it has of a peer.
+    pub fn asks_for_held(&self) -> bool {
         self.peer.held.any() && self.peer.is_home(self.index)
     }
 
@@ -75,9 +75,8 @@ impl Channel {
 
     /// Places what was copied meanwhile. True if that was anything.
     pub fn turn_staging(&mut self) -> io::Result<bool> {
-        let begun = self.asks_for_held() && self.peer.release_held();
         if !self.staging.receiving.active() && !self.rx.stalled {
-            return Ok(begun);
+            return Ok(false);
         }
         if self.staging.receiving.look() {
             if let Some(landing) = &self.rx.landing {
@@ -93,7 +92,7 @@ impl Channel {
                 _ => self.flush_parts(),
             }
         }
-        let mut worked = begun;
+        let mut worked = false;
         while let Some(arrival) = self.staging.receiving.next() {
             worked = true;
             let landing = arrival.landing.as_ref();

@@ -36,6 +36,9 @@ pub(crate) struct Held {
     list: Mutex<List>,
     /// One at a time begins them, so that they begin in their order.
     releasing: Mutex<()>,
+    /// How often those that wait were looked through.
+    #[cfg(test)]
+    pub looks: std::sync::atomic::AtomicUsize,
 }
 
 /// What has been seen to wait on, in one look through the list: what the GPU finishes meanwhile keeps its order.
@@ -92,6 +95,8 @@ impl Held {
 
     /// Takes out those that wait no longer, in their order, with the reason if they must not begin.
     fn take(&self) -> Vec<(Waiting, Option<Error>)> {
+        #[cfg(test)]
+        self.looks.fetch_add(1, Ordering::SeqCst);
         let mut list = self.lock();
         let mut taken = Vec::new();
         let mut order = Order::default();

@@ -160,6 +160,7 @@ impl Crank {
     fn turn_staging(&mut self, worker: &Worker, engine: &Engine) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
+            worked |= self.begin_held(place);
             let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
                 continue;
             };
@@ -181,6 +182,17 @@ impl Crank {
             self.let_go(worker, engine);
         }
         worked
+    }
+
+    /// Begins what need not wait for a GPU any longer, for the first channel of each peer: to ask the GPU is a call of the
+    /// driver for each operation.
+    fn begin_held(&self, place: usize) -> bool {
+        let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.asks_for_held()) else {
+            return false;
+        };
+        let peer = &slot.channel.peer;
+        let mut before = self.slots[..place].iter().flatten();
+        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.release_held()
     }
 
     /// Whether a GPU copies for a channel: somebody has to look whether it is done.
@@ -380,6 +392,7 @@ impl Crank {
 
     /// Sends what waits for one peer.
     pub(super) fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
+        let _moving = idle::moving();
         for place in 0..self.slots.len() {
             if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
                 self.send_at(worker, engine, place, false);
@@ -440,5 +453,119 @@ impl Slot {
             tracing::error!(%error, "changing what to wait for failed");
         }
         self.waits_for = interest;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use crate::memory::sim::SimGpu;
+    use crate::ordering::Ready as WhenReady;
+    use crate::transport::{Conn, IoVec, PathHealth};
+    use std::net::SocketAddr;
+    use std::os::fd::RawFd;
+    use std::sync::MutexGuard;
+    use std::sync::atomic::AtomicUsize;
+    use std::time::Instant;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Two endpoints of one thread each, the first of which has connected.
+    fn connected(channels: usize) -> (Endpoint, Endpoint, crate::Peer) {
+        let builder = || Endpoint::builder().threads(1).channels(channels);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near = builder().build().unwrap();
+        let peer = near.connect(far.listen_addresses()[0], LONG).unwrap();
+        (near, far, peer)
+    }
+
+    fn crank_of(worker: &Worker) -> MutexGuard<'_, Crank> {
+        let since = Instant::now();
+        loop {
+            if let Some(crank) = worker.try_crank() {
+                return crank;
+            }
+            assert!(since.elapsed() < LONG, "it is held all the time");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Notes how often something was sent by a thread that is known to move data, and how often by one that is not.
+    struct Watched {
+        conn: Box<dyn Conn>,
+        sends: Arc<[AtomicUsize; 2]>,
+    }
+
+    impl Conn for Watched {
+        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            self.sends[usize::from(idle::moves())].fetch_add(1, Ordering::SeqCst);
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.send(pieces) }
+        }
+
+        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.recv(pieces) }
+        }
+
+        fn health(&self) -> PathHealth {
+            self.conn.health()
+        }
+
+        fn shutdown(&mut self) {
+            self.conn.shutdown();
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            self.conn.fd()
+        }
+
+        fn local(&self) -> SocketAddr {
+            self.conn.local()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            self.conn.remote()
+        }
+    }
+
+    /// A caller that sent at once, and lost the connection over it, freed its rings there and then: with the crank in its
+    /// hands it waited for all that the GPU had to do.
+    #[test]
+    fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
+        let (near, _far, peer) = connected(1);
+        let engine = near.downgrade().upgrade().unwrap();
+        let worker = engine.workers[0].clone();
+        let mut crank = crank_of(&worker);
+        let sends: Arc<[AtomicUsize; 2]> = Arc::default();
+        let slot = crank.slots[0].take().expect("it has a channel");
+        let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
+        crank.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
+        let notified = peer.notify(b"at once").unwrap();
+        crank.send_for(&worker, &engine, &peer.state);
+        assert_eq!([0, 1].map(|moves| sends[moves].load(Ordering::SeqCst)), [0, 1]);
+        drop(crank);
+        notified.wait(LONG).unwrap();
+    }
+
+    /// A call of the driver for each operation that waits, and that for each channel.
+    #[test]
+    fn what_waits_for_a_gpu_is_asked_after_once_a_turn() {
+        let (near, _far, peer) = connected(3);
+        let engine = near.downgrade().upgrade().unwrap();
+        let worker = engine.workers[0].clone();
+        let stream = SimGpu::open(1).unwrap().stream();
+        let gate = stream.hold().unwrap();
+        let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
+        let mut crank = crank_of(&worker);
+        assert!(crank.slots.iter().flatten().count() >= 3);
+        let looks = || peer.state.held.looks.load(Ordering::SeqCst);
+        let before = looks();
+        crank.turn(&worker, &engine, &mut || false);
+        assert_eq!(looks() - before, 1);
+        gate.open();
+        drop(crank);
+        waits.wait(LONG).unwrap();
     }
 }

@@ -150,7 +150,7 @@ pub(crate) fn moving() -> Moving {
 }
 
 /// Whether this thread does.
-fn moves() -> bool {
+pub(crate) fn moves() -> bool {
     MOVING.get() > 0
 }
 
