@@ -62,6 +62,8 @@ pub struct CudaGpu {
     blocking: Mutex<Option<Raw>>,
     /// Streams for the work of transfers, for each way; none were made yet if there is nothing.
     urgent: [Mutex<Vec<Urgent>>; 2],
+    /// Held while those are made. Whoever moves data only takes one of those that are there.
+    preparing: Mutex<()>,
 }
 
 /// What is worth knowing about a GPU.
@@ -129,6 +131,7 @@ impl CudaGpu {
             about: properties,
             blocking: Mutex::new(None),
             urgent: Default::default(),
+            preparing: Mutex::default(),
         })
     }
 
@@ -285,6 +288,7 @@ impl CudaGpu {
     /// time the driver may wait for all that other streams do, and one of those may wait for a transfer. So no others
     /// are made later: who comes then shares one with others.
     pub(crate) fn prepare_streams(self: &Arc<Self>) -> Result<()> {
+        let _alone = lock(&self.preparing);
         if self.urgent.iter().all(|way| lock(way).len() >= URGENT_STREAMS) {
             return Ok(());
         }
@@ -294,8 +298,7 @@ impl CudaGpu {
         // SAFETY: memory of ours, so long.
         unsafe { self.copy_and_wait(device.address(), host.address(), ZEROES_BYTES) }?;
         for way in &self.urgent {
-            let mut made = lock(way);
-            while made.len() < URGENT_STREAMS {
+            while lock(way).len() < URGENT_STREAMS {
                 let stream = CudaStream::urgent(self)?;
                 // SAFETY: memory of ours, which is kept until the stream has finished.
                 unsafe {
@@ -304,7 +307,7 @@ impl CudaGpu {
                     stream.write_flag_u64(host.address(), 1)?;
                 }
                 stream.finish();
-                made.push(Urgent { stream: Raw(stream.into_raw()), users: 0 });
+                lock(way).push(Urgent { stream: Raw(stream.into_raw()), users: 0 });
             }
         }
         Ok(())
