@@ -30,7 +30,8 @@ pub(super) struct Line {
     runs: Vec<Run>,
     /// Those that wait.
     held: VecDeque<Batch>,
-    /// Bytes of the next one.
+    /// Runs and bytes of the next one.
+    batch_runs: usize,
     batch_bytes: usize,
     marked: u64,
     reached: u64,
@@ -89,6 +90,7 @@ impl Line {
             lent: false,
             runs: Vec::new(),
             held: VecDeque::new(),
+            batch_runs: 0,
             batch_bytes: 0,
             marked: 0,
             reached: 0,
@@ -125,13 +127,22 @@ impl Line {
         if self.pinned.is_some() { self.ring.len() } else { 0 }
     }
 
-    /// Adds a copy to the next batch.
+    /// Has so many runs fit into the next batch: a copier's list holds no more.
+    pub fn make_room(&mut self, runs: usize) {
+        if self.batch_runs + runs > limits::STAGING_LIST_RUNS {
+            self.flush();
+        }
+    }
+
+    /// Adds a copy to the next batch, in which there is room.
     ///
     /// # Safety
     /// What [`Copier::copy`] demands of a run, from now on.
     pub unsafe fn add(&mut self, run: Run) {
         self.runs.push(run);
+        debug_assert!(self.batch_runs < limits::STAGING_LIST_RUNS);
         self.batch_bytes += run.bytes;
+        self.batch_runs += 1;
     }
 
     /// Bytes of the next batch.
@@ -146,17 +157,12 @@ impl Line {
 
     /// Ends the batch with a mark behind it, and enqueues it: now, or as soon as the copier takes more.
     pub fn flush(&mut self) {
-        let held: usize = self.held.iter().map(|batch| batch.runs).sum();
-        if held == self.runs.len() {
+        if self.batch_runs == 0 {
             return;
         }
         self.marked += 1;
-        self.held.push_back(Batch {
-            mark: self.marked,
-            runs: self.runs.len() - held,
-            bytes: self.batch_bytes,
-        });
-        self.batch_bytes = 0;
+        self.held.push_back(Batch { mark: self.marked, runs: self.batch_runs, bytes: self.batch_bytes });
+        (self.batch_runs, self.batch_bytes) = (0, 0);
         self.busy.set(true);
         self.enqueue();
     }
@@ -273,7 +279,7 @@ impl Line {
     fn forget(&mut self) {
         self.runs.clear();
         self.held.clear();
-        self.batch_bytes = 0;
+        (self.batch_runs, self.batch_bytes) = (0, 0);
     }
 }
 

@@ -114,15 +114,13 @@ impl Receiving {
         let Some(current) = &mut self.current else { return false };
         let Some(part) = current.open.take() else { return current.rest > 0 };
         let Lane { line, parts } = &mut self.lanes[current.lane];
-        let (lane, mark) = (current.lane, line.next_mark());
-        if let Some(last) = parts.back_mut() {
-            *last = Some(mark);
-        }
-        current.copy = Some(Copy { lane, first: current.copy.map_or(mark, |copy| copy.first), mark });
+        line.make_room(1);
+        let (lane, first) = (current.lane, line.next_mark());
         self.staged_bytes += part.len as u64;
         let (mut host, mut left) = (part.base as usize, part.len);
         while let Some(target) = current.targets.front_mut().filter(|_| left > 0) {
             let bytes = target.len.min(left);
+            line.make_room(1);
             // SAFETY: the frame's landing keeps the memory, here until the mark is reached; the part is left
             // alone until then.
             unsafe { line.add(Run { host, device: target.base as u64, bytes }) };
@@ -133,6 +131,11 @@ impl Receiving {
                 current.targets.pop_front();
             }
         }
+        let mark = line.next_mark();
+        if let Some(last) = parts.back_mut() {
+            *last = Some(mark);
+        }
+        current.copy = Some(Copy { lane, first: current.copy.map_or(first, |copy| copy.first), mark });
         current.rest > 0
     }
 
@@ -315,7 +318,7 @@ mod tests {
     use crate::wire::{Header, Kind};
     use std::sync::Arc;
 
-    const GPU: u32 = 14;
+    const GPU: u32 = 1;
 
     /// A frame for a region with this key.
     fn frame(key: u64, memory: &Arc<Memory>) -> Arrival {
@@ -454,6 +457,30 @@ mod tests {
         receiving.open_part().expect("the ring has room");
     }
 
+    /// No list held them: each of them was a call of the driver.
+    #[test]
+    fn a_part_of_more_runs_than_a_list_holds_is_several_batches() {
+        const RUNS: usize = limits::STAGING_LIST_RUNS + 1;
+        let gpu = SimGpu::open(GPU).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), RUNS).unwrap();
+        let mut receiving = Receiving::default();
+        let mut targets: Vec<_> =
+            (0..RUNS as u64).rev().map(|at| IoVec::new(memory.span(at, 1).unwrap(), 1)).collect();
+        receiving.begin(memory.place(), &mut targets).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(!receiving.close_part());
+        receiving.expect(frame(1, &memory));
+        receiving.flush();
+        assert_eq!(receiving.lanes[0].line.next_mark(), 3);
+        let refusal = until("it is copied", || {
+            assert!(!receiving.look());
+            receiving.free();
+            receiving.next().map(|arrival| arrival.refusal)
+        });
+        assert_eq!(refusal, None);
+        assert!(!receiving.active() && receiving.lanes[0].line.ring.is_empty());
+    }
+
     /// They were copied later, when their operation had ended and its memory was the user's again.
     #[test]
     fn parts_that_wait_for_company_when_their_frame_is_broken_off_are_copied_before_its_landing_goes() {
@@ -487,19 +514,21 @@ mod tests {
     /// Their mark stood behind copies that nobody would make any more: nothing behind them was acknowledged.
     #[test]
     fn parts_that_wait_for_company_when_the_copies_before_fail_are_told_with_them() {
-        const FAILING: u32 = 13;
-        let gpu = SimGpu::open(FAILING).unwrap();
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
         gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
+        // Or the first might have failed before the second is whole.
+        gpu.set_stall(true);
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
         let two_parts = 2 * limits::STAGING_PART_BYTES;
-        receiving.begin(Place::SimGpu(FAILING), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)]).unwrap();
+        receiving.begin(Place::SimGpu(ALONE), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)]).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
         receiving.flush();
         receiving.open_part().expect("the ring has room");
         assert!(!receiving.close_part(), "the frame is whole");
         receiving.current = None;
+        gpu.set_stall(false);
         let start = std::time::Instant::now();
         while receiving.lanes[0].line.failure().is_none() {
             receiving.look();
@@ -513,12 +542,12 @@ mod tests {
     /// They filled the ring, and nobody looked: the channel read nothing any more.
     #[test]
     fn parts_of_frames_that_were_broken_off_are_free_again() {
-        let gpu = SimGpu::open(15).unwrap();
+        let gpu = SimGpu::open(GPU).unwrap();
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
         for _ in 0..20 {
             let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
-            receiving.begin(Place::SimGpu(15), &mut targets).unwrap();
+            receiving.begin(Place::SimGpu(GPU), &mut targets).unwrap();
             let (part, last) = receiving.open_part().expect("the ring is empty");
             assert_eq!((part.len, last, targets.len()), (limits::STAGING_PART_BYTES, false, 0));
             receiving.break_off(None);

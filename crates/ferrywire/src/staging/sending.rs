@@ -96,6 +96,7 @@ impl Sending {
                 let line = &mut self.lines[staged.line];
                 match line.prepare() {
                     Ok(base) => {
+                        line.make_room(entry.payload().map_or(0, |(_, ranges)| ranges.count()));
                         staged.host = base + staged.offset;
                         staged.state = State::Copying(line.next_mark());
                         copy_out(line, entry, staged.host);
@@ -241,9 +242,18 @@ mod tests {
 
     /// Has a write of all of the memory taken, as a channel does.
     fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
-        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
         let piece = Piece { local: 0, remote: 0, len: memory.len() };
-        let op = Arc::new(Op::new(1, Verb::Write, Pieces::One(piece), Some(memory.clone()), 9));
+        take_pieces(memory, Pieces::One(piece), window, sending)
+    }
+
+    fn take_pieces(
+        memory: &Arc<Memory>,
+        pieces: Pieces,
+        window: &mut Window<Entry>,
+        sending: &mut Sending,
+    ) -> Arc<Op> {
+        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
+        let op = Arc::new(Op::new(1, Verb::Write, pieces, Some(memory.clone()), 9));
         assert!(queue.post(op.clone()));
         let pull = Pull {
             channel: 0,
@@ -258,6 +268,22 @@ mod tests {
         let (_, dropped) = queue.pull(window, sending, pull);
         assert!(dropped.is_empty());
         op
+    }
+
+    /// No list held them: each run of them was a call of the driver.
+    #[test]
+    fn frames_of_more_runs_than_a_list_holds_are_several_batches() {
+        let gpu = SimGpu::open(10).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), 4096).unwrap();
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        let runs = limits::SEGMENTS_PER_CHUNK_MAX;
+        for _ in 0..=limits::STAGING_LIST_RUNS / runs {
+            let bytes = (0..runs as u64).map(|at| Piece { local: 2 * at, remote: 2 * at, len: 1 });
+            take_pieces(&memory, Pieces::Many(bytes.collect()), &mut window, &mut sending);
+        }
+        assert_eq!(sending.begin(window.from(0)), 0);
+        assert_eq!(sending.lines[0].next_mark(), 3);
     }
 
     /// A peer that acknowledged what it had not read was sent what the ring's next user, of another peer, had put there.
