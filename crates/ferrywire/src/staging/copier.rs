@@ -56,6 +56,11 @@ pub(super) trait Copier: Send {
 
     /// How often the driver was called to do something or asked about it.
     fn calls(&self) -> u64;
+
+    /// Bytes of pinned memory that it has for itself.
+    fn pinned_bytes(&self) -> usize {
+        0
+    }
 }
 
 /// Memory of the host that a GPU reaches.
@@ -69,6 +74,13 @@ impl Pinned {
         match self {
             Pinned::Sim(buffer) => buffer.as_ptr() as usize,
             Pinned::Cuda(buffer) => buffer.as_ptr() as usize,
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        match self {
+            Pinned::Sim(buffer) => buffer.len(),
+            Pinned::Cuda(buffer) => buffer.pinned_bytes(),
         }
     }
 }

@@ -257,4 +257,8 @@ impl Copier for CudaCopier {
     fn calls(&self) -> u64 {
         self.calls
     }
+
+    fn pinned_bytes(&self) -> usize {
+        self.flag.pinned_bytes() + self.kernel.as_ref().map_or(0, ListKernel::pinned_bytes)
+    }
 }

@@ -103,6 +103,11 @@ impl ListKernel {
         Ok(ListKernel { kernels, words, desk, launched: None, lists, barred: false })
     }
 
+    /// Bytes of pinned memory that it has.
+    pub fn pinned_bytes(&self) -> usize {
+        self.desk.pinned_bytes()
+    }
+
     /// Whether so many runs are a list.
     pub fn fits(&self, runs: usize) -> bool {
         runs <= limits::STAGING_LIST_RUNS

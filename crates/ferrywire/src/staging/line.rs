@@ -124,7 +124,8 @@ impl Line {
 
     /// Bytes of pinned memory that it holds.
     pub fn pinned_bytes(&self) -> usize {
-        if self.pinned.is_some() { self.ring.len() } else { 0 }
+        let ring = self.pinned.as_ref().map_or(0, Pinned::bytes);
+        ring + self.copier.as_ref().map_or(0, |copier| copier.pinned_bytes())
     }
 
     /// Has so many runs fit into the next batch: a copier's list holds no more.
@@ -139,10 +140,10 @@ impl Line {
     /// # Safety
     /// What [`Copier::copy`] demands of a run, from now on.
     pub unsafe fn add(&mut self, run: Run) {
-        self.runs.push(run);
         debug_assert!(self.batch_runs < limits::STAGING_LIST_RUNS);
-        self.batch_bytes += run.bytes;
+        self.runs.push(run);
         self.batch_runs += 1;
+        self.batch_bytes += run.bytes;
     }
 
     /// Bytes of the next batch.

@@ -211,3 +211,24 @@ fn memory_that_its_owner_frees_during_transfers_ends_them_with_an_error() {
     assert!(outcomes.iter().all(|one| one.is_ok() || freed(one)), "{outcomes:?}");
     still_moves(&connecting, &near, &target, BYTES);
 }
+
+/// Beside the rings there are the lists and marks of copiers, which were left out.
+#[test]
+fn all_that_is_pinned_for_staging_is_counted() {
+    if gpu().is_none() || !is_alone("rounds::all_that_is_pinned_for_staging_is_counted") {
+        return;
+    }
+    let (accepting, connecting, near) = connected();
+    let far = accepting.accept(LONG).unwrap();
+    let source = connecting.register_cuda(0, BYTES).unwrap();
+    let target = accepting.register_cuda(0, BYTES).unwrap();
+    let before = pinned_bytes();
+    moves(&near, &source, &target, 1);
+    let staged = |peer: &Peer| -> u64 {
+        let channels = peer.stats().channels.into_iter();
+        channels.filter_map(|channel| channel.staging).map(|staging| staging.pinned_bytes).sum()
+    };
+    let (counted, pinned) = (staged(&near) + staged(&far), pinned_bytes() - before);
+    println!("{counted} bytes are counted, of {pinned}");
+    assert_eq!(counted, pinned);
+}

@@ -141,6 +141,11 @@ impl PinnedBuffer {
         self.len
     }
 
+    /// Bytes that are pinned for it: whole pages.
+    pub(crate) fn pinned_bytes(&self) -> usize {
+        self.pages.as_ref().map_or(0, |pages| pages.range.len())
+    }
+
     /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
