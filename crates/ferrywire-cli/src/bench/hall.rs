@@ -13,7 +13,7 @@ use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::sys;
 
-/// A run that is about to end is waited for before the next is refused.
+/// A run that is about to end is waited for before the next is refused, but no longer than that one has patience.
 const BUSY_GRACE: Duration = Duration::from_secs(1);
 /// During a run others may knock as often as they like: so many of them are told of.
 const TURNED_AWAY_MAX: usize = 16;
@@ -48,32 +48,44 @@ pub struct Ended {
     pub outcome: Outcome,
 }
 
+/// What is known of a run that is about to begin.
+struct Expected {
+    /// Nothing takes longer in it.
+    deadline: Duration,
+    /// Its first peer has greeted by then, or never does.
+    until: Instant,
+}
+
 /// Where runs take place, one at a time.
 #[derive(Default)]
 pub struct Hall {
     active: Mutex<Option<(Arc<ActiveRun>, usize, Outcome)>>,
-    /// What --deadline says in the run that is about to begin, or takes place.
-    deadline: Mutex<Option<Duration>>,
+    /// A run that is about to begin.
+    expected: Mutex<Option<Expected>>,
     /// Runs that came during the one that takes place.
     turned_away: Mutex<BTreeSet<String>>,
 }
 
 impl Hall {
-    /// A run is about to begin in which nothing takes longer than this. More peers may come before its first greets.
-    pub fn expect(&self, deadline: Duration) {
-        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = Some(deadline);
+    /// A run is about to begin in which nothing takes longer than `deadline`. More peers may come before its first
+    /// greets, which it does within `to_greet`.
+    pub fn expect(&self, deadline: Duration, to_greet: Duration) {
+        let expected = Expected { deadline, until: Instant::now() + to_greet };
+        *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = Some(expected);
     }
 
     /// How long a peer that has connected may take to say what it wants, where this end by itself would give it `own`.
     pub fn patience(&self, own: Duration) -> Duration {
-        self.deadline.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(own)
+        let expected = self.expected.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever asked and never came has no say in how long others may take.
+        expected.as_ref().filter(|run| Instant::now() < run.until).map_or(own, |run| run.deadline)
     }
 
     /// Waits until no other run takes place, for a moment: one that is about to end lets the next follow.
-    pub fn wait_for_room(&self, run_id: &str) -> Outcome {
-        let since = Instant::now();
-        while let Some(name) = self.occupied(run_id) {
-            if since.elapsed() > BUSY_GRACE || sys::interrupted() {
+    pub fn wait_for_room(&self, hello: &Hello) -> Outcome {
+        let (since, grace) = (Instant::now(), grace(Duration::from_secs_f64(hello.run.deadline_s)));
+        while let Some(name) = self.occupied(&hello.run_id) {
+            if since.elapsed() > grace || sys::interrupted() {
                 return Err(Failure::Failed(busy(&name)));
             }
             std::thread::sleep(Duration::from_millis(20));
@@ -125,7 +137,7 @@ impl Hall {
             return None;
         }
         let (run, _, outcome) = active.take()?;
-        *self.deadline.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.expected.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.turned_away.lock().unwrap_or_else(PoisonError::into_inner).clear();
         Some(Ended { name: run.name.clone(), what: describe(&run.run), outcome })
     }
@@ -173,6 +185,11 @@ impl ActiveRun {
     }
 }
 
+/// How long a peer with this deadline is kept waiting for room: it has to hear of a refusal before it gives up.
+fn grace(deadline: Duration) -> Duration {
+    BUSY_GRACE.min(deadline / 2)
+}
+
 fn busy(name: &str) -> String {
     format!("{BUSY}{name}; try again when it has ended")
 }
@@ -217,6 +234,24 @@ mod tests {
             seed: 1,
         };
         Hello { version: VERSION, run_id: "r".to_owned(), member, boot_id: String::new(), run }
+    }
+
+    #[test]
+    fn who_asked_for_a_run_and_never_came_takes_nobodys_time() {
+        let (own, asked) = (Duration::from_secs(30), Duration::from_millis(1));
+        let hall = Hall::default();
+        hall.expect(asked, own);
+        assert_eq!(hall.patience(own), asked, "its peers come now");
+        hall.expect(asked, Duration::ZERO);
+        assert_eq!(hall.patience(own), own, "its time is over");
+    }
+
+    #[test]
+    fn a_peer_hears_that_there_is_no_room_before_it_gives_up() {
+        for deadline_s in [0.01, 0.5, 1.0, 30.0] {
+            let deadline = Duration::from_secs_f64(deadline_s);
+            assert!(grace(deadline) < deadline && grace(deadline) <= BUSY_GRACE, "{deadline:?}");
+        }
     }
 
     #[test]

@@ -22,8 +22,13 @@ pub const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
 const PREPARED_BYTES_PER_S: u64 = 64 << 20;
 /// JSON bytes per notification, below the engine's limit for one.
 const PART_BYTES: usize = 4096;
-/// Longest message that is accepted.
+/// Longest message that is accepted: the reports on all peers of a run.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
+/// Longest message of a peer that has said nothing yet that would let it in: anybody may be one.
+const STRANGER_BYTES_MAX: usize = 64 << 10;
+/// Longest message of a peer that was let in: its report, whose intervals and latencies are bounded.
+const GUEST_BYTES_MAX: usize = 2 << 20;
+const _: () = assert!(STRANGER_BYTES_MAX < GUEST_BYTES_MAX && GUEST_BYTES_MAX < MESSAGE_BYTES_MAX);
 
 const MARK: u8 = b'*';
 const PART: u8 = b'+';
@@ -43,6 +48,7 @@ pub struct Link {
     /// The peer.
     pub peer: Peer,
     deadline: Duration,
+    message_bytes_max: usize,
     partial: Mutex<Vec<u8>>,
     /// The parts of a message follow one another, whoever else speaks over this link.
     speaking: Mutex<()>,
@@ -66,12 +72,18 @@ impl Link {
     /// A conversation whose waits end after `deadline` without progress.
     pub fn new(peer: Peer, deadline: Duration) -> Link {
         let (partial, speaking, their_failure) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Link { peer, deadline, partial, speaking, their_failure, stop: Stop::default() }
+        let message_bytes_max = MESSAGE_BYTES_MAX;
+        Link { peer, deadline, message_bytes_max, partial, speaking, their_failure, stop: Stop::default() }
     }
 
-    /// The same conversation with another deadline.
-    pub fn with_deadline(self, deadline: Duration) -> Link {
-        Link { deadline, ..self }
+    /// The same with a peer that came by itself, and may be anybody.
+    pub fn with_stranger(peer: Peer, deadline: Duration) -> Link {
+        Link { message_bytes_max: STRANGER_BYTES_MAX, ..Link::new(peer, deadline) }
+    }
+
+    /// The same conversation with a peer that was let in, with another deadline.
+    pub fn with_guest(self, deadline: Duration) -> Link {
+        Link { message_bytes_max: GUEST_BYTES_MAX, deadline, ..self }
     }
 
     /// Waits end after so long without progress from now on.
@@ -203,8 +215,17 @@ impl Link {
                 let mark = rest.try_into().map_err(|_| self.strange("a mark of a wrong length"))?;
                 return Ok(Some(Heard::Mark(u64::from_le_bytes(mark))));
             }
-            (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= MESSAGE_BYTES_MAX => {
+            (Some((&(PART | LAST_PART), [])), _) => {
+                return Err(self.strange("a part of a message without a byte"));
+            }
+            (Some((&(PART | LAST_PART), rest)), held) if held + rest.len() <= self.message_bytes_max => {
                 partial.extend_from_slice(rest);
+            }
+            (Some((&(PART | LAST_PART), _)), _) => {
+                // What it has said so far is of no more use.
+                *partial = Vec::new();
+                let limit = self.message_bytes_max >> 10;
+                return Err(self.strange(&format!("a message of more than {limit} KiB")));
             }
             _ => return Err(self.strange("a notification that is none of a bench")),
         }

@@ -177,7 +177,7 @@ impl House {
     fn attend_in_thread(&self, door: &Door, peer: Peer) {
         let (house, door) = (self.clone(), door.clone());
         let attend = move || {
-            let mut link = Link::new(peer, house.hall.patience(house.plan.deadline));
+            let mut link = Link::with_stranger(peer, house.hall.patience(house.plan.deadline));
             let mut run_id = String::new();
             match admit(&mut link, &house.hall, &house.plan, &door, &mut run_id) {
                 Err(failure) => {
@@ -293,7 +293,7 @@ fn admit(
     if let Message::Ask { deadline_s } = first {
         if deadline_s > 0.0 && deadline_s <= SECONDS_MAX {
             let deadline = Duration::from_secs_f64(deadline_s);
-            hall.expect(deadline);
+            hall.expect(deadline, deadline + CONNECT_GRACE);
             link.wait_up_to(deadline + CONNECT_GRACE);
         }
         link.tell(&Message::Here { endpoints: door.all.to_vec(), busy: hall.occupied("") })?;
@@ -323,7 +323,7 @@ fn admit(
     hello.run.peer_memory = Some(memory);
     gathered_alike(&hello.run, plugin)?;
     // Not before: a run that is about to end still has its memory.
-    hall.wait_for_room(&hello.run_id)?;
+    hall.wait_for_room(&hello)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
     let peers_here = match hello.run.pattern {
         Pattern::Incast => hello.run.peers,
@@ -342,7 +342,7 @@ fn attend(
     inject: Option<Inject>,
     over: &dyn Fn(Ended),
 ) {
-    let link = link.with_deadline(Duration::from_secs_f64(hello.run.deadline_s));
+    let link = link.with_guest(Duration::from_secs_f64(hello.run.deadline_s));
     let member = Member { number: hello.member, run: &hello.run, gate: &active.gate, failed: &|_| {} };
     let outcome = converse(&link, endpoint, (&member, home), inject);
     // The hall is free before the peer hears that it is over: the next run can follow at once.

@@ -51,6 +51,49 @@ fn another_version_is_told_at_both_ends() {
     assert!(rest.contains("version 99"), "{rest}");
 }
 
+/// A greeting as a peer sends it.
+fn hello(deadline_s: u32) -> String {
+    let run = format!(
+        r#"{{"op":"write","pattern":"pair","memory":"host","peer_memory":"host","sizes":[8],"peers":1,"iters":1,
+        "verify":"all","deadline_s":{deadline_s},"seed":1}}"#
+    );
+    let version = 8;
+    format!(r#"{{"kind":"hello","version":{version},"run_id":"r","member":0,"boot_id":"","run":{run}}}"#)
+}
+
+/// The parts of a message that never ends; stops where the other end does not listen on.
+fn without_end(peer: &Peer, bytes: usize) {
+    let part = [b'+'; 4097];
+    for _ in 0..bytes / 4096 + 1 {
+        if peer.notify(&part).is_err() {
+            break;
+        }
+    }
+}
+
+/// Anybody can knock, and many at once: what each may make this end keep is little.
+#[test]
+fn a_message_without_end_is_refused() {
+    let mut serve = Serve::start("--memory host --deadline 20");
+    let (_endpoint, peer) = stranger(&serve);
+    without_end(&peer, 64 << 10);
+    let answer = heard(&peer);
+    assert!(answer.contains("refused") && answer.contains("a message of more than 64 KiB"), "{answer}");
+    assert!(serve.next_error().contains("a message of more than 64 KiB"));
+    let (_endpoint, peer) = stranger(&serve);
+    peer.notify(b"+").expect("it goes out");
+    let answer = heard(&peer);
+    assert!(answer.contains("a part of a message without a byte"), "{answer}");
+    assert!(serve.next_error().contains("without a byte"));
+    let (_endpoint, peer) = stranger(&serve);
+    say(&peer, &hello(20));
+    assert!(heard(&peer).contains("welcome"));
+    without_end(&peer, 2 << 20);
+    let answer = heard(&peer);
+    assert!(answer.contains("failed") && answer.contains("a message of more than 2048 KiB"), "{answer}");
+    assert!(serve.next_error().contains("a message of more than 2048 KiB"));
+}
+
 /// Who has asked for a run of several GPUs, and does not come with all of them, has the time that it named.
 #[test]
 fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
