@@ -1,4 +1,4 @@
-//! How the command ends: the one place that decides exit statuses, and where errors are printed.
+//! How the command ends, and what it says on standard error: the one place that decides exit statuses and prints errors.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -9,7 +9,7 @@ use tracing_subscriber::fmt;
 use tracing_subscriber::layer::{Layer, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-use crate::sys;
+use crate::{plain, sys};
 
 const A_LANE_STANDS_STILL: &str = "likely: the network between the plugin's NICs loses what it sends, or the plugin of \
 one end stands still; try: -v on both ends, for what it logs, and the run without --plugin, to see what the network does";
@@ -72,6 +72,14 @@ pub fn print(text: &str) -> Outcome {
     }
 }
 
+/// The outcome of a run whose results were written so: that a run has failed tells more than that nobody will read of it.
+pub fn with_results(outcome: Outcome, written: Outcome) -> Outcome {
+    if let (Err(_), Err(failure)) = (&outcome, &written) {
+        complain(&failure.message());
+    }
+    outcome.and(written)
+}
+
 /// Prints the error, if any, and gives the exit status.
 pub fn report(outcome: Outcome) -> ExitCode {
     let (message, status) = match outcome {
@@ -80,8 +88,23 @@ pub fn report(outcome: Outcome) -> ExitCode {
         Err(Failure::Usage(message)) => (message, 2),
         Err(Failure::Failed(message)) => (message, 1),
     };
-    eprintln!("error: {message}");
+    complain(&message);
     ExitCode::from(status)
+}
+
+/// Prints an error. What peers and plugins have put into it cannot steer a terminal.
+pub fn complain(message: &str) {
+    note(&format!("error: {}", plain::text(message)));
+}
+
+/// Prints a line for people on standard error.
+pub fn note(line: &str) {
+    aside(&format!("{line}\n"));
+}
+
+/// Prints text on standard error, beside what was asked for. That nobody reads it is no reason to end.
+pub fn aside(text: &str) {
+    let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
 /// The engine's log goes to standard error: more with `-v`, everything with `-vv`.

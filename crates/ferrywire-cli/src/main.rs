@@ -3,6 +3,9 @@
 //! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`],
 //! [`mod@plugin`], [`topo`] or [`doctor`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
+// What is said on standard error goes through `exit`, which survives that nobody listens.
+#![deny(clippy::print_stderr)]
+
 mod args;
 mod bench;
 mod carrier;
@@ -11,6 +14,7 @@ mod exit;
 mod file;
 mod memory;
 mod nics;
+mod plain;
 mod plan;
 mod plugin;
 mod seed;

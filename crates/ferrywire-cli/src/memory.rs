@@ -17,7 +17,7 @@ use ferrywire::{Endpoint, Place, Region, limits};
 use serde::{Deserialize, Serialize};
 
 use crate::bench::host;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 
 /// Where one end's bytes lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -87,7 +87,7 @@ impl Memory {
             Ok(gpus) => gpus.min(limits::CUDA_GPUS_MAX as u32),
             Err(CudaError::NoDriver | CudaError::NoDevice) => 0,
             Err(error) => {
-                eprintln!("warning: memory of the host is used: {error}");
+                exit::note(&format!("warning: memory of the host is used: {error}"));
                 0
             }
         };

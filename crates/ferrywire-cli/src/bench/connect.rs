@@ -22,7 +22,7 @@ use super::staged;
 use super::table;
 use super::turns::Turns;
 use crate::carrier::PluginUse;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::memory::Home;
 use crate::plan::{ConnectPlan, EnginePlan};
 use crate::sys;
@@ -32,18 +32,28 @@ use crate::units::Bytes;
 const DIAL_SLICE: Duration = Duration::from_millis(50);
 
 /// Connects and measures; what is finished is printed and stored also when the rest fails.
-pub fn run(mut plan: ConnectPlan) -> Outcome {
+pub fn run(plan: ConnectPlan) -> Outcome {
+    run_after(plan, |_| Ok(()))
+}
+
+/// The same after the other end was made ready; what that gives is kept until the run is over. From when the files are
+/// open every failure is stored, too.
+pub fn run_after<T>(mut plan: ConnectPlan, ready: impl FnOnce(&mut ConnectPlan) -> Outcome<T>) -> Outcome {
     let output = Output::open(&plan)?;
-    plan.engine = on_nics_of_gpu(&plan, plan.member == 0)?;
     if plan.member > 0 {
         sys::die_with_parent();
     }
     let mut record = Record::new(&plan);
-    let outcome = run_with_companions(&plan, &mut record);
-    if plan.member == 0 {
-        output.finish(&record, &outcome)?;
+    let outcome = ready(&mut plan).and_then(|_kept| {
+        plan.engine = on_nics_of_gpu(&plan, plan.member == 0)?;
+        record = Record::new(&plan);
+        run_with_companions(&plan, &mut record)
+    });
+    if plan.member > 0 {
+        return outcome;
     }
-    outcome
+    let written = output.finish(&record, &outcome);
+    exit::with_results(outcome, written)
 }
 
 fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
@@ -53,7 +63,7 @@ fn run_with_companions(plan: &ConnectPlan, record: &mut Record) -> Outcome {
     };
     record.note_environment(&environment);
     if plan.verbose && plan.member == 0 {
-        eprint!("{}{}", record.effective_values(), isolated::shown(&environment));
+        exit::aside(&(record.effective_values() + &isolated::shown(&environment)));
     }
     let companions = Companions::start(plan)?;
     let outcome = match plan.engine.plugin {
@@ -203,8 +213,8 @@ pub fn converse(
             let results = result::results(&now, step, &report);
             if plan.verbose {
                 for row in &results {
-                    eprintln!("finished {}", table::line(row));
-                    staged::line(row).into_iter().for_each(|line| eprintln!("{line}"));
+                    exit::note(&format!("finished {}", table::line(row)));
+                    staged::line(row).into_iter().for_each(|line| exit::note(&line));
                 }
             }
             tell(News::Results(results));

@@ -1,31 +1,49 @@
 //! `ferrywire bench` alone: both ends on this host, two processes over loopback, on a free port.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader};
+use std::io::{self, BufRead, BufReader, Read};
 use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 
+use super::link::SLICE;
 use super::{connect, handed};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
+use crate::sys;
+
+/// So much of what the other end says is kept, in case it does not start.
+const SAID_BYTES_MAX: u64 = 64 << 10;
+/// When it has ended, its pipe is read for so long, in case a process of its own holds it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Longest time for the other end to listen: it opens GPUs, and may load a plugin.
+const START_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Starts the other end as a second process, then connects to it.
-pub fn run(mut plan: ConnectPlan) -> Outcome {
-    let (mut other_end, address) = start_serve(&plan)?;
-    plan.addresses = vec![address];
-    let outcome = connect::run(plan);
-    // It has served its one peer, or there is nothing left for it to do.
-    let _ = other_end.kill();
-    let _ = other_end.wait();
-    outcome
+pub fn run(plan: ConnectPlan) -> Outcome {
+    connect::run_after(plan, |plan| {
+        let (other_end, address) = start_serve(plan)?;
+        plan.addresses = vec![address];
+        Ok(other_end)
+    })
 }
 
-fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
+/// The other end. When this one goes, it has served its one peer, or there is nothing left for it to do.
+struct OtherEnd(Child);
+
+impl Drop for OtherEnd {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     let failed = |error: std::io::Error| Failure::failed(format!("cannot start the other end: {error}"));
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
     command.args(["bench", "serve", "--listen=127.0.0.1:0", "--once", "--child"]);
@@ -48,22 +66,56 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(Child, SocketAddr)> {
     if !plan.verbose {
         command.stderr(Stdio::piped());
     }
-    let mut child = command.spawn().map_err(failed)?;
-    match read_address(&mut child) {
-        Some(address) => {
-            read_on(&mut child);
-            Ok((child, address))
+    let mut other_end = OtherEnd(command.spawn().map_err(failed)?);
+    let (child, mut errors) = (&mut other_end.0, Vec::new());
+    // Both pipes are read to their end: a full one would stop the other end.
+    let said = child.stderr.take().map(said);
+    let Some(output) = child.stdout.take() else {
+        return Err(Failure::failed("the other end did not start"));
+    };
+    let line = first_line(output, START_DEADLINE)?;
+    match line.trim().strip_prefix("listening on ").and_then(|address| address.parse().ok()) {
+        Some(address) => Ok((other_end, address)),
+        None => {
+            let _ = child.kill();
+            let status = child.wait().map_err(failed)?;
+            if let Some(said) = said {
+                errors = said.recv_timeout(LAST_WORDS).unwrap_or_default();
+            }
+            Err(explain(status, &String::from_utf8_lossy(&errors)))
         }
-        None => Err(explain(child)),
     }
 }
 
-/// Reads what it says from now on: nobody needs it, and a full pipe would stop the other end.
-fn read_on(child: &mut Child) {
-    let (output, errors) = (child.stdout.take(), child.stderr.take());
-    let pipes = [output.map(OwnedFd::from), errors.map(OwnedFd::from)].into_iter().flatten();
-    for mut pipe in pipes.map(File::from) {
-        std::thread::spawn(move || io::copy(&mut pipe, &mut io::sink()));
+/// What a pipe gives until it ends, and no more of it than a message may have.
+fn said(mut pipe: ChildStderr) -> Receiver<Vec<u8>> {
+    let (done, said) = mpsc::channel();
+    thread::spawn(move || {
+        let mut first = Vec::new();
+        let _ = (&mut pipe).take(SAID_BYTES_MAX).read_to_end(&mut first);
+        let _ = io::copy(&mut pipe, &mut io::sink());
+        let _ = done.send(first);
+    });
+    said
+}
+
+/// The first line of a pipe, whose rest nobody needs. Empty if it ends without one; Ctrl-C ends the wait.
+fn first_line(pipe: impl Read + Send + 'static, limit: Duration) -> Outcome<String> {
+    let (done, line) = mpsc::channel();
+    thread::spawn(move || {
+        let (mut pipe, mut line) = (BufReader::new(pipe), String::new());
+        let _ = pipe.read_line(&mut line);
+        let _ = done.send(line);
+        let _ = io::copy(&mut pipe, &mut io::sink());
+    });
+    let until = Instant::now() + limit;
+    loop {
+        match line.recv_timeout(SLICE) {
+            Ok(line) => return Ok(line),
+            Err(_) if sys::interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
+            Err(_) => return Err(Failure::failed(format!("the other end does not listen after {limit:?}"))),
+        }
     }
 }
 
@@ -79,22 +131,29 @@ fn plugin_options(command: &mut Command, plan: &ConnectPlan) {
     command.args(unpack.map(|name| format!("--unpack={name}")));
 }
 
-fn read_address(child: &mut Child) -> Option<SocketAddr> {
-    let mut line = String::new();
-    BufReader::new(child.stdout.as_mut()?).read_line(&mut line).ok()?;
-    line.trim().strip_prefix("listening on ")?.parse().ok()
-}
-
-fn explain(mut child: Child) -> Failure {
-    let _ = child.kill();
-    let Ok(output) = child.wait_with_output() else {
-        return Failure::failed("the other end did not start");
-    };
-    let said = String::from_utf8_lossy(&output.stderr);
+fn explain(status: ExitStatus, said: &str) -> Failure {
     let error = said.lines().find_map(|line| line.strip_prefix("error: "));
     let first = error.or(said.lines().next()).unwrap_or("it said nothing");
-    match output.status.code() {
+    match status.code() {
         Some(2) => Failure::Usage(first.to_owned()),
         _ => Failure::failed(format!("the other end did not start: {first}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn an_other_end_that_says_nothing_is_not_waited_for_without_end() {
+        let (silent, held) = io::pipe().expect("a pipe");
+        let said = first_line(silent, Duration::from_millis(1)).expect_err("nothing was said").message();
+        assert!(said.contains("does not listen"), "{said}");
+        drop(held);
+        let (speaks, mut pipe) = io::pipe().expect("a pipe");
+        pipe.write_all(b"listening\n").expect("written");
+        assert_eq!(first_line(speaks, Duration::from_secs(60)), Ok("listening\n".to_owned()));
     }
 }

@@ -27,7 +27,7 @@ use super::protocol::{Message, PEERS_MAX, Run};
 use super::turns::Turns;
 use crate::args::Pattern;
 use crate::carrier::{DevmemUse, PluginUse};
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Memory};
 use crate::nics;
 use crate::plan::{ConnectPlan, EnginePlan};
@@ -113,7 +113,7 @@ impl Fleet {
 
     /// Prints that.
     pub fn print_notes(&mut self) {
-        self.take_notes().iter().for_each(|note| eprintln!("note: {note}"));
+        self.take_notes().iter().for_each(|note| exit::note(&format!("note: {note}")));
     }
 
     /// Where the bytes of each GPU lie.

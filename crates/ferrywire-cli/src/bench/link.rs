@@ -12,7 +12,7 @@ use ferrywire::{Error, Peer, Transfer};
 use super::gate::HEARSAY;
 use super::protocol::{Message, VERSION, other_version};
 use crate::exit::{Failure, Outcome};
-use crate::sys;
+use crate::{plain, sys};
 
 /// Longest stretch of a wait in which Ctrl-C is not noticed.
 pub const SLICE: Duration = Duration::from_millis(100);
@@ -309,7 +309,11 @@ impl Link {
 
     /// A failure for a peer that does not keep to the protocol.
     pub fn strange(&self, what: &str) -> Failure {
-        Failure::failed(format!("{} does not speak this bench's protocol: {what}", self.peer.name()))
+        Failure::failed(format!(
+            "{} does not speak this bench's protocol: {}",
+            self.peer.name(),
+            plain::line(what)
+        ))
     }
 
     fn moved_bytes(&self) -> u64 {

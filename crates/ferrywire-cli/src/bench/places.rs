@@ -5,7 +5,7 @@
 use ferrywire::topology::{Nearness, Plan, Source, Topology, Wishes};
 
 use super::fleet::Setting;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::EnginePlan;
 
@@ -66,7 +66,7 @@ pub fn of_one(
     let Some(near) = near.filter(|near| near.nearness <= Nearness::Root) else { return Ok(plan.clone()) };
     if tells {
         let (nics, why) = (near.nics.join(", "), &near.why);
-        eprintln!("note: GPU {gpu} uses {nics}, {why}; --nics names others");
+        exit::note(&format!("note: GPU {gpu} uses {nics}, {why}; --nics names others"));
     }
     Ok(EnginePlan { nics: near.nics.clone(), ..plan.clone() })
 }

@@ -16,6 +16,7 @@ use super::ranks::words::Word;
 use super::verify::Mismatch;
 use crate::args::{Op, Pattern, Unpack, Verify};
 use crate::memory::Memory;
+use crate::plain;
 use crate::units::{SIZE_BYTES_MAX, SIZES_MAX};
 
 /// Version of these messages.
@@ -146,6 +147,7 @@ pub struct ChannelBytes {
     /// Index of the channel.
     pub channel: u16,
     /// The NIC it ran over.
+    #[serde(deserialize_with = "plain::one_line")]
     pub nic: String,
     /// Sent by this end.
     pub tx_bytes: u64,
@@ -211,6 +213,7 @@ pub struct SideReport {
     /// Share of the time that the host's cores ran anything at all.
     pub host_busy: Option<f64>,
     /// The busiest thread and the share of the time it ran.
+    #[serde(default, deserialize_with = "plain::named_if_any")]
     pub busiest_thread: Option<(String, f64)>,
     /// The flow this end drove.
     pub driven: Option<FlowReport>,
@@ -222,6 +225,7 @@ pub struct SideReport {
     /// Chunks that were sent again.
     pub resent_chunks: u64,
     /// Channels lost so far, in words.
+    #[serde(deserialize_with = "plain::list")]
     pub lost_channels: Vec<String>,
 }
 
@@ -248,6 +252,7 @@ pub enum Message {
     /// `serve` does not take part.
     Refused {
         /// Why, for the user.
+        #[serde(deserialize_with = "plain::some_lines")]
         why: String,
     },
     /// `serve` takes part.
@@ -261,6 +266,7 @@ pub enum Message {
         /// Where its bytes lie.
         memory: Memory,
         /// The GPU there.
+        #[serde(default, deserialize_with = "plain::line_if_any")]
         gpu: Option<String>,
     },
     /// `connect` answers with the descriptor of its own region.
@@ -323,6 +329,7 @@ pub enum Message {
     /// The sender cannot go on.
     Failed {
         /// Why, for the user.
+        #[serde(deserialize_with = "plain::some_lines")]
         why: String,
     },
     /// The run is over.

@@ -1,7 +1,7 @@
 //! What a run leaves behind: a table for people, JSON and CSV for programs.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use ferrywire::transport::plugin::Variable;
@@ -12,7 +12,7 @@ use super::host::Host;
 use super::isolated;
 use super::result::ResultRow;
 use super::table;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 
@@ -173,19 +173,25 @@ impl Output {
 
     /// Prints the table and writes the files, of a failed run too.
     pub fn finish(self, record: &Record, outcome: &Outcome) -> Outcome {
-        if !record.results.is_empty() {
-            let table = table::render(record);
-            if self.json.is_some() || self.csv.is_some() {
-                eprint!("{table}");
-            } else {
-                write_all(&mut io::stdout().lock(), &table, Path::new("-"))?;
-            }
-        }
-        if let Some(sink) = self.json {
+        let table = self.show(record);
+        let json = self.json.map_or(Ok(()), |sink| {
             let text = serde_json::to_string_pretty(&record.json(outcome)).unwrap_or_default();
-            sink.write(&format!("{text}\n"))?;
+            sink.write(&format!("{text}\n"))
+        });
+        let csv = self.csv.map_or(Ok(()), |sink| sink.write(&csv(&record.results)));
+        table.and(json).and(csv)
+    }
+
+    fn show(&self, record: &Record) -> Outcome {
+        if record.results.is_empty() {
+            return Ok(());
         }
-        self.csv.map_or(Ok(()), |sink| sink.write(&csv(&record.results)))
+        let table = table::render(record);
+        if self.json.is_none() && self.csv.is_none() {
+            return exit::print(&table);
+        }
+        exit::aside(&table);
+        Ok(())
     }
 }
 
@@ -202,15 +208,12 @@ impl Sink {
 
     fn write(self, text: &str) -> Outcome {
         match self.file {
-            Some(mut file) => write_all(&mut file, text, &self.path),
-            None => write_all(&mut io::stdout().lock(), text, &self.path),
+            Some(mut file) => file
+                .write_all(text.as_bytes())
+                .map_err(|error| Failure::failed(format!("cannot write {}: {error}", self.path.display()))),
+            None => exit::print(text),
         }
     }
-}
-
-fn write_all(out: &mut dyn Write, text: &str, path: &Path) -> Outcome {
-    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    written.map_err(|error| Failure::failed(format!("cannot write {}: {error}", path.display())))
 }
 
 /// A column of the CSV: its name, and its value in a result's JSON.

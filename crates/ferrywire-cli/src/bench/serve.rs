@@ -23,7 +23,7 @@ use super::protocol::{self, Hello, Message, Run, SECONDS_MAX, Side};
 use super::session::Session;
 use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
 use crate::plan::{EnginePlan, ServePlan};
 use crate::sys;
@@ -184,7 +184,7 @@ impl House {
                     let why = failure.message();
                     let is_news = || !hall::is_busy(&failure) || house.hall.is_news(&run_id);
                     if house.plan.verbose || is_news() {
-                        eprintln!("error: no run of {}: {why}", link.peer.name());
+                        exit::complain(&format!("no run of {}: {why}", link.peer.name()));
                     }
                     link.tell_last(&Message::Refused { why });
                 }
@@ -205,7 +205,7 @@ impl House {
         };
         let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
         if let Err(error) = spawned {
-            eprintln!("error: cannot start a thread for a peer: {error}");
+            exit::complain(&format!("cannot start a thread for a peer: {error}"));
         }
     }
 }
@@ -233,14 +233,14 @@ fn after(plan: &ServePlan, voice: &Voice, ended: &Receiver<Ended>) -> Option<Out
 pub fn tell_run_over(once: bool, name: &str, what: &str, outcome: &Outcome) {
     match (outcome, once) {
         (Ok(()), _) => say(&format!("{name}: {what}")),
-        (Err(failure), false) => eprintln!("error: run of {name} failed: {}", failure.message()),
+        (Err(failure), false) => exit::complain(&format!("run of {name} failed: {}", failure.message())),
         (Err(_), true) => {}
     }
 }
 
 fn complain_once(last: &mut Option<Error>, error: Error) {
     if last.as_ref() != Some(&error) {
-        eprintln!("error: {error}");
+        exit::complain(&error.to_string());
         *last = Some(error);
     }
     std::thread::sleep(SLICE);
@@ -429,7 +429,7 @@ pub fn announce(plan: &ServePlan, addresses: &[SocketAddr], reachable: &[SocketA
     let listed: Vec<String> = addresses.iter().map(SocketAddr::to_string).collect();
     say(&format!("listening on {}", listed.join(", ")));
     if plan.verbose {
-        eprint!("{}", effective_values(plan));
+        exit::aside(&effective_values(plan));
     }
     if !plan.child {
         how_to_connect(plan, addresses, reachable);

@@ -146,13 +146,13 @@ impl Watch<'_> {
             Seen::Message(_) => {}
             Seen::Logged(line) => {
                 if self.plan.verbose {
-                    eprintln!("{}", report::log_line(&line));
+                    exit::note(&report::log_line(&line));
                 }
                 self.last_logged = Some(line.text);
             }
             Seen::Printed(line) => {
                 if self.plan.verbose {
-                    eprintln!("{line}");
+                    exit::note(&line);
                 }
                 self.printed.truncate(PRINTED_LINES_KEPT - 1);
                 self.printed.push_front(line);

@@ -16,9 +16,9 @@ use report::Report;
 pub fn run(asked: &TopoPlan) -> Outcome {
     if asked.clean_up {
         let told = nic::clean_up();
-        told.iter().for_each(|line| eprintln!("{line}"));
+        told.iter().for_each(|line| exit::note(line));
         if told.is_empty() {
-            eprintln!("no run has left anything at a NIC of this network namespace");
+            exit::note("no run has left anything at a NIC of this network namespace");
         }
     }
     let source = match &asked.root {

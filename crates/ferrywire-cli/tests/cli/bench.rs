@@ -1,6 +1,6 @@
 //! Runs of the real command, both ends, over loopback.
 
-use crate::common::{Serve, results, run, text};
+use crate::common::{Serve, ferrywire, results, run, text, unwritten};
 use serde_json::Value;
 
 const QUICK: &str = "--iters 20 --warmup 3 --json -";
@@ -48,6 +48,21 @@ fn without_json_the_table_goes_to_standard_output() {
     let said = text(&output.stdout);
     assert!(output.status.success() && said.contains("64K") && said.contains("limited by"), "{said}");
     assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
+}
+
+/// As of `ferrywire bench | head -1`.
+#[test]
+fn nobody_needs_to_read_the_table() {
+    unwritten(&mut ferrywire("bench --memory host --peer-memory host --sizes 4K --iters 5"));
+}
+
+#[test]
+fn a_demo_whose_other_end_does_not_start_has_its_json_too() {
+    let output = run("bench --nics nosuch0 --sizes 4K --iters 5 --json -");
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stderr));
+    let json = crate::common::json(&output);
+    assert!(json["error"].as_str().is_some_and(|error| error.contains("nosuch0")), "{json}");
+    assert_eq!(json["results"], Value::Array(Vec::new()));
 }
 
 #[test]

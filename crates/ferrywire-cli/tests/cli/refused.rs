@@ -2,11 +2,14 @@
 
 use std::io::Write;
 use std::net::TcpStream;
+use std::process::Stdio;
 use std::time::Duration;
 
 use ferrywire::{Endpoint, Peer};
 
-use crate::common::{DEADLINE_DEFAULT, Serve, end_within, ferrywire, first_error, results, run_within, text};
+use crate::common::{
+    DEADLINE_DEFAULT, Serve, end_within, ferrywire, first_error, json, results, run_within, text,
+};
 
 /// Longest wait for what must come.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -20,8 +23,13 @@ fn stranger(serve: &Serve) -> (Endpoint, Peer) {
 }
 
 fn say(peer: &Peer, message: &str) {
-    let said = peer.notify(format!(".{message}").as_bytes()).expect("it goes out");
-    said.wait(LIMIT).expect("delivered");
+    let parts: Vec<&[u8]> = message.as_bytes().chunks(4096).collect();
+    let (last, first) = parts.split_last().expect("a message");
+    let said = first.iter().map(|part| (b'+', part)).chain([(b'.', last)]);
+    let said = said.map(|(kind, part)| peer.notify(&[&[kind], *part].concat()).expect("it goes out"));
+    for part in said {
+        part.wait(LIMIT).expect("delivered");
+    }
 }
 
 fn heard(peer: &Peer) -> String {
@@ -94,6 +102,35 @@ fn a_message_without_end_is_refused() {
     assert!(serve.next_error().contains("a message of more than 2048 KiB"));
 }
 
+/// What steers a terminal, as JSON may write it, and more of it than anybody reads.
+fn steering() -> String {
+    format!("stop \\u001b[2J\u{9b}31m\u{202e}{}", "x".repeat(20_000))
+}
+
+fn harmless(said: &str) {
+    assert!(said.contains("stop ") && said.contains("xxx"), "{said}");
+    assert!(!said.contains(['\u{1b}', '\u{9b}', '\u{202e}']) && said.len() < 10_000, "{said:?}");
+}
+
+#[test]
+fn the_words_of_a_peer_do_not_steer_a_terminal() {
+    let mut serve = Serve::start("--memory host");
+    let (_endpoint, peer) = stranger(&serve);
+    say(&peer, &format!(r#"{{"kind":"failed","why":"{}"}}"#, steering()));
+    harmless(&serve.next_error());
+    let there = Endpoint::builder().listen(([127, 0, 0, 1], 0).into()).build().expect("an endpoint");
+    let address = there.listen_addresses()[0];
+    let mut command = ferrywire(&format!("bench connect {address} --memory host --sizes 4K --json -"));
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    let peer = there.accept(LIMIT).expect("it comes");
+    assert!(heard(&peer).contains("hello"));
+    say(&peer, &format!(r#"{{"kind":"refused","why":"{}"}}"#, steering()));
+    let output = end_within(DEADLINE_DEFAULT, child);
+    assert_eq!(output.status.code(), Some(1));
+    harmless(&text(&output.stderr));
+    harmless(json(&output)["error"].as_str().expect("an error"));
+}
+
 /// Who has asked for a run of several GPUs, and does not come with all of them, has the time that it named.
 #[test]
 fn a_peer_that_asks_and_never_greets_is_sent_away_in_its_own_time() {
@@ -147,11 +184,8 @@ fn a_second_run_of_several_gpus_is_told_that_the_first_has_the_port() {
 fn beside_another_run(serve: &Serve, seconds: u64) -> Option<String> {
     let limit = Duration::from_secs(seconds) + DEADLINE_DEFAULT;
     let args = format!("bench connect {} {FLEET} --seconds {seconds} --json -", serve.address);
-    let mut first = ferrywire(&args)
-        .stderr(std::process::Stdio::piped())
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .expect("it starts");
+    let mut first =
+        ferrywire(&args).stderr(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
     let mut refused = None;
     while refused.is_none() && first.try_wait().expect("it can be waited for").is_none() {
         // Before the first has come in, the second has its way, and the first waits for it.

@@ -1,6 +1,8 @@
 //! What is refused, with which status, and what is said about it.
 
 use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 
 use crate::common::{ferrywire, first_error, run, text};
 
@@ -158,4 +160,17 @@ fn flags_go_before_the_environment_and_that_before_the_file() {
     assert_eq!((&result["iterations"], &result["size_bytes"]), (&3.into(), &1024.into()));
     assert!(result["verified"].is_null());
     assert_eq!(crate::common::json(&output)["config"]["verify"], "off");
+}
+
+/// Nobody may read standard error either.
+#[test]
+fn an_error_that_nobody_reads_keeps_its_exit_status() {
+    for (args, status) in
+        [("bench connect 127.0.0.1:1 --memory host --sizes 4K", 1), ("bench --sizes 4K --depth 99999", 2)]
+    {
+        let (unread, stderr) = UnixStream::pair().expect("sockets");
+        drop(unread);
+        let ended = ferrywire(args).stderr(OwnedFd::from(stderr)).status().expect("it runs");
+        assert_eq!(ended.code(), Some(status), "{args}");
+    }
 }

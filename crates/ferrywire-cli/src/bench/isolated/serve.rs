@@ -6,7 +6,7 @@ use super::super::serve::{announce, say, tell_run_over};
 use super::message::Message;
 use super::ward::{Event, Ward};
 use super::{Order, environment, shown};
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::ServePlan;
 use crate::sys;
 
@@ -29,7 +29,7 @@ pub fn run(mut plan: ServePlan) -> Outcome {
             End::Over(outcome) => return outcome,
             End::Died(failure, _) if plan.once => return Err(failure),
             End::Died(_, true) => {}
-            End::Died(failure, false) => eprintln!("error: {}", failure.message()),
+            End::Died(failure, false) => exit::complain(&failure.message()),
         }
         is_first = false;
     }
@@ -52,7 +52,7 @@ fn one_child(plan: &mut ServePlan, is_first: bool) -> Outcome<End> {
                 if is_first {
                     announce(plan, &addresses, &reachable);
                     if plan.verbose {
-                        eprint!("{}", shown(&environment));
+                        exit::aside(&shown(&environment));
                     }
                 } else {
                     say(&format!("listening again on {}", plan.listen));

@@ -19,7 +19,8 @@ use super::super::protocol::Message;
 use super::door;
 use super::hub::Hub;
 use super::words::{Card, Fault, PairReport, Place, Table, Word};
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
+use crate::plain;
 use crate::plan::RanksPlan;
 use crate::sys;
 
@@ -288,7 +289,7 @@ impl Meeting {
     /// Rank 0 hears a word.
     fn hear(&self, from: u32, word: Word) {
         if let Word::Note(note) = &word {
-            eprintln!("note: rank {from}: {note}");
+            exit::note(&format!("note: rank {from}: {}", plain::line(note)));
         }
         let to_all = self.lock().hub.as_mut().and_then(|hub| hub.take(from, word));
         self.tell_all(to_all);
@@ -391,7 +392,7 @@ impl Meeting {
                 Ok(peer) => {
                     let meeting = self.clone();
                     if let Err(failure) = spawn("rank", move || meeting.receive(peer)) {
-                        eprintln!("error: {}", failure.message());
+                        exit::complain(&failure.message());
                     }
                 }
                 Err(Error::Closed) => return,

@@ -27,7 +27,7 @@ use super::host::Host;
 use super::isolated;
 use super::protocol;
 use super::report::{Output, Record};
-use crate::exit::Outcome;
+use crate::exit::{self, Outcome};
 use crate::plan::RanksPlan;
 use meeting::Meeting;
 use words::{Card, Place};
@@ -46,14 +46,15 @@ pub fn run(plan: &RanksPlan) -> Outcome {
     };
     record.note_environment(&environment);
     if plan.bench.verbose && tells {
-        eprint!("{}{}", record.effective_values(), isolated::shown(&environment));
+        exit::aside(&(record.effective_values() + &isolated::shown(&environment)));
     }
     let outcome = match plan.bench.engine.plugin {
         Some(_) => isolated::connect(&plan.bench, &environment, &mut record),
         None => measure(plan, (&mut |news| record.take(news), &|_| {})),
     };
     if tells {
-        output.finish(&record, &outcome)?;
+        let written = output.finish(&record, &outcome);
+        return exit::with_results(outcome, written);
     }
     outcome
 }

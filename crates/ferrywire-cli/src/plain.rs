@@ -1,0 +1,92 @@
+//! Text of others as it may be shown: peers, their hosts and plugins choose it, and a terminal obeys some characters.
+//!
+//! Invariant: what comes out has no character that moves the cursor, changes colours or hides others, and is bounded.
+//! The words of a peer pass here as they come in ([`crate::bench::protocol`]), so that table, log and JSON show the same;
+//! what is printed as an error passes again ([`crate::exit`]).
+
+use serde::{Deserialize, Deserializer};
+
+/// Longest line, in characters: a name, or a sentence with a few names.
+const LINE_CHARS_MAX: usize = 2000;
+/// Most lines of a text: what happened, why and what to try.
+const LINES_MAX: usize = 20;
+/// Most lines of a list.
+const LIST_MAX: usize = 256;
+/// Stands for what is left out.
+const MORE: &str = "...";
+
+/// One line.
+pub fn line(text: &str) -> String {
+    let shown = |c: char| match c {
+        '\t' => ' ',
+        c if steers(c) => char::REPLACEMENT_CHARACTER,
+        c => c,
+    };
+    let mut line: String = text.chars().take(LINE_CHARS_MAX).map(shown).collect();
+    if text.chars().nth(LINE_CHARS_MAX).is_some() {
+        line += MORE;
+    }
+    line
+}
+
+/// A few lines.
+pub fn text(text: &str) -> String {
+    let mut lines: Vec<String> = text.split('\n').take(LINES_MAX).map(line).collect();
+    if text.split('\n').nth(LINES_MAX).is_some() {
+        lines.push(MORE.to_owned());
+    }
+    lines.join("\n")
+}
+
+/// Control characters, line ends of Unicode, and what turns the direction of writing or is not seen.
+fn steers(c: char) -> bool {
+    c.is_control()
+        || matches!(c, '\u{61c}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+}
+
+/// For serde: a field that is one line.
+pub fn one_line<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    String::deserialize(from).map(|said| line(&said))
+}
+
+/// For serde: a field that may have several lines.
+pub fn some_lines<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    String::deserialize(from).map(|said| text(&said))
+}
+
+/// For serde: a field that may be there.
+pub fn line_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    Option::<String>::deserialize(from).map(|said| said.map(|said| line(&said)))
+}
+
+/// For serde: a list of lines.
+pub fn list<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    Vec::<String>::deserialize(from).map(|said| said.iter().take(LIST_MAX).map(|said| line(said)).collect())
+}
+
+/// For serde: a name and a number, if they are there.
+pub fn named_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<(String, f64)>, D::Error> {
+    Option::<(String, f64)>::deserialize(from).map(|said| said.map(|(name, number)| (line(&name), number)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_steers_a_terminal_is_left() {
+        assert_eq!(
+            line("a\u{1b}[2Jb\r\n\u{9b}c\u{202e}d\u{7f}"),
+            "a\u{fffd}[2Jb\u{fffd}\u{fffd}\u{fffd}c\u{fffd}d\u{fffd}"
+        );
+        assert_eq!(line("größer als 4 µs"), "größer als 4 µs");
+        assert_eq!(text("one\ntwo\r\n\tthree"), "one\ntwo\u{fffd}\n three");
+    }
+
+    #[test]
+    fn what_is_shown_is_bounded() {
+        assert_eq!(line(&"x".repeat(LINE_CHARS_MAX)).len(), LINE_CHARS_MAX);
+        assert_eq!(line(&"x".repeat(LINE_CHARS_MAX + 1)).len(), LINE_CHARS_MAX + MORE.len());
+        assert_eq!(text(&"x\n".repeat(1000)).lines().count(), LINES_MAX + 1);
+    }
+}
