@@ -176,6 +176,8 @@ impl EnginePlan {
 pub struct ConnectPlan {
     /// The other end, first choice first; the demo fills it in.
     pub addresses: Vec<SocketAddr>,
+    /// What was typed for it.
+    pub typed_address: Option<String>,
     /// What both ends must agree on.
     pub run: Run,
     /// Engine options of this end.
@@ -248,7 +250,8 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
             let options = with_file(*options)?;
             unnumbered("--memory", options.gpus.as_ref(), options.memory.as_deref())?;
             let beyond = addresses.iter().any(|address| !address.ip().is_loopback());
-            Ok(Plan::Connect(Box::new(plan_connect(options, addresses, beyond, verbose)?)))
+            let plan = plan_connect(options, addresses, beyond, verbose)?;
+            Ok(Plan::Connect(Box::new(ConnectPlan { typed_address: Some(address), ..plan })))
         }
     }
 }
@@ -420,6 +423,7 @@ fn plan_connect(
     let devmem = carrier::devmem_for_connect(&flags, beyond, Duration::from_secs_f64(deadline_s))?;
     Ok(ConnectPlan {
         addresses,
+        typed_address: None,
         run: plan_run(&flags, memory, deadline_s)?,
         deadline: Duration::from_secs_f64(deadline_s),
         json: flags.json.as_ref().map(PathBuf::from),

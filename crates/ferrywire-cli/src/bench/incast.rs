@@ -1,11 +1,13 @@
 //! `--pattern incast`: further processes of this command that join the same run.
 
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::gate::HEARSAY;
 use super::handed;
 use crate::args::variable;
 use crate::exit::{Failure, Outcome};
@@ -14,29 +16,45 @@ use crate::sys;
 
 /// A peer that is asked to end has so long for it.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
-/// How often it is looked whether it has.
+/// When this peer has failed, the others have so long to say what they know of it.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// How often it is looked whether they have ended.
 const LOOK_INTERVAL: Duration = Duration::from_millis(10);
+/// So much of what a peer says is read.
+const SAID_BYTES_MAX: u64 = 64 << 10;
 
 /// The other peers of the run, each a process of its own.
 #[derive(Debug)]
-pub struct Companions(Vec<Child>);
+pub struct Companions {
+    peers: Vec<Companion>,
+    /// The run is over when this peer's part is; the others then end, or make no progress for this long.
+    deadline: Duration,
+}
+
+#[derive(Debug)]
+struct Companion {
+    /// Which peer of the run it is.
+    number: usize,
+    child: Child,
+    /// Its error, once it has ended.
+    said: Receiver<String>,
+}
 
 impl Companions {
     /// Starts those that are not this process.
     pub fn start(plan: &ConnectPlan) -> Outcome<Companions> {
-        let mut companions = Companions(Vec::new());
+        let mut companions = Companions { peers: Vec::new(), deadline: plan.deadline };
         // Endpoints of this process need none.
         if plan.member > 0 || plan.engine.gpus.is_some() {
             return Ok(companions);
         }
-        for member in 1..plan.run.peers {
-            let spawned = command(plan, member).and_then(|mut command| command.spawn());
-            match spawned {
-                Ok(child) => companions.0.push(child),
+        for number in 1..plan.run.peers {
+            match command(plan, number).and_then(|command| Companion::start(number, command)) {
+                Ok(companion) => companions.peers.push(companion),
                 Err(error) => {
                     companions.kill();
                     return Err(Failure::failed(format!(
-                        "cannot start peer {member} of the incast: {error}"
+                        "cannot start peer {number} of the incast: {error}"
                     )));
                 }
             }
@@ -44,51 +62,114 @@ impl Companions {
         Ok(companions)
     }
 
-    /// Waits for the others, or ends them when this one has failed.
+    /// Waits for the others, or ends them when this one has failed. Each that has failed is named.
     pub fn end(mut self, outcome: Outcome) -> Outcome {
-        if outcome.is_err() {
-            self.kill();
-            return outcome;
+        let patience = match &outcome {
+            Ok(()) => self.deadline.saturating_add(INTERRUPT_GRACE),
+            Err(Failure::Interrupted) => Duration::ZERO,
+            Err(_) => LAST_WORDS,
+        };
+        self.wait(patience);
+        let mut errors: Vec<String> = self.peers.iter_mut().filter_map(Companion::error).collect();
+        if outcome.is_ok() {
+            let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer));
+            errors.extend(late.map(|peer| peer.named(&format!("it has not ended for {patience:?}"))));
         }
-        for (i, child) in self.0.iter_mut().enumerate() {
-            let mut said = String::new();
-            if let Some(pipe) = child.stderr.as_mut() {
-                let _ = pipe.read_to_string(&mut said);
-            }
-            let ended_well = child.wait().is_ok_and(|status| status.success());
-            if !ended_well {
-                let first =
-                    said.lines().next().unwrap_or("no message").trim_start_matches("error: ").to_owned();
-                self.kill();
-                return Err(Failure::failed(format!("peer {} of the incast: {first}", i + 1)));
-            }
+        self.kill();
+        match outcome {
+            Ok(()) if sys::interrupted() => Err(Failure::Interrupted),
+            outcome => together(outcome, errors),
         }
-        Ok(())
+    }
+
+    /// Waits until all have ended, for so long at most, or until Ctrl-C.
+    fn wait(&mut self, limit: Duration) {
+        let since = Instant::now();
+        while self.peers.iter_mut().any(Companion::runs) && since.elapsed() < limit && !sys::interrupted() {
+            thread::sleep(LOOK_INTERVAL);
+        }
     }
 
     /// Ends the others, which first may put back what they have changed at NICs.
     fn kill(&mut self) {
-        for child in &mut self.0 {
-            if matches!(child.try_wait(), Ok(None)) {
-                sys::interrupt(child.id());
-            }
+        for peer in self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer)) {
+            sys::interrupt(peer.child.id());
         }
         let until = Instant::now() + INTERRUPT_GRACE;
-        let runs = |child: &mut Child| matches!(child.try_wait(), Ok(None));
-        while self.0.iter_mut().any(runs) && Instant::now() < until {
+        while self.peers.iter_mut().any(Companion::runs) && Instant::now() < until {
             thread::sleep(LOOK_INTERVAL);
         }
-        for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
+        for peer in &mut self.peers {
+            let _ = peer.child.kill();
+            let _ = peer.child.wait();
         }
     }
 }
 
+impl Companion {
+    fn start(number: usize, mut command: Command) -> std::io::Result<Companion> {
+        let mut child = command.spawn()?;
+        let (done, said) = mpsc::channel();
+        if let Some(pipe) = child.stderr.take() {
+            thread::spawn(move || done.send(error_in(pipe)));
+        }
+        Ok(Companion { number, child, said })
+    }
+
+    fn runs(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Why it has failed, if it has ended and has.
+    fn error(&mut self) -> Option<String> {
+        let status = self.child.try_wait().ok().flatten().filter(|status| !status.success())?;
+        let said = self.said.recv_timeout(LAST_WORDS).unwrap_or_default();
+        let why = if said.is_empty() { format!("no message, {status}") } else { said };
+        Some(self.named(&why))
+    }
+
+    fn named(&self, why: &str) -> String {
+        format!("peer {} of the incast: {why}", self.number)
+    }
+}
+
+/// The line that is an error, else the first. The rest is read: a full pipe would stop the peer.
+fn error_in(mut pipe: impl Read) -> String {
+    let mut bytes = Vec::new();
+    let _ = (&mut pipe).take(SAID_BYTES_MAX).read_to_end(&mut bytes);
+    let _ = io::copy(&mut pipe, &mut io::sink());
+    let said = String::from_utf8_lossy(&bytes);
+    let error = said.lines().find_map(|line| line.strip_prefix("error: "));
+    error.or(said.lines().next()).unwrap_or_default().to_owned()
+}
+
+/// The outcome of all peers. Whoever only heard of another's failure gives way to those who met one.
+fn together(outcome: Outcome, errors: Vec<String>) -> Outcome {
+    let own = match outcome {
+        Ok(()) => None,
+        Err(Failure::Failed(own)) => Some(own),
+        other => return other,
+    };
+    // What all of them were told, as that the other end is busy, is said once.
+    let of_others = errors.into_iter().filter(|error| own.as_ref().is_none_or(|own| !repeats(error, own)));
+    let all: Vec<String> = own.iter().cloned().chain(of_others).collect();
+    let (hearsay, met): (Vec<_>, Vec<_>) = all.into_iter().partition(|error| error.contains(HEARSAY));
+    match if met.is_empty() { hearsay } else { met } {
+        errors if errors.is_empty() => Ok(()),
+        errors => Err(Failure::Failed(errors.join("\n"))),
+    }
+}
+
+fn repeats(error: &str, own: &str) -> bool {
+    let why = error.split_once(": ").map_or(error, |(_, why)| why);
+    own.lines().next() == Some(why)
+}
+
 fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
-    let address = plan.addresses.first().map(ToString::to_string).unwrap_or_default();
-    command.args(["bench", "connect", &address]);
+    // A name may have several addresses, of which any may be the one that answers.
+    let first = || plan.addresses.first().map(ToString::to_string).unwrap_or_default();
+    command.args(["bench", "connect", &plan.typed_address.clone().unwrap_or_else(first)]);
     for output in ["json", "csv", "config"] {
         command.env_remove(variable(output));
     }
@@ -104,7 +185,11 @@ fn command(plan: &ConnectPlan, member: usize) -> std::io::Result<Command> {
 mod tests {
     use std::io::{BufRead, BufReader};
 
+    use clap::FromArgMatches;
+
     use super::*;
+    use crate::args::{self, Cli};
+    use crate::plan::{self, Plan};
 
     #[test]
     fn a_peer_is_asked_to_end_before_it_is_killed() {
@@ -124,8 +209,54 @@ mod tests {
         let mut child = command.spawn().expect("a shell");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("it is ready");
-        let failed = Companions(vec![child]).end(Err(Failure::Interrupted));
+        let (_, said) = mpsc::channel();
+        let peers = vec![Companion { number: 1, child, said }];
+        let failed = Companions { peers, deadline: Duration::ZERO }.end(Err(Failure::Interrupted));
         assert_eq!(failed, Err(Failure::Interrupted));
         assert!(put_back.exists(), "it was killed at once");
+    }
+
+    fn peer(number: usize, script: &str) -> Companion {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).stdin(Stdio::null()).stderr(Stdio::piped());
+        Companion::start(number, command).expect("a shell")
+    }
+
+    fn ended(outcome: Outcome, scripts: &[&str]) -> Outcome {
+        let peers = scripts.iter().enumerate().map(|(i, script)| peer(i + 1, script)).collect();
+        Companions { peers, deadline: Duration::from_secs(60) }.end(outcome)
+    }
+
+    #[test]
+    fn each_peer_that_failed_is_named() {
+        let scripts = ["echo note >&2; echo error: the cable >&2; exit 1", "exit 0", "exit 3"];
+        let both = "peer 1 of the incast: the cable\npeer 3 of the incast: no message, exit status: 3";
+        assert_eq!(ended(Ok(()), &scripts), Err(Failure::failed(both)));
+        let own = Err(Failure::failed("a.b refused\nlikely: so"));
+        assert_eq!(ended(own, &scripts), Err(Failure::failed(format!("a.b refused\nlikely: so\n{both}"))));
+        let heard = Err(Failure::failed(format!("a.b: {HEARSAY}: x")));
+        assert_eq!(ended(heard, &scripts), Err(Failure::failed(both)), "they know more");
+        let busy = Err(Failure::failed("a.b refused: busy"));
+        let alike = ["echo error: a.b refused: busy >&2; exit 1"];
+        assert_eq!(ended(busy.clone(), &alike), busy, "once");
+        assert_eq!(ended(Ok(()), &["exit 0"]), Ok(()));
+    }
+
+    #[test]
+    fn a_peer_that_does_not_end_is_named_and_ended() {
+        let peers = vec![peer(1, "exec sleep 600")];
+        let companions = Companions { peers, deadline: Duration::ZERO };
+        let said = companions.end(Ok(())).expect_err("it stays").message();
+        assert!(said.contains("peer 1 of the incast: it has not ended"), "{said}");
+    }
+
+    #[test]
+    fn further_peers_connect_to_what_was_typed() {
+        let line = "ferrywire bench connect localhost:7420 --pattern incast --memory host --peer-memory host";
+        let typed = args::command().get_matches_from(line.split_whitespace());
+        let plan = plan::plan(Cli::from_arg_matches(&typed).expect("it parses")).expect("a plan");
+        let Plan::Connect(plan) = plan else { panic!("no connect") };
+        let command = command(&plan, 1).expect("a command");
+        assert!(command.get_args().any(|arg| arg == "localhost:7420"), "{command:?}");
     }
 }
