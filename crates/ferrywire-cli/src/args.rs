@@ -474,6 +474,8 @@ pub enum Inject {
     LateByte,
     /// Nothing: iterations of the verified pass take a second longer
     Slow,
+    /// The thread of the peer panics in the verified pass
+    Panic,
 }
 
 /// Parses the command line and the environment; ends the process with status 2 when they make no sense.

@@ -1,7 +1,10 @@
 //! How the command ends, and what it says on standard error: the one place that decides exit statuses and prints errors.
 
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::io::{self, IsTerminal, Write};
+use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
+use std::thread;
 
 use serde::{Deserialize, Serialize};
 use tracing_subscriber::filter::Targets;
@@ -34,6 +37,11 @@ impl Failure {
     /// A failure with this message.
     pub fn failed(message: impl Into<String>) -> Failure {
         Failure::Failed(message.into())
+    }
+
+    /// A thread of this process met a mistake of ours; [`tell_panics`] has said which.
+    pub fn panicked() -> Failure {
+        Failure::failed("internal error, please report: a thread of the bench panicked")
     }
 
     /// The message, as stored with results.
@@ -90,6 +98,33 @@ pub fn report(outcome: Outcome) -> ExitCode {
     };
     complain(&message);
     ExitCode::from(status)
+}
+
+/// From now on a panic is an error like others, in one line.
+pub fn tell_panics() {
+    panic::set_hook(Box::new(|info| {
+        let thread = thread::current();
+        let name = thread.name().unwrap_or("without a name");
+        let what = info.payload_as_str().unwrap_or("no message");
+        let place = info.location().map(ToString::to_string).unwrap_or_default();
+        complain(&format!("internal error, please report: thread {name} panicked at {place}: {what}"));
+        let backtrace = Backtrace::capture();
+        if backtrace.status() == BacktraceStatus::Captured {
+            note(&backtrace.to_string());
+        }
+    }));
+}
+
+/// Starts a thread that others wait for without looking after it: its panic ends the process.
+pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
+    let guarded = move || {
+        if panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
+            ferrywire::transport::devmem::let_go_of_nics();
+            sys::exit_now(1);
+        }
+    };
+    let spawned = thread::Builder::new().name(name.to_owned()).spawn(guarded);
+    spawned.map(drop).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
 }
 
 /// Prints an error. What peers and plugins have put into it cannot steer a terminal.

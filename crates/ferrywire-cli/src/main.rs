@@ -22,15 +22,18 @@ mod sys;
 mod topo;
 mod units;
 
+use std::panic::catch_unwind;
 use std::process::ExitCode;
 
 use bench::isolated::Order;
 
 fn main() -> ExitCode {
-    let outcome = run();
+    exit::tell_panics();
+    let outcome = catch_unwind(run);
     // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
     ferrywire::transport::devmem::let_go_of_nics();
-    exit::report(outcome)
+    // What it panicked with is told.
+    outcome.map_or(ExitCode::FAILURE, exit::report)
 }
 
 fn run() -> exit::Outcome {

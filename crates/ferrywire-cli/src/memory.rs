@@ -6,6 +6,7 @@
 //! [`Home::check_room`].
 //! Read next: [`crate::bench::verify`], which fills and checks.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
@@ -200,6 +201,24 @@ impl Home {
         )))
     }
 
+    /// Which memory it shares with others: all but a CUDA GPU's is the host's.
+    pub fn store(&self) -> Option<u32> {
+        match self {
+            Home::Host | Home::Sim(_) => None,
+            Home::Cuda(gpu) => Some(gpu.index()),
+        }
+    }
+
+    /// Refuses what several endpoints need together, where [`Home::check_room`] refuses it to one.
+    pub fn check_room_of_all<'a>(needs: impl IntoIterator<Item = (&'a Home, u64)>) -> Outcome {
+        let mut of_stores: BTreeMap<Option<u32>, (&Home, u64)> = BTreeMap::new();
+        for (home, bytes) in needs {
+            let (_, sum) = of_stores.entry(home.store()).or_insert((home, 0));
+            *sum = sum.saturating_add(bytes);
+        }
+        of_stores.into_values().try_for_each(|(home, bytes)| home.check_room(bytes))
+    }
+
     /// Allocates and registers memory there.
     pub fn register(&self, endpoint: &Endpoint, bytes: u64) -> Outcome<Local> {
         let region = match self {
@@ -243,6 +262,19 @@ mod tests {
         {
             assert!(text.parse::<Memory>().is_err(), "{text}");
         }
+    }
+
+    /// Each fitted, and both together took all that there was.
+    #[test]
+    fn endpoints_of_one_process_share_the_memory_of_the_host() {
+        let sim = Memory::Sim(8).open().expect("a GPU");
+        // Of the half that may be taken; only to find out what that is.
+        let fits = |bytes: u64| Home::Host.check_room(bytes).is_ok();
+        let most = (20..50).map(|power| 1 << power).take_while(|bytes| fits(*bytes)).last().expect("a MiB");
+        let three = [(&Home::Host, most), (&sim, most), (&Home::Host, most)];
+        let said = Home::check_room_of_all(three).expect_err("more than there is").message();
+        assert!(said.contains(&format!("need {} MiB", (3 * most) >> 20)), "{said}");
+        assert_eq!(Home::check_room_of_all([(&Home::Host, most / 2)]), Ok(()));
     }
 
     #[test]

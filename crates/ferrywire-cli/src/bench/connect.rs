@@ -1,5 +1,6 @@
 //! The configuring end: connects, walks through the sizes, prints and stores what came of them.
 
+use std::net::SocketAddr;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -21,13 +22,18 @@ use super::session::{Session, StepReport};
 use super::staged;
 use super::table;
 use super::turns::Turns;
+use crate::args::Unpack;
 use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
-use crate::memory::Home;
+use crate::memory::{Home, Memory};
 use crate::plan::{ConnectPlan, EnginePlan};
 use crate::sys;
 use crate::units::Bytes;
 
+/// The engine keeps its deadline; it is waited for so much longer.
+const DIAL_GRACE: Duration = Duration::from_secs(60);
+/// What the engine calls the transport that scatters nothing.
+const TCP: &str = "tcp";
 /// How often a wait for the connection looks for Ctrl-C.
 const DIAL_SLICE: Duration = Duration::from_millis(50);
 
@@ -80,7 +86,11 @@ pub fn measure(plan: &ConnectPlan, tell: &mut dyn FnMut(News), stage: &dyn Fn(&s
     }
     let start = Instant::now();
     let home = plan.run.memory.open()?;
-    home.check_room(layout::region_bytes(&plan.run))?;
+    // Other peers of an incast come from processes that the first has started: it looks for all of them.
+    if plan.member == 0 {
+        let peers = plan.run.peers as u64;
+        home.check_room(layout::region_bytes(&plan.run).saturating_mul(peers))?;
+    }
     let endpoint = super::endpoint(&on_nics_of_gpu(plan, false)?, None)?;
     stage("while connecting");
     let link = Link::new(dial(&endpoint, plan)?, plan.deadline);
@@ -184,7 +194,8 @@ pub fn converse(
             }
             _ => return Err(link.strange("no welcome")),
         };
-    let run = &Run { peer_memory: Some(peer_memory), ..run.clone() };
+    let unpack = settled_unpack(run.unpack, [run.memory, peer_memory], link.peer.stats().transport);
+    let run = &Run { peer_memory: Some(peer_memory), unpack, ..run.clone() };
     let local = home.register(endpoint, layout::region_bytes(run))?;
     let mut through_sizes = || {
         link.tell(&Message::Region { region: protocol::to_hex(&local.region.descriptor().to_bytes()) })?;
@@ -230,6 +241,13 @@ pub fn converse(
     through_sizes().inspect_err(part.failed)
 }
 
+/// How scattered receives are gathered, now that it is known where the bytes lie there and what carries them: without a
+/// GPU, or over sockets, nothing is.
+fn settled_unpack(asked: Option<Unpack>, memory: [Memory; 2], transport: &str) -> Option<Unpack> {
+    let is_scattered = transport != TCP && memory.iter().any(|memory| *memory != Memory::Host);
+    is_scattered.then(|| asked.unwrap_or(Unpack::Kernel))
+}
+
 fn circumstances<'a>(
     plan: &ConnectPlan,
     part: &Part<'a>,
@@ -268,23 +286,29 @@ fn progress(run: &Run, tells: bool) -> ProgressBar {
     bar.with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// Connects to the first address that answers; Ctrl-C ends the wait.
+/// Connects to the first address that answers, within the deadline for all of them; Ctrl-C ends the wait.
 pub fn dial(endpoint: &Endpoint, plan: &ConnectPlan) -> Outcome<Peer> {
-    let mut last = Failure::failed("no address to connect to");
-    for address in &plan.addresses {
-        let (endpoint, address, deadline) = (endpoint.clone(), *address, plan.deadline);
-        let (done, result) = mpsc::channel();
-        std::thread::spawn(move || done.send(endpoint.connect(address, deadline)));
-        match wait_for(&result)? {
-            Ok(peer) => return Ok(peer),
-            Err(error) => last = explain(error),
-        }
-    }
-    Err(last)
+    let (endpoint, addresses, deadline) = (endpoint.clone(), plan.addresses.clone(), plan.deadline);
+    let (done, result) = mpsc::channel();
+    std::thread::spawn(move || done.send(endpoint.connect_any(&addresses, deadline)));
+    wait_for(&result, deadline)?.map_err(|error| with_tried(explain(error), &plan.addresses))
 }
 
-/// Waits for what a thread does; Ctrl-C ends the wait.
-pub fn wait_for<T>(result: &mpsc::Receiver<ferrywire::Result<T>>) -> Outcome<ferrywire::Result<T>> {
+/// A failure to connect, with all that was tried where that is more than one address.
+fn with_tried(failure: Failure, addresses: &[SocketAddr]) -> Failure {
+    let (Failure::Failed(text), [_, _, ..]) = (&failure, addresses) else { return failure };
+    let tried: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    let (first, rest) = text.split_once('\n').map_or((text.as_str(), ""), |(first, rest)| (first, rest));
+    let text = format!("{first}; tried {}\n{rest}", tried.join(", "));
+    Failure::failed(text.trim_end())
+}
+
+/// Waits for what a thread does, which has this deadline itself; Ctrl-C ends the wait.
+pub fn wait_for<T>(
+    result: &mpsc::Receiver<ferrywire::Result<T>>,
+    deadline: Duration,
+) -> Outcome<ferrywire::Result<T>> {
+    let since = Instant::now();
     loop {
         match result.recv_timeout(DIAL_SLICE) {
             Ok(result) => return Ok(result),
@@ -292,6 +316,11 @@ pub fn wait_for<T>(result: &mpsc::Receiver<ferrywire::Result<T>>) -> Outcome<fer
                 return Err(Failure::failed("internal error, please report: connect panicked"));
             }
             Err(RecvTimeoutError::Timeout) if sys::interrupted() => return Err(Failure::Interrupted),
+            Err(RecvTimeoutError::Timeout) if since.elapsed() > deadline.saturating_add(DIAL_GRACE) => {
+                return Err(Failure::failed(
+                    "internal error, please report: connect has missed its deadline",
+                ));
+            }
             Err(RecvTimeoutError::Timeout) => {}
         }
     }
@@ -322,4 +351,30 @@ pub fn explain(error: Error) -> Failure {
         _ => return Failure::Failed(text),
     };
     Failure::Failed(format!("{text}\n{advice}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_to_connect_names_all_that_was_tried() {
+        let addresses: [SocketAddr; 2] = [([127, 0, 0, 1], 1).into(), ([127, 0, 0, 2], 2).into()];
+        let failed = Failure::failed("cannot reach 127.0.0.1:1: refused\nlikely: nothing listens");
+        let said = with_tried(failed.clone(), &addresses).message();
+        assert_eq!(
+            said,
+            "cannot reach 127.0.0.1:1: refused; tried 127.0.0.1:1, 127.0.0.2:2\nlikely: nothing listens"
+        );
+        assert_eq!(with_tried(failed.clone(), &addresses[..1]), failed);
+    }
+
+    #[test]
+    fn how_is_gathered_is_known_when_the_peers_memory_is() {
+        let (host, gpu) = (Memory::Host, Memory::Cuda(0));
+        assert_eq!(settled_unpack(Some(Unpack::Kernel), [host, host], "devmem"), None);
+        assert_eq!(settled_unpack(Some(Unpack::Copy), [gpu, host], "devmem"), Some(Unpack::Copy));
+        assert_eq!(settled_unpack(None, [host, gpu], "devmem"), Some(Unpack::Kernel), "tried by itself");
+        assert_eq!(settled_unpack(Some(Unpack::Kernel), [gpu, gpu], "tcp"), None, "devmem was not to be had");
+    }
 }

@@ -10,6 +10,7 @@
 //! Read next: [`super::connect`], what each pair does; [`super::serve`].
 
 use std::net::SocketAddr;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -146,7 +147,7 @@ impl Fleet {
         let (done, result) = mpsc::channel();
         let orchestrator = self.orchestrator.clone();
         thread::spawn(move || done.send(orchestrator.connect(&targets, deadline)));
-        Ok(connect::wait_for(&result)??)
+        Ok(connect::wait_for(&result, deadline)??)
     }
 }
 
@@ -217,10 +218,8 @@ fn with_lead(
         fleet.take_detours(plan, &mut pairs)?;
         fleet.print_notes();
         let run = Run { peers: pairs.len(), ..plan.run.clone() };
-        for (index, home) in fleet.homes.iter().enumerate() {
-            let regions = pairs.iter().filter(|pair| pair.home == index).count() as u64;
-            home.check_room(layout::region_bytes(&run).saturating_mul(regions))?;
-        }
+        let region_bytes = layout::region_bytes(&run);
+        Home::check_room_of_all(pairs.iter().map(|pair| (&fleet.homes[pair.home], region_bytes)))?;
         let target = |pair: &Pair| Target { endpoint: pair.endpoint, addresses: pair.addresses.clone() };
         let peers = fleet.connect(pairs.iter().skip(1).map(target).collect(), plan.deadline)?;
         Ok((pairs, run, peers))
@@ -363,7 +362,8 @@ fn all_pairs(
         let turns = turns.as_ref().map(|turns| (turns, number));
         let of_peer = Part::of_peer(number, run, endpoint, &fleet.homes[pair.home], &numbers);
         let part = Part { turns, ..of_peer };
-        let outcome = connect::converse(plan, &part, link, start, listeners);
+        let converse = || connect::converse(plan, &part, link, start, listeners);
+        let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
         if let Err(failure) = &outcome {
             // Who only heard of it leaves the others to find out by themselves: they know more.
             if !is_hearsay(failure) {

@@ -29,6 +29,8 @@ pub struct ActiveRun {
     pub gate: Gate,
     members: Mutex<Vec<bool>>,
     farewells: Mutex<Farewells>,
+    /// Where there is room for all, see [`Home::store`](crate::memory::Home::store).
+    checked: Mutex<BTreeSet<Option<u32>>>,
 }
 
 /// Who has not yet told its peer that the run is over.
@@ -99,19 +101,28 @@ impl Hall {
         turned_away.len() < TURNED_AWAY_MAX && turned_away.insert(run_id.to_owned())
     }
 
-    /// Lets a peer in, or says why not.
-    pub fn enter(&self, hello: &Hello, name: &str) -> Result<Arc<ActiveRun>, String> {
+    /// Lets a peer in, or says why not. The first of its run whose bytes lie in a store asks whether there is room for
+    /// those of all: when others come, it may have taken its part.
+    pub fn enter(
+        &self,
+        hello: &Hello,
+        name: &str,
+        store: Option<u32>,
+        check_room: &dyn Fn() -> Outcome,
+    ) -> Outcome<Arc<ActiveRun>> {
         let mut active = self.lock();
         if let Some((run, inside, _)) = active.as_mut() {
             if run.run_id != hello.run_id {
-                return Err(busy(&run.name));
+                return Err(Failure::Failed(busy(&run.name)));
             }
-            run.admit(hello)?;
+            run.check_once(store, check_room)?;
+            run.admit(hello).map_err(Failure::Failed)?;
             *inside += 1;
             return Ok(run.clone());
         }
         let run = Arc::new(ActiveRun::new(hello, name));
-        run.admit(hello)?;
+        run.check_once(store, check_room)?;
+        run.admit(hello).map_err(Failure::Failed)?;
         *active = Some((run.clone(), 1, Ok(())));
         Ok(run)
     }
@@ -158,7 +169,17 @@ impl ActiveRun {
             gate,
             members,
             farewells: Mutex::default(),
+            checked: Mutex::default(),
         }
+    }
+
+    fn check_once(&self, store: Option<u32>, check_room: &dyn Fn() -> Outcome) -> Outcome {
+        let mut checked = self.checked.lock().unwrap_or_else(PoisonError::into_inner);
+        if !checked.contains(&store) {
+            check_room()?;
+            checked.insert(store);
+        }
+        Ok(())
     }
 
     /// A peer that has left has heard so; gives the run, if it is over, when all of them have. A process that ends with
@@ -236,6 +257,17 @@ mod tests {
         Hello { version: VERSION, run_id: "r".to_owned(), member, boot_id: String::new(), run }
     }
 
+    /// The second found too little where the first had taken its part.
+    #[test]
+    fn room_is_looked_for_once_for_all_peers_of_a_run() {
+        let hall = Hall::default();
+        let full = || Err(Failure::failed("too little"));
+        assert!(hall.enter(&hello(0), "a", None, &full).is_err());
+        hall.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
+        assert!(hall.enter(&hello(1), "b", Some(3), &full).is_err(), "another memory");
+        hall.enter(&hello(1), "b", None, &full).expect("it was looked for");
+    }
+
     #[test]
     fn who_asked_for_a_run_and_never_came_takes_nobodys_time() {
         let (own, asked) = (Duration::from_secs(30), Duration::from_millis(1));
@@ -257,8 +289,8 @@ mod tests {
     #[test]
     fn a_run_has_ended_when_all_peers_have_heard_so() {
         let hall = Hall::default();
-        let run = hall.enter(&hello(0), "a").expect("room");
-        hall.enter(&hello(1), "b").expect("room");
+        let run = hall.enter(&hello(0), "a", None, &|| Ok(())).expect("room");
+        hall.enter(&hello(1), "b", None, &|| Ok(())).expect("room");
         assert!(hall.leave(Ok(())).is_none());
         let ended = hall.leave(Ok(())).expect("the last has left");
         assert!(run.bade_farewell(Some(ended)).is_none(), "the first has not heard so yet");

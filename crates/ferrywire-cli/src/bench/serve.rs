@@ -91,8 +91,7 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
             let mut last_error = None;
             while house.answer(&door, &mut last_error) {}
         };
-        let spawned = std::thread::Builder::new().name("bench-door".to_owned()).spawn(watch);
-        spawned.map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))?;
+        exit::attend("bench-door", watch)?;
     }
     let mut last_error = None;
     let outcome = loop {
@@ -203,9 +202,8 @@ impl House {
                 }
             }
         };
-        let spawned = std::thread::Builder::new().name("bench-peer".to_owned()).spawn(attend);
-        if let Err(error) = spawned {
-            exit::complain(&format!("cannot start a thread for a peer: {error}"));
+        if let Err(failure) = exit::attend("bench-peer", attend) {
+            exit::complain(&failure.message());
         }
     }
 }
@@ -325,12 +323,13 @@ fn admit(
     // Not before: a run that is about to end still has its memory.
     hall.wait_for_room(&hello)?;
     let home = door.gpu.map_or(memory, |gpu| memory.on(gpu)).open()?;
-    let peers_here = match hello.run.pattern {
-        Pattern::Incast => hello.run.peers,
+    // The host's memory is for the peers of all endpoints, a GPU's for those of its own.
+    let peers_of_store = match (hello.run.pattern, home.store()) {
+        (Pattern::Incast, _) | (_, None) => hello.run.peers,
         _ => hello.run.peers.div_ceil(door.all.len()),
     };
-    home.check_room(layout::region_bytes(&hello.run).saturating_mul(peers_here as u64))?;
-    let active = hall.enter(&hello, &link.peer.name()).map_err(Failure::Failed)?;
+    let bytes = layout::region_bytes(&hello.run).saturating_mul(peers_of_store as u64);
+    let active = hall.enter(&hello, &link.peer.name(), home.store(), &|| home.check_room(bytes))?;
     Ok(Some((hello, active, home)))
 }
 

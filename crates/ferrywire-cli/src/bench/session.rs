@@ -172,6 +172,7 @@ impl<'a> Step<'a> {
                 match how {
                     Inject::LateByte => thread::sleep(LATE),
                     Inject::Slow => thread::sleep(SLOW),
+                    Inject::Panic => panic!("as a test asked for"),
                     _ => {}
                 }
                 contents.spoil(slot, iteration, how)
@@ -250,7 +251,7 @@ impl<'a> Step<'a> {
             let driven = mine.map(drive).transpose();
             drop(place);
             let followed =
-                following.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(panicked())));
+                following.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(Failure::panicked())));
             driven.and_then(|report| followed.map(|()| report))
         })
     }
@@ -340,10 +341,6 @@ impl<'a> Step<'a> {
         link.tell(&Message::Verified { iterations: iterations.clone() })?;
         Ok(iterations)
     }
-}
-
-fn panicked() -> Failure {
-    Failure::failed("internal error, please report: a thread of the bench panicked")
 }
 
 #[cfg(test)]

@@ -120,7 +120,7 @@ impl Contents<'_> {
         match how {
             Inject::OldPattern => self.fill(slot, iteration.wrapping_sub(1)),
             Inject::SkipWrite => self.poison(slot, iteration),
-            Inject::Slow => Ok(()),
+            Inject::Slow | Inject::Panic => Ok(()),
             Inject::WrongByte | Inject::LateByte => {
                 let Some(piece) = self.layout.pieces(slot).last().filter(|piece| piece.bytes > 0) else {
                     return Ok(());

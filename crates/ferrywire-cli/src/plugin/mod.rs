@@ -182,7 +182,7 @@ impl Watch<'_> {
     }
 
     fn died(&mut self) -> Failure {
-        let how = self.child.wait().map_or_else(|error| error.to_string(), how_it_ended);
+        let how = end_of(&mut self.child);
         self.failure(&how)
     }
 
@@ -205,8 +205,22 @@ impl Drop for Watch<'_> {
     }
 }
 
-/// How a process with a plugin ended, in words.
-pub fn how_it_ended(status: ExitStatus) -> String {
+/// How a process with a plugin ended that says no more, in words. One that only closed its pipe is ended.
+pub fn end_of(child: &mut Child) -> String {
+    let until = Instant::now() + LAST_WORDS;
+    while matches!(child.try_wait(), Ok(None)) {
+        if Instant::now() > until {
+            let _ = child.kill();
+            let _ = child.wait();
+            return "the plugin closed the pipe of its process, which was ended".to_owned();
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait().map_or_else(|error| error.to_string(), how_it_ended)
+}
+
+/// How it ended, in words.
+fn how_it_ended(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("the plugin ended its process with exit status {code}"),
         (None, Some(signal)) => format!("the plugin died by signal {signal}{}", signal_name(signal)),
@@ -234,5 +248,18 @@ fn understood(line: String) -> Option<Seen> {
     match LogLine::parse(&line) {
         Some(logged) => Some(Seen::Logged(logged)),
         None => serde_json::from_str(&line).ok().map(Seen::Message),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_closes_its_pipe_and_stays_is_ended() {
+        let mut child = Command::new("sh").args(["-c", "exec sleep 600 >&-"]).spawn().expect("a shell");
+        assert!(end_of(&mut child).contains("which was ended"));
+        let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().expect("a shell");
+        assert!(end_of(&mut child).contains("exit status 3"));
     }
 }

@@ -60,6 +60,20 @@ fn a_skipped_write_fails_the_run() {
     mismatch("skip-write", "--sizes 64K --blocks 7");
 }
 
+/// It waited for others of its run, which waited for it, and whoever came next was told that it is busy.
+#[test]
+fn a_panic_while_it_serves_ends_it_with_an_error() {
+    let serve = Serve::start("--memory host --inject panic");
+    let args = "--memory host --peer-memory host --sizes 4K --iters 5 --json -";
+    let output = serve.connect_within(DEADLINE_DEFAULT, args);
+    assert_eq!(output.status.code(), Some(1));
+    assert!(json(&output)["error"].is_string(), "{}", text(&output.stdout));
+    let (status, said) = serve.end();
+    assert_eq!(status, Some(1), "{said}");
+    let expected = "error: internal error, please report: thread bench-peer panicked at ";
+    assert!(said.starts_with(expected) && said.contains("as a test asked for"), "{said}");
+}
+
 /// The first knew only that another one had failed.
 #[test]
 fn the_peer_of_an_incast_that_failed_is_named() {

@@ -10,7 +10,7 @@ use ferrywire::nccl::{CallUnderWay, calls_under_way, log};
 use super::super::{connect, ranks, serve};
 use super::Order;
 use super::message::{Call, Message, Sender};
-use crate::exit::{Failure, Outcome};
+use crate::exit::{self, Failure, Outcome};
 use crate::plan::{ConnectPlan, Plan, RanksPlan, ServePlan};
 use crate::sys;
 
@@ -76,8 +76,7 @@ fn tell_that_alive(sender: Arc<Sender>) -> Outcome {
             std::thread::sleep(ALIVE_INTERVAL);
         }
     };
-    let spawned = std::thread::Builder::new().name("alive".to_owned()).spawn(tell);
-    spawned.map(|_| ()).map_err(|error| Failure::failed(format!("cannot start a thread: {error}")))
+    exit::attend("alive", tell)
 }
 
 fn described(call: &CallUnderWay) -> Call {

@@ -15,7 +15,7 @@ use super::Order;
 use super::message::{Assembler, Call, Message};
 use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
-use crate::plugin::how_it_ended;
+use crate::plugin::end_of;
 use crate::sys;
 
 /// How often the child is looked at while it says nothing.
@@ -181,7 +181,7 @@ impl<'a> Ward<'a> {
         if sys::interrupted() {
             return Event::Ended(Failure::Interrupted);
         }
-        let how = self.child.wait().map_or_else(|error| error.to_string(), how_it_ended);
+        let how = end_of(&mut self.child);
         Event::Ended(self.failure(&how))
     }
 
