@@ -25,6 +25,7 @@ use crate::args::{Inject, Pattern};
 use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
 use crate::memory::{Home, Local, Memory};
+use crate::plain;
 use crate::plan::{EnginePlan, ServePlan};
 use crate::sys;
 
@@ -188,7 +189,8 @@ impl House {
                     link.tell_last(&Message::Refused { why });
                 }
                 Ok(None) => {
-                    eprintln!("note: {} looked in and asked for no run", link.peer.name());
+                    let whom = plain::line(&link.peer.name());
+                    exit::note(&format!("note: {whom} looked in and asked for no run"));
                     link.tell_last(&Message::Bye);
                 }
                 Ok(Some((hello, active, home))) => {

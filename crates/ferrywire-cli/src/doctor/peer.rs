@@ -103,7 +103,8 @@ impl PeerFacts {
         for &address in addresses {
             let (dialler, (done, result)) = (endpoint.clone(), mpsc::channel());
             std::thread::spawn(move || done.send(dialler.connect(address, limit)));
-            let visit = wait_for(&result)?.map(|peer| look_around(Link::new(peer, limit.min(ANSWER_LIMIT))));
+            let visit =
+                wait_for(&result, limit)?.map(|peer| look_around(Link::new(peer, limit.min(ANSWER_LIMIT))));
             let arrived = visit.is_ok();
             let visit = visit.map_or_else(|error| Ok(Err(error)), |visit| visit.map(Ok))?;
             last = Ok(PeerFacts { address, visit, with_secret });
