@@ -480,13 +480,17 @@ mod tests {
         (near, far, peer)
     }
 
-    fn crank_of(worker: &Worker) -> MutexGuard<'_, Crank> {
+    /// The crank, once it has so many channels.
+    fn crank_of<'a>(worker: &'a Worker, engine: &Engine, channels: usize) -> MutexGuard<'a, Crank> {
         let since = Instant::now();
         loop {
-            if let Some(crank) = worker.try_crank() {
-                return crank;
+            if let Some(mut crank) = worker.try_crank() {
+                crank.obey(worker, engine);
+                if crank.slots.iter().flatten().count() == channels {
+                    return crank;
+                }
             }
-            assert!(since.elapsed() < LONG, "it is held all the time");
+            assert!(since.elapsed() < LONG, "it is held all the time, or lacks channels");
             std::thread::yield_now();
         }
     }
@@ -537,7 +541,7 @@ mod tests {
         let (near, _far, peer) = connected(1);
         let engine = near.downgrade().upgrade().unwrap();
         let worker = engine.workers[0].clone();
-        let mut crank = crank_of(&worker);
+        let mut crank = crank_of(&worker, &engine, 1);
         let sends: Arc<[AtomicUsize; 2]> = Arc::default();
         let slot = crank.slots[0].take().expect("it has a channel");
         let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
@@ -558,8 +562,7 @@ mod tests {
         let stream = SimGpu::open(1).unwrap().stream();
         let gate = stream.hold().unwrap();
         let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
-        let mut crank = crank_of(&worker);
-        assert!(crank.slots.iter().flatten().count() >= 3);
+        let mut crank = crank_of(&worker, &engine, 3);
         let looks = || peer.state.held.looks.load(Ordering::SeqCst);
         let before = looks();
         crank.turn(&worker, &engine, &mut || false);
