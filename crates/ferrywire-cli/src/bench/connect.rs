@@ -238,7 +238,10 @@ pub fn converse(
             _ => Err(link.strange("no farewell")),
         }
     };
-    through_sizes().inspect_err(part.failed)
+    through_sizes().inspect_err(|failure| {
+        (part.failed)(failure);
+        link.tell_failure(failure);
+    })
 }
 
 /// How scattered receives are gathered, now that it is known where the bytes lie there and what carries them: without a

@@ -95,6 +95,14 @@ impl Hall {
         Ok(())
     }
 
+    /// Waits until no run takes place, for so long at most.
+    pub fn wait_until_empty(&self, limit: Duration) {
+        let since = Instant::now();
+        while self.lock().is_some() && since.elapsed() < limit {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// Whether a run that was turned away is news: of its peers the first is.
     pub fn is_news(&self, run_id: &str) -> bool {
         let mut turned_away = self.turned_away.lock().unwrap_or_else(PoisonError::into_inner);

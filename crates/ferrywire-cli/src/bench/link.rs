@@ -125,6 +125,18 @@ impl Link {
         let _ = self.peer.close(CLOSE_DEADLINE);
     }
 
+    /// Tells the other end of a failure while this end's memory is still there: in what moves there, its end would look
+    /// like a failure of its own.
+    pub fn tell_failure(&self, failure: &Failure) {
+        if self.peer.error().is_some() || self.their_failure().is_some() {
+            return;
+        }
+        let until = Instant::now() + CLOSE_DEADLINE;
+        for part in self.post(&Message::Failed { why: failure.first_line() }).unwrap_or_default() {
+            let _ = part.wait(until.saturating_duration_since(Instant::now()));
+        }
+    }
+
     /// Sends a message and does not wait for it.
     pub fn say(&self, message: &Message) -> Outcome {
         self.post(message).map(drop)
@@ -302,9 +314,19 @@ impl Link {
         }
     }
 
-    /// What an engine error means here: after Ctrl-C, nothing else matters.
+    /// What an engine error means here: after Ctrl-C, nothing else matters; what the other end has said of its failure
+    /// tells more than what came of it.
     pub fn lost(&self, error: Error) -> Failure {
-        if sys::interrupted() { Failure::Interrupted } else { error.into() }
+        if sys::interrupted() {
+            return Failure::Interrupted;
+        }
+        while let Ok(Some(bytes)) = self.peer.poll_notification() {
+            match self.take_in(&bytes) {
+                Err(failure) if self.their_failure().is_some() => return failure,
+                _ => {}
+            }
+        }
+        error.into()
     }
 
     /// A failure for a peer that does not keep to the protocol.

@@ -103,6 +103,8 @@ pub fn serve(plan: ServePlan, voice: &Voice) -> Outcome {
             break Err(Error::Closed.into());
         }
     };
+    // Ctrl-C ends what is under way: each peer hears why.
+    house.hall.wait_until_empty(CLOSE_DEADLINE);
     std::thread::scope(|scope| {
         for door in &doors {
             scope.spawn(|| door.endpoint.close(CLOSE_DEADLINE));
@@ -378,7 +380,10 @@ pub fn converse(
     inject: Option<Inject>,
 ) -> Outcome {
     let local = home.register(endpoint, layout::region_bytes(member.run))?;
-    through_sizes(link, endpoint, (member, home, &local), inject).inspect_err(member.failed)
+    through_sizes(link, endpoint, (member, home, &local), inject).inspect_err(|failure| {
+        (member.failed)(failure);
+        link.tell_failure(failure);
+    })
 }
 
 fn through_sizes(

@@ -261,6 +261,27 @@ fn ctrl_c_ends_a_serve_and_its_peer_says_whom_it_lost() {
     assert!(error.contains(&address), "{error}");
 }
 
+/// Both ends drive: what either lets go of looked to the other like a mistake in its descriptors.
+#[test]
+fn ctrl_c_in_both_directions_is_told_to_the_other_end() {
+    let both_ways = "--memory host --peer-memory host --pattern bidir --sizes 8,16M --seconds 2 --verify off";
+    let mut serve = Serve::start("--memory host");
+    let (connect, _errors) = begun(&serve, both_ways);
+    signal(&connect, "-INT");
+    let output = connect.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(130));
+    assert_eq!(json(&output)["results"].as_array().map(Vec::len), Some(3), "what was finished is there");
+    let said = serve.next_error();
+    assert!(said.ends_with(": interrupted"), "{said}");
+    let (connect, _errors) = begun(&serve, both_ways);
+    signal(&serve.child, "-INT");
+    assert_eq!(serve.end().0, Some(130));
+    let output = connect.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(1));
+    let error = json(&output)["error"].as_str().unwrap_or_default().to_owned();
+    assert!(error.ends_with(": interrupted"), "{error}");
+}
+
 #[test]
 fn a_killed_connect_is_one_error_and_serve_goes_on() {
     let mut serve = Serve::start("");
