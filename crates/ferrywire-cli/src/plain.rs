@@ -4,6 +4,8 @@
 //! The words of a peer pass here as they come in ([`crate::bench::protocol`]), so that table, log and JSON show the same;
 //! what is printed as an error passes again ([`crate::exit`]).
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Deserializer};
 
 /// Longest line, in characters: a name, or a sentence with a few names.
@@ -69,6 +71,14 @@ pub fn named_if_any<'de, D: Deserializer<'de>>(from: D) -> Result<Option<(String
     Option::<(String, f64)>::deserialize(from).map(|said| said.map(|(name, number)| (line(&name), number)))
 }
 
+/// For serde: a field whose keys are names.
+pub fn names<'de, V: Deserialize<'de>, D: Deserializer<'de>>(
+    from: D,
+) -> Result<BTreeMap<String, V>, D::Error> {
+    let said = BTreeMap::<String, V>::deserialize(from)?;
+    Ok(said.into_iter().map(|(name, value)| (line(&name), value)).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,5 +98,19 @@ mod tests {
         assert_eq!(line(&"x".repeat(LINE_CHARS_MAX)).len(), LINE_CHARS_MAX);
         assert_eq!(line(&"x".repeat(LINE_CHARS_MAX + 1)).len(), LINE_CHARS_MAX + MORE.len());
         assert_eq!(text(&"x\n".repeat(1000)).lines().count(), LINES_MAX + 1);
+    }
+
+    #[test]
+    fn names_that_a_peer_gives_its_figures_are_plain() {
+        #[derive(Deserialize)]
+        struct Report {
+            #[serde(deserialize_with = "names")]
+            extra: BTreeMap<String, u64>,
+        }
+        let said = r#"{"extra":{"flush\u001b[2J":7}}"#;
+        let Report { extra } = serde_json::from_str(said).expect("it is JSON");
+        let (name, value) = extra.into_iter().next().expect("one name");
+        assert!(name.contains("flush") && !name.contains('\u{1b}'), "{name:?}");
+        assert_eq!(value, 7);
     }
 }

@@ -179,6 +179,7 @@ pub struct FlowReport {
     /// Time of each message.
     pub latency: LatencyCounts,
     /// Further latencies by name.
+    #[serde(deserialize_with = "plain::names")]
     pub extra: BTreeMap<String, LatencyCounts>,
 }
 

@@ -37,6 +37,7 @@ pub struct Mismatch {
     /// What is there.
     pub found: u8,
     /// What it looks like.
+    #[serde(deserialize_with = "crate::plain::one_line")]
     pub likely: String,
 }
 

@@ -64,3 +64,26 @@ impl Finding {
 pub fn levels(findings: &[Finding], id: &str) -> Vec<Level> {
     findings.iter().filter(|finding| finding.id == id).map(|finding| finding.level).collect()
 }
+
+/// A NIC of 100 Gbit/s without a place on the PCI bus.
+#[cfg(test)]
+pub fn nic(name: &str) -> ferrywire::topology::Nic {
+    use ferrywire::topology::{Address, Nic};
+    Nic {
+        name: name.to_owned(),
+        pci: None,
+        node: None,
+        device: true,
+        loopback: false,
+        lower: Vec::new(),
+        up: true,
+        addresses: vec![Address { ip: [10, 0, 0, 1].into(), prefix_len: 24 }],
+        speed_mbps: Some(100_000),
+        mtu_bytes: 9000,
+        driver: None,
+        rx_queues: 16,
+        tx_queues: 16,
+        header_split: None,
+        devmem: None,
+    }
+}

@@ -254,8 +254,8 @@ fn reach(topology: &Topology) -> Vec<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::finding::levels;
-    use ferrywire::topology::{Address, Gpu, Nic};
+    use crate::doctor::finding::{levels, nic};
+    use ferrywire::topology::{Gpu, Nic};
 
     fn pci(text: &str) -> Option<PciPath> {
         PciPath::of_folder(Path::new(text))
@@ -263,21 +263,9 @@ mod tests {
 
     fn host() -> Topology {
         let nic = Nic {
-            name: "eth1".to_owned(),
             pci: pci("/sys/devices/pci0000:00/0000:00:02.0/0000:02:00.0"),
             node: Some(0),
-            device: true,
-            loopback: false,
-            lower: Vec::new(),
-            up: true,
-            addresses: vec![Address { ip: [10, 0, 0, 1].into(), prefix_len: 24 }],
-            speed_mbps: Some(100_000),
-            mtu_bytes: 9000,
-            driver: None,
-            rx_queues: 16,
-            tx_queues: 16,
-            header_split: None,
-            devmem: None,
+            ..nic("eth1")
         };
         let gpu = Gpu {
             index: 0,

@@ -256,28 +256,7 @@ fn rings(nic: &str, [rx, tx]: [(u32, u32); 2], fast: bool) -> Finding {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::finding::levels;
-    use ferrywire::topology::Address;
-
-    fn nic(name: &str) -> Nic {
-        Nic {
-            name: name.to_owned(),
-            pci: None,
-            node: None,
-            device: true,
-            loopback: false,
-            lower: Vec::new(),
-            up: true,
-            addresses: vec![Address { ip: [10, 0, 0, 1].into(), prefix_len: 24 }],
-            speed_mbps: Some(100_000),
-            mtu_bytes: 9000,
-            driver: None,
-            rx_queues: 16,
-            tx_queues: 16,
-            header_split: None,
-            devmem: None,
-        }
-    }
+    use crate::doctor::finding::{levels, nic};
 
     fn good() -> Settings {
         Settings {

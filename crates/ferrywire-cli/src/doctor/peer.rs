@@ -307,26 +307,14 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::finding::levels;
+    use crate::doctor::finding::{self, levels};
     use ferrywire::topology::Address;
 
     fn nic(name: &str, last: u8) -> Nic {
         Nic {
-            name: name.to_owned(),
-            pci: None,
-            node: None,
-            device: true,
-            loopback: false,
-            lower: Vec::new(),
-            up: true,
             addresses: vec![Address { ip: [10, 0, last, 1].into(), prefix_len: 24 }],
             speed_mbps: None,
-            mtu_bytes: 9000,
-            driver: None,
-            rx_queues: 1,
-            tx_queues: 1,
-            header_split: None,
-            devmem: None,
+            ..finding::nic(name)
         }
     }
 
