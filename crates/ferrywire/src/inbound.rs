@@ -17,27 +17,33 @@ use crate::transfer::Scatter;
 use crate::transport::IoVec;
 use crate::wire::{Header, Kind, Refusal};
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+/// Value of [`Sink::remaining`] once the sink is closed. No message is that long.
+const CLOSED: u64 = u64::MAX;
+
 /// A receive or read that waits for its data.
+///
+/// Life: `open -> full | closed`. One atomic counter decides between the two, so that the last frame of a message is
+/// either counted before a cancel, and the receive has the message, or refused to its sender after the cancel.
 pub(crate) struct Sink {
     pub op: Arc<Op>,
     scatter: Scatter,
+    /// Bytes that are not placed and counted yet, or [`CLOSED`].
     remaining: AtomicU64,
-    gone: AtomicBool,
 }
 
 impl Sink {
     fn new(op: Arc<Op>, bytes: u64) -> Sink {
         let scatter = Scatter::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)));
-        Sink { op, scatter, remaining: AtomicU64::new(bytes), gone: AtomicBool::new(false) }
+        Sink { op, scatter, remaining: AtomicU64::new(bytes) }
     }
 
     /// Local memory for `len` bytes at `position` of the message.
     pub fn locate(&self, position: u64, len: u64, out: &mut Vec<IoVec>) -> Result<(), Refusal> {
         let memory: &Memory = self.op.memory.as_deref().ok_or(Refusal::NoSink)?;
-        if self.gone() || memory.taken_back() {
+        if self.closed() || memory.taken_back() {
             return Err(Refusal::NoSink);
         }
         for (offset, len) in self.scatter.locate(position, len).ok_or(Refusal::OutOfRegion)? {
@@ -47,18 +53,32 @@ impl Sink {
         Ok(())
     }
 
-    /// Whether the operation was cancelled, so that nothing may be placed any more.
-    pub fn gone(&self) -> bool {
-        self.gone.load(Ordering::Acquire)
+    /// Whether the operation ended before its data was here, so that nothing may be placed any more.
+    pub fn closed(&self) -> bool {
+        self.remaining.load(Ordering::Acquire) == CLOSED
     }
 
-    /// Counts placed bytes; true when that was all. More than are left are none of its message's.
+    /// Closes the sink; false when all of its data is counted, or it is closed already.
+    fn close(&self) -> bool {
+        let closed = |left: u64| (left != 0 && left != CLOSED).then_some(CLOSED);
+        self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, closed).is_ok()
+    }
+
+    /// Counts placed bytes; true when that was all.
+    ///
+    /// # Errors
+    /// `NoSink` once the sink is closed: the sender is refused what the operation does not have. `OutOfRegion` for more
+    /// bytes than are left, which are none of the message's.
     fn fill(&self, bytes: u64) -> Result<bool, Refusal> {
-        let less = |left: u64| left.checked_sub(bytes);
-        let left = self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, less);
-        let left = left.map_err(|_| Refusal::OutOfRegion)?;
-        self.op.count(bytes);
-        Ok(bytes > 0 && left == bytes)
+        let less = |left: u64| if left == CLOSED { None } else { left.checked_sub(bytes) };
+        match self.remaining.fetch_update(Ordering::AcqRel, Ordering::Acquire, less) {
+            Ok(left) => {
+                self.op.count(bytes);
+                Ok(bytes > 0 && left == bytes)
+            }
+            Err(CLOSED) => Err(Refusal::NoSink),
+            Err(_) => Err(Refusal::OutOfRegion),
+        }
     }
 }
 
@@ -140,11 +160,18 @@ impl Inbound {
         sinks.insert(op.id, Arc::new(Sink::new(op, bytes)));
     }
 
-    /// Takes a sink away; nothing new is placed into it.
+    fn remove_sink(&self, key: u64) -> Option<Arc<Sink>> {
+        self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)
+    }
+
+    /// Closes a sink: nothing new is placed into it, and frames of it that are not counted yet are refused. Gives it to
+    /// the caller, who returns the operation's token. `None` for one whose data is all counted: `filled` ends that one.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
-        let sink = self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)?;
-        sink.gone.store(true, Ordering::Release);
-        Some(sink)
+        let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
+        if !sinks.get(&key)?.close() {
+            return None;
+        }
+        sinks.remove(&key)
     }
 
     /// Bytes were placed into a sink; returns its operation when that completed it.
@@ -152,8 +179,8 @@ impl Inbound {
         if !sink.fill(bytes)? {
             return Ok(None);
         }
-        let sink = self.close_sink(sink.op.id);
-        Ok(sink.filter(|sink| sink.op.let_go()).map(|sink| sink.op.clone()))
+        self.remove_sink(sink.op.id);
+        Ok(sink.op.let_go().then(|| sink.op.clone()))
     }
 
     /// Bytes of a transfer with a notification were placed.
@@ -427,10 +454,7 @@ impl Inbound {
         state.counted.clear();
         drop(state);
         let sinks = std::mem::take(&mut *self.sinks.write().unwrap_or_else(PoisonError::into_inner));
-        ops.extend(sinks.into_values().map(|sink| {
-            sink.gone.store(true, Ordering::Release);
-            sink.op.clone()
-        }));
+        ops.extend(sinks.into_values().filter(|sink| sink.close()).map(|sink| sink.op.clone()));
         ops.iter().for_each(|op| op.fail(why.clone()));
         self.arrivals.wake();
         ops
@@ -567,6 +591,29 @@ mod tests {
         assert!(filling.op.let_go());
         assert!(!memory.used());
         assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    }
+
+    /// The sender was told that the receive had the message, and the receive that it was cancelled.
+    #[test]
+    fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_cancelled() {
+        let memory = Memory::private(4096).unwrap();
+        let receive = |id| {
+            let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
+            Arc::new(Op::new(id, Verb::Recv, pieces, Some(memory.clone()), 0))
+        };
+        let inbound = Inbound::default();
+        // Cancelled when all bytes are in their place, and before they are counted.
+        inbound.open_sink(receive(1), 4096);
+        let placing = inbound.hold_sink(1).unwrap();
+        assert!(inbound.close_sink(1).is_some());
+        assert!(matches!(inbound.filled(&placing, 4096), Err(Refusal::NoSink)));
+        assert_eq!(placing.op.moved(), 0);
+        // Cancelled when they are counted: too late, and the operation ends once.
+        inbound.open_sink(receive(2), 4096);
+        let placing = inbound.hold_sink(2).unwrap();
+        assert!(matches!(inbound.filled(&placing, 4096), Ok(None)), "the frame holds the operation");
+        assert!(inbound.close_sink(2).is_none());
+        assert!(placing.op.let_go() && !placing.op.failed() && placing.op.moved() == 4096);
     }
 
     /// It was placed with the peer's messages and receives locked, for as long as a GPU took.

@@ -109,6 +109,8 @@ impl PeerState {
                 Ok(Some(op)) => self.ended(&op),
                 Ok(None) if sink.op.verb == Verb::Read => self.note_answered(&sink.op),
                 Ok(None) => {}
+                // The receive or read has ended without this frame: its sender is told so.
+                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
                     let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb);
                     sink.op.fail(Error::PeerMisbehaved { peer: self.name.clone(), why });

@@ -262,9 +262,15 @@ impl Receiving {
             match (frame.copy.filter(|copy| !is_copied(&self.lanes, Some(*copy))), landing) {
                 // It is placed when its turn comes, soon.
                 (Some(copy), _) => touched = Some(copy.lane),
-                // Its bytes are in their place, and somebody waits to hear of them.
-                (None, Landing::Sink { sink, .. }) if !sink.gone() => {}
-                (None, _) => frame.arrival.landing = None,
+                // Its bytes are in their place, and the operation waits to hear of them.
+                (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
+                (None, Landing::Sink { .. }) => {
+                    // The operation does not have these bytes, so the sender must not be told that it does.
+                    frame.arrival.refusal.get_or_insert(Refusal::NoSink);
+                    frame.arrival.landing = None;
+                }
+                // A write whose bytes were in their place before the region was taken back.
+                (None, Landing::Region { .. }) => frame.arrival.landing = None,
             }
         }
         touched.map(|lane| self.lanes[lane].line.place)

@@ -89,6 +89,52 @@ fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
     drop(memory);
 }
 
+/// The sender was told that all was well, and no receive ever had the message.
+#[test]
+fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() {
+    const BYTES: u64 = 200_000;
+    let end = || Endpoint::builder().threads(0).channels(1);
+    let accepting = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = end().build().unwrap();
+    let (far, near) = connected(&accepting, &connecting);
+    // No other test's.
+    let gpu = SimGpu::open(12).unwrap();
+    let on_gpu = accepting.register_sim(12, 4096).unwrap();
+    let target = accepting.register_zeroed(BYTES as usize).unwrap();
+    let source = connecting.register(vec![7; BYTES as usize]).unwrap();
+    let receive = far.recv(1, &target, 0, BYTES).unwrap();
+    let send = near.send(1, &source, 0, BYTES).unwrap();
+    let moved = |peer: &Peer| peer.stats().channels[0].clone();
+    let begun = Instant::now();
+    let driven = |enough: &dyn Fn() -> bool, ends: &[&Endpoint]| {
+        while !enough() {
+            assert!(begun.elapsed() < LIMIT);
+            for end in ends {
+                end.progress();
+            }
+        }
+    };
+    // The announcement is met. Its sender has not heard of that, and sends the write first.
+    driven(&|| moved(&near).sent_bytes > 0, &[&connecting]);
+    driven(&|| moved(&far).sent_bytes > 0, &[&accepting]);
+    gpu.set_stall(true);
+    let write = near.write(&source, 0, &on_gpu.descriptor(), 0, 4096).unwrap();
+    // All of it is here, and waits behind the write.
+    let all_is_here = || {
+        let sent = moved(&near).sent_bytes;
+        sent > 4096 + BYTES && moved(&far).received_bytes == sent
+    };
+    driven(&all_is_here, &[&connecting, &accepting]);
+    receive.cancel();
+    gpu.set_stall(false);
+    let ended = || write.poll().is_some() && receive.poll().is_some() && send.poll().is_some();
+    driven(&ended, &[&connecting, &accepting]);
+    assert_eq!(write.poll(), Some(Ok(4096)));
+    assert_eq!(receive.poll(), Some(Err(Error::Cancelled)));
+    let sent = send.poll();
+    assert!(matches!(sent, Some(Err(Error::AccessRefused { .. }))), "{sent:?}");
+}
+
 /// Both are driven by whoever calls this.
 pub fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
     let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
