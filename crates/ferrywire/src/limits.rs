@@ -221,6 +221,9 @@ pub const LANE_STALL_LIMIT_DEFAULT: Duration = Duration::from_secs(30);
 pub const LANE_CLOSING_DEADLINE: Duration = Duration::from_secs(2);
 /// A posted receive into memory that is taken back has this long to end before its channel does.
 pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
+/// What the kernel sends without a copy leaves it within this time once its connection is aborted: no queue of a NIC that
+/// works holds a packet for longer.
+pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
 /// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
 pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// How often a connection or a listener of a plugin is asked whether it is ready.

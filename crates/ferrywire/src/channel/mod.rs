@@ -10,6 +10,7 @@
 //! Read next: `posted/` for the lane; `progress/`, which owns channels and decides when they get their turn.
 
 mod batch;
+mod dropped;
 mod lane;
 mod receiver;
 mod receiving;

@@ -106,7 +106,9 @@ impl Crank {
                 let Some(slot) = &mut self.slots[place] else { continue };
                 let touched = slot.channel.abandon(&request.gone);
                 worker.step();
-                if slot.channel.lane_sends_what_is_gone() {
+                let dropped =
+                    slot.channel.lane_sends_what_is_gone() || slot.channel.abort_sending_of_dropped_memory();
+                if dropped {
                     let why = "memory that a message was being sent of was dropped";
                     self.lose(worker, engine, place, why.into());
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {

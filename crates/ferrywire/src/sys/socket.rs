@@ -109,6 +109,17 @@ pub fn shutdown(fd: RawFd) -> io::Result<()> {
     checked(unsafe { libc::shutdown(fd, libc::SHUT_RDWR) } as libc::ssize_t).map(drop)
 }
 
+/// Aborts a connection: the peer is sent a reset, and what is queued to be sent is dropped. The socket stays open, so
+/// that its error queue can still be read.
+pub fn abort(fd: RawFd) -> io::Result<()> {
+    // SAFETY: all zero is a valid `sockaddr`.
+    let mut address: libc::sockaddr = unsafe { mem::zeroed() };
+    address.sa_family = libc::AF_UNSPEC as libc::sa_family_t;
+    let len = mem::size_of::<libc::sockaddr>() as libc::socklen_t;
+    // SAFETY: the kernel reads `len` bytes of the address, which lives for the call.
+    checked(unsafe { libc::connect(fd, &address, len) } as libc::ssize_t).map(drop)
+}
+
 /// Makes closing this socket abort the connection and drop what was not sent.
 pub fn abort_on_close(fd: RawFd) -> io::Result<()> {
     let mut linger = [0; mem::size_of::<libc::linger>()];

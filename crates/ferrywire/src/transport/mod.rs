@@ -112,6 +112,13 @@ pub trait Conn: Send {
         u64::MAX
     }
 
+    /// Aborts the connection, so that nothing more of what `send_stable` was given is sent; true once the kernel reads none
+    /// of that any more. Waits for at most [`limits::KERNEL_RELEASE_TIMEOUT`].
+    fn abort(&mut self) -> bool {
+        self.shutdown();
+        true
+    }
+
     /// Whether `send_lent` may spare a copy here.
     fn lends(&self) -> bool {
         false

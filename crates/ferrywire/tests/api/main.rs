@@ -6,11 +6,13 @@ mod blocks;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
+mod dropped;
 mod ends;
 mod forks;
 mod held_up;
 mod limits;
 mod many;
+mod netns;
 mod owners;
 mod unmapped;
 mod wakeups;
