@@ -124,10 +124,9 @@ impl Memory {
             return Ok(());
         };
         match self.place {
-            // SAFETY: the span is inside live host memory, `into` is a distinct buffer of the caller's.
-            Place::Host => unsafe {
-                std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len());
-            },
+            // SAFETY: the span is inside live host memory, and `into` is the caller's. `into` may be part of the region: its
+            // user has the buffer too, and `copy` allows that both overlap.
+            Place::Host => unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) },
             place => Gpu::opened(place)?.read_into_slice(from as u64, into)?,
         }
         Ok(())
@@ -140,10 +139,8 @@ impl Memory {
             return Ok(());
         };
         match self.place {
-            // SAFETY: the span is inside live host memory, `from` is a distinct buffer of the caller's.
-            Place::Host => unsafe {
-                std::ptr::copy_nonoverlapping(from.as_ptr(), to, from.len());
-            },
+            // SAFETY: the span is inside live host memory, and `from` is borrowed. `from` may be part of the region, as above.
+            Place::Host => unsafe { std::ptr::copy(from.as_ptr(), to, from.len()) },
             place => Gpu::opened(place)?.write_from_slice(to as u64, from)?,
         }
         Ok(())

@@ -43,6 +43,27 @@ fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
     assert_eq!(no_such.fault(), crate::Fault::Gpu);
 }
 
+/// The user of registered memory has the buffer too, and may pass a part of it.
+#[test]
+fn a_region_is_read_into_and_written_from_its_own_buffer() {
+    const BYTES: usize = 4096;
+    let end = endpoint();
+    let mut buffer: Vec<u8> = (0..BYTES).map(|at| (at % 251) as u8).collect();
+    // SAFETY: the buffer outlives the region, and is touched between calls only.
+    let region = unsafe { end.register_raw(buffer.as_mut_ptr(), BYTES) }.unwrap();
+    for (offset, slice) in [(0, 100..BYTES), (100, 0..BYTES - 100), (0, 1..2000), (1500, 1000..3000)] {
+        let mut expected = buffer.clone();
+        expected.copy_within(offset..offset + slice.len(), slice.start);
+        region.read_at(offset as u64, &mut buffer[slice]).unwrap();
+        assert!(buffer == expected, "read from {offset}");
+        let mut expected = buffer.clone();
+        expected.copy_within(500..2500, offset);
+        region.write_at(offset as u64, &buffer[500..2500]).unwrap();
+        assert!(buffer == expected, "written to {offset}");
+    }
+    region.deregister().unwrap();
+}
+
 #[test]
 fn a_users_gpu_memory_is_recognised_by_its_address() {
     let end = endpoint();
