@@ -45,10 +45,12 @@ pub const COUNTED_TRANSFERS_MAX: usize = 64 << 10;
 pub const EARLY_FRAMES_MAX: usize = 256 << 10;
 /// Refusals are answered only while fewer frames than this wait for the peer.
 pub const ANSWERS_WAITING_MAX: usize = 128 << 10;
-/// Reads that one peer may have waiting to be served by us.
+/// Reads of one peer that are answered at once, each until the peer has acknowledged its answer.
 pub const READS_SERVED_MAX: usize = 16 << 10;
 /// Requests of our own reads that one peer has at once: it may not know yet that some of them have been answered.
 pub const READS_ASKED_MAX: usize = READS_SERVED_MAX / 2;
+/// Reads of one peer that wait while `READS_SERVED_MAX` are answered: as many as a peer may have that are not answered yet.
+pub const READS_WAITING_MAX: usize = READS_ASKED_MAX;
 /// Frames in flight (sent, not yet acknowledged) per channel.
 pub const WINDOW_FRAMES_MAX: usize = 1024;
 /// Bytes in flight per channel before it takes no further chunk.
@@ -273,6 +275,7 @@ const _: () = assert!(NOTIFY_BYTES_MAX <= u16::MAX as usize);
 const _: () = assert!(EAGER_BYTES_MAX + EAGER_OVERHEAD_BYTES <= EAGER_CREDIT_BYTES);
 const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
 const _: () = assert!(ANNOUNCED_SENDS_MAX < ANSWERS_WAITING_MAX);
+const _: () = assert!(READS_ASKED_MAX <= READS_WAITING_MAX && READS_WAITING_MAX <= ANSWERS_WAITING_MAX);
 const _: () = assert!(NOTIFICATIONS_HELD_MAX <= EARLY_FRAMES_MAX);
 const _: () = assert!(ANNOUNCED_SENDS_MAX <= EARLY_FRAMES_MAX);
 const _: () = assert!(PEERS_UNACCEPTED_MAX <= PEERS_MAX);

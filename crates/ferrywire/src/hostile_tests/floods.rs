@@ -278,3 +278,56 @@ fn reads_from_outside_are_refused_wherever_their_answer_should_go() {
     assert_eq!(refused, [&expected[..], &[Refusal::OutOfRegion; 2]].concat());
     scene.unharmed();
 }
+
+/// Asks so often for one byte of a region, with answers to this sink, and acknowledges so many.
+fn ask_often(evil: &mut Evil, ack: usize, (region, sink): (u64, u64), count: usize) {
+    let mut range = Vec::new();
+    Placement { offset: 0, len: 1 }.encode_into(&mut range);
+    let header = Header { ack: ack as u32, key: region, total: sink, segments: 1, ..Header::new(Kind::Read) };
+    let count = count as u64;
+    evil.data[0].flood(header, &range, count, |_, _| {});
+}
+
+/// Acknowledges what comes until this has come.
+fn acknowledge_until(evil: &mut Evil, what: &str, arrived: impl Fn(&[Header]) -> bool) {
+    eventually(what, || {
+        let heard = evil.data[0].heard().frames.clone();
+        evil.data[0].send(Header { ack: heard.len() as u32, ..Header::new(Kind::Ack) }, &[]);
+        arrived(&heard)
+    });
+}
+
+#[test]
+fn reads_whose_answers_are_never_acknowledged_are_bounded() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let taken = limits::READS_SERVED_MAX + limits::READS_WAITING_MAX;
+    ask_often(&mut evil, 0, (scene.key(), 9), taken + 100);
+    assert_eq!(limited(&evil.data[0].answers()), 100);
+    scene.good_peer_is_served();
+    // Those that waited are answered in their turn, and leave room for others.
+    acknowledge_until(&mut evil, "all are answered", |heard| heard.len() == taken);
+    ask_often(&mut evil, taken, (scene.key(), 9), 1);
+    acknowledge_until(&mut evil, "one more is answered", |heard| heard.len() == taken + 1);
+    assert!(evil.data[0].heard().frames.iter().all(|head| (head.kind, head.key) == (Kind::Data, 9)));
+    scene.unharmed();
+}
+
+#[test]
+fn a_read_that_waits_for_others_does_not_keep_its_region_and_is_refused_without_it() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    let mut memory = [0];
+    // SAFETY: the byte outlives the region.
+    let region = unsafe { scene.victim.register_raw(memory.as_mut_ptr(), 1) }.unwrap();
+    ask_often(&mut evil, 0, (scene.key(), 9), limits::READS_SERVED_MAX);
+    ask_often(&mut evil, 0, (region.descriptor().key, 10), 1);
+    assert_eq!(evil.data[0].answers(), []);
+    region.deregister().unwrap();
+    acknowledge_until(&mut evil, "it is refused", |heard| {
+        heard
+            .iter()
+            .any(|head| (head.kind, head.transfer, head.key) == (Kind::Refuse, 10, Refusal::NoRegion as u64))
+    });
+    scene.unharmed();
+}

@@ -4,9 +4,9 @@
 //! is made of it. Read next: `inbound.rs`.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use super::blocks::pieces_of;
+use super::serving::Request;
 use super::state::{Landing, PeerState};
 use crate::error::Error;
 use crate::inbound::{Reply, copy_out};
@@ -164,8 +164,31 @@ impl PeerState {
         }
     }
 
-    /// The peer reads from a region of ours: answers like a write to its sink.
-    fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
+    /// The peer reads from a region of ours: answers like a write to its sink, once there is a place.
+    fn serve(&self, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
+        let answer = self.answer(header, placements)?;
+        if self.places.admit(header, placements)? {
+            self.begin_answer(answer);
+        }
+        Ok(())
+    }
+
+    /// An answer has ended: its place is for a request that waits, whose region may be gone by now.
+    pub(super) fn served(&self) {
+        while let Some(Request { header, placements }) = self.places.next() {
+            match self.answer(&header, &placements) {
+                Ok(answer) => return self.begin_answer(answer),
+                Err(refusal) => {
+                    let mut refuse = Header::new(Kind::Refuse);
+                    refuse.transfer = header.total;
+                    refuse.key = refusal as u64;
+                    self.reply(vec![Reply::Frame(refuse)]);
+                }
+            }
+        }
+    }
+
+    fn answer(&self, header: &Header, placements: &[u8]) -> Result<Arc<Op>, Refusal> {
         let memory = self.named(header.key)?;
         let mut position = 0;
         let mut pieces = Vec::new();
@@ -177,19 +200,19 @@ impl PeerState {
         }
         // The answer's chunks lie at their position in the sink, from there on.
         header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
-        if self.serving.load(Ordering::Relaxed) >= limits::READS_SERVED_MAX as u64 {
-            return Err(Refusal::Limit);
-        }
         let mut op =
             Op::new(self.engine.next_id(), Verb::Serve, pieces_of(merge(pieces)), Some(memory), header.total);
         op.number = header.offset;
-        let op = Arc::new(op);
+        Ok(Arc::new(op))
+    }
+
+    fn begin_answer(&self, op: Arc<Op>) {
         self.begin(&op);
         match self.queue.post(op.clone()) {
             true => self.rouse_for(op.total),
+            // The peer is over, and needs no places any more.
             false => self.end(&op),
         }
-        Ok(())
     }
 
     /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.

@@ -11,6 +11,7 @@ mod blocks;
 mod frames;
 mod held;
 mod joint;
+mod serving;
 mod state;
 
 pub use blocks::{Block, BlockList, Lengths};

@@ -22,6 +22,7 @@ use crate::wakeup::Wakeup;
 use crate::wire::{Header, Kind, Refusal};
 
 use super::held::Held;
+use super::serving::Serving;
 
 /// Where the payload of a frame goes, kept alive while it is filled.
 pub(crate) enum Landing {
@@ -113,6 +114,8 @@ pub(crate) struct PeerState {
     pub(super) in_flight: AtomicU64,
     /// Reads of the peer that are being answered.
     pub(super) serving: AtomicU64,
+    /// Places for answers, and requests that wait for one.
+    pub(super) places: Serving,
     pub(super) in_flight_bytes: AtomicU64,
     pub(super) failure: OnceLock<Error>,
     pub resent: AtomicU64,
@@ -167,6 +170,7 @@ impl PeerState {
             home: AtomicUsize::new(0),
             in_flight: AtomicU64::new(0),
             serving: AtomicU64::new(0),
+            places: Serving::default(),
             in_flight_bytes: AtomicU64::new(0),
             failure: OnceLock::new(),
             resent: AtomicU64::new(0),
@@ -397,6 +401,9 @@ impl PeerState {
         self.end(op);
         if op.failed() {
             self.tell_failure(op);
+        }
+        if op.verb == Verb::Serve {
+            self.served();
         }
         self.queue.ended(op);
         // A notification may have waited for this one.

@@ -3,6 +3,7 @@
 use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
+use ferrywire::limits;
 use ferrywire::transport::sim::{Faults, ResetSeen, Side};
 use ferrywire::{Block, BlockList, Error, Peer, Transfer};
 use std::time::Duration;
@@ -181,6 +182,26 @@ pub fn one_way_cut<W: Faulty>(world: &mut W) {
     let mut after = Load::default();
     after.post(world, [(0, &near), (1, &far)], 2, BYTES);
     after.finish_well(world, [(0, &near), (1, &far)]);
+}
+
+/// A NIC that brings answers and takes no acknowledgements: the end that answers counts reads that the reader has by then.
+pub fn answers_that_are_not_acknowledged<W: Faulty>(world: &mut W) {
+    const CHANNELS: usize = 32;
+    let ends = [0, 1].map(|_| world.add(2, |builder| builder.channels(CHANNELS)));
+    let (near, _far) = world.connect(ends[0], ends[1]);
+    let (ours, theirs) = (world.zeroed(0, 8), world.zeroed(1, 8));
+    let remote = theirs.descriptor();
+    let address = world.nic(0, 1);
+    world.net().cut_outgoing(address);
+    // They fill the windows of the channels that are cut, so that all requests of reads arrive.
+    let writes: Vec<Transfer> = (0..2 * CHANNELS * limits::WINDOW_FRAMES_MAX)
+        .map(|_| near.write(&ours, 0, &remote, 0, 8).unwrap())
+        .collect();
+    world.pass(ms(300));
+    let reads: Vec<Transfer> =
+        (0..3 * limits::READS_SERVED_MAX).map(|_| near.read(&ours, 0, &remote, 0, 8).unwrap()).collect();
+    world.all_done(&reads);
+    world.all_done(&writes);
 }
 
 /// A frame whose target goes away while its second piece was being received ended the receiver.

@@ -193,5 +193,6 @@ scenarios! {
         peers_that_stop_together_are_not_lost,
         a_peer_that_stops_for_good_is_lost,
     };
+    sim(4): faults::{answers_that_are_not_acknowledged};
     sim(300): faults::{random_faults};
 }
