@@ -46,17 +46,35 @@ pub fn addresses() -> io::Result<Vec<Nic>> {
 pub struct Recent {
     interval: Duration,
     last: Mutex<Option<(Instant, Arc<[Nic]>)>>,
+    /// How often the kernel was asked.
+    #[cfg(test)]
+    asked: std::sync::atomic::AtomicUsize,
 }
 
 impl Recent {
     /// Nothing is known yet.
     pub const fn new(interval: Duration) -> Recent {
-        Recent { interval, last: Mutex::new(None) }
+        Recent {
+            interval,
+            last: Mutex::new(None),
+            #[cfg(test)]
+            asked: std::sync::atomic::AtomicUsize::new(0),
+        }
+    }
+
+    /// How often the kernel was asked.
+    #[cfg(test)]
+    pub fn asked(&self) -> usize {
+        self.asked.load(std::sync::atomic::Ordering::Relaxed)
     }
 
     /// Every address of every interface, as it was within the interval.
     pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
-        self.at(Instant::now, addresses)
+        self.at(Instant::now, || {
+            #[cfg(test)]
+            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            addresses()
+        })
     }
 
     fn at(

@@ -251,9 +251,7 @@ impl Listener for TcpListener {
 fn accepted(socket: Socket, remote: &socket2::SockAddr, addresses: &Arc<Recent>) -> io::Result<TcpConn> {
     common_options(&socket)?;
     let remote = canonical(ip_address(remote)?);
-    let foreign = |nics: Arc<[Nic]>| !nics::is_local(&nics, remote.ip());
-    let local_peer = remote.ip().is_loopback() || !addresses.addresses().is_ok_and(foreign);
-    TcpConn::established(socket, remote, local_peer, addresses.clone())
+    TcpConn::established(socket, remote, None, addresses.clone())
 }
 
 /// A connection that has its port before it is dialled shares it with no other, whatever their destinations.

@@ -5,7 +5,7 @@
 //! Invariant: the end of the stream is reported only when the peer ended it, or we did.
 //! Read next: `health.rs` and `zero_copy.rs`.
 
-use std::cell::Cell;
+use std::cell::{Cell, OnceCell};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
@@ -21,7 +21,7 @@ use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{START, canonical, ip_address};
 use crate::limits::{IOVECS_PER_CALL_MAX, KERNEL_RELEASE_TIMEOUT};
-use crate::sys::nics::Recent;
+use crate::sys::nics::{self, Recent};
 use crate::sys::tcp_info::{self, TcpInfo};
 use crate::sys::{socket, zerocopy};
 use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
@@ -37,8 +37,9 @@ pub struct TcpConn {
     socket: Socket,
     local: SocketAddr,
     remote: SocketAddr,
-    /// Both ends have addresses of this host.
-    within_host: bool,
+    /// Whether both ends have addresses of this host, once that is asked: of an accepted connection not before the dialler has
+    /// proven itself, since the kernel lists every interface for it.
+    within_host: OnceCell<bool>,
     /// No byte has moved yet.
     connecting: bool,
     /// How a data connection is tuned as its round trip becomes known.
@@ -63,21 +64,25 @@ impl TcpConn {
         options: &ConnOptions,
         addresses: Arc<Recent>,
     ) -> io::Result<TcpConn> {
-        let mut conn = TcpConn::established(socket, remote, path == Path::SameHost, addresses)?;
+        let mut conn = TcpConn::established(socket, remote, Some(path == Path::SameHost), addresses)?;
         conn.connecting = true;
         conn.tuning = Tuning::new(path, options.round_trip, options);
         Ok(conn)
     }
 
-    /// A connection that both hosts have agreed on.
+    /// A connection that both hosts have agreed on, and whether it stays within this host, if that is known.
     pub(super) fn established(
         socket: Socket,
         remote: SocketAddr,
-        within_host: bool,
+        within_host: Option<bool>,
         addresses: Arc<Recent>,
     ) -> io::Result<TcpConn> {
         let local = canonical(ip_address(&socket.local_addr()?)?);
-        let zero_copy = ZeroCopy::new(!within_host && zerocopy::enable(socket.as_raw_fd()).is_ok());
+        let alone = remote.ip().is_loopback() || remote.ip() == local.ip();
+        let within_host = within_host.or(alone.then_some(true));
+        let zero_copy = within_host != Some(true) && zerocopy::enable(socket.as_raw_fd()).is_ok();
+        let zero_copy = ZeroCopy::new(zero_copy);
+        let within_host = within_host.map_or_else(OnceCell::new, OnceCell::from);
         Ok(TcpConn {
             socket,
             local,
@@ -100,10 +105,18 @@ impl TcpConn {
     pub(super) fn force_zero_copy(&mut self) {
         zerocopy::enable(self.descriptor()).expect("Linux has had it since 4.14");
         self.zero_copy = ZeroCopy::new(true);
+        self.within_host = OnceCell::from(false);
     }
 
     fn descriptor(&self) -> RawFd {
         self.socket.as_raw_fd()
+    }
+
+    /// Where the kernel does not tell its addresses, the other end is taken for this host's.
+    fn has_local_peer(&self) -> bool {
+        *self.within_host.get_or_init(|| {
+            self.addresses.addresses().map_or(true, |nics| nics::is_local(&nics, self.remote.ip()))
+        })
     }
 
     /// Bytes have moved: the first ones prove the connection.
@@ -188,11 +201,12 @@ impl Conn for TcpConn {
     }
 
     fn zero_copy(&self) -> bool {
-        self.zero_copy.usable()
+        self.zero_copy.usable() && !self.has_local_peer()
     }
 
     unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-        if self.shut || !self.zero_copy.has_room() || total_bytes(pieces) < ZERO_COPY_BYTES_MIN {
+        let copied = self.shut || !self.zero_copy.has_room() || total_bytes(pieces) < ZERO_COPY_BYTES_MIN;
+        if copied || self.has_local_peer() {
             // SAFETY: readable for longer than the call, as promised by the caller.
             return unsafe { self.send(pieces) };
         }
@@ -239,7 +253,7 @@ impl Conn for TcpConn {
     }
 
     fn within_host(&self) -> bool {
-        self.within_host && !self.is_long()
+        !self.is_long() && self.has_local_peer()
     }
 
     fn is_long(&self) -> bool {
@@ -312,7 +326,11 @@ impl Conn for TcpConn {
 
     fn tune(&mut self, options: &ConnOptions) {
         let fd = self.descriptor();
-        let nics = self.addresses.addresses().unwrap_or_default();
+        let nics = self.addresses.addresses();
+        if let Ok(nics) = &nics {
+            self.within_host.get_or_init(|| nics::is_local(nics, self.remote.ip()));
+        }
+        let nics = nics.unwrap_or_default();
         let path = Path::towards(&nics, Some(self.local.ip()), self.remote.ip());
         let round_trip = tuning::shorter(options.round_trip, tuning::round_trip(fd));
         if let Err(e) = tuning::apply(fd, path, round_trip, options) {

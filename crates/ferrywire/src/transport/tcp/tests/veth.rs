@@ -1,7 +1,8 @@
 //! Between two network namespaces: two hosts as far as TCP can tell.
 
 use std::fs::{self, File};
-use std::net::SocketAddrV6;
+use std::io::{Read, Write};
+use std::net::{SocketAddrV6, TcpStream};
 use std::os::fd::AsFd;
 use std::process::{self, Command, Stdio};
 use std::sync::atomic::AtomicU32;
@@ -131,6 +132,78 @@ fn veth_copies_so_zero_copy_turns_itself_off() {
         recv_into(far.as_mut(), &mut received).ok();
         near.released() == sent as u64
     });
+}
+
+/// For each connection that arrived the kernel listed every interface, before the dialler had said a word.
+#[test]
+fn strangers_do_not_have_the_kernel_asked_for_all_interfaces() {
+    const STRANGERS: usize = 300;
+    let Some(Namespaces { near, far }) = &Namespaces::new() else {
+        return;
+    };
+    let transport = Arc::new(TcpTransport::default());
+    let listen = SocketAddr::new(FAR.into(), 0);
+    let builder = || Endpoint::builder().secret("correct horse").threads(0).channels(2);
+    let there = within(far, || builder().listen(listen).transport(transport.clone()).build()).unwrap();
+    let address = there.listen_addresses()[0];
+    let before = transport.addresses.asked();
+    let stranger = |_| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        stream.set_nonblocking(true).unwrap();
+        stream
+    };
+    let mut strangers: Vec<TcpStream> = within(near, || (0..STRANGERS).map(stranger).collect());
+    until("all are sent away", || {
+        within(far, || while there.progress() {});
+        strangers.retain_mut(|stream| !is_over(stream));
+        strangers.is_empty()
+    });
+    assert_eq!(transport.addresses.asked(), before);
+    // A peer is worth the question.
+    let here = within(near, || builder().threads(1).build()).unwrap();
+    let connecting = within(near, || here.connecting(address)).unwrap();
+    until("a peer is connected", || {
+        within(far, || while there.progress() {});
+        connecting.poll().is_some_and(|peer| peer.is_ok())
+    });
+    assert!(transport.addresses.asked() > before);
+}
+
+/// Whether the other end has closed it.
+fn is_over(stream: &mut TcpStream) -> bool {
+    match stream.read(&mut [0; 4096]) {
+        Ok(count) => count == 0,
+        Err(error) => error.kind() != io::ErrorKind::WouldBlock,
+    }
+}
+
+/// What the kernel has said before it does not matter.
+#[test]
+fn an_address_that_is_new_is_known_as_this_hosts_when_a_connection_comes_from_it() {
+    const NEW: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 9);
+    let Some(namespaces) = Namespaces::new() else {
+        return;
+    };
+    let far = &namespaces.far;
+    let mut listener = namespaces.listen();
+    let _near = namespaces.dial(listener.local());
+    let other = within(far, || {
+        let accepted = accept(listener.as_mut());
+        (accepted.within_host(), accepted.zero_copy())
+    });
+    assert_eq!(other, (false, true), "from another host");
+    ip(&format!("-n {far} addr add {NEW}/24 dev fw0")).expect("the namespace is ours");
+    let own = within(far, || {
+        let transport = TcpTransport::default();
+        let nics = transport.nics().unwrap();
+        let nic = nics.iter().find(|nic| nic.address == NEW).expect("it was added");
+        let _dialled = transport.dial(Some(nic), listener.local(), &bulk()).unwrap();
+        let accepted = accept(listener.as_mut());
+        assert_eq!(accepted.remote().ip(), NEW);
+        (accepted.within_host(), accepted.zero_copy())
+    });
+    assert_eq!(own, (true, false), "from this host");
 }
 
 #[test]
