@@ -51,6 +51,18 @@ pub struct TcpTransport {
     device_refusal_told: AtomicBool,
     /// This host's, which paths are judged by.
     addresses: Arc<Recent>,
+    zero_copy: ZeroCopyPolicy,
+}
+
+/// Where large payload of host memory is sent without a copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ZeroCopyPolicy {
+    /// Between hosts, until the kernel says that it copies all the same (veth, NICs without scatter-gather).
+    #[default]
+    Auto,
+    /// On every connection, within a host too, and whatever the kernel says: to measure what it costs, and to test what
+    /// memory must stay unchanged for.
+    Always,
 }
 
 impl Transport for TcpTransport {
@@ -59,7 +71,7 @@ impl Transport for TcpTransport {
     }
 
     fn listen(&self, address: SocketAddr) -> io::Result<Box<dyn Listener>> {
-        Ok(Box::new(TcpListener::bind(address, self.addresses.clone())?))
+        Ok(Box::new(TcpListener::bind(address, self.addresses.clone(), self.zero_copy)?))
     }
 
     fn dial(&self, nic: Option<&Nic>, to: SocketAddr, options: &ConnOptions) -> io::Result<Box<dyn Conn>> {
@@ -110,6 +122,7 @@ struct Prepared {
     to: SocketAddr,
     options: ConnOptions,
     addresses: Arc<Recent>,
+    zero_copy: ZeroCopyPolicy,
 }
 
 impl Prepared {
@@ -123,7 +136,7 @@ impl Prepared {
             _ => {}
         }
         tuning::complete(self.socket.as_raw_fd(), self.path, self.options.round_trip, &self.options);
-        TcpConn::dialled(self.socket, self.to, self.path, &self.options, self.addresses)
+        TcpConn::dialled(self)
     }
 }
 
@@ -148,6 +161,12 @@ impl TcpTransport {
     /// may not be known yet.
     pub fn asking_once_in(interval: Duration) -> TcpTransport {
         TcpTransport { addresses: Arc::new(Recent::new(interval)), ..TcpTransport::default() }
+    }
+
+    /// Sends without copies as `policy` says.
+    pub fn zero_copy(mut self, policy: ZeroCopyPolicy) -> TcpTransport {
+        self.zero_copy = policy;
+        self
     }
 
     /// This host's addresses, one NIC each, without speeds.
@@ -177,7 +196,8 @@ impl TcpTransport {
         if let Some(nic) = nic {
             self.bind_to_device(&socket, nic, to, nics::is_local(&nics, to.ip()))?;
         }
-        Ok(Prepared { socket, path, to, options: options.clone(), addresses: self.addresses.clone() })
+        let (options, addresses) = (options.clone(), self.addresses.clone());
+        Ok(Prepared { socket, path, to, options, addresses, zero_copy: self.zero_copy })
     }
 
     /// Binds a connection to the NIC, unless the peer is on this host: such packets travel over loopback,
@@ -209,16 +229,21 @@ pub struct TcpListener {
     socket: Socket,
     local: SocketAddr,
     addresses: Arc<Recent>,
+    zero_copy: ZeroCopyPolicy,
 }
 
 impl TcpListener {
-    fn bind(address: SocketAddr, addresses: Arc<Recent>) -> io::Result<TcpListener> {
+    fn bind(
+        address: SocketAddr,
+        addresses: Arc<Recent>,
+        zero_copy: ZeroCopyPolicy,
+    ) -> io::Result<TcpListener> {
         let socket = new_socket(address)?;
         socket.set_reuse_address(true)?;
         socket.bind(&address.into())?;
         socket.listen(BACKLOG)?;
         let local = ip_address(&socket.local_addr()?)?;
-        Ok(TcpListener { socket, local, addresses })
+        Ok(TcpListener { socket, local, addresses, zero_copy })
     }
 }
 
@@ -228,7 +253,7 @@ impl Listener for TcpListener {
             match self.socket.accept4(libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC) {
                 Ok((socket, remote)) => {
                     // One that is gone already is the dialler's business; the next may be fine.
-                    if let Ok(conn) = accepted(socket, &remote, &self.addresses) {
+                    if let Ok(conn) = accepted(socket, &remote, self) {
                         return Ok(Some(Box::new(conn)));
                     }
                 }
@@ -248,10 +273,10 @@ impl Listener for TcpListener {
     }
 }
 
-fn accepted(socket: Socket, remote: &socket2::SockAddr, addresses: &Arc<Recent>) -> io::Result<TcpConn> {
+fn accepted(socket: Socket, remote: &socket2::SockAddr, listener: &TcpListener) -> io::Result<TcpConn> {
     common_options(&socket)?;
     let remote = canonical(ip_address(remote)?);
-    TcpConn::established(socket, remote, None, addresses.clone())
+    TcpConn::established(socket, remote, None, listener.addresses.clone(), listener.zero_copy)
 }
 
 /// A connection that has its port before it is dialled shares it with no other, whatever their destinations.

@@ -19,7 +19,7 @@ use super::health::Watch;
 use super::lending::Lending;
 use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
-use super::{START, canonical, ip_address};
+use super::{Prepared, START, ZeroCopyPolicy, canonical, ip_address};
 use crate::limits::{IOVECS_PER_CALL_MAX, KERNEL_RELEASE_TIMEOUT};
 use crate::sys::nics::{self, Recent};
 use crate::sys::tcp_info::{self, TcpInfo};
@@ -57,16 +57,12 @@ pub struct TcpConn {
 
 impl TcpConn {
     /// A connection that has been started along a path.
-    pub(super) fn dialled(
-        socket: Socket,
-        remote: SocketAddr,
-        path: Path,
-        options: &ConnOptions,
-        addresses: Arc<Recent>,
-    ) -> io::Result<TcpConn> {
-        let mut conn = TcpConn::established(socket, remote, Some(path == Path::SameHost), addresses)?;
+    pub(super) fn dialled(prepared: Prepared) -> io::Result<TcpConn> {
+        let Prepared { socket, path, to, options, addresses, zero_copy } = prepared;
+        let within_host = Some(path == Path::SameHost);
+        let mut conn = TcpConn::established(socket, to, within_host, addresses, zero_copy)?;
         conn.connecting = true;
-        conn.tuning = Tuning::new(path, options.round_trip, options);
+        conn.tuning = Tuning::new(path, options.round_trip, &options);
         Ok(conn)
     }
 
@@ -76,12 +72,14 @@ impl TcpConn {
         remote: SocketAddr,
         within_host: Option<bool>,
         addresses: Arc<Recent>,
+        policy: ZeroCopyPolicy,
     ) -> io::Result<TcpConn> {
         let local = canonical(ip_address(&socket.local_addr()?)?);
         let alone = remote.ip().is_loopback() || remote.ip() == local.ip();
         let within_host = within_host.or(alone.then_some(true));
-        let zero_copy = within_host != Some(true) && zerocopy::enable(socket.as_raw_fd()).is_ok();
-        let zero_copy = ZeroCopy::new(zero_copy);
+        let wanted = within_host != Some(true) || policy == ZeroCopyPolicy::Always;
+        let zero_copy = wanted && zerocopy::enable(socket.as_raw_fd()).is_ok();
+        let zero_copy = ZeroCopy::new(zero_copy, policy);
         let within_host = within_host.map_or_else(OnceCell::new, OnceCell::from);
         Ok(TcpConn {
             socket,
@@ -100,11 +98,11 @@ impl TcpConn {
         })
     }
 
-    /// Turns zero copy on where the path would leave it off.
+    /// Turns zero copy on where the path would leave it off, until the kernel says that it copies.
     #[cfg(test)]
     pub(super) fn force_zero_copy(&mut self) {
         zerocopy::enable(self.descriptor()).expect("Linux has had it since 4.14");
-        self.zero_copy = ZeroCopy::new(true);
+        self.zero_copy = ZeroCopy::new(true, ZeroCopyPolicy::Auto);
         self.within_host = OnceCell::from(false);
     }
 
@@ -117,6 +115,10 @@ impl TcpConn {
         *self.within_host.get_or_init(|| {
             self.addresses.addresses().map_or(true, |nics| nics::is_local(&nics, self.remote.ip()))
         })
+    }
+
+    fn may_spare_copies(&self) -> bool {
+        self.zero_copy.always() || !self.has_local_peer()
     }
 
     /// Bytes have moved: the first ones prove the connection.
@@ -201,12 +203,12 @@ impl Conn for TcpConn {
     }
 
     fn zero_copy(&self) -> bool {
-        self.zero_copy.usable() && !self.has_local_peer()
+        self.zero_copy.usable() && self.may_spare_copies()
     }
 
     unsafe fn send_stable(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
         let copied = self.shut || !self.zero_copy.has_room() || total_bytes(pieces) < ZERO_COPY_BYTES_MIN;
-        if copied || self.has_local_peer() {
+        if copied || !self.may_spare_copies() {
             // SAFETY: readable for longer than the call, as promised by the caller.
             return unsafe { self.send(pieces) };
         }

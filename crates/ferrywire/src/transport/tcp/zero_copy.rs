@@ -7,6 +7,7 @@
 
 use std::collections::VecDeque;
 
+use super::ZeroCopyPolicy;
 use crate::sys::zerocopy::Completion;
 
 /// Completions that decide whether zero copy stays on.
@@ -18,6 +19,7 @@ const UNFINISHED_MAX: usize = 1024;
 #[derive(Debug, Default)]
 pub(super) struct ZeroCopy {
     usable: bool,
+    policy: ZeroCopyPolicy,
     probes_seen: u32,
     /// Number of the oldest send in `unfinished`, as the kernel counts.
     first_number: u32,
@@ -32,8 +34,13 @@ struct Send {
 }
 
 impl ZeroCopy {
-    pub(super) fn new(usable: bool) -> ZeroCopy {
-        ZeroCopy { usable, ..ZeroCopy::default() }
+    pub(super) fn new(usable: bool, policy: ZeroCopyPolicy) -> ZeroCopy {
+        ZeroCopy { usable, policy, ..ZeroCopy::default() }
+    }
+
+    /// Whether it is used whatever the path and the kernel's notices say.
+    pub(super) fn always(&self) -> bool {
+        self.policy == ZeroCopyPolicy::Always
     }
 
     /// Whether zero copy may spare a copy.
@@ -67,7 +74,7 @@ impl ZeroCopy {
         let count = completion.last.wrapping_sub(completion.first) as usize + 1;
         let finished = self.unfinished.iter_mut().skip(skip).take(count);
         let seen = finished.map(|send| send.finished = true).count() as u32;
-        if self.probes_seen < PROBES && completion.copied {
+        if self.probes_seen < PROBES && completion.copied && !self.always() {
             self.usable = false;
         }
         self.probes_seen = self.probes_seen.saturating_add(seen);
@@ -92,7 +99,7 @@ mod tests {
     }
 
     fn with_sends(count: u64) -> ZeroCopy {
-        let mut zero_copy = ZeroCopy::new(true);
+        let mut zero_copy = ZeroCopy::new(true, ZeroCopyPolicy::Auto);
         (0..count).for_each(|i| zero_copy.sent(i * 100));
         zero_copy
     }

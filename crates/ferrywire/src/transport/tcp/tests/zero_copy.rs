@@ -53,6 +53,28 @@ fn completions_show_as_an_error_until_they_are_read() {
     assert_eq!(ready(&near, Interest::READ, Duration::ZERO), None);
 }
 
+/// The kernel went on sending whatever was in the memory, for as long as the peer took it.
+#[test]
+fn an_aborted_connection_has_released_its_memory_and_sends_nothing_more() {
+    let mut bytes = pattern(256 << 10);
+    let (mut near, mut far, sent) = forced_zero_copy(&mut bytes);
+    assert!(near.released() < sent as u64);
+    assert!(near.abort(), "loopback holds no packet back");
+    assert_eq!(near.released(), sent as u64);
+    // What the peer's kernel had before it can still be received, and nothing else.
+    let mut received = vec![0; sent];
+    let mut got = 0;
+    let ended = loop {
+        match eventually(|| recv_into(far.as_mut(), &mut received)) {
+            Ok(bytes) => got += bytes,
+            Err(error) => break error,
+        }
+    };
+    assert!(got < sent, "all of it was sent");
+    assert_eq!(ended.kind(), io::ErrorKind::ConnectionReset);
+    assert_eq!(send_from(&mut near, &mut [0]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+}
+
 #[test]
 fn a_connection_dropped_with_unreleased_memory_is_aborted() {
     let mut bytes = pattern(256 << 10);
