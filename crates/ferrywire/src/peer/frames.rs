@@ -3,13 +3,14 @@
 //! Invariant: every offset that comes from the wire is checked against the region it names before an address
 //! is made of it. Read next: `inbound.rs`.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::blocks::pieces_of;
 use super::serving::Request;
 use super::state::{Landing, PeerState};
 use crate::error::Error;
-use crate::inbound::{Reply, copy_out};
+use crate::inbound::Reply;
 use crate::limits;
 use crate::memory::{Memory, RegionHome};
 use crate::operation::{Op, Verb};
@@ -129,16 +130,20 @@ impl PeerState {
     }
 
     pub(super) fn reply(&self, replies: Vec<Reply>) {
-        for reply in replies {
+        let mut replies = VecDeque::from(replies);
+        while let Some(reply) = replies.pop_front() {
             match reply {
                 // A peer that lets so many wait is flooding us with what can only be refused.
                 Reply::Frame(header)
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
-                Reply::Place(op, bytes) => {
-                    copy_out(&op, &bytes);
+                Reply::Place(op, message) => {
+                    let placed = message.place(&op);
                     self.let_go(&op);
+                    if !placed {
+                        replies.extend(self.inbound.return_message(message));
+                    }
                 }
                 Reply::Ended(op) => self.ended(&op),
             }

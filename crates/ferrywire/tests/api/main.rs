@@ -13,6 +13,7 @@ mod held_up;
 mod limits;
 mod many;
 mod netns;
+mod outcomes;
 mod owners;
 mod unmapped;
 mod wakeups;
