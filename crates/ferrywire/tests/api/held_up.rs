@@ -1,6 +1,6 @@
 //! What one thing must not hold up of another: a GPU that stands still, a long queue, memory that nobody names any more.
 
-use crate::{LIMIT, listening, pair};
+use crate::{LIMIT, builder, listening, pair, sockets_copy};
 use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Endpoint, Error, Peer, Region, limits};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 /// The acknowledgement waited behind bytes that the GPU had not given yet.
 #[test]
 fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
-    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
-    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
@@ -32,8 +32,8 @@ fn what_a_peer_writes_is_acknowledged_while_our_gpu_stands_still() {
 #[test]
 fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() {
     const BYTES: u64 = 1 << 20;
-    let accepting = Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
-    let connecting = Endpoint::builder().channels(1).build().unwrap();
+    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).channels(1).build().unwrap();
+    let connecting = builder().channels(1).build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap();
     let far = accepting.accept(LIMIT).unwrap();
     // No other test's.
@@ -60,7 +60,7 @@ fn a_read_ends_that_had_arrived_behind_a_gpu_when_its_region_was_deregistered() 
 #[test]
 fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
     const BYTES: u64 = 60 << 10;
-    let end = || Endpoint::builder().threads(0).channels(1).socket_buffer_bytes(64 << 10).crc(true);
+    let end = || builder().threads(0).channels(1).socket_buffer_bytes(64 << 10).crc(true);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().build().unwrap();
     let (here, there) = connected(&near, &far);
@@ -93,7 +93,7 @@ fn with_checksums_a_frame_of_dropped_memory_costs_no_connection() {
 #[test]
 fn a_message_behind_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() {
     const BYTES: u64 = 200_000;
-    let end = || Endpoint::builder().threads(0).channels(1);
+    let end = || builder().threads(0).channels(1);
     let accepting = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let connecting = end().build().unwrap();
     let (far, near) = connected(&accepting, &connecting);
@@ -152,7 +152,7 @@ pub fn connected(near: &Endpoint, far: &Endpoint) -> (Peer, Peer) {
 /// The answer was dropped, as if the peer were flooding us with what can only be refused.
 #[test]
 fn a_long_queue_of_our_own_drops_no_answer() {
-    let [near, far] = [(); 2].map(|()| Endpoint::builder().threads(0).channels(1));
+    let [near, far] = [(); 2].map(|()| builder().threads(0).channels(1));
     let near = near.listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = far.build().unwrap();
     let (here, there) = connected(&near, &far);
@@ -248,7 +248,7 @@ fn a_region_is_not_deregistered_while_a_message_is_placed_into_it() {
 #[test]
 fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
     let near = listening();
-    let far = Endpoint::builder().channels(2).build().unwrap();
+    let far = builder().channels(2).build().unwrap();
     let there = far.connect(near.listen_addresses()[0], LIMIT).unwrap();
     let here = near.accept(LIMIT).unwrap();
     let mut room = vec![0_u8; 4096];
@@ -269,7 +269,7 @@ fn a_short_message_is_not_placed_into_memory_that_its_user_has_back() {
 fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
     const BYTES: usize = 64 << 20;
     // So little room that a chunk is sent in parts.
-    let end = || Endpoint::builder().channels(1).socket_buffer_bytes(64 << 10);
+    let end = || builder().channels(1).socket_buffer_bytes(64 << 10);
     let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
     let far = end().threads(0).build().unwrap();
     let connecting = far.connecting(near.listen_addresses()[0]).unwrap();
@@ -309,7 +309,8 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     let mut found = vec![0; BYTES];
     target.read_at(0, &mut found).unwrap();
     assert!(found.iter().all(|byte| *byte != 0xEE));
-    assert!(found.contains(&5), "nothing was under way");
+    // A connection that is aborted, since it does not copy, may end before the peer has read anything of it.
+    assert!(found.contains(&5) || !sockets_copy(), "nothing was under way");
     drop(memory);
 }
 

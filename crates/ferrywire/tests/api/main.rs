@@ -19,14 +19,40 @@ mod unmapped;
 mod wakeups;
 mod withdrawn;
 
-use ferrywire::{Endpoint, Peer};
+use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
+use ferrywire::{Builder, Endpoint, Peer};
+use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Longest any single wait may be, however busy the machine is.
 const LIMIT: Duration = Duration::from_secs(120);
 
+/// Tells a run of these tests to send without copies.
+const ZERO_COPY: &str = "FERRYWIRE_TEST_ZERO_COPY";
+
+/// An endpoint's builder, over sockets that never copy large payload where [`ZERO_COPY`] says so.
+fn builder() -> Builder {
+    let tcp = || TcpTransport::default().zero_copy(ZeroCopyPolicy::Always);
+    if sockets_copy() { Endpoint::builder() } else { Endpoint::builder().transport(Arc::new(tcp())) }
+}
+
+fn sockets_copy() -> bool {
+    std::env::var_os(ZERO_COPY).is_none()
+}
+
+/// What one thing must not hold up of another holds with memory that the kernel reads until the peer's host has it, too.
+#[test]
+fn held_up_holds_without_copies() {
+    let mut again = Command::new(std::env::current_exe().unwrap());
+    let run = again.args(["held_up::", "--test-threads=4"]).env(ZERO_COPY, "1").output().unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    let passed = said.matches("... ok").count();
+    assert!(run.status.success() && passed > 10, "{passed} passed\n{said}");
+}
+
 fn listening() -> Endpoint {
-    Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap()
+    builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap()
 }
 
 /// Two endpoints, and each as the other sees it.

@@ -2,8 +2,8 @@
 //!
 //! A *world* makes endpoints, connects them and drives them: [`sim`] on one thread over a simulated
 //! network, with a seed that repeats the run and virtual time that bounds it; [`tcp`] over loopback with
-//! threads and blocking waits, with payload over TCP or over a simulated plugin, and between the two hosts of a VM over
-//! devmem TCP. Scenarios that break things need a world that can ([`world::Faulty`]).
+//! threads and blocking waits, with payload over TCP or over a simulated plugin, between two network namespaces by sockets that
+//! do not copy, and between the two hosts of a VM over devmem TCP. Scenarios that break things need a world that can ([`world::Faulty`]).
 //!
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
@@ -23,6 +23,9 @@ mod faults;
 mod gpu;
 mod load;
 mod messages;
+#[path = "../api/netns.rs"]
+#[allow(dead_code, reason = "the tests of the API use all of it")]
+mod netns;
 mod nics;
 mod orchestrator;
 mod ordering;
@@ -86,6 +89,12 @@ macro_rules! scenarios {
             $($(#[test]
             fn $all_name() {
                 crate::tcp::run_over_devmem_on_gpus(crate::$all_module::$all_name);
+            })*)*
+        }
+        mod between_hosts {
+            $($(#[test]
+            fn $all_name() {
+                crate::tcp::run_between_hosts(crate::$all_module::$all_name);
             })*)*
         }
         mod on_tcp {

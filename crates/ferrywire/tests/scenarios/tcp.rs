@@ -1,14 +1,16 @@
 //! The real world: sockets over loopback, threads as by default, and calls that wait; payload over TCP, over the
 //! simulated plugin, or in the VM of `tests/devmem-vm` over devmem TCP.
 
+use crate::netns::Hosts;
 use crate::vm;
 use crate::world::{Gpus, World};
+use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
 use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::collections::VecDeque;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Barrier;
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -28,6 +30,19 @@ enum Carrier {
     Tcp,
     Plugin(PluginConfig),
     Devmem(vm::Hosts),
+    /// TCP between two network namespaces, by sockets that never copy large payload.
+    Hosts(Arc<Hosts>),
+}
+
+impl Carrier {
+    /// Runs something where an endpoint is: the first is alone on its host.
+    fn on<T: Send>(&self, index: usize, body: impl FnOnce() -> T + Send) -> T {
+        match self {
+            Carrier::Devmem(hosts) => hosts.on(index, body),
+            Carrier::Hosts(hosts) => hosts.on(index.min(1), body),
+            Carrier::Tcp | Carrier::Plugin(_) => body(),
+        }
+    }
 }
 
 /// Runs a scenario once.
@@ -40,6 +55,15 @@ pub fn run_on_gpus(scenario: impl Fn(&mut TcpWorld)) {
     for gpus in Gpus::MIXES {
         let _open = gpus.open();
         run_with(Carrier::Tcp, gpus, &scenario);
+    }
+}
+
+/// Runs a scenario between two hosts without copies, with memory of hosts, and of GPUs at both ends.
+pub fn run_between_hosts(scenario: impl Fn(&mut TcpWorld)) {
+    for gpus in [Gpus::default(), Gpus { even: true, odd: true }] {
+        let _open = gpus.open();
+        let Some(hosts) = Hosts::new() else { return };
+        run_with(Carrier::Hosts(Arc::new(hosts)), gpus, &scenario);
     }
 }
 
@@ -84,6 +108,13 @@ impl World for TcpWorld {
                 let builder = adapt(hosts.builder(index, gpu));
                 hosts.on(index, || builder.build())
             }
+            Carrier::Hosts(_) => {
+                let tcp = TcpTransport::default().zero_copy(ZeroCopyPolicy::Always);
+                let address = SocketAddr::new(Hosts::ADDRESSES[index.min(1)].into(), 0);
+                let builder = builder.transport(Arc::new(tcp)).secret("correct horse").listen(address);
+                let builder = adapt(builder);
+                self.carrier.on(index, || builder.build())
+            }
         };
         self.endpoints.push(endpoint.unwrap());
         index
@@ -94,11 +125,7 @@ impl World for TcpWorld {
     }
 
     fn connect_at(&mut self, from: usize, to: usize, address: SocketAddr) -> (Peer, Peer) {
-        let near = match &self.carrier {
-            Carrier::Devmem(hosts) => hosts.on(from, || self.endpoints[from].connect(address, LIMIT)),
-            _ => self.endpoints[from].connect(address, LIMIT),
-        };
-        let near = near.unwrap();
+        let near = self.carrier.on(from, || self.endpoints[from].connect(address, LIMIT)).unwrap();
         let far = self.endpoints[to].accept(LIMIT).unwrap();
         (near, far)
     }
@@ -139,7 +166,7 @@ impl World for TcpWorld {
     }
 
     fn sends_eagerly(&self, index: usize) -> bool {
-        matches!(self.carrier, Carrier::Tcp) || self.gpus.of(index).is_none()
+        matches!(self.carrier, Carrier::Tcp | Carrier::Hosts(_)) || self.gpus.of(index).is_none()
     }
 
     fn peers_max(&self) -> usize {
