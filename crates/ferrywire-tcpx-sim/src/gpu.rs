@@ -8,11 +8,15 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+use std::thread;
+use std::time::Duration;
 
 use ferrywire::memory::sim::SimGpuTable;
 
 use crate::cuda::{self, Driver, Stream};
+use crate::log::info;
 use crate::pool::{Fragment, PAGE_BYTES, PagePool};
 use crate::random::Random;
 use crate::switches::Switches;
@@ -93,26 +97,26 @@ fn view(address: u64, len: usize) -> Option<*mut u8> {
     (!view.is_null()).then_some(view)
 }
 
-/// The receive pool of a GPU.
+/// The receive pool of a GPU: the dp-manager's, and this process's mapping of it.
+///
+/// Memory of simulated GPUs has one address, so a further mapping is other memory, where all that arrives later lands:
+/// whoever still reads through the earlier one finds what lay there.
 #[derive(Debug)]
 pub struct GpuPool {
-    /// Device address of the first page.
-    pub base: u64,
+    device: i32,
     /// Free and taken pages.
     pub pages: Mutex<PagePool>,
     bytes: u64,
+    /// Device address of the first page in the newest mapping; 0 before the first import.
+    base: AtomicU64,
     /// Where a NIC writes: the pages themselves, or host memory before the pages of a real device.
-    view: *mut u8,
+    view: AtomicPtr<u8>,
     /// Brings what a NIC wrote to the pages, and spoils them, on a real device.
     stream: Option<Mutex<Stream>>,
     poison: bool,
+    /// Held for each import where `import_race` is off.
+    importing: Mutex<()>,
 }
-
-// SAFETY: the view is a mapping that lives as long as the process; who writes where in it is decided by the
-// owners of pages, under a lock.
-unsafe impl Send for GpuPool {}
-// SAFETY: as above.
-unsafe impl Sync for GpuPool {}
 
 impl GpuPool {
     /// The pool of a device, made at first use.
@@ -128,31 +132,65 @@ impl GpuPool {
 
     fn new(device: i32, switches: &Switches) -> Option<GpuPool> {
         let bytes = switches.pool_pages as usize * PAGE_BYTES;
-        let (base, view, stream) = match cuda_of(device) {
-            Some(real) => GpuPool::on_cuda(real, bytes)?,
-            None => {
-                let base = (table()?.alloc)(device, bytes, PAGE_BYTES);
-                (base, view(base, bytes)?, None)
+        let (view, stream) = match cuda_of(device) {
+            Some(real) => {
+                let view = cuda::driver()?.mapped(real, bytes)?;
+                (view, Some(Mutex::new(Stream::new(real)?)))
             }
+            None => (std::ptr::null_mut(), None),
         };
         let shuffled = switches.scatter.then(|| Random::new(switches.seed, device as u64));
-        let pages = Mutex::new(PagePool::new(switches.pool_pages as u32, shuffled));
-        Some(GpuPool { base, bytes: bytes as u64, pages, view, stream, poison: switches.poison })
+        Some(GpuPool {
+            device,
+            pages: Mutex::new(PagePool::new(switches.pool_pages as u32, shuffled)),
+            bytes: bytes as u64,
+            base: AtomicU64::new(0),
+            view: AtomicPtr::new(view),
+            stream,
+            poison: switches.poison,
+            importing: Mutex::new(()),
+        })
     }
 
-    /// Never freed, as the pool is not.
-    fn on_cuda(device: i32, bytes: usize) -> Option<(u64, *mut u8, Option<Mutex<Stream>>)> {
-        let driver = cuda::driver()?;
-        let (base, view) = (driver.alloc(device, bytes)?, driver.mapped(device, bytes)?);
-        Some((base, view, Some(Mutex::new(Stream::new(device)?))))
+    /// Device address of the first page in this process's mapping, which is made where there is none yet.
+    ///
+    /// The real plugin holds no lock between the look and the import (`gpu_get_rxmem`): of calls that overlap each
+    /// imports, and each import unmaps the one before it, which comms have been given already.
+    pub fn import(&self, switches: &Switches) -> Option<u64> {
+        let _in_turn = (!switches.import_race).then(|| locked(&self.importing));
+        let mapped = self.base.load(Ordering::SeqCst);
+        if mapped != 0 {
+            return Some(mapped);
+        }
+        // The dp-manager is asked twice: for the descriptor, and for the size.
+        thread::sleep(Duration::from_millis(switches.import_ms));
+        let base = self.map()?;
+        info!("GPU {}: receive pool imported", self.device);
+        Some(base)
+    }
+
+    /// A fresh mapping, in the place of the one before. That one's memory is never freed: who reads it reads wrong
+    /// bytes, and not those of another allocation.
+    fn map(&self) -> Option<u64> {
+        let bytes = self.bytes as usize;
+        let base = match cuda_of(self.device) {
+            Some(real) => cuda::driver()?.alloc(real, bytes)?,
+            None => {
+                let base = (table()?.alloc)(self.device, bytes, PAGE_BYTES);
+                self.view.store(view(base, bytes)?, Ordering::SeqCst);
+                base
+            }
+        };
+        self.base.store(base, Ordering::SeqCst);
+        Some(base)
     }
 
     /// Brings what a NIC wrote to where the host reads it; false when the device fails.
     pub fn settle(&self, fragments: &[Fragment]) -> bool {
         let Some(stream) = &self.stream else { return true };
-        let stream = locked(stream);
+        let (stream, base) = (locked(stream), self.base.load(Ordering::SeqCst));
         let mut copies = fragments.iter().map(|fragment| {
-            let target = self.base + u64::from(fragment.pool_offset());
+            let target = base + u64::from(fragment.pool_offset());
             // SAFETY: the fragment's page is its comm's alone, and the copy is waited for below.
             unsafe { stream.up(target, self.view(fragment), fragment.len as usize) }
         });
@@ -167,7 +205,7 @@ impl GpuPool {
 
     /// Where a NIC writes a fragment.
     pub fn view(&self, fragment: &Fragment) -> *mut u8 {
-        self.view.wrapping_add(fragment.pool_offset() as usize)
+        self.view.load(Ordering::Relaxed).wrapping_add(fragment.pool_offset() as usize)
     }
 
     /// Gives pages back, spoiled; returns how many the comm really had.
@@ -186,9 +224,10 @@ impl GpuPool {
         let returned = pages.give_back(owner, page);
         if let Some(stream) = self.stream.as_ref().filter(|_| returned && self.poison) {
             // Before whatever the stream brings there next.
-            locked(stream).fill(self.base + u64::from(page) * PAGE_BYTES as u64, POISON, PAGE_BYTES);
+            let base = self.base.load(Ordering::SeqCst);
+            locked(stream).fill(base + u64::from(page) * PAGE_BYTES as u64, POISON, PAGE_BYTES);
         } else if returned && self.poison {
-            let start = self.view.wrapping_add(page as usize * PAGE_BYTES);
+            let start = self.view.load(Ordering::Relaxed).wrapping_add(page as usize * PAGE_BYTES);
             // SAFETY: the page is one of the pool's and, under the lock, nobody's.
             unsafe { start.write_bytes(POISON, PAGE_BYTES) };
         }

@@ -44,6 +44,8 @@
 //! | `scatter` | on | off | fragments lie in shuffled pages, now and then at odd offsets with odd lengths |
 //! | `fragment_bytes` | 4096 | 1 to 4096 | longest fragment; 2048 in one chunk, or more in one request, are `exit(1)` |
 //! | `pool_pages` | 16384 | up to 524288 | pages of a GPU's receive pool; an empty pool stalls |
+//! | `import_race` | on | off | the last `accept` imports its GPU's pool without a lock: calls that overlap each import it, and each later import takes the mapping of comms away that have the earlier one |
+//! | `import_ms` | 3 | 0, 1, ... | how long an import of the pool takes, which asks the dp-manager twice |
 //! | `poison` | on | off | pages given back are filled with 0xDE |
 //! | `leak` | on | off | queueing a second chunk of a request on one socket loses the pages of the first |
 //! | `same_host` | die | allow | GPU payload from an address of this host is `exit(1)` |

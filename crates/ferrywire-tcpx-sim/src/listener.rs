@@ -172,13 +172,21 @@ fn equip(
         Some(device) => GpuPool::of(device, &plugin.switches).map(Some).ok_or_else(no_memory),
         None => Ok(None),
     };
-    let pool = pool_of(device)?;
+    let import = |pool: &GpuPool| pool.import(&plugin.switches).ok_or_else(no_memory);
+    let (base, bytes) = match pool_of(device)? {
+        Some(pool) => (import(&pool)?, pool.bytes()),
+        None => (0, 0),
+    };
     // Before there was a GPU, the thread of `listen` had the default one.
     let steered_to = steered_to.or(device.map(|_| gpu::DEVICE_DEFAULT));
     if let Some(landing) = pool_of(steered_to)? {
+        if steered_to != device {
+            // Packets that nobody can read need a place all the same.
+            import(&landing)?;
+        }
         comm.set_landing(landing);
     }
-    let unpack = Unpack::new(device, pool.as_ref(), &comm.shared.faults).ok_or_else(no_memory)?;
+    let unpack = Unpack::new(device, base, bytes, &comm.shared.faults).ok_or_else(no_memory)?;
     unpack.describe(device_handle);
     comm.set_unpack(unpack);
     Ok(())

@@ -267,6 +267,10 @@ switches! {
     fragment_bytes: u64 = 4096;
     /// Pages of the receive pool of one GPU.
     pool_pages: u64 = 16384;
+    /// Overlapping imports of the pool each import, and each unmaps the one before.
+    import_race: bool = true;
+    /// How long an import of the pool takes.
+    import_ms: u64 = 3;
     /// Pages are filled with 0xDE when they are given back.
     poison: bool = true;
     /// The pages of all but the last chunk of a request on one socket are lost.

@@ -5,12 +5,10 @@
 //! Invariant: entries of a receive are published only in its own slot of the metadata.
 //! Read next: `metadata.rs`.
 
-use std::sync::Arc;
-
 use ferrywire::nccl::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
 
 use crate::faults::Faults;
-use crate::gpu::{DeviceWords, GpuPool, Mapped};
+use crate::gpu::{DeviceWords, Mapped};
 use crate::log::{exit_1, warning};
 use crate::metadata::{Entry, METADATA_BYTES, Metadata, SLOTS};
 use crate::pool::Fragment;
@@ -35,10 +33,10 @@ pub struct Unpack {
 }
 
 impl Unpack {
-    /// Metadata for a comm whose pool, as the host is told, is `pool`; `None` when memory is short.
-    pub fn new(device: Option<i32>, pool: Option<&Arc<GpuPool>>, faults: &Faults) -> Option<Unpack> {
+    /// Metadata for a comm whose pool, as the host is told, begins at `base` and has so many bytes; `None` when memory
+    /// is short.
+    pub fn new(device: Option<i32>, base: u64, pool_bytes: u64, faults: &Faults) -> Option<Unpack> {
         let metadata = Metadata::new(Mapped::new(device, METADATA_BYTES)?);
-        let base = pool.map_or(0, |pool| pool.base);
         let mut words = [0; DEVICE_WORDS_BYTES];
         for (word, value) in words.chunks_exact_mut(8).zip([metadata.address(), base, HEAD_START]) {
             word.copy_from_slice(&value.to_ne_bytes());
@@ -46,7 +44,7 @@ impl Unpack {
         Some(Unpack {
             words: DeviceWords::new(device, &words)?,
             metadata,
-            pool_bytes: pool.map_or(0, |pool| pool.bytes()),
+            pool_bytes,
             lie: faults.lie,
             lie_after: faults.lie_after,
         })

@@ -228,6 +228,9 @@ pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
 /// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
 pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
+/// A thread that is to make a set-up call of a plugin waits so long for the one that is in such a call, and then looks
+/// whether the call is still wanted.
+pub const SETUP_LOCK_WAIT: Duration = Duration::from_millis(100);
 /// How often a connection or a listener of a plugin is asked whether it is ready.
 pub const LANE_SETUP_INTERVAL: Duration = Duration::from_millis(1);
 /// The same of one that nobody waits for any more, and for how long at most: until then it is closed once it is ready.

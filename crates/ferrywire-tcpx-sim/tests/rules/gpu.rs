@@ -7,7 +7,7 @@ use ferrywire::memory::sim::{SimBuffer, SimGpu, SimGpuTable, set_current};
 use ferrywire::nccl::abi::{DeviceHandle, PTR_CUDA};
 
 use crate::case::case;
-use crate::driver::{DONE, Handle, Memory, NOT_YET, OK, Pair, Plugin, Ptr, last_logged, pattern};
+use crate::driver::{DONE, Handle, Memory, NOT_YET, OK, Pair, Plugin, Ptr, last_logged, logged, pattern};
 
 /// Where the counts begin in the metadata.
 const COUNTS: u64 = 16 * 2048 * 16;
@@ -34,9 +34,13 @@ impl Bench {
     }
 
     fn on(index: u32) -> Bench {
-        let gpu = SimGpu::open(index).unwrap();
+        Bench::over(SimGpu::open(index).unwrap(), index, Plugin::start())
+    }
+
+    /// A connection more of a plugin that is started.
+    fn over(gpu: Arc<SimGpu>, index: u32, plugin: &'static Plugin) -> Bench {
         set_current(index).unwrap();
-        Bench { pair: Plugin::start().pair(), gpu, received: Cell::new(0) }
+        Bench { pair: plugin.pair(), gpu, received: Cell::new(0) }
     }
 
     /// GPU memory with these bytes, registered for sending.
@@ -119,6 +123,36 @@ impl Bench {
 }
 
 const ALLOW: &str = "same_host=allow";
+
+/// Each last `accept` looks for the pool and then imports it, and nothing keeps a second one out between the two.
+#[test]
+fn accepts_that_overlap_each_import_the_pool_and_the_earlier_ones_bytes_are_wrong() {
+    let two_at_once = || {
+        let (gpu, plugin) = (SimGpu::open(0).unwrap(), Plugin::start());
+        let accept = || {
+            let gpu = gpu.clone();
+            std::thread::spawn(move || Bench::over(gpu, 0, plugin))
+        };
+        let benches = [accept(), accept()].map(|thread| thread.join().unwrap());
+        let bytes = pattern(100_000, 1);
+        benches.map(|bench| {
+            bench.transfer(&bytes);
+            (bench.words()[1], bench.gather(0) == bytes)
+        })
+    };
+    // So long that both accepts are in it.
+    case!("same_host=allow,import_ms=2000").passes(|| {
+        let [first, second] = two_at_once();
+        assert_ne!(first.0, second.0, "one import");
+        assert_ne!(first.1, second.1, "one of the two reads what is no longer there");
+        assert_eq!(logged("receive pool imported"), 2);
+    });
+    case!("same_host=allow,import_ms=2000,import_race=off").passes(|| {
+        let [first, second] = two_at_once();
+        assert_eq!((first.0, first.1, second.1), (second.0, true, true));
+        assert_eq!(logged("receive pool imported"), 1);
+    });
+}
 
 #[test]
 fn every_size_arrives_scattered() {
@@ -421,7 +455,7 @@ fn sends_from_outside_of_a_registration_are_refused() {
 
 #[test]
 fn comms_share_a_pool_without_mixing_their_bytes() {
-    case!("same_host=allow,pool_pages=2048,leak=off,delay_us=0-50")
+    case!("same_host=allow,pool_pages=2048,leak=off,delay_us=0-50,import_race=off")
         .with("NCCL_NSOCKS_PERTHREAD", "2")
         .with("NCCL_DYNAMIC_CHUNK_SIZE", "65536")
         .passes(|| {

@@ -4,7 +4,7 @@
 //! `gpus.rs` of each says which there are.
 
 use crate::case::case;
-use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
+use crate::ends::{Ends, LIMIT, builder, contents, long, loopback, pattern, plugin};
 use crate::gpus::{MANY, have_a_stand_in, on_gpus, place};
 use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Place, PluginConfig, Region};
@@ -96,6 +96,49 @@ fn eight_channels_carry_messages_of_every_size_both_ways() {
             ends.close();
         });
     }
+}
+
+/// Their last `accept` calls come at the same time, and each would import the pool that the others have.
+#[test]
+fn channels_that_are_set_up_at_once_have_one_pool() {
+    for channels in [4, 8] {
+        for _ in 0..if long() { 50 } else { 3 } {
+            on_gpus(case!(SAME_HOST)).passes(|| {
+                let ends = ends_of(channels, UnpackMode::Kernel);
+                let bytes = 2 * channels * CHUNK;
+                let sources = [(&ends.connecting, 0, 1), (&ends.accepting, 1, 2)]
+                    .map(|(end, index, salt)| on_gpu(end, index, &pattern(bytes, salt)));
+                let targets = [(&ends.accepting, 1), (&ends.connecting, 0)]
+                    .map(|(end, index)| on_gpu(end, index, &vec![0; bytes]));
+                let begin = |peer: &Peer, way: usize| {
+                    peer.write(&sources[way], 0, &targets[way].descriptor(), 0, bytes as u64).unwrap()
+                };
+                let writes = [begin(&ends.near, 0), begin(&ends.far, 1)];
+                writes.iter().for_each(|write| assert_eq!(write.wait(LIMIT), Ok(bytes as u64)));
+                for (target, salt) in targets.iter().zip([1, 2]) {
+                    let expected = pattern(bytes, salt);
+                    let wrong = contents(target).iter().zip(&expected).filter(|(a, b)| a != b).count();
+                    assert_eq!(wrong, 0, "of {bytes} bytes over {channels} channels are wrong");
+                }
+                ends.close();
+            });
+        }
+    }
+}
+
+#[test]
+fn many_channels_come_about() {
+    on_gpus(case!(SAME_HOST)).passes(|| {
+        let began = std::time::Instant::now();
+        let ends = ends_of(64, UnpackMode::Kernel);
+        println!("64 channels in {:.3} s", began.elapsed().as_secs_f64());
+        let stats = ends.near.stats();
+        assert_eq!((stats.channels.len(), stats.lost_channels.len()), (64, 0));
+        let source = on_gpu(&ends.connecting, 0, &pattern(64 * CHUNK, 1));
+        let target = on_gpu(&ends.accepting, 1, &vec![0; 64 * CHUNK + 128]);
+        write(&ends, &source, &target, 64 * CHUNK, 1);
+        ends.close();
+    });
 }
 
 /// So few pages that each is recycled, and spoiled, many times over.

@@ -22,16 +22,39 @@ fn attentive() -> PathBuf {
     compile_in("../ferrywire/tests/plugin", "rules.c", &[])
 }
 
+/// The same under a name of TCPX's.
+fn attentive_tcpx() -> PathBuf {
+    compile_in("../ferrywire/tests/plugin", "rules.c", &["NAME=\"GPUDirectTCPX_attentive\""])
+}
+
 /// What it remembers under this name.
 fn remembered<T: Copy>(name: &str) -> T {
+    remembered_by(attentive(), name)
+}
+
+fn remembered_by<T: Copy>(file: PathBuf, name: &str) -> T {
     // SAFETY: rules.c defines it with this type.
-    unsafe { **libloading::Library::new(attentive()).unwrap().get::<*const T>(name.as_bytes()).unwrap() }
+    unsafe { **libloading::Library::new(file).unwrap().get::<*const T>(name.as_bytes()).unwrap() }
+}
+
+/// Sets an integer of it, which is volatile there.
+fn set(file: PathBuf, name: &str, value: i32) {
+    // SAFETY: rules.c has this integer; the library stays loaded.
+    unsafe {
+        let library = libloading::Library::new(file).unwrap();
+        (*library.get::<*mut i32>(name.as_bytes()).unwrap()).write_volatile(value);
+        std::mem::forget(library);
+    }
 }
 
 /// Endpoints with it; the connection cannot come about, and what is said of that is given.
 fn attempt(channels: usize) -> String {
+    attempt_with(attentive(), channels)
+}
+
+fn attempt_with(file: PathBuf, channels: usize) -> String {
     // SAFETY: the file is ours, and nothing else runs in this process.
-    let plugin = || unsafe { PluginConfig::at(attentive()) }.setup_limit(Duration::from_secs(3));
+    let plugin = || unsafe { PluginConfig::at(&file) }.setup_limit(Duration::from_secs(3));
     let end = || Endpoint::builder().channels(channels).threads(1).plugin(plugin());
     let (accepting, connecting) = (loopback(end()).build().unwrap(), end().build().unwrap());
     connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string()
@@ -99,15 +122,22 @@ fn a_nics_device_is_found_by_its_name() {
 #[test]
 fn channels_are_set_up_side_by_side_and_each_listens_once() {
     case!("").passes(|| {
-        // SAFETY: rules.c has this integer, which is volatile there.
-        unsafe {
-            let library = libloading::Library::new(attentive()).unwrap();
-            (*library.get::<*mut i32>(b"accepts_wanted").unwrap()).write_volatile(4);
-            std::mem::forget(library);
-        }
+        set(attentive(), "accepts_wanted", 4);
         let said = attempt(2);
         assert_eq!(remembered::<i32>("accepts_most"), 4, "{said}");
         assert_eq!(remembered::<i32>("listens"), 4, "two channels, two ends");
+    });
+}
+
+/// NCCL calls it from one thread; each of these takes longer than it takes to ask again.
+#[test]
+fn accepts_that_poll_are_made_one_at_a_time_by_a_plugin_that_shares_something_there() {
+    case!("").passes(|| {
+        set(attentive_tcpx(), "later_accept_us", 5000);
+        let said = attempt_with(attentive_tcpx(), 4);
+        let later = |name| remembered_by::<i32>(attentive_tcpx(), name);
+        assert!(later("later_accepts") > 8, "{said}");
+        assert_eq!(later("later_accepts_most"), 1, "of eight, four channels at two ends");
     });
 }
 

@@ -17,6 +17,7 @@ mod host;
 mod lane;
 mod registration;
 mod setup;
+mod setup_lock;
 mod tcpx;
 #[cfg(test)]
 mod tests;

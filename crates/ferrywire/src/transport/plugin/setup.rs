@@ -9,11 +9,17 @@
 //! waits for the lane looks at the clock alone. An attempt that is given up goes on in its thread until the
 //! plugin answers; then what it made is closed there. One that never answers is left as it is after a while.
 //!
+//! Calls of GPUDirect-TCPX that touch what its connections share take turns (`setup_lock.rs`): `listen`, and `accept` once
+//! it was seen to poll. Not its first call, which only starts a thread of the plugin's: a plugin that blocks, does so
+//! there, and would keep all others from it. `connect` begins when this end's `listen` has returned, and touches its own
+//! attempt alone.
+//!
 //! Invariant: a listener is closed only when its `accept` has ended; else it is leaked, and said so.
 //! Read next: `lane.rs`, what comes of it.
 
 use super::host::Host;
 use super::lane::PluginLane;
+use super::setup_lock::SETUP_LOCK;
 use super::tcpx;
 use crate::limits;
 use crate::memory::unpack::Gather;
@@ -45,6 +51,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     handle: Option<Handle>,
+    /// `listen` has returned: what the plugin keeps of the GPU is complete.
+    listens: bool,
     /// The peer is there: `accept` has somebody to wait for.
     accept: bool,
     recv: Option<(RecvComm, Option<Gather>)>,
@@ -171,23 +179,29 @@ impl Shared {
         self.given_up.load(Ordering::SeqCst)
     }
 
-    /// Waits until the peer is there; false when it is given up before.
-    fn wait_for_peer(&self) -> bool {
+    /// Waits until something has happened; false when it is given up before.
+    fn wait_until(&self, happened: impl Fn(&State) -> bool) -> bool {
         let mut state = self.lock();
-        while !state.accept && !self.given_up() {
+        while !happened(&state) && !self.given_up() {
             let waited = self.told.wait_timeout(state, Duration::from_millis(100));
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
-        state.accept
+        happened(&state)
     }
 }
 
 fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
-    let (mut listener, handle) = host.plugin.listen(device).map_err(|error| error.to_string())?;
-    shared.lock().handle = Some(handle);
+    let listening =
+        until_ended(host, shared, || in_turn(host, true, || host.plugin.listen(device).map(Some)))?;
+    let Some((mut listener, handle)) = listening else { return Ok(()) };
+    {
+        let mut state = shared.lock();
+        (state.handle, state.listens) = (Some(handle), true);
+    }
+    shared.told.notify_all();
     (shared.wake)();
-    let accepted = match shared.wait_for_peer() {
-        true => until_ended(host, shared, || listener.accept()),
+    let accepted = match shared.wait_until(|state| state.accept) {
+        true => until_ended(host, shared, || in_turn(host, listener.is_accepting(), || listener.accept())),
         false => Ok(None),
     };
     if listener.is_accepting() {
@@ -218,6 +232,22 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
     Ok(())
 }
 
+/// Makes a call of a plugin whose set-up calls take turns, unless another thread is in one: then there is no answer yet.
+/// A call that may wait for a peer is made at once.
+fn in_turn<T>(
+    host: &Host,
+    only_polls: bool,
+    call: impl FnOnce() -> Result<Option<T>, CallError>,
+) -> Result<Option<T>, CallError> {
+    if !only_polls || !host.takes_turns() {
+        return call();
+    }
+    match SETUP_LOCK.acquire(limits::SETUP_LOCK_WAIT) {
+        Some(_held) => call(),
+        None => Ok(None),
+    }
+}
+
 /// Asks until there is an answer. Once nobody waits for it that is asked less often, and not for ever.
 fn until_ended<T>(
     host: &Host,
@@ -244,6 +274,9 @@ fn until_ended<T>(
 }
 
 fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result<(), String> {
+    if !shared.wait_until(|state| state.listens) {
+        return Ok(());
+    }
     let mut attempt = host.plugin.connect(device, handle);
     let Some(comm) = until_ended(host, shared, || attempt.poll())? else { return Ok(()) };
     let mut state = shared.lock();

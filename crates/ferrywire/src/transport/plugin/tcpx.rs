@@ -18,6 +18,12 @@ pub(super) fn is(plugin: &str) -> bool {
     plugin.starts_with(NAME)
 }
 
+/// Whether `listen`, and an `accept` that was seen to poll, may be called by one thread at a time only. The plugin does
+/// not wait for a peer in them.
+pub(super) fn takes_turns(plugin: &str) -> bool {
+    is(plugin)
+}
+
 /// Why GPU memory cannot be registered on a NIC with this path: the plugin reads the address at its end.
 pub(super) fn lacks_address(path: Option<&str>) -> Option<String> {
     let Some(path) = path else { return Some("which has no PCI path".to_owned()) };
