@@ -3,6 +3,7 @@
 //! Read next: `peer/`, for what can be done with a connected peer.
 
 mod builder;
+mod listening;
 
 pub use builder::Builder;
 
@@ -24,7 +25,7 @@ use crate::schedule;
 use crate::sys::affinity;
 use crate::transport::carrier::Carrier;
 use crate::transport::plugin::Variable;
-use crate::transport::{Listener, SharedTransport, Transport};
+use crate::transport::{SharedTransport, Transport};
 use crate::wakeup::Wakeup;
 use std::any::Any;
 use std::fmt;
@@ -77,7 +78,7 @@ impl Endpoint {
         no_carrier: Option<String>,
     ) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
-        let listeners = listen(&config, &*transport)?;
+        let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
@@ -627,16 +628,6 @@ impl Drop for Inner {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }
     }
-}
-
-/// Opens the one port: on the address given, which may stand for every NIC.
-fn listen(config: &Config, transport: &dyn Transport) -> Result<Vec<Box<dyn Listener>>> {
-    let Some(address) = config.listen else {
-        return Ok(Vec::new());
-    };
-    let listener =
-        transport.listen(address).map_err(|error| Error::io(format!("listen on {address}"), &error))?;
-    Ok(vec![listener])
 }
 
 /// What peers are told: the listening address of each NIC.

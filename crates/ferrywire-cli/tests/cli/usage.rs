@@ -174,3 +174,27 @@ fn an_error_that_nobody_reads_keeps_its_exit_status() {
         assert_eq!(ended.code(), Some(status), "{args}");
     }
 }
+
+/// The kernel gives such ports to outgoing connections, and keeps them for a minute after those have ended.
+#[test]
+fn a_taken_port_of_the_ephemeral_range_is_told_with_one_that_would_do() {
+    // Where none is asked for, the kernel takes one of that range.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    let port = taken.local_addr().expect("an address").port();
+    let output = run(&format!("bench serve --listen 127.0.0.1:{port}"));
+    let error = first_error(&output);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(
+        error.contains("Address already in use") && error.contains(&format!("; port {port} lies in")),
+        "{error}"
+    );
+    let (_, proposed) =
+        error.rsplit_once("listen on a port below it, such as ").unwrap_or_else(|| panic!("{error}"));
+    assert!(proposed.parse::<u16>().is_ok_and(|below| below < port), "{error}");
+    // The ports of services are the user's own business.
+    let below =
+        (1024..).find_map(|port| std::net::TcpListener::bind(("127.0.0.1", port)).ok()).expect("a port");
+    let port = below.local_addr().expect("an address").port();
+    let error = first_error(&run(&format!("bench serve --listen 127.0.0.1:{port}")));
+    assert!(error.contains("Address already in use") && !error.contains("lies in the range"), "{error}");
+}

@@ -1,0 +1,87 @@
+//! The one port of an endpoint: opening it, and what is said where it is taken.
+//!
+//! The kernel gives ports of its ephemeral range to connections that name none of their own, and keeps each for a minute
+//! after its connection has ended. A listener there can find its port taken by what no process has open any more.
+
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::transport::{Listener, Transport};
+use std::io;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+
+/// Where Linux says which ports those are.
+const EPHEMERAL_RANGE: &str = "/proc/sys/net/ipv4/ip_local_port_range";
+/// Ports below are for privileged processes.
+const UNPRIVILEGED: u16 = 1024;
+/// So many ports below the range are tried before none is named.
+const PROPOSED_MAX: usize = 64;
+
+/// Opens the port: on the address given, which may stand for every NIC.
+pub(super) fn listen(config: &Config, transport: &dyn Transport) -> Result<Vec<Box<dyn Listener>>> {
+    let Some(address) = config.listen else {
+        return Ok(Vec::new());
+    };
+    let failed = |error: io::Error| {
+        let what = format!("listen on {address}");
+        let hint = hint(address, &error, ephemeral_range(), |port| {
+            transport.listen(SocketAddr::new(address.ip(), port)).is_ok()
+        });
+        Error::Io { what, message: format!("{error}{hint}"), code: error.raw_os_error() }
+    };
+    Ok(vec![transport.listen(address).map_err(failed)?])
+}
+
+fn ephemeral_range() -> Option<RangeInclusive<u16>> {
+    let text = std::fs::read_to_string(EPHEMERAL_RANGE).ok()?;
+    let mut ports = text.split_whitespace().map(str::parse);
+    Some(ports.next()?.ok()?..=ports.next()?.ok()?)
+}
+
+/// What to do about a port that is taken, if it is one of the kernel's own. `is_free` tells of a port whether it can be
+/// listened on.
+fn hint(
+    address: SocketAddr,
+    error: &io::Error,
+    range: Option<RangeInclusive<u16>>,
+    is_free: impl Fn(u16) -> bool,
+) -> String {
+    let Some(range) = range.filter(|range| range.contains(&address.port())) else { return String::new() };
+    if error.kind() != io::ErrorKind::AddrInUse {
+        return String::new();
+    }
+    let (first, last) = (*range.start(), *range.end());
+    let below = (UNPRIVILEGED..first).rev().take(PROPOSED_MAX).find(|port| is_free(*port));
+    let way = match below {
+        Some(port) => format!("listen on a port below it, such as {port}"),
+        None => "listen on a port outside of it".to_owned(),
+    };
+    format!(
+        "; port {} lies in the range that the kernel gives to outgoing connections ({first} to {last}, sysctl \
+         net.ipv4.ip_local_port_range), and may be one's, or have been within the last minute: {way}",
+        address.port()
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(port: u16, range: Option<RangeInclusive<u16>>, kind: io::ErrorKind) -> String {
+        let address = SocketAddr::from(([127, 0, 0, 1], port));
+        hint(address, &kind.into(), range, |port| port == 32_765)
+    }
+
+    #[test]
+    fn a_taken_port_of_the_ephemeral_range_is_told_with_one_below_it() {
+        let range = || Some(32_768..=60_999);
+        let text = said(40_000, range(), io::ErrorKind::AddrInUse);
+        assert!(text.contains("port 40000 lies in the range") && text.contains("32768 to 60999"), "{text}");
+        assert!(text.ends_with("such as 32765"), "{text}");
+        assert_eq!(said(7420, range(), io::ErrorKind::AddrInUse), "");
+        assert_eq!(said(40_000, range(), io::ErrorKind::PermissionDenied), "");
+        assert_eq!(said(40_000, None, io::ErrorKind::AddrInUse), "");
+        let none_below = said(40_000, Some(1024..=65_535), io::ErrorKind::AddrInUse);
+        assert!(none_below.ends_with("listen on a port outside of it"), "{none_below}");
+    }
+}
