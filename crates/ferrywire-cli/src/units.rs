@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -203,9 +204,24 @@ impl<'de> Deserialize<'de> for Names {
     }
 }
 
+/// A duration as messages have it: what is left of 30 s reads as `30s`, not `29.99999996s`.
+pub fn rounded(duration: Duration) -> Duration {
+    let unit_ms = if duration < Duration::from_secs(10) { 1 } else { 100 };
+    let units = (duration.as_secs_f64() * 1000.0 / unit_ms as f64).round();
+    Duration::from_millis(units as u64 * unit_ms)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn durations_are_rounded_for_messages() {
+        let said = |duration| format!("{:?}", rounded(duration));
+        assert_eq!(said(Duration::from_nanos(29_999_999_960)), "30s");
+        assert_eq!(said(Duration::from_millis(2500)), "2.5s");
+        assert_eq!(said(Duration::from_micros(12_345_678)), "12.3s");
+    }
 
     fn sizes(text: &str) -> Result<Vec<u64>, String> {
         text.parse::<Sizes>().map(|sizes| sizes.0)

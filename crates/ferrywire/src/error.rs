@@ -226,18 +226,29 @@ pub enum Error {
     Bug(String),
 }
 
+/// A duration as messages have it: what is left of a limit of 30 s reads as `30s`, not `29.99999996s`.
+pub(crate) fn rounded(duration: Duration) -> Duration {
+    let unit_ns: u128 = match duration.as_nanos() {
+        0..1_000_000 => 1000,
+        1_000_000..10_000_000_000 => 1_000_000,
+        _ => 100_000_000,
+    };
+    let units = (duration.as_nanos() + unit_ns / 2) / unit_ns;
+    Duration::from_nanos(u64::try_from(units * unit_ns).unwrap_or(u64::MAX))
+}
+
 /// A limit of zero asks without waiting.
 fn stalled(waited: &Duration) -> String {
     match waited.is_zero() {
         true => "not yet: ".into(),
-        false => format!("no progress for {waited:?} on "),
+        false => format!("no progress for {:?} on ", rounded(*waited)),
     }
 }
 
 fn unfinished(limit: &Duration) -> String {
     match limit.is_zero() {
         true => "not done yet".into(),
-        false => format!("not done within {limit:?}"),
+        false => format!("not done within {:?}", rounded(*limit)),
     }
 }
 
@@ -302,5 +313,21 @@ impl From<DevmemError> for Error {
 impl From<UnpackError> for Error {
     fn from(error: UnpackError) -> Error {
         Error::Unpack(Box::new(error))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_rounded_for_messages() {
+        let said = |waited| Error::Deadline { what: "a write".into(), peer: None, waited }.to_string();
+        let expected =
+            [(29_999_999_960, "30s"), (2_500_400_000, "2.5s"), (12_000, "12µs"), (61_234_567_891, "61.2s")];
+        for (waited_ns, text) in expected {
+            let said = said(Duration::from_nanos(waited_ns));
+            assert!(said.contains(&format!("no progress for {text} on")), "{said}");
+        }
     }
 }

@@ -13,6 +13,7 @@ use crate::args::variable;
 use crate::exit::{Failure, Outcome};
 use crate::plan::ConnectPlan;
 use crate::sys;
+use crate::units::rounded;
 
 /// A peer that is asked to end has so long for it.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
@@ -73,7 +74,9 @@ impl Companions {
         let mut errors: Vec<String> = self.peers.iter_mut().filter_map(Companion::error).collect();
         if outcome.is_ok() {
             let late = self.peers.iter_mut().filter_map(|peer| peer.runs().then_some(peer));
-            errors.extend(late.map(|peer| peer.named(&format!("it has not ended for {patience:?}"))));
+            errors.extend(
+                late.map(|peer| peer.named(&format!("it has not ended for {:?}", rounded(patience)))),
+            );
         }
         self.kill();
         match outcome {

@@ -9,7 +9,7 @@
 //! Invariant: nobody pays for this who has not asked for it; a lane is wrapped when it is made, or not.
 //! Read next: `mod.rs`, which drives it as any other lane.
 
-use crate::error::Error;
+use crate::error::{Error, rounded};
 use crate::memory::Memory;
 use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::sync::Arc;
@@ -79,7 +79,8 @@ impl Lane for AsSeed {
                     return outcome.map_err(|error| Ungathered::Failed(error.to_string()));
                 }
                 Poll::Pending if since.elapsed() > self.limit => {
-                    let why = format!("the GPU has not gathered message {number} within {:?}", self.limit);
+                    let why =
+                        format!("the GPU has not gathered message {number} within {:?}", rounded(self.limit));
                     return Err(Ungathered::Failed(why));
                 }
                 Poll::Pending => thread::yield_now(),

@@ -23,6 +23,7 @@ use crate::exit::{self, Failure, Outcome};
 use crate::plain;
 use crate::plan::RanksPlan;
 use crate::sys;
+use crate::units::rounded;
 
 /// How often rank 0 looks whether others have left.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);
@@ -127,7 +128,9 @@ impl Meeting {
             self.tell_all(word);
         }
         let table = self.wait(Some(Duration::ZERO), &|| {}, |state| state.table.clone())?;
-        table.ok_or_else(|| Failure::failed(format!("rank 0 has not begun the run within {limit:?}")))
+        table.ok_or_else(|| {
+            Failure::failed(format!("rank 0 has not begun the run within {:?}", rounded(limit)))
+        })
     }
 
     /// What is closed, and who is told, when the run fails.
