@@ -39,21 +39,26 @@ const DIAL_SLICE: Duration = Duration::from_millis(50);
 
 /// Connects and measures; what is finished is printed and stored also when the rest fails.
 pub fn run(plan: ConnectPlan) -> Outcome {
-    run_after(plan, |_| Ok(()))
+    run_after(plan, |_| Ok(()), |(), outcome| outcome)
 }
 
 /// The same after the other end was made ready; what that gives is kept until the run is over. From when the files are
 /// open every failure is stored, too.
-pub fn run_after<T>(mut plan: ConnectPlan, ready: impl FnOnce(&mut ConnectPlan) -> Outcome<T>) -> Outcome {
+pub fn run_after<T>(
+    mut plan: ConnectPlan,
+    ready: impl FnOnce(&mut ConnectPlan) -> Outcome<T>,
+    explain: impl FnOnce(T, Outcome) -> Outcome,
+) -> Outcome {
     let output = Output::open(&plan)?;
     if plan.member > 0 {
         sys::die_with_parent();
     }
     let mut record = Record::new(&plan);
-    let outcome = ready(&mut plan).and_then(|_kept| {
+    let outcome = ready(&mut plan).and_then(|kept| {
         plan.engine = on_nics_of_gpu(&plan, plan.member == 0)?;
         record = Record::new(&plan);
-        run_with_companions(&plan, &mut record)
+        let outcome = run_with_companions(&plan, &mut record);
+        explain(kept, outcome)
     });
     if plan.member > 0 {
         return outcome;
@@ -340,7 +345,7 @@ pub fn explain(error: Error) -> Failure {
         }
         Error::Refused { .. } if words.contains("both ends are on one host") => {
             "try: memory of the host, or two hosts; with a simulated plugin or between namespaces, --allow-same-host-gpu \
-             on both ends"
+             on both ends (the simulated TCPX plugin wants FERRYWIRE_TCPX_SIM=same_host=allow, too)"
         }
         Error::Refused { .. } if words.contains("both need the same") => {
             "try: the same --plugin PATH, --chunk, --window and NCCL_... variables on both ends"

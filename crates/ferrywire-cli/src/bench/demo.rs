@@ -16,6 +16,7 @@ use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::plan::ConnectPlan;
 use crate::sys;
+use crate::units::rounded;
 
 /// So much of what the other end says is kept, in case it does not start.
 const SAID_BYTES_MAX: u64 = 64 << 10;
@@ -26,15 +27,38 @@ const START_DEADLINE: Duration = Duration::from_secs(120);
 
 /// Starts the other end as a second process, then connects to it.
 pub fn run(plan: ConnectPlan) -> Outcome {
-    connect::run_after(plan, |plan| {
+    let has_plugin = plan.engine.plugin.is_some();
+    let start = |plan: &mut ConnectPlan| {
         let (other_end, address) = start_serve(plan)?;
         plan.addresses = vec![address];
         Ok(other_end)
+    };
+    connect::run_after(plan, start, |other_end, outcome| match outcome {
+        // A plugin that ends its process does so at either end, and the other one sees a lost peer.
+        Err(Failure::Failed(text)) if has_plugin => Err(Failure::Failed(other_end.added_to(text))),
+        outcome => outcome,
     })
 }
 
-/// The other end. When this one goes, it has served its one peer, or there is nothing left for it to do.
-struct OtherEnd(Child);
+/// The other end, and what it has said on standard error once it has ended, unless that is this end's too. When this
+/// one goes, it has served its one peer, or there is nothing left for it to do.
+struct OtherEnd(Child, Option<Receiver<Vec<u8>>>);
+
+impl OtherEnd {
+    /// An error of this end, with the other end's own where it has one.
+    fn added_to(mut self, text: String) -> String {
+        let until = Instant::now() + LAST_WORDS;
+        while matches!(self.0.try_wait(), Ok(None)) && Instant::now() < until && !sys::interrupted() {
+            thread::sleep(SLICE);
+        }
+        let _ = self.0.kill();
+        let said = self.1.take().and_then(|said| said.recv_timeout(LAST_WORDS).ok()).unwrap_or_default();
+        match String::from_utf8_lossy(&said).lines().find_map(|line| line.strip_prefix("error: ")) {
+            Some(error) => format!("{text}; the other end: {error}"),
+            None => text,
+        }
+    }
+}
 
 impl Drop for OtherEnd {
     fn drop(&mut self) {
@@ -66,10 +90,10 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
     if !plan.verbose {
         command.stderr(Stdio::piped());
     }
-    let mut other_end = OtherEnd(command.spawn().map_err(failed)?);
+    let mut other_end = OtherEnd(command.spawn().map_err(failed)?, None);
     let (child, mut errors) = (&mut other_end.0, Vec::new());
     // Both pipes are read to their end: a full one would stop the other end.
-    let said = child.stderr.take().map(said);
+    other_end.1 = child.stderr.take().map(said);
     let Some(output) = child.stdout.take() else {
         return Err(Failure::failed("the other end did not start"));
     };
@@ -79,7 +103,7 @@ fn start_serve(plan: &ConnectPlan) -> Outcome<(OtherEnd, SocketAddr)> {
         None => {
             let _ = child.kill();
             let status = child.wait().map_err(failed)?;
-            if let Some(said) = said {
+            if let Some(said) = other_end.1.take() {
                 errors = said.recv_timeout(LAST_WORDS).unwrap_or_default();
             }
             Err(explain(status, &String::from_utf8_lossy(&errors)))
@@ -114,7 +138,12 @@ fn first_line(pipe: impl Read + Send + 'static, limit: Duration) -> Outcome<Stri
             Ok(line) => return Ok(line),
             Err(_) if sys::interrupted() => return Err(Failure::Interrupted),
             Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
-            Err(_) => return Err(Failure::failed(format!("the other end does not listen after {limit:?}"))),
+            Err(_) => {
+                return Err(Failure::failed(format!(
+                    "the other end does not listen after {:?}",
+                    rounded(limit)
+                )));
+            }
         }
     }
 }
