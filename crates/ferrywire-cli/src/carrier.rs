@@ -48,6 +48,7 @@ impl PluginUse {
             .allow_same_host_gpu(self.allow_same_host_gpu)
             .as_seed(self.as_seed)
             .stall_limit(self.stall_limit())
+            .setup_limit(self.setup_limit())
             .set_before(self.set_before.iter().cloned());
         if let Some(bytes) = self.message_bytes_max {
             config = config.message_bytes_max(bytes);
@@ -68,6 +69,11 @@ impl PluginUse {
     /// engine, which knows which of them it is, speaks first.
     fn stall_limit(&self) -> Duration {
         self.call_limit / 2
+    }
+
+    /// Longest that connections take to come about. Shorter than the run's wait for a peer, likewise.
+    fn setup_limit(&self) -> Duration {
+        (self.call_limit / 4 * 3).min(limits::LANE_SETUP_DEADLINE)
     }
 
     /// What the other end has to be given too, as it is typed behind other options.

@@ -43,7 +43,7 @@ pub fn find(settings: &Settings, made_up_paths: bool) -> Result<Vec<Device>, Str
     }
     if devices.is_empty() {
         return Err(format!(
-            "no interface to use (NCCL_GPUDIRECTTCPX_SOCKET_IFNAME={:?})",
+            "NET/GPUDirectTCPX : no interface found (NCCL_GPUDIRECTTCPX_SOCKET_IFNAME={:?})",
             settings.interfaces
         ));
     }

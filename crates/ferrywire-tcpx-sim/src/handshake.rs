@@ -45,8 +45,8 @@ pub struct Plan {
     pub setup: Duration,
     /// How often a socket is tried.
     pub tries: u32,
-    /// The acceptor's rules can be installed.
-    pub rules_work: bool,
+    /// Why the dp-manager installs none of the acceptor's rules, in the real plugin's words; `None` where it does.
+    pub no_rules: Option<&'static str>,
     /// Sleep of the acceptor at the end.
     pub steering_wait: Duration,
     /// Payload that comes during that is fatal.
@@ -87,7 +87,7 @@ fn dial_data(
             return Ok(socket);
         }
     }
-    Err(io::Error::other(format!("data socket {index} stayed pending")))
+    Err(io::Error::other("failed to connect socket"))
 }
 
 /// The connector's half of the words; false when the socket is to be tried again.
@@ -154,14 +154,20 @@ fn accept_data(control: &mut TcpStream, data: &Socket, index: usize, plan: &Plan
     for _ in 0..plan.tries {
         let socket = accept_one(data)?;
         thread::sleep(plan.setup);
-        if !plan.rules_work {
-            warning!("no dp-manager installs a rule for data socket {index}");
+        if let Some(why) = plan.no_rules {
+            let ends = [socket.local_addr(), socket.peer_addr()]
+                .map(|end| end.map_or_else(|e| e.to_string(), |end| end.to_string()));
+            warning!(
+                "update flow steering rule: local {} <- remote {}, failed against receive-datapath-manager: {why}",
+                ends[0],
+                ends[1]
+            );
         }
-        if agree_as_acceptor(control, index, plan.rules_work)? {
+        if agree_as_acceptor(control, index, plan.no_rules.is_none())? {
             return Ok(socket);
         }
     }
-    Err(io::Error::other(format!("no rule for data socket {index} after {} tries", plan.tries)))
+    Err(io::Error::other("failed accept socket"))
 }
 
 /// The acceptor's half of the words; false when the socket is to be tried again.
@@ -205,6 +211,6 @@ fn write_word(stream: &mut TcpStream, word: i32) -> io::Result<()> {
 }
 
 fn failed(what: &str, e: &io::Error) -> ResultCode {
-    warning!("{what}: {e}");
+    warning!("NET/GPUDirectTCPX {what}: {e}");
     ResultCode::INTERNAL_ERROR
 }

@@ -32,7 +32,7 @@
 //! | `null_first` | on | off | connect and accept give NULL until they are ready; off: they wait |
 //! | `attempt_once` | on | off | a connect or accept after its end is misuse; off: it gives 3 |
 //! | `setup_ms` | 1 | 0, 2, ... | time per socket while connecting; the real plugin takes 100 |
-//! | `dp_manager` | on | off | off: there is no dp-manager, accept and connect give 3 |
+//! | `dp_manager` | on | off, refuse, gone, hang | off: there is none, refuse: it refuses each rule: accept and connect give 3; gone: it ends before the pool is imported, `exit(1)` in the last accept; hang: the last accept never returns |
 //! | `need_device_handle` | on | off | the first receive on a comm accepted without device handle is SIGSEGV |
 //! | `second_init` | 3 | ok | what a second `init` gives |
 //! | `need_gpu` | off | on | `init` without a GPU gives 3; the real plugin's is on |
@@ -48,7 +48,7 @@
 //! | `import_ms` | 3 | 0, 1, ... | how long an import of the pool takes, which asks the dp-manager twice |
 //! | `poison` | on | off | pages given back are filled with 0xDE |
 //! | `leak` | on | off | queueing a second chunk of a request on one socket loses the pages of the first |
-//! | `same_host` | die | allow | GPU payload from an address of this host is `exit(1)` |
+//! | `same_host` | die | allow | GPU payload from an address of this host lands in host memory, `exit(1)` |
 //! | `early_payload` | allow | die | bytes on a data socket before the steering wait is over are `exit(1)`, as really for GPU memory |
 //! | `host_warning` | on | off | one warning per receive call into host memory |
 //! | `close_error` | on | off, always | control bytes read together with the peer's close give one 2; always: see below |

@@ -10,6 +10,8 @@ use std::ffi::c_void;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::sync::{Arc, LazyLock, Mutex};
+use std::thread;
+use std::time::Duration;
 
 use ferrywire::nccl::abi::{DeviceHandle, ResultCode};
 use socket2::{Domain, Protocol, Socket, Type};
@@ -22,8 +24,9 @@ use crate::faults::Direction;
 use crate::gpu::{self, GpuPool};
 use crate::handle::{self, HANDLE_BYTES_USED, Handle};
 use crate::handshake;
-use crate::log::{info, misuse, warning};
-use crate::plugin::{Plugin, plugin};
+use crate::log::{exit_1, info, misuse, warning};
+use crate::plugin::{Plugin, manager_folder, plugin};
+use crate::switches::DpManager;
 use crate::sync::locked;
 use crate::unpack::Unpack;
 
@@ -164,6 +167,7 @@ fn equip(
     device: Option<i32>,
     device_handle: &mut DeviceHandle,
 ) -> Outcome<()> {
+    ask_manager(plugin);
     let no_memory = || {
         warning!("no memory for the pool or the metadata of GPU {device:?}");
         ResultCode::UNHANDLED_CUDA_ERROR
@@ -190,6 +194,21 @@ fn equip(
     unpack.describe(device_handle);
     comm.set_unpack(unpack);
     Ok(())
+}
+
+/// What the dp-manager does wrong when it is asked for the pool.
+fn ask_manager(plugin: &Plugin) {
+    match plugin.switches.dp_manager {
+        DpManager::On | DpManager::Off | DpManager::Refuse => {}
+        DpManager::Gone => {
+            let socket = format!("{}/get_gpu_fd_0000:04:00.0", manager_folder());
+            warning!("unix client {socket}, gpumem fd client connect failed unix client connect() error: 2");
+            exit_1(format_args!("TCPXASSERT src/gpu/cuda_wrapper.cu:203 -> 2"));
+        }
+        DpManager::Hang => loop {
+            thread::sleep(Duration::from_secs(3600));
+        },
+    }
 }
 
 /// `closeListen`.

@@ -18,7 +18,7 @@ use crate::handshake::{Plan, Sockets};
 use crate::log::{info, warning};
 use crate::rate::Rate;
 use crate::settings::Settings;
-use crate::switches::{EarlyPayload, SameHost, SecondInit, Switches};
+use crate::switches::{DpManager, EarlyPayload, SameHost, SecondInit, Switches};
 use crate::worker::Shared;
 
 static PLUGIN: OnceLock<Plugin> = OnceLock::new();
@@ -49,7 +49,14 @@ pub fn init() -> Outcome<()> {
         let again = plugin.switches.second_init == SecondInit::Ok;
         return if again { Ok(()) } else { Err(refused("init was called before")) };
     }
-    let plugin = Plugin::read().map_err(|why| refused(&why))?;
+    // In every run, whatever comes of it.
+    info!("NET/GPUDirectTCPX : unix client prefix {}", manager_folder());
+    let plugin = Plugin::read().map_err(|why| {
+        let code = refused(&why);
+        // The way of the error through the source comes last, and is no warning.
+        info!("TCPXCHECK src/net_tcpx.cc:576 -> {}", code.0);
+        code
+    })?;
     info!(
         "simulated TCPX plugin: {} device(s), chunks of {} bytes, {} data socket(s) per comm",
         plugin.devices.len(),
@@ -57,6 +64,12 @@ pub fn init() -> Outcome<()> {
         plugin.settings.data_sockets
     );
     PLUGIN.set(plugin).map_err(|_| refused("init runs twice at once"))
+}
+
+/// Where the dp-manager's sockets would be.
+pub fn manager_folder() -> String {
+    let folder = std::env::var("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX").ok();
+    folder.filter(|folder| !folder.is_empty()).unwrap_or_else(|| "/tmp".to_owned())
 }
 
 /// The plugin; a call before a successful `init` gives an internal error.
@@ -94,7 +107,13 @@ impl Plugin {
         Plan {
             setup: Duration::from_millis(self.switches.setup_ms),
             tries: self.settings.connection_tries,
-            rules_work: self.switches.dp_manager,
+            no_rules: match self.switches.dp_manager {
+                DpManager::On | DpManager::Gone | DpManager::Hang => None,
+                DpManager::Off => Some("unix client connect() error: 2"),
+                DpManager::Refuse => {
+                    Some("Create FlowSteerRule Failed: proto { raw_bytes: \"No queue is free.\" }")
+                }
+            },
             steering_wait: self.settings.steering_wait,
             early_is_fatal: self.switches.early_payload == EarlyPayload::Die,
         }

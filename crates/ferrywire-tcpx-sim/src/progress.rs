@@ -234,7 +234,7 @@ impl Comm {
         let (offset, len) = (record.offset as usize, record.size as usize);
         let work = if state.gpu {
             if self.shared.faults.no_cmsg_after.is_some_and(|n| number >= n) {
-                exit_1(format_args!("rx no cmsg, injected by no_cmsg_after"));
+                exit_1(format_args!("fatal, comm {} no cmsg, injected by no_cmsg_after", self.shared.id));
             }
             let pages = state.pages[lane].clone();
             if leak && state.chunks[lane] > 0 {

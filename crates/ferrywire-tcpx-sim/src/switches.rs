@@ -138,6 +138,22 @@ choice! {
 }
 
 choice! {
+    /// The dp-manager, which installs flow rules and gives pools out.
+    DpManager {
+        /// It does what it is asked.
+        On = "on",
+        /// There is none.
+        Off = "off",
+        /// It refuses each rule.
+        Refuse = "refuse",
+        /// It ends between a rule and the import of the pool.
+        Gone = "gone",
+        /// It never answers who imports the pool.
+        Hang = "hang",
+    }
+}
+
+choice! {
     /// What a second `init` answers.
     SecondInit {
         /// Result 3.
@@ -243,8 +259,8 @@ switches! {
     attempt_once: bool = true;
     /// Time per socket while connecting.
     setup_ms: u64 = 1;
-    /// There is a dp-manager that installs rules.
-    dp_manager: bool = true;
+    /// The dp-manager.
+    dp_manager: DpManager = DpManager::On;
     /// A receive comm without a device handle dies at its first receive.
     need_device_handle: bool = true;
     /// What a second `init` answers.

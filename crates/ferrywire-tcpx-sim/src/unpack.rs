@@ -76,7 +76,10 @@ impl Unpack {
             self.lie_about(&mut entries);
         }
         if !self.metadata.append(number as usize % SLOTS, &entries) {
-            exit_1(format_args!("more fragments in one request than its metadata holds"));
+            exit_1(format_args!(
+                "request too many pages {}, failstop: more fragments in one request than its metadata holds",
+                entries.len()
+            ));
         }
     }
 

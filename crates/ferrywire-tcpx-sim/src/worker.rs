@@ -211,7 +211,11 @@ impl Worker {
     fn after_landing(&mut self, k: usize, moved: Moved) {
         let Moved::Bytes(bytes) = moved else { return };
         if self.shared.linear {
-            exit_1(format_args!("payload of the same host in linear memory (rx no cmsg)"));
+            exit_1(format_args!(
+                "fatal, comm {} data landed on host memory 1 times (payload of this host never crosses a NIC; \
+                 FERRYWIRE_TCPX_SIM=same_host=allow lets the simulated plugin take it)",
+                self.shared.id
+            ));
         }
         self.landed[k] += bytes as u64;
     }
@@ -241,7 +245,10 @@ impl Worker {
 
     fn check_fragments(chunk: &Chunk) {
         if chunk.fragments.len() >= ENTRIES_PER_SLOT {
-            exit_1(format_args!("{} fragments in one chunk", chunk.fragments.len()));
+            exit_1(format_args!(
+                "received {0}/{ENTRIES_PER_SLOT} segs, failstop, {0} fragments in one chunk",
+                chunk.fragments.len()
+            ));
         }
     }
 

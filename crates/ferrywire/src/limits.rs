@@ -228,6 +228,10 @@ pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
 /// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
 pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
+/// A lane that fails without the plugin's saying why waits so long for the other end to say it, or to be seen to have
+/// ended.
+pub const LANE_FAILURE_GRACE: Duration = Duration::from_secs(4);
+const _: () = assert!(LANE_FAILURE_GRACE.as_millis() > RESUME_GRACE.as_millis());
 /// A thread that is to make a set-up call of a plugin waits so long for the one that is in such a call, and then looks
 /// whether the call is still wanted.
 pub const SETUP_LOCK_WAIT: Duration = Duration::from_millis(100);

@@ -15,12 +15,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::log::LogLine;
-use ferrywire::nccl::signal_name;
+use ferrywire::nccl::log::{LastLines, LogLine};
+use ferrywire::nccl::{EndKind, signal_name};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::PluginPlan;
 use crate::sys;
+use crate::units::rounded;
 use child::Message;
 use report::Report;
 
@@ -78,7 +79,7 @@ struct Watch<'a> {
     child: Child,
     seen: Receiver<Seen>,
     step: String,
-    last_logged: Option<String>,
+    logged: LastLines,
     printed: VecDeque<String>,
     /// Time waited in the present step; time in which this process was stopped does not count.
     waited: Duration,
@@ -99,8 +100,8 @@ impl Watch<'_> {
             read_lines(printed, sender, |line| Some(Seen::Printed(line)));
         }
         let step = "before anything was loaded".to_owned();
-        let (last_logged, printed, waited) = (None, VecDeque::new(), Duration::ZERO);
-        Ok(Watch { plan, child, seen, step, last_logged, printed, waited })
+        let (logged, printed, waited) = (LastLines::new(), VecDeque::new(), Duration::ZERO);
+        Ok(Watch { plan, child, seen, step, logged, printed, waited })
     }
 
     /// The child's result, or why there is none.
@@ -148,7 +149,7 @@ impl Watch<'_> {
                 if self.plan.verbose {
                     exit::note(&report::log_line(&line));
                 }
-                self.last_logged = Some(line.text);
+                self.logged.keep(line);
             }
             Seen::Printed(line) => {
                 if self.plan.verbose {
@@ -182,19 +183,22 @@ impl Watch<'_> {
     }
 
     fn died(&mut self) -> Failure {
-        let how = end_of(&mut self.child);
+        let (how, _) = end_of(&mut self.child);
         self.failure(&how)
     }
 
     fn hangs(&mut self) -> Failure {
-        let how = format!("the plugin did not return within {:?}", self.plan.deadline);
+        let how = format!("the plugin did not return within {:?}", rounded(self.plan.deadline));
         self.failure(&how)
     }
 
     fn failure(&self, how: &str) -> Failure {
-        let said = self.last_logged.as_ref().or(self.printed.front());
+        let logged = self.logged.warning().or_else(|| self.logged.iter().next_back());
+        let said = logged.map(|line| &line.text).or(self.printed.front());
         let said = said.map_or_else(|| "it said nothing".to_owned(), |said| format!("it said last: {said}"));
-        Failure::failed(format!("{}: {how} {}; {said}", self.plan.path.display(), self.step))
+        let fix =
+            self.logged.cause().map_or_else(String::new, |(cause, _)| format!("; fix: {}", cause.fix()));
+        Failure::failed(format!("{}: {how} {}; {said}{fix}", self.plan.path.display(), self.step))
     }
 }
 
@@ -205,18 +209,22 @@ impl Drop for Watch<'_> {
     }
 }
 
-/// How a process with a plugin ended that says no more, in words. One that only closed its pipe is ended.
-pub fn end_of(child: &mut Child) -> String {
+/// How a process with a plugin ended that says no more, in words and as a value. One that only closed its pipe is ended.
+pub fn end_of(child: &mut Child) -> (String, EndKind) {
     let until = Instant::now() + LAST_WORDS;
     while matches!(child.try_wait(), Ok(None)) {
         if Instant::now() > until {
             let _ = child.kill();
             let _ = child.wait();
-            return "the plugin closed the pipe of its process, which was ended".to_owned();
+            let how = "the plugin closed the pipe of its process, which was ended".to_owned();
+            return (how, EndKind::Exit);
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    child.wait().map_or_else(|error| error.to_string(), how_it_ended)
+    match child.wait() {
+        Ok(status) => (how_it_ended(status), status.signal().map_or(EndKind::Exit, EndKind::Signal)),
+        Err(error) => (error.to_string(), EndKind::Exit),
+    }
 }
 
 /// How it ended, in words.
@@ -258,8 +266,8 @@ mod tests {
     #[test]
     fn a_process_that_closes_its_pipe_and_stays_is_ended() {
         let mut child = Command::new("sh").args(["-c", "exec sleep 600 >&-"]).spawn().expect("a shell");
-        assert!(end_of(&mut child).contains("which was ended"));
+        assert!(end_of(&mut child).0.contains("which was ended"));
         let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().expect("a shell");
-        assert!(end_of(&mut child).contains("exit status 3"));
+        assert!(end_of(&mut child).0.contains("exit status 3"));
     }
 }

@@ -2,6 +2,7 @@
 
 mod bench;
 mod carried;
+mod causes;
 mod common;
 #[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
 #[path = "../../../ferrywire/tests/nccl/compile.rs"]

@@ -42,7 +42,21 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         "... has not returned within 30s",
         &[("ferrywire-cli/src/bench/isolated/ward.rs", "has not returned within {}")],
     ),
-    ("rx no cmsg", &[("ferrywire-tcpx-sim/src/worker.rs", "rx no cmsg")]),
+    (
+        "accept has not ended after 22 s; ... has not returned for",
+        &[
+            ("ferrywire/src/transport/plugin/setup.rs", "accept has not ended"),
+            ("ferrywire/src/transport/plugin/host.rs", "has not returned for"),
+        ],
+    ),
+    (
+        "failed against receive-datapath-manager: unix client connect() error: 2",
+        &[
+            ("ferrywire/src/nccl/cause.rs", "failed against receive-datapath-manager:"),
+            ("ferrywire/src/nccl/cause.rs", "unix client connect() error: "),
+        ],
+    ),
+    ("data landed on host memory", &[("ferrywire/src/nccl/cause.rs", "data landed on host memory")]),
     ("both ends are on one host", &[("ferrywire/src/transport/plugin/host.rs", "both ends are on one host")]),
     (
         "registers GPU memory on NIC veth0, which has no PCI path",

@@ -294,7 +294,7 @@ fn memory_of_a_gpu_is_registered_in_whole_aligned_pages() {
 
 #[test]
 fn gpu_payload_of_the_same_host_ends_the_process_here_too() {
-    on_a_gpu(case!("")).exits(1, "rx no cmsg", || {
+    on_a_gpu(case!("")).exits(1, "data landed on host memory 1 times", || {
         let bench = Bench::new();
         let (source, target) = (bench.source(&[1; 100]), bench.target(100));
         bench.transfer(&source, &target, 100);

@@ -339,7 +339,7 @@ fn gpu_payload_of_the_same_host_ends_the_process() {
         let bench = Bench::new();
         bench.transfer(&[1; 100]);
     };
-    case!("").exits(1, "rx no cmsg", receive);
+    case!("").exits(1, "data landed on host memory 1 times", receive);
     case!(ALLOW).passes(receive);
 }
 

@@ -157,7 +157,11 @@ fn without_a_dp_manager_accept_and_connect_give_3() {
             }
         }
         assert_eq!(codes, (Some(3), Some(3)));
-        assert_eq!(logged("no dp-manager"), 3, "three tries");
+        assert_eq!(
+            logged("failed against receive-datapath-manager: unix client connect() error: 2"),
+            3,
+            "three tries"
+        );
     });
 }
 

@@ -1,13 +1,13 @@
-//! How a plugin ends the process it runs in: the likely cause, and a hook that tells it.
+//! How a plugin ends the process it runs in: what explains it, and a hook that tells it.
 //!
 //! Plugins call `exit` where they should return an error, inside a call or on a thread of their own, often
 //! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`], [`super::Watched`]).
 //! In a program that hosts a plugin itself, the hook prints one line to standard error: plugin, call, device,
-//! what the plugin logged last, the likely cause. Against signals only a process of its own helps.
+//! what the plugin warned of last, and the fix where the cause is known. Against signals only a process of its own helps.
 //!
 //! Invariant: an end that the program itself wants is not told: the thread that ends the process has to be in
 //! a plugin's call, or code of a plugin has to be on its stack.
-//! Read next: `clock.rs`, which knows the calls; `watched.rs`.
+//! Read next: `cause.rs`, what warnings tell; `clock.rs`, which knows the calls; `watched.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;
@@ -17,30 +17,41 @@ use super::clock::{self, PluginId};
 use super::log::{self, LastLines, LogLine};
 use super::watched;
 
-/// The likely cause of a plugin's end, from how the process ended and what was said before, in words.
-pub fn likely_cause(how: &str, said: &str) -> &'static str {
-    let (how, said) = (how.to_lowercase(), said.to_lowercase());
-    let causes: [(bool, &str); 9] = [
-        (
-            said.contains("cmsg"),
-            "GPU memory was received that did not cross a NIC, as within one host, or the NIC does not split headers",
-        ),
-        (
-            said.contains("fragments"),
-            "messages too large for the plugin's table of fragments: use smaller chunks",
-        ),
-        (
-            said.contains("dp-manager") || said.contains("unix"),
-            "the plugin's manager does not run on this host",
-        ),
-        (said.contains("cuda") || said.contains("gpu"), "the GPU, or what the plugin may do with it"),
-        (how.contains("has not returned"), "a peer or NIC the plugin waits for without end"),
-        (how.contains("said nothing"), "the process is stopped, or the host has no time for it"),
-        (how.contains("sigpipe"), "the plugin wrote to a peer that is gone"),
-        (how.contains("sigkill"), "memory ran out, or somebody ended it"),
-        (how.contains("signal"), "a defect of the plugin, or a call that it does not support"),
-    ];
-    causes.iter().find(|(fits, _)| *fits).map_or("an error after which the plugin gives up", |cause| cause.1)
+/// How a process that hosts a plugin came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum EndKind {
+    /// It called `exit`.
+    Exit,
+    /// This signal ended it.
+    Signal(i32),
+    /// A call of the plugin did not return, so that the process was ended.
+    CallHangs,
+    /// It said nothing any more, so that it was ended.
+    Silent,
+}
+
+/// What a plugin had logged when its process ended, and what follows from it: the fix, where one of its last warnings
+/// tells the cause; else the likely cause, where the kind of the end alone tells one.
+pub fn explained(end: EndKind, logged: &LastLines) -> String {
+    let told = logged.told();
+    match (logged.cause(), likely(end)) {
+        (Some((cause, _)), _) => format!("{told}; fix: {}", cause.fix()),
+        (None, Some(likely)) => format!("{told}; likely: {likely}"),
+        (None, None) => told,
+    }
+}
+
+fn likely(end: EndKind) -> Option<&'static str> {
+    match end {
+        EndKind::Signal(libc::SIGPIPE) => Some("the plugin wrote to a peer that is gone"),
+        EndKind::Signal(libc::SIGKILL) => Some("memory ran out, or another process ended it"),
+        EndKind::Signal(libc::SIGSEGV | libc::SIGBUS | libc::SIGILL | libc::SIGFPE | libc::SIGABRT) => {
+            Some("a defect of the plugin, or a call that it does not support")
+        }
+        EndKind::Silent => Some("the process is stopped, or the host has no time for it"),
+        EndKind::Exit | EndKind::Signal(_) | EndKind::CallHangs => None,
+    }
 }
 
 /// Where the libraries of plugins lie.
@@ -81,9 +92,9 @@ fn told() -> Option<String> {
         return None;
     }
     let of_plugin = |line: &LogLine| line.plugin.as_ref().is_none_or(|name| *name == plugin);
-    let said = log::last_lines().into_iter().filter(of_plugin).collect::<LastLines>().told();
-    let likely = likely_cause("exit", &said);
-    Some(format!("ferrywire: plugin {plugin} ended this process by exit {place}; {said}; likely: {likely}\n"))
+    let logged: LastLines = log::last_lines().into_iter().filter(of_plugin).collect();
+    let explained = explained(EndKind::Exit, &logged);
+    Some(format!("ferrywire: plugin {plugin} ended this process by exit {place}; {explained}\n"))
 }
 
 /// The plugin whose code has called what runs here.
@@ -133,16 +144,37 @@ fn base_of(address: *const c_void) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::likely_cause;
+    use super::*;
+    use crate::nccl::log::LogLevel;
+
+    fn logged(level: LogLevel, text: &str) -> LastLines {
+        [LogLine::new(level, None, None, b"x.cc", 1, text.as_bytes())].into_iter().collect()
+    }
 
     #[test]
-    fn likely_causes_are_told_from_how_it_ended_and_what_it_said() {
-        let exit = "the plugin ended its process with exit status 1";
-        assert!(likely_cause(exit, "no cmsg in this message").contains("did not cross a NIC"));
-        assert!(likely_cause(exit, "it had logged nothing").contains("gives up"));
-        assert!(likely_cause(exit, "2048 fragments in one chunk").contains("smaller chunks"));
-        assert!(likely_cause("died by signal 11 (SIGSEGV)", "").contains("defect"));
-        assert!(likely_cause("died by signal 13 (SIGPIPE)", "").contains("gone"));
-        assert!(likely_cause("test has not returned", "").contains("without end"));
+    fn a_warning_with_a_known_cause_is_told_with_its_fix_whatever_the_end() {
+        let landed = logged(LogLevel::Warn, "fatal, a->b data landed on host memory 1 times");
+        for end in [EndKind::Exit, EndKind::CallHangs, EndKind::Signal(libc::SIGSEGV)] {
+            let said = explained(end, &landed);
+            assert!(
+                said.starts_with("it warned: fatal, a->b data landed on host memory 1 times; fix: header"),
+                "{said}"
+            );
+        }
+    }
+
+    /// "unix" and "GPU" stand in the first lines of every run.
+    #[test]
+    fn nothing_is_guessed() {
+        let start = logged(LogLevel::Info, "NET/GPUDirectTCPX : unix client prefix /run/tcpx");
+        let told = "it logged last: NET/GPUDirectTCPX : unix client prefix /run/tcpx";
+        assert_eq!(explained(EndKind::Exit, &start), told);
+        assert_eq!(explained(EndKind::CallHangs, &start), told);
+        let segfault = explained(EndKind::Signal(libc::SIGSEGV), &start);
+        assert_eq!(
+            segfault,
+            format!("{told}; likely: a defect of the plugin, or a call that it does not support")
+        );
+        assert!(explained(EndKind::Signal(libc::SIGPIPE), &LastLines::new()).contains("gone"));
     }
 }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use super::abi::{ResultCode, Version};
 use super::clock::Call;
 use super::comm::CommId;
+use super::log::LastLines;
 
 /// Why a plugin could not be loaded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -114,17 +115,17 @@ pub enum LoadError {
         slot: &'static str,
     },
     /// `init` or `devices` failed.
-    #[error("{path}: {error}{}", last_words(.last_lines))]
+    #[error("{path}: {error}{}", last_words(.said))]
     Failed {
         /// The file.
         path: String,
         /// The call.
         error: Box<CallError>,
-        /// What the plugin logged last, newest first.
-        last_lines: Vec<String>,
+        /// What the plugin has logged meanwhile.
+        said: Box<LastLines>,
     },
     /// It works, but has nothing to offer.
-    #[error("{path}: plugin {plugin} ({version}) has no devices (it says {count}){}", last_words(.last_lines))]
+    #[error("{path}: plugin {plugin} ({version}) has no devices (it says {count}){}", last_words(.said))]
     NoDevices {
         /// The file.
         path: String,
@@ -134,8 +135,8 @@ pub enum LoadError {
         version: Version,
         /// What it gave as their number.
         count: i32,
-        /// What the plugin logged last, newest first.
-        last_lines: Vec<String>,
+        /// What the plugin has logged meanwhile.
+        said: Box<LastLines>,
     },
     /// A limit of this process.
     #[error("{path}: {why}")]
@@ -160,8 +161,12 @@ fn listed(versions: &[Version]) -> String {
     names.join(", ")
 }
 
-fn last_words(lines: &[String]) -> String {
-    lines.first().map_or_else(String::new, |line| format!("; it said last: {line}"))
+/// The warning that tells most, with what to do about it; without one the last line.
+fn last_words(said: &LastLines) -> String {
+    let line = said.warning().or_else(|| said.iter().next_back());
+    let said_last = line.map_or_else(String::new, |line| format!("; it said last: {}", line.text));
+    let fix = said.cause().map_or_else(String::new, |(cause, _)| format!("; fix: {}", cause.fix()));
+    said_last + &fix
 }
 
 /// A call of a plugin that did not do what it is for.
@@ -216,10 +221,6 @@ impl CallError {
     fn hint(&self) -> &'static str {
         let Cause::Result(code) = self.cause else { return "" };
         match (self.call, code) {
-            (Call::Init, _) => "; many plugins can be started only once per process",
-            (Call::Connect | Call::Accept, _) => {
-                "; its log says why; check that the peer runs the same plugin and that no firewall is between"
-            }
             (Call::RegMr, _) => "; check alignment and kind of the memory",
             (Call::Isend | Call::Irecv, ResultCode::INTERNAL_ERROR) => {
                 "; some plugins answer so when too many requests are posted"
@@ -276,7 +277,7 @@ mod tests {
     fn a_call_that_failed_is_told_in_one_line() {
         let said = error(Cause::Result(ResultCode::INTERNAL_ERROR)).to_string();
         assert!(said.starts_with(
-            "plugin Example (v7): accept on device 2 (eth3), listen comm 5: result 3 (internal error); its log"
+            "plugin Example (v7): accept on device 2 (eth3), listen comm 5: result 3 (internal error)"
         ));
         let refused = CallError { device: None, nic: None, comm: None, ..error(Cause::Missing) };
         assert_eq!(refused.to_string(), "plugin Example (v7): accept: the plugin has no such function");

@@ -19,6 +19,7 @@
 //! Read next: [`abi`], then `load.rs`, `net.rs`, `comm.rs`, `request.rs`.
 
 pub mod abi;
+mod cause;
 mod clock;
 mod comm;
 mod elf;
@@ -34,9 +35,10 @@ mod request;
 mod text;
 mod watched;
 
+pub use cause::LoggedCause;
 pub use clock::{Call, CallUnderWay, calls_under_way};
 pub use comm::{Comm, CommId, CommKind, Connecting, Handle, ListenComm, RecvComm, SendComm};
-pub use ending::likely_cause;
+pub use ending::{EndKind, explained};
 pub use error::{CallError, Cause, LoadError};
 pub use find::{Candidate, candidates};
 pub use load::Library;

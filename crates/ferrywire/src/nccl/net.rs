@@ -367,8 +367,8 @@ impl Plugin {
         let count = self.count_devices().map_err(|error| self.failed(error, began))?;
         let (path, plugin, version) = (self.0.path.clone(), self.name().to_owned(), self.version());
         if count <= 0 {
-            let last_lines = log::lines_since(began);
-            return Err(LoadError::NoDevices { path, plugin, version, count, last_lines });
+            let said = Box::new(log::lines_since(began));
+            return Err(LoadError::NoDevices { path, plugin, version, count, said });
         }
         if count as usize > PLUGIN_DEVICES_MAX {
             let why = format!(
@@ -381,8 +381,8 @@ impl Plugin {
     }
 
     fn failed(&self, error: CallError, began: u64) -> LoadError {
-        let last_lines = log::lines_since(began);
-        LoadError::Failed { path: self.0.path.clone(), error: Box::new(error), last_lines }
+        let said = Box::new(log::lines_since(began));
+        LoadError::Failed { path: self.0.path.clone(), error: Box::new(error), said }
     }
 }
 

@@ -19,7 +19,7 @@ use std::process::{Child, Command, ExitStatus};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{self, JoinHandle};
 
-use super::ending::likely_cause;
+use super::ending::{EndKind, explained};
 use super::log::{self, LastLines, LogLine};
 
 /// `pid:descriptor`: the process that watches, and where the lines go.
@@ -89,17 +89,17 @@ impl Watched {
 }
 
 impl Ended {
-    /// What a plugin did to the process, in one line with its last words and the likely cause; `None` where
+    /// What a plugin did to the process, in one line with its last words and what follows from them; `None` where
     /// the program ended as it wanted.
     pub fn cause(&self) -> Option<String> {
-        let how = match (&self.exit, self.status.signal()) {
-            (Some(place), _) => format!("the plugin ended its process by exit {place}"),
-            (None, Some(signal)) => format!("died by signal {signal}{}", signal_name(signal)),
+        let (how, end) = match (&self.exit, self.status.signal()) {
+            (Some(place), _) => (format!("the plugin ended its process by exit {place}"), EndKind::Exit),
+            (None, Some(signal)) => {
+                (format!("died by signal {signal}{}", signal_name(signal)), EndKind::Signal(signal))
+            }
             (None, None) => return None,
         };
-        let said = self.last_lines.told();
-        let likely = likely_cause(&how, &said);
-        Some(format!("{how}; {said}; likely: {likely}"))
+        Some(format!("{how}; {}", explained(end, &self.last_lines)))
     }
 }
 

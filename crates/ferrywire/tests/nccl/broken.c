@@ -62,7 +62,12 @@ __attribute__((destructor)) static void at_the_end(void) { abort(); }
 static int p_init(logger log) {
     logs = log;
     inits++;
-#if defined(CASE_INIT_FAILS)
+#if defined(CASE_INIT_WARNS_AND_FAILS)
+    log(3, 0x10, "/a/init.c", 8, "NET/X : unix client prefix /run/tcpx");
+    log(2, 0x10, "/a/init.c", 9, "NET/X : no interface found");
+    log(3, 0x10, "/a/init.c", 10, "TCPXCHECK /a/init.c:11 -> 3");
+    return 3;
+#elif defined(CASE_INIT_FAILS)
     log(2, 0x10, "/a/init.c", 10, "no %s here: %d%%", "NIC", 0);
     return 3;
 #elif defined(CASE_INIT_EXITS)

@@ -126,6 +126,17 @@ fn a_failing_init_is_told_with_its_last_words_and_not_repeated() {
     assert_eq!(inits(&path), 1, "init runs once per process");
 }
 
+/// The last line is the way that the error took through the source.
+#[test]
+fn a_failing_init_is_told_with_its_last_warning() {
+    let (_, said) = refused(&broken("INIT_WARNS_AND_FAILS"));
+    assert!(
+        said.contains("init: result 3 (internal error); it said last: NET/X : no interface found; fix: "),
+        "{said}"
+    );
+    assert!(said.contains("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME"), "{said}");
+}
+
 #[test]
 fn a_second_load_gives_the_same_plugin() {
     let path = broken("SECOND_LOAD");

@@ -58,14 +58,13 @@ const BY: &str = "ferrywire: plugin Broken plugin ended this process by exit";
 #[test]
 fn an_exit_inside_a_call_is_told() {
     let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
-    let likely = "likely: an error after which the plugin gives up";
-    let told = format!("{BY} in listen on device 0; {lines}; {likely}");
+    let told = format!("{BY} in listen on device 0; {lines}");
     assert_eq!(ended("LISTEN_EXITS", "listen"), (Some(1), vec![told]));
 }
 
 #[test]
 fn an_exit_before_there_is_a_device_is_told() {
-    let told = "in init; it logged last: the manager is not running, giving up; likely: ";
+    let told = "in init; it logged last: the manager is not running, giving up";
     let (code, said) = ended("INIT_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
     assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
@@ -73,8 +72,7 @@ fn an_exit_before_there_is_a_device_is_told() {
 
 #[test]
 fn an_exit_on_a_thread_of_the_plugins_own_is_told() {
-    let told =
-        "on a thread of its own; it logged last: too many fragments in one chunk; likely: messages too";
+    let told = "on a thread of its own; it logged last: too many fragments in one chunk";
     let (code, said) = ended("THREAD_EXITS", "listen");
     assert_eq!((code, said.len()), (Some(1), 1), "{said:?}");
     assert!(said[0].starts_with(&format!("{BY} {told}")), "{said:?}");
@@ -106,8 +104,7 @@ fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
 #[test]
 fn a_watched_process_is_told_of_by_its_watcher() {
     let lines = "it logged last: the first line | no page is left: 1 | no page is left: 2";
-    let likely = "likely: an error after which the plugin gives up";
-    let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}; {likely}");
+    let cause = format!("the plugin ended its process by exit in listen on device 0; {lines}");
     assert_eq!(watched("LISTEN_EXITS", "listen"), (Some(1), Some(cause), 0));
     let (code, cause, own) = watched("INIT_CRASHES", "listen");
     let expected =

@@ -424,13 +424,37 @@ fn without_any_environment_what_is_needed_is_set() {
         });
 }
 
+/// What an attempt to connect ends in.
+fn failed_connect(setup_limit: Duration) -> Error {
+    let end = || builder().plugin(plugin().setup_limit(setup_limit));
+    let accepting = loopback(end()).build().unwrap();
+    let connecting = end().build().unwrap();
+    connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err()
+}
+
+/// A firewall was blamed, and the log that says why was not shown.
 #[test]
-fn a_plugin_that_cannot_connect_is_an_error_at_both_ends() {
-    case!("dp_manager=off").passes(|| {
-        let accepting = loopback(builder()).build().unwrap();
-        let connecting = builder().build().unwrap();
-        let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err();
-        says(&error, &["cannot be set up", "result 3"]);
+fn a_plugin_without_its_manager_is_told_in_its_own_words_with_the_fix() {
+    let rule = "it warned: update flow steering rule: local 127.0.0.1";
+    case!("dp_manager=off").with("NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX", "/run/tcpx").passes(|| {
+        let error = failed_connect(LIMIT);
+        says(&error, &["cannot be set up", "on device 0 (lo)", "result 3", rule]);
+        says(
+            &error,
+            &["unix client connect() error: 2; fix: start the receive data path manager", "/run/tcpx"],
+        );
+        assert!(!error.to_string().contains("firewall"), "{error}");
+    });
+    case!("dp_manager=refuse").passes(|| {
+        says(&failed_connect(LIMIT), &[rule, "FlowSteerRule Failed", "it answered, and refused"]);
+    });
+}
+
+#[test]
+fn an_accept_that_does_not_return_is_named() {
+    case!("dp_manager=hang").passes(|| {
+        let error = failed_connect(Duration::from_secs(2));
+        says(&error, &["accept has not ended after 2 s", "accept on device 0 (lo) has not returned for"]);
     });
 }
 

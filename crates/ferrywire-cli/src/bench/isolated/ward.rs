@@ -6,8 +6,8 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::likely_cause;
 use ferrywire::nccl::log::{LastLines, LogLine};
+use ferrywire::nccl::{EndKind, explained};
 use ferrywire::transport::plugin::{SetBy, Variable};
 
 use super::super::handed;
@@ -17,6 +17,7 @@ use crate::carrier::PluginUse;
 use crate::exit::{Failure, Outcome};
 use crate::plugin::end_of;
 use crate::sys;
+use crate::units::rounded;
 
 /// How often the child is looked at while it says nothing.
 const LOOK_INTERVAL: Duration = Duration::from_millis(50);
@@ -136,6 +137,7 @@ impl<'a> Ward<'a> {
             said => {
                 match &said {
                     Message::RunBegins(name) => self.stage = format!("during a run of {name}"),
+                    Message::Listening { .. } => "before a run began".clone_into(&mut self.stage),
                     Message::RunOver { .. } => "between two runs".clone_into(&mut self.stage),
                     _ => {}
                 }
@@ -159,8 +161,9 @@ impl<'a> Ward<'a> {
         if self.is_overdue() {
             return Some(self.hangs());
         }
-        (self.silent > SILENCE_LIMIT)
-            .then(|| self.failure(&format!("its process has said nothing for {SILENCE_LIMIT:?}")))
+        (self.silent > SILENCE_LIMIT).then(|| {
+            self.failure(&format!("its process has said nothing for {SILENCE_LIMIT:?}"), EndKind::Silent)
+        })
     }
 
     fn last_words(&mut self) -> Event {
@@ -181,21 +184,20 @@ impl<'a> Ward<'a> {
         if sys::interrupted() {
             return Event::Ended(Failure::Interrupted);
         }
-        let how = end_of(&mut self.child);
-        Event::Ended(self.failure(&how))
+        let (how, end) = end_of(&mut self.child);
+        Event::Ended(self.failure(&how, end))
     }
 
     fn hangs(&mut self) -> Failure {
         let what = self.call.as_ref().map_or("a call", |call| &call.what).to_owned();
-        let limit = self.plugin.call_limit;
-        self.failure(&format!("the plugin's {what} has not returned within {limit:?} and was ended"))
+        let limit = rounded(self.plugin.call_limit);
+        let how = format!("the plugin's {what} has not returned within {limit:?} and was ended");
+        self.failure(&how, EndKind::CallHangs)
     }
 
-    fn failure(&self, how: &str) -> Failure {
+    fn failure(&self, how: &str, end: EndKind) -> Failure {
         let path = self.plugin.path.display();
-        let said = self.logged.told();
-        let likely = likely_cause(how, &said);
-        Failure::failed(format!("{path}: {how} {}; {said}; likely: {likely}", self.stage))
+        Failure::failed(format!("{path}: {how} {}; {}", self.stage, explained(end, &self.logged)))
     }
 }
 

@@ -129,8 +129,20 @@ impl Link {
     pub fn give_up(&mut self) {
         if let Some(why) = self.disowned.take() {
             self.last_trouble = None;
-            self.fail(format!("it restarted, or gave us up: {why}"));
+            self.fail(format!("it restarted, or gave us up: {why}{}", self.plugin_note()));
         }
+    }
+
+    /// What is to be said of a process that has ended: a plugin does that in its own, and tells nobody here.
+    fn plugin_note(&self) -> String {
+        let plugin =
+            self.lanes.carrier().and_then(|carrier| Some(carrier.plugin()?.plugin.name().to_owned()));
+        plugin.map_or_else(String::new, |name| {
+            format!(
+                "; {name} ends its process where it cannot go on: what that end, or what supervises it, printed last says \
+                 why"
+            )
+        })
     }
 
     pub(super) fn look_after_session(&mut self, now: Duration) {
@@ -144,9 +156,8 @@ impl Link {
         // A process that ended has lost its channels too.
         let all_closed = !self.slots.iter().any(|(slot, _)| *slot == Slot::Up);
         if all_closed && closed_for.is_some_and(|time| time > limits::RESUME_GRACE) {
-            self.fail(
-                "its host closed the control connection, and it did not come back: the process ended".into(),
-            );
+            let ended = "its host closed the control connection, and it did not come back: the process ended";
+            self.fail(format!("{ended}{}", self.plugin_note()));
         } else if unread_for.is_some_and(|time| time > self.limit) {
             let (bytes, seconds) = (self.output.len(), self.limit.as_secs_f64());
             self.fail(format!(

@@ -6,8 +6,13 @@
 
 use std::collections::VecDeque;
 
-use super::LogLine;
+use super::{LogLevel, LogLine};
 use crate::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE, PLUGIN_LOG_LINES_TOLD};
+use crate::nccl::cause::LoggedCause;
+
+fn is_warning(line: &LogLine) -> bool {
+    matches!(line.level, LogLevel::Warn | LogLevel::Abort)
+}
 
 /// A bounded memory of lines, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -36,16 +41,40 @@ impl LastLines {
         self.0.iter()
     }
 
-    /// In words, at most [`PLUGIN_LOG_LINES_TOLD`] lines.
+    /// The newest of the last warnings whose cause is known.
+    pub fn cause(&self) -> Option<(LoggedCause, &LogLine)> {
+        let mut last = self.last_of(is_warning);
+        last.sort_unstable();
+        last.into_iter().rev().find_map(|at| LoggedCause::of(&self.0[at]).map(|cause| (cause, &self.0[at])))
+    }
+
+    /// The warning that tells most: one whose cause is known, else the newest one.
+    pub fn warning(&self) -> Option<&LogLine> {
+        self.cause().map(|(_, line)| line).or_else(|| self.0.iter().rev().find(|line| is_warning(line)))
+    }
+
+    /// What was logged last, in words: the warning whose cause is known, else at most [`PLUGIN_LOG_LINES_TOLD`]
+    /// warnings, or other lines where there is no warning.
     pub fn told(&self) -> String {
-        let mut places = self.by_age_in_their_place();
-        places.truncate(PLUGIN_LOG_LINES_TOLD);
-        places.sort_by_key(|&(_, at)| at);
-        let texts: Vec<&str> = places.iter().map(|&(_, at)| self.0[at].text.as_str()).collect();
+        if let Some((_, line)) = self.cause() {
+            return format!("it warned: {}", line.text);
+        }
+        let mut last = self.last_of(is_warning);
+        if last.is_empty() {
+            last = self.last_of(|_| true);
+        }
+        last.sort_unstable();
+        let texts: Vec<&str> = last.into_iter().map(|at| self.0[at].text.as_str()).collect();
         match texts.is_empty() {
             true => "it had logged nothing".to_owned(),
             false => format!("it logged last: {}", texts.join(" | ")),
         }
+    }
+
+    /// Where the last of these lines stand, those of different places first; at most [`PLUGIN_LOG_LINES_TOLD`].
+    fn last_of(&self, wanted: impl Fn(&LogLine) -> bool) -> Vec<usize> {
+        let places = self.by_age_in_their_place().into_iter().map(|(_, at)| at);
+        places.filter(|&at| wanted(&self.0[at])).take(PLUGIN_LOG_LINES_TOLD).collect()
     }
 
     /// Each line's place among the lines, those that are the newest of their place first, newest first.
@@ -100,5 +129,28 @@ mod tests {
         let one_place: LastLines = (0..5).map(|n| line(1, &format!("line {n}"))).collect();
         assert_eq!(one_place.told(), "it logged last: line 2 | line 3 | line 4");
         assert_eq!(LastLines::new().told(), "it had logged nothing");
+    }
+
+    /// The line that TCPX logs last is the way its error took through the source, and no warning.
+    #[test]
+    fn a_warning_is_told_before_what_only_informs_and_a_known_cause_before_all() {
+        let info =
+            |place, text: &str| LogLine::new(LogLevel::Info, None, None, b"x.c", place, text.as_bytes());
+        let mut last: LastLines = [
+            info(1, "unix client prefix /run/tcpx"),
+            line(2, "NET/GPUDirectTCPX : no interface found"),
+            line(3, "another warning"),
+            info(4, "TCPXCHECK net_tcpx.cc:576 -> 3"),
+        ]
+        .into_iter()
+        .collect();
+        assert_eq!(last.told(), "it warned: NET/GPUDirectTCPX : no interface found");
+        assert_eq!(last.cause().map(|(cause, _)| cause), Some(LoggedCause::NoInterface));
+        for place in 10..13 {
+            last.keep(line(place, "newer"));
+        }
+        assert_eq!(last.cause(), None, "warnings since are about something else");
+        let informs: LastLines = [info(1, "about to crash")].into_iter().collect();
+        assert_eq!((informs.told().as_str(), informs.warning()), ("it logged last: about to crash", None));
     }
 }

@@ -91,7 +91,7 @@ pub struct LogLine {
 }
 
 impl LogLine {
-    pub(super) fn new(
+    pub(in crate::nccl) fn new(
         level: LogLevel,
         plugin: Option<String>,
         device: Option<i32>,

@@ -86,14 +86,13 @@ pub(super) fn tell_supervisor(plugin: &str, file: &str, text: &str) {
     write_to(TEE.load(Ordering::Relaxed), &line);
 }
 
-/// Lines logged since `sequence`, newest first.
-pub(super) fn lines_since(sequence: u64) -> Vec<String> {
-    let since = last_lines().into_iter().rev().take_while(|line| line.sequence >= sequence);
-    since.map(|line| line.text).collect()
+/// Lines logged since `sequence`.
+pub(crate) fn lines_since(sequence: u64) -> LastLines {
+    last_lines().into_iter().filter(|line| line.sequence >= sequence).collect()
 }
 
 /// The number that the next line will have.
-pub(super) fn next_sequence() -> u64 {
+pub(crate) fn next_sequence() -> u64 {
     state().next_sequence
 }
 

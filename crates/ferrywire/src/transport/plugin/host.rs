@@ -12,7 +12,7 @@ use crate::limits;
 use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::abi::PointerType;
-use crate::nccl::{CallUnderWay, CommId, Library, Plugin, Properties, RecvComm};
+use crate::nccl::{CallError, CallUnderWay, CommId, Library, Plugin, Properties, RecvComm, log};
 use crate::sys::affinity;
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
@@ -319,6 +319,21 @@ impl Host {
             call.call,
             call.since.as_secs_f64()
         )
+    }
+
+    /// Why a set-up call failed, with what the plugin has warned of since line `began` of its log, and the fix where the
+    /// cause is known; and whether it is.
+    pub fn explain_failure(&self, error: &CallError, began: u64) -> (String, bool) {
+        let said = log::lines_since(began);
+        let warned = said.warning().map_or_else(String::new, |line| format!("; it warned: {}", line.text));
+        let fix = said.cause().map(|(cause, _)| format!("; fix: {}", cause.fix()));
+        (format!("{error}{warned}{}", fix.as_deref().unwrap_or_default()), fix.is_some())
+    }
+
+    /// The call that has been under way for longest, in words, if that is longer than `least`.
+    pub fn longest_call(&self, least: Duration) -> Option<String> {
+        let calls = self.calls_under_way();
+        calls.first().filter(|call| call.since > least).map(|call| self.describe_call(call))
     }
 
     /// A listener stays open for good.

@@ -24,7 +24,7 @@ use super::tcpx;
 use crate::limits;
 use crate::memory::unpack::Gather;
 use crate::nccl::abi::HANDLE_BYTES;
-use crate::nccl::{CallError, Handle, RecvComm, SendComm};
+use crate::nccl::{Call, CallError, Handle, RecvComm, SendComm, log};
 use crate::transport::lane::{Progress, Setup};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -38,6 +38,8 @@ pub(crate) struct PluginSetup {
     started: Duration,
     shared: Arc<Shared>,
     connecting: bool,
+    /// When it was first seen to have failed.
+    failed_at: Option<Duration>,
 }
 
 struct Shared {
@@ -45,6 +47,8 @@ struct Shared {
     told: Condvar,
     /// Nobody waits for the lane any more.
     given_up: AtomicBool,
+    /// Lines of the plugin's log from this number on are about the set-up.
+    log_began: u64,
     wake: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -57,7 +61,21 @@ struct State {
     accept: bool,
     recv: Option<(RecvComm, Option<Gather>)>,
     send: Option<SendComm>,
-    failed: Option<String>,
+    failed: Option<Failed>,
+}
+
+/// Why there is no lane.
+#[derive(Clone)]
+struct Failed {
+    why: String,
+    /// The plugin does not say why, so it may follow from what has happened at the other end, which is about to say so.
+    may_follow: bool,
+}
+
+impl From<String> for Failed {
+    fn from(why: String) -> Failed {
+        Failed { why, may_follow: false }
+    }
 }
 
 impl PluginSetup {
@@ -69,8 +87,16 @@ impl PluginSetup {
         wake: Box<dyn Fn() + Send + Sync>,
     ) -> Result<PluginSetup, String> {
         let (state, told, given_up) = Default::default();
-        let shared = Arc::new(Shared { state, told, given_up, wake });
-        let setup = PluginSetup { host: host.clone(), device, started: now, shared, connecting: false };
+        let log_began = log::next_sequence();
+        let shared = Arc::new(Shared { state, told, given_up, log_began, wake });
+        let setup = PluginSetup {
+            host: host.clone(),
+            device,
+            started: now,
+            shared,
+            connecting: false,
+            failed_at: None,
+        };
         setup.spawn("accept", accept)?;
         Ok(setup)
     }
@@ -78,13 +104,19 @@ impl PluginSetup {
     fn spawn(
         &self,
         what: &str,
-        body: impl FnOnce(&Host, i32, &Shared) -> Result<(), String> + Send + 'static,
+        body: impl FnOnce(&Host, i32, &Shared) -> Result<(), Failed> + Send + 'static,
     ) -> Result<(), String> {
         let (host, device, shared) = (self.host.clone(), self.device, self.shared.clone());
         let thread = thread::Builder::new().name(format!("ferrywire-{what}")).spawn(move || {
-            let result = host.with_gpu_current(|| body(&host, device, &shared));
-            if let Err(why) = result {
-                shared.lock().failed.get_or_insert(why);
+            let result = host.with_gpu_current(|| Ok(body(&host, device, &shared)));
+            if let Err(failed) = result.map_err(Failed::from).flatten() {
+                if shared.given_up() && !failed.may_follow {
+                    tracing::warn!("{}", failed.why);
+                }
+                let mut state = shared.lock();
+                if state.failed.as_ref().is_none_or(|earlier| earlier.may_follow && !failed.may_follow) {
+                    state.failed = Some(failed);
+                }
             }
             (shared.wake)();
         });
@@ -117,8 +149,11 @@ impl Setup for PluginSetup {
         if let Some(handle) = state.handle.take() {
             return Progress::Handle(Box::new(*handle.bytes()));
         }
-        if let Some(why) = state.failed.take() {
-            return Progress::Failed(why);
+        if let Some(failed) = &state.failed {
+            let since = *self.failed_at.get_or_insert(now);
+            let grace = limits::LANE_FAILURE_GRACE.min(self.host.config.setup_limit / 2);
+            let waits = failed.may_follow && now.saturating_sub(since) < grace;
+            return if waits { Progress::Pending } else { Progress::Failed(failed.why.clone()) };
         }
         if state.send.is_some()
             && let Some((recv, gather)) = state.recv.take()
@@ -138,8 +173,10 @@ impl Setup for PluginSetup {
             (None, _) => "connect has not ended",
             _ => "accept has not ended",
         };
+        // It may be another channel's, which this one's calls wait for.
+        let call = self.host.longest_call(limit / 2).map_or_else(String::new, |call| format!("; {call}"));
         Progress::Failed(format!(
-            "plugin {} on device {}: {missing} after {:.0} s",
+            "plugin {} on device {}: {missing} after {:.0} s{call}",
             self.host.plugin.name(),
             self.device,
             limit.as_secs_f64()
@@ -190,7 +227,7 @@ impl Shared {
     }
 }
 
-fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
+fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
     let listening =
         until_ended(host, shared, || in_turn(host, true, || host.plugin.listen(device).map(Some)))?;
     let Some((mut listener, handle)) = listening else { return Ok(()) };
@@ -219,7 +256,7 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), String> {
         Ok(gather) => gather,
         Err(why) => {
             close_recv(comm, None);
-            return Err(why);
+            return Err(why.into());
         }
     };
     let mut state = shared.lock();
@@ -253,13 +290,18 @@ fn until_ended<T>(
     host: &Host,
     shared: &Shared,
     mut ask: impl FnMut() -> Result<Option<T>, CallError>,
-) -> Result<Option<T>, String> {
+) -> Result<Option<T>, Failed> {
     if shared.given_up() {
         return Ok(None);
     }
     let mut given_up = None;
     loop {
-        if let Some(made) = ask().map_err(|error| error.to_string())? {
+        let failed = |error: CallError| {
+            let (why, cause_is_known) = host.explain_failure(&error, shared.log_began);
+            let may_follow = !cause_is_known && matches!(error.call, Call::Accept | Call::Connect);
+            Failed { why, may_follow }
+        };
+        if let Some(made) = ask().map_err(failed)? {
             return Ok(Some(made));
         }
         if !shared.given_up() {
@@ -273,7 +315,7 @@ fn until_ended<T>(
     }
 }
 
-fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result<(), String> {
+fn connect(host: &Host, device: i32, shared: &Shared, handle: &Handle) -> Result<(), Failed> {
     if !shared.wait_until(|state| state.listens) {
         return Ok(());
     }

@@ -1,0 +1,78 @@
+//! What is said when a plugin fails: its own last warning, the fix where the cause is known, and nothing guessed.
+
+use crate::common::{ferrywire, first_error, text};
+use crate::hosted::{connect, serve, with_plugin};
+
+/// Why a run of both ends on this host fails, with these switches of the plugin.
+fn demo(switches: &str, args: &str) -> String {
+    let mut command = ferrywire(&with_plugin(&format!("bench --sizes 64K --iters 5 {args}")));
+    let output = command.env("FERRYWIRE_TCPX_SIM", switches).output().expect("it runs");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    first_error(&output)
+}
+
+#[track_caller]
+fn says(error: &str, parts: &[&str]) {
+    parts.iter().for_each(|part| assert!(error.contains(part), "{part:?} is not in: {error}"));
+    for guess in ["firewall", "likely: the GPU", "the plugin's manager does not run"] {
+        assert!(!error.contains(guess), "{error}");
+    }
+}
+
+#[test]
+fn a_manager_that_is_missing_or_refuses_is_told_in_the_plugins_words() {
+    let error = demo("dp_manager=off", "");
+    says(&error, &["result 3", "it warned: update flow steering rule", "unix client connect() error: 2"]);
+    says(
+        &error,
+        &["fix: start the receive data path manager", "in /tmp (NCCL_GPUDIRECTTCPX_UNIX_CLIENT_PREFIX)"],
+    );
+    says(&demo("dp_manager=refuse", ""), &["FlowSteerRule Failed", "it answered, and refused"]);
+}
+
+/// The end that has no manager knows why; the other one hears of it.
+#[test]
+fn the_end_whose_connect_fails_hears_why_from_the_other_one() {
+    let serve = serve("", "dp_manager=off");
+    let refused = connect(&serve, "--sizes 64K --iters 5", "");
+    says(&first_error(&refused), &["it gave up: ", "accept on device", "unix client connect() error: 2"]);
+}
+
+#[test]
+fn an_accept_that_does_not_return_is_named_within_the_deadline() {
+    let error = demo("dp_manager=hang", "--deadline 4");
+    says(&error, &["accept has not ended after 3 s", "(lo) has not returned for"]);
+}
+
+#[test]
+fn an_exit_in_accept_is_reported_at_both_ends() {
+    let mut serve = serve("", "dp_manager=gone");
+    let failed = connect(&serve, "--sizes 64K --iters 5", "");
+    says(&first_error(&failed), &["GPUDirectTCPX_v7 ends its process where it cannot go on"]);
+    let error = serve.next_error();
+    says(
+        &error,
+        &["exit status 1", "it warned: unix client /tmp/get_gpu_fd_", "fix: start the receive data path"],
+    );
+}
+
+#[test]
+fn a_start_that_fails_is_told_with_its_warning_and_not_with_the_last_line() {
+    let mut command = ferrywire(&with_plugin("bench --sizes 64K --iters 5"));
+    command.env("NCCL_GPUDIRECTTCPX_SOCKET_IFNAME", "ferrywire-none");
+    let output = command.output().expect("it runs");
+    let error = first_error(&output);
+    says(
+        &error,
+        &["init: result 3", "it said last: NET/GPUDirectTCPX : no interface found", "fix: name interfaces"],
+    );
+    assert!(!error.contains("TCPXCHECK") && !error.contains("once per process"), "{error}");
+}
+
+/// The simulated plugin ends its process as the real one does, unless it is told not to.
+#[test]
+fn gpu_memory_within_one_host_tells_what_ended_the_other_end_and_two_ways_on() {
+    let error = demo("", "--memory sim --peer-memory sim --allow-same-host-gpu");
+    says(&error, &["the other end: ", "exit status 1", "data landed on host memory 1 times"]);
+    says(&error, &["FERRYWIRE_TCPX_SIM=same_host=allow", "use two hosts, or memory of the host"]);
+}
