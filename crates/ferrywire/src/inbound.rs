@@ -90,8 +90,6 @@ pub(crate) struct Message {
     tag: u64,
     number: u64,
     bytes: Vec<u8>,
-    /// What it takes of the peer's credit until a receive has met it.
-    cost: usize,
 }
 
 /// A message of the peer that no receive was posted for.
@@ -140,6 +138,8 @@ struct State {
     next_number: u64,
     /// Credit that eager messages hold until they are received.
     eager_held: usize,
+    /// What the peer was given back for messages that are held again: it is taken off what is given back next.
+    credit_owed: usize,
     consumed: usize,
     closed: bool,
 }
@@ -299,7 +299,7 @@ impl Inbound {
         };
         let (tag, number) = (header.key, header.offset);
         let arrived = match header.kind {
-            Kind::Send => Arrived::Eager(Message { tag, number, bytes, cost }),
+            Kind::Send => Arrived::Eager(Message { tag, number, bytes }),
             _ if header.total == WITHDRAWN => Arrived::Withdrawn,
             _ => Arrived::Announced { tag, number, transfer: header.transfer, total: header.total },
         };
@@ -313,7 +313,9 @@ impl Inbound {
         // The one that is due makes room: those that wait for it do not count against it.
         let ahead = if header.offset > state.next_number { state.early.len() } else { 0 };
         // Only a peer that disregards its credit, or how far ahead it may be, gets here.
-        if state.eager_held + cost > limits::EAGER_CREDIT_BYTES || ahead >= limits::EARLY_FRAMES_MAX {
+        if state.eager_held + cost > limits::EAGER_CREDIT_BYTES + state.credit_owed
+            || ahead >= limits::EARLY_FRAMES_MAX
+        {
             return Err(Refusal::Limit);
         }
         state.eager_held += cost;
@@ -371,10 +373,13 @@ impl Inbound {
     }
 
     /// A message whose receive could not take it, because that memory was deregistered or its GPU has failed: it is for the
-    /// next receive that has met no other, since its sender knows it as delivered. Its credit has been given back.
+    /// next receive that has met no other, since its sender knows it as delivered. Its credit, which the peer may have again, is
+    /// owed: however many receives fail, what is held of the peer's is bounded by its credit and what is being placed.
     pub fn return_message(&self, message: Message) -> Vec<Reply> {
         let mut state = self.lock();
         let mut replies = Vec::new();
+        state.eager_held += message.cost();
+        state.credit_owed += message.cost();
         self.arrive(&mut state, Arrived::Eager(message), &mut replies);
         replies
     }
@@ -419,9 +424,8 @@ impl Inbound {
     fn meet(&self, state: &mut State, op: Arc<Op>, arrived: Arrived, replies: &mut Vec<Reply>) {
         match arrived {
             Arrived::Withdrawn => {}
-            Arrived::Eager(mut message) => {
-                let cost = std::mem::take(&mut message.cost);
-                let bytes = message.bytes.len() as u64;
+            Arrived::Eager(message) => {
+                let (cost, bytes) = (message.cost(), message.bytes.len() as u64);
                 if bytes <= op.total {
                     replies.push(Reply::Place(op, message));
                 } else {
@@ -430,8 +434,10 @@ impl Inbound {
                         replies.push(Reply::Ended(op));
                     }
                 }
+                let owed = cost.min(state.credit_owed);
+                state.credit_owed -= owed;
                 state.eager_held -= cost;
-                state.consumed += cost;
+                state.consumed += cost - owed;
                 if state.consumed >= limits::EAGER_CREDIT_BYTES / 4 {
                     let mut credit = Header::new(Kind::Credit);
                     credit.total = std::mem::take(&mut state.consumed) as u64;
@@ -569,6 +575,11 @@ fn truncated(tag: u64, message_bytes: u64, buffer_bytes: u64) -> Error {
 }
 
 impl Message {
+    /// What it takes of the peer's credit until a receive has met it.
+    fn cost(&self) -> usize {
+        self.bytes.len() + limits::EAGER_OVERHEAD_BYTES
+    }
+
     /// Places the message for the operation that has met it; false if the operation failed instead, so that the message is
     /// another's. Nothing is locked.
     pub fn place(&self, op: &Op) -> bool {

@@ -189,3 +189,52 @@ fn a_number_that_is_due_is_taken_however_many_wait_for_it() {
     assert_eq!(inbound.lock().next_number, early + 1);
     assert!(inbound.lock().early.is_empty());
 }
+
+/// What was held of them was charged to no limit.
+#[test]
+fn messages_whose_receives_fail_are_charged_to_the_peers_credit() {
+    const CREDIT: usize = limits::EAGER_CREDIT_BYTES;
+    let inbound = Inbound::default();
+    let bytes = vec![7; limits::EAGER_BYTES_MAX];
+    let cost = bytes.len() + limits::EAGER_OVERHEAD_BYTES;
+    let mut credit = CREDIT;
+    // With `fail`, the memory of the receive is not there any more.
+    let answer = |replies: Vec<Reply>, fail: bool, credit: &mut usize| {
+        let mut replies = VecDeque::from(replies);
+        while let Some(reply) = replies.pop_front() {
+            match reply {
+                Reply::Place(op, message) => {
+                    match fail {
+                        true => replies.extend(inbound.return_message(message)),
+                        false => assert!(message.place(&op)),
+                    }
+                    assert!(op.let_go());
+                }
+                Reply::Frame(header) => *credit += header.total as usize,
+                Reply::Ended(_) => {}
+            }
+        }
+    };
+    let receive = || {
+        let memory = Memory::private(bytes.len()).unwrap();
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: memory.len() });
+        Arc::new(Op::new(1, Verb::Recv, pieces, Some(memory), 7))
+    };
+    let mut sent = 0;
+    // As an honest peer sends: as long as it has credit.
+    while credit >= cost {
+        answer(inbound.post(receive()), true, &mut credit);
+        let header = Header { offset: sent, key: 7, ..Header::new(Kind::Send) };
+        credit -= cost;
+        sent += 1;
+        answer(inbound.message(&header, bytes.clone()).unwrap(), true, &mut credit);
+        assert!(sent as usize <= CREDIT / cost + 1, "more is held than there is credit for");
+    }
+    // Received in the end, all of them; all credit is back, but what is too little to tell of.
+    while inbound.holds_anything() {
+        answer(inbound.post(receive()), false, &mut credit);
+    }
+    let state = inbound.lock();
+    assert_eq!((state.eager_held, state.credit_owed), (0, 0));
+    assert_eq!(credit + state.consumed, CREDIT);
+}

@@ -139,11 +139,11 @@ impl PeerState {
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
                 Reply::Place(op, message) => {
-                    let placed = message.place(&op);
-                    self.let_go(&op);
-                    if !placed {
+                    if !message.place(&op) {
+                        // Before the receive ends: a receive that its user posts then has this message, not a later one.
                         replies.extend(self.inbound.return_message(message));
                     }
+                    self.let_go(&op);
                 }
                 Reply::Ended(op) => self.ended(&op),
             }
@@ -162,7 +162,10 @@ impl PeerState {
                 let replies = self.inbound.post_again(sink.op.clone());
                 return self.reply(replies);
             }
-            let why = "it gave the operation up half-way".into();
+            let why = match sink.op.verb == Verb::Read && sink.op.untouched() {
+                true => refusal.text().into(),
+                false => "it gave the operation up half-way".into(),
+            };
             sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
             self.stop_asking(&sink.op);
             self.let_go(&sink.op);
@@ -187,7 +190,8 @@ impl PeerState {
                     let mut refuse = Header::new(Kind::Refuse);
                     refuse.transfer = header.total;
                     refuse.key = refusal as u64;
-                    self.reply(vec![Reply::Frame(refuse)]);
+                    // Bounded by the requests that may wait, and the reader hears of it by nothing else.
+                    self.queue.push_own(refuse);
                 }
             }
         }
