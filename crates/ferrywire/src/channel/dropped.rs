@@ -14,8 +14,33 @@ use crate::operation::Op;
 use crate::queue::{DROPPED, Entry};
 
 impl Channel {
-    /// Frames whose payload the kernel still reads from memory that its user has dropped, and may have freed: sent without
-    /// a copy, and not released. Connections that copy have none.
+    /// Aborts the connection if the kernel may still read memory that its user has dropped; true if so: the channel is to be
+    /// lost once [`Channel::has_released_dropped_memory`] says so.
+    pub fn abort_sending_of_dropped_memory(&mut self) -> bool {
+        let reads = !self.unreleased_of_dropped_memory().is_empty();
+        if reads {
+            self.conn.abort();
+        }
+        reads
+    }
+
+    /// Whether the kernel reads none of it any more.
+    pub fn has_released_dropped_memory(&mut self) -> bool {
+        self.unreleased_of_dropped_memory().is_empty()
+    }
+
+    /// The kernel has not released it in time: the operations fail, whatever the peer has placed of them.
+    pub fn fail_unreleased(&mut self) {
+        let ops = self.unreleased_of_dropped_memory();
+        if !ops.is_empty() {
+            tracing::error!(peer = self.peer.name(), "the kernel may still send of memory that was dropped");
+        }
+        ops.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
+    }
+
+    /// Operations with frames of dropped memory behind which the kernel has not released everything. The kernel's notices
+    /// say up to where it has, so frames that were copied behind an unreleased one count as well: that costs a connection
+    /// more than need be, and no byte. A connection that never sends without copies has none.
     fn unreleased_of_dropped_memory(&mut self) -> Vec<Arc<Op>> {
         let released = self.conn.released();
         if released >= self.stream_sent {
@@ -30,19 +55,5 @@ impl Channel {
         let held = self.held.iter().map(|(end, entry)| (*end, entry));
         let read = window.chain(held).filter(|(end, entry)| is_read(*end, entry));
         read.filter_map(|(_, entry)| entry.op.clone()).collect()
-    }
-
-    /// Whether the kernel still reads memory that its user has dropped. If so the connection is aborted: the channel is to be
-    /// lost. Operations whose bytes the kernel does not release in time fail, whatever the peer has placed of them.
-    pub fn abort_sending_of_dropped_memory(&mut self) -> bool {
-        let ops = self.unreleased_of_dropped_memory();
-        if ops.is_empty() {
-            return false;
-        }
-        if !self.conn.abort() {
-            tracing::error!(peer = self.peer.name(), "the kernel may still send of memory that was dropped");
-            ops.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
-        }
-        true
     }
 }

@@ -432,7 +432,13 @@ impl Frame {
             // Refused if it arrives, and kept until then.
             true if matches!(self.state, State::Posted(_)) => self.arrival.refusal = Some(Refusal::NoRegion),
             true => {}
-            false if matches!(self.state, State::Whole) => self.arrival.landing = None,
+            false if matches!(self.state, State::Whole) => {
+                // As in `staging/receiving.rs`: the sender must not be told of bytes that a closed receive does not have.
+                if matches!(&self.arrival.landing, Some(Landing::Sink { sink, .. }) if sink.closed()) {
+                    self.arrival.refusal.get_or_insert(Refusal::NoSink);
+                }
+                self.arrival.landing = None;
+            }
             false => {
                 self.abandoned = true;
                 self.arrival.refusal = Some(Refusal::NoRegion);

@@ -5,7 +5,8 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use super::{Abandoning, COPY_NAP, Command, Crank, Worker};
 use crate::channel::Channel;
@@ -19,6 +20,10 @@ use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 const HOT_TURNS: u32 = 8;
 /// Turns in which every acknowledgement that is due goes out, however much else there is to do.
 const ACK_TURNS: u32 = 64;
+/// How long to wait before the kernel is asked again whether it has released memory.
+const RELEASE_PAUSE: Duration = Duration::from_micros(100);
+/// Why a channel is lost that sends of memory which its user has dropped.
+const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
 /// Bytes that keep a lane busy for longer than a nap.
 const NAP_BYTES: usize = 4 << 20;
 
@@ -93,9 +98,33 @@ impl Crank {
         worked
     }
 
+    /// Loses the channels whose connections still send of memory that its user has dropped, once the kernel has released it,
+    /// or has not in time. All of them are waited for together.
+    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, engine: &Engine) {
+        let sends = |slot: &mut Option<Slot>| {
+            slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
+        };
+        let places: Vec<usize> =
+            (0..self.slots.len()).filter(|place| sends(&mut self.slots[*place])).collect();
+        let since = Instant::now();
+        for place in places {
+            let Some(slot) = &mut self.slots[place] else { continue };
+            // Packets that a NIC's queue still holds.
+            while !slot.channel.has_released_dropped_memory() {
+                if since.elapsed() >= limits::KERNEL_RELEASE_TIMEOUT {
+                    slot.channel.fail_unreleased();
+                    break;
+                }
+                thread::sleep(RELEASE_PAUSE);
+            }
+            self.lose(worker, engine, place, SENDS_DROPPED.into());
+        }
+    }
+
     /// Answers requests to let go of memory once nobody may write there any more. A channel whose lane does not come to an
     /// end with it is lost instead; one whose GPU does not, only where the memory is wanted at any cost.
     fn let_go(&mut self, worker: &Worker, engine: &Engine) {
+        self.lose_senders_of_dropped_memory(worker, engine);
         let now = engine.transport.now();
         for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
             let waited = now.saturating_sub(since);
@@ -106,11 +135,8 @@ impl Crank {
                 let Some(slot) = &mut self.slots[place] else { continue };
                 let touched = slot.channel.abandon(&request.gone);
                 worker.step();
-                let dropped =
-                    slot.channel.lane_sends_what_is_gone() || slot.channel.abort_sending_of_dropped_memory();
-                if dropped {
-                    let why = "memory that a message was being sent of was dropped";
-                    self.lose(worker, engine, place, why.into());
+                if slot.channel.lane_sends_what_is_gone() {
+                    self.lose(worker, engine, place, SENDS_DROPPED.into());
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
                     let why = "memory was taken back while a message was being received into it";
                     self.lose(worker, engine, place, why.into());
@@ -469,7 +495,6 @@ mod tests {
     use std::os::fd::RawFd;
     use std::sync::MutexGuard;
     use std::sync::atomic::AtomicUsize;
-    use std::time::Instant;
 
     const LONG: Duration = Duration::from_secs(60);
 

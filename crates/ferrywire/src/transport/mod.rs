@@ -112,11 +112,10 @@ pub trait Conn: Send {
         u64::MAX
     }
 
-    /// Aborts the connection, so that nothing more of what `send_stable` was given is sent; true once the kernel reads none
-    /// of that any more. Waits for at most [`limits::KERNEL_RELEASE_TIMEOUT`].
-    fn abort(&mut self) -> bool {
+    /// Aborts the connection: nothing more of what `send_stable` was given is put on its way. What a NIC holds already is
+    /// read until [`released`](Conn::released) counts it.
+    fn abort(&mut self) {
         self.shutdown();
-        true
     }
 
     /// Whether `send_lent` may spare a copy here.

@@ -330,10 +330,12 @@ impl Host {
         (format!("{error}{warned}{}", fix.as_deref().unwrap_or_default()), fix.is_some())
     }
 
-    /// The call that has been under way for longest, in words, if that is longer than `least`.
-    pub fn longest_call(&self, least: Duration) -> Option<String> {
+    /// The call that has been under way for longest, in words, if that is longer than `least`. One that is older than a
+    /// set-up of this age concerns that set-up only where set-up calls take turns.
+    pub fn longest_call(&self, least: Duration, age: Duration) -> Option<String> {
         let calls = self.calls_under_way();
-        calls.first().filter(|call| call.since > least).map(|call| self.describe_call(call))
+        let concerns = |call: &&CallUnderWay| call.since > least && (call.since <= age || self.takes_turns());
+        calls.iter().find(concerns).map(|call| self.describe_call(call))
     }
 
     /// A listener stays open for good.

@@ -174,7 +174,8 @@ impl Setup for PluginSetup {
             _ => "accept has not ended",
         };
         // It may be another channel's, which this one's calls wait for.
-        let call = self.host.longest_call(limit / 2).map_or_else(String::new, |call| format!("; {call}"));
+        let call = self.host.longest_call(limit / 2, self.age(now));
+        let call = call.map_or_else(String::new, |call| format!("; {call}"));
         Progress::Failed(format!(
             "plugin {} on device {}: {missing} after {:.0} s{call}",
             self.host.plugin.name(),

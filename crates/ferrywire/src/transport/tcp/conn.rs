@@ -10,8 +10,6 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use socket2::Socket;
 
@@ -20,7 +18,7 @@ use super::lending::Lending;
 use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{Prepared, START, ZeroCopyPolicy, canonical, ip_address};
-use crate::limits::{IOVECS_PER_CALL_MAX, KERNEL_RELEASE_TIMEOUT};
+use crate::limits::IOVECS_PER_CALL_MAX;
 use crate::sys::nics::{self, Recent};
 use crate::sys::tcp_info::{self, TcpInfo};
 use crate::sys::{socket, zerocopy};
@@ -28,8 +26,6 @@ use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
 
 /// Shorter sends are copied: pinning their pages would cost more than the copy.
 const ZERO_COPY_BYTES_MIN: usize = 64 << 10;
-/// How often an aborted connection looks whether the kernel has released its memory.
-const RELEASE_POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A TCP connection, dialled or accepted.
 #[derive(Debug)]
@@ -267,19 +263,10 @@ impl Conn for TcpConn {
         self.zero_copy.released(self.sent_bytes)
     }
 
-    fn abort(&mut self) -> bool {
+    fn abort(&mut self) {
         self.shut = true;
         // Fails only when the connection has ended already.
         let _ = socket::abort(self.descriptor());
-        let since = Instant::now();
-        loop {
-            self.drain_completions();
-            if !self.zero_copy.is_unfinished() || since.elapsed() >= KERNEL_RELEASE_TIMEOUT {
-                return !self.zero_copy.is_unfinished();
-            }
-            // Packets that a NIC's queue still holds.
-            thread::sleep(RELEASE_POLL_INTERVAL);
-        }
     }
 
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
