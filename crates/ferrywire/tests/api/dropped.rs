@@ -1,7 +1,8 @@
 //! Memory that its user drops while operations use it: nothing of it is sent afterwards, however the socket sends.
 
-use crate::LIMIT;
+use crate::held_up::connected;
 use crate::netns::Hosts;
+use crate::{LIMIT, builder};
 use ferrywire::Endpoint;
 use std::time::Instant;
 
@@ -53,5 +54,52 @@ fn nothing_is_sent_without_a_copy_of_memory_that_its_user_has_dropped() {
     let mut found = vec![0; BYTES];
     target.read_at(0, &mut found).unwrap();
     assert!(!found.contains(&0xEE), "what was written to the memory after the drop was sent");
+    drop(memory);
+}
+
+/// Short messages and writes wait in the sender's queue behind a peer that receives nothing.
+#[test]
+fn nothing_short_is_sent_of_memory_that_its_user_has_dropped() {
+    const SHORT: u64 = 4096;
+    const BYTES: u64 = 60 << 10;
+    let end = || builder().threads(0).channels(1).socket_buffer_bytes(64 << 10);
+    let near = end().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let far = end().build().unwrap();
+    let (here, there) = connected(&near, &far);
+    let target = far.register_zeroed(4 * BYTES as usize).unwrap();
+    let descriptor = target.descriptor();
+    let kept = near.register(vec![7; BYTES as usize]).unwrap();
+    let mut memory = vec![5_u8; SHORT as usize];
+    // SAFETY: it stays until the end.
+    let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    // More than there is room for on the way.
+    let before: Vec<_> = (0..30).map(|_| here.write(&kept, 0, &descriptor, 0, BYTES).unwrap()).collect();
+    let write = here.write(&region, 0, &descriptor, BYTES, SHORT).unwrap();
+    let sends: Vec<_> = (0..4).map(|_| here.send(1, &region, 0, SHORT).unwrap()).collect();
+    let last = here.send(1, &kept, 0, SHORT).unwrap();
+    near.progress();
+    // Until the engine has given up waiting for them.
+    drop(region);
+    memory.fill(0xEE);
+    let received = there.recv(1, &target, 2 * BYTES, SHORT).unwrap();
+    let begun = Instant::now();
+    let ended = || {
+        let mut ours = before.iter().chain(&sends).chain([&write, &last]);
+        received.poll().is_some() && ours.all(|transfer| transfer.poll().is_some())
+    };
+    while !ended() {
+        assert!(begun.elapsed() < LIMIT, "{received:?}, {write:?}, {sends:?}, {last:?}");
+        near.progress();
+        far.progress();
+    }
+    assert!(before.iter().all(|write| write.poll() == Some(Ok(BYTES))));
+    assert!(sends.iter().chain([&write]).all(|transfer| transfer.poll().unwrap().is_err()));
+    // The messages that were withdrawn had their turn, and the one behind them is received.
+    assert_eq!((last.poll(), received.poll()), (Some(Ok(SHORT)), Some(Ok(SHORT))));
+    let mut found = vec![0; 4 * BYTES as usize];
+    target.read_at(0, &mut found).unwrap();
+    assert!(!found.contains(&0xEE) && !found.contains(&5), "dropped memory was sent");
+    assert!(found[2 * BYTES as usize..][..SHORT as usize] == [7; SHORT as usize]);
+    assert_eq!((here.stats().lost_channels, there.stats().lost_channels), (vec![], vec![]));
     drop(memory);
 }

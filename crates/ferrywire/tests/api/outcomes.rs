@@ -6,10 +6,11 @@
 //! a message whose sender is told `Ok`. What was written to memory after its user had it back is never at the target.
 
 use crate::LIMIT;
+use crate::case::case;
 use crate::netns::Hosts;
 use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
-use ferrywire::{Builder, Endpoint, Error, Peer, Region};
+use ferrywire::{Builder, Endpoint, Error, Peer, Place, PluginConfig, Region};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::hint;
@@ -25,11 +26,13 @@ const CUTS: usize = 12;
 const CHANNELS: usize = 3;
 /// What memory holds that its user has back.
 const REUSED: u8 = 0xEE;
-/// The simulated GPU of these tests alone.
-const GPU: u32 = 14;
+/// The simulated GPU of the test over TCP alone, and those of the two ends of the test over a plugin.
+const GPUS: [[u32; 2]; 2] = [[14, 14], [0, 1]];
 
 #[derive(Clone, Copy, Debug)]
 struct Cell {
+    /// Payload goes over the simulated plugin, within this host.
+    over_plugin: bool,
     between_hosts: bool,
     zero_copy: ZeroCopyPolicy,
     on_gpu: bool,
@@ -38,10 +41,27 @@ struct Cell {
 impl Cell {
     fn all() -> impl Iterator<Item = Cell> {
         (0..8).map(|bits| Cell {
+            over_plugin: false,
             between_hosts: bits & 1 > 0,
             zero_copy: if bits & 2 > 0 { ZeroCopyPolicy::Always } else { ZeroCopyPolicy::Auto },
             on_gpu: bits & 4 > 0,
         })
+    }
+
+    /// The GPU of an end.
+    fn gpu(self, end: usize) -> u32 {
+        GPUS[usize::from(self.over_plugin)][end]
+    }
+
+    /// The plugin of an end.
+    fn plugin(self, end: usize) -> PluginConfig {
+        let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
+        // SAFETY: the file was built with these tests, and nobody else looks at the environment.
+        let plugin = unsafe { PluginConfig::at(library) };
+        match self.on_gpu {
+            true => plugin.gpu(Place::SimGpu(self.gpu(end))).allow_same_host_gpu(true),
+            false => plugin,
+        }
     }
 }
 
@@ -71,9 +91,12 @@ impl World {
             let tcp = TcpTransport::default().zero_copy(cell.zero_copy);
             Endpoint::builder().transport(Arc::new(tcp)).secret("correct horse").channels(CHANNELS).threads(2)
         };
-        let build = |host: usize, builder: Builder| match &hosts {
-            Some(hosts) => hosts.on(host, || builder.build()),
-            None => builder.build(),
+        let build = |end: usize, builder: Builder| {
+            let builder = if cell.over_plugin { builder.plugin(cell.plugin(end)) } else { builder };
+            match &hosts {
+                Some(hosts) => hosts.on(end, || builder.build()),
+                None => builder.build(),
+            }
         };
         let listen = if hosts.is_some() { Hosts::listen() } else { "127.0.0.1:0".parse().unwrap() };
         let far = build(1, builder().listen(listen)).unwrap();
@@ -98,7 +121,7 @@ impl World {
 
     fn target(&self, bytes: usize) -> Region {
         match self.cell.on_gpu {
-            true => self.ends[1].register_sim(GPU, bytes).unwrap(),
+            true => self.ends[1].register_sim(self.cell.gpu(1), bytes).unwrap(),
             false => self.ends[1].register_zeroed(bytes).unwrap(),
         }
     }
@@ -108,7 +131,7 @@ impl World {
         if !self.cell.on_gpu || self.rng.random() {
             return self.ends[0].register(bytes.to_vec()).unwrap();
         }
-        let region = self.ends[0].register_sim(GPU, bytes.len()).unwrap();
+        let region = self.ends[0].register_sim(self.cell.gpu(0), bytes.len()).unwrap();
         region.write_at(0, bytes).unwrap();
         region
     }
@@ -213,23 +236,40 @@ fn message(world: &mut World, event: Event) {
     }
 }
 
-/// One write from memory that its user drops at a random moment, and then uses for something else.
+/// One write, send or served read from memory that its user drops at a random moment, and then uses for something else.
 fn dropped_source(world: &mut World) {
-    let bytes = world.bytes();
+    let (bytes, tag) = (world.bytes(), world.tag());
     let mut memory = pattern(bytes, 7);
     let expected = memory.clone();
     // SAFETY: the memory stays until the end.
     let region = unsafe { world.ends[0].register_raw(memory.as_mut_ptr(), bytes) }.unwrap();
     let target = world.target(bytes);
-    let write = world.peers[0].write(&region, 0, &target.descriptor(), 0, bytes as u64).unwrap();
+    let [near, far] = world.peers.clone();
+    let len = bytes as u64;
+    let (posted, other) = match world.rng.random_range(0..3) {
+        0 => (near.write(&region, 0, &target.descriptor(), 0, len).unwrap(), None),
+        1 => (far.read(&target, 0, &region.descriptor(), 0, len).unwrap(), None),
+        _ => {
+            let receive = far.recv(tag, &target, 0, len).unwrap();
+            (near.send(tag, &region, 0, len).unwrap(), Some(receive))
+        }
+    };
     world.pause();
     drop(region);
     memory.fill(REUSED);
-    let written = write.wait(LIMIT);
-    world.ended[2 + usize::from(written.is_err())] += 1;
+    let ended = posted.wait(LIMIT);
+    world.ended[2 + usize::from(ended.is_err())] += 1;
+    if let Some(receive) = other {
+        if ended.is_err() {
+            // It may wait for the next message of its tag.
+            receive.cancel();
+        }
+        let received = receive.wait(LIMIT);
+        assert_eq!(received.is_ok(), ended.is_ok(), "{ended:?}, {received:?}, {:?}", world.cell);
+    }
     let found = contents(&target);
-    assert!(!found.contains(&REUSED), "{written:?}: reused memory was sent, {:?}", world.cell);
-    assert!(written.is_err() || found == expected, "the write did not place all bytes, {:?}", world.cell);
+    assert!(!found.contains(&REUSED), "{ended:?}: reused memory was sent, {:?}", world.cell);
+    assert!(ended.is_err() || found == expected, "not all bytes are in their place, {:?}", world.cell);
     drop(memory);
 }
 
@@ -294,12 +334,37 @@ fn cuts(world: &mut World) {
     }
 }
 
+/// Opens GPUs whose copies take their time.
+fn open(gpus: [u32; 2]) -> [Arc<SimGpu>; 2] {
+    gpus.map(|gpu| {
+        let gpu = SimGpu::open(gpu).unwrap();
+        let copy_delay = Duration::ZERO..=Duration::from_micros(100);
+        gpu.set_faults(SimFaults { copy_delay, ..SimFaults::default() });
+        gpu
+    })
+}
+
+/// The same of payload that a plugin carries: its receives are posted, and cannot be taken back.
+#[test]
+fn both_ends_tell_the_same_outcome_over_a_plugin() {
+    for on_gpu in [false, true] {
+        let cell = Cell { over_plugin: true, between_hosts: false, zero_copy: ZeroCopyPolicy::Auto, on_gpu };
+        case!("same_host=allow").passes(|| {
+            let _open = open(GPUS[1]);
+            let Some(mut world) = World::new(cell) else { return };
+            for round in 0..CANCELS / 2 {
+                let event = [Event::CancelReceive, Event::CancelSend, Event::Deregister][round % 3];
+                message(&mut world, event);
+            }
+            (0..DROPS / 2).for_each(|_| dropped_source(&mut world));
+        });
+    }
+}
+
 /// A sender was told `Ok` of messages that no receive had, and reused memory was sent.
 #[test]
 fn both_ends_tell_the_same_outcome() {
-    let gpu = SimGpu::open(GPU).unwrap();
-    let copy_delay = Duration::ZERO..=Duration::from_micros(100);
-    gpu.set_faults(SimFaults { copy_delay, ..SimFaults::default() });
+    let _open = open(GPUS[0]);
     thread::scope(|scope| {
         for cell in Cell::all() {
             let run = move || {
@@ -339,4 +404,22 @@ fn a_short_message_whose_receive_has_lost_its_memory_is_for_the_next_receive() {
     assert!(matches!(error, Error::Invalid { .. }), "{error}");
     assert_eq!(pair.far.recv(3, &second, 0, 100).unwrap().wait(LIMIT), Ok(100));
     assert_eq!(contents(&second), [6; 100]);
+}
+
+/// It was nobody's either.
+#[test]
+fn a_short_message_whose_receive_has_lost_its_gpu_is_for_the_next_receive() {
+    // No other test's.
+    const GPU: u32 = 3;
+    let gpu = SimGpu::open(GPU).unwrap();
+    let pair = crate::pair();
+    let on_gpu = pair.ends[1].register_sim(GPU, 100).unwrap();
+    let target = pair.ends[1].register_zeroed(100).unwrap();
+    let source = pair.ends[0].register(vec![6; 100]).unwrap();
+    gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
+    let receive = pair.far.recv(3, &on_gpu, 0, 100).unwrap();
+    assert_eq!(pair.near.send(3, &source, 0, 100).unwrap().wait(LIMIT), Ok(100));
+    assert!(receive.wait(LIMIT).is_err());
+    assert_eq!(pair.far.recv(3, &target, 0, 100).unwrap().wait(LIMIT), Ok(100));
+    assert_eq!(contents(&target), [6; 100]);
 }
