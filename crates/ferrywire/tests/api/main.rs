@@ -15,6 +15,7 @@ mod many;
 mod netns;
 mod outcomes;
 mod owners;
+mod paths;
 mod unmapped;
 mod wakeups;
 mod withdrawn;

@@ -1,0 +1,142 @@
+//! Memory that is given back, and operations that are cancelled, while bytes take the paths of short transfers: frames that
+//! share a call to the kernel, and lists of short blocks on a simulated GPU.
+//!
+//! The rule: bytes written to memory after its user had it back are never sent, and never overwritten by the engine.
+
+use crate::{LIMIT, builder};
+use ferrywire::{Endpoint, Peer, Region, Transfer};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+use std::time::{Duration, Instant};
+
+/// Content of memory that its user has back. [`pattern`] never contains this byte.
+const REUSED: u8 = 0xEE;
+
+/// Random numbers of a test, from `FERRYWIRE_SEED` where that variable is set.
+fn rng() -> StdRng {
+    let seed = std::env::var("FERRYWIRE_SEED").ok().and_then(|seed| seed.parse().ok());
+    let seed = seed.unwrap_or_else(rand::random);
+    println!("FERRYWIRE_SEED={seed}");
+    StdRng::seed_from_u64(seed)
+}
+
+/// Two endpoints with some channels between them; the first one connects.
+fn connected(channels: usize) -> ([Endpoint; 2], [Peer; 2]) {
+    let far = builder().listen("127.0.0.1:0".parse().unwrap()).channels(channels).build().unwrap();
+    let near = builder().channels(channels).build().unwrap();
+    let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+    let peers = [peer, far.accept(LIMIT).unwrap()];
+    ([near, far], peers)
+}
+
+fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+    (0..bytes as u64).map(|at| 1 + ((at.wrapping_mul(31) ^ at >> 11 ^ salt) % 200) as u8).collect()
+}
+
+fn contents(region: &Region) -> Vec<u8> {
+    let mut out = vec![0; region.len() as usize];
+    region.read_at(0, &mut out).unwrap();
+    out
+}
+
+/// Spins until a random moment of a transfer.
+fn pause(rng: &mut StdRng, most_us: u64) {
+    let pause = Duration::from_micros(rng.random_range(0..=most_us));
+    let since = Instant::now();
+    while since.elapsed() < pause {
+        std::hint::spin_loop();
+    }
+}
+
+/// The memory that [`short_writes`] gives back while writes are in flight.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Dropped {
+    Source,
+    Target,
+}
+
+/// A short write: whether its source and its target are the raw regions, and its range of both targets.
+struct ShortWrite {
+    from_raw: bool,
+    to_raw: bool,
+    source_offset: usize,
+    target_offset: usize,
+    bytes: usize,
+    transfer: Transfer,
+}
+
+/// Many short writes over one channel, between kept regions and raw regions, one of which is dropped among them. Paced
+/// writes leave the channel time to send some before the drop. Returns how many writes failed.
+fn short_writes(rng: &mut StdRng, dropped: Dropped, paced: bool) -> usize {
+    const WRITES: usize = 5000;
+    const SOURCE_BYTES: usize = 1 << 20;
+    let ([near, far], [peer, far_peer]) = connected(1);
+    let bytes: Vec<usize> = (0..WRITES).map(|_| rng.random_range(100..=8 << 10)).collect();
+    let target_bytes = bytes.iter().sum();
+    let expected = pattern(SOURCE_BYTES, 5);
+    let (mut raw_source, mut raw_target) = (expected.clone(), vec![0_u8; target_bytes]);
+    let kept_source = near.register(expected.clone()).unwrap();
+    let kept_target = far.register_zeroed(target_bytes).unwrap();
+    // SAFETY: the memory stays until the end.
+    let mut source = Some(unsafe { near.register_raw(raw_source.as_mut_ptr(), SOURCE_BYTES) }.unwrap());
+    // SAFETY: as above.
+    let mut target = Some(unsafe { far.register_raw(raw_target.as_mut_ptr(), target_bytes) }.unwrap());
+    let descriptors = [kept_target.descriptor(), target.as_ref().unwrap().descriptor()];
+    let drop_before = rng.random_range(1..WRITES);
+    let (mut writes, mut target_offset) = (Vec::new(), 0);
+    for (index, bytes) in bytes.into_iter().enumerate() {
+        if index == drop_before && dropped == Dropped::Source {
+            source = None;
+            raw_source.fill(REUSED);
+        } else if index == drop_before {
+            target = None;
+            raw_target.fill(REUSED);
+        }
+        if paced && index % 64 == 0 {
+            pause(rng, 400);
+        }
+        let (from_raw, to_raw) = (index % 2 == 1 && source.is_some(), index / 2 % 2 == 1);
+        let source_offset = rng.random_range(0..=SOURCE_BYTES - bytes);
+        let from = source.as_ref().filter(|_| from_raw).unwrap_or(&kept_source);
+        let remote = &descriptors[usize::from(to_raw)];
+        let transfer =
+            peer.write(from, source_offset as u64, remote, target_offset as u64, bytes as u64).unwrap();
+        writes.push(ShortWrite { from_raw, to_raw, source_offset, target_offset, bytes, transfer });
+        target_offset += bytes;
+    }
+    let outcomes: Vec<_> = writes.iter().map(|write| write.transfer.wait(LIMIT)).collect();
+    let kept = contents(&kept_target);
+    for (write, outcome) in writes.iter().zip(&outcomes) {
+        let may_fail = match dropped {
+            Dropped::Source => write.from_raw,
+            Dropped::Target => write.to_raw,
+        };
+        assert!(outcome.is_ok() || may_fail, "{dropped:?} dropped before write {drop_before}: {outcome:?}");
+        let placed = if write.to_raw { &raw_target } else { &kept };
+        let placed = &placed[write.target_offset..][..write.bytes];
+        if write.to_raw && dropped == Dropped::Target {
+            assert!(placed.iter().all(|byte| *byte == REUSED), "{outcome:?}: bytes placed after the drop");
+        } else {
+            assert!(!placed.contains(&REUSED), "{outcome:?}: bytes of reused memory were sent");
+            let right = placed == &expected[write.source_offset..][..write.bytes];
+            assert!(right || outcome.is_err(), "{outcome:?}: wrong bytes at the target");
+        }
+    }
+    if dropped == Dropped::Target {
+        let lost = [peer, far_peer].map(|peer| peer.stats().lost_channels);
+        assert!(lost.iter().all(Vec::is_empty), "{lost:?}");
+    }
+    drop((source, target));
+    outcomes.iter().filter(|outcome| outcome.is_err()).count()
+}
+
+/// Frames of several short writes share a call to the kernel; the writes beside those of the dropped region go on.
+#[test]
+fn short_writes_beside_a_dropped_region_are_whole_and_its_memory_is_left_alone() {
+    let mut rng = rng();
+    for round in 0..16 {
+        let dropped = if round % 2 == 0 { Dropped::Source } else { Dropped::Target };
+        let failed = short_writes(&mut rng, dropped, round % 4 > 1);
+        println!("{dropped:?} dropped: {failed} writes failed");
+    }
+}
