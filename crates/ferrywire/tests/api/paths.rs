@@ -4,11 +4,17 @@
 //! The rule: bytes written to memory after its user had it back are never sent, and never overwritten by the engine.
 
 use crate::{LIMIT, builder};
-use ferrywire::{Endpoint, Peer, Region, Transfer};
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::{Block, BlockList, Endpoint, Peer, Region, RemoteRegion, Transfer};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::time::{Duration, Instant};
 
+/// The simulated GPU of the lists of short blocks.
+const BLOCKS_GPU: u32 = 15;
+/// Blocks of a list, and bytes of each.
+const BLOCKS: usize = 20_000;
+const BLOCK_BYTES: usize = 16;
 /// Content of memory that its user has back. [`pattern`] never contains this byte.
 const REUSED: u8 = 0xEE;
 
@@ -139,4 +145,73 @@ fn short_writes_beside_a_dropped_region_are_whole_and_its_memory_is_left_alone()
         let failed = short_writes(&mut rng, dropped, round % 4 > 1);
         println!("{dropped:?} dropped: {failed} writes failed");
     }
+}
+
+/// Blocks that are contiguous at neither end: local block `i * 7919 % BLOCKS` of twice its size goes to remote block `i * 3 %
+/// BLOCKS`.
+fn scattered(local: &Region, remote: &RemoteRegion) -> BlockList {
+    let blocks: Vec<_> = (0..BLOCKS)
+        .map(|index| Block {
+            local_offset: (index * 7919 % BLOCKS * 2 * BLOCK_BYTES) as u64,
+            remote_offset: (index * 3 % BLOCKS * 2 * BLOCK_BYTES) as u64,
+            bytes: BLOCK_BYTES as u64,
+        })
+        .collect();
+    BlockList::new(local, remote, &blocks).unwrap()
+}
+
+/// Bytes of a region that [`scattered`] names blocks of.
+const SPREAD_BYTES: usize = 2 * BLOCKS * BLOCK_BYTES;
+
+/// Overwrites memory of a GPU past its streams, as another device does.
+fn reuse(address: u64, bytes: usize) {
+    // SAFETY: memory of the test's own allocation, which the test keeps.
+    unsafe { SimGpu::dma_view(address, bytes).unwrap().write_bytes(REUSED, bytes) };
+}
+
+/// The blocks are gathered by the GPU; a dropped source's blocks that the GPU has not gathered yet are never sent.
+#[test]
+fn short_blocks_of_a_gpu_are_not_sent_once_their_region_is_dropped() {
+    let mut rng = rng();
+    let ([near, far], [peer, _far_peer]) = connected(2);
+    let gpu = SimGpu::open(BLOCKS_GPU).unwrap();
+    let buffer = gpu.alloc(SPREAD_BYTES, 4096).unwrap();
+    // Each drop while the GPU stands still takes until the engine gives up waiting: one such round is enough.
+    for stalled in (0..20).map(|round| round == 0) {
+        gpu.write_from_slice(buffer.address(), &[5; SPREAD_BYTES]).unwrap();
+        // SAFETY: the buffer stays until the end.
+        let source = unsafe { near.register_raw(buffer.as_ptr(), SPREAD_BYTES) }.unwrap();
+        let target = far.register_zeroed(SPREAD_BYTES).unwrap();
+        let list = scattered(&source, &target.descriptor());
+        let staged = || {
+            let staging = peer.stats().channels.into_iter().filter_map(|channel| channel.staging);
+            staging.map(|staging| staging.sent_bytes).sum::<u64>()
+        };
+        let before = staged();
+        gpu.set_stall(stalled);
+        let write = peer.write_blocks(&list, None, None).unwrap();
+        drop(list);
+        let begun = Instant::now();
+        while stalled && staged() == before {
+            assert!(begun.elapsed() < LIMIT);
+            std::thread::yield_now();
+        }
+        pause(&mut rng, 8000);
+        drop(source);
+        reuse(buffer.address(), SPREAD_BYTES);
+        gpu.set_stall(false);
+        let written = write.wait(LIMIT);
+        println!("stalled: {stalled}, written whole: {}", written.is_ok());
+        assert!(!stalled || written.is_err(), "{written:?}: the GPU had gathered nothing before the drop");
+        let found = contents(&target);
+        assert!(!found.contains(&REUSED), "{written:?}: bytes of reused memory were sent");
+        let placed = found.iter().filter(|byte| **byte == 5).count();
+        assert!(written.is_err() || placed == BLOCKS * BLOCK_BYTES, "{placed} bytes placed");
+    }
+    // Other writes go on.
+    let source = near.register_sim(BLOCKS_GPU, SPREAD_BYTES).unwrap();
+    source.write_at(0, &[7; SPREAD_BYTES]).unwrap();
+    let target = far.register_zeroed(SPREAD_BYTES).unwrap();
+    let write = peer.write_blocks(&scattered(&source, &target.descriptor()), None, None).unwrap();
+    assert_eq!(write.wait(LIMIT), Ok((BLOCKS * BLOCK_BYTES) as u64));
 }
