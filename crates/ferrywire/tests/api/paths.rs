@@ -4,14 +4,16 @@
 //! The rule: bytes written to memory after its user had it back are never sent, and never overwritten by the engine.
 
 use crate::{LIMIT, builder};
-use ferrywire::memory::sim::SimGpu;
-use ferrywire::{Block, BlockList, Endpoint, Peer, Region, RemoteRegion, Transfer};
+use ferrywire::memory::sim::{SimFaults, SimGpu};
+use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::time::{Duration, Instant};
 
 /// The simulated GPU of the lists of short blocks.
 const BLOCKS_GPU: u32 = 15;
+/// Another simulated GPU, since one whose copies are delayed would delay the test beside it.
+const DELAYED_GPU: u32 = 13;
 /// Blocks of a list, and bytes of each.
 const BLOCKS: usize = 20_000;
 const BLOCK_BYTES: usize = 16;
@@ -214,4 +216,51 @@ fn short_blocks_of_a_gpu_are_not_sent_once_their_region_is_dropped() {
     let target = far.register_zeroed(SPREAD_BYTES).unwrap();
     let write = peer.write_blocks(&scattered(&source, &target.descriptor()), None, None).unwrap();
     assert_eq!(write.wait(LIMIT), Ok((BLOCKS * BLOCK_BYTES) as u64));
+}
+
+/// The GPU scatters the blocks; blocks that it has not scattered yet when the region is deregistered are never placed.
+#[test]
+fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
+    let mut rng = rng();
+    let ([near, far], [peer, far_peer]) = connected(2);
+    let gpu = SimGpu::open(DELAYED_GPU).unwrap();
+    let buffer = gpu.alloc(SPREAD_BYTES, 4096).unwrap();
+    let source = near.register(vec![5; SPREAD_BYTES]).unwrap();
+    let all = Ok((BLOCKS * BLOCK_BYTES) as u64);
+    for round in 0..20 {
+        gpu.fill(buffer.address(), 0, SPREAD_BYTES).unwrap();
+        // Each block is an operation of its own, so the least delay slows a list by a second.
+        let copy_delay = Duration::ZERO..=Duration::from_micros(u64::from(round == 0));
+        gpu.set_faults(SimFaults { copy_delay, ..SimFaults::default() });
+        let begun = Instant::now();
+        // SAFETY: the buffer stays until the end.
+        let target = unsafe { far.register_raw(buffer.as_ptr(), SPREAD_BYTES) }.unwrap();
+        let list = scattered(&source, &target.descriptor());
+        let write = peer.write_blocks(&list, None, None).unwrap();
+        pause(&mut rng, 20_000);
+        // A busy machine may be slower than the engine waits; the region is free once a call returns `Ok`.
+        while let Err(error) = target.clone().deregister() {
+            assert!(matches!(error, Error::HeldUp { .. }) && begun.elapsed() < LIMIT, "{error}");
+        }
+        let placed = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
+        let placed = placed.iter().filter(|byte| **byte == 5).count();
+        reuse(buffer.address(), SPREAD_BYTES);
+        let written = write.wait(LIMIT);
+        println!("{placed} bytes placed in {:?}, written whole: {}", begun.elapsed(), written.is_ok());
+        assert!(written == all || matches!(written, Err(Error::AccessRefused { .. })), "{written:?}");
+        assert!(written.is_err() || placed == BLOCKS * BLOCK_BYTES, "{placed} bytes placed of a whole write");
+        // What the GPU does in order comes after whatever it still had to scatter.
+        let found = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
+        assert!(
+            found.iter().all(|byte| *byte == REUSED),
+            "{written:?}: bytes placed after the deregistration"
+        );
+    }
+    // Other writes go on, and the last round's memory stays as it is.
+    let target = far.register_sim(DELAYED_GPU, SPREAD_BYTES).unwrap();
+    let list = scattered(&source, &target.descriptor());
+    assert_eq!(peer.write_blocks(&list, None, None).unwrap().wait(LIMIT), all);
+    let found = gpu.read_to_vec(buffer.address(), SPREAD_BYTES).unwrap();
+    assert!(found.iter().all(|byte| *byte == REUSED));
+    assert_eq!([peer, far_peer].map(|peer| peer.stats().lost_channels), [const { Vec::<String>::new() }; 2]);
 }
