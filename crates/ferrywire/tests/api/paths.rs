@@ -264,3 +264,54 @@ fn short_blocks_are_not_placed_into_a_gpu_once_their_region_is_deregistered() {
     assert!(found.iter().all(|byte| *byte == REUSED));
     assert_eq!([peer, far_peer].map(|peer| peer.stats().lost_channels), [const { Vec::<String>::new() }; 2]);
 }
+
+/// Each message is received by one receive at most, and its sender is told whether one did.
+#[test]
+fn a_message_of_short_blocks_is_received_once_when_its_receive_is_cancelled() {
+    let mut rng = rng();
+    let ([near, far], [peer, far_peer]) = connected(2);
+    let mut counts = [0; 3];
+    for tag in 0..80 {
+        // Some messages are short enough to be sent before a receive has met them.
+        let blocks = if rng.random_range(0..3) == 0 { BLOCKS / 10 } else { BLOCKS };
+        let bytes = (blocks * BLOCK_BYTES) as u64;
+        let message = pattern(blocks * BLOCK_BYTES, tag);
+        let places: Vec<_> = (0..blocks).map(|index| index * 7919 % blocks * 2 * BLOCK_BYTES).collect();
+        let pieces: Vec<_> = places.iter().map(|place| (*place as u64, BLOCK_BYTES as u64)).collect();
+        let source = near.register(message.clone()).unwrap();
+        let targets = [(); 2].map(|()| far.register_sim(DELAYED_GPU, 2 * blocks * BLOCK_BYTES).unwrap());
+        let receive_into = |target: &Region| far_peer.recv_blocks(tag, target, &pieces).unwrap();
+        let mut receive = rng.random::<bool>().then(|| receive_into(&targets[0]));
+        let send = peer.send(tag, &source, 0, bytes).unwrap();
+        pause(&mut rng, 1000);
+        let receive = receive.take().unwrap_or_else(|| receive_into(&targets[0]));
+        pause(&mut rng, 15_000);
+        receive.cancel();
+        let first = receive.wait(LIMIT);
+        // After a receive was cancelled nothing more is placed into its memory.
+        if first.is_err() {
+            targets[0].write_at(0, &vec![REUSED; 2 * blocks * BLOCK_BYTES]).unwrap();
+        }
+        // A message that the first receive did not take is the second one's, unless it was refused to its sender.
+        let again = receive_into(&targets[1]);
+        let sent = send.wait(LIMIT);
+        if first.is_ok() || sent.is_err() {
+            again.cancel();
+        }
+        let second = again.wait(LIMIT);
+        let takers = usize::from(first.is_ok()) + usize::from(second.is_ok());
+        assert_eq!(takers, usize::from(sent.is_ok()), "{blocks} blocks: {sent:?}, {first:?}, {second:?}");
+        counts[if first.is_ok() { 0 } else { 1 + usize::from(second.is_err()) }] += 1;
+        for (target, outcome) in targets.iter().zip([&first, &second]) {
+            let found = contents(target);
+            let right = |(index, place): (usize, &usize)| {
+                found[*place..][..BLOCK_BYTES] == message[index * BLOCK_BYTES..][..BLOCK_BYTES]
+            };
+            assert!(outcome.is_err() || places.iter().enumerate().all(right), "{outcome:?}: other bytes");
+        }
+        let reused = contents(&targets[0]).iter().all(|byte| *byte == REUSED);
+        assert!(first.is_ok() || reused, "{first:?}: bytes placed after the cancellation");
+    }
+    let [first, second, refused] = counts;
+    println!("{first} received at first, {second} by the second receive, {refused} refused");
+}
