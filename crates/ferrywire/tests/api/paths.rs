@@ -1,11 +1,11 @@
 //! Memory that is given back, and operations that are cancelled, while bytes take the paths of short transfers: frames that
-//! share a call to the kernel, and lists of short blocks on a simulated GPU.
+//! share a call to the kernel, lists of short blocks on a simulated GPU, and reads.
 //!
 //! The rule: bytes written to memory after its user had it back are never sent, and never overwritten by the engine.
 
 use crate::{LIMIT, builder};
 use ferrywire::memory::sim::{SimFaults, SimGpu};
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer};
+use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer, limits};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::time::{Duration, Instant};
@@ -314,4 +314,110 @@ fn a_message_of_short_blocks_is_received_once_when_its_receive_is_cancelled() {
     }
     let [first, second, refused] = counts;
     println!("{first} received at first, {second} by the second receive, {refused} refused");
+}
+
+/// Reads into slots of one region, some of them cancelled, and the region's contents when all reads had ended.
+struct CancelledReads {
+    target: Region,
+    left: Vec<u8>,
+    failed: usize,
+}
+
+/// Reads the same bytes into several slots of a region, and cancels all reads but the last at a random moment, or
+/// short reads as soon as each is posted. Checks the slots
+/// of successful reads, and fills those of the others.
+fn cancelled_reads(
+    rng: &mut StdRng,
+    peer: &Peer,
+    source: &Region,
+    target: Region,
+    slot: usize,
+) -> CancelledReads {
+    let slots = target.len() as usize / slot;
+    let from = rng.random_range(0..=source.len() as usize - slot);
+    let descriptor = source.descriptor();
+    let mut expected = vec![0; slot];
+    source.read_at(from as u64, &mut expected).unwrap();
+    let post =
+        |index: usize| peer.read(&target, (index * slot) as u64, &descriptor, from as u64, slot as u64);
+    let at_once = slot <= 64 && rng.random_range(0..4) > 0;
+    let reads: Vec<_> = (0..slots)
+        .map(|index| {
+            let read = post(index).unwrap();
+            if at_once && index + 1 < slots {
+                read.cancel();
+            }
+            read
+        })
+        .collect();
+    if !at_once {
+        pause(rng, (100 + slot as u64 / 500).min(slot as u64));
+    }
+    let (last, cancelled) = reads.split_last().unwrap();
+    cancelled.iter().for_each(Transfer::cancel);
+    let outcomes: Vec<_> = cancelled.iter().map(|read| read.wait(LIMIT)).collect();
+    // The last read has the same channels to itself now; what it waits for must not touch the slots of the others.
+    for (index, _) in outcomes.iter().enumerate().filter(|(_, outcome)| outcome.is_err()) {
+        target.write_at((index * slot) as u64, &vec![REUSED; slot]).unwrap();
+    }
+    assert_eq!(last.wait(LIMIT), Ok(slot as u64), "the read behind cancelled ones");
+    let left = contents(&target);
+    for (index, outcome) in outcomes.iter().chain([&Ok(slot as u64)]).enumerate() {
+        let found = &left[index * slot..][..slot];
+        match outcome {
+            Ok(_) => assert!(found == expected, "a read of {slot} bytes is not complete"),
+            Err(Error::Cancelled) => {
+                assert!(
+                    found.iter().all(|byte| *byte == REUSED),
+                    "{slot} bytes: placed after the read had ended"
+                );
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    CancelledReads { target, left, failed: outcomes.iter().filter(|outcome| outcome.is_err()).count() }
+}
+
+/// Cancels reads into memory that `allocate` makes at an endpoint.
+fn cancel_reads_into(allocate: impl Fn(&Endpoint, usize) -> Region) {
+    const SHORT: usize = limits::READS_SERVED_MAX + limits::READS_WAITING_MAX;
+    const BATCH: usize = 100;
+    let mut rng = rng();
+    let ([near, far], [peer, far_peer]) = connected(2);
+    let source = far.register(pattern(4 << 20, 3)).unwrap();
+    let mut all = Vec::new();
+    for _ in 0..40 {
+        let slot = rng.random_range(1..=1 << 20);
+        all.push(cancelled_reads(&mut rng, &peer, &source, allocate(&near, 2 * slot), slot));
+    }
+    let failed: usize = all.iter().map(|reads| reads.failed).sum();
+    println!("{failed} of {} reads cancelled", all.len());
+    // More than the peer answers at once: each cancelled read must give its place back.
+    let (mut posted, mut failed, begun) = (0, 0, Instant::now());
+    while failed < SHORT {
+        let slot = rng.random_range(1..=64);
+        let reads = cancelled_reads(&mut rng, &peer, &source, allocate(&near, BATCH * slot), slot);
+        (posted, failed) = (posted + BATCH - 1, failed + reads.failed);
+        all.push(reads);
+        assert!(begun.elapsed() < LIMIT, "only {failed} of {posted} reads were cancelled before their end");
+    }
+    println!("{failed} of {posted} short reads cancelled");
+    let target = allocate(&near, source.len() as usize);
+    let read = peer.read(&target, 0, &source.descriptor(), 0, source.len()).unwrap();
+    assert_eq!(read.wait(LIMIT), Ok(source.len()));
+    assert!(contents(&target) == contents(&source), "the read after all cancelled ones is not complete");
+    for reads in &all {
+        assert!(contents(&reads.target) == reads.left, "a read changed memory after it had ended");
+    }
+    assert_eq!([peer, far_peer].map(|peer| peer.stats().lost_channels), [const { Vec::<String>::new() }; 2]);
+}
+
+#[test]
+fn cancelled_reads_of_the_host_are_complete_or_leave_the_memory_alone() {
+    cancel_reads_into(|end, bytes| end.register_zeroed(bytes).unwrap());
+}
+
+#[test]
+fn cancelled_reads_of_a_gpu_are_complete_or_leave_the_memory_alone() {
+    cancel_reads_into(|end, bytes| end.register_sim(DELAYED_GPU, bytes).unwrap());
 }
