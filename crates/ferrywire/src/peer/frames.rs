@@ -162,7 +162,7 @@ impl PeerState {
                 let replies = self.inbound.post_again(sink.op.clone());
                 return self.reply(replies);
             }
-            let why = match sink.op.verb == Verb::Read && sink.op.untouched() {
+            let why = match refusal != Refusal::Other && sink.op.untouched() {
                 true => refusal.text().into(),
                 false => "it gave the operation up half-way".into(),
             };
