@@ -160,11 +160,12 @@ impl World {
 }
 
 /// Bytes of a message: none of them is what unused or reused memory holds.
-fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+pub fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
     (0..bytes as u64).map(|at| 1 + ((at.wrapping_mul(31) ^ at >> 11 ^ salt) % 200) as u8).collect()
 }
 
-fn contents(region: &Region) -> Vec<u8> {
+/// The contents of a region.
+pub fn contents(region: &Region) -> Vec<u8> {
     let mut out = vec![0; region.len() as usize];
     region.read_at(0, &mut out).unwrap();
     out

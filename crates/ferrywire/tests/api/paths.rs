@@ -3,6 +3,7 @@
 //!
 //! The rule: bytes written to memory after its user had it back are never sent, and never overwritten by the engine.
 
+use crate::outcomes::{contents, pattern};
 use crate::{LIMIT, builder};
 use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer, limits};
@@ -35,16 +36,6 @@ fn connected(channels: usize) -> ([Endpoint; 2], [Peer; 2]) {
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let peers = [peer, far.accept(LIMIT).unwrap()];
     ([near, far], peers)
-}
-
-fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
-    (0..bytes as u64).map(|at| 1 + ((at.wrapping_mul(31) ^ at >> 11 ^ salt) % 200) as u8).collect()
-}
-
-fn contents(region: &Region) -> Vec<u8> {
-    let mut out = vec![0; region.len() as usize];
-    region.read_at(0, &mut out).unwrap();
-    out
 }
 
 /// Spins until a random moment of a transfer.
