@@ -40,6 +40,17 @@ pub struct Config {
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(pub Vec<u8>);
 
+impl Secret {
+    /// Refuses what is too short to be one.
+    pub fn check(&self) -> Result<()> {
+        let least = limits::SECRET_BYTES_MIN;
+        match self.0.len() >= least {
+            true => Ok(()),
+            false => Err(Error::invalid("secret", format!("must be at least {least} bytes long"))),
+        }
+    }
+}
+
 impl std::fmt::Debug for Secret {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("set")
@@ -92,10 +103,7 @@ impl Config {
         }
         let needs_secret = self.listen.is_some_and(|address| !address.ip().is_loopback());
         match &self.secret {
-            Some(secret) if secret.0.len() < limits::SECRET_BYTES_MIN => {
-                let least = limits::SECRET_BYTES_MIN;
-                Err(Error::invalid("secret", format!("must be at least {least} bytes long")))
-            }
+            Some(secret) => secret.check(),
             None if needs_secret => Err(Error::invalid(
                 "secret",
                 "needed to listen beyond loopback: give both ends the same secret",

@@ -9,7 +9,7 @@ pub use builder::Builder;
 
 use crate::bootstrap::{ListenAddress, random_bytes};
 use crate::config::Config;
-use crate::control::{self, Control, Lobby, Whom};
+use crate::control::{self, ConnectTarget, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
@@ -143,12 +143,12 @@ impl Endpoint {
 
     /// Connects to an endpoint that listens on `address`.
     pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
-        self.connect_in(Whom { address, identity: None }, deadline, deadline)
+        self.connect_in(ConnectTarget::new(address), deadline, deadline)
     }
 
     /// Connects if the address has answered within the first time, and the peer is up within the second.
-    fn connect_in(&self, whom: Whom, to_answer: Duration, deadline: Duration) -> Result<Peer> {
-        let connecting = self.connecting_to(whom)?;
+    fn connect_in(&self, target: ConnectTarget, to_answer: Duration, deadline: Duration) -> Result<Peer> {
+        let connecting = self.start_connect(target)?;
         let mut result = connecting.wait(to_answer);
         let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Deadline { .. }));
         if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
@@ -162,18 +162,23 @@ impl Endpoint {
 
     /// Starts to connect, without waiting.
     pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
-        self.connecting_to(Whom { address, identity: None })
+        self.start_connect(ConnectTarget::new(address))
     }
 
-    fn connecting_to(&self, whom: Whom) -> Result<Connecting> {
+    /// Starts to connect, without waiting, to what proves to be this target.
+    pub fn start_connect(&self, target: ConnectTarget) -> Result<Connecting> {
         self.check_origin()?;
         let lobby = Arc::new(Lobby::default());
         let engine = &self.inner.engine;
         if engine.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
-        engine.with_control(|control| control.connect(engine, whom, lobby.clone()));
-        Ok(Connecting { engine: engine.clone(), lobby, address: whom.address })
+        if let Some(secret) = &target.secret {
+            secret.check()?;
+        }
+        let address = target.address;
+        engine.with_control(|control| control.connect(engine, target, lobby.clone()));
+        Ok(Connecting { engine: engine.clone(), lobby, address })
     }
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
@@ -232,8 +237,8 @@ impl Endpoint {
                 break;
             }
             let share = left / (addresses.len() - tried) as u32;
-            let whom = Whom { address: *address, identity };
-            match self.connect_in(whom, share.max(share_min).min(left), left) {
+            let target = ConnectTarget { address: *address, identity, secret: None };
+            match self.connect_in(target, share.max(share_min).min(left), left) {
                 Ok(peer) => return Ok(peer),
                 Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {
                     return Err(vec![error]);

@@ -83,6 +83,7 @@ mod window;
 mod wire;
 
 pub use config::Config;
+pub use control::ConnectTarget;
 pub use endpoint::{Builder, Connecting, Endpoint};
 pub use error::{Error, Fault, Result};
 pub use memory::{Identity, Place, Region, RemoteRegion};

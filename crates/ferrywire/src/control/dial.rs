@@ -5,6 +5,7 @@ use super::{Lobby, read_in, write_out};
 use crate::bootstrap::{
     Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose, RefusalCode,
 };
+use crate::config::Secret;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::limits;
@@ -21,18 +22,49 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Whom to connect to: whoever answers at an address, or one endpoint alone.
-#[derive(Clone, Copy)]
-pub(crate) struct Whom {
-    pub address: SocketAddr,
-    pub identity: Option<Identity>,
+/// Where an endpoint connects to, and what the peer there has to prove.
+///
+/// ```
+/// # use ferrywire::{ConnectTarget, Identity};
+/// # let identity = Identity([7; 16]);
+/// let target = ConnectTarget::new("192.0.2.7:7420".parse().unwrap()).identity(identity).secret(*b"of that peer");
+/// ```
+#[derive(Clone, Debug)]
+pub struct ConnectTarget {
+    pub(crate) address: SocketAddr,
+    pub(crate) identity: Option<Identity>,
+    pub(crate) secret: Option<Secret>,
+}
+
+impl ConnectTarget {
+    /// Any endpoint that listens on this address and has the secret of the one that connects.
+    pub fn new(address: SocketAddr) -> ConnectTarget {
+        ConnectTarget { address, identity: None, secret: None }
+    }
+
+    /// Refuses every other endpoint, such as the one that is started there after a restart.
+    pub fn identity(mut self, identity: Identity) -> ConnectTarget {
+        self.identity = Some(identity);
+        self
+    }
+
+    /// The secret of the endpoint there, where it is not that of the one that connects.
+    pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> ConnectTarget {
+        self.secret = Some(Secret(secret.into()));
+        self
+    }
+
+    /// The secret that both ends prove.
+    pub(super) fn secret_of<'a>(&'a self, engine: &'a Engine) -> Option<&'a [u8]> {
+        self.secret.as_ref().or(engine.config.secret.as_ref()).map(|secret| secret.0.as_slice())
+    }
 }
 
 /// What a dialled connection is for.
 pub(super) enum DialFor {
     /// A new session; an end that is busy is asked again until then.
     New {
-        whom: Whom,
+        target: ConnectTarget,
         lobby: Arc<Lobby>,
         until: Duration,
         /// Why payload is to go over the connections alone, if it is.
@@ -107,9 +139,15 @@ pub(super) struct Dial {
 
 impl Dial {
     /// The first control connection to a peer; `without`: why nothing is to carry payload beside the connections.
-    pub fn control(engine: &Engine, me: &Hello, whom: Whom, without: Option<&str>) -> Result<Dial> {
-        let (config, address) = (&engine.config, whom.address);
-        if config.secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
+    pub fn control(
+        engine: &Engine,
+        me: &Hello,
+        target: &ConnectTarget,
+        without: Option<&str>,
+    ) -> Result<Dial> {
+        let (config, address) = (&engine.config, target.address);
+        let secret = target.secret_of(engine);
+        if secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
             let why =
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
             return Err(Error::invalid("secret", why));
@@ -134,8 +172,9 @@ impl Dial {
             extra: offered,
         };
         let purpose = Purpose::New { config: session };
-        let dial = Dial::open(engine, me, nic.as_ref(), address, purpose, limits::HANDSHAKE_DEADLINE)?;
-        Ok(Dial { initiator: dial.initiator.of_one_end(whom.identity), ..dial })
+        let dial =
+            Dial::open(engine, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_DEADLINE)?;
+        Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), ..dial })
     }
 
     /// A control connection that resumes a session.
@@ -144,9 +183,10 @@ impl Dial {
         me: &Hello,
         nic: Option<&Nic>,
         address: SocketAddr,
+        secret: Option<&[u8]>,
         purpose: Purpose,
     ) -> Result<Dial> {
-        Dial::open(engine, me, nic, address, purpose, limits::DIAL_DEADLINE)
+        Dial::open(engine, me, nic, address, secret, purpose, limits::DIAL_DEADLINE)
     }
 
     fn open(
@@ -154,10 +194,10 @@ impl Dial {
         me: &Hello,
         nic: Option<&Nic>,
         address: SocketAddr,
+        secret: Option<&[u8]>,
         purpose: Purpose,
         limit: Duration,
     ) -> Result<Dial> {
-        let secret = engine.config.secret.as_ref().map(|secret| secret.0.as_slice());
         let initiator = Initiator::control(secret, me.clone(), purpose).map_err(|error| error.at(address))?;
         let to = named(nic, address);
         let dialled = engine.transport.dial(nic, address, &ConnOptions::default());

@@ -4,7 +4,7 @@
 //! anybody any more (its session has gone, or has got what it needed by another way).
 //! Read next: `dial.rs`, one of them.
 
-use super::dial::{Dial, DialFailure, DialFor, Whom};
+use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
 use super::{Control, Lobby};
 use crate::bootstrap::{Outcome, RefusalCode};
@@ -17,7 +17,7 @@ use std::time::Duration;
 
 impl Control {
     /// Starts to connect; the result comes to the lobby.
-    pub fn connect(&mut self, engine: &Engine, whom: Whom, lobby: Arc<Lobby>) {
+    pub fn connect(&mut self, engine: &Engine, target: ConnectTarget, lobby: Arc<Lobby>) {
         // Since whoever closes has told all dials, one more would not be told.
         if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return lobby.put(Err(Error::Closed));
@@ -29,14 +29,14 @@ impl Control {
         }
         let now = self.now(engine);
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { whom, lobby, until, without: None }, now);
+        self.dial_new(engine, DialFor::New { target, lobby, until, without: None }, now);
     }
 
     /// Connects once more, over the connections alone: the lanes of the session before did not come about.
     pub(super) fn connect_without(
         &mut self,
         engine: &Engine,
-        whom: Whom,
+        target: ConnectTarget,
         lobby: Arc<Lobby>,
         why: String,
         now: Duration,
@@ -45,7 +45,7 @@ impl Control {
             return lobby.put(Err(Error::Closed));
         }
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { whom, lobby, until, without: Some(why) }, now);
+        self.dial_new(engine, DialFor::New { target, lobby, until, without: Some(why) }, now);
     }
 
     /// Gives up a connect that nobody has answered; false when there is none.
@@ -68,8 +68,8 @@ impl Control {
     }
 
     fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
-        let DialFor::New { whom, lobby, without, .. } = &what else { return };
-        match Dial::control(engine, &self.me, *whom, without.as_deref()) {
+        let DialFor::New { target, lobby, without, .. } = &what else { return };
+        match Dial::control(engine, &self.me, target, without.as_deref()) {
             Ok(dial) => self.start(dial, what, now),
             Err(error) => lobby.put(Err(error)),
         }
@@ -115,14 +115,14 @@ impl Control {
     fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome, DialFailure>, now: Duration) {
         let Dial { conn, what, .. } = dial;
         match (what, result) {
-            (DialFor::New { whom, lobby, .. }, Ok(Outcome::Control(established))) => {
+            (DialFor::New { target, lobby, .. }, Ok(Outcome::Control(established))) => {
                 let session = established.session;
                 if self.links.contains_key(&session) {
                     let why = "it gave the session a number that another peer's session has".into();
-                    return lobby.put(Err(Error::Refused { address: whom.address.to_string(), why }));
+                    return lobby.put(Err(Error::Refused { address: target.address.to_string(), why }));
                 }
                 self.enter(&established, true);
-                let link = Link::connected(engine, conn, whom, *established, lobby, &self.me, now);
+                let link = Link::connected(engine, conn, target, *established, lobby, &self.me, now);
                 self.attention.touch(session);
                 self.links.insert(session, link);
             }
@@ -132,9 +132,9 @@ impl Control {
                 self.redials.push((now + limits::REDIAL_INTERVAL, what));
             }
             (DialFor::New { lobby, .. }, Err(failure)) => lobby.put(Err(failure.error)),
-            (DialFor::New { whom, lobby, .. }, Ok(Outcome::Data { .. })) => {
+            (DialFor::New { target, lobby, .. }, Ok(Outcome::Data { .. })) => {
                 let why = "it answered as if a channel had been asked for".into();
-                lobby.put(Err(Error::Refused { address: whom.address.to_string(), why }));
+                lobby.put(Err(Error::Refused { address: target.address.to_string(), why }));
             }
             (DialFor::Resume { session }, result) => {
                 self.attention.touch(session);

@@ -31,8 +31,9 @@ use accepting::Incoming;
 use admission::Book;
 use attention::{Attention, LOOK_AT_ALL, token};
 use clock::Clock;
+pub use dial::ConnectTarget;
+pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
-pub(crate) use dial::{Whom, check_names};
 use link::Link;
 pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
@@ -284,8 +285,8 @@ impl Control {
                 self.attention.forget(session);
                 let all_close = self.all_close;
                 self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
-                if let Some((whom, lobby, why)) = link.take_retry() {
-                    self.connect_without(engine, whom, lobby, why, now);
+                if let Some((target, lobby, why)) = link.take_retry() {
+                    self.connect_without(engine, target, lobby, why, now);
                 }
             }
         }

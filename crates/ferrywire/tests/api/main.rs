@@ -16,6 +16,7 @@ mod netns;
 mod outcomes;
 mod owners;
 mod paths;
+mod targets;
 mod unmapped;
 mod wakeups;
 mod withdrawn;

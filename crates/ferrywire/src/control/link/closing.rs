@@ -1,7 +1,7 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
 use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
-use crate::control::dial::Whom;
+use crate::control::dial::ConnectTarget;
 use crate::control::lobby::Lobby;
 use crate::engine::Engine;
 use crate::error::Error;
@@ -167,10 +167,10 @@ impl Link {
         });
     }
 
-    /// Whom to connect to once more, for whom, and why without lanes; once.
-    pub fn take_retry(&mut self) -> Option<(Whom, Arc<Lobby>, String)> {
-        let Role::Connector { whom, .. } = &self.role else { return None };
-        Some((*whom, self.lobby.take()?, self.without.take()?))
+    /// Where to connect to once more, for whom, and why without lanes; once.
+    pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<Lobby>, String)> {
+        let Role::Connector { target, .. } = &self.role else { return None };
+        Some((target.clone(), self.lobby.take()?, self.without.take()?))
     }
 
     /// It has had its time, the farewell's too.

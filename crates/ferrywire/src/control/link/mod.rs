@@ -15,7 +15,7 @@ mod session;
 mod setup;
 
 use super::clock::silence_max;
-use super::dial::{Announced, Whom, bulk_options};
+use super::dial::{Announced, ConnectTarget, bulk_options};
 use super::lanes::Lanes;
 use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, leads_to_us, pairs};
@@ -51,7 +51,7 @@ const READS_PER_TURN: usize = 8;
 enum Role {
     /// With the paths to the peer, and which of them each channel takes.
     Connector {
-        whom: Whom,
+        target: ConnectTarget,
         pairs: Vec<Pair>,
         dealt: Vec<usize>,
     },
@@ -177,13 +177,13 @@ impl Link {
     pub fn connected(
         engine: &Engine,
         conn: Box<dyn Conn>,
-        whom: Whom,
+        target: ConnectTarget,
         established: Established,
         lobby: Arc<Lobby>,
         me: &Hello,
         now: Duration,
     ) -> Link {
-        let address = whom.address;
+        let address = target.address;
         let nics = engine.transport.nics().unwrap_or_default();
         let (chosen, there) = (&engine.config.nics, &established.peer_hello);
         let is_ours = |listed| leads_to_us(&nics, me, there, listed);
@@ -192,7 +192,7 @@ impl Link {
         // With little in flight the first channels carry it all: of several peers on different NICs.
         let first = engine.count_dialled(address.port());
         let dealt = spread(&speeds, first, usize::from(established.config.channels));
-        let role = Role::Connector { whom, pairs, dealt };
+        let role = Role::Connector { target, pairs, dealt };
         Link::new(engine, conn, address, established, role, lobby, me, now)
     }
 

@@ -20,21 +20,22 @@ impl Link {
     /// Connections that have to be made now.
     pub fn take_dials(&mut self, engine: &Engine, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
-        let Role::Connector { whom, pairs, dealt } = &self.role else {
+        let Role::Connector { target, pairs, dealt } = &self.role else {
             return out;
         };
         if self.dying() {
             return out;
         }
-        let (id, address, pairs, dealt) = (self.session.id(), whom.address, pairs.clone(), dealt.clone());
+        let (id, address, pairs, dealt) = (self.session.id(), target.address, pairs.clone(), dealt.clone());
         if self.resuming && self.disowned.is_none() && now >= self.resume_at {
             self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
             let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
             paths.push((None, address));
+            let secret = target.secret_of(engine);
             for (nic, remote) in paths {
                 let (received, data_key) = (self.session.received(), self.data_key.clone());
                 let purpose = Purpose::Resume { session: id, received, data_key };
-                match Dial::resume(engine, me, nic.as_ref(), remote, purpose) {
+                match Dial::resume(engine, me, nic.as_ref(), remote, secret, purpose) {
                     Ok(dial) => out.push((dial, DialFor::Resume { session: id })),
                     Err(error) => self.last_trouble = Some(error),
                 }
@@ -231,11 +232,11 @@ impl Link {
 
     /// Deals all channels to the path on which the peer was reached; false where they have been.
     fn go_where_it_was_dialled(&mut self) -> bool {
-        let Role::Connector { whom, pairs, dealt } = &mut self.role else { return false };
-        if pairs.iter().any(|pair| pair.remote == whom.address) {
+        let Role::Connector { target, pairs, dealt } = &mut self.role else { return false };
+        if pairs.iter().any(|pair| pair.remote == target.address) {
             return false;
         }
-        pairs.push(by_route(whom.address));
+        pairs.push(by_route(target.address));
         dealt.fill(pairs.len() - 1);
         true
     }
