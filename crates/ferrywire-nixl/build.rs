@@ -1,0 +1,18 @@
+//! Compiles the C++ side of the boundary and says how the shared object is linked.
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-changed=shim/shim.cpp");
+    println!("cargo::rerun-if-changed=shim/nixl.hpp");
+    println!("cargo::rerun-if-changed=shim/core.h");
+    cc::Build::new()
+        .cpp(true)
+        .std("c++17")
+        .file("shim/shim.cpp")
+        .flag("-fvisibility=hidden")
+        .flag("-Wno-invalid-offsetof")
+        .compile("ferrywire_nixl_shim");
+    // NIXL drops the handle and takes it again: our threads and statics outlive that, also where it did not ask for it.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-soname,libplugin_FERRYWIRE.so");
+}

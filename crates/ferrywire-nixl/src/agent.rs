@@ -1,0 +1,394 @@
+//! One NIXL agent: an endpoint that listens, the remote agents that were loaded, and a thread that accepts and connects.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferrywire::memory::cuda::CudaGpu;
+use ferrywire::transport::Transport;
+use ferrywire::transport::tcp::TcpTransport;
+use ferrywire::{Endpoint, Error, Wakeup};
+
+use crate::connection_info::ConnectionInfo;
+use crate::dialing::Dialing;
+use crate::inbox::Inbox;
+use crate::log;
+use crate::memory::{Memory, is_of_kind};
+use crate::notification::{self, Delivered};
+use crate::remote::Remote;
+use crate::settings::Settings;
+use crate::status::Status;
+use crate::transfer::{Context, Descriptor, Operation, Transfer};
+
+/// Bytes of the secret of an agent's own.
+const SECRET_BYTES: usize = 32;
+/// How long an agent that ends waits for what it has sent to arrive.
+const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long memory that is deregistered is waited for.
+const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(5);
+/// A thread without anything to do looks again after this, at the latest.
+const IDLE: Duration = Duration::from_secs(600);
+
+pub struct Agent {
+    shared: Arc<Shared>,
+    /// Connection information, as bytes.
+    info: Vec<u8>,
+    has_gpus: bool,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+struct Shared {
+    name: String,
+    /// The same as it goes with notifications.
+    sender: Arc<[u8]>,
+    endpoint: Endpoint,
+    remotes: RwLock<HashMap<String, Arc<Remote>>>,
+    inbox: Mutex<Inbox>,
+    connect_timeout: Duration,
+    /// All agents share the secret of the environment.
+    secret_is_shared: bool,
+    wakeup: Wakeup,
+    ending: AtomicBool,
+}
+
+impl Agent {
+    /// # Errors
+    /// One line that says what failed.
+    pub fn new(name: &str, backend: &str, parameters: &[(String, String)]) -> Result<Agent, String> {
+        if name.len() > notification::NAME_BYTES_MAX {
+            return Err(format!(
+                "the agent's name has {} bytes, at most {} are allowed",
+                name.len(),
+                notification::NAME_BYTES_MAX
+            ));
+        }
+        let (settings, unknown) = Settings::new(parameters, |name| std::env::var(name).ok())?;
+        if !unknown.is_empty() {
+            log::announce_once(format_args!(
+                "parameters of another backend are ignored: {}",
+                unknown.join(", ")
+            ));
+        }
+        let secret = match &settings.secret {
+            Some(secret) => secret.clone(),
+            None => random_secret().map_err(|error| format!("no random bytes: {error}"))?,
+        };
+        let endpoint = listen(name, &settings, &secret)?;
+        let mut addresses = endpoint.reachable_addresses();
+        // Every host has a loopback: on another one it leads to another process.
+        addresses.sort_by_key(|address| address.ip().is_loopback());
+        if addresses.is_empty() {
+            return Err("this host has no address that remote agents could reach".into());
+        }
+        let own = if settings.secret.is_some() { Vec::new() } else { secret };
+        let info = ConnectionInfo { identity: endpoint.identity(), secret: own, addresses };
+        let has_gpus = CudaGpu::count().is_ok_and(|count| count > 0);
+        announce(name, backend, &info, has_gpus);
+        let wakeup = Wakeup::new().map_err(|error| error.to_string())?;
+        let shared = Arc::new(Shared {
+            name: name.to_owned(),
+            sender: name.as_bytes().into(),
+            endpoint,
+            remotes: RwLock::default(),
+            inbox: Mutex::default(),
+            connect_timeout: settings.connect_timeout,
+            secret_is_shared: settings.secret.is_some(),
+            wakeup,
+            ending: AtomicBool::new(false),
+        });
+        let of_thread = shared.clone();
+        let thread = std::thread::Builder::new().name("ferrywire-nixl".into()).spawn(move || of_thread.run());
+        let thread = thread.map_err(|error| format!("start a thread: {error}"))?;
+        Ok(Agent { shared, info: info.to_bytes(), has_gpus, thread: Mutex::new(Some(thread)) })
+    }
+
+    pub fn has_gpus(&self) -> bool {
+        self.has_gpus
+    }
+
+    pub fn connection_info(&self) -> &[u8] {
+        &self.info
+    }
+
+    /// # Safety
+    /// The memory stays allocated until it is deregistered.
+    pub unsafe fn register(&self, address: u64, bytes: u64, kind: u32) -> Result<Memory, Status> {
+        // SAFETY: by the caller's promise.
+        let region = unsafe { self.shared.endpoint.register_raw(address as *mut u8, bytes as usize) };
+        let region = region.map_err(|error| {
+            tracing::warn!(%error, "{bytes} bytes at {address:#x} cannot be registered");
+            Status::of(&error)
+        })?;
+        if bytes > 0 && !is_of_kind(region.place(), kind) {
+            tracing::warn!(
+                "{bytes} bytes at {address:#x} are {}: registered as another kind of memory",
+                region.place()
+            );
+            return Err(Status::INVALID_PARAMETER);
+        }
+        Ok(Memory::Local { region, base: address })
+    }
+
+    pub fn deregister(&self, memory: &Memory) -> Status {
+        let Memory::Local { region, .. } = memory else { return Status::INVALID_PARAMETER };
+        let until = Instant::now() + DEREGISTER_TIMEOUT;
+        loop {
+            match region.clone().deregister() {
+                Ok(()) => return Status::SUCCESS,
+                // Transfers that use it are ending because of this.
+                Err(Error::Invalid { .. }) if Instant::now() < until => {
+                    std::thread::sleep(Duration::from_micros(100))
+                }
+                Err(error) => {
+                    tracing::error!(%error, "memory could not be deregistered");
+                    return Status::of(&error);
+                }
+            }
+        }
+    }
+
+    /// # Errors
+    /// Bytes that were not made by this version of ferrywire, or that are another agent's.
+    pub fn load_remote(&self, peer: &str, blob: &[u8]) -> Result<Memory, Status> {
+        let memory = Memory::from_public_data(blob).map_err(|why| {
+            tracing::warn!(agent = peer, "a registration of the remote agent cannot be used: {why}");
+            Status::MISMATCH
+        })?;
+        match (&memory, self.shared.remote(peer)) {
+            (Memory::Remote { region, .. }, Some(remote)) if region.owner() != remote.identity() => {
+                tracing::warn!(
+                    agent = peer,
+                    "a registration is of another process than the connection information"
+                );
+                Err(Status::MISMATCH)
+            }
+            _ => Ok(memory),
+        }
+    }
+
+    pub fn load_connection_info(&self, peer: &str, info: &[u8]) -> Status {
+        let info = match ConnectionInfo::from_bytes(info) {
+            Ok(info) if info.secret.is_empty() && !self.shared.secret_is_shared => {
+                Err("that agent has its secret from FERRYWIRE_SECRET: set the same one here".into())
+            }
+            other => other,
+        };
+        match info {
+            Err(why) => {
+                log::announce_once(format_args!(
+                    "connection information of agent {peer} cannot be used: {why}"
+                ));
+                Status::MISMATCH
+            }
+            Ok(info) => {
+                let remote = Arc::new(Remote::new(peer.to_owned(), info));
+                let mut remotes = self.shared.remotes.write().unwrap_or_else(PoisonError::into_inner);
+                let before = remotes.insert(peer.to_owned(), remote);
+                drop(remotes);
+                before.into_iter().for_each(|remote| remote.remove());
+                Status::SUCCESS
+            }
+        }
+    }
+
+    pub fn connect(&self, peer: &str) -> Status {
+        if peer == self.shared.name {
+            return Status::SUCCESS;
+        }
+        match self.shared.remote(peer) {
+            None => Status::NOT_FOUND,
+            Some(remote) => {
+                remote.connect(self.shared.connect_timeout, &self.shared.wakeup);
+                Status::SUCCESS
+            }
+        }
+    }
+
+    pub fn disconnect(&self, peer: &str) -> Status {
+        let mut remotes = self.shared.remotes.write().unwrap_or_else(PoisonError::into_inner);
+        let removed = remotes.remove(peer);
+        drop(remotes);
+        match removed {
+            Some(remote) => {
+                remote.remove();
+                Status::SUCCESS
+            }
+            None if peer == self.shared.name => Status::SUCCESS,
+            None => Status::NOT_FOUND,
+        }
+    }
+
+    /// # Safety
+    /// The metadata of all descriptors is null, or an object of the shim's that lives.
+    pub unsafe fn prepare(
+        &self,
+        operation: Operation,
+        local: &[Descriptor],
+        remote: &[Descriptor],
+        peer: &str,
+    ) -> Result<Transfer, Status> {
+        let sender = self.shared.sender.clone();
+        if peer == self.shared.name {
+            // SAFETY: by the caller's promise.
+            return unsafe { Transfer::within(operation, local, remote, sender) };
+        }
+        let known = self.shared.remote(peer).ok_or(Status::NOT_FOUND)?;
+        // SAFETY: by the caller's promise.
+        unsafe { Transfer::with_remote(operation, local, remote, known, sender) }
+    }
+
+    pub fn post(&self, transfer: &Arc<Transfer>, notification: Option<Vec<u8>>) -> Status {
+        let own = notification.clone().filter(|_| transfer.is_within());
+        let status = transfer.post(notification, &self.context());
+        if status == Status::SUCCESS
+            && let Some(message) = own
+        {
+            self.shared.inbox().put((self.shared.sender.to_vec(), message));
+        }
+        status
+    }
+
+    pub fn check(&self, transfer: &Transfer) -> Status {
+        transfer.check(&self.context())
+    }
+
+    /// The next notification. What cannot be delivered is put back.
+    pub fn notifications(&self, mut deliver: impl FnMut(&Delivered) -> bool) -> Status {
+        let mut inbox = self.shared.inbox();
+        inbox.collect();
+        while let Some(notification) = inbox.take() {
+            if !deliver(&notification) {
+                inbox.put_back(notification);
+                return Status::BACKEND;
+            }
+        }
+        Status::SUCCESS
+    }
+
+    pub fn notify(&self, peer: &str, message: &[u8]) -> Status {
+        if peer == self.shared.name {
+            self.shared.inbox().put((self.shared.sender.to_vec(), message.to_vec()));
+            return Status::SUCCESS;
+        }
+        let shared = &self.shared;
+        match shared.remote(peer) {
+            None => Status::NOT_FOUND,
+            Some(remote) => remote.notify(&shared.sender, message, shared.connect_timeout, &shared.wakeup),
+        }
+    }
+
+    fn context(&self) -> Context<'_> {
+        Context { connect_timeout: self.shared.connect_timeout, wakeup: &self.shared.wakeup }
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        let shared = &self.shared;
+        shared.ending.store(true, Ordering::SeqCst);
+        shared.wakeup.wake();
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // It ends by itself; one that has panicked has nothing more to say.
+        thread.into_iter().for_each(|thread| drop(thread.join()));
+        if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
+            tracing::info!(%error, "an agent ended before all that it had sent was there");
+        }
+        let remotes = std::mem::take(&mut *shared.remotes.write().unwrap_or_else(PoisonError::into_inner));
+        remotes.values().for_each(|remote| remote.remove());
+        shared.inbox().clear();
+    }
+}
+
+impl Shared {
+    fn remote(&self, name: &str) -> Option<Arc<Remote>> {
+        self.remotes.read().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Accepts peers and makes connections, until the agent ends.
+    fn run(&self) {
+        while !self.ending.load(Ordering::SeqCst) {
+            self.wakeup.clear();
+            while let Some(Ok(peer)) = self.endpoint.try_accept() {
+                let mut inbox = self.inbox();
+                inbox.add(peer);
+                // An agent that never asks for notifications keeps no connection that is gone.
+                inbox.collect();
+            }
+            let remotes: Vec<Arc<Remote>> =
+                self.remotes.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect();
+            let advance = |remote: &Arc<Remote>| remote.advance(&self.endpoint, &self.wakeup);
+            let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
+            self.endpoint.wake(&self.wakeup);
+            if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
+                tracing::error!(%error, "an agent can neither accept nor connect any more");
+                return;
+            }
+        }
+    }
+}
+
+fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, String> {
+    let mut last = String::new();
+    for address in settings.listen_addresses() {
+        let mut builder = Endpoint::builder().listen(address).secret(secret).label(label(name));
+        if !settings.nics.is_empty() {
+            builder = builder.nics(settings.nics.iter().cloned());
+        }
+        if let Some(threads) = settings.threads {
+            builder = builder.threads(threads);
+        }
+        match builder.build() {
+            Ok(endpoint) => return Ok(endpoint),
+            Err(error) => last = error.to_string(),
+        }
+    }
+    Err(last)
+}
+
+/// A label is short.
+fn label(name: &str) -> String {
+    name.chars().take(48).collect()
+}
+
+fn random_secret() -> std::io::Result<Vec<u8>> {
+    let mut secret = vec![0; SECRET_BYTES];
+    // SAFETY: the buffer has this size. So few bytes come whole, once the kernel has any.
+    match unsafe { libc::getrandom(secret.as_mut_ptr().cast(), secret.len(), 0) } {
+        count if usize::try_from(count) == Ok(SECRET_BYTES) => Ok(secret),
+        _ => Err(std::io::Error::last_os_error()),
+    }
+}
+
+/// Which path, NICs and addresses will carry the bytes.
+fn announce(name: &str, backend: &str, info: &ConnectionInfo, has_gpus: bool) {
+    let nics = TcpTransport::default().nics().unwrap_or_default();
+    let nic_of = |address: &std::net::SocketAddr| {
+        let nic = nics.iter().find(|nic| nic.address == address.ip());
+        format!("{} {}", nic.map_or("?", |nic| nic.name.as_str()), address.ip())
+    };
+    let useful: Vec<String> =
+        info.addresses.iter().filter(|address| !address.ip().is_loopback()).map(nic_of).collect();
+    let memory = if has_gpus { "host and GPU memory" } else { "host memory" };
+    let port = info.addresses[0].port();
+    match useful.is_empty() {
+        true => log::announce(format_args!(
+            "warning: agent {name} can be reached from this host alone: no NIC but the loopback has an address (port {port})"
+        )),
+        false => log::announce(format_args!(
+            "agent {name} moves {memory} over TCP: {}; port {port}",
+            useful.join(", ")
+        )),
+    }
+    if backend != "FERRYWIRE" {
+        log::announce(format_args!(
+            "warning: agent {name} asked for backend {backend} and gets ferrywire, which stands in for it here \
+             (`ferrywire nixl remove` undoes that); both ends need it"
+        ));
+    }
+}

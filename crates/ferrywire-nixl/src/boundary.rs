@@ -1,0 +1,410 @@
+//! What crosses to C++ and back: the table of `shim/core.h`, and the two symbols that NIXL looks up.
+//!
+//! Invariant: nothing unwinds out of here, and every pointer that comes in is checked or was made here.
+
+use std::ffi::{c_char, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+
+use crate::agent::Agent;
+use crate::log;
+use crate::memory::Memory;
+use crate::settings::OPTIONS;
+use crate::status::Status;
+use crate::transfer::{Descriptor, Operation, Transfer};
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct Bytes {
+    data: *const u8,
+    size: usize,
+}
+
+#[repr(C)]
+pub struct Parameter {
+    key: Bytes,
+    value: Bytes,
+}
+
+type PutBytes = extern "C" fn(*mut c_void, Bytes) -> bool;
+type PutNotification = extern "C" fn(*mut c_void, Bytes, Bytes) -> bool;
+
+/// The table, field by field as in `core.h`.
+#[repr(C)]
+struct Core {
+    create: unsafe extern "C" fn(Bytes, Bytes, *const Parameter, usize) -> *mut c_void,
+    destroy: unsafe extern "C" fn(*mut c_void),
+    has_gpus: unsafe extern "C" fn(*const c_void) -> bool,
+    register_memory: unsafe extern "C" fn(*const c_void, u64, usize, u64, u32, *mut *const Memory) -> Status,
+    deregister_memory: unsafe extern "C" fn(*const c_void, *const Memory) -> Status,
+    clone_memory: unsafe extern "C" fn(*const Memory) -> *const Memory,
+    drop_memory: unsafe extern "C" fn(*const Memory),
+    public_data: unsafe extern "C" fn(*const Memory, *mut c_void, PutBytes) -> Status,
+    load_remote: unsafe extern "C" fn(*const c_void, Bytes, Bytes, *mut *const Memory) -> Status,
+    connection_info: unsafe extern "C" fn(*const c_void, *mut c_void, PutBytes) -> Status,
+    load_connection_info: unsafe extern "C" fn(*const c_void, Bytes, Bytes) -> Status,
+    connect: unsafe extern "C" fn(*const c_void, Bytes) -> Status,
+    disconnect: unsafe extern "C" fn(*const c_void, Bytes) -> Status,
+    prepare: unsafe extern "C" fn(
+        *const c_void,
+        u32,
+        *const Descriptor,
+        usize,
+        *const Descriptor,
+        usize,
+        Bytes,
+        *mut *const Transfer,
+    ) -> Status,
+    post: unsafe extern "C" fn(*const c_void, *const Transfer, *const Bytes) -> Status,
+    check: unsafe extern "C" fn(*const c_void, *const Transfer) -> Status,
+    release: unsafe extern "C" fn(*const Transfer),
+    notifications: unsafe extern "C" fn(*const c_void, *mut c_void, PutNotification) -> Status,
+    notify: unsafe extern "C" fn(*const c_void, Bytes, Bytes) -> Status,
+    options: unsafe extern "C" fn(*mut c_void, PutNotification),
+    version: *const c_char,
+}
+
+// SAFETY: functions, and a string that is never written to.
+unsafe impl Sync for Core {}
+
+static CORE: Core = Core {
+    create,
+    destroy,
+    has_gpus,
+    register_memory,
+    deregister_memory,
+    clone_memory,
+    drop_memory,
+    public_data,
+    load_remote,
+    connection_info,
+    load_connection_info,
+    connect,
+    disconnect,
+    prepare,
+    post,
+    check,
+    release,
+    notifications,
+    notify,
+    options,
+    version: concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast(),
+};
+
+unsafe extern "C" {
+    fn ferrywire_nixl_plugin(core: *const Core) -> *mut c_void;
+}
+
+/// What NIXL calls first, and again after each `nixl_plugin_fini`: the record of the plugin, or null.
+#[unsafe(no_mangle)]
+pub extern "C" fn nixl_plugin_init() -> *mut c_void {
+    guarded(std::ptr::null_mut(), || {
+        log::start();
+        match library_fits() {
+            // SAFETY: the table is static, and has the fields that `core.h` says.
+            Ok(()) => unsafe { ferrywire_nixl_plugin(&CORE) },
+            Err(why) => {
+                log::announce_once(format_args!("the NIXL backend cannot be used: {why}"));
+                std::ptr::null_mut()
+            }
+        }
+    })
+}
+
+/// Nothing ends here: NIXL calls it between asking for the backend's parameters and creating an engine, too.
+#[unsafe(no_mangle)]
+pub extern "C" fn nixl_plugin_fini() {}
+
+/// Libraries before 1.0 call other virtual functions, and give the same API version as those after.
+fn library_fits() -> Result<(), &'static str> {
+    const OF_1_0: *const c_char = c"_ZNK9nixlAgent14releaseMemViewEPv".as_ptr();
+    // SAFETY: strings that end in NUL, and a library that is only looked at where it is loaded already. It stays loaded, as its
+    // caller is in it.
+    unsafe {
+        if !libc::dlsym(libc::RTLD_DEFAULT, OF_1_0).is_null() {
+            return Ok(());
+        }
+        let library = libc::dlopen(c"libnixl.so".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+        if library.is_null() {
+            return Err("libnixl.so is not loaded in this process: NIXL 1.0 or later is needed");
+        }
+        let found = !libc::dlsym(library, OF_1_0).is_null();
+        libc::dlclose(library);
+        match found {
+            true => Ok(()),
+            false => Err("this NIXL is older than 1.0: install nixl>=1.0"),
+        }
+    }
+}
+
+/// No panic crosses: it is told once, and the call fails.
+fn guarded<T>(failed: T, body: impl FnOnce() -> T) -> T {
+    catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
+        let words = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+        let words = words.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        log::announce_once(format_args!("internal error, please report: {words}"));
+        failed
+    })
+}
+
+fn status(body: impl FnOnce() -> Status) -> Status {
+    guarded(Status::BACKEND, body)
+}
+
+impl Bytes {
+    /// # Safety
+    /// The bytes are there for as long as the slice is used, unless there are none.
+    unsafe fn slice<'a>(self) -> &'a [u8] {
+        match self.data.is_null() || self.size == 0 {
+            true => &[],
+            // SAFETY: by the caller's promise.
+            false => unsafe { std::slice::from_raw_parts(self.data, self.size) },
+        }
+    }
+
+    /// Names of agents are text; bytes that are not are told apart as far as text can.
+    ///
+    /// # Safety
+    /// As above.
+    unsafe fn text<'a>(self) -> std::borrow::Cow<'a, str> {
+        // SAFETY: by the caller's promise.
+        String::from_utf8_lossy(unsafe { self.slice() })
+    }
+
+    fn of(slice: &[u8]) -> Bytes {
+        Bytes { data: slice.as_ptr(), size: slice.len() }
+    }
+}
+
+/// # Safety
+/// The pointer came from [`create`] and was not destroyed.
+unsafe fn agent<'a>(pointer: *const c_void) -> &'a Agent {
+    // SAFETY: by the caller's promise.
+    unsafe { &*pointer.cast::<Agent>() }
+}
+
+/// # Safety
+/// An array of so many, or none.
+unsafe fn array<'a, T>(items: *const T, count: usize) -> &'a [T] {
+    match items.is_null() || count == 0 {
+        true => &[],
+        // SAFETY: by the caller's promise.
+        false => unsafe { std::slice::from_raw_parts(items, count) },
+    }
+}
+
+/// # Safety
+/// As `core.h` says, like all that follow.
+unsafe extern "C" fn create(
+    name: Bytes,
+    backend: Bytes,
+    parameters: *const Parameter,
+    count: usize,
+) -> *mut c_void {
+    guarded(std::ptr::null_mut(), || {
+        // SAFETY: the shim's strings live during the call.
+        let (name, backend) = unsafe { (name.text(), backend.text()) };
+        // SAFETY: likewise the array and what it names.
+        let parameters = unsafe { array(parameters, count) }.iter();
+        // SAFETY: as above.
+        let text = |bytes: Bytes| unsafe { bytes.text() }.into_owned();
+        let parameters: Vec<_> = parameters.map(|each| (text(each.key), text(each.value))).collect();
+        match Agent::new(&name, &backend, &parameters) {
+            Ok(agent) => Box::into_raw(Box::new(agent)).cast(),
+            Err(why) => {
+                log::announce(format_args!("agent {name} cannot be created: {why}"));
+                std::ptr::null_mut()
+            }
+        }
+    })
+}
+
+unsafe extern "C" fn destroy(pointer: *mut c_void) {
+    guarded((), || {
+        // SAFETY: made by `create`, and nothing uses it any more.
+        drop(unsafe { Box::from_raw(pointer.cast::<Agent>()) });
+    });
+}
+
+unsafe extern "C" fn has_gpus(pointer: *const c_void) -> bool {
+    // SAFETY: an agent that lives.
+    guarded(false, || unsafe { agent(pointer) }.has_gpus())
+}
+
+unsafe extern "C" fn register_memory(
+    pointer: *const c_void,
+    address: u64,
+    bytes: usize,
+    _device: u64,
+    kind: u32,
+    memory: *mut *const Memory,
+) -> Status {
+    status(|| {
+        // SAFETY: NIXL's user keeps the memory until it is deregistered.
+        match unsafe { agent(pointer).register(address, bytes as u64, kind) } {
+            Ok(registered) => {
+                // SAFETY: the shim's own variable.
+                unsafe { memory.write(Arc::into_raw(Arc::new(registered))) };
+                Status::SUCCESS
+            }
+            Err(status) => status,
+        }
+    })
+}
+
+unsafe extern "C" fn deregister_memory(pointer: *const c_void, memory: *const Memory) -> Status {
+    // SAFETY: an agent that lives, and a reference that the shim holds.
+    status(|| unsafe { agent(pointer).deregister(&*memory) })
+}
+
+unsafe extern "C" fn clone_memory(memory: *const Memory) -> *const Memory {
+    // SAFETY: a reference that the shim holds.
+    unsafe { Arc::increment_strong_count(memory) };
+    memory
+}
+
+unsafe extern "C" fn drop_memory(memory: *const Memory) {
+    // SAFETY: the shim gives its reference up.
+    guarded((), || drop(unsafe { Arc::from_raw(memory) }));
+}
+
+unsafe extern "C" fn public_data(memory: *const Memory, into: *mut c_void, put: PutBytes) -> Status {
+    status(|| {
+        // SAFETY: a reference that the shim holds.
+        let data = unsafe { &*memory }.public_data();
+        if put(into, Bytes::of(&data)) { Status::SUCCESS } else { Status::BACKEND }
+    })
+}
+
+unsafe extern "C" fn load_remote(
+    pointer: *const c_void,
+    peer: Bytes,
+    blob: Bytes,
+    memory: *mut *const Memory,
+) -> Status {
+    status(|| {
+        // SAFETY: an agent and strings that live during the call.
+        match unsafe { agent(pointer).load_remote(&peer.text(), blob.slice()) } {
+            Ok(loaded) => {
+                // SAFETY: the shim's own variable.
+                unsafe { memory.write(Arc::into_raw(Arc::new(loaded))) };
+                Status::SUCCESS
+            }
+            Err(status) => status,
+        }
+    })
+}
+
+unsafe extern "C" fn connection_info(pointer: *const c_void, into: *mut c_void, put: PutBytes) -> Status {
+    status(|| {
+        // SAFETY: an agent that lives.
+        let info = unsafe { agent(pointer) }.connection_info();
+        if put(into, Bytes::of(info)) { Status::SUCCESS } else { Status::BACKEND }
+    })
+}
+
+unsafe extern "C" fn load_connection_info(pointer: *const c_void, peer: Bytes, info: Bytes) -> Status {
+    // SAFETY: an agent and strings that live during the call.
+    status(|| unsafe { agent(pointer).load_connection_info(&peer.text(), info.slice()) })
+}
+
+unsafe extern "C" fn connect(pointer: *const c_void, peer: Bytes) -> Status {
+    // SAFETY: likewise.
+    status(|| unsafe { agent(pointer).connect(&peer.text()) })
+}
+
+unsafe extern "C" fn disconnect(pointer: *const c_void, peer: Bytes) -> Status {
+    // SAFETY: likewise.
+    status(|| unsafe { agent(pointer).disconnect(&peer.text()) })
+}
+
+unsafe extern "C" fn prepare(
+    pointer: *const c_void,
+    operation: u32,
+    local: *const Descriptor,
+    local_count: usize,
+    remote: *const Descriptor,
+    remote_count: usize,
+    peer: Bytes,
+    transfer: *mut *const Transfer,
+) -> Status {
+    status(|| {
+        let operation = match operation {
+            0 => Operation::Read,
+            1 => Operation::Write,
+            _ => return Status::NOT_SUPPORTED,
+        };
+        // SAFETY: NIXL's lists live as long as the handle, and so does the metadata that they point to.
+        let prepared = unsafe {
+            let (local, remote) = (array(local, local_count), array(remote, remote_count));
+            agent(pointer).prepare(operation, local, remote, &peer.text())
+        };
+        match prepared {
+            Ok(prepared) => {
+                // SAFETY: the shim's own variable.
+                unsafe { transfer.write(Arc::into_raw(Arc::new(prepared))) };
+                Status::SUCCESS
+            }
+            Err(status) => status,
+        }
+    })
+}
+
+unsafe extern "C" fn post(
+    pointer: *const c_void,
+    transfer: *const Transfer,
+    notification: *const Bytes,
+) -> Status {
+    status(|| {
+        // SAFETY: null, or a string that lives during the call.
+        let message = unsafe { notification.as_ref().map(|bytes| bytes.slice().to_vec()) };
+        // SAFETY: a reference that the shim holds, counted once more for this one.
+        let transfer = unsafe {
+            Arc::increment_strong_count(transfer);
+            Arc::from_raw(transfer)
+        };
+        // SAFETY: an agent that lives.
+        unsafe { agent(pointer) }.post(&transfer, message)
+    })
+}
+
+unsafe extern "C" fn check(pointer: *const c_void, transfer: *const Transfer) -> Status {
+    // SAFETY: an agent that lives, and a reference that the shim holds.
+    status(|| unsafe { agent(pointer).check(&*transfer) })
+}
+
+unsafe extern "C" fn release(transfer: *const Transfer) {
+    guarded((), || {
+        // SAFETY: the shim gives its reference up.
+        let transfer = unsafe { Arc::from_raw(transfer) };
+        transfer.release();
+    });
+}
+
+unsafe extern "C" fn notifications(
+    pointer: *const c_void,
+    into: *mut c_void,
+    put: PutNotification,
+) -> Status {
+    status(|| {
+        // SAFETY: an agent that lives.
+        let agent = unsafe { agent(pointer) };
+        agent.notifications(|(sender, message)| put(into, Bytes::of(sender), Bytes::of(message)))
+    })
+}
+
+unsafe extern "C" fn notify(pointer: *const c_void, peer: Bytes, message: Bytes) -> Status {
+    // SAFETY: an agent and strings that live during the call.
+    status(|| unsafe { agent(pointer).notify(&peer.text(), message.slice()) })
+}
+
+unsafe extern "C" fn options(into: *mut c_void, put: PutNotification) {
+    guarded((), || {
+        for (name, default) in OPTIONS {
+            put(into, Bytes::of(name.as_bytes()), Bytes::of(default.as_bytes()));
+        }
+    });
+}
+
+// The layouts that the header says.
+const _: () = assert!(size_of::<Descriptor>() == 32 && size_of::<Bytes>() == 16 && size_of::<Status>() == 4);

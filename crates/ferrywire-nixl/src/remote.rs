@@ -1,0 +1,229 @@
+//! One remote agent that was loaded here, and our connection to it.
+//!
+//! ```text
+//!   idle ── first transfer or notification ──> dialing ──> up ── lost: the next one ──> dialing
+//!                                                 └── failed: what waits fails ──> idle
+//! ```
+//!
+//! Invariant: what waits for the connection is started in the order in which it was posted, before anything that is
+//! posted later. Locks are taken in the order remote, transfer.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use ferrywire::{Endpoint, Error, Identity, Peer, Wakeup};
+
+use crate::connection_info::ConnectionInfo;
+use crate::dialing::Dialing;
+use crate::log;
+use crate::notification;
+use crate::status::Status;
+use crate::transfer::Transfer;
+
+/// Notifications that wait for a connection, in bytes.
+const WAITING_BYTES_MAX: usize = 64 << 20;
+
+pub struct Remote {
+    pub name: String,
+    info: ConnectionInfo,
+    state: Mutex<State>,
+}
+
+struct State {
+    link: Link,
+    waiting: VecDeque<Waiting>,
+    waiting_bytes: usize,
+    /// Numbers of long notifications.
+    notified: u64,
+    /// It was taken out of the agent.
+    removed: bool,
+    /// The connection was told of in the log.
+    announced: bool,
+}
+
+enum Link {
+    Idle,
+    Dialing(Dialing),
+    Up(Peer),
+}
+
+enum Waiting {
+    Post(Weak<Transfer>, u64),
+    Notify(Vec<Vec<u8>>),
+}
+
+/// What there is to go on with.
+pub enum Connection {
+    Up(Peer),
+    /// It is started when the connection is there.
+    Waiting,
+    Removed,
+}
+
+impl Remote {
+    pub fn new(name: String, info: ConnectionInfo) -> Remote {
+        let (link, waiting) = (Link::Idle, VecDeque::new());
+        let state = State { link, waiting, waiting_bytes: 0, notified: 0, removed: false, announced: false };
+        Remote { name, info, state: Mutex::new(state) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn identity(&self) -> Identity {
+        self.info.identity
+    }
+
+    /// The connection, or a place in the queue of those who wait for it.
+    pub fn connection_for(
+        &self,
+        transfer: &Arc<Transfer>,
+        post: u64,
+        timeout: Duration,
+        wakeup: &Wakeup,
+    ) -> Connection {
+        let mut state = self.lock();
+        if state.removed {
+            return Connection::Removed;
+        }
+        match state.peer(self, timeout, wakeup) {
+            Some(peer) => Connection::Up(peer),
+            None => {
+                state.waiting.push_back(Waiting::Post(Arc::downgrade(transfer), post));
+                Connection::Waiting
+            }
+        }
+    }
+
+    /// Begins to connect, if it is not connected.
+    pub fn connect(&self, timeout: Duration, wakeup: &Wakeup) {
+        let mut state = self.lock();
+        if !state.removed {
+            state.peer(self, timeout, wakeup);
+        }
+    }
+
+    /// Sends a notification behind everything that was posted before it.
+    pub fn notify(&self, sender: &[u8], message: &[u8], timeout: Duration, wakeup: &Wakeup) -> Status {
+        let mut state = self.lock();
+        if state.removed {
+            return Status::REMOTE_DISCONNECT;
+        }
+        if message.len() > notification::MESSAGE_BYTES_MAX {
+            return Status::INVALID_PARAMETER;
+        }
+        state.notified += 1;
+        let parts = notification::encode(sender, message, state.notified);
+        match state.peer(self, timeout, wakeup) {
+            Some(peer) => send(&peer, &parts),
+            None if state.waiting_bytes + message.len() > WAITING_BYTES_MAX => {
+                tracing::warn!(agent = self.name, "too many notifications wait for a connection");
+                Status::BACKEND
+            }
+            None => {
+                state.waiting_bytes += message.len();
+                state.waiting.push_back(Waiting::Notify(parts));
+                Status::SUCCESS
+            }
+        }
+    }
+
+    /// Moves a connection that is coming about on; true while it is.
+    pub fn advance(&self, endpoint: &Endpoint, wakeup: &Wakeup) -> bool {
+        let mut state = self.lock();
+        let Link::Dialing(dialing) = &mut state.link else { return false };
+        match dialing.advance(endpoint, &self.info, wakeup) {
+            None => return true,
+            Some(Ok(peer)) => {
+                if !std::mem::replace(&mut state.announced, true) {
+                    log::announce(format_args!("connected to agent {}: {}", self.name, path(&peer)));
+                }
+                state.link = Link::Up(peer.clone());
+                state.waiting_bytes = 0;
+                // Under the lock, so that nothing overtakes.
+                for waiting in std::mem::take(&mut state.waiting) {
+                    match waiting {
+                        Waiting::Post(transfer, post) => {
+                            transfer.upgrade().into_iter().for_each(|transfer| transfer.start(&peer, post));
+                        }
+                        Waiting::Notify(parts) => drop(send(&peer, &parts)),
+                    }
+                }
+            }
+            Some(Err(error)) => {
+                state.link = Link::Idle;
+                state.fail_waiting(&self.name, &error);
+            }
+        }
+        false
+    }
+
+    /// It is no longer an agent that is known here. What is under way to it is not waited for.
+    pub fn remove(&self) {
+        let mut state = self.lock();
+        state.removed = true;
+        state.link = Link::Idle;
+        state.fail_waiting(&self.name, &Error::Closed);
+    }
+}
+
+impl State {
+    /// The connection; without one, one begins to come about.
+    fn peer(&mut self, remote: &Remote, timeout: Duration, wakeup: &Wakeup) -> Option<Peer> {
+        if let Link::Up(peer) = &self.link {
+            match peer.error() {
+                None => return Some(peer.clone()),
+                Some(error) => {
+                    tracing::warn!(agent = remote.name, %error, "the connection is lost, and made anew");
+                    self.link = Link::Idle;
+                }
+            }
+        }
+        if let Link::Idle = self.link {
+            self.link = Link::Dialing(Dialing::new(timeout));
+            wakeup.wake();
+        }
+        None
+    }
+
+    fn fail_waiting(&mut self, name: &str, error: &Error) {
+        let waiting = std::mem::take(&mut self.waiting);
+        self.waiting_bytes = 0;
+        if !self.removed {
+            tracing::warn!(agent = name, %error, waiting = waiting.len(), "cannot connect; what waits for it fails");
+        }
+        for waiting in waiting {
+            if let Waiting::Post(transfer, post) = waiting {
+                transfer.upgrade().into_iter().for_each(|transfer| transfer.fail_waiting(post));
+            }
+        }
+    }
+}
+
+fn send(peer: &Peer, parts: &[Vec<u8>]) -> Status {
+    match parts.iter().try_for_each(|part| peer.notify(part).map(drop)) {
+        Ok(()) => Status::SUCCESS,
+        Err(error) => {
+            tracing::warn!(peer = peer.name(), %error, "a notification could not be sent");
+            Status::of(&error)
+        }
+    }
+}
+
+/// Which NICs and addresses carry the bytes.
+fn path(peer: &Peer) -> String {
+    let stats = peer.stats();
+    let mut pairs: Vec<(String, usize)> = Vec::new();
+    for channel in &stats.channels {
+        let pair = format!("{} ({} to {})", channel.nic, channel.local.ip(), channel.remote.ip());
+        match pairs.iter_mut().find(|(known, _)| *known == pair) {
+            Some((_, count)) => *count += 1,
+            None => pairs.push((pair, 1)),
+        }
+    }
+    let channels = |(pair, count): &(String, usize)| format!("{count} channels over {pair}");
+    let pairs: Vec<String> = pairs.iter().map(channels).collect();
+    format!("{}: {}", stats.transport, pairs.join(", "))
+}

@@ -1,0 +1,148 @@
+//! What a user may say through NIXL's parameters of a backend. Nothing has to be said.
+//!
+//! All defaults are valid values, since programs pass the defaults that they have read back to us.
+
+use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
+
+/// Name, default, and what it is for people who read the source.
+pub const OPTIONS: [(&str, &str); 5] = [
+    // Address to listen on; every NIC by default.
+    ("listen", ""),
+    // Port to listen on; 0 lets the kernel choose.
+    ("port", "0"),
+    // NICs to use, separated by commas; all by default.
+    ("nics", ""),
+    // Progress threads; by the number of cores by default.
+    ("threads", ""),
+    // Seconds after which a remote agent that does not answer is given up.
+    ("connect_timeout", "10"),
+];
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Settings {
+    pub listen: Option<IpAddr>,
+    pub port: u16,
+    pub nics: Vec<String>,
+    pub threads: Option<usize>,
+    pub connect_timeout: Duration,
+    /// Of both ends of every connection, where the environment gives one.
+    pub secret: Option<Vec<u8>>,
+}
+
+impl Settings {
+    /// The settings, and the names of parameters that are not ours.
+    ///
+    /// # Errors
+    /// One line that names a parameter of ours whose value cannot be used.
+    pub fn new(
+        parameters: &[(String, String)],
+        environment: impl Fn(&str) -> Option<String>,
+    ) -> Result<(Settings, Vec<String>), String> {
+        let of_environment = |name: &str| environment(name).filter(|value| !value.trim().is_empty());
+        let nics = |text: &str| {
+            text.split(',')
+                .map(str::trim)
+                .filter(|name| !name.is_empty())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        let mut settings = Settings {
+            listen: None,
+            port: 0,
+            nics: nics(&of_environment("FERRYWIRE_NICS").unwrap_or_default()),
+            threads: None,
+            connect_timeout: Duration::from_secs(10),
+            secret: of_environment("FERRYWIRE_SECRET").map(String::into_bytes),
+        };
+        let mut unknown = Vec::new();
+        for (name, value) in parameters {
+            let value = value.trim();
+            let wrong = |what: &str| format!("parameter {name} must be {what} (got {value:?})");
+            match name.as_str() {
+                "listen" if !value.is_empty() => {
+                    settings.listen = Some(value.parse().map_err(|_| wrong("an IP address"))?);
+                }
+                "port" if !value.is_empty() => {
+                    settings.port = value.parse().map_err(|_| wrong("a port number"))?
+                }
+                "nics" if !value.is_empty() => settings.nics = nics(value),
+                "threads" if !value.is_empty() => {
+                    let threads = value
+                        .parse()
+                        .ok()
+                        .filter(|count| (1..=ferrywire::limits::WORKERS_MAX).contains(count));
+                    settings.threads = Some(threads.ok_or_else(|| wrong("a number from 1 to 64"))?);
+                }
+                "connect_timeout" if !value.is_empty() => {
+                    let seconds = value.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+                    let seconds: f64 =
+                        seconds.ok_or_else(|| wrong("a number of seconds from 0.1 to 3600"))?;
+                    settings.connect_timeout = Duration::from_secs_f64(seconds);
+                }
+                known if OPTIONS.iter().any(|(name, _)| *name == known) => {}
+                _ => unknown.push(name.clone()),
+            }
+        }
+        unknown.sort_unstable();
+        Ok((settings, unknown))
+    }
+
+    /// Where to listen: first choice first.
+    pub fn listen_addresses(&self) -> Vec<SocketAddr> {
+        let any: [IpAddr; 2] =
+            [std::net::Ipv6Addr::UNSPECIFIED.into(), std::net::Ipv4Addr::UNSPECIFIED.into()];
+        let addresses = self.listen.map_or(any.to_vec(), |address| vec![address]);
+        addresses.into_iter().map(|address| SocketAddr::new(address, self.port)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(parameters: &[(&str, &str)]) -> Result<(Settings, Vec<String>), String> {
+        let owned: Vec<_> =
+            parameters.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect();
+        Settings::new(&owned, |_| None)
+    }
+
+    #[test]
+    fn the_defaults_are_valid_and_change_nothing() {
+        assert_eq!(given(&OPTIONS).unwrap(), given(&[]).unwrap());
+    }
+
+    #[test]
+    fn parameters_of_other_backends_are_tolerated_and_named() {
+        let (settings, unknown) =
+            given(&[("num_threads", "8"), ("device_list", "all"), ("nics", "eth1, eth2")]).unwrap();
+        assert_eq!(
+            (settings.nics, unknown),
+            (vec!["eth1".into(), "eth2".into()], vec!["device_list".into(), "num_threads".into()])
+        );
+    }
+
+    #[test]
+    fn a_value_that_cannot_be_used_is_named() {
+        for (name, value) in
+            [("port", "70000"), ("listen", "eth0"), ("threads", "0"), ("connect_timeout", "-1")]
+        {
+            let error = given(&[(name, value)]).unwrap_err();
+            assert!(error.contains(name) && error.contains(value), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_environment_gives_nics_and_secret() {
+        let environment = |name: &str| match name {
+            "FERRYWIRE_NICS" => Some("eth5".into()),
+            "FERRYWIRE_SECRET" => Some("shared by all".into()),
+            _ => None,
+        };
+        let (settings, _) = Settings::new(&[], environment).unwrap();
+        assert_eq!(
+            (settings.nics, settings.secret),
+            (vec!["eth5".to_owned()], Some(b"shared by all".to_vec()))
+        );
+    }
+}

@@ -1,0 +1,38 @@
+//! NIXL's statuses, and which of them an error of the engine is.
+
+use ferrywire::Error;
+
+/// A status as it crosses the boundary.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Status(pub i32);
+
+impl Status {
+    pub const IN_PROGRESS: Status = Status(1);
+    pub const SUCCESS: Status = Status(0);
+    pub const INVALID_PARAMETER: Status = Status(-2);
+    pub const BACKEND: Status = Status(-3);
+    pub const NOT_FOUND: Status = Status(-4);
+    pub const MISMATCH: Status = Status(-5);
+    pub const NOT_ALLOWED: Status = Status(-6);
+    pub const NOT_POSTED: Status = Status(-1);
+    pub const REPOST_ACTIVE: Status = Status(-7);
+    pub const NOT_SUPPORTED: Status = Status(-9);
+    pub const REMOTE_DISCONNECT: Status = Status(-10);
+    pub const CANCELLED: Status = Status(-11);
+
+    /// What the caller of NIXL is told of an error. The log has the words.
+    pub fn of(error: &Error) -> Status {
+        match error {
+            Error::Invalid { .. } | Error::OutOfRegion { .. } => Status::INVALID_PARAMETER,
+            Error::AccessRefused { .. } | Error::Refused { .. } => Status::NOT_ALLOWED,
+            Error::PeerLost { .. } | Error::PeerClosed { .. } | Error::Unreachable { .. } => {
+                Status::REMOTE_DISCONNECT
+            }
+            Error::Closed => Status::REMOTE_DISCONNECT,
+            Error::OutOfReach { .. } => Status::NOT_SUPPORTED,
+            Error::Cancelled => Status::CANCELLED,
+            _ => Status::BACKEND,
+        }
+    }
+}

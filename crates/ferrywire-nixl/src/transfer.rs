@@ -1,0 +1,349 @@
+//! A transfer of NIXL's: prepared once, posted any number of times.
+//!
+//! Descriptors become a block list of the engine's for each pair of registrations, joined: however many there are, a post
+//! is one operation.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ferrywire::{Block, BlockList, Peer, Region, Wakeup};
+
+use crate::memory::Memory;
+use crate::notification;
+use crate::remote::{Connection, Remote};
+use crate::status::Status;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    Read,
+    Write,
+}
+
+/// An element of a list as NIXL gives it.
+#[repr(C)]
+pub struct Descriptor {
+    pub address: u64,
+    pub bytes: u64,
+    pub device: u64,
+    pub metadata: *const Metadata,
+}
+
+/// The C++ object that holds a reference to memory.
+#[repr(C)]
+pub struct Metadata {
+    virtual_functions: *const c_void,
+    is_private: bool,
+    memory: *const Memory,
+}
+
+impl Descriptor {
+    /// # Safety
+    /// Its metadata is null or an object of the shim's that lives.
+    unsafe fn memory(&self) -> Option<&Memory> {
+        // SAFETY: by the caller's promise; the object holds a reference.
+        unsafe { self.metadata.as_ref().and_then(|metadata| metadata.memory.as_ref()) }
+    }
+}
+
+pub struct Transfer {
+    operation: Operation,
+    route: Route,
+    /// Name of this agent, for notifications.
+    sender: Arc<[u8]>,
+    phase: Mutex<Phase>,
+}
+
+enum Route {
+    Remote {
+        remote: Arc<Remote>,
+        list: BlockList,
+    },
+    /// Within this agent.
+    Own(Vec<Copy>),
+}
+
+struct Copy {
+    from: (Region, u64),
+    to: (Region, u64),
+    bytes: u64,
+}
+
+#[derive(Default)]
+struct Phase {
+    /// Counts the posts.
+    post: u64,
+    step: Step,
+}
+
+#[derive(Default)]
+enum Step {
+    /// Never posted.
+    #[default]
+    Prepared,
+    /// For the connection.
+    Waiting {
+        notification: Option<Vec<u8>>,
+    },
+    Moving {
+        transfer: ferrywire::Transfer,
+        notification: Option<Vec<u8>>,
+    },
+    Ended(Status),
+}
+
+/// What a transfer needs of its agent.
+pub struct Context<'a> {
+    pub connect_timeout: Duration,
+    pub wakeup: &'a Wakeup,
+}
+
+impl Transfer {
+    /// A transfer to or from a remote agent.
+    ///
+    /// # Errors
+    /// Lists that do not fit each other, or their registrations.
+    ///
+    /// # Safety
+    /// The metadata of all descriptors is null, or an object of the shim's that lives.
+    pub unsafe fn with_remote(
+        operation: Operation,
+        local: &[Descriptor],
+        remote: &[Descriptor],
+        peer: Arc<Remote>,
+        sender: Arc<[u8]>,
+    ) -> Result<Transfer, Status> {
+        let list = {
+            // SAFETY: by the caller's promise.
+            unsafe { blocks(local, remote) }?
+        };
+        let route = Route::Remote { remote: peer, list };
+        Ok(Transfer { operation, route, sender, phase: Mutex::default() })
+    }
+
+    /// A transfer within this agent.
+    ///
+    /// # Errors
+    /// As above.
+    ///
+    /// # Safety
+    /// As above.
+    pub unsafe fn within(
+        operation: Operation,
+        local: &[Descriptor],
+        other: &[Descriptor],
+        sender: Arc<[u8]>,
+    ) -> Result<Transfer, Status> {
+        let at = |descriptor: &Descriptor| {
+            // SAFETY: by the caller's promise.
+            match unsafe { descriptor.memory() } {
+                Some(Memory::Local { region, base }) => {
+                    Some((region.clone(), descriptor.address.checked_sub(*base)?))
+                }
+                _ => None,
+            }
+        };
+        let copy = |(one, two): (&Descriptor, &Descriptor)| {
+            let (here, there) = (at(one)?, at(two)?);
+            let (from, to) = match operation {
+                Operation::Read => (there, here),
+                Operation::Write => (here, there),
+            };
+            (one.bytes == two.bytes).then_some(Copy { from, to, bytes: one.bytes })
+        };
+        let copies: Option<Vec<Copy>> = local.iter().zip(other).map(copy).collect();
+        let copies = copies.filter(|_| local.len() == other.len() && !local.is_empty());
+        let route = Route::Own(copies.ok_or(Status::INVALID_PARAMETER)?);
+        Ok(Transfer { operation, route, sender, phase: Mutex::default() })
+    }
+
+    fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts it, or has it started once there is a connection. A transfer within the agent is done when this returns;
+    /// its notification is for the caller to deliver.
+    pub fn post(self: &Arc<Transfer>, notification: Option<Vec<u8>>, context: &Context<'_>) -> Status {
+        let (remote, post) = match &self.route {
+            Route::Own(copies) => {
+                let done = copies.iter().try_for_each(Copy::make);
+                let status = done.map_or_else(|error| Status::of(&error), |()| Status::SUCCESS);
+                self.phase().step = Step::Ended(status);
+                return status;
+            }
+            Route::Remote { remote, .. } => {
+                let mut phase = self.phase();
+                if let Step::Waiting { .. } | Step::Moving { .. } = phase.step {
+                    return Status::REPOST_ACTIVE;
+                }
+                phase.post += 1;
+                phase.step = Step::Waiting { notification };
+                (remote, phase.post)
+            }
+        };
+        match remote.connection_for(self, post, context.connect_timeout, context.wakeup) {
+            Connection::Up(peer) => self.start(&peer, post),
+            Connection::Waiting => {}
+            Connection::Removed => self.fail_waiting(post),
+        }
+        match &self.phase().step {
+            Step::Ended(status) => *status,
+            _ => Status::IN_PROGRESS,
+        }
+    }
+
+    /// There is a connection for this post.
+    pub fn start(&self, peer: &Peer, post: u64) {
+        let mut phase = self.phase();
+        let Route::Remote { list, remote } = &self.route else { return };
+        if phase.post != post || !matches!(phase.step, Step::Waiting { .. }) {
+            return;
+        }
+        let Step::Waiting { notification } = std::mem::take(&mut phase.step) else { return };
+        let with_bytes = |message: &Vec<u8>| {
+            self.operation == Operation::Write && notification::is_short(&self.sender, message)
+        };
+        let (first, later) = match notification {
+            Some(message) if with_bytes(&message) => {
+                (notification::encode(&self.sender, &message, 0).pop(), None)
+            }
+            other => (None, other),
+        };
+        let posted = match self.operation {
+            Operation::Write => peer.write_blocks(list, None, first.as_deref()),
+            Operation::Read => peer.read_blocks(list, None),
+        };
+        phase.step = match posted {
+            Ok(transfer) => Step::Moving { transfer, notification: later },
+            Err(error) => {
+                tracing::warn!(agent = remote.name, %error, "a transfer could not be posted");
+                Step::Ended(Status::of(&error))
+            }
+        };
+    }
+
+    /// There is none.
+    pub fn fail_waiting(&self, post: u64) {
+        let mut phase = self.phase();
+        if phase.post == post && matches!(phase.step, Step::Waiting { .. }) {
+            phase.step = Step::Ended(Status::REMOTE_DISCONNECT);
+        }
+    }
+
+    /// How it stands. What has to follow the bytes is sent here.
+    pub fn check(&self, context: &Context<'_>) -> Status {
+        let mut phase = self.phase();
+        let Step::Moving { transfer, .. } = &phase.step else {
+            return match phase.step {
+                Step::Prepared => Status::NOT_POSTED,
+                Step::Ended(status) => status,
+                _ => Status::IN_PROGRESS,
+            };
+        };
+        let Some(outcome) = transfer.poll() else { return Status::IN_PROGRESS };
+        let Step::Moving { notification, .. } = std::mem::take(&mut phase.step) else {
+            return Status::BACKEND;
+        };
+        phase.step = Step::Ended(Status::SUCCESS);
+        drop(phase);
+        let Route::Remote { remote, .. } = &self.route else { return Status::BACKEND };
+        let status = match outcome {
+            Err(error) => {
+                tracing::warn!(agent = remote.name, %error, "a transfer failed");
+                Status::of(&error)
+            }
+            Ok(_) => notification.map_or(Status::SUCCESS, |message| {
+                remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup)
+            }),
+        };
+        self.phase().step = Step::Ended(status);
+        status
+    }
+
+    /// Whether it moves bytes within this agent.
+    pub fn is_within(&self) -> bool {
+        matches!(self.route, Route::Own(_))
+    }
+
+    /// Its user is done with it. What moves is cancelled, and not waited for.
+    pub fn release(&self) {
+        let mut phase = self.phase();
+        if let Step::Moving { transfer, .. } = &phase.step {
+            transfer.cancel();
+        }
+        phase.step = Step::Ended(Status::CANCELLED);
+    }
+}
+
+impl Copy {
+    fn make(&self) -> ferrywire::Result<()> {
+        const PIECE_BYTES: usize = 1 << 20;
+        let ((from, from_offset), (to, to_offset)) = (&self.from, &self.to);
+        let mut buffer = vec![0; PIECE_BYTES.min(self.bytes as usize)];
+        let mut done = 0;
+        while done < self.bytes {
+            let piece = &mut buffer[..PIECE_BYTES.min((self.bytes - done) as usize)];
+            from.read_at(from_offset + done, piece)?;
+            to.write_at(to_offset + done, piece)?;
+            done += piece.len() as u64;
+        }
+        Ok(())
+    }
+}
+
+/// # Safety
+/// As of [`Transfer::with_remote`].
+unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<BlockList, Status> {
+    if local.len() != remote.len() || local.is_empty() {
+        return Err(Status::INVALID_PARAMETER);
+    }
+    type Pair = (*const Memory, *const Memory);
+    let mut pairs: Vec<(Pair, Vec<Block>)> = Vec::new();
+    let mut known: HashMap<Pair, usize> = HashMap::new();
+    let mut at = usize::MAX;
+    for (here, there) in local.iter().zip(remote) {
+        // SAFETY: by the caller's promise.
+        let (Some(one), Some(two)) = (unsafe { here.memory() }, unsafe { there.memory() }) else {
+            return Err(Status::INVALID_PARAMETER);
+        };
+        let pair: Pair = (one, two);
+        if pairs.get(at).is_none_or(|(last, _)| *last != pair) {
+            at = *known.entry(pair).or_insert_with(|| {
+                // One registration of each side is the common case, so that there is room for all.
+                pairs.push((pair, Vec::with_capacity(if pairs.is_empty() { local.len() } else { 0 })));
+                pairs.len() - 1
+            });
+        }
+        let offsets = (here.address.checked_sub(one.base()), there.address.checked_sub(two.base()));
+        match offsets {
+            (Some(local_offset), Some(remote_offset)) if here.bytes == there.bytes => {
+                pairs[at].1.push(Block { local_offset, remote_offset, bytes: here.bytes });
+            }
+            _ => return Err(Status::INVALID_PARAMETER),
+        }
+    }
+    let list_of = |((one, two), blocks): &(Pair, Vec<Block>)| {
+        // SAFETY: the descriptors' references, which live as above.
+        match unsafe { (&**one, &**two) } {
+            (Memory::Local { region, .. }, Memory::Remote { region: remote, .. }) => {
+                BlockList::new(region, remote, blocks).map_err(|error| refused(&error))
+            }
+            _ => Err(Status::INVALID_PARAMETER),
+        }
+    };
+    let mut lists = pairs.iter().map(list_of).collect::<Result<Vec<_>, _>>()?;
+    match lists.pop() {
+        Some(only) if lists.is_empty() => Ok(only),
+        Some(last) => {
+            lists.push(last);
+            BlockList::join(&lists.iter().collect::<Vec<_>>()).map_err(|error| refused(&error))
+        }
+        None => Err(Status::INVALID_PARAMETER),
+    }
+}
+
+fn refused(error: &ferrywire::Error) -> Status {
+    tracing::warn!(%error, "a transfer cannot be prepared");
+    Status::of(error)
+}
