@@ -2,7 +2,7 @@
 //!
 //! The addresses are tried one after the other, the next one already before the first has answered, and the first that
 //! works wins. While all fail at once (a process that is just starting, a network that is just being set up) they are
-//! tried again for a short time.
+//! tried again for a short time, at first contact: an agent that was there before and is not any more has ended.
 
 use std::time::{Duration, Instant};
 
@@ -24,14 +24,24 @@ pub struct Dialing {
     next_at: Instant,
     began: Instant,
     timeout: Duration,
+    /// Whether nothing has answered there before.
+    first_contact: bool,
     /// Why the addresses of this round failed.
     errors: Vec<Error>,
 }
 
 impl Dialing {
-    pub fn new(timeout: Duration) -> Dialing {
+    pub fn new(timeout: Duration, first_contact: bool) -> Dialing {
         let now = Instant::now();
-        Dialing { attempts: Vec::new(), next: 0, next_at: now, began: now, timeout, errors: Vec::new() }
+        Dialing {
+            attempts: Vec::new(),
+            next: 0,
+            next_at: now,
+            began: now,
+            timeout,
+            first_contact,
+            errors: Vec::new(),
+        }
     }
 
     /// Moves it on; the outcome once there is one. What is to come makes `wakeup` readable; what is due later needs
@@ -69,16 +79,15 @@ impl Dialing {
         if self.next == to.addresses.len() {
             let refused =
                 |error: &Error| !matches!(error, Error::Unreachable { .. } | Error::Deadline { .. });
-            match self.attempts.is_empty() {
-                false => return None,
-                true if now.duration_since(self.began) >= AGAIN_FOR || self.errors.iter().all(refused) => {
-                    return self.most_telling().map(Err);
-                }
-                true => {
-                    self.errors.clear();
-                    (self.next, self.next_at) = (0, now + AGAIN_AFTER);
-                }
+            if !self.attempts.is_empty() {
+                return None;
             }
+            let again = self.first_contact && now.duration_since(self.began) < AGAIN_FOR;
+            if !again || self.errors.iter().all(refused) {
+                return self.most_telling().map(Err);
+            }
+            self.errors.clear();
+            (self.next, self.next_at) = (0, now + AGAIN_AFTER);
         }
         if now >= self.next_at || (self.attempts.is_empty() && self.next > 0) {
             let mut target = ConnectTarget::new(to.addresses[self.next]).identity(to.identity);

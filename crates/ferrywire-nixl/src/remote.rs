@@ -38,7 +38,7 @@ struct State {
     notified: u64,
     /// It was taken out of the agent.
     removed: bool,
-    /// The connection was told of in the log.
+    /// There was a connection, which was told of in the log.
     announced: bool,
 }
 
@@ -182,7 +182,7 @@ impl State {
             }
         }
         if let Link::Idle = self.link {
-            self.link = Link::Dialing(Dialing::new(timeout));
+            self.link = Link::Dialing(Dialing::new(timeout, !self.announced));
             wakeup.wake();
         }
         None

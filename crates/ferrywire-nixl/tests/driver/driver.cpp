@@ -1,0 +1,583 @@
+// Calls the backend's table as NIXL's library does, in its order, and as nobody should.
+//
+// usage: driver CASE. Prints "CASE: good" at the end.
+
+#include "../../shim/nixl.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dirent.h>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <unistd.h>
+
+using namespace ferrywire_nixl;
+
+extern "C" void *nixl_plugin_init();
+extern "C" void nixl_plugin_fini();
+// By this symbol the backend tells a NIXL of 1.0 or later.
+extern "C" void _ZNK9nixlAgent14releaseMemViewEPv() {}
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                                            \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+namespace {
+
+constexpr Status not_posted = Status(-1), mismatch = Status(-5), not_allowed = Status(-6),
+                 remote_disconnect = Status(-10);
+
+constexpr auto LIMIT = std::chrono::seconds(120);
+
+void wait_until(const std::function<bool()> &condition, const char *what) {
+    const auto until = std::chrono::steady_clock::now() + LIMIT;
+    while (!condition()) {
+        if (std::chrono::steady_clock::now() > until) {
+            fprintf(stderr, "waited in vain for %s\n", what);
+            exit(1);
+        }
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+}
+
+Plugin *plugin() { return static_cast<Plugin *>(nixl_plugin_init()); }
+
+// Memory that one agent has registered, with the views that NIXL keeps of it.
+struct Registered {
+    std::vector<uint8_t> bytes;
+    Metadata *registration = nullptr, *local_view = nullptr;
+    std::string blob;
+
+    BlobDescriptor descriptor() {
+        BlobDescriptor out;
+        out.address = reinterpret_cast<uintptr_t>(bytes.data());
+        out.bytes = bytes.size();
+        out.device = 0;
+        return out;
+    }
+};
+
+class Agent {
+  public:
+    explicit Agent(const std::string &name, Parameters custom = {}) : name(name) {
+        InitParameters parameters{};
+        parameters.local_agent = name;
+        parameters.type = "FERRYWIRE";
+        parameters.custom = &custom;
+        parameters.progress_thread = true;
+        engine = plugin()->create(&parameters);
+        CHECK(engine != nullptr && !engine->failed);
+        CHECK(engine->supports_remote() && engine->supports_notifications() && engine->supports_local());
+        CHECK(engine->connection_info(info) == success && !info.empty());
+        CHECK(engine->connect(name) == success);
+        const auto memories = engine->memories();
+        CHECK(!memories.empty() && memories[0] == Memory::dram);
+        CHECK(engine->type == "FERRYWIRE" && engine->local_agent == name && engine->custom == custom);
+    }
+
+    ~Agent() {
+        for (auto &memory : registered) {
+            CHECK(memory->registration == nullptr || engine->deregister_memory(memory->registration) == success);
+        }
+        for (auto &[_, metadata] : loaded) {
+            CHECK(engine->unload(metadata) == success);
+        }
+        for (auto &memory : registered) {
+            CHECK(memory->local_view == nullptr || engine->unload(memory->local_view) == success);
+        }
+        plugin()->destroy(engine);
+    }
+
+    Registered &add(size_t bytes, uint8_t value = 0) {
+        registered.push_back(std::make_unique<Registered>());
+        auto &memory = *registered.back();
+        memory.bytes.assign(bytes, value);
+        CHECK(engine->register_memory(memory.descriptor(), Memory::dram, memory.registration) == success);
+        CHECK(engine->load_local(memory.registration, memory.local_view) == success);
+        CHECK(engine->public_data(memory.registration, memory.blob) == success && !memory.blob.empty());
+        return memory;
+    }
+
+    void deregister(Registered &memory) {
+        CHECK(engine->unload(memory.local_view) == success);
+        CHECK(engine->deregister_memory(memory.registration) == success);
+        memory.local_view = memory.registration = nullptr;
+    }
+
+    // Connection information and all memory of another one, as of its metadata.
+    void load(Agent &other) {
+        CHECK(engine->load_connection_info(other.name, other.info) == success);
+        for (auto &memory : other.registered) {
+            load(other, *memory);
+        }
+    }
+
+    void load(Agent &other, Registered &memory) {
+        auto descriptor = memory.descriptor();
+        descriptor.blob = memory.blob;
+        CHECK(engine->load_remote(descriptor, Memory::dram, other.name, loaded[&memory]) == success);
+    }
+
+    void unload(Agent &other) {
+        for (auto &memory : other.registered) {
+            CHECK(engine->unload(loaded.at(memory.get())) == success);
+            loaded.erase(memory.get());
+        }
+        CHECK(engine->disconnect(other.name) == success);
+    }
+
+    Notifications notifications() {
+        Notifications out;
+        CHECK(engine->notifications(out) == success);
+        return out;
+    }
+
+    // The next so many.
+    Notifications wait_for(size_t count) {
+        Notifications out;
+        wait_until(
+            [&] {
+                for (auto &each : notifications()) {
+                    out.push_back(each);
+                }
+                return out.size() >= count;
+            },
+            "notifications");
+        CHECK(out.size() == count);
+        return out;
+    }
+
+    std::string name, info;
+    Engine *engine;
+    std::vector<std::unique_ptr<Registered>> registered;
+    std::map<Registered *, Metadata *> loaded;
+};
+
+MetadataDescriptor part(Registered &memory, const Metadata *metadata, size_t offset, size_t bytes) {
+    MetadataDescriptor out;
+    out.address = reinterpret_cast<uintptr_t>(memory.bytes.data()) + offset;
+    out.bytes = bytes;
+    out.device = 0;
+    out.metadata = metadata;
+    return out;
+}
+
+// A handle and the lists that live as long.
+class Handle {
+  public:
+    Handle(Agent &agent, Operation operation, const std::string &peer) : agent(agent), operation(operation), peer(peer) {
+        local.virtual_functions = remote.virtual_functions = nullptr;
+        local.memory = remote.memory = 0;
+    }
+    ~Handle() { release(); }
+
+    void add(Registered &here, size_t at, Registered &there, size_t to, size_t bytes) {
+        local.items.push_back(part(here, here.local_view, at, bytes));
+        const bool own = peer == agent.name;
+        remote.items.push_back(part(there, own ? there.local_view : agent.loaded.at(&there), to, bytes));
+    }
+
+    Status prepare() { return agent.engine->prepare(operation, local, remote, peer, request, &options); }
+
+    Status post() { return agent.engine->post(operation, local, remote, peer, request, &options); }
+
+    Status post(const std::string &notification) {
+        options.notification = notification;
+        options.has_notification = true;
+        return post();
+    }
+
+    Status finish(Status status) {
+        wait_until(
+            [&] {
+                if (status == in_progress) {
+                    status = agent.engine->check(request);
+                }
+                return status != in_progress;
+            },
+            "a transfer");
+        return status;
+    }
+
+    void release() {
+        if (request != nullptr) {
+            CHECK(agent.engine->release(request) == success);
+            request = nullptr;
+        }
+    }
+
+    Agent &agent;
+    Operation operation;
+    std::string peer;
+    Descriptors local, remote;
+    Options options{};
+    Request *request = nullptr;
+};
+
+void fill(std::vector<uint8_t> &bytes, uint32_t seed) {
+    for (auto &byte : bytes) {
+        seed = seed * 1664525 + 1013904223;
+        byte = static_cast<uint8_t>(seed >> 24);
+    }
+}
+
+void the_record_is_what_nixl_expects() {
+    for (int round = 0; round < 3; ++round) {
+        auto *record = plugin();
+        CHECK(record != nullptr && record->api_version == 1);
+        CHECK(std::string(record->name()) == "FERRYWIRE" && record->version()[0] != 0);
+        CHECK(record->memories() == (Memories{Memory::dram, Memory::vram}));
+        const auto options = record->options();
+        CHECK(options.count("port") == 1);
+        nixl_plugin_fini();
+        // Programs give the defaults back.
+        Agent agent("a", options);
+    }
+}
+
+void bytes_and_notifications_arrive() {
+    Agent near("near"), far("far");
+    auto &source = near.add(4 << 20);
+    auto &target = far.add(4 << 20);
+    fill(source.bytes, 1);
+    near.load(far);
+    // Every block to another place, first with a connection that is still to be made, then again and again.
+    Handle write(near, Operation::write, "far");
+    const size_t block = 4096, blocks = (4 << 20) / block;
+    for (size_t at = 0; at < blocks; ++at) {
+        write.add(source, at * block, target, (at * 5 + 3) % blocks * block, block);
+    }
+    CHECK(write.prepare() == success);
+    for (int round = 0; round < 20; ++round) {
+        fill(source.bytes, 100 + round);
+        const auto message = "round " + std::to_string(round);
+        CHECK(write.finish(write.post(message)) == success);
+        CHECK(far.wait_for(1) == (Notifications{{"near", message}}));
+        for (size_t at = 0; at < blocks; ++at) {
+            CHECK(memcmp(&source.bytes[at * block], &target.bytes[(at * 5 + 3) % blocks * block], block) == 0);
+        }
+    }
+    // The way back, without the far end having loaded anything.
+    const auto sent = source.bytes;
+    fill(source.bytes, 7);
+    Handle read(near, Operation::read, "far");
+    for (size_t at = 0; at < blocks; ++at) {
+        read.add(source, at * block, target, (at * 5 + 3) % blocks * block, block);
+    }
+    CHECK(read.prepare() == success && read.finish(read.post("")) == success && source.bytes == sent);
+    CHECK(far.wait_for(1) == (Notifications{{"near", ""}}));
+    // Messages of their own, short and long, with zeros, in order.
+    Notifications expected;
+    for (size_t bytes : {0, 1, 8000, 8192, 100000, 5}) {
+        std::string message(bytes, '\0');
+        if (bytes > 1) {
+            message[bytes - 1] = 'x';
+        }
+        expected.emplace_back("near", message);
+        CHECK(near.engine->notify("far", message) == success);
+    }
+    CHECK(far.wait_for(expected.size()) == expected);
+    // A long one with a transfer.
+    const std::string message(50000, 'n');
+    CHECK(write.finish(write.post(message)) == success);
+    CHECK(far.wait_for(1) == (Notifications{{"near", message}}));
+    CHECK(near.notifications().empty() && far.notifications().empty());
+}
+
+void many_registrations_are_one_transfer() {
+    Agent near("near"), far("far");
+    std::vector<Registered *> sources, targets;
+    for (uint32_t index = 0; index < 1000; ++index) {
+        sources.push_back(&near.add(4096));
+        targets.push_back(&far.add(4096));
+        fill(sources.back()->bytes, index);
+    }
+    near.load(far);
+    Handle write(near, Operation::write, "far");
+    for (size_t index = 0; index < 1000; ++index) {
+        write.add(*sources[index], 0, *targets[index * 7 % 1000], 0, 4096);
+    }
+    CHECK(write.prepare() == success && write.finish(write.post("all")) == success);
+    CHECK(far.wait_for(1) == (Notifications{{"near", "all"}}));
+    for (size_t index = 0; index < 1000; ++index) {
+        CHECK(sources[index]->bytes == targets[index * 7 % 1000]->bytes);
+    }
+    // 100,000 blocks between two registrations.
+    auto &source = near.add(100000 * 64), &target = far.add(100000 * 64);
+    near.load(far, target);
+    fill(source.bytes, 5);
+    Handle blocks(near, Operation::write, "far");
+    for (size_t at = 0; at < 100000; ++at) {
+        blocks.add(source, at * 64, target, at * 77777 % 100000 * 64, 64);
+    }
+    CHECK(blocks.prepare() == success && blocks.finish(blocks.post()) == success);
+    for (size_t at = 0; at < 100000; ++at) {
+        CHECK(memcmp(&source.bytes[at * 64], &target.bytes[at * 77777 % 100000 * 64], 64) == 0);
+    }
+}
+
+void an_agent_reaches_itself() {
+    Agent agent("self");
+    auto &one = agent.add(3 << 20), &two = agent.add(3 << 20);
+    fill(one.bytes, 3);
+    Handle write(agent, Operation::write, "self"), read(agent, Operation::read, "self");
+    write.add(one, 1, two, 5, (3 << 20) - 5);
+    read.add(one, 0, two, 0, 5);
+    CHECK(write.prepare() == success && write.post("to myself") == success);
+    CHECK(memcmp(&one.bytes[1], &two.bytes[5], (3 << 20) - 5) == 0);
+    CHECK(read.prepare() == success && read.post() == success && one.bytes[4] == two.bytes[4]);
+    CHECK(agent.engine->notify("self", "again") == success);
+    CHECK(agent.wait_for(2) == (Notifications{{"self", "to myself"}, {"self", "again"}}));
+}
+
+void misuse_gives_errors() {
+    Agent near("near"), far("far");
+    auto &source = near.add(8192);
+    auto &target = far.add(8192);
+    CHECK(near.engine->connect("far") == not_found && near.engine->disconnect("far") == not_found);
+    CHECK(near.engine->notify("far", "x") == not_found);
+    CHECK(near.engine->load_connection_info("far", "a worker address of another backend") == mismatch);
+    CHECK(near.engine->load_connection_info("far", "") == mismatch);
+    CHECK(near.engine->load_connection_info("far", far.info.substr(0, far.info.size() - 1)) == mismatch);
+    near.load(far);
+    Metadata *none = nullptr;
+    auto descriptor = target.descriptor();
+    for (const std::string &blob : {std::string(), std::string("nonsense"), target.blob.substr(1), near.registered[0]->blob}) {
+        descriptor.blob = blob;
+        CHECK(near.engine->load_remote(descriptor, Memory::dram, "far", none) == mismatch && none == nullptr);
+    }
+    CHECK(near.engine->register_memory(source.descriptor(), Memory::vram, none) == invalid_parameter && none == nullptr);
+    BlobDescriptor wrong{};
+    wrong.bytes = 4096;
+    CHECK(near.engine->register_memory(wrong, Memory::dram, none) == invalid_parameter);
+    // Nothing, the same and overlapping ranges.
+    BlobDescriptor empty = source.descriptor();
+    empty.bytes = 0;
+    for (auto &each : {empty, source.descriptor(), source.descriptor()}) {
+        CHECK(near.engine->register_memory(each, Memory::dram, none) == success);
+        CHECK(near.engine->deregister_memory(none) == success);
+        none = nullptr;
+    }
+    CHECK(near.engine->deregister_memory(nullptr) == invalid_parameter);
+    CHECK(near.engine->unload(nullptr) == success && near.engine->release(nullptr) == success);
+    CHECK(near.engine->check(nullptr) == invalid_parameter);
+    const auto prepared = [&](Operation operation, const std::string &peer, const std::function<void(Handle &)> &add) {
+        Handle handle(near, operation, peer);
+        add(handle);
+        const auto status = handle.prepare();
+        CHECK((status == success) == (handle.request != nullptr));
+        return status;
+    };
+    CHECK(prepared(Operation::write, "far", [](Handle &) {}) == invalid_parameter);
+    const auto good = [&](Handle &handle) { handle.add(source, 0, target, 0, 8192); };
+    CHECK(prepared(Operation::write, "far", good) == success);
+    CHECK(prepared(Operation(7), "far", good) == not_supported);
+    CHECK(prepared(Operation::write, "far", [&](Handle &handle) { good(handle), handle.peer = "nobody"; }) == not_found);
+    CHECK(prepared(Operation::read, "far", [&](Handle &handle) { good(handle), handle.local.items[0].bytes = 1; }) ==
+          invalid_parameter);
+    CHECK(prepared(Operation::read, "far", [&](Handle &handle) { good(handle), handle.local.items.pop_back(); }) ==
+          invalid_parameter);
+    CHECK(prepared(Operation::write, "far", [&](Handle &handle) {
+              good(handle);
+              handle.remote.items[0].metadata = nullptr;
+          }) == invalid_parameter);
+    CHECK(prepared(Operation::write, "far", [&](Handle &handle) {
+              good(handle);
+              std::swap(handle.local.items[0].metadata, handle.remote.items[0].metadata);
+          }) == invalid_parameter);
+    for (const auto shift : {-1, 1}) {
+        CHECK(prepared(Operation::write, "far", [&](Handle &handle) {
+                  good(handle);
+                  handle.remote.items[0].address += shift;
+              }) == invalid_parameter);
+    }
+    // A handle that was never posted, and one of nothing.
+    Handle unposted(near, Operation::write, "far"), nothing(near, Operation::write, "far");
+    good(unposted);
+    CHECK(unposted.prepare() == success && near.engine->check(unposted.request) == not_posted);
+    nothing.add(source, 0, target, 0, 0);
+    CHECK(nothing.prepare() == success && nothing.finish(nothing.post("nothing")) == success);
+    CHECK(far.wait_for(1) == (Notifications{{"near", "nothing"}}));
+    // What the far end has taken back is refused, and costs nothing else.
+    far.deregister(target);
+    CHECK(unposted.finish(unposted.post("late")) == not_allowed);
+    CHECK(near.engine->notify("far", "still here") == success);
+    CHECK(far.wait_for(1) == (Notifications{{"near", "still here"}}));
+}
+
+void parameters_are_tolerated_or_named() {
+    Agent tolerant("a", {{"num_threads", "8"}, {"ucx_error_handling_mode", "peer"}, {"port", ""}, {"nics", ""}});
+    for (const Parameters &bad : {Parameters{{"port", "many"}}, Parameters{{"nics", "no such nic"}}}) {
+        auto custom = bad;
+        InitParameters parameters{};
+        parameters.local_agent = "b";
+        parameters.type = "FERRYWIRE";
+        parameters.custom = &custom;
+        CHECK(plugin()->create(&parameters) == nullptr);
+    }
+}
+
+void releasing_never_blocks() {
+    Agent near("near"), far("far");
+    auto &source = near.add(32 << 20), &target = far.add(32 << 20);
+    near.load(far);
+    for (int round = 0; round < 100; ++round) {
+        const auto operation = round % 2 == 0 ? Operation::write : Operation::read;
+        Handle handle(near, operation, "far");
+        handle.add(source, 0, target, 0, 32 << 20);
+        CHECK(handle.prepare() == success);
+        CHECK(handle.post("maybe") != invalid_parameter);
+        for (int check = 0; check < round * 20; ++check) {
+            if (near.engine->check(handle.request) != in_progress) {
+                break;
+            }
+        }
+        handle.release();
+    }
+    // Nothing is left behind that would hold up what comes next.
+    Handle handle(near, Operation::write, "far");
+    handle.add(source, 0, target, 0, 4096);
+    CHECK(handle.prepare() == success && handle.finish(handle.post("last")) == success);
+    wait_until(
+        [&] {
+            for (auto &each : far.notifications()) {
+                if (each.second == "last") {
+                    return true;
+                }
+            }
+            return false;
+        },
+        "the last notification");
+}
+
+void a_peer_is_removed_and_added_again_in_mid_transfer() {
+    Agent near("near"), far("far");
+    auto &source = near.add(16 << 20, 1), &target = far.add(16 << 20);
+    for (int round = 0; round < 20; ++round) {
+        near.load(far);
+        auto handle = std::make_unique<Handle>(near, Operation::write, "far");
+        handle->add(source, 0, target, 0, 16 << 20);
+        CHECK(handle->prepare() == success && handle->post("data") == in_progress);
+        if (round % 2 == 0) {
+            near.engine->check(handle->request);
+        }
+        near.unload(far);
+        // As NIXL releases what was left.
+        near.engine->check(handle->request);
+        handle->release();
+    }
+    near.load(far);
+    Handle handle(near, Operation::write, "far");
+    handle.add(source, 0, target, 0, 16 << 20);
+    CHECK(handle.prepare() == success && handle.finish(handle.post()) == success);
+    CHECK(target.bytes == source.bytes);
+    // A name that is known is loaded anew, as after a restart.
+    Agent restarted("far");
+    CHECK(near.engine->load_connection_info("far", restarted.info) == success);
+    CHECK(near.engine->notify("far", "hello") == success);
+    CHECK(restarted.wait_for(1) == (Notifications{{"near", "hello"}}));
+}
+
+void memory_is_deregistered_in_mid_transfer() {
+    Agent near("near"), far("far");
+    auto &target = far.add(16 << 20);
+    near.load(far);
+    for (int round = 0; round < 20; ++round) {
+        auto &source = near.add(16 << 20, 1);
+        Handle handle(near, round % 2 == 0 ? Operation::write : Operation::read, "far");
+        handle.add(source, 0, target, 0, 16 << 20);
+        CHECK(handle.prepare() == success && handle.post() == in_progress);
+        if (round % 3 == 0) {
+            near.engine->check(handle.request);
+        }
+        near.deregister(source);
+        // Whatever is still written to it shows here: the pages are the test's own again.
+        std::vector<uint8_t>().swap(source.bytes);
+        handle.finish(in_progress);
+    }
+}
+
+void a_dead_peer_is_an_error_on_every_handle() {
+    Agent near("near"), other("other");
+    auto &source = near.add(1 << 20, 1), &good = other.add(1 << 20);
+    near.load(other);
+    std::vector<std::unique_ptr<Handle>> handles;
+    {
+        auto far = std::make_unique<Agent>("far");
+        auto &target = far->add(1 << 20);
+        near.load(*far);
+        for (int index = 0; index < 8; ++index) {
+            handles.push_back(std::make_unique<Handle>(near, Operation::read, "far"));
+            handles.back()->add(source, 0, target, 0, 1 << 20);
+            CHECK(handles.back()->prepare() == success);
+        }
+        CHECK(handles[0]->finish(handles[0]->post()) == success);
+    }
+    for (auto &handle : handles) {
+        CHECK(handle->finish(handle->post()) == remote_disconnect);
+    }
+    Handle write(near, Operation::write, "other");
+    write.add(source, 0, good, 0, 1 << 20);
+    CHECK(write.prepare() == success && write.finish(write.post()) == success && good.bytes == source.bytes);
+    // NIXL has dropped far's registrations only when it is removed.
+    handles.clear();
+}
+
+size_t entries(const char *path) {
+    size_t count = 0;
+    auto *folder = opendir(path);
+    CHECK(folder != nullptr);
+    while (readdir(folder) != nullptr) {
+        ++count;
+    }
+    closedir(folder);
+    return count;
+}
+
+void rounds_leave_nothing_behind(int rounds) {
+    size_t descriptors = 0, threads = 0;
+    for (int round = 0; round < rounds; ++round) {
+        if (round == 3) {
+            descriptors = entries("/proc/self/fd"), threads = entries("/proc/self/task");
+        }
+        Agent near("near"), far("far");
+        auto &source = near.add(4096, static_cast<uint8_t>(round)), &target = far.add(4096);
+        near.load(far);
+        Handle handle(near, Operation::write, "far");
+        handle.add(source, 0, target, 0, 4096);
+        CHECK(handle.prepare() == success && handle.finish(handle.post("x")) == success);
+        CHECK(far.wait_for(1).size() == 1 && target.bytes == source.bytes);
+    }
+    // The agents of the last round are gone.
+    CHECK(entries("/proc/self/fd") <= descriptors && entries("/proc/self/task") <= threads);
+}
+
+} // namespace
+
+int main(int count, char **arguments) {
+    const std::map<std::string, std::function<void()>> cases = {
+        {"record", the_record_is_what_nixl_expects},
+        {"arrive", bytes_and_notifications_arrive},
+        {"many", many_registrations_are_one_transfer},
+        {"itself", an_agent_reaches_itself},
+        {"misuse", misuse_gives_errors},
+        {"parameters", parameters_are_tolerated_or_named},
+        {"release", releasing_never_blocks},
+        {"again", a_peer_is_removed_and_added_again_in_mid_transfer},
+        {"deregister", memory_is_deregistered_in_mid_transfer},
+        {"dead", a_dead_peer_is_an_error_on_every_handle},
+        {"rounds", [&] { rounds_leave_nothing_behind(count > 2 ? atoi(arguments[2]) : 20); }},
+    };
+    CHECK(count > 1 && cases.count(arguments[1]) == 1);
+    cases.at(arguments[1])();
+    printf("%s: good\n", arguments[1]);
+    return 0;
+}

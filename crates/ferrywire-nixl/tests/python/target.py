@@ -1,0 +1,62 @@
+"""The passive end: an agent with memory, driven by lines of JSON on standard input.
+
+Every request is answered by one line. Memory and metadata stay until the process ends.
+"""
+
+import base64
+import ctypes
+import json
+import mmap
+import sys
+import time
+
+from nixl._api import nixl_agent, nixl_agent_config
+
+
+def memory(size):
+    return mmap.mmap(-1, size)
+
+
+def address(region):
+    return ctypes.addressof(ctypes.c_char.from_buffer(region))
+
+
+def main():
+    name, backend = sys.argv[1:3]
+    agent = nixl_agent(name, nixl_agent_config(backends=[backend]))
+    regions = []
+
+    def answer(value):
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+    def register(sizes):
+        made = [memory(size) for size in sizes]
+        regions.extend(made)
+        agent.register_memory([(address(each), len(each), 0, "") for each in made], "DRAM")
+        return {"addresses": [address(each) for each in made], "metadata": metadata()}
+
+    def metadata():
+        return base64.b64encode(agent.get_agent_metadata()).decode()
+
+    def notifications(count, seconds):
+        got, until = [], time.monotonic() + seconds
+        while len(got) < count and time.monotonic() < until:
+            for sender, messages in agent.get_new_notifs().items():
+                got += [[sender, base64.b64encode(message).decode()] for message in messages]
+        return got
+
+    def fill(index, value):
+        regions[index][:] = bytes([value]) * len(regions[index])
+
+    def read(index, at, size):
+        return base64.b64encode(regions[index][at : at + size]).decode()
+
+    calls = {"register": register, "metadata": metadata, "notifications": notifications, "fill": fill, "read": read}
+    answer("ready")
+    for line in sys.stdin:
+        call, *arguments = json.loads(line)
+        answer(calls[call](*arguments))
+
+
+main()

@@ -1,0 +1,109 @@
+//! The backend's table, called by a C++ program as NIXL calls it, and as nobody should: under AddressSanitizer where the
+//! compiler has it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::OnceLock;
+
+/// A case that has not ended after this long hangs.
+const HANGS_AFTER_S: &str = "240";
+
+fn compile(into: &Path, sanitized: bool) -> Output {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let library = std::env::current_exe().unwrap().parent().unwrap().join("libplugin_ferrywire.a");
+    let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
+    compiler
+        .args(["-std=c++17", "-g", "-O1", "-Wall", "-Werror", "-Wno-invalid-offsetof", "-rdynamic", "-o"])
+        .arg(into);
+    if sanitized {
+        compiler.args(["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]);
+    }
+    // The C++ side is compiled once more, so that it is watched too.
+    compiler.arg(here.join("tests/driver/driver.cpp")).arg(here.join("shim/shim.cpp")).arg(library);
+    // What Rust's own library needs of the system's.
+    compiler.args(["-lgcc_s", "-lutil", "-lrt", "-lm", "-ldl", "-lc", "-pthread"]);
+    compiler.output().expect("a C++ compiler, which the backend is built with")
+}
+
+fn driver() -> &'static Path {
+    static DRIVER: OnceLock<PathBuf> = OnceLock::new();
+    DRIVER.get_or_init(|| {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
+        let sanitized = folder.join("sanitized-driver");
+        if compile(&sanitized, true).status.success() {
+            return sanitized;
+        }
+        println!("SKIPPED: AddressSanitizer, which this compiler does not have");
+        let plain = folder.join("driver");
+        let output = compile(&plain, false);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        plain
+    })
+}
+
+fn run(arguments: &[&str]) {
+    let output = Command::new("timeout")
+        .args(["-k", "5", HANGS_AFTER_S])
+        .arg(driver())
+        .args(arguments)
+        .output()
+        .unwrap();
+    let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let good = format!("{}: good\n", arguments[0]);
+    assert!(output.status.success() && said.ends_with(&good), "{}: {said}{errors}", output.status);
+}
+
+#[test]
+fn the_record_is_what_nixl_expects() {
+    run(&["record"]);
+}
+
+#[test]
+fn bytes_and_notifications_arrive() {
+    run(&["arrive"]);
+}
+
+#[test]
+fn many_registrations_are_one_transfer() {
+    run(&["many"]);
+}
+
+#[test]
+fn an_agent_reaches_itself() {
+    run(&["itself"]);
+}
+
+#[test]
+fn misuse_gives_errors() {
+    run(&["misuse"]);
+}
+
+#[test]
+fn parameters_are_tolerated_or_named() {
+    run(&["parameters"]);
+}
+
+#[test]
+fn releasing_never_blocks() {
+    run(&["release"]);
+}
+
+#[test]
+fn a_peer_is_removed_and_added_again_in_mid_transfer() {
+    run(&["again"]);
+}
+
+#[test]
+fn memory_is_deregistered_in_mid_transfer() {
+    run(&["deregister"]);
+}
+
+#[test]
+fn a_dead_peer_is_an_error_on_every_handle() {
+    run(&["dead"]);
+}
+
+#[test]
+fn a_thousand_rounds_leave_nothing_behind() {
+    run(&["rounds", "1000"]);
+}
