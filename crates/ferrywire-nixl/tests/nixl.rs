@@ -1,5 +1,8 @@
 //! NIXL's own library, from its wheel, with the backend: two agents in two network namespaces with two NICs each.
 
+#[allow(dead_code, reason = "the tests of CUDA memory use all of it")]
+#[path = "../../ferrywire/tests/cuda/driver.rs"]
+mod driver;
 #[allow(dead_code, reason = "the tests of the Python package use all of it")]
 #[path = "../../ferrywire-py/tests/environment/mod.rs"]
 mod environment;
@@ -86,6 +89,10 @@ fn plugins(backend: &str) -> PathBuf {
 }
 
 fn case(backend: &str, case: &str) -> Option<String> {
+    case_with(backend, case, &[])
+}
+
+fn case_with(backend: &str, case: &str, variables: &[(&str, &Path)]) -> Option<String> {
     let (python, hosts) = (python()?, Hosts::new()?);
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/python/two_hosts.py");
     let Hosts([near, far]) = &hosts;
@@ -93,6 +100,7 @@ fn case(backend: &str, case: &str) -> Option<String> {
     command.args(["-k", "5", &HANGS_AFTER.as_secs().to_string(), "ip", "netns", "exec", near]);
     command.arg(python).arg(script).args([backend, far, case]);
     command.env("NIXL_PLUGIN_DIR", plugins(backend)).env("PYTHONUNBUFFERED", "1");
+    command.env("PYTHONDONTWRITEBYTECODE", "1").envs(variables.iter().copied());
     let began = Instant::now();
     let output = command.output().unwrap();
     let said =
@@ -113,6 +121,14 @@ fn bytes_and_notifications_arrive_over_all_nics() {
     );
     let path = said.lines().find(|line| line.contains("connected to agent target: tcp")).unwrap_or_default();
     assert!(path.contains("fw0 (10.210.7.1 to 10.210.7.2)") && path.contains("fw1 (10.211.7.1 to"), "{said}");
+}
+
+#[test]
+fn memory_of_gpus_moves_too() {
+    let defines: &[&str] = if driver::has_kernels() { &[driver::WITH_KERNELS] } else { &[] };
+    let stand_in = driver::stand_in(defines);
+    let Some(said) = case_with("FERRYWIRE", "gpu", &[("LD_LIBRARY_PATH", &stand_in)]) else { return };
+    assert!(said.contains("agent initiator moves host and GPU memory"), "{said}");
 }
 
 #[test]

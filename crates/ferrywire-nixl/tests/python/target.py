@@ -13,12 +13,26 @@ import time
 from nixl._api import nixl_agent, nixl_agent_config
 
 
-def memory(size):
-    return mmap.mmap(-1, size)
+class Host:
+    """Memory of the host."""
+
+    def __init__(self, size):
+        self.pages, self.size, self.device = mmap.mmap(-1, size), size, 0
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.pages))
+
+    def write(self, data):
+        self.pages[: len(data)] = data
+
+    def read(self, at, size):
+        return self.pages[at : at + size]
 
 
-def address(region):
-    return ctypes.addressof(ctypes.c_char.from_buffer(region))
+def memory(kind, size):
+    if kind == "VRAM":
+        import cuda
+
+        return cuda.Memory(size)
+    return Host(size)
 
 
 def main():
@@ -30,11 +44,11 @@ def main():
         sys.stdout.write(json.dumps(value) + "\n")
         sys.stdout.flush()
 
-    def register(sizes):
-        made = [memory(size) for size in sizes]
+    def register(sizes, kind):
+        made = [memory(kind, size) for size in sizes]
         regions.extend(made)
-        agent.register_memory([(address(each), len(each), 0, "") for each in made], "DRAM")
-        return {"addresses": [address(each) for each in made], "metadata": metadata()}
+        agent.register_memory([(each.address, each.size, each.device, "") for each in made], kind)
+        return {"addresses": [each.address for each in made], "metadata": metadata()}
 
     def metadata():
         return base64.b64encode(agent.get_agent_metadata()).decode()
@@ -47,10 +61,10 @@ def main():
         return got
 
     def fill(index, value):
-        regions[index][:] = bytes([value]) * len(regions[index])
+        regions[index].write(bytes([value]) * regions[index].size)
 
     def read(index, at, size):
-        return base64.b64encode(regions[index][at : at + size]).decode()
+        return base64.b64encode(regions[index].read(at, size)).decode()
 
     calls = {"register": register, "metadata": metadata, "notifications": notifications, "fill": fill, "read": read}
     answer("ready")

@@ -46,9 +46,9 @@ class Target:
         self.process.stdin.flush()
         return self.answer()
 
-    def register(self, *sizes):
+    def register(self, *sizes, kind="DRAM"):
         """Addresses of new memory; the agent's metadata with it."""
-        made = self.call("register", sizes)
+        made = self.call("register", sizes, kind)
         return made["addresses"], base64.b64decode(made["metadata"])
 
     def notifications(self, count, seconds=LIMIT_S):
@@ -77,10 +77,10 @@ class Initiator:
         self.registered.append(descriptors)
         return array
 
-    def handle(self, operation, here, there, peer="target", notification=b""):
+    def handle(self, operation, here, there, peer="target", notification=b"", kinds=("DRAM", "DRAM")):
         """`here` and `there`: lists of address and bytes."""
         lists = [[(address, size, 0) for address, size in each] for each in (here, there)]
-        lists = [self.agent.get_xfer_descs(each, "DRAM") for each in lists]
+        lists = [self.agent.get_xfer_descs(each, kind) for each, kind in zip(lists, kinds)]
         return self.agent.initialize_xfer(operation, *lists, peer, notification)
 
     def state(self, handle):
@@ -159,6 +159,55 @@ def moves():
     initiator.agent.send_notif("target", b"n" * 100_000)
     target.notifications(0)
     until(lambda: target.notifications(1)[-1:] == [("initiator", b"n" * 100_000)], "a long notification")
+    target.end()
+
+
+def gpu():
+    """Memory of a GPU on either end or both; what a notification follows is there when it is."""
+    import cuda
+
+    target, initiator = Target(), Initiator()
+    assert "VRAM_SEG" in initiator.agent.get_backend_mem_types(BACKEND), initiator.agent.get_backend_mem_types(BACKEND)
+    size, count = 24 << 10, 512
+    total = size * count
+    rng = np.random.default_rng(2)
+    data = rng.integers(0, 256, total, np.uint8)
+    host, device = initiator.memory(total), cuda.Memory(total)
+    initiator.agent.register_memory([(device.address, total, 0, "")], "VRAM")
+    for index, kinds in enumerate([("DRAM", "VRAM"), ("VRAM", "DRAM"), ("VRAM", "VRAM")]):
+        data = np.roll(data, 1)
+        (base,), metadata = target.register(total, kind=kinds[1])
+        initiator.agent.add_remote_agent(metadata)
+        here = host.ctypes.data if kinds[0] == "DRAM" else device.address
+
+        def put(value, kind=kinds[0]):
+            if kind == "DRAM":
+                host[:] = value
+            else:
+                device.write(value.tobytes())
+
+        put(data)
+        order = rng.permutation(count)
+        lists = blocks(here, range(count), size), blocks(base, order, size)
+        assert initiator.move("WRITE", *lists, notification=b"written", kinds=kinds) == "DONE"
+        assert target.notifications(1) == [("initiator", b"written")]
+        there = target.read(index, 0, total)
+        for at in range(count):
+            begin = int(order[at]) * size
+            assert there[begin : begin + size] == data[at * size : (at + 1) * size].tobytes(), (kinds, at)
+        put(np.zeros(total, np.uint8))
+        assert initiator.move("READ", *lists, notification=b"read", kinds=kinds) == "DONE"
+        back = host.tobytes() if kinds[0] == "DRAM" else device.read()
+        assert back == data.tobytes(), kinds
+        assert target.notifications(1) == [("initiator", b"read")]
+    # Memory of the other kind than it is said to be.
+    for address, kind in ((device.address, "DRAM"), (host.ctypes.data, "VRAM")):
+        try:
+            initiator.agent.register_memory([(address, total, 0, "")], kind)
+        except Exception as error:
+            print(f"refused: {error}")
+        else:
+            raise AssertionError(f"registered as {kind}")
     target.end()
 
 
@@ -285,5 +334,5 @@ def foreign():
 
 BACKEND, NAMESPACE, CASE = sys.argv[1:4]
 NICS = ("fw0", "fw1")
-{each.__name__: each for each in (moves, restarted, nic_down, registrations, again, foreign)}[CASE]()
+{each.__name__: each for each in (moves, gpu, restarted, nic_down, registrations, again, foreign)}[CASE]()
 print(f"{CASE}: good")
