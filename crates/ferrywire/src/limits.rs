@@ -122,6 +122,11 @@ pub const STAGING_OUT_RING_BYTES: usize = 4 * STAGING_SLOT_BYTES;
 pub const STAGING_SMALL_RING_BYTES: usize = 2 * STAGING_SLOT_BYTES;
 /// Pinned memory of a process beyond which new rings are small.
 pub const STAGING_RINGS_BYTES: usize = 2 << 30;
+/// Pipes of a process through which pages of rings are lent to sockets: with `LENDING_PIPE_BYTES` for each half of what a
+/// user may have without privileges. Channels that find none left copy.
+pub const LENDING_PIPES_MAX: usize = 64;
+/// Bytes that one such pipe holds: some calls' worth.
+pub const LENDING_PIPE_BYTES: usize = 512 << 10;
 /// Memory of GPUs and pinned memory of a process that is to be freed, and that nobody can use again, while there has been no
 /// good time for that; with more of it a thread does so.
 pub const USELESS_BYTES_MAX: usize = 128 << 20;
@@ -281,6 +286,8 @@ const _: () = assert!(SEGMENTS_PER_CHUNK_MAX + 2 <= IOVECS_PER_CALL_MAX);
 const _: () = assert!(NOTIFY_BYTES_MAX <= u16::MAX as usize);
 const _: () = assert!(EAGER_BYTES_MAX + EAGER_OVERHEAD_BYTES <= EAGER_CREDIT_BYTES);
 const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);
+// The kernel's default of `fs.pipe-user-pages-soft`: 16,384 pages.
+const _: () = assert!(2 * LENDING_PIPES_MAX * LENDING_PIPE_BYTES <= 16_384 * 4096);
 const _: () = assert!(ANNOUNCED_SENDS_MAX < ANSWERS_WAITING_MAX);
 const _: () = assert!(READS_ASKED_MAX <= READS_WAITING_MAX && READS_WAITING_MAX <= ANSWERS_WAITING_MAX);
 const _: () = assert!(NOTIFICATIONS_HELD_MAX <= EARLY_FRAMES_MAX);

@@ -8,15 +8,11 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::limits;
 use crate::sys::lending::PagePipe;
 use crate::sys::socket;
 use crate::transport::IoVec;
 
-/// Bytes that one pipe holds: some calls' worth, within what all the pipes of a user may have.
-const PIPE_BYTES: usize = 512 << 10;
-
-/// Pipes of a process: half of what a user may have without privileges.
-const PIPES_MAX: usize = 64;
 /// What a system that does not let us says.
 const REFUSALS: [i32; 4] = [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::EINVAL];
 
@@ -48,9 +44,10 @@ impl Lending {
 
     fn pipe(&mut self) -> Option<&mut PagePipe> {
         if matches!(self, Lending::Fresh) {
-            let count = PIPES.fetch_add(1, Ordering::Relaxed);
-            *self = match PagePipe::new(PIPE_BYTES) {
-                Ok(pipe) if count < PIPES_MAX => Lending::Open(pipe),
+            let others = PIPES.fetch_add(1, Ordering::Relaxed);
+            let is_free = others < limits::LENDING_PIPES_MAX;
+            *self = match is_free.then(|| PagePipe::new(limits::LENDING_PIPE_BYTES)) {
+                Some(Ok(pipe)) => Lending::Open(pipe),
                 _ => {
                     PIPES.fetch_sub(1, Ordering::Relaxed);
                     Lending::Off
