@@ -1,8 +1,9 @@
 //! What programs in other languages need of the API: waiting for many things at once, memory that somebody else
-//! owns, blocks in arrays, limits on time, processes that fork, and words at every end.
+//! owns, blocks in arrays, limits on time and on what a process has, processes that fork, and words at every end.
 
 mod any;
 mod blocks;
+mod bounded;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]
 #[path = "../../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
