@@ -15,7 +15,7 @@ struct work {
     char *to, *from;
     size_t bytes;
     address value;
-    int other, kernel, blocks, begun, queued;
+    int other, kernel, blocks, begun, queued, by_engine;
     struct timespec until;
     char *parameters;
     void *launch;
@@ -52,6 +52,8 @@ static int worker_runs;
 static int kernels_run;
 /* All multiprocessors are somebody else's. */
 static int kernels_held;
+/* The copy engines stand still, for copies that nobody waits for. */
+static int copies_held;
 
 #ifdef KERNELS
 int stand_in_kernel(const char *name);
@@ -110,6 +112,7 @@ static int is_ready(struct work *work) {
     if (work->launch) return stand_in_has_ended(work->launch);
     if ((work->queued || work->what == FILL || work->what == KERNEL) && all_queues_are_held()) return 0;
     if (work->what == KERNEL && kernels_held) return 0;
+    if (work->by_engine && copies_held) return 0;
     if (work->what == HOLD) return __atomic_load_n((address *)work->to, __ATOMIC_ACQUIRE) >= work->value;
     if (work->what != AWAIT) return 1;
     if (work->other >= 0) return all_streams[work->other].done >= work->value;
@@ -212,13 +215,21 @@ static int move_rows(void *handle, address target, address source, size_t bytes,
         struct range *device = find(target), *other = find(source);
         int queued = device && device->kind == DEVICE &&
                      ((other && other->kind == DEVICE) || (rows == 1 && bytes <= (other ? SHORT_BYTES : NOT_PINNED_BYTES)));
-        given = give(stream, (struct work){.what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued});
+        given = give(stream, (struct work){
+                                 .what = COPY, .to = to, .from = from, .bytes = bytes, .queued = queued, .by_engine = !at_once});
         if (at_once) finish(stream);
     } else if (given == DONE) {
         memmove(to, from, bytes);
     }
     pthread_mutex_unlock(&lock);
     return given;
+}
+
+void stand_in_hold_copies(int held) {
+    pthread_mutex_lock(&lock);
+    copies_held = held;
+    pthread_cond_signal(&more);
+    pthread_mutex_unlock(&lock);
 }
 
 static int move(void *handle, address target, address source, size_t bytes) {
