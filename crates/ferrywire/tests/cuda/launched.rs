@@ -1,24 +1,14 @@
 //! Copies of transfers that a GPU's multiprocessors make: when not to ask them, and what they may touch. Needs the stand-in
 //! with kernels, which can be told to be busy.
 
-use crate::{gpu, is_alone, is_real, moves, still_moves};
+use crate::{gpu, is_alone, is_real, moves, of_stand_in, still_moves};
 use ferrywire::memory::cuda::{CudaError, CudaGpu};
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region};
-use std::ffi::{CStr, c_int, c_ulonglong, c_void};
+use std::ffi::{c_int, c_ulonglong};
 use std::time::{Duration, Instant};
 
 const LONG: Duration = Duration::from_secs(60);
 const BYTES: usize = 8 << 20;
-
-/// A function of the stand-in; `None` where the driver is another.
-fn of_stand_in(name: &CStr) -> Option<*mut c_void> {
-    // SAFETY: names with their ends; the library is loaded already, or is not.
-    let found = unsafe {
-        let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
-        if driver.is_null() { driver } else { libc::dlsym(driver, name.as_ptr()) }
-    };
-    (!found.is_null()).then_some(found)
-}
 
 /// Two endpoints over TCP, with so many channels that one transfer finds a crowd, and the peer that one of them is to the other.
 fn connected() -> (Endpoint, Endpoint, Peer) {

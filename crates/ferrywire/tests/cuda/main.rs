@@ -1,7 +1,7 @@
 //! Memory of CUDA GPUs.
 //!
-//! `device`, `foreign`, `gather`, `held`, `nic`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one. `without` shows
-//! what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
+//! `device`, `foreign`, `gather`, `held`, `nic`, `outcomes`, `pattern` and `rounds` need a GPU and say `SKIPPED` without one.
+//! `without` shows what is said where something is missing, and runs them again with a stand-in for the driver (`stand_in.c`),
 //! and again with one that runs kernels on the CPU, which `launched` needs. `freed` and `over_plugin` need `libferrywire_tcpx_sim.so` beside
 //! this program, and takes a GPU where there is one, else such a stand-in. `kernel` runs the kernels' source on the CPU.
 
@@ -21,6 +21,8 @@ mod held;
 mod kernel;
 mod launched;
 mod nic;
+mod occupied;
+mod outcomes;
 #[path = "../plugin/gpu.rs"]
 mod over_plugin;
 mod pattern;
@@ -31,6 +33,7 @@ mod without;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu};
 use ferrywire::{Endpoint, Peer, Region};
+use std::ffi::{CStr, c_void};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
@@ -50,6 +53,16 @@ fn gpu() -> Option<Arc<CudaGpu>> {
 /// Whether it is a GPU's, and not what stands in for one.
 fn is_real(gpu: &CudaGpu) -> bool {
     !gpu.name().starts_with("stand-in")
+}
+
+/// A function of the stand-in; `None` where the driver is another.
+fn of_stand_in(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: names with their ends; the library is loaded already, or is not.
+    let found = unsafe {
+        let driver = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        if driver.is_null() { driver } else { libc::dlsym(driver, name.as_ptr()) }
+    };
+    (!found.is_null()).then_some(found)
 }
 
 /// Set in a process in which only one test runs.
