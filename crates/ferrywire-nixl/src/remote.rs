@@ -8,10 +8,13 @@
 //! Invariant: what waits for the connection is started in the order in which it was posted, before anything that is
 //! posted later. Locks are taken in the order remote, transfer.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use ferrywire::transport::tcp::TcpTransport;
+use ferrywire::transport::{Nic, Transport};
 use ferrywire::{Endpoint, Error, Identity, Peer, Wakeup};
 
 use crate::connection_info::ConnectionInfo;
@@ -28,7 +31,18 @@ pub struct Remote {
     pub name: String,
     info: ConnectionInfo,
     state: Mutex<State>,
+    failures: Mutex<Failures>,
 }
+
+/// What was told of failed transfers.
+#[derive(Default)]
+struct Failures {
+    told_at: Option<Instant>,
+    untold: u64,
+}
+
+/// Failed transfers are told of this often at most: with a peer that is lost, thousands fail.
+const FAILURES_APART: Duration = Duration::from_secs(1);
 
 struct State {
     link: Link,
@@ -65,7 +79,7 @@ impl Remote {
     pub fn new(name: String, info: ConnectionInfo) -> Remote {
         let (link, waiting) = (Link::Idle, VecDeque::new());
         let state = State { link, waiting, waiting_bytes: 0, notified: 0, removed: false, announced: false };
-        Remote { name, info, state: Mutex::new(state) }
+        Remote { name, info, state: Mutex::new(state), failures: Mutex::default() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -74,6 +88,19 @@ impl Remote {
 
     pub fn identity(&self) -> Identity {
         self.info.identity
+    }
+
+    /// Tells of a transfer that failed, and what the caller of NIXL gets.
+    pub fn failed(&self, what: &str, error: &Error) -> Status {
+        let mut failures = self.failures.lock().unwrap_or_else(PoisonError::into_inner);
+        if failures.told_at.is_some_and(|at| at.elapsed() < FAILURES_APART) {
+            failures.untold += 1;
+        } else {
+            let untold = std::mem::take(&mut failures.untold);
+            failures.told_at = Some(Instant::now());
+            tracing::warn!(agent = self.name, %error, others_untold = untold, "{what}");
+        }
+        Status::of(error)
     }
 
     /// The connection, or a place in the queue of those who wait for it.
@@ -138,7 +165,7 @@ impl Remote {
             None => return true,
             Some(Ok(peer)) => {
                 if !std::mem::replace(&mut state.announced, true) {
-                    log::announce(format_args!("connected to agent {}: {}", self.name, path(&peer)));
+                    self.announce(&peer, &endpoint.config().nics);
                 }
                 state.link = Link::Up(peer.clone());
                 state.waiting_bytes = 0;
@@ -158,6 +185,44 @@ impl Remote {
             }
         }
         false
+    }
+
+    /// Says which NICs and addresses carry the bytes, and warns where NICs that lead there stay idle.
+    fn announce(&self, peer: &Peer, chosen: &[String]) {
+        let stats = peer.stats();
+        let mut pairs: BTreeMap<String, usize> = BTreeMap::new();
+        for channel in &stats.channels {
+            let pair = format!("{} ({} to {})", channel.nic, channel.local.ip(), channel.remote.ip());
+            *pairs.entry(pair).or_default() += 1;
+        }
+        let channels = |(pair, count): (&String, &usize)| {
+            format!("{count} channel{} over {pair}", if *count == 1 { "" } else { "s" })
+        };
+        let path: Vec<String> = pairs.iter().map(channels).collect();
+        log::announce(format_args!(
+            "connected to agent {} by {}: {}",
+            self.name,
+            stats.transport,
+            path.join(", ")
+        ));
+        let used: BTreeSet<&str> = stats.channels.iter().map(|channel| channel.nic.as_str()).collect();
+        let nics = TcpTransport::default().nics().unwrap_or_default();
+        let there = |address: &IpAddr| address.is_ipv4() && !address.is_loopback();
+        let useful = |nic: &&Nic| nic.up && !nic.loopback && there(&nic.address);
+        let own: BTreeSet<&str> = nics.iter().filter(useful).map(|nic| nic.name.as_str()).collect();
+        let theirs = self.info.addresses.iter().filter(|address| there(&address.ip())).count();
+        let possible = own.len().min(theirs).min(stats.channels.len());
+        if chosen.is_empty() && !peer.same_host() && used.len() < possible {
+            let idle: Vec<&str> = own.difference(&used).copied().collect();
+            log::announce(format_args!(
+                "warning: {} of {} NICs carry bytes to agent {}; {} share no subnet with it: give the NICs of both \
+                 hosts addresses in common subnets",
+                used.len(),
+                own.len(),
+                self.name,
+                idle.join(", ")
+            ));
+        }
     }
 
     /// It is no longer an agent that is known here. What is under way to it is not waited for.
@@ -210,20 +275,4 @@ fn send(peer: &Peer, parts: &[Vec<u8>]) -> Status {
             Status::of(&error)
         }
     }
-}
-
-/// Which NICs and addresses carry the bytes.
-fn path(peer: &Peer) -> String {
-    let stats = peer.stats();
-    let mut pairs: Vec<(String, usize)> = Vec::new();
-    for channel in &stats.channels {
-        let pair = format!("{} ({} to {})", channel.nic, channel.local.ip(), channel.remote.ip());
-        match pairs.iter_mut().find(|(known, _)| *known == pair) {
-            Some((_, count)) => *count += 1,
-            None => pairs.push((pair, 1)),
-        }
-    }
-    let channels = |(pair, count): &(String, usize)| format!("{count} channels over {pair}");
-    let pairs: Vec<String> = pairs.iter().map(channels).collect();
-    format!("{}: {}", stats.transport, pairs.join(", "))
 }

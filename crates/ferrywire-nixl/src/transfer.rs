@@ -216,10 +216,7 @@ impl Transfer {
         };
         phase.step = match posted {
             Ok(transfer) => Step::Moving { transfer, notification: later },
-            Err(error) => {
-                tracing::warn!(agent = remote.name, %error, "a transfer could not be posted");
-                Step::Ended(Status::of(&error))
-            }
+            Err(error) => Step::Ended(remote.failed("a transfer could not be posted", &error)),
         };
     }
 
@@ -249,10 +246,7 @@ impl Transfer {
         drop(phase);
         let Route::Remote { remote, .. } = &self.route else { return Status::BACKEND };
         let status = match outcome {
-            Err(error) => {
-                tracing::warn!(agent = remote.name, %error, "a transfer failed");
-                Status::of(&error)
-            }
+            Err(error) => remote.failed("a transfer failed", &error),
             Ok(_) => notification.map_or(Status::SUCCESS, |message| {
                 remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup)
             }),

@@ -119,7 +119,8 @@ fn bytes_and_notifications_arrive_over_all_nics() {
         said.contains("agent initiator moves") && said.contains("fw0 10.210.7.1, fw1 10.211.7.1"),
         "{said}"
     );
-    let path = said.lines().find(|line| line.contains("connected to agent target: tcp")).unwrap_or_default();
+    let path =
+        said.lines().find(|line| line.contains("connected to agent target by tcp")).unwrap_or_default();
     assert!(path.contains("fw0 (10.210.7.1 to 10.210.7.2)") && path.contains("fw1 (10.211.7.1 to"), "{said}");
 }
 
