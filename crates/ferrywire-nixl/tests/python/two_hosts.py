@@ -132,12 +132,15 @@ def moves():
     before = [sent_bytes(nic) for nic in NICS]
     here, there = blocks(source.ctypes.data, range(count), size), blocks(base, order, size)
     handle = initiator.handle("WRITE", here, there, notification=b"written")
-    for post in range(3):
-        assert initiator.agent.transfer(handle) in ("PROC", "DONE")
+
+    def both_nics():
+        assert initiator.post(handle) == "PROC"
         assert initiator.state(handle) == "DONE"
-        assert target.notifications(1) == [("initiator", b"written")], post
-    used = [sent_bytes(nic) - was for nic, was in zip(NICS, before)]
-    assert all(count > 0.2 * sum(used) for count in used), f"bytes of each NIC: {used}"
+        assert target.notifications(1) == [("initiator", b"written")]
+        return all(sent_bytes(nic) - was > 8 << 20 for nic, was in zip(NICS, before))
+
+    # Which takes how much depends on who has time.
+    until(both_nics, "bytes over both NICs")
     for at in (0, 1, 500, count - 1):
         assert target.read(0, int(order[at]) * size, size) == source[at * size : (at + 1) * size].tobytes(), at
     here = blocks(back.ctypes.data, range(count), size)
