@@ -1,8 +1,8 @@
 //! Connecting to a remote agent that has several addresses, without waiting.
 //!
 //! The addresses are tried one after the other, the next one already before the first has answered, and the first that
-//! works wins. While all fail at once (a process that is just starting, a network that is just being set up) they are
-//! tried again for a short time, at first contact: an agent that was there before and is not any more has ended.
+//! works wins. At first contact all are tried again until the time is up: a network may still be being set up. An agent
+//! that was there before, or was waited for in vain, and does not answer has ended.
 
 use std::time::{Duration, Instant};
 
@@ -12,10 +12,8 @@ use crate::connection_info::ConnectionInfo;
 
 /// The next address is tried after this, if none has answered.
 const NEXT_AFTER: Duration = Duration::from_millis(250);
-/// The first address is tried again this long after all have failed,
+/// The first address is tried again this long after all have failed.
 const AGAIN_AFTER: Duration = Duration::from_millis(100);
-/// as long as it began less than this ago.
-const AGAIN_FOR: Duration = Duration::from_secs(2);
 
 pub struct Dialing {
     attempts: Vec<Connecting>,
@@ -24,7 +22,7 @@ pub struct Dialing {
     next_at: Instant,
     began: Instant,
     timeout: Duration,
-    /// Whether nothing has answered there before.
+    /// Nothing is known of the agent yet.
     first_contact: bool,
     /// Why the addresses of this round failed.
     errors: Vec<Error>,
@@ -82,8 +80,7 @@ impl Dialing {
             if !self.attempts.is_empty() {
                 return None;
             }
-            let again = self.first_contact && now.duration_since(self.began) < AGAIN_FOR;
-            if !again || self.errors.iter().all(refused) {
+            if !self.first_contact || self.errors.iter().all(refused) {
                 return self.most_telling().map(Err);
             }
             self.errors.clear();

@@ -52,6 +52,8 @@ struct State {
     notified: u64,
     /// It was taken out of the agent.
     removed: bool,
+    /// It was tried to connect.
+    dialled: bool,
     /// There was a connection, which was told of in the log.
     announced: bool,
 }
@@ -78,7 +80,15 @@ pub enum Connection {
 impl Remote {
     pub fn new(name: String, info: ConnectionInfo) -> Remote {
         let (link, waiting) = (Link::Idle, VecDeque::new());
-        let state = State { link, waiting, waiting_bytes: 0, notified: 0, removed: false, announced: false };
+        let state = State {
+            link,
+            waiting,
+            waiting_bytes: 0,
+            notified: 0,
+            removed: false,
+            dialled: false,
+            announced: false,
+        };
         Remote { name, info, state: Mutex::new(state), failures: Mutex::default() }
     }
 
@@ -247,7 +257,7 @@ impl State {
             }
         }
         if let Link::Idle = self.link {
-            self.link = Link::Dialing(Dialing::new(timeout, !self.announced));
+            self.link = Link::Dialing(Dialing::new(timeout, !std::mem::replace(&mut self.dialled, true)));
             wakeup.wake();
         }
         None

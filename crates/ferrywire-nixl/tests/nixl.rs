@@ -138,6 +138,11 @@ fn a_target_that_is_killed_and_started_again_is_reached_again() {
 }
 
 #[test]
+fn a_target_whose_network_comes_up_later_is_reached() {
+    case("FERRYWIRE", "first_contact");
+}
+
+#[test]
 fn a_nic_that_goes_down_costs_no_transfer() {
     case("FERRYWIRE", "nic_down");
 }

@@ -242,6 +242,28 @@ def restarted():
         initiator.agent.remove_remote_agent("target")
 
 
+def first_contact():
+    """The network of a new target comes up after the first transfer to it was posted."""
+    target, initiator = Target(), Initiator()
+    size = 1 << 20
+    (base,), metadata = target.register(size)
+    initiator.agent.add_remote_agent(metadata)
+    source = initiator.memory(size)
+    source[:] = 5
+    links = [["ip", "-n", NAMESPACE, "link", "set", nic] for nic in NICS]
+    for link in links:
+        subprocess.run([*link, "down"], check=True)
+    handle = initiator.handle("WRITE", [(source.ctypes.data, size)], [(base, size)], notification=b"at last")
+    assert initiator.post(handle) == "PROC"
+    time.sleep(4)
+    assert initiator.agent.check_xfer_state(handle) == "PROC"
+    for link in links:
+        subprocess.run([*link, "up"], check=True)
+    assert initiator.state(handle) == "DONE"
+    assert target.notifications(1) == [("initiator", b"at last")] and target.read(0, 0, 1) == b"\5"
+    target.end()
+
+
 def nic_down():
     """A NIC that goes down in mid-transfer costs no transfer."""
     target, initiator = Target(), Initiator()
@@ -337,5 +359,5 @@ def foreign():
 
 BACKEND, NAMESPACE, CASE = sys.argv[1:4]
 NICS = ("fw0", "fw1")
-{each.__name__: each for each in (moves, gpu, restarted, nic_down, registrations, again, foreign)}[CASE]()
+{each.__name__: each for each in (moves, gpu, first_contact, restarted, nic_down, registrations, again, foreign)}[CASE]()
 print(f"{CASE}: good")
