@@ -47,6 +47,8 @@ MODULE_PARM_DESC(pack, "1: several packets share a page; 0: a page per fragment"
 static int fixed_places;
 module_param(fixed_places, int, 0644);
 MODULE_PARM_DESC(fixed_places, "1: who adds a rule has to say where, as with some drivers");
+/* Set further down, where the queues are known. */
+static unsigned int hold;
 
 /* An RX queue; the peer's transmit path is its wire. */
 struct rq {
@@ -234,6 +236,10 @@ static int dm_poll(struct napi_struct *napi, int budget)
 	struct rq *r = container_of(napi, struct rq, napi);
 	int n = 0;
 	struct sk_buff *s;
+	if (READ_ONCE(hold) & BIT(r->idx)) {
+		napi_complete_done(napi, 0);
+		return 0;
+	}
 	while (n < budget && (s = skb_dequeue(&r->q))) {
 		rx_skb(r, s);
 		napi_consume_skb(s, budget);
@@ -243,6 +249,27 @@ static int dm_poll(struct napi_struct *napi, int budget)
 		napi_schedule(napi);
 	return n;
 }
+
+/* Whatever waits in queues that are not held any more goes on. */
+static int set_hold(const char *value, const struct kernel_param *kp)
+{
+	int e = param_set_uint(value, kp), i, q;
+
+	for (i = 0; i < 2; i++)
+		for (q = 0; devs[i] && q < NQ; q++) {
+			struct rq *r = &devs[i]->rq[q];
+
+			local_bh_disable();
+			if (READ_ONCE(r->on))
+				napi_schedule(&r->napi);
+			local_bh_enable();
+		}
+	return e;
+}
+
+static const struct kernel_param_ops hold_ops = {.set = set_hold, .get = param_get_uint};
+module_param_cb(hold, &hold_ops, &hold, 0644);
+MODULE_PARM_DESC(hold, "queues, a bit each, whose packets wait, unread, with the sender's NIC");
 
 static bool is_tcp(const struct sk_buff *skb)
 {

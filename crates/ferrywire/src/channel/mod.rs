@@ -58,6 +58,8 @@ pub(crate) struct Remains {
     pub lane: Option<String>,
     /// Whether it was the lane that failed.
     pub lane_failed: bool,
+    /// The closed lane, while something may still read the memory of which it was sending.
+    pub unreleased: Option<Box<Posted>>,
 }
 
 /// Who may still write to memory that is taken back.

@@ -264,9 +264,11 @@ impl Channel {
         self.conn.shutdown();
         self.staging.end();
         let lane = self.posted.as_ref().map(|posted| posted.state());
-        if let Some(mut posted) = self.posted.take() {
+        let mut unreleased = self.posted.take();
+        if let Some(posted) = &mut unreleased {
             posted.end().into_iter().for_each(|entry| self.peer.delivered(entry, None));
         }
+        unreleased.take_if(|posted| posted.has_released());
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
@@ -279,7 +281,8 @@ impl Channel {
         let mut refused = self.rx.told;
         refused.append(&mut self.rx.refused);
         refused.retain(|(number, _)| *number >= heard);
-        Remains { placed: self.rx.received, refused, entries, lane, lane_failed: self.lane_failed }
+        let (placed, lane_failed) = (self.rx.received, self.lane_failed);
+        Remains { placed, refused, entries, lane, lane_failed, unreleased }
     }
 }
 

@@ -218,6 +218,11 @@ impl Posted {
         format!("{}; {}", self.sending.state(), self.receiving.state())
     }
 
+    /// Whether nothing reads the memory any more of which the closed lane was sending. Ask again.
+    pub fn has_released(&mut self) -> bool {
+        self.lane.has_released()
+    }
+
     /// Closes the lane. Gives back the acknowledged frames that it held.
     pub fn end(&mut self) -> Vec<Entry> {
         self.lane.close(InFlight { sends: self.sending.in_flight(), receives: self.receiving.in_flight() });

@@ -8,12 +8,15 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Abandoning, COPY_NAP, Command, Crank, Worker};
+use super::{Abandoning, COPY_NAP, Command, Crank, Unreleased, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
+use crate::error::Error;
 use crate::limits;
 use crate::memory::cuda::idle;
+use crate::operation::Op;
 use crate::peer::PeerState;
+use crate::queue::DROPPED;
 use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
 /// Every so many turns, the channel that received last is not asked first.
@@ -121,8 +124,9 @@ impl Crank {
         }
     }
 
-    /// Answers requests to let go of memory once nobody may write there any more. A channel whose lane does not come to an
-    /// end with it is lost instead; one whose GPU does not, only where the memory is wanted at any cost.
+    /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what a closed lane was
+    /// sending. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
+    /// memory is wanted at any cost.
     fn let_go(&mut self, worker: &Worker, engine: &Engine) {
         self.lose_senders_of_dropped_memory(worker, engine);
         let now = engine.transport.now();
@@ -147,6 +151,7 @@ impl Crank {
                     slot.channel.forget_revoked();
                 }
             }
+            lane |= !self.has_released(now);
             let gpu = gpu.filter(|_| !lane);
             request.note_gpu(worker.index, gpu);
             match lane || gpu.is_some() {
@@ -154,6 +159,20 @@ impl Crank {
                 false => request.answered[worker.index].store(true, Ordering::Release),
             }
         }
+    }
+
+    /// Whether nothing reads the memory of closed lanes any more, as far as is waited for.
+    fn has_released(&mut self, now: Duration) -> bool {
+        self.unreleased.retain_mut(|lane| {
+            let late = now.saturating_sub(lane.since) > limits::LANE_RELEASE_TIMEOUT;
+            match lane.posted.has_released() {
+                true => return false,
+                false if late => lane.give_up(),
+                false => {}
+            }
+            !late
+        });
+        self.unreleased.is_empty()
     }
 
     /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
@@ -295,7 +314,12 @@ impl Crank {
         }
         let (peer, index, generation) =
             (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
-        let remains = slot.channel.end();
+        let mut remains = slot.channel.end();
+        if let Some(posted) = remains.unreleased.take() {
+            let of_lane = remains.entries.iter().filter(|(_, entry)| entry.header.is_posted());
+            let ops = of_lane.filter_map(|(_, entry)| entry.op.clone()).collect();
+            self.unreleased.push(Unreleased { posted, ops, since: engine.transport.now() });
+        }
         peer.note_cut_off();
         worker.step();
         engine.lost(peer, index, generation, why, remains);
@@ -429,6 +453,7 @@ impl Crank {
     }
 
     fn check_paths(&mut self, worker: &Worker, engine: &Engine) {
+        self.has_released(engine.transport.now());
         for place in 0..self.slots.len() {
             let Some(slot) = &mut self.slots[place] else {
                 continue;
@@ -464,7 +489,16 @@ impl Crank {
             return Some(Duration::from_millis(1));
         }
         let outstanding = self.slots.iter().flatten().any(|slot| slot.channel.outstanding());
-        outstanding.then_some(limits::PATH_CHECK_INTERVAL)
+        (outstanding || !self.unreleased.is_empty()).then_some(limits::PATH_CHECK_INTERVAL)
+    }
+}
+
+impl Unreleased {
+    /// Its memory has not been released in time: operations of what was dropped fail, whatever the peer has placed of them.
+    fn give_up(&self) {
+        tracing::error!("a NIC may still send of memory of a lane that is closed");
+        let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
+        self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }
 }
 

@@ -19,6 +19,8 @@ mod crank;
 use crate::channel::{Channel, Workspace};
 use crate::engine::Engine;
 use crate::memory::cuda::idle;
+use crate::operation::Op;
+use crate::posted::Posted;
 use crate::schedule::Spin;
 use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Poller, Wake, Waker};
@@ -244,6 +246,16 @@ pub(crate) struct Crank {
     polled: usize,
     /// Requests to let go of memory that somebody may still write to.
     abandoning: Vec<Abandoning>,
+    /// Closed lanes, while something may still read the memory of which they were sending.
+    unreleased: Vec<Unreleased>,
+}
+
+/// A closed lane of a channel that is lost.
+struct Unreleased {
+    posted: Box<Posted>,
+    /// Operations with messages that the peer has not acknowledged.
+    ops: Vec<Arc<Op>>,
+    since: Duration,
 }
 
 /// A request that is not answered yet.
@@ -270,6 +282,7 @@ impl Worker {
             first: 0,
             polled: 0,
             abandoning: Vec::new(),
+            unreleased: Vec::new(),
         };
         Ok(Worker {
             index,

@@ -71,13 +71,6 @@ pub fn set_bytes(fd: RawFd, level: libc::c_int, name: libc::c_int, value: &[u8])
     checked(result as libc::ssize_t).map(drop)
 }
 
-/// Lets the end of a TCP socket be a reset: what is queued to be sent is dropped then.
-pub fn reset_at_close(fd: RawFd) -> io::Result<()> {
-    let linger: [libc::c_int; 2] = [1, 0];
-    let [on, seconds] = linger.map(libc::c_int::to_ne_bytes);
-    set_bytes(fd, libc::SOL_SOCKET, libc::SO_LINGER, &[on, seconds].concat())
-}
-
 /// Reads an option whose value is an `int`.
 pub fn get_int(fd: RawFd, level: libc::c_int, name: libc::c_int) -> io::Result<libc::c_int> {
     let mut value = [0; mem::size_of::<libc::c_int>()];

@@ -218,8 +218,14 @@ pub(crate) trait Lane: Send {
     /// Undoes what it keeps for memory whose region is gone, unless `busy` says that it is in use.
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool);
 
-    /// Closes both directions, whatever is in flight. Afterwards nothing touches any memory.
+    /// Closes both directions, whatever is in flight. Afterwards nothing touches any memory, once
+    /// [`Lane::has_released`] says so.
     fn close(&mut self, in_flight: InFlight);
+
+    /// Whether nothing reads the memory of messages any more that a closed lane was sending. Ask again.
+    fn has_released(&mut self) -> bool {
+        true
+    }
 
     /// Plugin, device and NIC, for errors.
     fn describe(&self) -> String;

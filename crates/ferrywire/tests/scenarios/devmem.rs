@@ -18,28 +18,34 @@ use std::time::{Duration, Instant};
 const SIZES: [usize; 6] = [1, 4095, 70_001, 524_288, 1_048_577, 8 << 20];
 
 /// Both ends of a session, and their memory.
-struct Ends {
-    near: Peer,
-    far: Peer,
-    ends: [Endpoint; 2],
-    gpu: Option<u32>,
+pub struct Ends {
+    pub near: Peer,
+    pub far: Peer,
+    pub ends: [Endpoint; 2],
+    gpus: [Option<u32>; 2],
 }
 
 impl Ends {
     fn new(hosts: &Hosts, gpu: Option<u32>, adapt: impl Fn(DevmemConfig) -> DevmemConfig) -> Ends {
+        let builder = |index| hosts.plain(index).channels(4).devmem(adapt(hosts.devmem(gpu)));
+        Ends::build(hosts, [gpu; 2], builder)
+    }
+
+    /// Connects the endpoints that these builders make, each with memory of its GPU.
+    pub fn build(hosts: &Hosts, gpus: [Option<u32>; 2], builder: impl Fn(usize) -> Builder) -> Ends {
         let ends = [0, 1].map(|index| {
-            let builder = hosts.plain(index).channels(4).devmem(adapt(hosts.devmem(gpu)));
+            let builder = builder(index);
             hosts.on(index, || builder.build()).unwrap()
         });
         let address = ends[1].listen_addresses()[0];
         let near = ends[0].connect(address, LIMIT).unwrap();
         let far = ends[1].accept(LIMIT).unwrap();
         assert_eq!(near.stats().transport, "devmem");
-        Ends { near, far, ends, gpu }
+        Ends { near, far, ends, gpus }
     }
 
-    fn region(&self, end: usize, bytes: &[u8]) -> Region {
-        let region = match self.gpu {
+    pub fn region(&self, end: usize, bytes: &[u8]) -> Region {
+        let region = match self.gpus[end] {
             Some(gpu) => self.ends[end].register_sim(gpu, bytes.len()).unwrap(),
             None => return self.ends[end].register(bytes.to_vec()).unwrap(),
         };
@@ -48,7 +54,7 @@ impl Ends {
     }
 
     /// Writes and reads, one way and the other, and compares.
-    fn exchange(&self, bytes: usize) {
+    pub fn exchange(&self, bytes: usize) {
         for (salt, peer, from) in [(1, &self.near, 0), (2, &self.far, 1)] {
             let (source, target) =
                 (self.region(from, &pattern(bytes, salt)), self.region(1 - from, &vec![0; bytes]));
@@ -62,7 +68,7 @@ impl Ends {
     }
 
     /// What both ends have counted.
-    fn counted(&self) -> DevmemStats {
+    pub fn counted(&self) -> DevmemStats {
         let mut sum = DevmemStats::default();
         for peer in [&self.near, &self.far] {
             for counted in peer.stats().channels.into_iter().filter_map(|channel| channel.lane?.devmem) {

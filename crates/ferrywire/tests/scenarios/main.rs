@@ -19,6 +19,7 @@ mod closing;
 #[path = "../nccl/compile.rs"]
 mod compile;
 mod devmem;
+mod devmem_regions;
 mod faults;
 mod gpu;
 mod load;

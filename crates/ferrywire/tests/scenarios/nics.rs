@@ -61,15 +61,19 @@ pub struct Knob(&'static str, String);
 
 impl Knob {
     pub fn set(name: &'static str, value: &str) -> Knob {
-        let path = format!("/sys/module/dmnic/parameters/{name}");
-        let before = fs::read_to_string(&path).unwrap();
-        fs::write(&path, value).unwrap();
-        Knob(name, before)
+        let knob = Knob(name, fs::read_to_string(format!("/sys/module/dmnic/parameters/{name}")).unwrap());
+        knob.turn(value);
+        knob
+    }
+
+    /// Another value.
+    pub fn turn(&self, value: &str) {
+        fs::write(format!("/sys/module/dmnic/parameters/{}", self.0), value).unwrap();
     }
 }
 
 impl Drop for Knob {
     fn drop(&mut self) {
-        fs::write(format!("/sys/module/dmnic/parameters/{}", self.0), &self.1).unwrap();
+        self.turn(&self.1);
     }
 }

@@ -1,6 +1,6 @@
 //! What a scenario needs of the world it runs in, and the tools that all scenarios share.
 
-use ferrywire::memory::sim::{SimFaults, SimGpu};
+use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire::transport::sim::SimNet;
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
 use rand::Rng;
@@ -169,6 +169,42 @@ pub fn on_gpu(end: &Endpoint, gpu: u32, bytes: &[u8]) -> Region {
     let region = end.register_sim(gpu, bytes.len()).unwrap();
     region.write_at(0, bytes).unwrap();
     region
+}
+
+/// Memory that is the test's own, to be registered by its address.
+pub enum Raw {
+    Host(Vec<u8>),
+    Gpu(SimBuffer),
+}
+
+impl Raw {
+    /// Zeroes, on a simulated GPU if one is given.
+    pub fn new(gpu: Option<u32>, bytes: usize) -> Raw {
+        match gpu {
+            Some(gpu) => Raw::Gpu(SimGpu::open(gpu).unwrap().alloc(bytes, 4096).unwrap()),
+            None => Raw::Host(vec![0; bytes]),
+        }
+    }
+
+    /// Its address, where the GPU has it if it is on one.
+    pub fn base(&mut self) -> *mut u8 {
+        match self {
+            Raw::Host(bytes) => bytes.as_mut_ptr(),
+            Raw::Gpu(buffer) => buffer.as_ptr(),
+        }
+    }
+
+    /// Its bytes, of a GPU past all streams: only for memory that neither the engine nor the GPU may touch any more.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Raw::Host(bytes) => bytes,
+            Raw::Gpu(buffer) => {
+                let (address, len) = (buffer.address(), buffer.len());
+                // SAFETY: so many bytes of a buffer that is borrowed as long as the view is.
+                unsafe { std::slice::from_raw_parts_mut(SimGpu::dma_view(address, len).unwrap(), len) }
+            }
+        }
+    }
 }
 
 /// Bytes that differ from position to position and from salt to salt, none of them 0.

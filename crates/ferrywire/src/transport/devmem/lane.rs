@@ -1,16 +1,18 @@
 //! A lane over one connection of devmem TCP, both ways.
 //!
-//! Invariant: closed, neither the GPU nor the kernel touches memory that was posted. Read next: `receiving.rs`, `sending.rs`.
+//! Invariant: closed, neither the GPU nor the CPU touches memory that was posted. A NIC may still have packets to send whose
+//! payload it reads from memory of a GPU: the socket stays open until the kernel has reported all of them.
+//! Read next: `receiving.rs`, `sending.rs`.
 
 use super::host::{Device, Host};
 use super::receiving::Receiving;
 use super::sending::Sending;
 use super::{DevmemCounters, NAME};
 use crate::error::{Error, Result};
+use crate::limits;
 use crate::memory::cuda::CudaError;
 use crate::memory::{Memory, Place};
 use crate::stats::LaneBy;
-use crate::sys::socket;
 use crate::transport::copying::Copiers;
 use crate::transport::devmem::nic::Rule;
 use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
@@ -19,7 +21,8 @@ use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::task::Poll;
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 /// How long whoever asked in vain leaves a lane alone: the kernel fills its buffer meanwhile.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -30,6 +33,8 @@ pub(crate) struct DevmemLane {
     receiving: Receiving,
     copiers: Copiers,
     conn: Option<Box<dyn Conn>>,
+    /// The aborted connection of a closed lane, of which the kernel has still to report.
+    unreported: Option<Box<dyn Conn>>,
     rule: Option<Rule>,
     host: Arc<Host>,
     device: Arc<Device>,
@@ -55,6 +60,7 @@ impl DevmemLane {
             receiving,
             copiers: Copiers::new(host.gpu().cloned()),
             conn: Some(conn),
+            unreported: None,
             rule: Some(rule),
             host,
             device,
@@ -176,18 +182,25 @@ impl Lane for DevmemLane {
         // The GPU is done with pool and memory when they are gone.
         self.receiving.stop();
         self.copiers.stop();
-        // What is on its way has no reader any more: the kernel is not to read the source for it either.
-        if !in_flight.is_nothing()
-            && let Some(Err(error)) = conn.fd().map(socket::reset_at_close)
-        {
-            tracing::debug!(%error, "the kernel may go on to send what is on its way");
-        }
-        conn.shutdown();
         self.sending.stop();
+        match in_flight.is_nothing() {
+            true => conn.shutdown(),
+            // What is on its way has no reader any more: the kernel is not to read the source for it either.
+            false => conn.abort(),
+        }
         if let Some(rule) = self.rule.take() {
             self.device.unsteer_later(rule);
         }
-        drop(conn);
+        self.unreported = Some(conn);
+        self.has_released();
+    }
+
+    fn has_released(&mut self) -> bool {
+        if self.unreported.is_some() && self.sending.has_released() {
+            self.sending.clear();
+            self.unreported = None;
+        }
+        self.unreported.is_none()
     }
 
     fn describe(&self) -> String {
@@ -208,6 +221,10 @@ impl Drop for DevmemLane {
     fn drop(&mut self) {
         let in_flight = InFlight { sends: !self.sending.is_idle(), receives: !self.receiving.is_idle() };
         self.close(in_flight);
+        let since = Instant::now();
+        while !self.has_released() && since.elapsed() < limits::KERNEL_RELEASE_TIMEOUT {
+            thread::sleep(PAUSE);
+        }
     }
 }
 

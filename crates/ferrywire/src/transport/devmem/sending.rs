@@ -282,6 +282,20 @@ impl Sending {
     /// Nothing of the GPU's touches memory any more after this.
     pub fn stop(&mut self) {
         (self.stager, self.making) = (None, None);
+    }
+
+    /// Whether the kernel reads nothing of GPU memory any more. Of a connection that is aborted it reports what NICs have sent.
+    pub fn has_released(&mut self) -> bool {
+        if let Err(why) = self.hear_reports() {
+            tracing::error!("the kernel may still send of GPU memory: {why}");
+            self.unreported = 0;
+        }
+        self.unreported == 0
+    }
+
+    /// Keeps no memory any more, nor its bindings.
+    pub fn clear(&mut self) {
+        self.messages.clear();
         self.sources.clear();
     }
 }
