@@ -7,6 +7,8 @@ use crate::devmem::Ends;
 use crate::nics::Knob;
 use crate::vm::{Hosts, LIMIT};
 use crate::world::{Raw, contents};
+use ferrywire::memory::sim::SimGpu;
+use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Error, Peer};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -30,6 +32,67 @@ fn receives_posted(peer: &Peer) -> u64 {
 
 fn holds_reused(bytes: &[u8]) -> usize {
     bytes.iter().filter(|byte| **byte == REUSED).count()
+}
+
+/// The peer's GPU stands still: a window of messages waits for it, and as many are begun. Half of them are of host memory, and
+/// half of memory of a GPU, which the NIC reads.
+#[test]
+fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow() {
+    const WINDOW: u64 = 16;
+    const WRITE_BYTES: u64 = 64 << 10;
+    const BYTES: usize = (2 * WINDOW * WRITE_BYTES) as usize;
+    let Some(hosts) = Hosts::here() else { return };
+    let gpu = SimGpu::open(1).unwrap();
+    let gpus = [Some(0), Some(1)];
+    let builder = |index: usize| {
+        let devmem = hosts.devmem(gpus[index]).window(WINDOW as usize);
+        // So little room that most of what is begun stays with the sender.
+        hosts.plain(index).channels(1).socket_buffer_bytes(64 << 10).devmem(devmem)
+    };
+    let ends = Ends::build(&hosts, gpus, builder);
+    let target = ends.region(1, &vec![0; 2 * BYTES]);
+    let sources = [None, Some(0)].map(|gpu| {
+        let mut memory = Raw::new(gpu, BYTES);
+        memory.bytes().fill(SENT);
+        // SAFETY: it stays until the end.
+        let region = unsafe { ends.ends[0].register_raw(memory.base(), BYTES) }.unwrap();
+        (memory, region)
+    });
+    gpu.set_stall(true);
+    let mut writes = Vec::new();
+    for offset in (0..2 * WINDOW).map(|number| number * WRITE_BYTES) {
+        for ((_, region), to) in sources.iter().zip([0, BYTES as u64]) {
+            let (remote, to) = (target.descriptor(), to + offset);
+            writes.push((ends.near.write(region, offset, &remote, to, WRITE_BYTES).unwrap(), to));
+        }
+    }
+    until("a window of messages", || receives_posted(&ends.far) == WINDOW);
+    // Until the engine has given up waiting for them.
+    let memories = thread::scope(|scope| {
+        let dropping = sources.map(|(mut memory, region)| {
+            scope.spawn(move || {
+                drop(region);
+                memory.bytes().fill(REUSED);
+                memory
+            })
+        });
+        dropping.map(|dropping| dropping.join().unwrap())
+    });
+    gpu.set_stall(false);
+    let outcomes: Vec<_> = writes.iter().map(|(write, to)| (write.wait(LIMIT), *to as usize)).collect();
+    // Others go on, behind all that was still on its way.
+    ends.exchange(BYTES);
+    let found = contents(&target);
+    assert_eq!(holds_reused(&found), 0, "bytes were sent that were written after the drop");
+    for (outcome, to) in &outcomes {
+        match outcome {
+            // It had left before the drop.
+            Ok(_) => assert!(found[*to..][..WRITE_BYTES as usize].iter().all(|byte| *byte == SENT)),
+            Err(error) => assert!(error.to_string().contains("before the operation had ended"), "{error}"),
+        }
+    }
+    assert!(outcomes.iter().any(|(outcome, _)| outcome.is_err()), "nothing was under way");
+    drop(memories);
 }
 
 /// A NIC still had packets of a connection that was over, and read their payload when it sent them. Their receiver had not
@@ -74,4 +137,64 @@ fn a_region_is_dropped_only_once_no_nic_holds_packets_of_it() {
     assert_eq!(holds_reused(&found), 0, "bytes were sent that were written after the drop");
     assert!(found.contains(&SENT), "nothing was under way");
     drop(memory);
+}
+
+/// What has arrived waits for the GPU, to be gathered from the pool or to be copied from memory that both reach.
+#[test]
+fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
+    /// Short writes into each region, and bytes of each: all of such a message arrives at once.
+    const WRITES: u64 = 8;
+    const WRITE_BYTES: u64 = 32 << 10;
+    const BYTES: usize = (WRITES * WRITE_BYTES) as usize;
+    let Some(hosts) = Hosts::here() else { return };
+    let gpu = SimGpu::open(1).unwrap();
+    for mode in [UnpackMode::Kernel, UnpackMode::Host] {
+        let gpus = [None, Some(1)];
+        let builder =
+            |index: usize| hosts.plain(index).channels(1).devmem(hosts.devmem(gpus[index]).unpack(mode));
+        let ends = Ends::build(&hosts, gpus, builder);
+        let source = ends.region(0, &vec![SENT; BYTES]);
+        ends.exchange(BYTES);
+        let targets = [false, true].map(|deregisters| {
+            let mut memory = Raw::new(Some(1), BYTES);
+            // SAFETY: it stays until the end.
+            let region = unsafe { ends.ends[1].register_raw(memory.base(), BYTES) }.unwrap();
+            (memory, region, deregisters)
+        });
+        let received = || ends.far.stats().channels[0].received_bytes;
+        let before = received();
+        gpu.set_stall(true);
+        let mut writes = Vec::new();
+        for offset in (0..WRITES).map(|number| number * WRITE_BYTES) {
+            for (_, region, _) in &targets {
+                let remote = region.descriptor();
+                writes.push(ends.near.write(&source, offset, &remote, offset, WRITE_BYTES).unwrap());
+            }
+        }
+        until("some of both to wait for the GPU", || received() >= before + 4 * WRITE_BYTES);
+        let memories = thread::scope(|scope| {
+            let taking = targets.map(|(mut memory, region, deregisters)| {
+                scope.spawn(move || {
+                    match deregisters {
+                        true => region.deregister().unwrap(),
+                        false => drop(region),
+                    }
+                    memory.bytes().fill(REUSED);
+                    memory
+                })
+            });
+            taking.map(|taking| taking.join().unwrap())
+        });
+        gpu.set_stall(false);
+        for write in writes {
+            let error = write.wait(LIMIT).unwrap_err();
+            assert!(matches!(error, Error::AccessRefused { .. }), "{error}");
+        }
+        // The GPU goes on, behind all that it was given before.
+        ends.exchange(BYTES);
+        for mut memory in memories {
+            let placed = BYTES - holds_reused(memory.bytes());
+            assert_eq!(placed, 0, "bytes were placed after the region was taken back, by {mode:?}");
+        }
+    }
 }

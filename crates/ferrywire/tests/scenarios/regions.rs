@@ -1,6 +1,6 @@
 //! Who may touch which memory, and until when.
 
-use crate::world::{World, assert_same, contents, pattern};
+use crate::world::{Raw, World, assert_same, contents, pattern};
 use ferrywire::{Block, BlockList, Error, RemoteRegion};
 
 pub fn deregistered_regions_are_refused(world: &mut impl World) {
@@ -77,20 +77,20 @@ pub fn deregistered_during_a_write(world: &mut impl World) {
     let (peer, _far) = world.pair();
     let bytes = world.bytes_max();
     let source = world.patterned(0, bytes, 1);
-    let mut memory = vec![0u8; bytes];
+    let mut memory = Raw::new(world.gpus().of(1), bytes);
     // SAFETY: `memory` outlives the region, which is deregistered below, and is only looked at after.
-    let target = unsafe { world.end(1).register_raw(memory.as_mut_ptr(), bytes) }.unwrap();
+    let target = unsafe { world.end(1).register_raw(memory.base(), bytes) }.unwrap();
     let write = peer.write(&source, 0, &target.descriptor(), 0, bytes as u64).unwrap();
     let enough = (world.below(4) * bytes / 4) as u64;
     world.until("some bytes", || (write.bytes_moved() >= enough || write.poll().is_some()).then_some(()));
     target.deregister().unwrap();
-    memory.fill(0xEE);
+    memory.bytes().fill(0xEE);
     match world.outcome(&write) {
         Ok(moved) => assert_eq!(moved, bytes as u64),
         Err(error) => assert!(matches!(error, Error::AccessRefused { .. }), "{error}"),
     }
     world.linger();
-    assert_same(&memory, &vec![0xEE; bytes], "memory that is the caller's again");
+    assert_same(memory.bytes(), &vec![0xEE; bytes], "memory that is the caller's again");
 }
 
 /// A handle of an operation that has ended does not keep its memory.
