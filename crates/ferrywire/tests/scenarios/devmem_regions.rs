@@ -198,3 +198,38 @@ fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
         }
     }
 }
+
+/// All of it has arrived and waits for the GPU when its receive is cancelled.
+#[test]
+fn a_message_that_waits_for_a_gpu_whose_receive_is_cancelled_is_refused_to_its_sender() {
+    /// Short, so that it arrives at once; from a GPU it is announced all the same.
+    const BYTES: usize = 32 << 10;
+    let Some(hosts) = Hosts::here() else { return };
+    let gpu = SimGpu::open(1).unwrap();
+    let gpus = [Some(0), Some(1)];
+    let ends =
+        Ends::build(&hosts, gpus, |index| hosts.plain(index).channels(1).devmem(hosts.devmem(gpus[index])));
+    let source = ends.region(0, &vec![SENT; BYTES]);
+    let target = ends.region(1, &vec![0; BYTES]);
+    ends.exchange(BYTES);
+    let received = || ends.far.stats().channels[0].received_bytes;
+    let before = received();
+    gpu.set_stall(true);
+    let receive = ends.far.recv(1, &target, 0, BYTES as u64).unwrap();
+    let send = ends.near.send(1, &source, 0, BYTES as u64).unwrap();
+    until("the message to wait for the GPU", || received() >= before + BYTES as u64);
+    thread::scope(|scope| {
+        // That waits for the GPU.
+        let cancelling = scope.spawn(|| receive.cancel());
+        thread::sleep(Duration::from_millis(50));
+        gpu.set_stall(false);
+        cancelling.join().unwrap();
+    });
+    assert_eq!(receive.wait(LIMIT), Err(Error::Cancelled));
+    let sent = send.wait(LIMIT);
+    assert!(matches!(sent, Err(Error::AccessRefused { .. })), "{sent:?}");
+    assert_eq!(
+        [&ends.near, &ends.far].map(|peer| peer.stats().lost_channels),
+        [vec![], vec![]] as [Vec<String>; 2]
+    );
+}

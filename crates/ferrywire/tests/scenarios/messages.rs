@@ -218,20 +218,31 @@ pub fn cancelled_receives_leave_their_memory_alone(world: &mut impl World) {
     let (received, _target) = receive(world, &far, 4, 500);
     world.all_done(&[received, sent]);
 
-    // Being filled.
-    let bytes = world.bytes_max();
-    let (received, target) = receive(world, &far, 4, bytes);
-    let sent = peer.send(4, &source, 0, bytes as u64).unwrap();
-    world.until("some bytes", || (received.bytes_moved() > 0).then_some(()));
-    received.cancel();
-    match world.outcome(&received) {
-        Ok(moved) => assert_eq!(moved, bytes as u64),
-        Err(error) => assert_eq!(error, Error::Cancelled),
-    }
-    untouched_from_now_on(world, &target);
-    match world.outcome(&sent) {
-        Ok(moved) => assert_eq!(moved, bytes as u64),
-        Err(error) => assert!(matches!(error, Error::AccessRefused { .. }), "{error}"),
+    // Being filled, and the last time nearly full.
+    let bytes = world.bytes_max() / 3;
+    let some = [1, world.below(bytes / 4), world.below(bytes), bytes - 1];
+    for enough in some.map(|bytes| bytes.max(1) as u64) {
+        let (received, target) = receive(world, &far, 4, bytes);
+        let sent = peer.send(4, &source, 0, bytes as u64).unwrap();
+        world.until("some bytes", || {
+            (received.bytes_moved() >= enough || received.poll().is_some()).then_some(())
+        });
+        received.cancel();
+        let outcome = world.outcome(&received);
+        match &outcome {
+            Ok(moved) => {
+                assert_eq!(*moved, bytes as u64);
+                let expected = &pattern(bytes, 1);
+                assert_same(&contents(&target), expected, "a message that was received after all");
+            }
+            Err(error) => assert_eq!(*error, Error::Cancelled),
+        }
+        untouched_from_now_on(world, &target);
+        match (world.outcome(&sent), outcome.is_ok()) {
+            (Ok(moved), true) => assert_eq!(moved, bytes as u64),
+            (Err(Error::AccessRefused { .. }), false) => {}
+            (sent, _) => panic!("of {enough} bytes: {sent:?} at the sender, and {outcome:?} at the receiver"),
+        }
     }
 }
 

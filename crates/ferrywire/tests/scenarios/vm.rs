@@ -75,12 +75,13 @@ impl Hosts {
 }
 
 /// What the gate has time for.
-const SOME: [&str; 5] = [
+const SOME: [&str; 6] = [
     "devmem::an_end_that_cannot",
     "devmem::bytes_land_in_the_pool",
     "devmem::tcp_and_devmem_share_a_port",
     "devmem_regions::",
     "on_devmem::blocks_are_written_and_read",
+    "on_devmem::cancelled_receives_leave",
 ];
 
 #[test]
