@@ -231,9 +231,9 @@ pub const LANE_ABANDON_DEADLINE: Duration = Duration::from_secs(1);
 /// What the kernel sends without a copy leaves it within this time once its connection is aborted: no queue of a NIC that
 /// works holds a packet for longer.
 pub const KERNEL_RELEASE_TIMEOUT: Duration = Duration::from_millis(100);
-/// What a closed lane was sending without a copy is waited for so long when its memory is taken back. Longer than the 5 s after
+/// What a lane or connection that is closed was sending without a copy is waited for so long when its memory is taken back. Longer than the 5 s after
 /// which the kernel has a NIC reset that sends nothing: progress threads do other things meanwhile.
-pub const LANE_RELEASE_TIMEOUT: Duration = Duration::from_secs(6);
+pub const CLOSED_RELEASE_TIMEOUT: Duration = Duration::from_secs(6);
 /// A GPU that has still to copy to memory that is taken back has this long, before whoever takes it back is told.
 pub const GPU_ABANDON_DEADLINE: Duration = Duration::from_secs(5);
 /// A lane that fails without the plugin's saying why waits so long for the other end to say it, or to be seen to have
@@ -272,7 +272,7 @@ const _: () = assert!(STAGING_OUT_RING_BYTES <= USELESS_BYTES_MAX);
 const _: () = assert!(LANE_WINDOW_DEFAULT <= LANE_WINDOW_MAX && LANE_WINDOW_MAX <= WINDOW_FRAMES_MAX);
 const _: () = assert!(NIC_END_MIN.as_millis() <= NIC_LOCK_DEADLINE.as_millis());
 const _: () = assert!(LANE_ABANDON_DEADLINE.as_millis() < ABANDON_DEADLINE.as_millis());
-const _: () = assert!(KERNEL_RELEASE_TIMEOUT.as_millis() < LANE_RELEASE_TIMEOUT.as_millis());
+const _: () = assert!(KERNEL_RELEASE_TIMEOUT.as_millis() < CLOSED_RELEASE_TIMEOUT.as_millis());
 const _: () = assert!(LANE_MESSAGE_BYTES_MIN <= LANE_MESSAGE_BYTES_DEFAULT);
 const _: () = assert!(LANE_MESSAGE_BYTES_DEFAULT <= TCPX_MESSAGE_BYTES_MAX);
 const _: () = assert!(TCPX_MESSAGE_BYTES_MAX <= CHUNK_BYTES_MAX);

@@ -11,7 +11,36 @@ use std::sync::Arc;
 use super::Channel;
 use crate::error::Error;
 use crate::operation::Op;
+use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry};
+use crate::transport::Conn;
+
+/// What carried the payload of a channel that has ended, kept open to hear when nothing reads its sources any more.
+pub(crate) struct Unreleased {
+    lane: Option<Box<Posted>>,
+    /// An aborted connection, and how much was sent over it.
+    conn: Option<(Box<dyn Conn>, u64)>,
+}
+
+impl Unreleased {
+    /// The closed lane, and the connection with the bytes that were sent over it; `None` where both have released everything. A
+    /// connection that has not is aborted: packets of it that a NIC holds are sent nevertheless, and read then.
+    pub fn of(lane: Option<Box<Posted>>, mut conn: Box<dyn Conn>, sent_bytes: u64) -> Option<Unreleased> {
+        let reads = conn.released() < sent_bytes;
+        if reads {
+            conn.abort();
+        }
+        let mut unreleased = Unreleased { lane, conn: reads.then_some((conn, sent_bytes)) };
+        (!unreleased.has_released()).then_some(unreleased)
+    }
+
+    /// Whether nothing reads the memory any more. Ask again.
+    pub fn has_released(&mut self) -> bool {
+        self.lane.take_if(|lane| lane.has_released());
+        self.conn.take_if(|(conn, sent_bytes)| conn.released() >= *sent_bytes);
+        self.lane.is_none() && self.conn.is_none()
+    }
+}
 
 impl Channel {
     /// Aborts the connection if the kernel may still read memory that its user has dropped; true if so: the channel is to be

@@ -16,6 +16,8 @@ mod receiver;
 mod receiving;
 mod staged;
 
+pub(crate) use dropped::Unreleased;
+
 use crate::error::Error;
 use crate::limits;
 use crate::memory::Place;
@@ -58,8 +60,8 @@ pub(crate) struct Remains {
     pub lane: Option<String>,
     /// Whether it was the lane that failed.
     pub lane_failed: bool,
-    /// The closed lane, while something may still read the memory of which it was sending.
-    pub unreleased: Option<Box<Posted>>,
+    /// What was closed, while something may still read the memory of which it was sending.
+    pub unreleased: Option<Unreleased>,
 }
 
 /// Who may still write to memory that is taken back.

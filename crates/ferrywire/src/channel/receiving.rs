@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::receiver::{Stage, check_crc};
-use super::{Channel, Remains, TURN_BYTES, Touched, Workspace, broken};
+use super::{Channel, Remains, TURN_BYTES, Touched, Unreleased, Workspace, broken};
 use crate::limits;
 use crate::memory::Place;
 use crate::peer::Landing;
@@ -264,15 +264,14 @@ impl Channel {
         self.conn.shutdown();
         self.staging.end();
         let lane = self.posted.as_ref().map(|posted| posted.state());
-        let mut unreleased = self.posted.take();
-        if let Some(posted) = &mut unreleased {
+        let mut posted = self.posted.take();
+        if let Some(posted) = &mut posted {
             posted.end().into_iter().for_each(|entry| self.peer.delivered(entry, None));
         }
-        unreleased.take_if(|posted| posted.has_released());
         self.counters.alive.store(false, Ordering::Relaxed);
         self.counters.backlog.store(NO_BACKLOG, Ordering::Relaxed);
         self.counters.staging.pinned_bytes.store(0, Ordering::Relaxed);
-        drop(self.conn);
+        let unreleased = Unreleased::of(posted, self.conn, self.stream_sent);
         self.held.drain(..).for_each(|(_, entry)| self.peer.delivered(entry, None));
         let mut entries = self.window.drain();
         // Over another channel they are staged again.

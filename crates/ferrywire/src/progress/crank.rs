@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Abandoning, COPY_NAP, Command, Crank, Unreleased, Worker};
+use super::{Abandoning, COPY_NAP, Closed, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::error::Error;
@@ -124,8 +124,8 @@ impl Crank {
         }
     }
 
-    /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what a closed lane was
-    /// sending. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
+    /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what was being
+    /// sent over a lane or connection that is closed. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
     /// memory is wanted at any cost.
     fn let_go(&mut self, worker: &Worker, engine: &Engine) {
         self.lose_senders_of_dropped_memory(worker, engine);
@@ -161,13 +161,13 @@ impl Crank {
         }
     }
 
-    /// Whether nothing reads the memory of closed lanes any more, as far as is waited for.
+    /// Whether nothing reads the memory of closed lanes and connections any more, as far as is waited for.
     fn has_released(&mut self, now: Duration) -> bool {
-        self.unreleased.retain_mut(|lane| {
-            let late = now.saturating_sub(lane.since) > limits::LANE_RELEASE_TIMEOUT;
-            match lane.posted.has_released() {
+        self.unreleased.retain_mut(|closed| {
+            let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
+            match closed.unreleased.has_released() {
                 true => return false,
-                false if late => lane.give_up(),
+                false if late => closed.give_up(),
                 false => {}
             }
             !late
@@ -315,10 +315,9 @@ impl Crank {
         let (peer, index, generation) =
             (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
         let mut remains = slot.channel.end();
-        if let Some(posted) = remains.unreleased.take() {
-            let of_lane = remains.entries.iter().filter(|(_, entry)| entry.header.is_posted());
-            let ops = of_lane.filter_map(|(_, entry)| entry.op.clone()).collect();
-            self.unreleased.push(Unreleased { posted, ops, since: engine.transport.now() });
+        if let Some(closed) = remains.unreleased.take() {
+            let ops = remains.entries.iter().filter_map(|(_, entry)| entry.op.clone()).collect();
+            self.unreleased.push(Closed { unreleased: closed, ops, since: engine.transport.now() });
         }
         peer.note_cut_off();
         worker.step();
@@ -493,10 +492,10 @@ impl Crank {
     }
 }
 
-impl Unreleased {
+impl Closed {
     /// Its memory has not been released in time: operations of what was dropped fail, whatever the peer has placed of them.
     fn give_up(&self) {
-        tracing::error!("a NIC may still send of memory of a lane that is closed");
+        tracing::error!("a NIC may still send of memory of a connection or lane that is closed");
         let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
         self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
     }

@@ -16,11 +16,10 @@ mod abandon;
 mod callers;
 mod crank;
 
-use crate::channel::{Channel, Workspace};
+use crate::channel::{Channel, Unreleased, Workspace};
 use crate::engine::Engine;
 use crate::memory::cuda::idle;
 use crate::operation::Op;
-use crate::posted::Posted;
 use crate::schedule::Spin;
 use crate::sys::affinity;
 use crate::sys::poll::{Event as Ready, Poller, Wake, Waker};
@@ -246,14 +245,14 @@ pub(crate) struct Crank {
     polled: usize,
     /// Requests to let go of memory that somebody may still write to.
     abandoning: Vec<Abandoning>,
-    /// Closed lanes, while something may still read the memory of which they were sending.
-    unreleased: Vec<Unreleased>,
+    /// What channels that are lost were sending without a copy, while something may still read it.
+    unreleased: Vec<Closed>,
 }
 
-/// A closed lane of a channel that is lost.
-struct Unreleased {
-    posted: Box<Posted>,
-    /// Operations with messages that the peer has not acknowledged.
+/// Lane and connection of a channel that is lost.
+struct Closed {
+    unreleased: Unreleased,
+    /// Operations with frames that the peer has not acknowledged.
     ops: Vec<Arc<Op>>,
     since: Duration,
 }

@@ -4,6 +4,8 @@ use crate::held_up::connected;
 use crate::netns::Hosts;
 use crate::{LIMIT, builder};
 use ferrywire::Endpoint;
+use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The kernel sent what was there later, and the write was told that all was well.
@@ -55,6 +57,75 @@ fn nothing_is_sent_without_a_copy_of_memory_that_its_user_has_dropped() {
     target.read_at(0, &mut found).unwrap();
     assert!(!found.contains(&0xEE), "what was written to the memory after the drop was sent");
     drop(memory);
+}
+
+/// Packets of a lost connection stayed in the queue of a NIC, which read the memory when it sent them, and a peer that had
+/// not heard of the loss placed them.
+#[test]
+fn a_region_is_dropped_only_once_no_nic_holds_packets_of_a_lost_connection() {
+    const BYTES: usize = 512 << 10;
+    let Some(hosts) = Hosts::new() else { return };
+    let tcp = || Arc::new(TcpTransport::default().zero_copy(ZeroCopyPolicy::Always));
+    let builder = || {
+        Endpoint::builder()
+            .transport(tcp())
+            .secret("correct horse")
+            .channels(1)
+            .threads(1)
+            .heartbeat_limit(LIMIT)
+    };
+    let near = hosts.on(0, || builder().build()).unwrap();
+    let far = hosts.on(1, || builder().listen(Hosts::listen()).build()).unwrap();
+    let peer = hosts.on(0, || near.connect(Hosts::listen(), LIMIT)).unwrap();
+    let target = far.register_zeroed(BYTES).unwrap();
+    let mut memory = vec![5_u8; BYTES];
+    // SAFETY: it stays until the end.
+    let region = unsafe { near.register_raw(memory.as_mut_ptr(), memory.len()) }.unwrap();
+    // As much as the connection may have under way comes into the queue at once then.
+    let warm = near.register(vec![1; BYTES]).unwrap();
+    for _ in 0..100 {
+        peer.write(&warm, 0, &target.descriptor(), 0, BYTES as u64).unwrap().wait(LIMIT).unwrap();
+    }
+    let sent_before = peer.stats().channels[0].sent_bytes;
+    // A NIC whose queue empties in many seconds.
+    let slow = "qdisc add dev fw0 root tbf rate 320kbit burst 70kb limit 4mb";
+    if !hosts.on(0, || run("tc", slow)) {
+        return println!("SKIPPED: needs tc and a kernel with tbf");
+    }
+    let write = peer.write(&region, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
+    let begun = Instant::now();
+    while peer.stats().channels[0].sent_bytes - sent_before < 256 << 10 {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    let port = peer.stats().channels[0].local.port();
+    if !hosts.on(0, || run("ss", &format!("-K -H -t state established sport = :{port}"))) {
+        return println!("SKIPPED: needs ss, and a kernel with INET_DIAG_DESTROY");
+    }
+    while peer.stats().channels.iter().any(|channel| channel.alive) {
+        assert!(begun.elapsed() < LIMIT);
+        std::thread::yield_now();
+    }
+    let cut = begun.elapsed();
+    drop(region);
+    memory.fill(0xEE);
+    let dropped = begun.elapsed();
+    let outcome = write.wait(LIMIT);
+    // What was in the queue has arrived when something behind it has.
+    let source = near.register(vec![7; 4096]).unwrap();
+    let other = peer.write(&source, 0, &target.descriptor(), BYTES as u64 - 4096, 4096);
+    let other = other.and_then(|other| other.wait(LIMIT));
+    println!("cut after {cut:?}, dropped after {dropped:?}; the write {outcome:?}, a later one {other:?}");
+    let mut found = vec![0; BYTES];
+    target.read_at(0, &mut found).unwrap();
+    let wrong = found.iter().filter(|byte| **byte == 0xEE).count();
+    assert_eq!(wrong, 0, "bytes that were written to the memory after the drop were sent");
+    drop(memory);
+}
+
+fn run(program: &str, arguments: &str) -> bool {
+    let ended = std::process::Command::new(program).args(arguments.split(' ')).output();
+    ended.is_ok_and(|ended| ended.status.success())
 }
 
 /// Short messages and writes wait in the sender's queue behind a peer that receives nothing.
