@@ -19,6 +19,7 @@ mod plan;
 mod plugin;
 mod seed;
 mod sys;
+mod tool;
 mod topo;
 mod units;
 

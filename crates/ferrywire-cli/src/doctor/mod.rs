@@ -13,7 +13,6 @@ mod limits;
 mod nic;
 mod peer;
 mod report;
-mod tool;
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -24,7 +23,7 @@ use ferrywire::topology::{Topology, Wishes};
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;
 use crate::plan::DoctorPlan;
-use crate::plugin;
+use crate::{plugin, tool};
 use finding::Finding;
 use nic::Settings;
 use peer::PeerFacts;

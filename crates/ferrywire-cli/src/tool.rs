@@ -1,0 +1,88 @@
+//! Another program's answer, waited for no longer than a deadline.
+
+use std::io::Read;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The most of an answer that is kept.
+const OUTPUT_BYTES_MAX: u64 = 1 << 20;
+/// Between two looks whether a program has ended.
+const POLL: Duration = Duration::from_millis(2);
+
+/// What the program prints; nothing where it is missing, fails or takes too long.
+pub fn output(program: &str, args: &[&str], limit: Duration) -> Option<String> {
+    run(Command::new(program).args(args), limit).ok()
+}
+
+/// What the program prints, or why there is no answer: it cannot be started, it fails (with its last words), it takes too long.
+pub fn run(command: &mut Command, limit: Duration) -> Result<String, String> {
+    let until = Instant::now() + limit;
+    let spawned = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let mut child = spawned.map_err(|error| error.to_string())?;
+    let (said, complaints) = (read(child.stdout.take()), read(child.stderr.take()));
+    let late = || format!("no answer within {} s", limit.as_secs_f64());
+    let Some(status) = ended(&mut child, until) else {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(late());
+    };
+    // A process of its own may hold the pipes open.
+    let rest = |pipe: &Receiver<String>| pipe.recv_timeout(until.saturating_duration_since(Instant::now()));
+    if !status.success() {
+        let complaints = rest(&complaints).unwrap_or_default();
+        let last = complaints.lines().rfind(|line| !line.trim().is_empty()).unwrap_or_default();
+        return Err(format!("{status}: {}", last.trim()).trim_end_matches(": ").to_owned());
+    }
+    rest(&said).map_err(|_| late())
+}
+
+fn read(pipe: Option<impl Read + Send + 'static>) -> Receiver<String> {
+    let (done, said) = mpsc::channel();
+    thread::spawn(move || {
+        let mut bytes = Vec::new();
+        if let Some(pipe) = pipe {
+            let _ = pipe.take(OUTPUT_BYTES_MAX).read_to_end(&mut bytes);
+        }
+        done.send(String::from_utf8_lossy(&bytes).into_owned())
+    });
+    said
+}
+
+fn ended(child: &mut Child, until: Instant) -> Option<ExitStatus> {
+    loop {
+        match child.try_wait() {
+            Ok(Some(status)) => return Some(status),
+            Ok(None) if Instant::now() < until => thread::sleep(POLL),
+            _ => return None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_program_that_is_missing_fails_or_hangs_says_nothing() {
+        assert_eq!(output("echo", &["there"], LONG), Some("there\n".to_owned()));
+        assert_eq!(output("no-such-program", &[], LONG), None);
+        assert_eq!(output("false", &[], LONG), None);
+        assert_eq!(output("sleep", &["600"], Duration::from_millis(10)), None);
+    }
+
+    #[test]
+    fn why_there_is_no_answer_is_told() {
+        let shell = |script: &str, limit| run(Command::new("sh").args(["-c", script]), limit);
+        assert_eq!(shell("echo one; echo two >&2; exit 3", LONG), Err("exit status: 3: two".to_owned()));
+        assert_eq!(shell("exit 3", LONG), Err("exit status: 3".to_owned()));
+        let hung = shell("exec >&- 2>&-; exec sleep 600", Duration::from_millis(50));
+        assert_eq!(hung, Err("no answer within 0.05 s".to_owned()));
+        assert!(
+            run(&mut Command::new("no-such-program"), LONG).is_err_and(|why| why.contains("No such file"))
+        );
+    }
+}
