@@ -32,6 +32,12 @@ this version, holds the same secret and is free, and which NICs lead to which of
 runs, in a process of its own: name only plugins that you trust.\n\nExit status: 0 nothing failed, 1 a finding is FAIL, 2 bad \
 usage, 130 stopped by Ctrl-C, 143 by SIGTERM.";
 
+const NIXL_AFTER_HELP: &str = "NIXL takes backends from one folder, beside its own library; NIXL_PLUGIN_DIR replaces that folder \
+rather than adding to it. So the backend is copied there, into each NIXL of the environment: nixl-cu12 and nixl-cu13 alike. The \
+environment is that of --python, else the virtual environment in which this command lies, else the active one (VIRTUAL_ENV), \
+else that of python3. Programs then ask NIXL for the backend FERRYWIRE.\n\nExit status: 0 done; of status: every NIXL has the \
+backend. 1 it could not be done; of status: there is no NIXL, or one lacks the backend. 2 bad usage.";
+
 /// Moves memory between machines over ordinary TCP NICs, and says how fast and whether it arrived.
 #[derive(Debug, Parser)]
 #[command(name = "ferrywire", version, after_help = AFTER_HELP)]
@@ -58,6 +64,13 @@ pub enum Command {
     /// What an NCCL net plugin exports: versions, devices, properties. It is started in a process of its own
     #[command(after_help = PLUGIN_AFTER_HELP)]
     Plugin(PluginFlags),
+    /// The backend for NIXL: put it into the NIXL of a Python environment, see whether it is there, take it away
+    #[command(after_help = NIXL_AFTER_HELP)]
+    Nixl {
+        /// What to do
+        #[command(subcommand)]
+        action: NixlCommand,
+    },
     /// The process in which a plugin is started
     #[command(hide = true)]
     PluginChild {
@@ -133,6 +146,41 @@ pub struct PluginFlags {
     /// Longest time for one step of the plugin, in seconds [default: 30]
     #[arg(long, value_name = "S")]
     pub deadline: Option<f64>,
+}
+
+/// The subcommands of `nixl`.
+#[derive(Debug, Subcommand)]
+pub enum NixlCommand {
+    /// Copy the backend into every NIXL of the environment; an older copy is replaced
+    #[command(after_help = NIXL_AFTER_HELP)]
+    Install {
+        /// Where
+        #[command(flatten)]
+        flags: NixlFlags,
+        /// Let programs that ask for UCX get ferrywire too, for those that cannot be told another name. Both ends need it; `remove` undoes it
+        #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+        as_ucx: bool,
+    },
+    /// Each NIXL of the environment, and whether it has the backend
+    #[command(after_help = NIXL_AFTER_HELP)]
+    Status(NixlFlags),
+    /// Delete what install has put there, and give NIXL's own UCX backend its name again
+    #[command(after_help = NIXL_AFTER_HELP)]
+    Remove(NixlFlags),
+}
+
+/// Of each of them.
+#[derive(Clone, Debug, Default, Args)]
+pub struct NixlFlags {
+    /// The interpreter whose packages have NIXL, or its virtual environment [default: see below]
+    #[arg(long, value_name = "PATH")]
+    pub python: Option<PathBuf>,
+    /// The backend's file [default: the one of this command's build or wheel]
+    #[arg(long, value_name = "PATH")]
+    pub library: Option<PathBuf>,
+    /// Write JSON instead of text
+    #[arg(long, action = ArgAction::SetTrue, value_parser = FalseyValueParser::new())]
+    pub json: bool,
 }
 
 /// `bench`: alone the demo or one process of a run, else one of its two ends.

@@ -1,7 +1,7 @@
 //! The `ferrywire` command.
 //!
 //! The way of an invocation: [`args`] takes what was typed, [`plan`] decides what it means, [`mod@bench`],
-//! [`mod@plugin`], [`topo`] or [`doctor`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
+//! [`mod@plugin`], [`nixl`], [`topo`] or [`doctor`] does it, and [`exit`] alone turns the outcome into an exit status. Unsafe code is fenced into [`sys`].
 
 // What is said on standard error goes through `exit`, which survives that nobody listens.
 #![deny(clippy::print_stderr)]
@@ -14,6 +14,7 @@ mod exit;
 mod file;
 mod memory;
 mod nics;
+mod nixl;
 mod plain;
 mod plan;
 mod plugin;
@@ -57,6 +58,7 @@ fn run() -> exit::Outcome {
         plan::Plan::Topo(plan) => topo::run(&plan),
         plan::Plan::Doctor(plan) => doctor::run(&plan),
         plan::Plan::Plugin(plan) => plugin::run(&plan),
+        plan::Plan::Nixl(plan) => nixl::run(&plan),
         plan::Plan::PluginChild(path, version) => plugin::child::run(&path, version),
     }
 }

@@ -13,8 +13,8 @@ use ferrywire::nccl::abi::Version;
 use ferrywire::topology::{Map, Wishes};
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags,
-    TopoFlags, Transport, Unpack, Verify,
+    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, NixlCommand, NixlFlags, Op, Pattern,
+    PluginFlags, ServeFlags, TopoFlags, Transport, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::carrier::{self, DevmemUse, PluginUse};
@@ -57,7 +57,9 @@ pub enum Plan {
     Doctor(Box<DoctorPlan>),
     /// A plugin to be looked at.
     Plugin(PluginPlan),
-    /// The process that does it.
+    /// The backend for NIXL.
+    Nixl(NixlPlan),
+    /// The process that looks at a plugin.
     PluginChild(PathBuf, Option<Version>),
 }
 
@@ -106,6 +108,33 @@ pub struct PluginPlan {
     pub deadline: Duration,
     /// Print what it logs.
     pub verbose: bool,
+}
+
+/// What is to be done about the backend for NIXL.
+#[derive(Clone, Debug)]
+pub struct NixlPlan {
+    /// What.
+    pub action: NixlAction,
+    /// The interpreter that was named.
+    pub python: Option<PathBuf>,
+    /// The backend that was named.
+    pub library: Option<PathBuf>,
+    /// Print JSON.
+    pub json: bool,
+}
+
+/// What is to be done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NixlAction {
+    /// Put it there.
+    Install {
+        /// Under the name of UCX too.
+        as_ucx: bool,
+    },
+    /// See whether it is there.
+    Status,
+    /// Take it away.
+    Remove,
 }
 
 /// What both ends hand to the engine.
@@ -231,6 +260,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::Topo(flags) => return plan_topo(flags).map(Plan::Topo),
         Command::Doctor(flags) => return plan_doctor(flags, verbose).map(Box::new).map(Plan::Doctor),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
+        Command::Nixl { action } => return plan_nixl(action).map(Plan::Nixl),
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
     match bench.end {
@@ -297,6 +327,21 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
         return usage("PATH is empty");
     }
     Ok(PluginPlan { path, version, json, deadline, verbose })
+}
+
+fn plan_nixl(action: NixlCommand) -> Outcome<NixlPlan> {
+    let (action, flags) = match action {
+        NixlCommand::Install { flags, as_ucx } => (NixlAction::Install { as_ucx }, flags),
+        NixlCommand::Status(flags) => (NixlAction::Status, flags),
+        NixlCommand::Remove(flags) => (NixlAction::Remove, flags),
+    };
+    let NixlFlags { python, library, json } = flags;
+    for (flag, path) in [("--python", &python), ("--library", &library)] {
+        if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
+            return usage(format!("{flag} is empty"));
+        }
+    }
+    Ok(NixlPlan { action, python, library, json })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {

@@ -88,8 +88,12 @@ static CORE: Core = Core {
     notifications,
     notify,
     options,
-    version: concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast(),
+    version: MARK.split_at(MARK_NAME.len()).1.as_ptr().cast(),
 };
+
+/// A file that has this, and the version after it, is this library: `ferrywire nixl` looks for it.
+const MARK_NAME: &str = "ferrywire NIXL backend ";
+const MARK: &str = concat!("ferrywire NIXL backend ", env!("CARGO_PKG_VERSION"), "\0");
 
 unsafe extern "C" {
     fn ferrywire_nixl_plugin(core: *const Core) -> *mut c_void;

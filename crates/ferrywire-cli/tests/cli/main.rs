@@ -19,6 +19,7 @@ mod kills;
 mod lanes;
 mod launched;
 mod matrix;
+mod nixl;
 mod plugin;
 mod ranks;
 mod refused;

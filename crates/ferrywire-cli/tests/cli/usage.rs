@@ -39,6 +39,11 @@ fn bad_usage_is_status_2() {
         "plugin x.so --version v3",
         "plugin x.so --deadline 0",
         "plugin x.so y.so",
+        "nixl frobnicate",
+        "nixl install --as-ucs",
+        "nixl status --as-ucx",
+        "nixl status --python=",
+        "nixl remove --library=",
     ] {
         refused(args);
     }
@@ -110,6 +115,10 @@ fn help_is_complete_and_hides_what_is_for_tests() {
         "topo --help",
         "doctor --help",
         "plugin --help",
+        "nixl --help",
+        "nixl install --help",
+        "nixl status --help",
+        "nixl remove --help",
     ] {
         let output = run(args);
         assert!(output.status.success());

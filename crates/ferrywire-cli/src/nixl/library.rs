@@ -1,0 +1,138 @@
+//! The NIXL backend as a file: how one of ours is known, and where the one lies that is to be installed.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use crate::exit::{Failure, Outcome};
+
+/// The name that NIXL looks for.
+pub const FILE: &str = "libplugin_FERRYWIRE.so";
+/// The name that cargo gives it.
+const BUILT: &str = "libplugin_ferrywire.so";
+/// Where the wheel puts it, in a folder of packages.
+const IN_PACKAGES: &str = "ferrywire/lib";
+/// What a library of ours has before its version; see `ferrywire-nixl`'s `boundary`.
+const MARK: &[u8] = b"ferrywire NIXL backend ";
+const VERSION_BYTES_MAX: usize = 64;
+/// A larger file is no plugin.
+const LIBRARY_BYTES_MAX: u64 = 1 << 30;
+
+/// The backend that belongs to this command.
+#[derive(Debug)]
+pub struct Library {
+    /// Its file.
+    pub path: PathBuf,
+    /// Its version.
+    pub version: String,
+    /// Its contents.
+    pub bytes: Vec<u8>,
+}
+
+impl Library {
+    /// The one of this file.
+    pub fn open(path: &Path) -> Outcome<Library> {
+        let failed = |why: &str| Failure::failed(format!("cannot install {}: {why}", path.display()));
+        let bytes = contents(path).map_err(|error| failed(&error.to_string()))?;
+        let version = version(&bytes).ok_or_else(|| {
+            failed("it is not ferrywire's NIXL backend\ntry: cargo build --release -p ferrywire-nixl")
+        })?;
+        Ok(Library { path: path.to_owned(), version, bytes })
+    }
+
+    /// The one beside this command: of the same build, or of the same wheel, which may lie in one of these folders.
+    pub fn find(packages: &[PathBuf]) -> Outcome<Library> {
+        let command = std::env::current_exe()
+            .map_err(|error| Failure::failed(format!("cannot tell where this command lies: {error}")))?;
+        let places = places(&command, packages);
+        let found: Vec<Library> =
+            places.iter().filter(|path| path.is_file()).filter_map(|path| Library::open(path).ok()).collect();
+        let fits = found.iter().position(|library| library.version == env!("CARGO_PKG_VERSION"));
+        found.into_iter().nth(fits.unwrap_or(0)).ok_or_else(|| {
+            Failure::failed(format!(
+                "cannot find {FILE} beside {}, nor in the packages of its environment\n\
+                 try: cargo build --release -p ferrywire-nixl; or name the file with --library PATH",
+                command.display()
+            ))
+        })
+    }
+}
+
+/// Where it may lie, likelier ones first.
+fn places(command: &Path, packages: &[PathBuf]) -> Vec<PathBuf> {
+    let folder = command.parent().unwrap_or(Path::new("."));
+    let mut places = vec![folder.join(FILE), folder.join(BUILT)];
+    if let Some(prefix) = folder.parent() {
+        // Commands in `bin`, packages in `lib/python3.11/site-packages`; with `pip install --target` beside `bin`.
+        places.push(prefix.join(IN_PACKAGES).join(FILE));
+        for python in
+            ["lib", "lib64", "local/lib"].iter().flat_map(|lib| folders(&prefix.join(lib), "python3"))
+        {
+            let of_python = ["site-packages", "dist-packages"].map(|name| python.join(name));
+            places.extend(of_python.iter().map(|folder| folder.join(IN_PACKAGES).join(FILE)));
+        }
+    }
+    places.extend(packages.iter().map(|folder| folder.join(IN_PACKAGES).join(FILE)));
+    places
+}
+
+fn folders(of: &Path, begin: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(of).into_iter().flatten().flatten();
+    let named = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(begin));
+    let mut folders: Vec<PathBuf> = named.map(|entry| entry.path()).collect();
+    folders.sort();
+    folders
+}
+
+/// All of a file that may be a library.
+pub fn contents(path: &Path) -> io::Result<Vec<u8>> {
+    let file = File::open(path)?;
+    let about = file.metadata()?;
+    if !about.is_file() || about.len() > LIBRARY_BYTES_MAX {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a file of a library's size"));
+    }
+    let mut bytes = Vec::new();
+    file.take(LIBRARY_BYTES_MAX).read_to_end(&mut bytes)?;
+    Ok(bytes)
+}
+
+/// The version of a library of ours; `None`: these are bytes of something else.
+pub fn version(bytes: &[u8]) -> Option<String> {
+    if !bytes.starts_with(b"\x7fELF") {
+        return None;
+    }
+    // The mark alone is in this command too.
+    let marked = bytes.windows(MARK.len()).enumerate().filter(|(_, window)| *window == MARK);
+    marked.map(|(at, _)| &bytes[at + MARK.len()..]).find_map(version_at)
+}
+
+fn version_at(bytes: &[u8]) -> Option<String> {
+    let end = bytes.iter().take(VERSION_BYTES_MAX).position(|byte| *byte == 0)?;
+    let text = std::str::from_utf8(&bytes[..end]).ok()?;
+    let is_version = text.starts_with(|first: char| first.is_ascii_digit())
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || ".+-".contains(c));
+    is_version.then(|| text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_of_ours_is_known_by_its_mark_and_version() {
+        let file = |text: &str| [b"\x7fELF\0", text.as_bytes()].concat();
+        let mark = "ferrywire NIXL backend ";
+        assert_eq!(version(&file(&format!("x{mark}0.1.0\0"))), Some("0.1.0".to_owned()));
+        assert_eq!(version(&file(&format!("{mark}\0{mark}1.2.3-rc.1\0"))), Some("1.2.3-rc.1".to_owned()));
+        for other in ["", mark, "ferrywire 0.1.0\0", &format!("{mark}0.1.0"), &format!("{mark}0.1 of\0")] {
+            assert_eq!(version(&file(other)), None, "{other:?}");
+        }
+        assert_eq!(version(format!("{mark}0.1.0\0").as_bytes()), None, "no library");
+    }
+
+    #[test]
+    fn this_command_is_no_library_of_ours() {
+        let command = std::env::current_exe().expect("a path");
+        assert_eq!(version(&contents(&command).expect("it can be read")), None);
+    }
+}

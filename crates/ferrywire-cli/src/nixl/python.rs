@@ -1,0 +1,183 @@
+//! A Python environment: which interpreter is meant, where its packages lie, and which NIXLs are among them.
+//!
+//! NIXL is not imported: it may be broken, and it is slow to start. Where it keeps its backends is told by folders alone.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::exit::{Failure, Outcome};
+use crate::tool;
+
+/// An interpreter on a slow network file system answers within this.
+const ANSWER_MAX: Duration = Duration::from_secs(60);
+/// After whatever else is printed at its start. Folders are those in which programs look for packages.
+const ASK: &str =
+    "import json, sys; print(); print(json.dumps([sys.executable, [path for path in sys.path if path]]))";
+/// The first release whose backends have the virtual functions of ours.
+const MAJOR_MIN: u64 = 1;
+
+/// An interpreter.
+#[derive(Debug)]
+pub struct Python {
+    /// Its file.
+    pub path: PathBuf,
+    /// Whether it was named, rather than found.
+    pub named: bool,
+    /// Where its packages lie, in the order in which they are looked up.
+    pub folders: Vec<PathBuf>,
+}
+
+/// A NIXL among the packages of an interpreter.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nixl {
+    /// As pip names it: nixl-cu12.
+    pub package: String,
+    /// As its metadata says.
+    pub version: Option<String>,
+    /// The folder of its backends.
+    pub plugins: PathBuf,
+    /// Whether NIXL is there; else it was uninstalled, and its folder has files of others.
+    pub present: bool,
+}
+
+impl Nixl {
+    /// Whether backends of ours work with it, as far as its version tells.
+    pub fn is_supported(&self) -> Option<bool> {
+        let major = self.version.as_ref()?.split('.').next()?.parse::<u64>().ok()?;
+        Some(major >= MAJOR_MIN)
+    }
+}
+
+impl std::fmt::Display for Nixl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.version {
+            Some(version) => write!(f, "{} {version}", self.package),
+            None => write!(f, "{}", self.package),
+        }
+    }
+}
+
+impl Python {
+    /// Asks the interpreter that was named, or else the one of this environment, for its folders.
+    pub fn find(named: Option<&Path>) -> Outcome<Python> {
+        let path = match named {
+            Some(path) if path.is_dir() => path.join("bin/python"),
+            Some(path) => path.to_owned(),
+            None => {
+                let command = std::env::current_exe().unwrap_or_default();
+                let virtual_env = std::env::var_os("VIRTUAL_ENV").map(PathBuf::from);
+                of_this_environment(command.parent(), virtual_env.as_deref())
+            }
+        };
+        let mut command = Command::new(&path);
+        let said = tool::run(command.args(["-B", "-c", ASK]), ANSWER_MAX);
+        let failed = |why: String| {
+            Failure::failed(format!(
+                "cannot ask {} where its packages are: {why}\ntry: --python PATH, the interpreter that has NIXL",
+                path.display()
+            ))
+        };
+        let said = said.map_err(failed)?;
+        let list = said.lines().next_back().unwrap_or_default();
+        let told: Option<(PathBuf, Vec<PathBuf>)> = serde_json::from_str(list).ok();
+        let (path, folders) = told.ok_or_else(|| failed("it is no Python interpreter".to_owned()))?;
+        Ok(Python { path, named: named.is_some(), folders })
+    }
+
+    /// What to type for this environment.
+    pub fn command(&self, action: &str) -> String {
+        match self.named {
+            true => format!("ferrywire nixl {action} --python {}", self.path.display()),
+            false => format!("ferrywire nixl {action}"),
+        }
+    }
+
+    /// What `import` would find of each NIXL, and what uninstalled ones have left.
+    pub fn nixls(&self) -> Vec<Nixl> {
+        let (mut seen, mut nixls) = (BTreeSet::new(), Vec::<Nixl>::new());
+        for folder in self.folders.iter().filter_map(|folder| folder.canonicalize().ok()) {
+            if seen.insert(folder.clone()) {
+                let here = nixls_in(&folder);
+                let hidden: Vec<String> =
+                    nixls.iter().filter(|nixl| nixl.present).map(|nixl| nixl.package.clone()).collect();
+                nixls.extend(here.into_iter().filter(|nixl| !hidden.contains(&nixl.package)));
+            }
+        }
+        nixls
+    }
+}
+
+/// That of the virtual environment in which this command lies, else of the one that is active, else the one beside this
+/// command, else the first on the path.
+fn of_this_environment(commands: Option<&Path>, virtual_env: Option<&Path>) -> PathBuf {
+    let own = commands.and_then(|folder| {
+        let python =
+            ["python3", "python"].map(|name| folder.join(name)).into_iter().find(|path| path.exists())?;
+        let is_virtual = folder.parent().is_some_and(|prefix| prefix.join("pyvenv.cfg").is_file());
+        Some((python, is_virtual))
+    });
+    let active = virtual_env.map(|folder| folder.join("bin/python"));
+    match own {
+        Some((python, true)) => python,
+        own => active.or(own.map(|(python, _)| python)).unwrap_or_else(|| PathBuf::from("python3")),
+    }
+}
+
+fn nixls_in(folder: &Path) -> Vec<Nixl> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let names: BTreeSet<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    let libraries = names.iter().filter_map(|name| {
+        let package = name.strip_prefix('.')?.strip_suffix(".mesonpy.libs")?;
+        let is_nixl = package == "nixl" || package.starts_with("nixl_");
+        is_nixl.then_some((name, package))
+    });
+    let nixl = |(name, package): (&String, &str)| {
+        let begin = format!("{package}-");
+        let mut about = names.iter().filter_map(|name| name.strip_prefix(&begin)?.strip_suffix(".dist-info"));
+        let libraries = folder.join(name);
+        Nixl {
+            package: package.replace('_', "-"),
+            version: about.next().map(str::to_owned),
+            plugins: libraries.join("plugins"),
+            present: libraries.join("libnixl.so").is_file(),
+        }
+    };
+    libraries.map(nixl).filter(|nixl| nixl.plugins.is_dir()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_of_the_command_goes_before_the_active_one_and_that_before_the_system() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let bin = folder.path().join("bin");
+        fs::create_dir(&bin).expect("a folder");
+        let active = Path::new("/active");
+        assert_eq!(of_this_environment(Some(&bin), None), Path::new("python3"));
+        assert_eq!(of_this_environment(Some(&bin), Some(active)), active.join("bin/python"));
+        fs::write(bin.join("python3"), "").expect("written");
+        assert_eq!(of_this_environment(Some(&bin), None), bin.join("python3"));
+        assert_eq!(of_this_environment(Some(&bin), Some(active)), active.join("bin/python"));
+        fs::write(folder.path().join("pyvenv.cfg"), "").expect("written");
+        assert_eq!(of_this_environment(Some(&bin), Some(active)), bin.join("python3"));
+    }
+
+    #[test]
+    fn releases_before_1_0_are_too_old() {
+        let supported = |version: &str| {
+            let version = Some(version.to_owned()).filter(|version| !version.is_empty());
+            let (package, plugins) = ("nixl-cu12".to_owned(), PathBuf::new());
+            Nixl { package, version, plugins, present: true }.is_supported()
+        };
+        assert_eq!(
+            ["0.10.1", "1.0.1", "1.5.1", "2.0rc1"].map(supported),
+            [false, true, true, true].map(Some)
+        );
+        assert_eq!(["", "unknown"].map(supported), [None, None]);
+    }
+}
