@@ -1,4 +1,5 @@
-"""Builds the wheel: maturin makes the module, cargo the `ferrywire` command and the NCCL plugin that lie beside it.
+"""Builds the wheel: maturin makes the module, cargo the `ferrywire` command, the NCCL plugin and the NIXL backend
+that lie beside it.
 
 maturin puts either a module or programs into a wheel; what lies in the folder `ferrywire.data` goes in too: `scripts` to
 the commands, `platlib` into the package. The folder is filled before and removed after.
@@ -30,12 +31,18 @@ from maturin import (  # noqa: F401  (the hooks that are maturin's own)
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path("crates/ferrywire-py")
 DATA = ROOT / PACKAGE / "ferrywire.data"
-# Rust gives a library no name with hyphens, and NCCL looks for this one.
-PLUGIN = "libnccl-net-ferrywire.so"
+# Packages, and what each builds; in the wheel it has the name on the right. Rust gives a library no name with hyphens
+# or capitals, and these are what NCCL and NIXL look for.
+LIB = Path("platlib/ferrywire/lib")
+BESIDE = {
+    "ferrywire-cli": ("ferrywire", Path("scripts/ferrywire")),
+    "ferrywire-nccl": ("libnccl_net_ferrywire.so", LIB / "libnccl-net-ferrywire.so"),
+    "ferrywire-nixl": ("libplugin_ferrywire.so", LIB / "libplugin_FERRYWIRE.so"),
+}
 
 # What is built, and what cargo reads of the workspace to build it: the simulator is a dependency of the tests.
-CRATES = ("ferrywire", "ferrywire-cli", "ferrywire-nccl", "ferrywire-py", "ferrywire-tcpx-sim")
-OF_A_CRATE = ("Cargo.toml", "build.rs", "src", "python", "build_backend")
+CRATES = ("ferrywire", "ferrywire-cli", "ferrywire-nccl", "ferrywire-nixl", "ferrywire-py", "ferrywire-tcpx-sim")
+OF_A_CRATE = ("Cargo.toml", "build.rs", "src", "shim", "python", "build_backend")
 OF_THE_ROOT = ("Cargo.lock", "pyproject.toml", "LICENSE-MIT", "LICENSE-APACHE", "docs/python.md")
 NOT_SOURCES = (".so", ".pyc")
 
@@ -115,8 +122,8 @@ def _data():
 
 def _beside_the_module(profile):
     built = _built(profile)
-    _copy(built["ferrywire"], DATA / "scripts" / "ferrywire")
-    _copy(built["libnccl_net_ferrywire.so"], DATA / "platlib" / "ferrywire" / "lib" / PLUGIN)
+    for name, path in BESIDE.values():
+        _copy(built[name], DATA / path)
 
 
 def _profile(config_settings):
@@ -127,8 +134,9 @@ def _profile(config_settings):
 
 
 def _built(profile):
-    """The command and the plugin, by the names of their files."""
-    arguments = ["cargo", "build", "-p", "ferrywire-cli", "-p", "ferrywire-nccl", "--profile", profile]
+    """What is built of the packages, by the names of files."""
+    packages = [argument for package in BESIDE for argument in ("-p", package)]
+    arguments = ["cargo", "build", *packages, "--profile", profile]
     told = subprocess.run(
         [*arguments, "--message-format", "json-render-diagnostics"],
         cwd=ROOT,
@@ -143,7 +151,7 @@ def _built(profile):
 
 
 def _copy(built, to):
-    to.parent.mkdir(parents=True)
+    to.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy2(built, to)
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-debug", str(to)], check=True)

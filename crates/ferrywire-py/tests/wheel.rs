@@ -1,9 +1,10 @@
 //! What users do: `pip install .` in a clone, then the command, the module and the NCCL plugin, in an environment that has
-//! nothing else; and a source distribution that becomes the same wheel.
+//! nothing else; a source distribution that becomes the same wheel; and its NIXL backend in the NIXL of another environment.
 
 mod environment;
 mod inspection;
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,6 +23,18 @@ peer.write(near.register(b"\x07" * len(got)), target.remote()).wait(timeout=60)
 assert got == b"\x07" * len(got)
 print("moved", fw.__version__, fw._ferrywire.__file__, sorted({"numpy", "torch"} & set(sys.modules)))
 "#;
+
+/// What NIXL's users do first. Where NIXL has no such backend it only warns.
+const FIRST_AGENT: &str = r#"
+import sys
+from nixl._api import nixl_agent, nixl_agent_config
+agent = nixl_agent("agent", nixl_agent_config(backends=[sys.argv[1]]))
+assert sys.argv[1] in agent.backends, agent.backends
+print("metadata of", len(agent.get_agent_metadata()), "bytes; backends", *sorted(agent.get_plugin_list()))
+"#;
+
+/// NIXL for one version of CUDA and what its Python module imports: neither CUDA nor PyTorch.
+const NIXL: [&str; 4] = ["--no-deps", "nixl==1.5.1", "nixl-cu12==1.5.1", "numpy"];
 
 /// As build front ends ask for a source distribution.
 const MAKE_SDIST: &str = r#"
@@ -51,13 +64,75 @@ fn an_installation_from_a_clone_works() {
         needs_nothing_else(file);
     }
 
-    let wheel = Wheel::open(&wheel_from_sdist(&python, clone));
+    let file = wheel_from_sdist(&python, clone);
+    let wheel = Wheel::open(&file);
     wheel.has_what_users_need();
     // It is what was installed from the clone.
     let site = installed.ancestors().nth(2).expect("the folder of the packages");
     for file in wheel.files("ferrywire/") {
         assert!(site.join(&file).is_file(), "{file} is in the wheel from the source distribution alone");
     }
+    nixl_has_a_backend_until_it_is_removed(&file);
+}
+
+/// In an environment of its own, which is afterwards as it was.
+fn nixl_has_a_backend_until_it_is_removed(wheel: &Path) {
+    let Some(python) = environment::python("wheel-nixl", &NIXL) else {
+        return;
+    };
+    let home = python.ancestors().nth(2).expect("the environment");
+    // A run that was ended in its midst may have left something.
+    let _ = Command::new(python.with_file_name("ferrywire")).args(["nixl", "remove"]).output();
+    uninstall(&python);
+    let before = files(home);
+    let agent = |backend: &str| {
+        let mut agent = Command::new(&python);
+        agent.args(["-I", "-c", FIRST_AGENT, backend]).env_remove("NIXL_PLUGIN_DIR");
+        environment::run(&mut agent)
+    };
+    environment::run(pip(&python, "install").arg("--force-reinstall").arg(wheel));
+    let nixl = |args: &[&str]| {
+        let mut command = Command::new(python.with_file_name("ferrywire"));
+        command.arg("nixl").args(args).env_remove("NIXL_PLUGIN_DIR");
+        environment::run(&mut command)
+    };
+    assert!(nixl(&["install"]).contains("installed "));
+    let said = agent("FERRYWIRE");
+    assert!(said.contains("ferrywire: agent agent moves host memory over TCP"), "{said}");
+    assert!(said.contains(" FERRYWIRE ") && !said.contains("before-ferrywire"), "{said}");
+    let status = nixl(&["status"]);
+    assert!(status.contains(&format!(" {}, up to date ", env!("CARGO_PKG_VERSION"))), "{status}");
+
+    nixl(&["install", "--as-ucx"]);
+    let said = agent("UCX");
+    assert!(said.contains("ferrywire: ") && said.contains("ferrywire nixl remove"), "{said}");
+    assert!(nixl(&["remove"]).contains("restored NIXL's own libplugin_UCX.so"));
+    let said = agent("UCX");
+    assert!(!said.contains("ferrywire: "), "{said}");
+    uninstall(&python);
+    assert_eq!(files(home), before, "what is left behind");
+}
+
+fn uninstall(python: &Path) {
+    let uninstall =
+        ["-m", "pip", "uninstall", "--quiet", "--disable-pip-version-check", "--yes", "ferrywire"];
+    environment::run(Command::new(python).args(uninstall));
+}
+
+/// All files below a folder, with sizes and times.
+fn files(below: &Path) -> BTreeMap<PathBuf, (u64, Option<SystemTime>)> {
+    let (mut files, mut folders) = (BTreeMap::new(), vec![below.to_owned()]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(&folder).expect("a folder") {
+            let path = entry.expect("an entry").path();
+            let about = fs::symlink_metadata(&path).expect("it is there");
+            match about.is_dir() {
+                true => folders.push(path),
+                false => drop(files.insert(path, (about.len(), about.modified().ok()))),
+            }
+        }
+    }
+    files
 }
 
 /// Runs the module, and tells where it is.

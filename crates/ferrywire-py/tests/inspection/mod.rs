@@ -12,7 +12,14 @@ const EVERYWHERE: [&str; 6] =
 
 /// The newest glibc that anything may ask for: that of RHEL 9, Ubuntu 22.04 and Debian 12 is no older. It is where libdl
 /// and libpthread became part of libc, so that what is linked with any newer one asks for it.
-const GLIBC_MAX: (u32, u32) = (2, 34);
+const GLIBC_MAX: [u32; 2] = [2, 34];
+
+/// What NIXL loads. It gets and gives C++'s strings and maps, so that it shares NIXL's library of them.
+const NIXL_BACKEND: &str = "libplugin_FERRYWIRE.so";
+const OF_CPP: &str = "libstdc++.so.6";
+
+/// The newest libstdc++ that it may ask for: that of RHEL 9, as old as the glibc above.
+const GLIBCXX_MAX: [u32; 3] = [3, 4, 29];
 
 /// Beside the modules themselves.
 const FILES: [&str; 4] = [
@@ -48,7 +55,7 @@ impl Wheel {
         names.filter(|name| name.starts_with(begin)).map(String::from).collect()
     }
 
-    /// One wheel for every Python from 3.11 on; types, command and plugin; nothing that a Linux may lack.
+    /// One wheel for every Python from 3.11 on; types, command, plugin and backend; nothing that a Linux may lack.
     pub fn has_what_users_need(&self) {
         let version = env!("CARGO_PKG_VERSION");
         let tag = format!("ferrywire-{version}-cp311-abi3-");
@@ -58,13 +65,11 @@ impl Wheel {
         for name in FILES.map(|name| name.replace("{version}", version)) {
             assert!(self.names.contains(&name), "{name} is not in {:?}", self.names);
         }
-        assert!(
-            self.files("ferrywire/lib/") == ["ferrywire/lib/libnccl-net-ferrywire.so"],
-            "{:?}",
-            self.names
-        );
+        let libraries =
+            ["libnccl-net-ferrywire.so", NIXL_BACKEND].map(|name| format!("ferrywire/lib/{name}"));
+        assert!(self.files("ferrywire/lib/") == libraries, "{:?}", self.names);
         let programs: Vec<_> = self.names.iter().filter(|name| is_elf(&self.folder.join(name))).collect();
-        assert_eq!(programs.len(), 3, "module, command, plugin: {programs:?}");
+        assert_eq!(programs.len(), 4, "module, command, plugin, backend: {programs:?}");
         for name in programs {
             needs_nothing_else(&self.folder.join(name));
         }
@@ -81,25 +86,29 @@ pub fn needs_nothing_else(file: &Path) {
     let Ok(output) = Command::new("readelf").args(["-W", "-d", "-V"]).arg(file).output() else {
         return println!("SKIPPED: needs readelf (binutils), for the libraries of {}", file.display());
     };
+    let of_cpp = file.ends_with(NIXL_BACKEND).then_some(OF_CPP);
     let (listed, file) = (String::from_utf8_lossy(&output.stdout), file.display());
     let mut libraries = 0;
     for line in listed.lines().filter(|line| line.contains("(NEEDED)")) {
         let library = line.split(['[', ']']).nth(1).unwrap_or(line);
-        assert!(EVERYWHERE.contains(&library), "{file} needs {library}");
+        assert!(EVERYWHERE.contains(&library) || of_cpp == Some(library), "{file} needs {library}");
         libraries += 1;
     }
     assert!(libraries > 0, "{file}: {listed}");
     assert!(!listed.contains("(RPATH)") && !listed.contains("(RUNPATH)"), "{file} names folders: {listed}");
-    let asked = listed.split("GLIBC_").skip(1).filter_map(version);
-    let newest = asked.max().unwrap_or_else(|| panic!("{file} asks for no glibc: {listed}"));
-    assert!(newest <= GLIBC_MAX, "{file} needs glibc {}.{}", newest.0, newest.1);
+    let newest = newest(&listed, "GLIBC_").unwrap_or_else(|| panic!("{file} asks for no glibc: {listed}"));
+    assert!(newest <= GLIBC_MAX.to_vec(), "{file} needs glibc {newest:?}");
+    let newest = self::newest(&listed, "GLIBCXX_").unwrap_or_default();
+    assert!(newest <= GLIBCXX_MAX.to_vec(), "{file} needs libstdc++ {newest:?}");
 }
 
-/// The number that a text begins with: `2.17   Flags: none`.
-fn version(text: &str) -> Option<(u32, u32)> {
-    let number = text.split(|letter: char| letter != '.' && !letter.is_ascii_digit()).next()?;
-    let mut parts = number.split('.').map(|part| part.parse().ok());
-    Some((parts.next()??, parts.next()??))
+/// The newest version of a library that is asked for by these names: `GLIBC_2.17   Flags: none`.
+fn newest(listed: &str, begin: &str) -> Option<Vec<u32>> {
+    let version = |text: &str| {
+        let end = text.find(|letter: char| letter != '.' && !letter.is_ascii_digit()).unwrap_or(text.len());
+        text[..end].split('.').map(|part| part.parse().ok()).collect::<Option<Vec<u32>>>()
+    };
+    listed.split(begin).skip(1).filter_map(version).max()
 }
 
 /// What a build reads: of the crates the sources, of the root what the manifests name.
@@ -121,7 +130,7 @@ pub fn sdist_has_no_more_than_it_needs(listed: &str) {
     assert_eq!(others, root);
     for name in of_crates {
         let part = name.split('/').nth(2).unwrap_or(name);
-        let needed = ["Cargo.toml", "build.rs", "src", "python", "build_backend"].contains(&part);
+        let needed = ["Cargo.toml", "build.rs", "src", "shim", "python", "build_backend"].contains(&part);
         assert!(needed && !name.ends_with(".so") && !name.contains("__pycache__"), "{name}");
     }
     assert!(names.contains("crates/ferrywire-py/build_backend/ferrywire_build.py"), "{names:?}");
