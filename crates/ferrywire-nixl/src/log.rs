@@ -15,7 +15,9 @@ const TOLD_MAX: usize = 1024;
 
 fn level() -> LevelFilter {
     let asked = std::env::var("FERRYWIRE_LOG").unwrap_or_default();
-    asked.trim().parse().unwrap_or(LevelFilter::WARN)
+    // The parser takes no text at all for `error`.
+    let asked = Some(asked.trim()).filter(|asked| !asked.is_empty());
+    asked.and_then(|asked| asked.parse().ok()).unwrap_or(LevelFilter::WARN)
 }
 
 /// Lets the engine's own lines out too.

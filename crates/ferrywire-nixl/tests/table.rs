@@ -42,15 +42,18 @@ fn driver() -> &'static Path {
 }
 
 fn run(arguments: &[&str]) {
-    let output = Command::new("timeout")
-        .args(["-k", "5", HANGS_AFTER_S])
-        .arg(driver())
-        .args(arguments)
-        .output()
-        .unwrap();
+    run_with_log(arguments, std::env::var("FERRYWIRE_LOG").ok().as_deref());
+}
+
+/// What was logged.
+fn run_with_log(arguments: &[&str], level: Option<&str>) -> String {
+    let mut command = Command::new("timeout");
+    command.args(["-k", "5", HANGS_AFTER_S]).arg(driver()).args(arguments).env_remove("FERRYWIRE_LOG");
+    let output = command.envs(level.map(|level| ("FERRYWIRE_LOG", level))).output().unwrap();
     let (said, errors) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     let good = format!("{}: good\n", arguments[0]);
     assert!(output.status.success() && said.ends_with(&good), "{}: {said}{errors}", output.status);
+    errors.into_owned()
 }
 
 #[test]
@@ -101,6 +104,17 @@ fn memory_is_deregistered_in_mid_transfer() {
 #[test]
 fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);
+}
+
+#[test]
+fn why_what_was_posted_failed_is_logged_unless_that_is_silenced() {
+    for level in [None, Some("warn")] {
+        let log = run_with_log(&["dead"], level);
+        assert!(log.contains(" WARN ") && log.contains("cannot connect"), "{level:?}: {log}");
+    }
+    let log = run_with_log(&["dead"], Some("error"));
+    assert!(!log.contains(" WARN ") && log.contains("moves host memory over TCP"), "{log}");
+    assert_eq!(run_with_log(&["dead"], Some("off")), "");
 }
 
 #[test]
