@@ -203,6 +203,8 @@ impl RegionHome for Engine {
     }
 
     fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()> {
+        // Operations that are under way now may lose their connections while they are waited for.
+        let was_used = memory.user_owned() && memory.used();
         progress::abandon_memory(self, memory, at_any_cost)?;
         // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
         let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
@@ -220,8 +222,10 @@ impl RegionHome for Engine {
                 std::thread::sleep(Duration::from_micros(100));
             }
         }
-        // Lanes have no message of it any more, and so nothing that keeps it registered.
-        match memory.user_owned() && self.workers.iter().any(|worker| worker.may_have_lanes()) {
+        // Lanes have no message of it any more, and so nothing that keeps it registered. What a lost connection was sending of it
+        // is waited for.
+        let has_lanes = || self.workers.iter().any(|worker| worker.may_have_lanes());
+        match was_used || (memory.user_owned() && has_lanes()) {
             true => progress::abandon_memory(self, memory, at_any_cost),
             false => Ok(()),
         }

@@ -74,15 +74,17 @@ fn run(engine: &Weak<Engine>, given: &Receiver<Arc<Memory>>) {
 
 struct Draining {
     memory: Arc<Memory>,
+    /// Operations used it before the workers were asked first: their connections may be lost while they are waited for.
+    was_used: bool,
     /// What the workers are asked at present.
     asked: Option<Arc<Abandon>>,
-    /// No operation uses it, and lanes were asked since to forget it.
+    /// No operation uses it, and the workers were asked since whether lanes have forgotten it, and NICs have sent it.
     last: bool,
 }
 
 impl Draining {
     fn new(memory: Arc<Memory>) -> Draining {
-        Draining { memory, asked: None, last: false }
+        Draining { was_used: memory.used(), memory, asked: None, last: false }
     }
 
     /// Whether nothing of the engine touches the memory; if not, asks for it.
@@ -97,7 +99,7 @@ impl Draining {
         if !asked.is_answered() || self.memory.used() {
             return false;
         }
-        if !self.last && engine.workers.iter().any(|worker| worker.may_have_lanes()) {
+        if !self.last && (self.was_used || engine.workers.iter().any(|worker| worker.may_have_lanes())) {
             (self.asked, self.last) = (None, true);
             return false;
         }
