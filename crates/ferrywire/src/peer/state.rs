@@ -60,8 +60,10 @@ impl Landing {
         }
     }
 
+    /// Whether it is of this operation, or of a part of it.
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
-        matches!(self, Landing::Sink { sink, .. } if Arc::ptr_eq(&sink.op, op))
+        let Landing::Sink { sink, .. } = self else { return false };
+        Arc::ptr_eq(&sink.op, op) || sink.op.whole.as_ref().is_some_and(|whole| Arc::ptr_eq(whole, op))
     }
 }
 
@@ -537,15 +539,26 @@ impl PeerState {
             return;
         }
         op.cancel();
-        op.parts().for_each(|part| self.cancel(&part));
+        let parts: Vec<_> = op.parts().filter(|part| !part.ended()).collect();
+        let reads = op.verb == Verb::Read && !parts.iter().any(|part| self.held.knows(part));
+        match reads {
+            // The workers are asked once for all.
+            true => parts.iter().for_each(|part| {
+                part.cancel();
+                self.end_sink(part);
+            }),
+            false => parts.iter().for_each(|part| self.cancel(part)),
+        }
         match op.verb {
-            Verb::Read if op.is_whole() => {}
+            Verb::Read if op.is_whole() && (parts.is_empty() || !reads) => {}
             _ if self.held.knows(op) => {
                 self.release_held();
             }
             Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
             Verb::Recv | Verb::Read => {
-                self.end_sink(op);
+                if !op.is_whole() {
+                    self.end_sink(op);
+                }
                 let op = op.clone();
                 let what = || format!("the memory of a cancelled operation with {}", self.name);
                 // The operation ends when the thread comes back; its memory is not free before.

@@ -22,6 +22,8 @@ pub(crate) struct Abandon {
     pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
     /// Channels may be lost for it: its user has the memory back, whatever comes of this.
     pub(super) at_any_cost: bool,
+    /// Nothing may be sent of the memory any more either.
+    pub(super) sources: bool,
     pub(super) answered: Box<[AtomicBool]>,
     /// For whose copies each worker waits, if for nothing else.
     gpus: Box<[Mutex<Option<Place>>]>,
@@ -82,7 +84,12 @@ pub(crate) fn abandon(
     at_any_cost: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
-    let request = ask(engine, at_any_cost, gone);
+    wait_for(engine, &ask(engine, at_any_cost, false, gone), what)
+}
+
+/// Returns when every worker has answered.
+fn wait_for(engine: &Engine, request: &Abandon, what: impl FnOnce() -> String) -> Result<()> {
+    let at_any_cost = request.at_any_cost;
     let mut standstill = Standstill::new();
     let start = Instant::now();
     // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
@@ -110,15 +117,17 @@ pub(crate) fn abandon(
     Ok(())
 }
 
-/// Asks every worker to stop placing bytes where `gone` says.
+/// Asks every worker to stop placing bytes where `gone` says, and with `sources` to wait for what is still sent of memory of
+/// connections that are closed.
 fn ask(
     engine: &Engine,
     at_any_cost: bool,
+    sources: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Arc<Abandon> {
     let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
     let gpus = engine.workers.iter().map(|_| Mutex::default()).collect();
-    let request = Arc::new(Abandon { gone: Box::new(gone), at_any_cost, answered, gpus });
+    let request = Arc::new(Abandon { gone: Box::new(gone), at_any_cost, sources, answered, gpus });
     for worker in &engine.workers {
         worker.command(Command::Abandon(request.clone()));
     }
@@ -129,13 +138,14 @@ fn ask(
 /// there; who asks looks for the answers.
 pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
-    ask(engine, false, move |landing| !landing.once() && landing.is_in(&memory))
+    ask(engine, false, true, move |landing| !landing.once() && landing.is_in(&memory))
 }
 
 /// Makes every worker let go of a span of memory.
 pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
-    abandon(engine, || what, at_any_cost, move |landing| landing.is_in(&memory))
+    let request = ask(engine, at_any_cost, true, move |landing| landing.is_in(&memory));
+    wait_for(engine, &request, || what)
 }
 
 #[cfg(test)]

@@ -151,7 +151,7 @@ impl Crank {
                     slot.channel.forget_revoked();
                 }
             }
-            lane |= !self.has_released(now);
+            lane |= request.sources && !self.has_released(now);
             let gpu = gpu.filter(|_| !lane);
             request.note_gpu(worker.index, gpu);
             match lane || gpu.is_some() {
