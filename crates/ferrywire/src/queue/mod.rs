@@ -12,6 +12,7 @@ mod turns;
 
 pub(crate) use entry::{Body, DROPPED, Entry, UNREADABLE};
 
+use crate::error::Error;
 use crate::limits;
 use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::schedule::Plan;
@@ -554,7 +555,10 @@ impl Lanes {
         if let Some(mut entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
             // Its memory may be what ended the connection that it was sent over, or the user's again.
             let sends = entry.op.as_ref().filter(|_| entry.payload().is_some());
-            let failure = sends.filter(|op| op.unsendable()).and_then(|op| op.failure());
+            // Of a write that is cancelled nothing is sent again: newer bytes may be at its target by now.
+            let cancelled = |op: &Op| (op.verb == Verb::Write).then_some(Error::Cancelled);
+            let failure =
+                sends.filter(|op| op.unsendable()).and_then(|op| op.failure().or_else(|| cancelled(op)));
             let credit = failure.map_or(0, |failure| entry.give_up(&failure) as usize);
             self.credit = limits::EAGER_CREDIT_BYTES.min(self.credit + credit);
             return Some(entry);

@@ -242,6 +242,26 @@ pub fn late_bytes_do_not_land<W: Faulty>(world: &mut W) {
     assert_same(&contents(&target), &poison, "memory in other use");
 }
 
+/// What a lost connection has not delivered of a cancelled write would be read and placed anew, over what is newer.
+pub fn cancelled_writes_are_not_sent_again<W: Faulty>(world: &mut W) {
+    let (near, _far) = slow_pair(world, 2);
+    let (write, target) = long_write(world, &near);
+    let moved = world.below(1 << 19) as u64;
+    world.until("some bytes", || (write.bytes_moved() >= moved).then_some(()));
+    let side = world.below(2);
+    world.net().cut(world.nic(side, 1));
+    write.cancel();
+    // What the other NIC has under way arrives, before anybody has noticed the cut.
+    world.pass(ms(500));
+    let newer = world.patterned(0, 1 << 20, 78);
+    let second = near.write(&newer, 0, &target.descriptor(), 0, 1 << 20).unwrap();
+    assert_eq!(world.outcome(&second), Ok(1 << 20));
+    let outcome = world.outcome(&write);
+    assert!(matches!(outcome, Ok(_) | Err(Error::Cancelled)), "{outcome:?}");
+    world.pass(Duration::from_secs(5));
+    assert_same(&contents(&target), &pattern(1 << 20, 78), "what was written later");
+}
+
 pub fn a_killed_peer_is_lost<W: Faulty>(world: &mut W) {
     let (near, far) = slow_pair(world, 2);
     let mut load = started(world, [(0, &near), (1, &far)]);

@@ -199,6 +199,7 @@ scenarios! {
         a_deleted_nic_is_named,
         one_way_cut,
         late_bytes_do_not_land,
+        cancelled_writes_are_not_sent_again,
         a_peer_that_stops_for_three_seconds_is_not_lost,
         peers_that_stop_together_are_not_lost,
         a_peer_that_stops_for_good_is_lost,
