@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use ferrywire::memory::cuda::CudaGpu;
 use ferrywire::transport::Transport;
 use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::{Endpoint, Error, Wakeup};
+use ferrywire::{Endpoint, Wakeup};
 
 use crate::connection_info::ConnectionInfo;
 use crate::dialing::Dialing;
@@ -20,14 +20,12 @@ use crate::notification::{self, Delivered};
 use crate::remote::Remote;
 use crate::settings::Settings;
 use crate::status::Status;
-use crate::transfer::{Context, Descriptor, Operation, Transfer};
+use crate::transfer::{Context, Descriptor, Operation, Transfer, Transfers};
 
 /// Bytes of the secret of an agent's own.
 const SECRET_BYTES: usize = 32;
 /// How long an agent that ends waits for what it has sent to arrive.
 const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long memory that is deregistered is waited for.
-const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(5);
 /// A thread without anything to do looks again after this, at the latest.
 const IDLE: Duration = Duration::from_secs(600);
 
@@ -46,11 +44,14 @@ struct Shared {
     endpoint: Endpoint,
     remotes: RwLock<HashMap<String, Arc<Remote>>>,
     inbox: Mutex<Inbox>,
+    transfers: Transfers,
     connect_timeout: Duration,
     /// All agents share the secret of the environment.
     secret_is_shared: bool,
     wakeup: Wakeup,
     ending: AtomicBool,
+    /// The process that the agent is of: a forked child has none of its threads.
+    process: u32,
 }
 
 impl Agent {
@@ -93,13 +94,18 @@ impl Agent {
             endpoint,
             remotes: RwLock::default(),
             inbox: Mutex::default(),
+            transfers: Transfers::default(),
             connect_timeout: settings.connect_timeout,
             secret_is_shared: settings.secret.is_some(),
             wakeup,
             ending: AtomicBool::new(false),
+            process: std::process::id(),
         });
         let of_thread = shared.clone();
-        let thread = std::thread::Builder::new().name("ferrywire-nixl".into()).spawn(move || of_thread.run());
+        let thread = std::thread::Builder::new().name("ferrywire-nixl".into()).spawn(move || {
+            let _end = EndOfService(&of_thread);
+            of_thread.run();
+        });
         let thread = thread.map_err(|error| format!("start a thread: {error}"))?;
         Ok(Agent { shared, info: info.to_bytes(), has_gpus, thread: Mutex::new(Some(thread)) })
     }
@@ -133,18 +139,13 @@ impl Agent {
 
     pub fn deregister(&self, memory: &Memory) -> Status {
         let Memory::Local { region, .. } = memory else { return Status::INVALID_PARAMETER };
-        let until = Instant::now() + DEREGISTER_TIMEOUT;
-        loop {
-            match region.clone().deregister() {
-                Ok(()) => return Status::SUCCESS,
-                // Transfers that use it are ending because of this.
-                Err(Error::Invalid { .. }) if Instant::now() < until => {
-                    std::thread::sleep(Duration::from_micros(100))
-                }
-                Err(error) => {
-                    tracing::error!(%error, "memory could not be deregistered");
-                    return Status::of(&error);
-                }
+        // They end at once then, whatever their peers do.
+        self.shared.transfers.cancel_those_of(memory);
+        match region.clone().deregister() {
+            Ok(()) => Status::SUCCESS,
+            Err(error) => {
+                tracing::error!(%error, "memory could not be deregistered, and may still be used");
+                Status::BACKEND
             }
         }
     }
@@ -182,6 +183,7 @@ impl Agent {
                 ));
                 Status::MISMATCH
             }
+            Ok(_) if self.shared.ending.load(Ordering::SeqCst) => Status::BACKEND,
             Ok(info) => {
                 let remote = Arc::new(Remote::new(peer.to_owned(), info));
                 let mut remotes = self.shared.remotes.write().unwrap_or_else(PoisonError::into_inner);
@@ -228,15 +230,17 @@ impl Agent {
         local: &[Descriptor],
         remote: &[Descriptor],
         peer: &str,
-    ) -> Result<Transfer, Status> {
+    ) -> Result<Arc<Transfer>, Status> {
         let sender = self.shared.sender.clone();
         if peer == self.shared.name {
             // SAFETY: by the caller's promise.
-            return unsafe { Transfer::within(operation, local, remote, sender) };
+            return unsafe { Transfer::within(operation, local, remote, sender) }.map(Arc::new);
         }
         let known = self.shared.remote(peer).ok_or(Status::NOT_FOUND)?;
         // SAFETY: by the caller's promise.
-        unsafe { Transfer::with_remote(operation, local, remote, known, sender) }
+        let transfer = Arc::new(unsafe { Transfer::with_remote(operation, local, remote, known, sender) }?);
+        self.shared.transfers.add(&transfer);
+        Ok(transfer)
     }
 
     pub fn post(&self, transfer: &Arc<Transfer>, notification: Option<Vec<u8>>) -> Status {
@@ -287,9 +291,13 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         let shared = &self.shared;
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if shared.process != std::process::id() {
+            // All of it is the parent's.
+            return std::mem::forget((thread, self.shared.clone()));
+        }
         shared.ending.store(true, Ordering::SeqCst);
         shared.wakeup.wake();
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
         // It ends by itself; one that has panicked has nothing more to say.
         thread.into_iter().for_each(|thread| drop(thread.join()));
         if let Err(error) = shared.endpoint.close(CLOSING_TIMEOUT) {
@@ -298,6 +306,22 @@ impl Drop for Agent {
         let remotes = std::mem::take(&mut *shared.remotes.write().unwrap_or_else(PoisonError::into_inner));
         remotes.values().for_each(|remote| remote.remove());
         shared.inbox().clear();
+    }
+}
+
+/// Where the thread that accepts and connects ends before its agent does, nothing waits for it in vain.
+struct EndOfService<'a>(&'a Shared);
+
+impl Drop for EndOfService<'_> {
+    fn drop(&mut self) {
+        if !self.0.ending.swap(true, Ordering::SeqCst) {
+            log::announce(format_args!(
+                "agent {} can neither accept nor connect any more: create it again",
+                self.0.name
+            ));
+            let remotes = self.0.remotes.read().unwrap_or_else(PoisonError::into_inner);
+            remotes.values().for_each(|remote| remote.remove());
+        }
     }
 }
 
@@ -326,7 +350,7 @@ impl Shared {
             let dialing = remotes.iter().filter(|remote| advance(remote)).count() > 0;
             self.endpoint.wake(&self.wakeup);
             if let Err(error) = self.wakeup.wait(if dialing { Dialing::PAUSE } else { IDLE }) {
-                tracing::error!(%error, "an agent can neither accept nor connect any more");
+                tracing::error!(%error, "waiting for connections failed");
                 return;
             }
         }
@@ -351,9 +375,10 @@ fn listen(name: &str, settings: &Settings, secret: &[u8]) -> Result<Endpoint, St
     Err(last)
 }
 
-/// A label is short.
+/// What logs call the endpoint: a label is short and printable, and a name need not be.
 fn label(name: &str) -> String {
-    name.chars().take(48).collect()
+    let plain = |c: char| if c.is_ascii_graphic() || c == ' ' { c } else { '?' };
+    name.chars().take(48).map(plain).collect()
 }
 
 fn random_secret() -> std::io::Result<Vec<u8>> {

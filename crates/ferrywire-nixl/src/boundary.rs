@@ -346,7 +346,7 @@ unsafe extern "C" fn prepare(
         match prepared {
             Ok(prepared) => {
                 // SAFETY: the shim's own variable.
-                unsafe { transfer.write(Arc::into_raw(Arc::new(prepared))) };
+                unsafe { transfer.write(Arc::into_raw(prepared)) };
                 Status::SUCCESS
             }
             Err(status) => status,

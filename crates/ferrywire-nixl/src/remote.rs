@@ -48,6 +48,8 @@ struct State {
     link: Link,
     waiting: VecDeque<Waiting>,
     waiting_bytes: usize,
+    /// Notifications that were sent, until it is known how that ended.
+    sent: VecDeque<ferrywire::Transfer>,
     /// Numbers of long notifications.
     notified: u64,
     /// It was taken out of the agent.
@@ -84,6 +86,7 @@ impl Remote {
             link,
             waiting,
             waiting_bytes: 0,
+            sent: VecDeque::new(),
             notified: 0,
             removed: false,
             dialled: false,
@@ -154,13 +157,13 @@ impl Remote {
         state.notified += 1;
         let parts = notification::encode(sender, message, state.notified);
         match state.peer(self, timeout, wakeup) {
-            Some(peer) => send(&peer, &parts),
-            None if state.waiting_bytes + message.len() > WAITING_BYTES_MAX => {
+            Some(peer) => state.send(&peer, &parts),
+            None if state.waiting_bytes + bytes_of(&parts) > WAITING_BYTES_MAX => {
                 tracing::warn!(agent = self.name, "too many notifications wait for a connection");
                 Status::BACKEND
             }
             None => {
-                state.waiting_bytes += message.len();
+                state.waiting_bytes += bytes_of(&parts);
                 state.waiting.push_back(Waiting::Notify(parts));
                 Status::SUCCESS
             }
@@ -185,7 +188,7 @@ impl Remote {
                         Waiting::Post(transfer, post) => {
                             transfer.upgrade().into_iter().for_each(|transfer| transfer.start(&peer, post));
                         }
-                        Waiting::Notify(parts) => drop(send(&peer, &parts)),
+                        Waiting::Notify(parts) => drop(state.send(&peer, &parts)),
                     }
                 }
             }
@@ -240,6 +243,7 @@ impl Remote {
         let mut state = self.lock();
         state.removed = true;
         state.link = Link::Idle;
+        state.sent.clear();
         state.fail_waiting(&self.name, &Error::Closed);
     }
 }
@@ -263,6 +267,26 @@ impl State {
         None
     }
 
+    /// Sends a notification, and tells of earlier ones that the remote agent has refused: it holds so many that nobody asks for.
+    fn send(&mut self, peer: &Peer, parts: &[Vec<u8>]) -> Status {
+        while let Some(outcome) = self.sent.front().and_then(|first| first.poll()) {
+            self.sent.pop_front();
+            if let Err(error) = outcome {
+                tracing::warn!(peer = peer.name(), %error, "a notification was lost");
+            }
+        }
+        for part in parts {
+            match peer.notify(part) {
+                Ok(transfer) => self.sent.push_back(transfer),
+                Err(error) => {
+                    tracing::warn!(peer = peer.name(), %error, "a notification could not be sent");
+                    return Status::of(&error);
+                }
+            }
+        }
+        Status::SUCCESS
+    }
+
     fn fail_waiting(&mut self, name: &str, error: &Error) {
         let waiting = std::mem::take(&mut self.waiting);
         self.waiting_bytes = 0;
@@ -277,12 +301,6 @@ impl State {
     }
 }
 
-fn send(peer: &Peer, parts: &[Vec<u8>]) -> Status {
-    match parts.iter().try_for_each(|part| peer.notify(part).map(drop)) {
-        Ok(()) => Status::SUCCESS,
-        Err(error) => {
-            tracing::warn!(peer = peer.name(), %error, "a notification could not be sent");
-            Status::of(&error)
-        }
-    }
+fn bytes_of(parts: &[Vec<u8>]) -> usize {
+    parts.iter().map(Vec::len).sum()
 }

@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use ferrywire::{Block, BlockList, Peer, Region, Wakeup};
@@ -55,10 +55,35 @@ pub struct Transfer {
     phase: Mutex<Phase>,
 }
 
+/// The transfers with remote agents that are prepared.
+#[derive(Default)]
+pub struct Transfers(Mutex<Vec<Weak<Transfer>>>);
+
+impl Transfers {
+    pub fn add(&self, transfer: &Arc<Transfer>) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        // So seldom that it costs each a fixed time, and those which are gone take little room.
+        if all.len() == all.capacity() {
+            all.retain(|transfer| transfer.strong_count() > 0);
+            let room = all.len().max(64);
+            all.reserve(room);
+        }
+        all.push(Arc::downgrade(transfer));
+    }
+
+    /// Cancels those under way that use this memory.
+    pub fn cancel_those_of(&self, memory: &Memory) {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        all.iter().filter_map(Weak::upgrade).for_each(|transfer| transfer.cancel_if_of(memory));
+    }
+}
+
 enum Route {
     Remote {
         remote: Arc<Remote>,
         list: BlockList,
+        /// Addresses of the local [`Memory`] that the list is of, to be compared alone.
+        memory: Vec<usize>,
     },
     /// Within this agent.
     Own(Vec<Copy>),
@@ -90,6 +115,8 @@ enum Step {
         transfer: ferrywire::Transfer,
         notification: Option<Vec<u8>>,
     },
+    /// The bytes have arrived, and a status call sends the notification.
+    Notifying,
     Ended(Status),
 }
 
@@ -114,11 +141,9 @@ impl Transfer {
         peer: Arc<Remote>,
         sender: Arc<[u8]>,
     ) -> Result<Transfer, Status> {
-        let list = {
-            // SAFETY: by the caller's promise.
-            unsafe { blocks(local, remote) }?
-        };
-        let route = Route::Remote { remote: peer, list };
+        // SAFETY: by the caller's promise.
+        let (list, memory) = unsafe { blocks(local, remote) }?;
+        let route = Route::Remote { remote: peer, list, memory };
         Ok(Transfer { operation, route, sender, phase: Mutex::default() })
     }
 
@@ -174,7 +199,7 @@ impl Transfer {
             }
             Route::Remote { remote, .. } => {
                 let mut phase = self.phase();
-                if let Step::Waiting { .. } | Step::Moving { .. } = phase.step {
+                if let Step::Waiting { .. } | Step::Moving { .. } | Step::Notifying = phase.step {
                     return Status::REPOST_ACTIVE;
                 }
                 phase.post += 1;
@@ -196,7 +221,7 @@ impl Transfer {
     /// There is a connection for this post.
     pub fn start(&self, peer: &Peer, post: u64) {
         let mut phase = self.phase();
-        let Route::Remote { list, remote } = &self.route else { return };
+        let Route::Remote { list, remote, .. } = &self.route else { return };
         if phase.post != post || !matches!(phase.step, Step::Waiting { .. }) {
             return;
         }
@@ -239,20 +264,35 @@ impl Transfer {
             };
         };
         let Some(outcome) = transfer.poll() else { return Status::IN_PROGRESS };
+        let Route::Remote { remote, .. } = &self.route else { return Status::BACKEND };
         let Step::Moving { notification, .. } = std::mem::take(&mut phase.step) else {
             return Status::BACKEND;
         };
-        phase.step = Step::Ended(Status::SUCCESS);
-        drop(phase);
-        let Route::Remote { remote, .. } = &self.route else { return Status::BACKEND };
-        let status = match outcome {
-            Err(error) => remote.failed("a transfer failed", &error),
-            Ok(_) => notification.map_or(Status::SUCCESS, |message| {
-                remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup)
-            }),
+        let status = match (outcome, notification) {
+            (Err(error), _) => remote.failed("a transfer failed", &error),
+            (Ok(_), None) => Status::SUCCESS,
+            (Ok(_), Some(message)) => {
+                phase.step = Step::Notifying;
+                // The remote's lock goes before this one.
+                drop(phase);
+                let status = remote.notify(&self.sender, &message, context.connect_timeout, context.wakeup);
+                phase = self.phase();
+                status
+            }
         };
-        self.phase().step = Step::Ended(status);
+        phase.step = Step::Ended(status);
         status
+    }
+
+    /// Cancels it if it moves bytes of this memory.
+    fn cancel_if_of(&self, one: &Memory) {
+        let Route::Remote { memory, .. } = &self.route else { return };
+        let phase = self.phase();
+        if let Step::Moving { transfer, .. } = &phase.step
+            && memory.contains(&std::ptr::from_ref(one).addr())
+        {
+            transfer.cancel();
+        }
     }
 
     /// Whether it moves bytes within this agent.
@@ -288,7 +328,7 @@ impl Copy {
 
 /// # Safety
 /// As of [`Transfer::with_remote`].
-unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<BlockList, Status> {
+unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<(BlockList, Vec<usize>), Status> {
     if local.len() != remote.len() || local.is_empty() {
         return Err(Status::INVALID_PARAMETER);
     }
@@ -326,15 +366,19 @@ unsafe fn blocks(local: &[Descriptor], remote: &[Descriptor]) -> Result<BlockLis
             _ => Err(Status::INVALID_PARAMETER),
         }
     };
+    let mut memory: Vec<usize> = pairs.iter().map(|((one, _), _)| one.addr()).collect();
+    memory.sort_unstable();
+    memory.dedup();
     let mut lists = pairs.iter().map(list_of).collect::<Result<Vec<_>, _>>()?;
-    match lists.pop() {
-        Some(only) if lists.is_empty() => Ok(only),
+    let list = match lists.pop() {
+        Some(only) if lists.is_empty() => only,
         Some(last) => {
             lists.push(last);
-            BlockList::join(&lists.iter().collect::<Vec<_>>()).map_err(|error| refused(&error))
+            BlockList::join(&lists.iter().collect::<Vec<_>>()).map_err(|error| refused(&error))?
         }
-        None => Err(Status::INVALID_PARAMETER),
-    }
+        None => return Err(Status::INVALID_PARAMETER),
+    };
+    Ok((list, memory))
 }
 
 fn refused(error: &ferrywire::Error) -> Status {

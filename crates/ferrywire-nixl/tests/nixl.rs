@@ -153,6 +153,11 @@ fn a_thousand_registrations_are_one_transfer_and_agents_leave_nothing() {
 }
 
 #[test]
+fn memory_is_deregistered_while_a_peer_stands_still() {
+    case("FERRYWIRE", "stopped");
+}
+
+#[test]
 fn a_peer_is_removed_and_added_again_in_mid_transfer() {
     case("FERRYWIRE", "again");
 }

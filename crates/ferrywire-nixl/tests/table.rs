@@ -102,6 +102,11 @@ fn memory_is_deregistered_in_mid_transfer() {
 }
 
 #[test]
+fn any_name_of_an_agent_will_do() {
+    run(&["names"]);
+}
+
+#[test]
 fn a_dead_peer_is_an_error_on_every_handle() {
     run(&["dead"]);
 }

@@ -531,6 +531,25 @@ void a_dead_peer_is_an_error_on_every_handle() {
     handles.clear();
 }
 
+void any_name_of_an_agent_will_do() {
+    std::string far_east;
+    for (int index = 0; index < 60; ++index) {
+        far_east += "\xe6\xb8\xa1";
+    }
+    Agent near(far_east), far(std::string(1000, 'n')), plain("a\tb\nc");
+    auto &source = near.add(4096, 3), &target = far.add(4096), &other = plain.add(4096);
+    near.load(far);
+    near.load(plain);
+    Handle write(near, Operation::write, far.name), second(near, Operation::write, plain.name);
+    write.add(source, 0, target, 0, 4096);
+    second.add(source, 0, other, 0, 4096);
+    CHECK(write.prepare() == success && write.finish(write.post("one")) == success);
+    CHECK(second.prepare() == success && second.finish(second.post("two")) == success);
+    CHECK(far.wait_for(1) == (Notifications{{far_east, "one"}}));
+    CHECK(plain.wait_for(1) == (Notifications{{far_east, "two"}}));
+    CHECK(target.bytes == source.bytes && other.bytes == source.bytes);
+}
+
 size_t entries(const char *path) {
     size_t count = 0;
     auto *folder = opendir(path);
@@ -573,6 +592,7 @@ int main(int count, char **arguments) {
         {"release", releasing_never_blocks},
         {"again", a_peer_is_removed_and_added_again_in_mid_transfer},
         {"deregister", memory_is_deregistered_in_mid_transfer},
+        {"names", any_name_of_an_agent_will_do},
         {"dead", a_dead_peer_is_an_error_on_every_handle},
         {"rounds", [&] { rounds_leave_nothing_behind(count > 2 ? atoi(arguments[2]) : 20); }},
     };

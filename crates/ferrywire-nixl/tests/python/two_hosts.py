@@ -317,6 +317,33 @@ def registrations():
     target.end()
 
 
+def stopped():
+    """Memory is deregistered while a peer that stands still has still to answer, and nothing touches it afterwards."""
+    target, initiator = Target(), Initiator()
+    size = 64 << 20
+    (base,), metadata = target.register(size)
+    target.call("fill", 0, 7)
+    initiator.agent.add_remote_agent(metadata)
+    first = initiator.memory(size)
+    assert initiator.move("READ", [(first.ctypes.data, size)], [(base, size)]) == "DONE" and first[-1] == 7
+    for operation in ("READ", "WRITE"):
+        memory = initiator.memory(size)
+        handle = initiator.handle(operation, [(memory.ctypes.data, size)], [(base, size)])
+        target.process.send_signal(signal.SIGSTOP)
+        assert initiator.post(handle) == "PROC"
+        initiator.agent.deregister_memory(initiator.registered.pop())
+        memory[:] = 1
+        target.process.send_signal(signal.SIGCONT)
+        state = initiator.state(handle)
+        assert state in ("nixlCancelledError", "nixlInvalidParamError"), state
+        target.call("fill", 0, 7)
+        assert initiator.move("READ", [(first.ctypes.data, size)], [(base, size)], notification=b"after") == "DONE"
+        assert target.notifications(1) == [("initiator", b"after")]
+        assert (memory == 1).all() and (first == 7).all(), operation
+        initiator.agent.release_xfer_handle(handle)
+    target.end()
+
+
 def again():
     """A peer is removed in mid-transfer and added again at once."""
     target, initiator = Target(), Initiator()
@@ -359,5 +386,5 @@ def foreign():
 
 BACKEND, NAMESPACE, CASE = sys.argv[1:4]
 NICS = ("fw0", "fw1")
-{each.__name__: each for each in (moves, gpu, first_contact, restarted, nic_down, registrations, again, foreign)}[CASE]()
+{each.__name__: each for each in (moves, gpu, first_contact, restarted, nic_down, registrations, stopped, again, foreign)}[CASE]()
 print(f"{CASE}: good")
