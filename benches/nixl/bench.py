@@ -265,6 +265,8 @@ def make_hosts():
     for host, address in zip(HOSTS, ADDRESSES):
         run(f"-n {host} addr add {address}/24 dev fw0")
         run(f"-n {host} link set fw0 up")
+    # UCX takes no device that has no carrier yet.
+    time.sleep(2)
 
 
 def main():
