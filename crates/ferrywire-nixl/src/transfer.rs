@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrywire::{Block, BlockList, Peer, Region, Wakeup};
 
@@ -82,6 +82,7 @@ enum Route {
     Remote {
         remote: Arc<Remote>,
         list: BlockList,
+        bytes: u64,
         /// Addresses of the local [`Memory`] that the list is of, to be compared alone.
         memory: Vec<usize>,
     },
@@ -100,6 +101,24 @@ struct Phase {
     /// Counts the posts.
     post: u64,
     step: Step,
+    /// When its status was asked for last.
+    asked_at: Option<Instant>,
+}
+
+/// A status call waits so long at most, where the one before it came
+const SPIN_PAUSE: Duration = Duration::from_micros(300);
+/// this short a time ago, so that the caller has nothing else to do,
+const SPIN_APART: Duration = Duration::from_micros(20);
+/// and so much moves that it is the work of the endpoint's threads.
+const SPIN_BYTES_MIN: u64 = 512 << 10;
+
+impl Phase {
+    fn is_spun_on(&mut self, transfer: &Transfer) -> bool {
+        let Route::Remote { bytes, .. } = transfer.route else { return false };
+        let now = Instant::now();
+        let before = self.asked_at.replace(now);
+        bytes >= SPIN_BYTES_MIN && before.is_some_and(|before| now - before < SPIN_APART)
+    }
 }
 
 #[derive(Default)]
@@ -143,7 +162,8 @@ impl Transfer {
     ) -> Result<Transfer, Status> {
         // SAFETY: by the caller's promise.
         let (list, memory) = unsafe { blocks(local, remote) }?;
-        let route = Route::Remote { remote: peer, list, memory };
+        let bytes = list.bytes();
+        let route = Route::Remote { remote: peer, list, bytes, memory };
         Ok(Transfer { operation, route, sender, phase: Mutex::default() })
     }
 
@@ -263,7 +283,19 @@ impl Transfer {
                 _ => Status::IN_PROGRESS,
             };
         };
-        let Some(outcome) = transfer.poll() else { return Status::IN_PROGRESS };
+        let mut outcome = transfer.poll();
+        if outcome.is_none() && phase.is_spun_on(self) {
+            // Whoever asks again and again takes the time of a core from those who move the bytes.
+            let Step::Moving { transfer, .. } = &phase.step else { return Status::BACKEND };
+            let transfer = transfer.clone();
+            drop(phase);
+            let _ = transfer.wait_for(SPIN_PAUSE, Duration::MAX);
+            phase = self.phase();
+            phase.asked_at = Some(Instant::now());
+            let Step::Moving { transfer, .. } = &phase.step else { return Status::IN_PROGRESS };
+            outcome = transfer.poll();
+        }
+        let Some(outcome) = outcome else { return Status::IN_PROGRESS };
         let Route::Remote { remote, .. } = &self.route else { return Status::BACKEND };
         let Step::Moving { notification, .. } = std::mem::take(&mut phase.step) else {
             return Status::BACKEND;
