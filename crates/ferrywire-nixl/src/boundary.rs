@@ -169,7 +169,7 @@ impl Bytes {
     /// Names of agents are text; bytes that are not are told apart as far as text can.
     ///
     /// # Safety
-    /// As above.
+    /// The bytes are there for as long as the text is used, unless there are none.
     unsafe fn text<'a>(self) -> std::borrow::Cow<'a, str> {
         // SAFETY: by the caller's promise.
         String::from_utf8_lossy(unsafe { self.slice() })

@@ -105,11 +105,11 @@ struct Phase {
     asked_at: Option<Instant>,
 }
 
-/// A status call waits so long at most, where the one before it came
+/// Longest wait of a status call that is one of a loop. The end of the transfer ends it.
 const SPIN_PAUSE: Duration = Duration::from_micros(300);
-/// this short a time ago, so that the caller has nothing else to do,
+/// Status calls of one transfer that are less apart are a loop: the caller has nothing else to do.
 const SPIN_APART: Duration = Duration::from_micros(20);
-/// and so much moves that it is the work of the endpoint's threads.
+/// Shorter transfers are moved by the status call itself, which must not wait then.
 const SPIN_BYTES_MIN: u64 = 512 << 10;
 
 impl Phase {
@@ -170,10 +170,10 @@ impl Transfer {
     /// A transfer within this agent.
     ///
     /// # Errors
-    /// As above.
+    /// Lists that do not fit each other, or their registrations.
     ///
     /// # Safety
-    /// As above.
+    /// The metadata of all descriptors is null, or an object of the shim's that lives.
     pub unsafe fn within(
         operation: Operation,
         local: &[Descriptor],
@@ -285,7 +285,7 @@ impl Transfer {
         };
         let mut outcome = transfer.poll();
         if outcome.is_none() && phase.is_spun_on(self) {
-            // Whoever asks again and again takes the time of a core from those who move the bytes.
+            // A loop of status calls would take a core from the threads that move the bytes.
             let Step::Moving { transfer, .. } = &phase.step else { return Status::BACKEND };
             let transfer = transfer.clone();
             drop(phase);

@@ -240,7 +240,7 @@ impl<'a> Folder<'a> {
         fs::remove_file(&path).map_err(|error| failed("remove", &path, &error))
     }
 
-    /// Nobody else changes the folder until this is dropped. Where the file system knows no locks, that is not guarded.
+    /// Keeps other runs of the command from changing the folder until the lock is dropped. A file system without locks guards nothing.
     fn lock(&self) -> Outcome<Option<File>> {
         let folder = File::open(self.path).map_err(|error| failed("open", self.path, &error))?;
         match folder.try_lock() {
