@@ -13,8 +13,8 @@ use ferrywire::nccl::abi::Version;
 use ferrywire::topology::{Map, Wishes};
 
 use crate::args::{
-    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, NixlCommand, NixlFlags, Op, Pattern,
-    PluginFlags, ServeFlags, TopoFlags, Transport, Unpack, Verify,
+    self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags,
+    TopoFlags, Transport, Unpack, Verify,
 };
 use crate::bench::protocol::{BLOCKS_MAX, DEPTH_MAX, PEERS_MAX, Run, SECONDS_MAX};
 use crate::carrier::{self, DevmemUse, PluginUse};
@@ -23,8 +23,10 @@ use crate::memory::Memory;
 use crate::units::{Gpus, Names, Sizes};
 use crate::{bench, file, seed};
 
+mod nixl;
 mod ranks;
 
+pub use nixl::{NixlAction, NixlPlan};
 pub use ranks::RanksPlan;
 
 /// Where `serve` listens and `connect` connects when no port is given.
@@ -108,33 +110,6 @@ pub struct PluginPlan {
     pub deadline: Duration,
     /// Print what it logs.
     pub verbose: bool,
-}
-
-/// What is to be done about the backend for NIXL.
-#[derive(Clone, Debug)]
-pub struct NixlPlan {
-    /// What.
-    pub action: NixlAction,
-    /// The interpreter that was named.
-    pub python: Option<PathBuf>,
-    /// The backend that was named.
-    pub library: Option<PathBuf>,
-    /// Print JSON.
-    pub json: bool,
-}
-
-/// What is to be done.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum NixlAction {
-    /// Put it there.
-    Install {
-        /// Under the name of UCX too.
-        as_ucx: bool,
-    },
-    /// See whether it is there.
-    Status,
-    /// Take it away.
-    Remove,
 }
 
 /// What both ends hand to the engine.
@@ -260,7 +235,7 @@ pub fn plan(typed: Cli) -> Outcome<Plan> {
         Command::Topo(flags) => return plan_topo(flags).map(Plan::Topo),
         Command::Doctor(flags) => return plan_doctor(flags, verbose).map(Box::new).map(Plan::Doctor),
         Command::Plugin(flags) => return plan_plugin(flags, verbose).map(Plan::Plugin),
-        Command::Nixl { action } => return plan_nixl(action).map(Plan::Nixl),
+        Command::Nixl { action } => return nixl::plan(action).map(Plan::Nixl),
         Command::PluginChild { path, version } => return Ok(Plan::PluginChild(path, version)),
     };
     match bench.end {
@@ -327,21 +302,6 @@ fn plan_plugin(flags: PluginFlags, verbose: bool) -> Outcome<PluginPlan> {
         return usage("PATH is empty");
     }
     Ok(PluginPlan { path, version, json, deadline, verbose })
-}
-
-fn plan_nixl(action: NixlCommand) -> Outcome<NixlPlan> {
-    let (action, flags) = match action {
-        NixlCommand::Install { flags, as_ucx } => (NixlAction::Install { as_ucx }, flags),
-        NixlCommand::Status(flags) => (NixlAction::Status, flags),
-        NixlCommand::Remove(flags) => (NixlAction::Remove, flags),
-    };
-    let NixlFlags { python, library, json } = flags;
-    for (flag, path) in [("--python", &python), ("--library", &library)] {
-        if path.as_ref().is_some_and(|path| path.as_os_str().is_empty()) {
-            return usage(format!("{flag} is empty"));
-        }
-    }
-    Ok(NixlPlan { action, python, library, json })
 }
 
 fn plan_serve(flags: ServeFlags, verbose: bool) -> Outcome<ServePlan> {
