@@ -47,7 +47,10 @@ class Memory:
             self.gpu, self.pages = cuda.Memory(size, device), None
             self.address = self.gpu.address
         else:
-            self.pages = self.numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
+            # As the memory of `ferrywire bench`, or the copies of 4 KiB pages are what is compared.
+            pages = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+            self.pages = self.numpy.frombuffer(pages, numpy.uint8)
             self.address = self.pages.ctypes.data
 
     def pattern(self, seed):

@@ -1,7 +1,7 @@
 //! One NIXL agent: an endpoint that listens, the remote agents that were loaded, and a thread that accepts and connects.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -45,6 +45,8 @@ struct Shared {
     remotes: RwLock<HashMap<String, Arc<Remote>>>,
     inbox: Mutex<Inbox>,
     transfers: Transfers,
+    /// Address of the transfer that the last call asked for; 0 after other calls.
+    asked: AtomicUsize,
     connect_timeout: Duration,
     /// All agents share the secret of the environment.
     secret_is_shared: bool,
@@ -95,6 +97,7 @@ impl Agent {
             remotes: RwLock::default(),
             inbox: Mutex::default(),
             transfers: Transfers::default(),
+            asked: AtomicUsize::new(0),
             connect_timeout: settings.connect_timeout,
             secret_is_shared: settings.secret.is_some(),
             wakeup,
@@ -255,11 +258,14 @@ impl Agent {
     }
 
     pub fn check(&self, transfer: &Transfer) -> Status {
-        transfer.check(&self.context())
+        let one = std::ptr::from_ref(transfer).addr();
+        let alone = self.shared.asked.swap(one, Ordering::Relaxed) == one;
+        transfer.check(&self.context(), alone)
     }
 
     /// The next notification. What cannot be delivered is put back.
     pub fn notifications(&self, mut deliver: impl FnMut(&Delivered) -> bool) -> Status {
+        self.shared.asked.store(0, Ordering::Relaxed);
         let mut inbox = self.shared.inbox();
         inbox.collect();
         while let Some(notification) = inbox.take() {

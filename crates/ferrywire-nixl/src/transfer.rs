@@ -107,6 +107,8 @@ struct Phase {
 
 /// Longest wait of a status call that is one of a loop. The end of the transfer ends it.
 const SPIN_PAUSE: Duration = Duration::from_micros(300);
+/// The same of a loop over this transfer alone, where no call about another one is delayed.
+const SPIN_PAUSE_ALONE: Duration = Duration::from_millis(1);
 /// Status calls of one transfer that are less apart are a loop: the caller has nothing else to do.
 const SPIN_APART: Duration = Duration::from_micros(20);
 /// Shorter transfers are moved by the status call itself, which must not wait then.
@@ -273,8 +275,8 @@ impl Transfer {
         }
     }
 
-    /// How it stands. What has to follow the bytes is sent here.
-    pub fn check(&self, context: &Context<'_>) -> Status {
+    /// How it stands. What has to follow the bytes is sent here. `alone`: the agent's call before asked the same.
+    pub fn check(&self, context: &Context<'_>, alone: bool) -> Status {
         let mut phase = self.phase();
         let Step::Moving { transfer, .. } = &phase.step else {
             return match phase.step {
@@ -289,7 +291,7 @@ impl Transfer {
             let Step::Moving { transfer, .. } = &phase.step else { return Status::BACKEND };
             let transfer = transfer.clone();
             drop(phase);
-            let _ = transfer.wait_for(SPIN_PAUSE, Duration::MAX);
+            let _ = transfer.wait_for(if alone { SPIN_PAUSE_ALONE } else { SPIN_PAUSE }, Duration::MAX);
             phase = self.phase();
             phase.asked_at = Some(Instant::now());
             let Step::Moving { transfer, .. } = &phase.step else { return Status::IN_PROGRESS };
