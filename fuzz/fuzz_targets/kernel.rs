@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire::fuzzing::kernel(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire_sys::fuzzing::kernel(data));

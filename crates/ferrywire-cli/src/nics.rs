@@ -6,9 +6,9 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-use ferrywire::sys::nics;
 use ferrywire::topology::Map;
 use ferrywire::transport::Nic;
+use ferrywire_sys::nics;
 
 use crate::exit::{Failure, Outcome};
 use crate::sys;

@@ -16,8 +16,8 @@ use std::net::IpAddr;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ferrywire::sys::{nics, socket};
 use ferrywire::transport::{Conn, ConnOptions, Transport};
+use ferrywire_sys::{nics, socket};
 
 use crate::comm::{Comm, locked};
 use crate::device::{Device, network};

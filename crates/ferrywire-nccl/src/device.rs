@@ -14,9 +14,9 @@ use std::path::Path;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Duration;
 
-use ferrywire::sys::nics;
 use ferrywire::transport::Nic;
 use ferrywire::transport::tcp::TcpTransport;
+use ferrywire_sys::nics;
 
 use crate::failure::{Fault, Outcome};
 use crate::log;

@@ -5,8 +5,8 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use ferrywire::sys::nics;
 use ferrywire::transport::{Conn, Nic};
+use ferrywire_sys::nics;
 
 use crate::device::network;
 

@@ -167,9 +167,9 @@ mod tests {
     use crate::pairs::Pair;
     use crate::proof::Dialling;
     use crate::testing::until;
-    use ferrywire::sys::{nics, socket};
     use ferrywire::transport::ConnOptions;
     use ferrywire::transport::tcp::TcpTransport;
+    use ferrywire_sys::{nics, socket};
     use std::os::fd::RawFd;
 
     /// On loopback.

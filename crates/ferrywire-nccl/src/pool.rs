@@ -13,8 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
-use ferrywire::sys::poll::{Interest, Poller, Waker};
 use ferrywire::transport::Conn;
+use ferrywire_sys::poll::{Interest, Poller, Waker};
 
 use crate::affinity::Affinity;
 use crate::comm::locked;

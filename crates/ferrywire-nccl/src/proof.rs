@@ -13,8 +13,8 @@
 use std::io;
 
 use blake3::Hash;
-use ferrywire::sys::tcp_info::{self, TcpInfo};
 use ferrywire::transport::{Conn, IoVec};
+use ferrywire_sys::tcp_info::{self, TcpInfo};
 
 use crate::failure::Fault;
 use crate::handle::{Secret, array};

@@ -320,7 +320,7 @@ impl Drop for RecvComm {
 mod tests {
     use super::*;
     use crate::testing::{connections, has_arrived, reset, send, send_some, until};
-    use ferrywire::sys::poll::Interest;
+    use ferrywire_sys::poll::Interest;
 
     /// The kernel takes all of it before any of it is received.
     const BYTES: usize = 32 << 10;

@@ -17,7 +17,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::nccl::abi::ResultCode;
-use ferrywire::sys::poll::{Event, Interest};
+use ferrywire_sys::poll::{Event, Interest};
 
 use crate::comm::locked;
 use crate::failure::Fault;

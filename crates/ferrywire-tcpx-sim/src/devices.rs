@@ -9,7 +9,7 @@ use std::ffi::CString;
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
 
-use ferrywire::sys::nics;
+use ferrywire_sys::nics;
 
 use crate::settings::Settings;
 

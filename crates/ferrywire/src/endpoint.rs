@@ -7,7 +7,7 @@ mod listening;
 
 pub use builder::Builder;
 
-use crate::bootstrap::{ListenAddress, random_bytes};
+use crate::bootstrap::{HandshakeError, ListenAddress};
 use crate::config::Config;
 use crate::control::{self, ConnectTarget, Control, Lobby};
 use crate::engine::Engine;
@@ -22,11 +22,12 @@ use crate::patience::Patience;
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
 use crate::schedule;
-use crate::sys::affinity;
 use crate::transport::carrier::Carrier;
 use crate::transport::plugin::Variable;
 use crate::transport::{SharedTransport, Transport};
 use crate::wakeup::Wakeup;
+use ferrywire_sys::affinity;
+use ferrywire_sys::random::random_bytes;
 use std::any::Any;
 use std::fmt;
 use std::net::SocketAddr;
@@ -77,7 +78,7 @@ impl Endpoint {
         carrier: Option<Carrier>,
         no_carrier: Option<String>,
     ) -> Result<Endpoint> {
-        let identity = Identity(random_bytes().map_err(|error| error.at("this host"))?);
+        let identity = Identity(random_bytes().map_err(|_| HandshakeError::Random.at("this host"))?);
         let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
@@ -310,7 +311,7 @@ impl Endpoint {
 
     /// In a forked child nothing here works: neither threads nor connections are there.
     fn check_origin(&self) -> Result<()> {
-        self.inner.engine.origin.check()
+        Ok(self.inner.engine.origin.check()?)
     }
 
     /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
@@ -488,7 +489,7 @@ impl Connecting {
     pub fn poll(&self) -> Option<Result<Peer>> {
         match self.engine.origin.check() {
             Ok(()) => self.lobby.take(),
-            Err(error) => Some(Err(error)),
+            Err(error) => Some(Err(error.into())),
         }
     }
 

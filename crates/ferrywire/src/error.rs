@@ -10,6 +10,7 @@ use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
 use crate::transport::devmem::DevmemError;
+use ferrywire_sys::fork::Forked;
 use std::time::Duration;
 
 /// Result of an engine operation.
@@ -289,6 +290,12 @@ impl Error {
     /// An [`Error::Io`] for a failed call.
     pub fn io(what: impl Into<String>, cause: &std::io::Error) -> Error {
         Error::Io { what: what.into(), message: cause.to_string(), code: cause.raw_os_error() }
+    }
+}
+
+impl From<Forked> for Error {
+    fn from(Forked { built_in, here }: Forked) -> Error {
+        Error::Forked { built_in, here }
     }
 }
 

@@ -52,6 +52,7 @@ mod control;
 pub mod endpoint;
 mod engine;
 mod error;
+#[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
 #[cfg(test)]
@@ -74,7 +75,6 @@ mod session;
 mod spread;
 mod staging;
 mod stats;
-pub mod sys;
 pub mod topology;
 mod transfer;
 pub mod transport;

@@ -14,8 +14,6 @@ pub const CHUNK_BYTES_DEFAULT: usize = 2 << 20;
 pub const CHUNK_BYTES_MIN: usize = 64 << 10;
 /// Blocks (segments) one data frame may place; bounded by the kernel's iovec limit.
 pub const SEGMENTS_PER_CHUNK_MAX: usize = 512;
-/// iovecs handed to one socket call (`UIO_MAXIOV`).
-pub const IOVECS_PER_CALL_MAX: usize = 1024;
 /// Bytes gathered into one socket send.
 pub const SEND_BYTES_PER_CALL_MAX: usize = 2 << 20;
 /// Size of a worker's shared receive buffer, for small frames.
@@ -286,7 +284,7 @@ const _: () = assert!(
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);
-const _: () = assert!(SEGMENTS_PER_CHUNK_MAX + 2 <= IOVECS_PER_CALL_MAX);
+const _: () = assert!(SEGMENTS_PER_CHUNK_MAX + 2 <= ferrywire_sys::IOVECS_PER_CALL_MAX);
 const _: () = assert!(NOTIFY_BYTES_MAX <= u16::MAX as usize);
 const _: () = assert!(EAGER_BYTES_MAX + EAGER_OVERHEAD_BYTES <= EAGER_CREDIT_BYTES);
 const _: () = assert!(EAGER_BYTES_MAX <= CHUNK_BYTES_MAX);

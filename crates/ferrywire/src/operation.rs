@@ -315,7 +315,7 @@ impl Transfer {
 
     /// How it ended, or that it never will.
     fn outcome(&self) -> Option<Result<u64>> {
-        let elsewhere = || self.peer.engine().origin.check().err().map(Err);
+        let elsewhere = || self.peer.engine().origin.check().err().map(|forked| Err(forked.into()));
         self.op.outcome().or_else(|| self.peer.lost_to_a_call().map(Err)).or_else(elsewhere)
     }
 

@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use crate::error::{Error, Result};
 use crate::progress::{NobodyDrives, WakeHandle, Worker};
-use crate::sys::fork::Origin;
-use crate::sys::poll::Wake;
+use ferrywire_sys::fork::Origin;
+use ferrywire_sys::poll::Wake;
 
 /// A descriptor to wait on, readable when one of the things attached to it has something to give.
 ///

@@ -4,7 +4,7 @@
 
 use super::files::{last_number, line, number, size};
 use super::finding::{Finding, Level};
-use ferrywire::sys::ethtool;
+use ferrywire_sys::ethtool;
 
 const SUBJECT: &str = "kernel";
 /// A round trip of a data centre: how much is on its way to keep a NIC busy.
@@ -62,7 +62,7 @@ impl Kernel {
             congestion_control: text("tcp_congestion_control"),
             congestion_controls: text("tcp_available_congestion_control"),
             options: OPTIONS.map(|(name, _)| number(format!("/proc/sys/net/ipv4/{name}"))),
-            boot_id: ferrywire::sys::affinity::boot_id().is_ok(),
+            boot_id: ferrywire_sys::affinity::boot_id().is_ok(),
             iommu: std::fs::read_dir("/sys/class/iommu").is_ok_and(|mut found| found.next().is_some()),
             ethtool: ethtool::Ethtool::open().map(drop).map_err(|error| error.to_string()),
         }

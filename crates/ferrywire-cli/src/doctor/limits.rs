@@ -4,7 +4,7 @@
 
 use std::fs;
 
-use ferrywire::sys::affinity;
+use ferrywire_sys::affinity;
 
 use super::files::{line, size};
 use super::finding::{Finding, Level};

@@ -17,8 +17,8 @@ mod report;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use ferrywire::sys::ethtool::Ethtool;
 use ferrywire::topology::{Topology, Wishes};
+use ferrywire_sys::ethtool::Ethtool;
 
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;

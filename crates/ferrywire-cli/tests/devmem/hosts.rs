@@ -1,9 +1,9 @@
 //! The two hosts of the VM, with their NICs as they are found on most hosts, and the command on them.
 
-use ferrywire::sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
-use ferrywire::sys::flow::{Flow, Flows};
-use ferrywire::sys::netdev::Netdev;
-use ferrywire::sys::nics;
+use ferrywire_sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
+use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire_sys::netdev::Netdev;
+use ferrywire_sys::nics;
 use std::env;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};

@@ -126,7 +126,7 @@ fn in_a_namespace_of_its_own() {
         assert!(Command::new("ip").args(line.split_whitespace()).status().unwrap().success(), "{line}");
     }
     crate::pair::until("links", || {
-        let nics = ferrywire::sys::nics::addresses().unwrap();
+        let nics = ferrywire_sys::nics::addresses().unwrap();
         (nics.iter().filter(|nic| nic.up && nic.name.starts_with('n')).count() == 2).then_some(())
     });
     for version in [Version::V9, Version::V10, Version::V11, Version::V12] {

@@ -14,9 +14,9 @@ use super::intake::{Expect, Incoming, Intake};
 use super::{
     CHALLENGE_BYTES, Config, DataKey, DataOpening, Established, HandshakeError, Hello, Kind, NOISE_BYTES,
     Outcome, PROOF_BYTES, Preamble, Secure, TAG_BYTES, handshake_hash, noise, noise_read, noise_write,
-    random_bytes,
 };
 use crate::memory::Identity;
+use ferrywire_sys::random::random_bytes;
 
 /// What a control connection is opened for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -274,7 +274,7 @@ fn never_said() -> String {
 fn ask(purpose: Purpose, handshake: &[u8; 32]) -> Result<(Request, Asked), HandshakeError> {
     match purpose {
         Purpose::New { config } => {
-            let share = random_bytes()?;
+            let share = random_bytes().map_err(|_| HandshakeError::Random)?;
             Ok((Request::New { share, config: config.clone() }, Asked::New { share, proposed: config }))
         }
         Purpose::Resume { session, received, data_key } => {

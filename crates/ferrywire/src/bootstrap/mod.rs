@@ -44,7 +44,6 @@ pub(crate) use responder::{Admission, KnownSession, Responder};
 pub(crate) use secure::{Secure, SecureError};
 
 use snow::HandshakeState;
-use snow::resolvers::{CryptoResolver, DefaultResolver};
 
 /// The version of everything on the wire: preamble, handshake, control messages and data frames.
 pub(crate) const PROTOCOL_VERSION: u16 = 2;
@@ -99,6 +98,7 @@ pub(crate) struct Established {
     /// The session's configuration, as the responder accepted it.
     pub(crate) config: Config,
     /// Whether the session existed before.
+    #[cfg_attr(not(any(test, fuzzing)), expect(dead_code, reason = "tests ask"))]
     pub(crate) resumed: bool,
 }
 
@@ -221,22 +221,6 @@ impl DataOpening {
         reader.end()?;
         Ok(opening)
     }
-}
-
-/// Random bytes from the operating system.
-pub(crate) fn random_bytes<const N: usize>() -> Result<[u8; N], HandshakeError> {
-    let mut bytes = [0; N];
-    let mut source = DefaultResolver.resolve_rng().ok_or(HandshakeError::Random)?;
-    source.try_fill_bytes(&mut bytes).map_err(|_| HandshakeError::Random)?;
-    Ok(bytes)
-}
-
-/// A random number, for keys of regions and sessions that nobody may guess.
-///
-/// # Panics
-/// When the operating system gives no random bytes, as the standard library does for its hash maps.
-pub(crate) fn random_u64() -> u64 {
-    u64::from_le_bytes(random_bytes().expect("the operating system gives random bytes"))
 }
 
 /// The pre-shared key of a control handshake. No secret is a key as well, which everybody has.

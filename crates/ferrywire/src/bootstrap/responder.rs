@@ -12,8 +12,9 @@ use super::intake::{Expect, Incoming, Intake};
 use super::{
     CHALLENGE_BYTES, Config, DataKey, DataOpening, Established, HandshakeError, Hello, Kind, Mismatch,
     NOISE_BYTES, Outcome, PROOF_BYTES, Preamble, Refusal, RefusalCode, Secure, TAG_BYTES, handshake_hash,
-    noise, noise_read, noise_write, random_bytes,
+    noise, noise_read, noise_write,
 };
+use ferrywire_sys::random::random_bytes;
 
 /// A session that exists here.
 #[derive(Clone, Debug)]
@@ -228,7 +229,7 @@ impl<A: Admission> Responder<A> {
         if let Some(fault) = config.fault() {
             return Err(HandshakeError::Declined(Refusal::new(RefusalCode::Config, fault)));
         }
-        let token = random_bytes()?;
+        let token = random_bytes().map_err(|_| HandshakeError::Random)?;
         let (session, config) = self.admission.decide_new(peer, config).map_err(HandshakeError::Declined)?;
         config.check()?;
         let data_key = DataKey::derive(handshake, share, &token);
@@ -255,7 +256,7 @@ impl<A: Admission> Responder<A> {
     fn on_claim(&mut self, message: &[u8]) -> Result<(), HandshakeError> {
         let opening = DataOpening::decode(message)?;
         let key = self.known(opening.session)?.data_key;
-        let challenge = random_bytes()?;
+        let challenge = random_bytes().map_err(|_| HandshakeError::Random)?;
         self.put_frame(&challenge);
         self.stage = Stage::Proof { opening, key, challenge };
         Ok(())

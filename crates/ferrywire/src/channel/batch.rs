@@ -23,7 +23,7 @@ impl Batch<'_> {
     pub(super) fn full(&self) -> bool {
         self.closed
             || self.bytes >= limits::SEND_BYTES_PER_CALL_MAX
-            || self.pieces.len() + 3 > limits::IOVECS_PER_CALL_MAX
+            || self.pieces.len() + 3 > ferrywire_sys::IOVECS_PER_CALL_MAX
     }
 
     /// Adds a piece that is lent, if there is room: it is the last of this call.
@@ -42,7 +42,7 @@ impl Batch<'_> {
         if len == skip {
             return;
         }
-        self.closed |= self.pieces.len() == limits::IOVECS_PER_CALL_MAX
+        self.closed |= self.pieces.len() == ferrywire_sys::IOVECS_PER_CALL_MAX
             || (self.split && *self.stable.get_or_insert(stable) != stable);
         if !self.closed {
             // SAFETY: `skip` is less than the length of the piece.

@@ -80,7 +80,7 @@ pub(crate) struct Workspace {
 
 impl Workspace {
     pub fn new() -> Workspace {
-        let pieces = Vec::with_capacity(limits::IOVECS_PER_CALL_MAX);
+        let pieces = Vec::with_capacity(ferrywire_sys::IOVECS_PER_CALL_MAX);
         Workspace { scratch: vec![0; limits::SCRATCH_BYTES].into(), pieces }
     }
 }

@@ -7,7 +7,6 @@ use std::io;
 use std::time::Instant;
 
 use super::broken;
-use crate::limits;
 use crate::peer::Landing;
 use crate::posted::Arrival;
 use crate::transport::IoVec;
@@ -101,7 +100,7 @@ impl Receiver {
     /// The places that the rest of the payload goes to, and their bytes.
     pub(super) fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
         if self.stage == Stage::Body {
-            out.extend(self.pieces[self.next..].iter().take(limits::IOVECS_PER_CALL_MAX - 1));
+            out.extend(self.pieces[self.next..].iter().take(ferrywire_sys::IOVECS_PER_CALL_MAX - 1));
         }
         out.iter().map(|piece| piece.len).sum()
     }

@@ -11,8 +11,8 @@ use crate::bootstrap::{HandshakeError, Outcome, Refusal, RefusalCode, Responder}
 use crate::endpoint::advertised;
 use crate::engine::Engine;
 use crate::limits;
-use crate::sys::poll::Interest;
 use crate::transport::Conn;
+use ferrywire_sys::poll::Interest;
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;

@@ -5,11 +5,11 @@ use super::lanes::LANE;
 use super::lobby::{Lobby, Seat};
 use crate::bootstrap::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
-    random_u64,
 };
 use crate::config::Secret;
 use crate::limits;
 use crate::transport::carrier::{self, Carrier};
+use ferrywire_sys::random::random_u64;
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

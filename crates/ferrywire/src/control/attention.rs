@@ -4,7 +4,7 @@
 //! Invariant: a link that is passed over rests (see `Link::rests`) and has not been touched since. All are looked at
 //! after every wake by another thread, which does not say whom it is about, and after [`LOOK_AT_ALL`].
 
-use crate::sys::poll::{Event, WAKE_TOKEN};
+use ferrywire_sys::poll::{Event, WAKE_TOKEN};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::RawFd;
 use std::time::Duration;

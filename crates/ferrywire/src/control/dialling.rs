@@ -11,7 +11,7 @@ use crate::bootstrap::{Outcome, RefusalCode};
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::limits;
-use crate::sys::poll::Interest;
+use ferrywire_sys::poll::Interest;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -181,7 +181,7 @@ impl Control {
 mod tests {
     use super::*;
     use crate::Endpoint;
-    use crate::sys::poll::WAKE_TOKEN;
+    use ferrywire_sys::poll::WAKE_TOKEN;
     use socket2::SockRef;
     use std::net::{TcpListener, TcpStream};
 

@@ -24,7 +24,6 @@ use crate::error::{Error, Result};
 use crate::limits;
 use crate::memory::cuda::idle;
 use crate::peer::PeerState;
-use crate::sys::poll::{Interest, Poller};
 use crate::transport::plugin::CallWatch;
 use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
@@ -34,6 +33,7 @@ use clock::Clock;
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
+use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
 pub(crate) use lobby::Lobby;
 use std::collections::{BTreeMap, VecDeque};
@@ -134,7 +134,7 @@ impl Control {
         })
     }
 
-    pub fn waker(&self) -> crate::sys::poll::Waker {
+    pub fn waker(&self) -> ferrywire_sys::poll::Waker {
         self.poller.waker()
     }
 

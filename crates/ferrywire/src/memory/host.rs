@@ -1,7 +1,7 @@
 //! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
 
 use crate::error::{Error, Result};
-use crate::sys::mapping;
+use ferrywire_sys::mapping;
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 
 /// Alignment of buffers that are at least so large: a huge page.

@@ -27,9 +27,9 @@ pub use place::Place;
 pub use remote::RemoteRegion;
 
 use crate::error::{Error, Result};
-use crate::sys::fork::Origin;
 use crate::wire::Refusal;
 use cuda::CudaBuffer;
+use ferrywire_sys::fork::Origin;
 use host::HostBuffer;
 use owner::Owner;
 use sim::SimBuffer;
@@ -312,9 +312,9 @@ impl RegionTable {
 
     fn insert(&self, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Arc<Memory> {
         let mut table = self.by_key.write().unwrap_or_else(|e| e.into_inner());
-        let mut key = crate::bootstrap::random_u64();
+        let mut key = ferrywire_sys::random::random_u64();
         while key == 0 || table.contains_key(&key) {
-            key = crate::bootstrap::random_u64();
+            key = ferrywire_sys::random::random_u64();
         }
         let memory = Arc::new(Memory::new(base, len, place, key, keeper));
         table.insert(key, memory.clone());

@@ -19,7 +19,7 @@ use super::functions::{Callable, Functions};
 use super::net::Plugin;
 use super::{elf, text};
 use crate::limits::PLUGIN_NAME_BYTES_MAX;
-use crate::sys::signal;
+use ferrywire_sys::signal;
 
 /// The version that NCCL 2.30 does without: it takes v6 and newer.
 const NCCL_OLDEST: Version = Version::V6;

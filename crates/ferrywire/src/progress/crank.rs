@@ -17,7 +17,7 @@ use crate::memory::cuda::idle;
 use crate::operation::Op;
 use crate::peer::PeerState;
 use crate::queue::DROPPED;
-use crate::sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
+use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
 /// Every so many turns, the channel that received last is not asked first.
 const HOT_TURNS: u32 = 8;

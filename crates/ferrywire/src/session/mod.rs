@@ -166,6 +166,7 @@ impl Session {
     }
 
     /// Whether a connection carries it now.
+    #[cfg_attr(not(any(test, fuzzing)), expect(dead_code, reason = "tests ask"))]
     pub(crate) fn is_attached(&self) -> bool {
         self.link.is_some()
     }

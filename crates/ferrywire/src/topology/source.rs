@@ -13,8 +13,8 @@ use super::{Address, Cpus, PciAddress};
 use crate::error::{Error, Result};
 use crate::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use crate::memory::cuda::{CudaError, CudaGpu};
-use crate::sys::{affinity, ethtool, nics};
 use crate::transport;
+use ferrywire_sys::{affinity, ethtool, nics};
 
 /// Where a topology is read from.
 #[derive(Clone, Debug)]

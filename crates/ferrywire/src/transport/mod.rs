@@ -20,6 +20,8 @@ pub mod tcp;
 pub(crate) mod terms;
 
 pub(crate) use beside::BesideTransport;
+pub use ferrywire_sys::IoVec;
+pub use ferrywire_sys::nics::Nic;
 
 use crate::limits;
 use crate::memory::{Gpu, Place};
@@ -29,23 +31,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::time::Duration;
-
-/// One piece of memory for a gathering send or scattering receive: exactly a `struct iovec`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub struct IoVec {
-    /// First byte.
-    pub base: *mut u8,
-    /// Length in bytes.
-    pub len: usize,
-}
-
-impl IoVec {
-    /// A piece over `len` bytes at `base`.
-    pub fn new(base: *mut u8, len: usize) -> IoVec {
-        IoVec { base, len }
-    }
-}
 
 /// What is known about the path under a connection.
 #[derive(Clone, Copy, Debug, Default)]
@@ -262,40 +247,6 @@ pub trait Transport: Send + Sync + fmt::Debug {
 
     /// Time since some fixed moment; the simulator's own in `sim`.
     fn now(&self) -> Duration;
-}
-
-/// A network interface with one address.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Nic {
-    /// Interface name, for example `eth1`.
-    pub name: String,
-    /// Its address.
-    pub address: IpAddr,
-    /// Length of its subnet's prefix.
-    pub prefix_len: u8,
-    /// Speed in Mbit/s where the driver tells one.
-    pub speed_mbps: Option<u32>,
-    /// Whether it is the loopback interface.
-    pub loopback: bool,
-    /// Whether the link is up.
-    pub up: bool,
-}
-
-impl Nic {
-    /// Whether `other` lies in this NIC's subnet.
-    pub fn reaches(&self, other: IpAddr) -> bool {
-        match (self.address, other) {
-            (IpAddr::V4(a), IpAddr::V4(b)) => {
-                let shift = 32 - u32::from(self.prefix_len.min(32));
-                shift == 32 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
-            }
-            (IpAddr::V6(a), IpAddr::V6(b)) => {
-                let shift = 128 - u32::from(self.prefix_len.min(128));
-                shift == 128 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
-            }
-            _ => false,
-        }
-    }
 }
 
 /// A shared network.

@@ -27,8 +27,8 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use self::tuning::Path;
 use super::{Bound, Conn, ConnOptions, Listener, Nic, Transport};
-use crate::sys::nics::{self, Recent};
-use crate::sys::socket;
+use ferrywire_sys::nics::{self, Recent};
+use ferrywire_sys::socket;
 
 pub use self::conn::TcpConn;
 

@@ -1,9 +1,9 @@
 //! Memory of a GPU for the NICs of this host.
 
 use crate::{gpu, is_real};
-use ferrywire::sys::ethtool::Ethtool;
-use ferrywire::sys::netdev::Netdev;
 use ferrywire::transport::devmem::{BindCause, DevmemError};
+use ferrywire_sys::ethtool::Ethtool;
+use ferrywire_sys::netdev::Netdev;
 use std::os::fd::AsFd;
 
 /// Kernel, driver or right may refuse, but not because of what was given.

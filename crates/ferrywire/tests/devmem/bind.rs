@@ -1,11 +1,11 @@
 //! Binding memory to NICs: what the kernel refuses and why, and how long a binding lasts.
 
 use crate::vm::{self, FAR, NEAR, Pool, QUEUE, at_peer, index, set_split};
-use ferrywire::sys::ethtool::Split;
-use ferrywire::sys::mapping::anonymous_file;
-use ferrywire::sys::netdev::{Netdev, QueueState};
-use ferrywire::sys::netlink::{Attributes, Family, NetlinkError};
 use ferrywire::transport::devmem::{BindCause, DevmemError};
+use ferrywire_sys::ethtool::Split;
+use ferrywire_sys::mapping::anonymous_file;
+use ferrywire_sys::netdev::{Netdev, QueueState};
+use ferrywire_sys::netlink::{Attributes, Family, NetlinkError};
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::fd::AsFd;

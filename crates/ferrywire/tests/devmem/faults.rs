@@ -2,7 +2,7 @@
 
 use crate::receive::hold;
 use crate::vm::{self, KIB, Knob, Link, MIB, Receiver, Sender, WAY, send_all, take};
-use ferrywire::sys::devmem::{Control, Fragment, Tokens};
+use ferrywire_sys::devmem::{Control, Fragment, Tokens};
 use std::os::fd::AsRawFd;
 use std::thread;
 
@@ -71,7 +71,7 @@ fn until_dry(link: &Link, receiver: &Receiver, bytes: usize) -> (usize, Tokens) 
         // SAFETY: the buffer has as many bytes.
         let received = unsafe {
             let (into, len) = (buffer.as_mut_ptr(), buffer.len());
-            ferrywire::sys::devmem::receive(link.near.as_raw_fd(), into, len, &mut control)
+            ferrywire_sys::devmem::receive(link.near.as_raw_fd(), into, len, &mut control)
         };
         let Ok(received) = received else {
             vm::wait(link.near.as_raw_fd(), libc::POLLIN);
@@ -101,7 +101,7 @@ fn what_is_queued_outlives_the_binding_and_the_rest_is_plain() {
     // Less than the first window. Finished with its memory: acknowledged, and so queued.
     send_all(&link, sender.id, 0, 32 * KIB, 8 * KIB);
     // Another socket in its place: the first one ends, and its bindings with it.
-    receiver.netdev = ferrywire::sys::netdev::Netdev::open().expect("the family");
+    receiver.netdev = ferrywire_sys::netdev::Netdev::open().expect("the family");
     let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
     assert!(state.is_free(), "{state:?}");
     let queued = take(&link, &receiver, 0, 32 * KIB, WAY);

@@ -6,11 +6,11 @@
 mod kills;
 
 use crate::vm::{self, KIB, Knob, MIB, NEAR, Pool};
-use ferrywire::sys::devmem::{self, Control};
-use ferrywire::sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
-use ferrywire::sys::flow::{Flow, Flows};
-use ferrywire::sys::netdev::Netdev;
 use ferrywire::transport::devmem::nic::{Claim, NicError, Wish, clean_up_in, possible};
+use ferrywire_sys::devmem::{self, Control};
+use ferrywire_sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
+use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire_sys::netdev::Netdev;
 use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};

@@ -1,9 +1,9 @@
 //! Receiving into device memory: every byte in its place, in whatever portions, and tokens within their limits.
 
 use crate::vm::{self, KIB, Link, MIB, Receiver, Sender, WAY, Way, send_all, send_plain, take};
-use ferrywire::sys::devmem::{Control, DmabufToken, ReceiveFault, SO_DEVMEM_DONTNEED, Tokens};
-use ferrywire::sys::socket;
 use ferrywire::transport::devmem::DevmemError;
+use ferrywire_sys::devmem::{Control, DmabufToken, ReceiveFault, SO_DEVMEM_DONTNEED, Tokens};
+use ferrywire_sys::socket;
 use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::thread;
@@ -83,16 +83,16 @@ fn what_cannot_be_taken_stays_queued() {
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = &raw mut into;
     message.msg_iovlen = 1;
-    let flags = ferrywire::sys::devmem::MSG_SOCK_DEVMEM | libc::MSG_DONTWAIT;
+    let flags = ferrywire_sys::devmem::MSG_SOCK_DEVMEM | libc::MSG_DONTWAIT;
     // SAFETY: one vector of one byte.
     let got = unsafe { libc::recvmsg(link.near.as_raw_fd(), &raw mut message, flags) };
     let errno = std::io::Error::last_os_error().raw_os_error();
-    assert_eq!((got, errno), (-1, Some(ferrywire::sys::devmem::ETOOSMALL)));
+    assert_eq!((got, errno), (-1, Some(ferrywire_sys::devmem::ETOOSMALL)));
     // A buffer that is not there is a fault only where bytes would be copied to it.
     let mut control = Control::new(1);
     // SAFETY: no memory of this process has this address, which the kernel finds out.
     let got =
-        unsafe { ferrywire::sys::devmem::receive(link.near.as_raw_fd(), 8 as *mut u8, 16, &mut control) };
+        unsafe { ferrywire_sys::devmem::receive(link.near.as_raw_fd(), 8 as *mut u8, 16, &mut control) };
     match got {
         Ok(received) => {
             let tokens = control.fragments().map(|_| 1).sum::<usize>();
@@ -130,8 +130,8 @@ pub fn hold(link: &Link, bytes: usize) -> Vec<u32> {
     while got < bytes {
         got += vm::receive(link, &mut buffer, &mut control).expect("received").bytes;
         held.extend(control.fragments().filter_map(|fragment| match fragment {
-            ferrywire::sys::devmem::Fragment::Pool { token, .. } => Some(token),
-            ferrywire::sys::devmem::Fragment::Linear { .. } => None,
+            ferrywire_sys::devmem::Fragment::Pool { token, .. } => Some(token),
+            ferrywire_sys::devmem::Fragment::Linear { .. } => None,
         }));
     }
     held

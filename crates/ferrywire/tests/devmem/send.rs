@@ -1,9 +1,9 @@
 //! Sending from device memory: what is refused and why, and what happens to what was sent already.
 
 use crate::vm::{self, FAR, KIB, Link, MIB, PATTERN_BYTES, Pool, Receiver, Sender, WAY, at_peer, send, take};
-use ferrywire::sys::devmem::{self, Piece};
-use ferrywire::sys::{socket, zerocopy};
 use ferrywire::transport::devmem::{DevmemError, SendCause};
+use ferrywire_sys::devmem::{self, Piece};
+use ferrywire_sys::{socket, zerocopy};
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd};
@@ -131,6 +131,6 @@ fn memory_of_half_pages_is_not_to_be_sent_from() {
     }
     // Ours are always whole pages: it says so before the kernel would.
     let pool = Pool::new(MIB);
-    let error = ferrywire::sys::udmabuf::from_memfd(pool.file.as_fd(), 0, 1000).expect_err("half a page");
+    let error = ferrywire_sys::udmabuf::from_memfd(pool.file.as_fd(), 0, 1000).expect_err("half a page");
     assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
 }

@@ -3,9 +3,9 @@
 use crate::vm::{self, Link, MIB, NEAR, PATTERN_BYTES, QUEUE, WAY};
 use ferrywire::memory::sim::SimGpu;
 use ferrywire::memory::{Place, dmabuf_fd};
-use ferrywire::sys::devmem::{Control, Fragment, Tokens};
-use ferrywire::sys::ethtool::Split;
-use ferrywire::sys::netdev::Netdev;
+use ferrywire_sys::devmem::{Control, Fragment, Tokens};
+use ferrywire_sys::ethtool::Split;
+use ferrywire_sys::netdev::Netdev;
 use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 

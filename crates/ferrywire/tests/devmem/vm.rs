@@ -1,12 +1,12 @@
 //! The two NICs of the VM, memory for them, connections between them, and bytes that can be checked.
 
-use ferrywire::sys::devmem::{self, Control, Fragment, Piece, Received, Tokens};
-use ferrywire::sys::ethtool::{Ethtool, Rings, Split};
-use ferrywire::sys::flow::{Flow, Flows};
-use ferrywire::sys::mapping::{Access, AddressRange, anonymous_file};
-use ferrywire::sys::netdev::Netdev;
-use ferrywire::sys::netlink::NetlinkError;
-use ferrywire::sys::{udmabuf, zerocopy};
+use ferrywire_sys::devmem::{self, Control, Fragment, Piece, Received, Tokens};
+use ferrywire_sys::ethtool::{Ethtool, Rings, Split};
+use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire_sys::mapping::{Access, AddressRange, anonymous_file};
+use ferrywire_sys::netdev::Netdev;
+use ferrywire_sys::netlink::NetlinkError;
+use ferrywire_sys::{udmabuf, zerocopy};
 use std::ffi::CString;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind};
@@ -205,7 +205,7 @@ impl Link {
         let (local, remote) = (link.near.local_addr(), link.near.peer_addr());
         let flow = Flow::new(local.expect("near"), remote.expect("far"), QUEUE).expect("one kind");
         let mut ethtool = Ethtool::open().expect("the family");
-        ethtool.set_feature(NEAR, ferrywire::sys::ethtool::NTUPLE, true).expect("flow rules");
+        ethtool.set_feature(NEAR, ferrywire_sys::ethtool::NTUPLE, true).expect("flow rules");
         let flows = Flows::open(NEAR).expect("a socket");
         let location = flows.insert(&flow).expect("a rule");
         link.rule = Some((flows, location));

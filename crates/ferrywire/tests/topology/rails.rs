@@ -11,9 +11,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::sys::nics;
 use ferrywire::topology::{Plan, Route, by_subnet, routes};
 use ferrywire::{Builder, Endpoint, Orchestrator, Peer, Region};
+use ferrywire_sys::nics;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use crate::mesh::other_host;
@@ -272,7 +272,7 @@ fn an_endpoint_keeps_to_the_nics_and_cores_of_its_gpu() {
     let mut host = named("small-vm");
     host.gpus.push(ferrywire::topology::Gpu::default());
     let mut planned = plan(&host).gpus.remove(0);
-    let allowed = ferrywire::sys::affinity::allowed_cores().expect("cores");
+    let allowed = ferrywire_sys::affinity::allowed_cores().expect("cores");
     planned.cpus = [*allowed.last().expect("a core") as u32].into_iter().collect();
     let endpoint = planned.configure(Endpoint::builder()).build().expect("it is built");
     let config = endpoint.config();

@@ -7,8 +7,8 @@
 use super::error::{CudaError, Result, call};
 use super::gpu::CudaGpu;
 use super::idle::{self, Idle};
-use crate::sys::mapping::{self, AddressRange};
-use crate::sys::numa;
+use ferrywire_sys::mapping::{self, AddressRange};
+use ferrywire_sys::numa;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

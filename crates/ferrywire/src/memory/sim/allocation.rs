@@ -11,8 +11,8 @@
 
 use super::{Result, SimGpu, SimGpuError};
 use crate::limits;
-use crate::sys::mapping::{Access, AddressRange, PAGE_BYTES, anonymous_file};
-use crate::sys::udmabuf;
+use ferrywire_sys::mapping::{Access, AddressRange, PAGE_BYTES, anonymous_file};
+use ferrywire_sys::udmabuf;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

@@ -5,7 +5,7 @@
 //! Read next: `engine.rs`, which asks for a [`Fate`] as each operation is enqueued.
 
 use super::{Result, SimGpuError};
-use crate::transport::sim::rng::Rng;
+use ferrywire_sys::rng::Rng;
 use std::ops::RangeInclusive;
 use std::str::FromStr;
 use std::time::Duration;

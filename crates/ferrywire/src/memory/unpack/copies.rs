@@ -141,7 +141,7 @@ mod tests {
     use crate::memory::sim::SimGpu;
     use crate::memory::unpack::SimQueue;
     use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
-    use crate::transport::sim::rng::Rng;
+    use ferrywire_sys::rng::Rng;
     use std::sync::{Arc, Mutex};
 
     #[test]

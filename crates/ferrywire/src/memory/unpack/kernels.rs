@@ -531,7 +531,7 @@ mod tests {
 
     #[test]
     fn a_layout_covers_each_byte_once_even_when_the_sample_was_wrong() {
-        let mut rng = crate::transport::sim::rng::Rng::new(5);
+        let mut rng = ferrywire_sys::rng::Rng::new(5);
         for round in 0..2000 {
             let count = 1 + rng.below(if round % 10 == 0 { 5000 } else { 50 }) as usize;
             let most = [2, 100, 5000, 4 << 20][rng.below(4) as usize];

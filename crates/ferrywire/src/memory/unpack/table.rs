@@ -403,7 +403,7 @@ mod tests {
             let edges: Vec<u64> = [0].into_iter().chain(cuts).chain([100]).collect();
             let mut all: Vec<(u32, u32, u64)> =
                 edges.windows(2).map(|pair| (5, (pair[1] - pair[0]) as u32, pair[0])).collect();
-            let mut rng = crate::transport::sim::rng::Rng::new(order);
+            let mut rng = ferrywire_sys::rng::Rng::new(order);
             for last in (1..all.len()).rev() {
                 all.swap(last, rng.below(last as u64 + 1) as usize);
             }

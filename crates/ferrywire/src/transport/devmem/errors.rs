@@ -9,8 +9,8 @@ use std::fmt;
 use std::io;
 
 use crate::error::Fault;
-use crate::sys::devmem::ReceiveFault;
-use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::devmem::ReceiveFault;
+use ferrywire_sys::netlink::NetlinkError;
 
 /// Why device memory is not received into, or sent from.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

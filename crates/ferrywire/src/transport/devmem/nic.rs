@@ -35,10 +35,10 @@ pub use possible::{Possible, possible};
 use super::DevmemError;
 use super::errors::{BindCause, Direction};
 use crate::limits;
-use crate::sys::flow::Flow;
-use crate::sys::netlink::NetlinkError;
-use crate::sys::nics;
 use error::queues_in_words;
+use ferrywire_sys::flow::Flow;
+use ferrywire_sys::netlink::NetlinkError;
+use ferrywire_sys::nics;
 use journal::{ClaimFile, Journal};
 use kernel::{Host, Kernel};
 use record::Claimed;
@@ -332,7 +332,7 @@ fn choose(bench: &mut Bench<'_, '_>, wanted: usize, live: &[u32]) -> Result<Vec<
     let all = bench.kernel.queues().map_err(|error| DevmemError::bind_rx(&nic, &[], &error))?;
     let spread = bench.kernel.spread().unwrap_or_default();
     let is_free = |(queue, state): &(u32, _)| {
-        crate::sys::netdev::QueueState::is_free(*state) && !live.contains(queue) && *queue != 0
+        ferrywire_sys::netdev::QueueState::is_free(*state) && !live.contains(queue) && *queue != 0
     };
     let mut free: Vec<u32> = all.iter().filter(|queue| is_free(queue)).map(|(queue, _)| *queue).collect();
     free.sort_unstable_by_key(|queue| (spread.contains(queue), std::cmp::Reverse(*queue)));

@@ -4,8 +4,8 @@
 
 use crate::error::{Error, Result};
 use crate::memory::{Gpu, Memory, Place, dmabuf_fd};
-use crate::sys::mapping::{Access, AddressRange, anonymous_file};
-use crate::sys::udmabuf;
+use ferrywire_sys::mapping::{Access, AddressRange, anonymous_file};
+use ferrywire_sys::udmabuf;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 

@@ -12,7 +12,7 @@
 //! before this end waits for more, and of a message that waits for its rest the GPU brings away what is there.
 //!
 //! Invariant: no call asks for more bytes than the message lacks; no fragment is believed that leaves the pool.
-//! Read next: `gather.rs`; `sys/devmem.rs`, the calls.
+//! Read next: `gather.rs`; `ferrywire_sys::devmem`, the calls.
 
 use super::counters::add;
 use super::errors::DevmemError;
@@ -22,9 +22,9 @@ use super::rooms::{Buffer, Stages};
 use super::{DevmemCounters, NAME};
 use crate::memory::unpack::Fragment;
 use crate::memory::{GpuCopy, Memory, Place};
-use crate::sys::devmem::{self, Control, Fragment as Piece, Tokens};
-use crate::sys::dmabuf::Reading;
 use crate::transport::lane::Run;
+use ferrywire_sys::devmem::{self, Control, Fragment as Piece, Tokens};
+use ferrywire_sys::dmabuf::Reading;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;

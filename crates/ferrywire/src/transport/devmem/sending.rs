@@ -5,7 +5,7 @@
 //! memory first.
 //!
 //! Invariant: a message is done when nothing reads its memory any more; bytes go out in the order of messages.
-//! Read next: `sources.rs`; `sys/zerocopy.rs`, the reports.
+//! Read next: `sources.rs`; `ferrywire_sys::zerocopy`, the reports.
 
 use super::NAME;
 use super::counters::add;
@@ -20,9 +20,9 @@ use crate::memory::cuda::CudaError;
 use crate::memory::unpack::{Mapped, UnpackMode};
 use crate::memory::{GpuCopy, Memory, Place};
 use crate::queue::UNREADABLE;
-use crate::sys::{devmem, socket, zerocopy};
 use crate::transport::IoVec;
 use crate::transport::lane::Run;
+use ferrywire_sys::{devmem, socket, zerocopy};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;

@@ -10,7 +10,7 @@ use super::errors::DevmemError;
 use super::host::Device;
 use super::making::Making;
 use crate::memory::{Gpu, Memory, dmabuf_fd};
-use crate::sys::netdev::Netdev;
+use ferrywire_sys::netdev::Netdev;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::os::fd::AsFd;

@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use super::rng::Rng;
+use ferrywire_sys::rng::Rng;
 
 /// Faults by probability. The default has none.
 #[derive(Clone, Debug, Default, PartialEq)]

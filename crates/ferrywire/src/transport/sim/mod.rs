@@ -20,7 +20,6 @@ mod faults;
 mod host;
 mod link;
 mod pipe;
-pub(crate) mod rng;
 mod state;
 #[cfg(test)]
 mod tests;

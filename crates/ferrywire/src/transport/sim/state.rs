@@ -13,9 +13,9 @@ use std::time::Duration;
 use super::faults::{DialFault, Faults, ResetSeen};
 use super::link::{Link, Path, Phase};
 use super::pipe::Payload;
-use super::rng::Rng;
 use super::trace::Trace;
 use crate::transport::Nic;
+use ferrywire_sys::rng::Rng;
 
 /// Bytes of one direction that may be unacknowledged or unread, unless told otherwise.
 pub(super) const BUFFER_BYTES_DEFAULT: usize = 256 << 10;

@@ -18,11 +18,11 @@ use super::lending::Lending;
 use super::tuning::{self, Path, Tuning};
 use super::zero_copy::ZeroCopy;
 use super::{Prepared, START, ZeroCopyPolicy, canonical, ip_address};
-use crate::limits::IOVECS_PER_CALL_MAX;
-use crate::sys::nics::{self, Recent};
-use crate::sys::tcp_info::{self, TcpInfo};
-use crate::sys::{socket, zerocopy};
 use crate::transport::{Conn, ConnOptions, IoVec, PathHealth};
+use ferrywire_sys::IOVECS_PER_CALL_MAX;
+use ferrywire_sys::nics::{self, Recent};
+use ferrywire_sys::tcp_info::{self, TcpInfo};
+use ferrywire_sys::{socket, zerocopy};
 
 /// Shorter sends are copied: pinning their pages would cost more than the copy.
 const ZERO_COPY_BYTES_MIN: usize = 64 << 10;

@@ -9,8 +9,8 @@
 use std::time::Duration;
 
 use crate::limits::PATH_CHECK_INTERVAL;
-use crate::sys::tcp_info::TcpInfo;
 use crate::transport::PathHealth;
+use ferrywire_sys::tcp_info::TcpInfo;
 
 /// Looks further apart than this say nothing about the time between them.
 const LOOKS_APART_MAX: Duration = Duration::from_millis(500);

@@ -9,9 +9,9 @@ use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::limits;
-use crate::sys::lending::PagePipe;
-use crate::sys::socket;
 use crate::transport::IoVec;
+use ferrywire_sys::lending::PagePipe;
+use ferrywire_sys::socket;
 
 /// What a system that does not let us says.
 const REFUSALS: [i32; 4] = [libc::EPERM, libc::EACCES, libc::ENOSYS, libc::EINVAL];

@@ -8,10 +8,10 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::thread;
 
 use super::*;
-use crate::limits::IOVECS_PER_CALL_MAX;
 use crate::patience::Patience;
-use crate::sys::poll::{Event, Interest, Poller};
 use crate::transport::{IoVec, PathHealth};
+use ferrywire_sys::IOVECS_PER_CALL_MAX;
+use ferrywire_sys::poll::{Event, Interest, Poller};
 
 const DEADLINE: Duration = Duration::from_secs(60);
 

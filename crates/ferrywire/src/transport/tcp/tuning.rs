@@ -19,9 +19,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use crate::schedule;
-use crate::sys::tcp_info::TcpInfo;
-use crate::sys::{nics, socket};
 use crate::transport::{ConnOptions, Nic};
+use ferrywire_sys::tcp_info::TcpInfo;
+use ferrywire_sys::{nics, socket};
 
 /// Data a bulk connection between hosts may hold unsent: enough to keep the NIC busy, and little to lose
 /// or to wait behind.

@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 
 use super::ZeroCopyPolicy;
-use crate::sys::zerocopy::Completion;
+use ferrywire_sys::zerocopy::Completion;
 
 /// Completions that decide whether zero copy stays on.
 const PROBES: u32 = 8;

@@ -218,7 +218,7 @@ fn other_devices_get_whole_pages_of_one_allocation() {
         match dmabuf_fd(first, bytes) {
             Ok(fd) => assert!(fd.as_raw_fd() > 2),
             Err(error) => {
-                assert!(!crate::sys::udmabuf::is_there(), "{error}");
+                assert!(!ferrywire_sys::udmabuf::is_there(), "{error}");
                 println!("SKIPPED: needs /dev/udmabuf: {error}");
                 assert!(matches!(error, SimGpuError::DmaBuf { .. }), "{error}");
             }

@@ -43,6 +43,6 @@ fn signal_of(output: &Output) -> Option<i32> {
 
 /// Bytes that differ from their neighbours at any distance.
 fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let mut rng = crate::transport::sim::rng::Rng::new(seed);
-    (0..bytes).map(|_| rng.next() as u8).collect()
+    let mut rng = ferrywire_sys::rng::Rng::new(seed);
+    (0..bytes).map(|_| rng.number() as u8).collect()
 }

@@ -3,7 +3,7 @@
 //! up here.
 
 use super::*;
-use crate::sys::devmem::ControlFault;
+use ferrywire_sys::devmem::ControlFault;
 
 /// Number, the kernel's words ("" for none), what it means, and words that the message must have.
 type Row = (i32, &'static str, BindCause, &'static [&'static str]);

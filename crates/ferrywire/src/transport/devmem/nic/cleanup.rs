@@ -11,9 +11,9 @@ use super::journal::{self, Journal};
 use super::kernel::Host;
 use super::record::Claimed;
 use super::settings::{Bench, Others};
-use crate::sys::flow::Flow;
-use crate::sys::netlink::NetlinkError;
-use crate::sys::nics;
+use ferrywire_sys::flow::Flow;
+use ferrywire_sys::netlink::NetlinkError;
+use ferrywire_sys::nics;
 
 /// Undoes what earlier runs have left in this network namespace; says what that was. For whoever has just started,
 /// or wants to know: every claim does the same for its own NIC.

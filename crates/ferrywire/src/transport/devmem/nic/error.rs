@@ -5,8 +5,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use crate::sys::netlink::NetlinkError;
 use crate::transport::devmem::DevmemError;
+use ferrywire_sys::netlink::NetlinkError;
 
 /// Why a claim failed. Whose turn it is follows from the text: mostly that of whoever administers this host.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -5,10 +5,10 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 
-use crate::sys::ethtool::{Ethtool, Feature, NTUPLE, Rings};
-use crate::sys::flow::{Flow, Flows};
-use crate::sys::netdev::{Netdev, QueueState};
-use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::ethtool::{Ethtool, Feature, NTUPLE, Rings};
+use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire_sys::netdev::{Netdev, QueueState};
+use ferrywire_sys::netlink::NetlinkError;
 
 type Result<T> = std::result::Result<T, NetlinkError>;
 

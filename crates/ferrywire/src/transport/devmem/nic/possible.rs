@@ -7,11 +7,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use super::super::{BindCause, DevmemError};
 use super::error::{Missing, NicError};
 use super::kernel::{Host, Kernel};
-use crate::sys::ethtool::Split;
-use crate::sys::mapping;
-use crate::sys::netdev::Netdev;
-use crate::sys::netlink::NetlinkError;
-use crate::sys::nics;
+use ferrywire_sys::ethtool::Split;
+use ferrywire_sys::mapping;
+use ferrywire_sys::netdev::Netdev;
+use ferrywire_sys::netlink::NetlinkError;
+use ferrywire_sys::nics;
 
 /// What a NIC can do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

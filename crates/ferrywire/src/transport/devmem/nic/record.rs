@@ -6,8 +6,8 @@
 use std::fmt::Write;
 use std::str::FromStr;
 
-use crate::sys::ethtool::{Rings, Split};
-use crate::sys::flow::Flow;
+use ferrywire_sys::ethtool::{Rings, Split};
+use ferrywire_sys::flow::Flow;
 
 const MAGIC: &str = "ferrywire devmem 1";
 const END: &str = "end";

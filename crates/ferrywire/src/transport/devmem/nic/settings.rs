@@ -13,9 +13,9 @@ use super::error::{Missing, NicError, ntuple_command, split_command};
 use super::journal::Locked;
 use super::kernel::Kernel;
 use super::record::{Settings, Spread};
-use crate::sys::ethtool::{Rings, Split};
-use crate::sys::flow::Flow;
-use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::ethtool::{Rings, Split};
+use ferrywire_sys::flow::Flow;
+use ferrywire_sys::netlink::NetlinkError;
 
 /// A process that was killed lets its bindings go within this.
 const UNBIND_DEADLINE: Duration = Duration::from_secs(5);

@@ -9,8 +9,8 @@ use std::net::SocketAddr;
 use std::os::fd::AsFd;
 
 use super::*;
-use crate::sys::ethtool::{Feature, Rings, Split};
 use fake::{Nic, State};
+use ferrywire_sys::ethtool::{Feature, Rings, Split};
 
 const PAIR: [&str; 2] = ["10.0.0.1:7420", "10.0.0.2:40000"];
 

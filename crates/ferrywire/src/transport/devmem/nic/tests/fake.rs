@@ -10,11 +10,11 @@ use super::super::journal::Journal;
 use super::super::kernel::Kernel;
 use super::super::settings::Bench;
 use super::super::{Claim, NicError, Wish};
-use crate::sys::ethtool::{Feature, Rings, Split};
-use crate::sys::flow::Flow;
-use crate::sys::mapping;
-use crate::sys::netdev::QueueState;
-use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::ethtool::{Feature, Rings, Split};
+use ferrywire_sys::flow::Flow;
+use ferrywire_sys::mapping;
+use ferrywire_sys::netdev::QueueState;
+use ferrywire_sys::netlink::NetlinkError;
 
 /// A NIC that every network namespace has.
 pub const NAME: &str = "lo";

@@ -10,12 +10,12 @@ use std::io;
 use std::os::fd::RawFd;
 
 use super::{DmabufToken, SO_DEVMEM_DONTNEED};
-use crate::sys::checked;
+use crate::checked;
 
 /// `MAX_DONTNEED_TOKENS`: ranges of one call; more are refused.
-pub(crate) const RANGES_PER_CALL_MAX: usize = 128;
+pub const RANGES_PER_CALL_MAX: usize = 128;
 /// `MAX_DONTNEED_FRAGS`: fragments of one call; more are ignored.
-pub(crate) const FRAGMENTS_PER_CALL_MAX: u32 = 1024;
+pub const FRAGMENTS_PER_CALL_MAX: u32 = 1024;
 
 /// Tokens of one socket that go back with the next release.
 #[derive(Debug, Default)]
@@ -83,7 +83,7 @@ impl Tokens {
     }
 
     /// What the next call tells, and the fragments of it.
-    pub(crate) fn batch(&self) -> Option<(&[DmabufToken], u32)> {
+    pub fn batch(&self) -> Option<(&[DmabufToken], u32)> {
         let (mut ranges, mut fragments) = (0, 0);
         for range in self.ranges.iter().take(RANGES_PER_CALL_MAX) {
             if fragments + range.token_count > FRAGMENTS_PER_CALL_MAX {
@@ -95,13 +95,14 @@ impl Tokens {
         (ranges > 0).then(|| (&self.ranges[..ranges], fragments))
     }
 
-    pub(crate) fn forget(&mut self, ranges: usize, fragments: usize) {
+    /// The kernel has taken so many.
+    pub fn forget(&mut self, ranges: usize, fragments: usize) {
         self.ranges.drain(..ranges);
         self.fragments -= fragments;
     }
 
     /// Neighbours become one range, in whichever order they came: fewer ranges are fewer calls.
-    pub(crate) fn merge(&mut self) {
+    pub fn merge(&mut self) {
         if self.ranges.is_sorted_by_key(|range| range.token_start) {
             return;
         }

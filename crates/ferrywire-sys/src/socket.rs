@@ -10,13 +10,7 @@ use std::mem;
 use std::os::fd::RawFd;
 
 use super::{checked, uninterrupted};
-use crate::limits::IOVECS_PER_CALL_MAX;
-use crate::transport::IoVec;
-
-const _: () = assert!(mem::size_of::<IoVec>() == mem::size_of::<libc::iovec>());
-const _: () = assert!(mem::align_of::<IoVec>() == mem::align_of::<libc::iovec>());
-const _: () = assert!(mem::offset_of!(IoVec, base) == mem::offset_of!(libc::iovec, iov_base));
-const _: () = assert!(mem::offset_of!(IoVec, len) == mem::offset_of!(libc::iovec, iov_len));
+use crate::{IOVECS_PER_CALL_MAX, IoVec};
 
 /// Longest name of a congestion control, with its terminating zero (`TCP_CA_NAME_MAX`).
 const CONGESTION_NAME_BYTES_MAX: usize = 16;

@@ -1,18 +1,52 @@
 //! The network interfaces of this host, and which of them the routing table would take.
 //!
 //! IPv6 link-local addresses are left out: without a scope nobody could dial them.
-//! Read next: `transport/tcp/tuning.rs`, which judges a path by them.
+//!
 
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::checked;
-use crate::transport::Nic;
+
+/// A network interface with one address.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nic {
+    /// Interface name, for example `eth1`.
+    pub name: String,
+    /// Its address.
+    pub address: IpAddr,
+    /// Length of its subnet's prefix.
+    pub prefix_len: u8,
+    /// Speed in Mbit/s where the driver tells one.
+    pub speed_mbps: Option<u32>,
+    /// Whether it is the loopback interface.
+    pub loopback: bool,
+    /// Whether the link is up.
+    pub up: bool,
+}
+
+impl Nic {
+    /// Whether `other` lies in this NIC's subnet.
+    pub fn reaches(&self, other: IpAddr) -> bool {
+        match (self.address, other) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => {
+                let shift = 32 - u32::from(self.prefix_len.min(32));
+                shift == 32 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
+            }
+            (IpAddr::V6(a), IpAddr::V6(b)) => {
+                let shift = 128 - u32::from(self.prefix_len.min(128));
+                shift == 128 || (a.to_bits() >> shift) == (b.to_bits() >> shift)
+            }
+            _ => false,
+        }
+    }
+}
 
 /// The port a route is asked for; nothing is ever sent to it.
 const DISCARD_PORT: u16 = 9;
@@ -47,32 +81,24 @@ pub struct Recent {
     interval: Duration,
     last: Mutex<Option<(Instant, Arc<[Nic]>)>>,
     /// How often the kernel was asked.
-    #[cfg(test)]
-    asked: std::sync::atomic::AtomicUsize,
+    asked: AtomicUsize,
 }
 
 impl Recent {
     /// Nothing is known yet.
     pub const fn new(interval: Duration) -> Recent {
-        Recent {
-            interval,
-            last: Mutex::new(None),
-            #[cfg(test)]
-            asked: std::sync::atomic::AtomicUsize::new(0),
-        }
+        Recent { interval, last: Mutex::new(None), asked: AtomicUsize::new(0) }
     }
 
     /// How often the kernel was asked.
-    #[cfg(test)]
     pub fn asked(&self) -> usize {
-        self.asked.load(std::sync::atomic::Ordering::Relaxed)
+        self.asked.load(Ordering::Relaxed)
     }
 
     /// Every address of every interface, as it was within the interval.
     pub fn addresses(&self) -> io::Result<Arc<[Nic]>> {
         self.at(Instant::now, || {
-            #[cfg(test)]
-            self.asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            self.asked.fetch_add(1, Ordering::Relaxed);
             addresses()
         })
     }

@@ -7,7 +7,7 @@
 use std::mem;
 
 use super::{DmabufCmsg, SCM_DEVMEM_DMABUF, SCM_DEVMEM_LINEAR};
-use crate::sys::cmsg::{ControlMessage, ControlMessages, HEADER_BYTES};
+use crate::cmsg::{ControlMessage, ControlMessages, HEADER_BYTES};
 
 /// Words of one fragment's control message.
 const FRAGMENT_WORDS: usize = (HEADER_BYTES + size_of::<DmabufCmsg>()).div_ceil(size_of::<usize>());
@@ -120,7 +120,7 @@ impl Control {
     }
 
     /// One that holds these bytes, as if a call had written them. For tests.
-    pub(crate) fn holding(control: &[u8], received: usize, buffer: usize) -> Result<Control, ControlFault> {
+    pub fn holding(control: &[u8], received: usize, buffer: usize) -> Result<Control, ControlFault> {
         let words = control.len().div_ceil(size_of::<usize>());
         let mut held = Control { room: vec![0; words].into_boxed_slice(), written: 0 };
         for (word, bytes) in held.room.iter_mut().zip(control.chunks(size_of::<usize>())) {
@@ -134,7 +134,7 @@ impl Control {
 }
 
 /// Whether `received` bytes are all plain. An error when the fragments are not these bytes, or leave the buffer.
-pub(crate) fn check(control: &[u8], received: usize, buffer: usize) -> Result<bool, ControlFault> {
+pub fn check(control: &[u8], received: usize, buffer: usize) -> Result<bool, ControlFault> {
     let (mut fragments, mut linear, mut plain) = (0_u64, 0_u64, true);
     for message in ControlMessages::new(control).filter(is_fragment) {
         let payload = message.payload;
@@ -155,7 +155,7 @@ pub(crate) fn check(control: &[u8], received: usize, buffer: usize) -> Result<bo
 }
 
 /// Bytes of all fragments, if there are any that can be read. For tests.
-pub(crate) fn sum(control: &[u8]) -> Option<usize> {
+pub fn sum(control: &[u8]) -> Option<usize> {
     let sizes = ControlMessages::new(control).filter(is_fragment).map(|message| decoded(message.payload));
     let sizes: Option<Vec<_>> = sizes.collect();
     let sizes = sizes.filter(|sizes| !sizes.is_empty())?;

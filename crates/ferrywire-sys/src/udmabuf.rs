@@ -92,7 +92,7 @@ fn explained(what: &str, hint: &str, error: &io::Error) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::mapping::anonymous_file;
+    use crate::mapping::anonymous_file;
     use std::os::fd::AsFd;
 
     #[test]

@@ -80,7 +80,7 @@ pub struct Waker(Arc<Wake>);
 
 /// A descriptor that is readable from the first wake until it is drained.
 #[derive(Debug)]
-pub(crate) struct Wake {
+pub struct Wake {
     eventfd: OwnedFd,
     pending: AtomicBool,
 }
@@ -234,6 +234,7 @@ impl Waker {
 }
 
 impl Wake {
+    /// One that nothing waits for yet.
     pub fn new() -> io::Result<Wake> {
         let eventfd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         Ok(Wake { eventfd, pending: AtomicBool::new(false) })

@@ -8,8 +8,8 @@
 //! Read next: `devmem/control.rs` (fragments), `devmem/tokens.rs` (giving places back), `zerocopy.rs` (when a send is
 //! finished with its memory).
 
-pub(crate) mod control;
-pub(crate) mod tokens;
+pub mod control;
+pub mod tokens;
 
 use std::io;
 use std::mem;
@@ -19,7 +19,7 @@ pub use control::{Control, ControlFault, Fragment, Fragments};
 pub use tokens::{Released, Tokens};
 
 use super::uninterrupted;
-use crate::limits::IOVECS_PER_CALL_MAX;
+use crate::IOVECS_PER_CALL_MAX;
 
 /// `SO_DEVMEM_LINEAR`: the next bytes of the stream lie in the buffer.
 pub const SCM_DEVMEM_LINEAR: libc::c_int = 78;

@@ -10,7 +10,7 @@ use std::os::fd::RawFd;
 
 use super::cmsg::{ControlMessage, ControlMessages};
 use super::{socket, uninterrupted};
-use crate::transport::IoVec;
+use crate::IoVec;
 
 /// `SO_EE_ORIGIN_ZEROCOPY` of `linux/errqueue.h`.
 const ORIGIN_ZEROCOPY: u8 = 5;
@@ -89,7 +89,7 @@ pub(crate) fn parse(message: ControlMessage<'_>) -> Option<Completion> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::cmsg;
+    use crate::cmsg;
 
     fn extended_error(origin: u8, code: u8, info: u32, data: u32) -> Vec<u8> {
         let mut bytes = vec![0, 0, 0, 0, origin, 0, code, 0];

@@ -55,7 +55,7 @@ impl<'a> Iterator for ControlMessages<'a> {
 }
 
 /// Appends a control message, for tests of readers.
-pub(crate) fn append(control: &mut Vec<u8>, level: libc::c_int, kind: libc::c_int, payload: &[u8]) {
+pub fn append(control: &mut Vec<u8>, level: libc::c_int, kind: libc::c_int, payload: &[u8]) {
     control.extend((HEADER_BYTES + payload.len()).to_ne_bytes());
     control.extend(level.to_ne_bytes());
     control.extend(kind.to_ne_bytes());

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use super::signal::without_sigpipe;
 use super::{checked, uninterrupted};
-use crate::transport::IoVec;
+use crate::IoVec;
 
 /// A pipe between memory and a socket.
 #[derive(Debug)]

@@ -3,8 +3,8 @@
 use super::control::check;
 use super::tokens::{FRAGMENTS_PER_CALL_MAX, RANGES_PER_CALL_MAX};
 use super::*;
-use crate::sys::cmsg;
-use crate::sys::zerocopy;
+use crate::cmsg;
+use crate::zerocopy;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
@@ -255,8 +255,7 @@ fn limits_of_a_release_are_the_kernels() {
     }
     let ranges = vec![0; (RANGES_PER_CALL_MAX + 1) * size_of::<DmabufToken>()];
     let tell = |bytes: &[u8]| {
-        let told =
-            crate::sys::socket::set_bytes(far.as_raw_fd(), libc::SOL_SOCKET, SO_DEVMEM_DONTNEED, bytes);
+        let told = crate::socket::set_bytes(far.as_raw_fd(), libc::SOL_SOCKET, SO_DEVMEM_DONTNEED, bytes);
         told.map_err(|error| error.raw_os_error())
     };
     assert_eq!(tell(&ranges), Err(Some(libc::EINVAL)));

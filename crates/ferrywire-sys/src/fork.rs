@@ -7,14 +7,12 @@ use std::process;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::error::{Error, Result};
-
 /// Forks between the first process that asked and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// The process in which something was made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Origin {
+pub struct Origin {
     forks: u32,
     process: u32,
 }
@@ -39,13 +37,22 @@ impl Origin {
     }
 
     /// # Errors
-    /// [`Error::Forked`] in a child.
-    pub fn check(self) -> Result<()> {
+    /// In a child.
+    pub fn check(self) -> Result<(), Forked> {
         match self.is_elsewhere() {
             false => Ok(()),
-            true => Err(Error::Forked { built_in: self.process, here: process::id() }),
+            true => Err(Forked { built_in: self.process, here: process::id() }),
         }
     }
+}
+
+/// Something was asked of what another process made, of which this is a child.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Forked {
+    /// That process.
+    pub built_in: u32,
+    /// This one.
+    pub here: u32,
 }
 
 extern "C" fn count() {

@@ -3,14 +3,14 @@
 //! Nobody doubts the kernel, but bytes of it are read with raw offsets, and a module of its can be anybody's.
 
 use super::{Input, check_text};
-use crate::sys::cmsg::{self, ControlMessages, HEADER_BYTES};
-use crate::sys::devmem::control::{self, Control};
-use crate::sys::devmem::tokens::{FRAGMENTS_PER_CALL_MAX, RANGES_PER_CALL_MAX};
-use crate::sys::devmem::{Fragment, SCM_DEVMEM_DMABUF, SCM_DEVMEM_LINEAR, Tokens};
-use crate::sys::netdev;
-use crate::sys::netlink::AttributeList;
-use crate::sys::netlink::answer::{Answer, Wanted};
-use crate::sys::zerocopy;
+use crate::cmsg::{self, ControlMessages, HEADER_BYTES};
+use crate::devmem::control::{self, Control};
+use crate::devmem::tokens::{FRAGMENTS_PER_CALL_MAX, RANGES_PER_CALL_MAX};
+use crate::devmem::{Fragment, SCM_DEVMEM_DMABUF, SCM_DEVMEM_LINEAR, Tokens};
+use crate::netdev;
+use crate::netlink::AttributeList;
+use crate::netlink::answer::{Answer, Wanted};
+use crate::zerocopy;
 use std::collections::BTreeMap;
 
 /// Answers of Linux 7.3 as they were read: the number of a binding and an acknowledgement, a refusal with words, a

@@ -12,7 +12,10 @@ pub mod devmem;
 pub mod dmabuf;
 pub mod ethtool;
 pub mod flow;
-pub(crate) mod fork;
+pub mod fork;
+#[doc(hidden)]
+pub mod fuzzing;
+mod iovec;
 pub mod lending;
 pub mod mapping;
 pub mod netdev;
@@ -20,11 +23,15 @@ pub mod netlink;
 pub mod nics;
 pub mod numa;
 pub mod poll;
+pub mod random;
+pub mod rng;
 pub mod signal;
 pub mod socket;
 pub mod tcp_info;
 pub mod udmabuf;
 pub mod zerocopy;
+
+pub use iovec::{IOVECS_PER_CALL_MAX, IoVec};
 
 use std::io;
 

@@ -195,7 +195,7 @@ impl Family {
 }
 
 /// Whether the kernel knows a command of a family that it has. By its number alone a refusal does not tell.
-pub(crate) fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
+pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
     let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, family).u32(CTRL_ATTR_OP, command.into());
     match Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
         Ok(_) => Ok(true),

@@ -160,7 +160,8 @@ fn rx_binding(ifindex: u32, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Attribute
     queues.iter().fold(tx_binding(ifindex, dmabuf), |all, id| all.nest(DMABUF_QUEUES, queue(id)))
 }
 
-pub(crate) fn state_of(queue: AttributeList<'_>) -> QueueState {
+/// What a queue says of itself.
+pub fn state_of(queue: AttributeList<'_>) -> QueueState {
     QueueState {
         dmabuf: queue.u32(QUEUE_DMABUF),
         io_uring: queue.find(QUEUE_IO_URING).is_some(),
@@ -169,7 +170,7 @@ pub(crate) fn state_of(queue: AttributeList<'_>) -> QueueState {
 }
 
 /// Number and state of a queue, if it receives.
-pub(crate) fn rx_queue(queue: AttributeList<'_>) -> Option<(u32, QueueState)> {
+pub fn rx_queue(queue: AttributeList<'_>) -> Option<(u32, QueueState)> {
     (queue.u32(QUEUE_TYPE)? == TYPE_RX).then_some((queue.u32(QUEUE_ID)?, state_of(queue)))
 }
 
