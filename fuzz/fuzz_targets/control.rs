@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire::fuzzing::control(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire_proto::fuzzing::control(data));

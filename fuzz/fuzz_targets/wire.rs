@@ -1,3 +1,8 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire::fuzzing::wire(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    if let Ok(region) = ferrywire::RemoteRegion::from_bytes(data) {
+        assert_eq!(region.to_bytes(), data, "what is accepted is what would be sent");
+    }
+    ferrywire_proto::fuzzing::wire(data);
+});

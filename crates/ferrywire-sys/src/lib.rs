@@ -13,6 +13,7 @@ pub mod dmabuf;
 pub mod ethtool;
 pub mod flow;
 pub mod fork;
+#[cfg(any(test, fuzzing))]
 #[doc(hidden)]
 pub mod fuzzing;
 mod iovec;

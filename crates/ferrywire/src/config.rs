@@ -1,8 +1,8 @@
 //! The configuration in force, after defaults were chosen.
 
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::transport::ConnOptions;
+use ferrywire_proto::limits;
 use std::net::SocketAddr;
 use std::time::Duration;
 

@@ -7,25 +7,26 @@ mod listening;
 
 pub use builder::Builder;
 
-use crate::bootstrap::{HandshakeError, ListenAddress};
 use crate::config::Config;
 use crate::control::{self, ConnectTarget, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::cuda::{CudaGpu, idle};
 use crate::memory::host::HostBuffer;
 use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
-use crate::memory::{Identity, Place, Region, RegionHome};
-use crate::patience::Patience;
+use crate::memory::{Place, Region, RegionHome};
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
-use crate::schedule;
 use crate::transport::carrier::Carrier;
 use crate::transport::plugin::Variable;
 use crate::transport::{SharedTransport, Transport};
 use crate::wakeup::Wakeup;
+use ferrywire_proto::Identity;
+use ferrywire_proto::handshake::ListenAddress;
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule;
+use ferrywire_proto::stall_timer::StallTimer;
 use ferrywire_sys::affinity;
 use ferrywire_sys::random::random_bytes;
 use std::any::Any;
@@ -78,7 +79,7 @@ impl Endpoint {
         carrier: Option<Carrier>,
         no_carrier: Option<String>,
     ) -> Result<Endpoint> {
-        let identity = Identity(random_bytes().map_err(|_| HandshakeError::Random.at("this host"))?);
+        let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
         let listeners = listening::listen(&config, &*transport)?;
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
@@ -523,7 +524,7 @@ impl Inner {
     /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
         let engine = &self.engine;
-        let (mut patience, mut before) = (Patience::new(limit), None);
+        let (mut patience, mut before) = (StallTimer::new(limit), None);
         loop {
             let seen = engine.with_control(|control| (control.idle(), control.drained()));
             let (idle, drained) = seen.unwrap_or((true, 0));
@@ -531,7 +532,7 @@ impl Inner {
                 return true;
             }
             if drains && before.replace(drained) != Some(drained) {
-                patience = Patience::new(limit);
+                patience = StallTimer::new(limit);
             }
             if patience.is_over(engine.transport.now()) {
                 return false;
@@ -555,7 +556,7 @@ impl Inner {
 
     /// Waits until another call has closed it.
     fn closed_elsewhere(&self, deadline: Duration) -> Result<()> {
-        let mut patience = Patience::new(deadline);
+        let mut patience = StallTimer::new(deadline);
         let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &*closed {

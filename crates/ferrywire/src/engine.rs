@@ -6,11 +6,9 @@ use crate::channel::Remains;
 use crate::config::Config;
 use crate::control::Control;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::owner::Releaser;
-use crate::memory::{Identity, Memory, RegionHome, RegionTable};
+use crate::memory::{Memory, RegionHome, RegionTable};
 use crate::ordering::Gates;
-use crate::patience::Patience;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
 use crate::staging::Prepared;
@@ -18,6 +16,9 @@ use crate::transport::SharedTransport;
 use crate::transport::carrier::Carrier;
 use crate::transport::plugin;
 use crossbeam_queue::SegQueue;
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::stall_timer::StallTimer;
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Waker;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -208,7 +209,7 @@ impl RegionHome for Engine {
         progress::abandon_memory(self, memory, at_any_cost)?;
         // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
         let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
-        let mut patience = Patience::new(limits::DRAIN_DEADLINE);
+        let mut patience = StallTimer::new(limits::DRAIN_DEADLINE);
         while in_use() {
             if patience.is_over(self.transport.now()) {
                 let why = match memory.user_owned() {

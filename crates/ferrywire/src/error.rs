@@ -10,7 +10,11 @@ use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
 use crate::transport::devmem::DevmemError;
+use ferrywire_proto::handshake::HandshakeError;
+use ferrywire_proto::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX};
+use ferrywire_proto::session::SessionError;
 use ferrywire_sys::fork::Forked;
+use std::fmt;
 use std::time::Duration;
 
 /// Result of an engine operation.
@@ -293,6 +297,43 @@ impl Error {
     }
 }
 
+impl Error {
+    /// What became of a handshake with the endpoint at `address`.
+    pub(crate) fn of_handshake(error: &HandshakeError, address: impl fmt::Display) -> Error {
+        let (address, why) = (address.to_string(), error.to_string());
+        match error {
+            HandshakeError::Closed(_) | HandshakeError::Late(_) => Error::Unreachable { address, why },
+            HandshakeError::Unusable { what, why } => Error::invalid(*what, why),
+            HandshakeError::Random | HandshakeError::Noise => {
+                Error::Io { what: format!("handshake with {address}"), message: why, code: None }
+            }
+            HandshakeError::Overreach(_) => Error::PeerMisbehaved { peer: address, why },
+            HandshakeError::Misuse => Error::Bug(format!("handshake with {address}: {why}")),
+            _ => Error::Refused { address, why },
+        }
+    }
+
+    /// What became of the control session with `peer`.
+    pub(crate) fn of_session(error: &SessionError, peer: &str) -> Error {
+        match error {
+            SessionError::Full => Error::Limit {
+                name: "CONTROL_UNACKED_MAX",
+                limit: CONTROL_UNACKED_MAX as u64,
+                why: format!("peer {peer} acknowledges no control messages"),
+            },
+            SessionError::FullOfBytes => Error::Limit {
+                name: "CONTROL_UNACKED_BYTES_MAX",
+                limit: CONTROL_UNACKED_BYTES_MAX as u64,
+                why: format!("peer {peer} acknowledges no control messages"),
+            },
+            SessionError::Unusable(_) | SessionError::Detached => {
+                Error::Bug(format!("control session with {peer}: {error}"))
+            }
+            _ => Error::PeerLost { peer: String::from(peer), why: format!("control session: {error}") },
+        }
+    }
+}
+
 impl From<Forked> for Error {
     fn from(Forked { built_in, here }: Forked) -> Error {
         Error::Forked { built_in, here }
@@ -325,7 +366,46 @@ impl From<UnpackError> for Error {
 
 #[cfg(test)]
 mod tests {
+    use ferrywire_proto::handshake::{Refusal, RefusalCode};
+
     use super::*;
+
+    #[test]
+    fn errors_of_a_handshake_say_what_to_check() {
+        let at = "10.0.0.1:7471";
+        let error = |error: HandshakeError| Error::of_handshake(&error, at).to_string();
+        assert_eq!(
+            error(HandshakeError::Version { theirs: 2, ours: 1 }),
+            "10.0.0.1:7471 refused: it speaks protocol version 2, we speak 1: install the same ferrywire on both"
+        );
+        let refusal = Refusal::new(RefusalCode::Secret, "the two ends hold different ones");
+        assert_eq!(
+            error(HandshakeError::Refused(refusal)),
+            "10.0.0.1:7471 refused: wrong secret: it says \"the two ends hold different ones\""
+        );
+        assert_eq!(
+            error(HandshakeError::foreign_answer(b"HTTP/1.1 400 Bad")),
+            "10.0.0.1:7471 refused: not ferrywire: it answered with \"HTTP/1.1 400 Bad\" (HTTP?)"
+        );
+        assert_eq!(
+            error(HandshakeError::Closed("the answer")),
+            "cannot reach 10.0.0.1:7471: the connection was closed while waiting for the answer"
+        );
+        let overreach = Error::of_handshake(&HandshakeError::Overreach("channels = 17".into()), at);
+        assert!(matches!(overreach, Error::PeerMisbehaved { peer, .. } if peer == at));
+        assert!(matches!(Error::of_handshake(&HandshakeError::Misuse, at), Error::Bug(_)));
+    }
+
+    #[test]
+    fn errors_of_a_session_name_the_limit_or_the_loss() {
+        let error = |error| Error::of_session(&error, "gpu1");
+        let full = error(SessionError::Full);
+        assert!(matches!(full, Error::Limit { name: "CONTROL_UNACKED_MAX", .. }), "{full}");
+        let full = error(SessionError::FullOfBytes);
+        assert!(matches!(full, Error::Limit { name: "CONTROL_UNACKED_BYTES_MAX", .. }), "{full}");
+        let lost = error(SessionError::Gap { expected: 1, got: 0 });
+        assert!(matches!(lost, Error::PeerLost { .. }), "{lost}");
+    }
 
     #[test]
     fn durations_are_rounded_for_messages() {

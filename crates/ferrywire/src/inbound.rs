@@ -8,14 +8,14 @@
 //! Read next: `peer/`, which calls this for each frame.
 
 use crate::error::Error;
-use crate::limits;
 use crate::memory::Memory;
 use crate::operation::Op;
 use crate::progress::{WaitList, WakeHandle};
 use crate::queue::WITHDRAWN;
-use crate::transfer::Scatter;
 use crate::transport::IoVec;
-use crate::wire::{Header, Kind, Refusal};
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::Scatter;
+use ferrywire_proto::wire::{Header, Kind, Refusal};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};

@@ -39,54 +39,43 @@
 //!
 //! # The way of a transfer, in reading order
 //!
-//! [`endpoint`] takes it, `peer` checks it, `transfer` cuts it, `schedule` and `queue` say who carries
-//! which chunk, `channel` posts it under its `window` and moves it over a [`transport`], `progress` turns
-//! the crank; the completion comes back the same way. `wire` is what travels. `transfer`, `schedule`,
-//! `window` and `wire` are pure. The slow side (handshakes, lost NICs, closing) is `bootstrap`, `session`
-//! and `control`.
+//! [`endpoint`] takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
+//! [`transport`], `progress` turns the crank; the completion comes back the same way. Lost NICs and closing are
+//! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
+//! of Linux are `ferrywire-sys`.
 
-mod bootstrap;
 mod channel;
 mod config;
 mod control;
 pub mod endpoint;
 mod engine;
 mod error;
-#[cfg(any(test, fuzzing))]
-#[doc(hidden)]
-pub mod fuzzing;
 #[cfg(test)]
 mod hostile_tests;
 mod inbound;
-pub mod limits;
 pub mod memory;
 pub mod nccl;
 mod operation;
 pub mod orchestrator;
 mod ordering;
-mod patience;
 mod peer;
 mod posted;
 mod progress;
 mod queue;
 pub mod ranks;
-mod schedule;
-mod session;
-mod spread;
 mod staging;
 mod stats;
 pub mod topology;
-mod transfer;
 pub mod transport;
 mod wakeup;
-mod window;
-mod wire;
 
 pub use config::Config;
 pub use control::ConnectTarget;
 pub use endpoint::{Builder, Connecting, Endpoint};
 pub use error::{Error, Fault, Result};
-pub use memory::{Identity, Place, Region, RemoteRegion};
+pub use ferrywire_proto::Identity;
+pub use ferrywire_proto::limits;
+pub use memory::{Place, Region, RemoteRegion};
 pub use operation::Transfer;
 pub use orchestrator::Orchestrator;
 pub use ordering::Ready;

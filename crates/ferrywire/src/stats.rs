@@ -1,8 +1,8 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
-use crate::limits;
 use crate::transport::devmem::{DevmemCounters, DevmemStats};
 use crate::transport::{Conn, PathHealth};
+use ferrywire_proto::limits;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};

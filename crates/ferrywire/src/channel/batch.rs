@@ -1,7 +1,10 @@
 //! The pieces of one socket call.
 
-use crate::limits;
 use crate::transport::IoVec;
+use ferrywire_proto::limits;
+
+// A head, the blocks of its payload and a notification go out in one call.
+const _: () = assert!(limits::SEGMENTS_PER_CHUNK_MAX + 2 <= ferrywire_sys::IOVECS_PER_CALL_MAX);
 
 /// The pieces of one socket call.
 pub(super) struct Batch<'a> {

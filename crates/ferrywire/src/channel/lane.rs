@@ -9,7 +9,7 @@ use std::time::Duration;
 use super::receiving::check_posted;
 use super::{Channel, broken};
 use crate::posted::{Arrival, Turned};
-use crate::wire::Header;
+use ferrywire_proto::wire::Header;
 
 impl Channel {
     /// Whether its payload goes over one.

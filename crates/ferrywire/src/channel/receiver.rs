@@ -11,7 +11,7 @@ use crate::peer::Landing;
 use crate::posted::Arrival;
 use crate::transport::IoVec;
 use crate::transport::lane::Run;
-use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
 // SAFETY: the pieces point into memory that the landing keeps alive, or into the receiver's own message;
 // whichever thread owns the channel may write there.

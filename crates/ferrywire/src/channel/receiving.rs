@@ -8,13 +8,13 @@ use std::time::Instant;
 
 use super::receiver::{Stage, check_crc};
 use super::{Channel, Remains, TURN_BYTES, Touched, Unreleased, Workspace, broken};
-use crate::limits;
 use crate::memory::Place;
 use crate::peer::Landing;
 use crate::stats::NO_BACKLOG;
 use crate::transport::IoVec;
 use crate::transport::lane::Run;
-use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
 impl Channel {
     /// Receives what is there, within a turn's bounds. Returns the bytes.

@@ -11,7 +11,7 @@ use super::Channel;
 use super::receiver::Stage;
 use crate::memory::Place;
 use crate::peer::Landing;
-use crate::wire::{Kind, Refusal};
+use ferrywire_proto::wire::{Kind, Refusal};
 
 impl Channel {
     /// Whether copies are under way, or bytes are here that wait for them: nobody tells when they are done.

@@ -3,12 +3,12 @@
 use super::full;
 use super::lanes::LANE;
 use super::lobby::{Lobby, Seat};
-use crate::bootstrap::{
+use crate::config::Secret;
+use crate::transport::carrier::{self, Carrier};
+use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
-use crate::config::Secret;
-use crate::limits;
-use crate::transport::carrier::{self, Carrier};
+use ferrywire_proto::limits;
 use ferrywire_sys::random::random_u64;
 use std::collections::HashMap;
 use std::fmt;

@@ -2,17 +2,17 @@
 
 use super::link::Link;
 use super::{Lobby, read_in, write_out};
-use crate::bootstrap::{
-    Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose, RefusalCode,
-};
 use crate::config::Secret;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::limits;
-use crate::memory::Identity;
 use crate::peer::PeerState;
-use crate::schedule;
 use crate::transport::{Bound, Conn, ConnOptions, Nic, terms};
+use ferrywire_proto::Identity;
+use ferrywire_proto::handshake::{
+    Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose, RefusalCode,
+};
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule;
 use ferrywire_sys::affinity;
 use ferrywire_sys::poll::Interest;
 use std::collections::BTreeMap;
@@ -198,7 +198,8 @@ impl Dial {
         purpose: Purpose,
         limit: Duration,
     ) -> Result<Dial> {
-        let initiator = Initiator::control(secret, me.clone(), purpose).map_err(|error| error.at(address))?;
+        let initiator = Initiator::control(secret, me.clone(), purpose)
+            .map_err(|error| Error::of_handshake(&error, address))?;
         let to = named(nic, address);
         let dialled = engine.transport.dial(nic, address, &ConnOptions::default());
         let conn = dialled.map_err(|error| unreachable_at(&to, &error))?;
@@ -294,7 +295,7 @@ impl Dial {
     }
 
     fn failed(&self, error: &HandshakeError) -> DialFailure {
-        DialFailure { error: error.at(&self.to), refused: error.refused_with() }
+        DialFailure { error: Error::of_handshake(error, &self.to), refused: error.refused_with() }
     }
 
     fn broken(&self, error: &io::Error) -> DialFailure {

@@ -7,10 +7,10 @@
 use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
 use super::{Control, Lobby};
-use crate::bootstrap::{Outcome, RefusalCode};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::limits;
+use ferrywire_proto::handshake::{Outcome, RefusalCode};
+use ferrywire_proto::limits;
 use ferrywire_sys::poll::Interest;
 use std::sync::Arc;
 use std::time::Duration;

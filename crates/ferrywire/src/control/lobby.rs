@@ -7,9 +7,9 @@
 
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::peer::Peer;
 use crate::progress::{WaitList, WakeHandle};
+use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -144,7 +144,7 @@ fn left_something(waiting: &Result<Peer>) -> bool {
 mod tests {
     use super::*;
     use crate::Endpoint;
-    use crate::patience::Patience;
+    use ferrywire_proto::stall_timer::StallTimer;
     use std::time::Instant;
 
     const LIMIT: Duration = Duration::from_secs(60);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-        let (start, mut patience) = (Instant::now(), Patience::new(LIMIT));
+        let (start, mut patience) = (Instant::now(), StallTimer::new(LIMIT));
         while !so() {
             assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
             thread::sleep(Duration::from_millis(1));

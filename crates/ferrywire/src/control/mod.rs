@@ -10,7 +10,6 @@
 mod accepting;
 mod admission;
 mod attention;
-pub(crate) mod clock;
 mod dial;
 mod dialling;
 mod lanes;
@@ -18,10 +17,8 @@ mod link;
 mod lobby;
 mod pairs;
 
-use crate::bootstrap::{Hello, ListenAddress, Refusal, RefusalCode};
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::cuda::idle;
 use crate::peer::PeerState;
 use crate::transport::plugin::CallWatch;
@@ -29,10 +26,12 @@ use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
 use admission::Book;
 use attention::{Attention, LOOK_AT_ALL, token};
-use clock::Clock;
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
+use ferrywire_proto::clock::Clock;
+use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
+use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
 pub(crate) use lobby::Lobby;
@@ -231,7 +230,7 @@ impl Control {
         }
     }
 
-    fn enter(&self, established: &crate::bootstrap::Established, dialled_by_us: bool) {
+    fn enter(&self, established: &ferrywire_proto::handshake::Established, dialled_by_us: bool) {
         let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
         book.enter(established, dialled_by_us);
     }

@@ -6,8 +6,8 @@
 //! Every host may have the same address on a bridge of its own, as those of containers and virtual machines do, and each names it
 //! to its peers: no path leads back to this host, as far as that is known. One that leads nowhere is told only by trying.
 
-use crate::bootstrap::{Hello, ListenAddress};
 use crate::transport::Nic;
+use ferrywire_proto::handshake::{Hello, ListenAddress};
 use std::net::SocketAddr;
 
 /// A path: out of `nic` (or wherever the route leads) to `remote`.
@@ -83,7 +83,7 @@ pub(super) fn leads_to_us(nics: &[Nic], me: &Hello, peer: &Hello, address: Socke
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bootstrap::tests::hello;
+    use ferrywire_proto::handshake::testing::hello;
 
     fn nic(name: &str, address: &str) -> Nic {
         Nic {

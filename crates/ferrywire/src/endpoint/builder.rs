@@ -6,12 +6,12 @@ use super::Endpoint;
 use crate::config::{Config, Secret};
 use crate::control::check_names;
 use crate::error::{Error, Result};
-use crate::schedule;
 use crate::transport::carrier::Carrier;
 use crate::transport::devmem::{self, DevmemConfig};
 use crate::transport::plugin::{self, PluginConfig, Variable, environment_for};
 use crate::transport::tcp::TcpTransport;
 use crate::transport::{BesideTransport, Nic, SharedTransport, Transport};
+use ferrywire_proto::schedule;
 use ferrywire_sys::affinity;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -38,7 +38,7 @@ impl Builder {
         self
     }
 
-    /// The shared secret, at least [`SECRET_BYTES_MIN`](crate::limits::SECRET_BYTES_MIN) bytes, the same on both ends. Needed
+    /// The shared secret, at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN) bytes, the same on both ends. Needed
     /// beyond loopback.
     pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
         self.config.secret = Some(Secret(secret.into()));

@@ -3,10 +3,10 @@
 use super::evil::{Evil, dial};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, SECRET, eventually};
-use crate::bootstrap::tests::{Shared, hello};
-use crate::bootstrap::{self, Established, Initiator, Outcome, Purpose, RefusalCode, Responder, Secure};
-use crate::session::{ControlMessage, Frame};
 use crate::{Endpoint, Error};
+use ferrywire_proto::handshake::testing::{Shared, hello};
+use ferrywire_proto::handshake::{Established, Initiator, Outcome, Purpose, RefusalCode, Responder, Secure};
+use ferrywire_proto::session::{ControlMessage, Frame};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -90,7 +90,7 @@ fn evil_desk() -> (SocketAddr, TcpListener, Shared) {
 }
 
 fn refuse(desk: &Shared, code: RefusalCode, text: &str) {
-    desk.desk().refuse = Some(bootstrap::Refusal::new(code, text));
+    desk.desk().refuse = Some(ferrywire_proto::handshake::Refusal::new(code, text));
 }
 
 #[test]

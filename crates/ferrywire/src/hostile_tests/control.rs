@@ -3,12 +3,13 @@
 use super::evil::{Data, Evil, channel, data, dial, evil_config};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
-use crate::bootstrap::tests::hello;
-use crate::bootstrap::{Config, Initiator, Secure};
-use crate::memory::{Identity, Place};
-use crate::session::{ControlMessage, Frame};
-use crate::wire::Refusal;
+use crate::memory::Place;
 use crate::{Error, RemoteRegion, limits};
+use ferrywire_proto::Identity;
+use ferrywire_proto::handshake::testing::hello;
+use ferrywire_proto::handshake::{Config, Initiator, Secure};
+use ferrywire_proto::session::{ControlMessage, Frame};
+use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::socket;
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};

@@ -2,11 +2,11 @@
 
 use super::scene::Scene;
 use super::{LIMIT, SECRET, eventually};
-use crate::bootstrap::tests::{config, hello};
-use crate::bootstrap::{Config, Established, HandshakeError, Initiator, Outcome, Purpose, Secure};
-use crate::session::{ControlMessage, Frame};
-use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use crate::{Error, Peer};
+use ferrywire_proto::handshake::testing::{config, hello};
+use ferrywire_proto::handshake::{Config, Established, HandshakeError, Initiator, Outcome, Purpose, Secure};
+use ferrywire_proto::session::{ControlMessage, Frame};
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -3,9 +3,9 @@
 use super::evil::{Data, Evil, data, evil_config, limited};
 use super::scene::{REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
-use crate::bootstrap::Config;
-use crate::wire::{self, Header, Kind, Placement, Refusal};
 use crate::{Error, limits};
+use ferrywire_proto::handshake::Config;
+use ferrywire_proto::wire::{self, Header, Kind, Placement, Refusal};
 use std::io::Write;
 use std::net::Shutdown;
 use std::thread;

@@ -3,10 +3,11 @@
 use super::evil::{Evil, data};
 use super::scene::{BEFORE, REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
-use crate::bootstrap::tests::hello;
-use crate::memory::{Identity, Place};
-use crate::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
+use crate::memory::Place;
 use crate::{Error, RemoteRegion, limits};
+use ferrywire_proto::Identity;
+use ferrywire_proto::handshake::testing::hello;
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
 use std::io::Write;
 use std::net::Shutdown;
 

@@ -12,7 +12,7 @@ mod floods;
 mod frames;
 mod scene;
 
-use crate::patience::Patience;
+use ferrywire_proto::stall_timer::StallTimer;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 
 /// Waits until something is so.
 fn eventually(what: &str, mut so: impl FnMut() -> bool) {
-    let (start, mut patience) = (Instant::now(), Patience::new(LIMIT));
+    let (start, mut patience) = (Instant::now(), StallTimer::new(LIMIT));
     while !so() {
         assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
         thread::sleep(Duration::from_millis(1));

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::operation::Verb;
-use crate::transfer::{Piece, Pieces};
+use ferrywire_proto::transfer::{Piece, Pieces};
 use std::thread;
 use std::time::Duration;
 

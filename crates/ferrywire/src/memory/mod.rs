@@ -27,8 +27,9 @@ pub use place::Place;
 pub use remote::RemoteRegion;
 
 use crate::error::{Error, Result};
-use crate::wire::Refusal;
 use cuda::CudaBuffer;
+use ferrywire_proto::Identity;
+use ferrywire_proto::wire::Refusal;
 use ferrywire_sys::fork::Origin;
 use host::HostBuffer;
 use owner::Owner;
@@ -37,22 +38,6 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
-
-/// The random name of an endpoint: new at each start, so a restarted peer is a new one.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Identity(pub [u8; 16]);
-
-impl fmt::Display for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
-    }
-}
-
-impl fmt::Debug for Identity {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{self}")
-    }
-}
 
 /// Who keeps the bytes of a region alive.
 enum Keeper {

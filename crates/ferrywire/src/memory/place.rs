@@ -5,10 +5,10 @@
 //! Read next: `mod.rs`, for regions; `peer/`, which asks.
 
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::cuda::pointer;
 use crate::memory::sim::{SimGpu, SimGpuError};
 use crate::transport::Transport;
+use ferrywire_proto::limits;
 use std::fmt;
 
 /// Where the bytes of a region live.

@@ -2,8 +2,9 @@
 //!
 //! Invariant: what came as bytes is what this version wrote, or an error. Read next: `mod.rs`, the regions themselves.
 
-use super::{Identity, Place};
+use super::Place;
 use crate::error::{Error, Result};
+use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;
 /// Version, owner, key, length, kind of place, number of the GPU.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::limits::PLUGINS_MAX;
+use ferrywire_proto::limits::PLUGINS_MAX;
 
 macro_rules! calls {
     ($($name:ident $word:literal,)+) => {

@@ -4,7 +4,7 @@
 //! file is looked at.
 //! Read next: `load.rs`, which tries the candidates.
 
-use crate::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_NAMES_MAX};
+use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_NAMES_MAX};
 
 /// Something to open.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -141,7 +141,7 @@ pub struct Buffers<'a> {
     pub mhandles: &'a mut [*mut c_void],
 }
 
-const GROUP: usize = crate::limits::GROUPED_RECEIVES_MAX;
+const GROUP: usize = ferrywire_proto::limits::GROUPED_RECEIVES_MAX;
 
 fn int(size: usize) -> Result<c_int, DoesNotFit> {
     c_int::try_from(size).map_err(|_| DoesNotFit)

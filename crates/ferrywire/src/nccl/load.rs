@@ -18,7 +18,7 @@ use super::find::{Candidate, candidates};
 use super::functions::{Callable, Functions};
 use super::net::Plugin;
 use super::{elf, text};
-use crate::limits::PLUGIN_NAME_BYTES_MAX;
+use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 use ferrywire_sys::signal;
 
 /// The version that NCCL 2.30 does without: it takes v6 and newer.

@@ -18,7 +18,7 @@ use super::functions::Functions;
 use super::load::{FoundTable, functions_at, name_at};
 use super::properties::{self, Properties};
 use super::{comm, ending, log};
-use crate::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
+use ferrywire_proto::limits::{PLUGIN_DEVICES_MAX, PLUGINS_MAX};
 
 /// What stands against the end of a plugin.
 #[derive(Debug, Default)]

@@ -9,7 +9,7 @@ use std::ffi::{c_char, c_int};
 use super::abi::*;
 use super::functions::GetProperties;
 use super::text;
-use crate::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_PATH_BYTES_MAX, PLUGIN_PROPERTIES_BYTES};
+use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_PATH_BYTES_MAX, PLUGIN_PROPERTIES_BYTES};
 
 /// A device of a plugin. What the plugin's version cannot say has the value that NCCL then assumes.
 #[derive(Clone, Debug, PartialEq)]

@@ -13,7 +13,7 @@ use super::clock::{self, Call};
 use super::comm::{Comm, RecvComm, SendComm};
 use super::error::{CallError, Cause};
 use super::functions::{Buffers, DoesNotFit};
-use crate::limits::{GROUPED_RECEIVES_MAX, TESTED_SIZES_MAX};
+use ferrywire_proto::limits::{GROUPED_RECEIVES_MAX, TESTED_SIZES_MAX};
 
 /// A registration, as the plugin knows it. Some plugins have none for host memory: it may be null.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

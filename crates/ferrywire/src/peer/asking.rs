@@ -5,10 +5,10 @@
 use std::sync::Arc;
 
 use super::state::PeerState;
-use crate::limits;
 use crate::operation::{Op, Verb};
 use crate::queue::Entry;
-use crate::wire::{self, Header, Kind};
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::{self, Header, Kind};
 
 /// Bytes of one range in a read request, and of one request: so that all channels have answers to carry.
 const READ_RANGE_BYTES_MAX: u64 = 64 << 20;

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use crate::error::{Error, Result};
 use crate::memory::{Region, RemoteRegion, check_range};
 use crate::operation::Verb;
-use crate::transfer::{Piece, Pieces, merge};
+use ferrywire_proto::transfer::{Piece, Pieces, merge};
 
 /// One block of a vectored operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,12 +11,12 @@ use super::serving::Request;
 use super::state::{Landing, PeerState};
 use crate::error::Error;
 use crate::inbound::Reply;
-use crate::limits;
 use crate::memory::{Memory, RegionHome};
 use crate::operation::{Op, Verb};
-use crate::transfer::{Piece, merge};
 use crate::transport::IoVec;
-use crate::wire::{self, Header, Kind, Refusal};
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Piece, merge};
+use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
 impl PeerState {
     /// Finds where a data frame's payload goes.

@@ -14,7 +14,7 @@ use super::{Peer, message_behind_bytes};
 use crate::error::{Error, Result};
 use crate::operation::{Op, Transfer, Verb};
 use crate::progress;
-use crate::transfer::{Piece, Pieces};
+use ferrywire_proto::transfer::{Piece, Pieces};
 
 impl Peer {
     /// Writes blocks of several pairs of regions.

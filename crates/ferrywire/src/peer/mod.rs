@@ -4,7 +4,7 @@
 //! share.
 //!
 //! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
-//! Read next: `state.rs`; `frames.rs`, for what arrives; `transfer.rs`, `queue/`, for what leaves.
+//! Read next: `state.rs`; `frames.rs`, for what arrives; `queue/`, for what leaves.
 
 mod asking;
 mod blocks;
@@ -19,14 +19,15 @@ pub(crate) use state::{Landing, PeerInfo, PeerState};
 
 use crate::error::{Error, Result};
 use crate::inbound::Reply;
-use crate::limits;
-use crate::memory::{Identity, Memory, Place, Region, RemoteRegion, check_range};
+use crate::memory::{Memory, Place, Region, RemoteRegion, check_range};
 use crate::operation::{Op, Transfer, Verb};
 use crate::ordering::Ready;
 use crate::progress;
 use crate::stats::PeerStats;
-use crate::transfer::{Piece, Pieces, merge};
 use crate::wakeup::Wakeup;
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Piece, Pieces, merge};
 
 use std::fmt;
 use std::net::SocketAddr;

@@ -11,8 +11,8 @@
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::limits::{READS_SERVED_MAX, READS_WAITING_MAX};
-use crate::wire::{Header, Refusal};
+use ferrywire_proto::limits::{READS_SERVED_MAX, READS_WAITING_MAX};
+use ferrywire_proto::wire::{Header, Refusal};
 
 /// A request that waits. It names a region by its key only, so that nobody who takes memory back waits for it.
 pub(super) struct Request {
@@ -64,7 +64,7 @@ impl Serving {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::wire::Kind;
+    use ferrywire_proto::wire::Kind;
 
     /// A peer that asks for ever is refused, and what is answered at once stays bounded.
     #[test]

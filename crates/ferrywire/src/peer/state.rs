@@ -10,16 +10,17 @@ use std::time::Duration;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::inbound::{Inbound, Sink};
-use crate::limits;
-use crate::memory::{Identity, Memory};
+use crate::memory::Memory;
 use crate::operation::{Op, Transfer, Verb};
 use crate::posted::Manner;
 use crate::progress::{self, WaitList, Worker};
 use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
-use crate::schedule::{self, Plan};
 use crate::stats::ChannelCounters;
 use crate::wakeup::Wakeup;
-use crate::wire::{Header, Kind, Refusal};
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule::{self, Plan};
+use ferrywire_proto::wire::{Header, Kind, Refusal};
 
 use super::held::Held;
 use super::serving::Serving;
@@ -640,7 +641,7 @@ const BULK_BYTES: u64 = 512 << 10;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::{Piece, Pieces};
+    use ferrywire_proto::transfer::{Piece, Pieces};
 
     const LONG: Duration = Duration::from_secs(60);
 

@@ -23,14 +23,14 @@ mod tests;
 pub(crate) use receiving::Arrival;
 pub(crate) use seed::Manner;
 
-use crate::control::clock::Clock;
 use crate::error::Error;
 use crate::memory::Memory;
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
 use crate::transport::lane::{InFlight, Lane};
-use crate::wire::{self, Header};
+use ferrywire_proto::clock::Clock;
+use ferrywire_proto::wire::{self, Header};
 use receiving::Receiving;
 use sending::Sending;
 use std::sync::Arc;

@@ -10,12 +10,12 @@
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds};
 use crate::error::Error;
-use crate::limits;
 use crate::memory::Memory;
 use crate::memory::cuda::CudaError;
 use crate::peer::Landing;
 use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
-use crate::wire::{Header, Refusal};
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::{Header, Refusal};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Poll;

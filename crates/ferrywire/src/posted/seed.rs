@@ -1,7 +1,7 @@
 //! The original system's way with a lane, for comparison beside ours.
 //!
 //! What a session that is opened so does: chunks of full size, chunk i of a message over channel i mod N
-//! ([`crate::schedule::Plan`]); 12 sends and 16 receives in flight per channel; one thread for all of a peer's
+//! ([`ferrywire_proto::schedule::Plan`]); 12 sends and 16 receives in flight per channel; one thread for all of a peer's
 //! channels, which sleeps 10 us between two rounds that brought nothing; and for each received chunk a gather of its
 //! own that the thread waits for. What it did worse by mistake is not copied: log lines in the loop, tables uploaded per
 //! chunk, errors taken for "not yet".

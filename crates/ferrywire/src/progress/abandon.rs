@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use super::{Command, SPIN};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::{Memory, Place};
-use crate::patience::Patience;
 use crate::peer::Landing;
+use ferrywire_proto::limits;
+use ferrywire_proto::stall_timer::StallTimer;
 
 /// How long whoever waits for an answer sleeps, once it has not come at once: one who asks again and again, with yields in
 /// between, takes so much of a small host that the worker is kept from answering, for seconds on an overloaded one.
@@ -53,20 +53,20 @@ impl Abandon {
 /// How long a worker that has not answered stands still. One that gets on is waited for: before it answers it may have
 /// megabytes to bring to their place, on a host that has no time for it.
 struct Standstill {
-    patience: Patience,
+    patience: StallTimer,
     /// The worker, and its steps when it was last looked at.
     seen: Option<(usize, u64)>,
 }
 
 impl Standstill {
     fn new() -> Standstill {
-        Standstill { patience: Patience::new(limits::ABANDON_DEADLINE), seen: None }
+        Standstill { patience: StallTimer::new(limits::ABANDON_DEADLINE), seen: None }
     }
 
     /// Whether that is too long, now. Ask often.
     fn is_over(&mut self, worker: usize, steps: u64, now: Duration) -> bool {
         if self.seen.replace((worker, steps)) != Some((worker, steps)) {
-            self.patience = Patience::new(limits::ABANDON_DEADLINE);
+            self.patience = StallTimer::new(limits::ABANDON_DEADLINE);
         }
         self.patience.is_over(now)
     }

@@ -13,7 +13,7 @@ use super::{Crank, IN_POLL, NO_THREAD, PARKED, SPIN, WakeHandle, Worker};
 use crate::engine::Engine;
 use crate::peer::PeerState;
 use crate::queue::SMALL_BYTES_MAX;
-use crate::wire::HEADER_BYTES;
+use ferrywire_proto::wire::HEADER_BYTES;
 
 /// Longest a caller spins for a crank that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
@@ -366,7 +366,8 @@ mod tests {
     fn a_caller_that_was_woken_for_nothing_is_woken_again() {
         let endpoint = crate::Endpoint::builder().threads(1).build().unwrap();
         let engine = endpoint.downgrade().upgrade().unwrap();
-        let worker = Arc::new(Worker::new(0, false, TurnedBy::All, crate::schedule::spin(1, 1)).unwrap());
+        let worker =
+            Arc::new(Worker::new(0, false, TurnedBy::All, ferrywire_proto::schedule::spin(1, 1)).unwrap());
         let asked = std::cell::Cell::new(0);
         let mut wait = Wait {
             until: Instant::now() + Duration::from_secs(60),

@@ -12,11 +12,11 @@ use super::{Abandoning, COPY_NAP, Closed, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::limits;
 use crate::memory::cuda::idle;
 use crate::operation::Op;
 use crate::peer::PeerState;
 use crate::queue::DROPPED;
+use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
 /// Every so many turns, the channel that received last is not asked first.

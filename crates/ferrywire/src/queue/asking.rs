@@ -10,9 +10,9 @@
 //! Read next: `peer/asking.rs`, which makes requests.
 
 use super::{Entry, SMALL_BYTES_MAX};
-use crate::limits;
 use crate::operation::Op;
-use crate::wire;
+use ferrywire_proto::limits;
+use ferrywire_proto::wire;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Requests of one kind, short or long, that are with the peer at once.
@@ -102,8 +102,8 @@ impl Requests {
 mod tests {
     use super::*;
     use crate::operation::Verb;
-    use crate::transfer::{Piece, Pieces};
-    use crate::wire::{Header, Kind, Placement};
+    use ferrywire_proto::transfer::{Piece, Pieces};
+    use ferrywire_proto::wire::{Header, Kind, Placement};
 
     /// Of a long read the requests are of ten thousand bytes each.
     fn read(id: u64, requests: u64) -> Op {

@@ -3,12 +3,12 @@
 //! Invariant: the pieces of a frame are exactly the bytes that its head announces. Read next: `mod.rs`.
 
 use crate::error::Error;
-use crate::limits;
 use crate::memory::{Memory, Place};
 use crate::operation::{Op, Verb};
 use crate::staging::Staged;
-use crate::transfer::{Chunk, ChunkLimits, Cutter};
-use crate::wire::{self, HEADER_BYTES, Header, Kind};
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Chunk, ChunkLimits, Cutter};
+use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 

@@ -13,13 +13,13 @@ mod turns;
 pub(crate) use entry::{Body, DROPPED, Entry, UNREADABLE};
 
 use crate::error::Error;
-use crate::limits;
 use crate::operation::{NO_EPOCH, Op, Verb};
-use crate::schedule::Plan;
 use crate::staging::Sending;
-use crate::transfer::{ChunkLimits, Cutter};
-use crate::window::Window;
-use crate::wire::{Header, Kind};
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule::Plan;
+use ferrywire_proto::transfer::{ChunkLimits, Cutter};
+use ferrywire_proto::window::Window;
+use ferrywire_proto::wire::{Header, Kind};
 use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -689,7 +689,7 @@ pub(crate) const WITHDRAWN: u64 = u64::MAX;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::transfer::{Piece, Pieces};
+    use ferrywire_proto::transfer::{Piece, Pieces};
 
     /// While many were released an answer to the peer was dropped, as if those were answers that it does not read.
     #[test]

@@ -6,8 +6,8 @@
 //! Invariant: from the first number that the peer is not known to have, no more are sent than it holds.
 //! Read next: `inbound.rs`, which holds them.
 
-use crate::limits;
 use crate::operation::Op;
+use ferrywire_proto::limits;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
@@ -90,7 +90,7 @@ impl Turns {
 mod tests {
     use super::*;
     use crate::operation::Verb;
-    use crate::transfer::{Piece, Pieces};
+    use ferrywire_proto::transfer::{Piece, Pieces};
 
     fn note(bytes: usize) -> Arc<Op> {
         let mut op = Op::new(1, Verb::Notify, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0);

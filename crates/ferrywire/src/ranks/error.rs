@@ -38,7 +38,7 @@ pub enum RanksError {
         world: String,
     },
     /// More processes than a run can have.
-    #[error("{world} is more than a run can have ({})", crate::limits::RANKS_MAX)]
+    #[error("{world} is more than a run can have ({})", ferrywire_proto::limits::RANKS_MAX)]
     TooMany {
         /// The variable with its value.
         world: String,

@@ -2,7 +2,7 @@
 //!
 //! Read next: `mod.rs`, which takes the first of them.
 
-use crate::limits::RANKS_MAX;
+use ferrywire_proto::limits::RANKS_MAX;
 
 /// All hosts of a list, in its order. With several brackets in a name the last one runs fastest.
 ///

@@ -16,7 +16,7 @@ use std::fmt;
 pub use error::RanksError;
 pub use hosts::hosts;
 
-use crate::limits::RANKS_MAX;
+use ferrywire_proto::limits::RANKS_MAX;
 
 /// Set by torchrun, and by nobody else.
 const TORCHRUN_MARK: &str = "TORCHELASTIC_RUN_ID";

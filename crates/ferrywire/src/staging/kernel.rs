@@ -19,10 +19,10 @@
 //! Read next: `memory/unpack/kernels.rs`; `memory/unpack/crowd.rs`, when nobody asks multiprocessors.
 
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
 use crate::memory::unpack::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, Leave, PATIENCE};
+use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, LazyLock};

@@ -13,12 +13,12 @@ use super::copier::{Run, Way};
 use super::line::Line;
 use super::stopwatch::Stopwatch;
 use crate::error::Result;
-use crate::limits;
 use crate::memory::Place;
 use crate::peer::Landing;
 use crate::posted::Arrival;
 use crate::transport::IoVec;
-use crate::wire::Refusal;
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::Refusal;
 
 /// A ring with the parts in it.
 struct Lane {
@@ -321,7 +321,7 @@ mod tests {
     use super::*;
     use crate::memory::sim::{SimFaults, SimGpu};
     use crate::memory::{Gpu, Memory};
-    use crate::wire::{Header, Kind};
+    use ferrywire_proto::wire::{Header, Kind};
     use std::sync::Arc;
 
     const GPU: u32 = 1;

@@ -10,8 +10,8 @@ use super::copier::{Run, Way};
 use super::line::Line;
 use super::stopwatch::Stopwatch;
 use crate::error::Error;
-use crate::limits;
 use crate::queue::{DROPPED, Entry};
+use ferrywire_proto::limits;
 use std::time::Duration;
 
 /// Where a frame's payload is staged.
@@ -236,8 +236,8 @@ mod tests {
     use crate::memory::{Gpu, Memory};
     use crate::operation::{Op, Verb};
     use crate::queue::{Pull, SendQueue};
-    use crate::transfer::{Piece, Pieces};
-    use crate::window::Window;
+    use ferrywire_proto::transfer::{Piece, Pieces};
+    use ferrywire_proto::window::Window;
     use std::sync::Arc;
 
     /// Has a write of all of the memory taken, as a channel does.

@@ -8,7 +8,7 @@ use std::str::FromStr;
 
 use super::Node;
 use super::source::Source;
-use crate::limits::CPUS_MAX;
+use ferrywire_proto::limits::CPUS_MAX;
 
 /// A set of CPUs, read and shown as the kernel does: `0-51,104-155`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]

@@ -6,7 +6,7 @@
 
 use super::plan::{GpuPlan, gpus_shown};
 use super::{Cpus, Gpu, PciAddress, Topology};
-use crate::spread::spread;
+use ferrywire_proto::channel_assignment::spread;
 
 /// CPUs for each GPU: whole cores of its NUMA node, no two GPUs the same as long as there are enough. And what went
 /// against that.

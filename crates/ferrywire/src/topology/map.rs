@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::str::FromStr;
 
 use super::Cpus;
-use crate::limits::CUDA_GPUS_MAX;
+use ferrywire_proto::limits::CUDA_GPUS_MAX;
 
 const FORM: &str = "write it as GPU=NIC,..., for example 0=eth1,1=eth2, or 0-1=eth1,eth2 for several of each";
 

@@ -11,9 +11,9 @@ use std::str::FromStr;
 
 use super::{Address, Cpus, PciAddress};
 use crate::error::{Error, Result};
-use crate::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use crate::memory::cuda::{CudaError, CudaGpu};
 use crate::transport;
+use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use ferrywire_sys::{affinity, ethtool, nics};
 
 /// Where a topology is read from.

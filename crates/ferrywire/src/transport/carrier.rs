@@ -8,9 +8,9 @@
 use super::lane::Setup;
 use super::terms::{Terms, reason_without, without};
 use super::{Conn, devmem, plugin};
-use crate::bootstrap::Config as SessionConfig;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use ferrywire_proto::handshake::Config as SessionConfig;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;

@@ -19,6 +19,8 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+const _: () = assert!(HANDLE_BYTES == ferrywire_proto::limits::LANE_HANDLE_BYTES);
+
 /// A posted request, as its lane knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(pub usize);

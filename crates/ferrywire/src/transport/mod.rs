@@ -23,8 +23,8 @@ pub(crate) use beside::BesideTransport;
 pub use ferrywire_sys::IoVec;
 pub use ferrywire_sys::nics::Nic;
 
-use crate::limits;
 use crate::memory::{Gpu, Place};
+use ferrywire_proto::limits;
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, SocketAddr};

@@ -3,8 +3,8 @@
 //! The end that connects sends its terms with the session's configuration; the end that accepts compares
 //! them with its own, and refuses with the first difference in words. Invariant: pure.
 
-use crate::bootstrap::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 use crate::posted::Manner;
+use ferrywire_proto::handshake::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 
 /// One end's terms: names with values, in a fixed order.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use crate::control::dial::ConnectTarget;
 use crate::control::lobby::Lobby;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::limits;
-use crate::session::ControlMessage;
+use ferrywire_proto::limits;
+use ferrywire_proto::session::ControlMessage;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -160,7 +160,7 @@ impl Link {
             Some(why) => (Some(why), self.settling() && self.lanes_optional),
             None => (reason.strip_prefix(GAVE_UP), false),
         };
-        self.without = self.without.take().or(why.filter(|_| again).map(crate::bootstrap::clean));
+        self.without = self.without.take().or(why.filter(|_| again).map(ferrywire_proto::handshake::clean));
         self.error = Some(match why {
             Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
             None => Error::PeerClosed { peer },

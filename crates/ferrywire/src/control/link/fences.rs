@@ -5,11 +5,11 @@ use super::{Link, Slot, Stage};
 use crate::channel::Remains;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::limits;
 use crate::posted::SENT_UNREADABLE;
 use crate::progress::{self, Command};
-use crate::session::ControlMessage;
-use crate::wire::Refusal;
+use ferrywire_proto::limits;
+use ferrywire_proto::session::ControlMessage;
+use ferrywire_proto::wire::Refusal;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -105,10 +105,10 @@ impl Link {
         };
         let fence = self.fences.entry((index, generation)).or_default();
         fence.theirs = Some(theirs);
-        fence.their_reason = crate::bootstrap::clean(reason);
+        fence.their_reason = ferrywire_proto::handshake::clean(reason);
         let never_came = fence.ours.is_none();
         if slot == Slot::Up && ours == generation {
-            let why = format!("{THE_PEER_LOST_IT}{}", crate::bootstrap::clean(reason));
+            let why = format!("{THE_PEER_LOST_IT}{}", ferrywire_proto::handshake::clean(reason));
             self.drop_channel(engine, index, generation, why);
             return;
         }

@@ -1,12 +1,12 @@
 //! One peer's control connection: what it says, its loss, and how it is resumed over another path.
 
 use super::{CANDIDATES_MAX, Link, Role, Slot};
-use crate::bootstrap::{Established, RefusalCode};
 use crate::control::dial::DialFailure;
 use crate::error::Error;
-use crate::limits;
-use crate::session::SessionError;
 use crate::transport::Conn;
+use ferrywire_proto::handshake::{Established, RefusalCode};
+use ferrywire_proto::limits;
+use ferrywire_proto::session::SessionError;
 use ferrywire_sys::poll::Interest;
 use std::net::IpAddr;
 use std::os::fd::RawFd;
@@ -57,7 +57,7 @@ impl Link {
         match error.is_resumable() {
             true => self.control_lost(&error.to_string(), false, now),
             false => {
-                self.error.get_or_insert(error.with(self.peer.name()));
+                self.error.get_or_insert(Error::of_session(error, self.peer.name()));
             }
         }
     }

@@ -1,17 +1,17 @@
 //! Channels on their way: announced, dialled, accepted, and when the peer is up.
 
 use super::{Link, Role, Slot, Stage};
-use crate::bootstrap::{Hello, Purpose};
 use crate::channel::Channel;
 use crate::control::dial::{Announced, Dial, DialFor, bulk_options};
 use crate::control::pairs::{Pair, by_route};
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::limits;
 use crate::peer::Peer;
 use crate::progress::Command;
-use crate::session::ControlMessage;
 use crate::transport::Conn;
+use ferrywire_proto::handshake::{Hello, Purpose};
+use ferrywire_proto::limits;
+use ferrywire_proto::session::ControlMessage;
 use std::net::SocketAddr;
 use std::sync::PoisonError;
 use std::time::Duration;

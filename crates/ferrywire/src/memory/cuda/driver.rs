@@ -10,8 +10,8 @@
 
 use super::error::{About, CudaError, NO_DEVICE, Result, call, check};
 use super::functions::Functions;
-use crate::limits::CUDA_DRIVER_VERSION_MIN;
 use cudarc::driver::sys;
+use ferrywire_proto::limits::CUDA_DRIVER_VERSION_MIN;
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 

@@ -12,7 +12,7 @@
 use super::allocation::Block;
 use super::module::Loaded;
 use super::pinned::Pages;
-use crate::limits;
+use ferrywire_proto::limits;
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::mem;

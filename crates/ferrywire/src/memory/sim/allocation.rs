@@ -10,7 +10,7 @@
 //! Read next: `work.rs`, which copies between spans.
 
 use super::{Result, SimGpu, SimGpuError};
-use crate::limits;
+use ferrywire_proto::limits;
 use ferrywire_sys::mapping::{Access, AddressRange, PAGE_BYTES, anonymous_file};
 use ferrywire_sys::udmabuf;
 use std::collections::{BTreeMap, VecDeque};

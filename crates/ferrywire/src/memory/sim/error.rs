@@ -10,7 +10,7 @@ pub type Result<T, E = SimGpuError> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum SimGpuError {
     /// There is no simulated GPU with such a number.
-    #[error("there is no simulated GPU {index}: use 0 to {}", crate::limits::SIM_GPUS_MAX - 1)]
+    #[error("there is no simulated GPU {index}: use 0 to {}", ferrywire_proto::limits::SIM_GPUS_MAX - 1)]
     NoSuchGpu {
         /// The number asked for.
         index: u32,

@@ -50,8 +50,8 @@ pub(crate) use pattern::SimPattern;
 pub use stream::SimStream;
 pub use table::{SimGpuTable, TABLE_VARIABLE, TABLE_VERSION};
 
-use crate::limits;
 use engine::Engine;
+use ferrywire_proto::limits;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread::{self, JoinHandle};

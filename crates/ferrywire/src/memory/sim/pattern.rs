@@ -3,8 +3,8 @@
 use super::allocation::resolve;
 use super::work::Work;
 use super::{Result, SimGpu};
-use crate::limits;
 use crate::memory::unpack::PatternParameters;
+use ferrywire_proto::limits;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Bytes that are made or looked at together.

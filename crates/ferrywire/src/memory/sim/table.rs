@@ -11,7 +11,7 @@
 
 use super::allocation::{self, Kind, allocate, find, forget, resolve};
 use super::{SimGpu, current, set_current};
-use crate::limits;
+use ferrywire_proto::limits;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

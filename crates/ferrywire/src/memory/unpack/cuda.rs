@@ -9,9 +9,9 @@
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
 use crate::memory::{GpuCopy, Place};
+use ferrywire_proto::limits;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

@@ -78,7 +78,7 @@ pub unsafe trait GatherDevice: Send + Debug {
     fn copy(&mut self, copies: &[GpuCopy]) -> Result<()>;
 
     /// Enqueues a mark, reached once everything before it is done. At most
-    /// [`GATHER_LAUNCHES_MAX`](crate::limits::GATHER_LAUNCHES_MAX) are under way.
+    /// [`GATHER_LAUNCHES_MAX`](ferrywire_proto::limits::GATHER_LAUNCHES_MAX) are under way.
     fn mark(&mut self) -> Result<()>;
 
     /// How many marks have been reached since the beginning. Does not wait.

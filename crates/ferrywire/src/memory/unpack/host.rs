@@ -7,7 +7,7 @@
 
 use super::device::{FragmentTable, GatherDevice, Mapped};
 use crate::error::Result;
-use crate::limits;
+use ferrywire_proto::limits;
 
 const STAGES: usize = limits::GATHER_LAUNCHES_MAX;
 /// A stage holds a message twice: as its fragments came, and in order.

@@ -5,9 +5,9 @@
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
 use crate::memory::{GpuCopy, Place};
+use ferrywire_proto::limits;
 use std::sync::Arc;
 
 /// A queue of a simulated GPU.

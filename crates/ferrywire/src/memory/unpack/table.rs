@@ -13,7 +13,7 @@
 //! Read next: `gather.rs`.
 
 use super::UnpackError;
-use crate::limits;
+use ferrywire_proto::limits;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 

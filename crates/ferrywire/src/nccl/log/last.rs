@@ -7,8 +7,8 @@
 use std::collections::VecDeque;
 
 use super::{LogLevel, LogLine};
-use crate::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE, PLUGIN_LOG_LINES_TOLD};
 use crate::nccl::cause::LoggedCause;
+use ferrywire_proto::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE, PLUGIN_LOG_LINES_TOLD};
 
 fn is_warning(line: &LogLine) -> bool {
     matches!(line.level, LogLevel::Warn | LogLevel::Abort)

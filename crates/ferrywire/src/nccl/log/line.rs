@@ -3,9 +3,9 @@
 use std::ffi::c_int;
 use std::fmt::Write;
 
-use crate::limits::PLUGIN_NAME_BYTES_MAX;
 use crate::nccl::abi;
 use crate::nccl::text::plain;
+use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 
 /// How serious a plugin thinks a line is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

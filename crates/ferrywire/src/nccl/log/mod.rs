@@ -35,7 +35,7 @@ use throttle::Throttle;
 
 use super::{abi, clock};
 #[allow(unused_imports, reason = "named in the documentation")]
-use crate::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL, PLUGIN_LOG_LINES_KEPT};
+use ferrywire_proto::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_INTERVAL, PLUGIN_LOG_LINES_KEPT};
 
 unsafe extern "C" {
     fn ferrywire_nccl_log(

@@ -1,9 +1,9 @@
 //! What a user says about devmem TCP.
 
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::Place;
 use crate::memory::unpack::UnpackMode;
+use ferrywire_proto::limits;
 use std::time::Duration;
 
 /// How an endpoint uses the kernel's devmem TCP.

@@ -9,10 +9,10 @@
 //! Read next: `receiving.rs`, who asks; `memory/unpack/device.rs`, the GPU's side.
 
 use crate::error::{Error, Result};
-use crate::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::idle;
 use crate::memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, see_that_it_is_there};
+use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
 use std::task::Poll;
 

@@ -34,8 +34,8 @@ pub use possible::{Possible, possible};
 
 use super::DevmemError;
 use super::errors::{BindCause, Direction};
-use crate::limits;
 use error::queues_in_words;
+use ferrywire_proto::limits;
 use ferrywire_sys::flow::Flow;
 use ferrywire_sys::netlink::NetlinkError;
 use ferrywire_sys::nics;

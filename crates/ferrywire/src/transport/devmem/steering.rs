@@ -6,7 +6,7 @@
 //! Invariant: ended, or dropped, the claim has ended, with all its rules, or has left them to the next start. Read next: `nic.rs`.
 
 use super::nic::{Claim, EndBy, NicError, NotRemoved, Rule};
-use crate::limits;
+use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};

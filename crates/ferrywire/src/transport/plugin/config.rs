@@ -1,11 +1,11 @@
 //! What a user says about the plugin to use.
 
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::Place;
 use crate::memory::unpack::UnpackMode;
 use crate::nccl::abi::Version;
 use crate::posted::Manner;
+use ferrywire_proto::limits;
 use std::path::PathBuf;
 use std::time::Duration;
 

@@ -5,16 +5,16 @@
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, SetBy, Variable};
 use super::tcpx;
-use crate::bootstrap::Config as SessionConfig;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::limits;
 use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
 use crate::nccl::abi::PointerType;
 use crate::nccl::{CallError, CallUnderWay, CommId, Library, Plugin, Properties, RecvComm, log};
 use crate::transport::terms::Terms;
 use crate::transport::{Nic, chosen_nics};
+use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_proto::limits;
 use ferrywire_sys::affinity;
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -8,13 +8,13 @@
 //! Invariant: what is registered is kept alive by the registration.
 
 use super::host::Host;
-use crate::limits;
 use crate::memory::cuda::CudaError;
 use crate::memory::unpack::Extent;
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::PointerType;
 use crate::nccl::{Comm, MemoryHandle};
 use crate::transport::lane::Run;
+use ferrywire_proto::limits;
 use std::ffi::c_void;
 use std::sync::Arc;
 

@@ -4,8 +4,8 @@
 //! minute old, and they are as good as new.
 //! Invariant: pure; the same call is the same thread and beginning.
 
-use crate::limits;
 use crate::nccl::CallUnderWay;
+use ferrywire_proto::limits;
 use std::time::Duration;
 
 /// The calls that were under way at the last look.

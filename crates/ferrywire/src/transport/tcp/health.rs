@@ -8,8 +8,8 @@
 
 use std::time::Duration;
 
-use crate::limits::PATH_CHECK_INTERVAL;
 use crate::transport::PathHealth;
+use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 use ferrywire_sys::tcp_info::TcpInfo;
 
 /// Looks further apart than this say nothing about the time between them.

@@ -8,8 +8,8 @@ use std::io;
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::limits;
 use crate::transport::IoVec;
+use ferrywire_proto::limits;
 use ferrywire_sys::lending::PagePipe;
 use ferrywire_sys::socket;
 

@@ -8,8 +8,8 @@ use std::net::{Ipv4Addr, Ipv6Addr};
 use std::thread;
 
 use super::*;
-use crate::patience::Patience;
 use crate::transport::{IoVec, PathHealth};
+use ferrywire_proto::stall_timer::StallTimer;
 use ferrywire_sys::IOVECS_PER_CALL_MAX;
 use ferrywire_sys::poll::{Event, Interest, Poller};
 
@@ -42,7 +42,7 @@ fn bulk() -> ConnOptions {
 
 /// Repeats what would block.
 fn eventually<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
-    let (start, mut patience) = (Instant::now(), Patience::new(DEADLINE));
+    let (start, mut patience) = (Instant::now(), StallTimer::new(DEADLINE));
     loop {
         match call() {
             Err(e) if e.kind() == io::ErrorKind::WouldBlock && !patience.is_over(start.elapsed()) => {
@@ -54,7 +54,7 @@ fn eventually<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 fn until(what: &str, mut condition: impl FnMut() -> bool) {
-    let (start, mut patience) = (Instant::now(), Patience::new(DEADLINE));
+    let (start, mut patience) = (Instant::now(), StallTimer::new(DEADLINE));
     while !condition() {
         assert!(!patience.is_over(start.elapsed()), "not within {DEADLINE:?}: {what}");
         thread::sleep(Duration::from_millis(1));

@@ -18,8 +18,8 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::schedule;
 use crate::transport::{ConnOptions, Nic};
+use ferrywire_proto::schedule;
 use ferrywire_sys::tcp_info::TcpInfo;
 use ferrywire_sys::{nics, socket};
 

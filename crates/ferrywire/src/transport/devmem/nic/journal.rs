@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use super::error::NicError;
 use super::record::{self, Claimed, Header, Settings};
-use crate::limits;
+use ferrywire_proto::limits;
 
 const LOCK_INTERVAL: Duration = Duration::from_millis(10);
 const SETTINGS: &str = "settings";

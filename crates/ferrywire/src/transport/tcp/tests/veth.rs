@@ -11,7 +11,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
 use super::*;
 use crate::Endpoint;
-use crate::limits::PATH_CHECK_INTERVAL;
+use ferrywire_proto::limits::PATH_CHECK_INTERVAL;
 
 const NEAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 1);
 const FAR: Ipv4Addr = Ipv4Addr::new(10, 213, 0, 2);

@@ -1,8 +1,8 @@
 //! Rules that come and go while others change the NIC.
 
 use super::*;
-use crate::limits;
 use crate::transport::devmem::steering::Steering;
+use ferrywire_proto::limits;
 use std::thread;
 use std::time::{Duration, Instant};
 

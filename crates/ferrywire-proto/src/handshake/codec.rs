@@ -1,0 +1,401 @@
+//! The messages of a control handshake as bytes: [`Hello`], what the initiator wants, the welcome.
+//!
+//! All integers are little-endian; texts and lists carry their length. [`Reader`] checks every length,
+//! refuses what is left over, and is used by the control session's messages too.
+//! Invariant: what was decoded is within every limit and printable; nothing here can panic.
+//! Read next: `responder.rs`, which acts on these.
+
+use std::net::{IpAddr, SocketAddr};
+use std::ops::RangeInclusive;
+
+use super::error::printable;
+use super::{HandshakeError, PROOF_BYTES};
+use crate::limits::{ADDRESSES_MAX, CHANNELS_MAX, CHUNK_BYTES_MAX, HANDSHAKE_BYTES_MAX};
+
+/// Longest label of an endpoint.
+pub const LABEL_BYTES_MAX: usize = 64;
+/// Longest interface name (`IFNAMSIZ` less its zero).
+pub const NIC_NAME_BYTES_MAX: usize = 15;
+/// Longest free-form part of a configuration.
+pub const EXTRA_BYTES_MAX: usize = 256;
+/// How further bytes begin that decline what was proposed, or propose nothing; the reason follows.
+pub const WITHOUT: &[u8] = b"without=";
+
+/// A family, an IPv6 address and a port.
+const ADDRESS_BYTES_MAX: usize = 1 + 16 + 2;
+/// The largest [`Hello`].
+pub(super) const HELLO_BYTES_MAX: usize =
+    16 + 16 + 1 + LABEL_BYTES_MAX + 4 + 1 + ADDRESSES_MAX * (ADDRESS_BYTES_MAX + 1 + NIC_NAME_BYTES_MAX);
+/// The largest [`Config`].
+const CONFIG_BYTES_MAX: usize = 2 + 4 + 4 + 1 + 2 + EXTRA_BYTES_MAX;
+/// The largest [`Opening`].
+pub(super) const OPENING_BYTES_MAX: usize = HELLO_BYTES_MAX + 1 + 16 + PROOF_BYTES + CONFIG_BYTES_MAX;
+/// The largest [`Welcome`].
+pub(super) const WELCOME_BYTES_MAX: usize = 8 + 8 + PROOF_BYTES + CONFIG_BYTES_MAX;
+
+const _: () = assert!(ADDRESSES_MAX <= u8::MAX as usize);
+const _: () = assert!(LABEL_BYTES_MAX <= u8::MAX as usize);
+const _: () = assert!(NIC_NAME_BYTES_MAX <= u8::MAX as usize);
+const _: () = assert!(OPENING_BYTES_MAX + 256 <= HANDSHAKE_BYTES_MAX);
+const _: () = assert!(HELLO_BYTES_MAX + WELCOME_BYTES_MAX + 512 <= HANDSHAKE_BYTES_MAX);
+
+/// One address on which an endpoint listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ListenAddress {
+    /// Address and port. An IPv6 scope means nothing to another host and is not carried.
+    pub address: SocketAddr,
+    /// The NIC it belongs to, at most 15 bytes.
+    pub nic: String,
+}
+
+/// Who one end is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hello {
+    /// The endpoint, for as long as its process lives.
+    pub identity: [u8; 16],
+    /// The host's boot: two endpoints with the same one are on the same host. All zero where it could not be read.
+    pub boot_id: [u8; 16],
+    /// What people call it: printable, at most 64 bytes, may be empty.
+    pub label: String,
+    /// Where it listens; may be empty. At most `ADDRESSES_MAX`.
+    pub addresses: Vec<ListenAddress>,
+    /// After this much silence it gives its peers up.
+    pub heartbeat_limit_ms: u32,
+}
+
+impl Hello {
+    /// Whether both are on one host; `None` where one of them could not read its boot id.
+    pub fn shares_host(&self, other: &Hello) -> Option<bool> {
+        let known = |hello: &Hello| hello.boot_id != [0; 16];
+        (known(self) && known(other)).then(|| self.boot_id == other.boot_id)
+    }
+
+    /// Refuses a hello that could not be sent.
+    pub(super) fn check(&self) -> Result<(), HandshakeError> {
+        let unusable = |what, why: String| Err(HandshakeError::Unusable { what, why });
+        if self.label.len() > LABEL_BYTES_MAX || !self.label.chars().all(printable) {
+            return unusable("label", format!("must be printable and at most {LABEL_BYTES_MAX} bytes long"));
+        }
+        if self.addresses.len() > ADDRESSES_MAX {
+            return unusable("addresses", format!("{}, at most {ADDRESSES_MAX}", self.addresses.len()));
+        }
+        let named =
+            |entry: &ListenAddress| entry.nic.len() <= NIC_NAME_BYTES_MAX && entry.nic.chars().all(printable);
+        if !self.addresses.iter().all(named) {
+            return unusable(
+                "NIC name",
+                format!("must be printable, at most {NIC_NAME_BYTES_MAX} bytes long"),
+            );
+        }
+        Ok(())
+    }
+
+    pub(super) fn encode(&self, into: &mut Vec<u8>) {
+        into.extend_from_slice(&self.identity);
+        into.extend_from_slice(&self.boot_id);
+        put_text(into, &self.label);
+        into.extend_from_slice(&self.heartbeat_limit_ms.to_le_bytes());
+        into.push(self.addresses.len() as u8);
+        for entry in &self.addresses {
+            put_address(into, entry.address);
+            put_text(into, &entry.nic);
+        }
+    }
+
+    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Hello, HandshakeError> {
+        let (identity, boot_id) = (reader.array()?, reader.array()?);
+        let label = reader.text(LABEL_BYTES_MAX)?;
+        let heartbeat_limit_ms = reader.u32()?;
+        let count = usize::from(reader.u8()?);
+        reader.within("addresses", count, 0..=ADDRESSES_MAX)?;
+        let mut addresses = Vec::with_capacity(count);
+        for _ in 0..count {
+            let address = reader.address()?;
+            addresses.push(ListenAddress { address, nic: reader.text(NIC_NAME_BYTES_MAX)? });
+        }
+        Ok(Hello { identity, boot_id, label, addresses, heartbeat_limit_ms })
+    }
+}
+
+/// What both ends of a session agree on. The initiator proposes, the responder accepts or refuses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Data connections, 1 to `CHANNELS_MAX`.
+    pub channels: u16,
+    /// Upper size of a chunk, 1 to `CHUNK_BYTES_MAX`.
+    pub chunk_bytes: u32,
+    /// The window of each channel, at least 1; its unit is the engine's.
+    pub window: u32,
+    /// Whether data frames carry a checksum.
+    pub crc: bool,
+    /// More of the engine's own, at most 256 bytes.
+    pub extra: Vec<u8>,
+}
+
+impl Config {
+    /// What is wrong with it, if anything.
+    pub(super) fn fault(&self) -> Option<String> {
+        let outside = |name: &str, value: usize, range: RangeInclusive<usize>| {
+            (!range.contains(&value))
+                .then(|| format!("{name} = {value}, must be {} to {}", range.start(), range.end()))
+        };
+        outside("channels", usize::from(self.channels), 1..=CHANNELS_MAX)
+            .or_else(|| outside("chunk_bytes", self.chunk_bytes as usize, 1..=CHUNK_BYTES_MAX))
+            .or_else(|| outside("window", self.window as usize, 1..=u32::MAX as usize))
+            .or_else(|| outside("extra bytes", self.extra.len(), 0..=EXTRA_BYTES_MAX))
+    }
+
+    /// Where this one, as it was settled, goes beyond what was proposed. Less is fine; checksums and what
+    /// is free-form stay as they were.
+    pub(super) fn overreach(&self, proposed: &Config) -> Option<String> {
+        let more = |name: &str, settled: u32, proposed: u32| {
+            (settled > proposed).then(|| format!("{name} = {settled}, where {proposed} was proposed"))
+        };
+        more("channels", self.channels.into(), proposed.channels.into())
+            .or_else(|| more("chunk_bytes", self.chunk_bytes, proposed.chunk_bytes))
+            .or_else(|| more("window", self.window, proposed.window))
+            .or_else(|| {
+                let (settled, proposed) = (self.crc, proposed.crc);
+                (settled != proposed).then(|| format!("crc = {settled}, where {proposed} was proposed"))
+            })
+            .or_else(|| {
+                let declined = self.extra.is_empty() || self.extra.starts_with(WITHOUT);
+                let other = !declined && self.extra != proposed.extra;
+                other.then(|| String::from("extra bytes not proposed"))
+            })
+    }
+
+    /// Refuses a configuration that could not be sent.
+    pub(super) fn check(&self) -> Result<(), HandshakeError> {
+        self.fault().map_or(Ok(()), |why| Err(HandshakeError::Unusable { what: "configuration", why }))
+    }
+
+    fn encode(&self, into: &mut Vec<u8>) {
+        into.extend_from_slice(&self.channels.to_le_bytes());
+        into.extend_from_slice(&self.chunk_bytes.to_le_bytes());
+        into.extend_from_slice(&self.window.to_le_bytes());
+        into.push(u8::from(self.crc));
+        into.extend_from_slice(&(self.extra.len() as u16).to_le_bytes());
+        into.extend_from_slice(&self.extra);
+    }
+
+    fn decode(reader: &mut Reader<'_>) -> Result<Config, HandshakeError> {
+        let (channels, chunk_bytes, window) = (reader.u16()?, reader.u32()?, reader.u32()?);
+        let crc = reader.flag()?;
+        let extra_bytes = usize::from(reader.u16()?);
+        reader.within("extra bytes", extra_bytes, 0..=EXTRA_BYTES_MAX)?;
+        let extra = reader.take(extra_bytes)?.to_vec();
+        Ok(Config { channels, chunk_bytes, window, crc, extra })
+    }
+}
+
+/// What the initiator asks for, once both ends have proven that they hold the same secret.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Request {
+    /// A new session, with the initiator's share of its key.
+    New { share: [u8; 32], config: Config },
+    /// To go on with a session: numbered messages received so far, and proof of its key.
+    Resume { session: u64, received: u64, proof: [u8; 32] },
+}
+
+/// The initiator's sealed message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Opening {
+    pub(super) hello: Hello,
+    pub(super) request: Request,
+}
+
+impl Opening {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.hello.encode(&mut bytes);
+        match &self.request {
+            Request::New { share, config } => {
+                bytes.push(1);
+                bytes.extend_from_slice(share);
+                config.encode(&mut bytes);
+            }
+            Request::Resume { session, received, proof } => {
+                bytes.push(2);
+                bytes.extend_from_slice(&session.to_le_bytes());
+                bytes.extend_from_slice(&received.to_le_bytes());
+                bytes.extend_from_slice(proof);
+            }
+        }
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Opening, HandshakeError> {
+        let mut reader = Reader::new(bytes, "the opening");
+        let hello = Hello::decode(&mut reader)?;
+        let request = match reader.u8()? {
+            1 => Request::New { share: reader.array()?, config: Config::decode(&mut reader)? },
+            2 => Request::Resume { session: reader.u64()?, received: reader.u64()?, proof: reader.array()? },
+            other => return Err(reader.malformed(format!("unknown request {other}"))),
+        };
+        reader.end()?;
+        Ok(Opening { hello, request })
+    }
+}
+
+/// The responder's sealed answer: the session is open.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Welcome {
+    pub(super) session: u64,
+    pub(super) received: u64,
+    /// For a new session the responder's share of its key, for a resumed one the proof of its key.
+    pub(super) token: [u8; 32],
+    pub(super) config: Config,
+}
+
+impl Welcome {
+    pub(super) fn encode(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        bytes.extend_from_slice(&self.session.to_le_bytes());
+        bytes.extend_from_slice(&self.received.to_le_bytes());
+        bytes.extend_from_slice(&self.token);
+        self.config.encode(&mut bytes);
+        bytes
+    }
+
+    pub(super) fn decode(bytes: &[u8]) -> Result<Welcome, HandshakeError> {
+        let mut reader = Reader::new(bytes, "the welcome");
+        let (session, received, token) = (reader.u64()?, reader.u64()?, reader.array()?);
+        let config = Config::decode(&mut reader)?;
+        reader.end()?;
+        config.fault().map_or(Ok(()), |why| Err(reader.malformed(why)))?;
+        Ok(Welcome { session, received, token, config })
+    }
+}
+
+/// Appends a text of at most 255 bytes with its length.
+fn put_text(into: &mut Vec<u8>, text: &str) {
+    debug_assert!(text.len() <= usize::from(u8::MAX));
+    into.push(text.len() as u8);
+    into.extend_from_slice(text.as_bytes());
+}
+
+/// Appends an address: 4 or 6, the address, the port.
+pub fn put_address(into: &mut Vec<u8>, address: SocketAddr) {
+    match address.ip() {
+        IpAddr::V4(ip) => {
+            into.push(4);
+            into.extend_from_slice(&ip.octets());
+        }
+        IpAddr::V6(ip) => {
+            into.push(6);
+            into.extend_from_slice(&ip.octets());
+        }
+    }
+    into.extend_from_slice(&address.port().to_le_bytes());
+}
+
+/// Takes values off the front of bytes that anybody may have written.
+#[derive(Clone, Debug)]
+pub struct Reader<'a> {
+    rest: &'a [u8],
+    what: &'static str,
+}
+
+impl<'a> Reader<'a> {
+    /// A reader of `bytes`, which are `what` in errors.
+    pub fn new(bytes: &'a [u8], what: &'static str) -> Reader<'a> {
+        Reader { rest: bytes, what }
+    }
+
+    /// An error about what is being read.
+    pub fn malformed(&self, why: impl Into<String>) -> HandshakeError {
+        HandshakeError::malformed(self.what, why)
+    }
+
+    /// The next `len` bytes.
+    pub fn take(&mut self, len: usize) -> Result<&'a [u8], HandshakeError> {
+        let Some((head, rest)) = self.rest.split_at_checked(len) else {
+            return Err(self.malformed(format!("ends {} bytes early", len - self.rest.len())));
+        };
+        self.rest = rest;
+        Ok(head)
+    }
+
+    /// The next `N` bytes.
+    pub fn array<const N: usize>(&mut self) -> Result<[u8; N], HandshakeError> {
+        let mut array = [0; N];
+        array.copy_from_slice(self.take(N)?);
+        Ok(array)
+    }
+
+    /// One byte.
+    pub fn u8(&mut self) -> Result<u8, HandshakeError> {
+        Ok(u8::from_le_bytes(self.array()?))
+    }
+
+    /// Two bytes.
+    pub fn u16(&mut self) -> Result<u16, HandshakeError> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    /// Four bytes.
+    pub fn u32(&mut self) -> Result<u32, HandshakeError> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    /// Eight bytes.
+    pub fn u64(&mut self) -> Result<u64, HandshakeError> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    /// A byte that is 0 or 1.
+    pub fn flag(&mut self) -> Result<bool, HandshakeError> {
+        match self.u8()? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(self.malformed(format!("a flag of value {other}"))),
+        }
+    }
+
+    /// A text of at most `bytes_max` (and 255) bytes, after its length.
+    pub fn text(&mut self, bytes_max: usize) -> Result<String, HandshakeError> {
+        let len = usize::from(self.u8()?);
+        self.within("text bytes", len, 0..=bytes_max)?;
+        self.printable(len)
+    }
+
+    /// A text of `len` bytes that may be shown to people.
+    pub fn printable(&mut self, len: usize) -> Result<String, HandshakeError> {
+        match std::str::from_utf8(self.take(len)?) {
+            Ok(text) if text.chars().all(printable) => Ok(String::from(text)),
+            _ => Err(self.malformed("a text that is not printable")),
+        }
+    }
+
+    /// An address and its port.
+    pub fn address(&mut self) -> Result<SocketAddr, HandshakeError> {
+        let ip = match self.u8()? {
+            4 => IpAddr::from(self.array::<4>()?),
+            6 => IpAddr::from(self.array::<16>()?),
+            other => return Err(self.malformed(format!("an address of family {other}"))),
+        };
+        Ok(SocketAddr::new(ip, self.u16()?))
+    }
+
+    /// Refuses a count or length outside its range.
+    pub fn within(
+        &self,
+        name: &str,
+        value: usize,
+        range: RangeInclusive<usize>,
+    ) -> Result<(), HandshakeError> {
+        if range.contains(&value) {
+            return Ok(());
+        }
+        Err(self.malformed(format!("{value} {name}, must be {} to {}", range.start(), range.end())))
+    }
+
+    /// Refuses what is left over.
+    pub fn end(&self) -> Result<(), HandshakeError> {
+        match self.rest.len() {
+            0 => Ok(()),
+            left => Err(self.malformed(format!("{left} bytes too many"))),
+        }
+    }
+}

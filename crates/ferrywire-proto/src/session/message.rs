@@ -1,0 +1,233 @@
+//! What the two ends of a control session say to each other, as bytes.
+//!
+//! A [`Frame`] is the plain content of one sealed message: a kind, how much of the other end's numbered
+//! messages has been received, and, except for heartbeats, a number and a [`ControlMessage`].
+//! Invariant: every length is checked and every text printable before anything is handed on.
+//! Read next: `session/mod.rs`, which numbers, keeps and repeats them.
+
+use std::net::SocketAddr;
+
+use super::SessionError;
+use crate::handshake::{HandshakeError, Reader, clean, clip, put_address};
+use crate::limits::{CONTROL_MESSAGE_BYTES_MAX, LANE_HANDLE_BYTES, WINDOW_FRAMES_MAX};
+
+/// Longest reason given in a message; longer ones are cut.
+pub const REASON_BYTES_MAX: usize = 1024;
+/// Most refusals one fence can report: a channel has no more frames in flight.
+pub const FENCE_REFUSED_MAX: usize = WINDOW_FRAMES_MAX;
+/// Kind, received, number.
+const HEADER_BYTES: usize = 1 + 8 + 8;
+
+const _: () = assert!(
+    HEADER_BYTES + 2 + 4 + 8 + 2 + FENCE_REFUSED_MAX * 9 + 2 + REASON_BYTES_MAX <= CONTROL_MESSAGE_BYTES_MAX
+);
+
+/// A numbered message: delivered exactly once and in order, over however many connections it takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ControlMessage {
+    /// A channel's connection is over. Nothing more will be placed from it.
+    Fence {
+        /// The channel.
+        channel: u16,
+        /// Which of its connections.
+        generation: u32,
+        /// Frames of that connection that were placed, counted from its start.
+        placed: u64,
+        /// Frames that were refused instead, each with why; at most `FENCE_REFUSED_MAX`.
+        refused: Vec<(u64, u8)>,
+        /// Why the connection is over; cut to `REASON_BYTES_MAX`.
+        reason: String,
+    },
+    /// A data connection is about to be dialled: the sender has bound it, and waits for [`Expected`].
+    ///
+    /// [`Expected`]: ControlMessage::Expected
+    Dialling {
+        /// The channel.
+        channel: u16,
+        /// Which of its connections.
+        generation: u32,
+        /// The address and port it will come from.
+        source: SocketAddr,
+    },
+    /// The answer to a `Dialling`: whatever has to be in place for that connection is, so dial it.
+    Expected {
+        /// The channel.
+        channel: u16,
+        /// Which of its connections.
+        generation: u32,
+    },
+    /// The sender listens for the lane of a channel, whose connection is there.
+    Lane {
+        /// The channel.
+        channel: u16,
+        /// Which of its connections.
+        generation: u32,
+        /// What a plugin needs to connect, in its own form.
+        handle: Box<[u8; LANE_HANDLE_BYTES]>,
+    },
+    /// The sender starts no more transfers, and asks the peer to finish its own.
+    Drain,
+    /// The sender has nothing in flight any more.
+    Drained,
+    /// The session is over.
+    Goodbye {
+        /// Why; cut to `REASON_BYTES_MAX`.
+        reason: String,
+    },
+}
+
+const HEARTBEAT: u8 = 0;
+const FENCE: u8 = 1;
+const DIALLING: u8 = 2;
+const EXPECTED: u8 = 3;
+const DRAIN: u8 = 4;
+const DRAINED: u8 = 5;
+const GOODBYE: u8 = 6;
+const LANE: u8 = 7;
+
+impl ControlMessage {
+    fn kind(&self) -> u8 {
+        match self {
+            ControlMessage::Fence { .. } => FENCE,
+            ControlMessage::Dialling { .. } => DIALLING,
+            ControlMessage::Expected { .. } => EXPECTED,
+            ControlMessage::Drain => DRAIN,
+            ControlMessage::Drained => DRAINED,
+            ControlMessage::Goodbye { .. } => GOODBYE,
+            ControlMessage::Lane { .. } => LANE,
+        }
+    }
+
+    /// Refuses a message that could not be sent.
+    pub(super) fn check(&self) -> Result<(), SessionError> {
+        match self {
+            ControlMessage::Fence { refused, .. } if refused.len() > FENCE_REFUSED_MAX => {
+                Err(SessionError::Unusable(format!("a fence with {} refusals", refused.len())))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn encode(&self, into: &mut Vec<u8>) {
+        match self {
+            ControlMessage::Fence { channel, generation, placed, refused, reason } => {
+                put_channel(into, *channel, *generation);
+                into.extend_from_slice(&placed.to_le_bytes());
+                into.extend_from_slice(&(refused.len() as u16).to_le_bytes());
+                for (frame, why) in refused {
+                    into.extend_from_slice(&frame.to_le_bytes());
+                    into.push(*why);
+                }
+                put_reason(into, reason);
+            }
+            ControlMessage::Dialling { channel, generation, source } => {
+                put_channel(into, *channel, *generation);
+                put_address(into, *source);
+            }
+            ControlMessage::Expected { channel, generation } => put_channel(into, *channel, *generation),
+            ControlMessage::Lane { channel, generation, handle } => {
+                put_channel(into, *channel, *generation);
+                into.extend_from_slice(&handle[..]);
+            }
+            ControlMessage::Drain | ControlMessage::Drained => {}
+            ControlMessage::Goodbye { reason } => put_reason(into, reason),
+        }
+    }
+
+    fn decode(kind: u8, reader: &mut Reader<'_>) -> Result<ControlMessage, SessionError> {
+        Ok(match kind {
+            FENCE => ControlMessage::Fence {
+                channel: reader.u16()?,
+                generation: reader.u32()?,
+                placed: reader.u64()?,
+                refused: read_refused(reader)?,
+                reason: read_reason(reader)?,
+            },
+            DIALLING => ControlMessage::Dialling {
+                channel: reader.u16()?,
+                generation: reader.u32()?,
+                source: reader.address()?,
+            },
+            EXPECTED => ControlMessage::Expected { channel: reader.u16()?, generation: reader.u32()? },
+            DRAIN => ControlMessage::Drain,
+            DRAINED => ControlMessage::Drained,
+            GOODBYE => ControlMessage::Goodbye { reason: read_reason(reader)? },
+            LANE => ControlMessage::Lane {
+                channel: reader.u16()?,
+                generation: reader.u32()?,
+                handle: Box::new(reader.array()?),
+            },
+            unknown => return Err(SessionError::UnknownKind(unknown)),
+        })
+    }
+}
+
+/// The plain content of one sealed message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Frame<M> {
+    /// Numbered messages of the other end that the sender has received.
+    pub received: u64,
+    /// The message and its number, from 1; `None` is a heartbeat.
+    pub numbered: Option<(u64, M)>,
+}
+
+impl Frame<&ControlMessage> {
+    /// As bytes.
+    pub fn encode(&self) -> Vec<u8> {
+        let kind = self.numbered.map_or(HEARTBEAT, |(_, message)| message.kind());
+        let mut bytes = vec![kind];
+        bytes.extend_from_slice(&self.received.to_le_bytes());
+        if let Some((number, message)) = self.numbered {
+            bytes.extend_from_slice(&number.to_le_bytes());
+            message.encode(&mut bytes);
+        }
+        bytes
+    }
+}
+
+impl Frame<ControlMessage> {
+    /// Of bytes that a peer sent.
+    pub fn decode(bytes: &[u8]) -> Result<Frame<ControlMessage>, SessionError> {
+        let mut reader = Reader::new(bytes, "a control message");
+        let (kind, received) = (reader.u8()?, reader.u64()?);
+        let numbered = match kind {
+            HEARTBEAT => None,
+            kind => Some((reader.u64()?, ControlMessage::decode(kind, &mut reader)?)),
+        };
+        reader.end()?;
+        Ok(Frame { received, numbered })
+    }
+}
+
+impl From<HandshakeError> for SessionError {
+    fn from(error: HandshakeError) -> SessionError {
+        SessionError::Malformed(match error {
+            HandshakeError::Malformed { what, why } => format!("{what}: {why}"),
+            other => other.to_string(),
+        })
+    }
+}
+
+fn put_channel(into: &mut Vec<u8>, channel: u16, generation: u32) {
+    into.extend_from_slice(&channel.to_le_bytes());
+    into.extend_from_slice(&generation.to_le_bytes());
+}
+
+fn put_reason(into: &mut Vec<u8>, reason: &str) {
+    let mut reason = clean(reason);
+    clip(&mut reason, REASON_BYTES_MAX);
+    into.extend_from_slice(&(reason.len() as u16).to_le_bytes());
+    into.extend_from_slice(reason.as_bytes());
+}
+
+fn read_reason(reader: &mut Reader<'_>) -> Result<String, SessionError> {
+    let len = usize::from(reader.u16()?);
+    reader.within("bytes of reason", len, 0..=REASON_BYTES_MAX)?;
+    Ok(reader.printable(len)?)
+}
+
+fn read_refused(reader: &mut Reader<'_>) -> Result<Vec<(u64, u8)>, SessionError> {
+    let count = usize::from(reader.u16()?);
+    reader.within("refusals", count, 0..=FENCE_REFUSED_MAX)?;
+    (0..count).map(|_| Ok((reader.u64()?, reader.u8()?))).collect()
+}
