@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
 use ferrywire::transport::Conn;
+use ferrywire_sys::affinity::thread_id;
 use ferrywire_sys::poll::{Interest, Poller, Waker};
 
 use crate::affinity::Affinity;
@@ -389,8 +390,7 @@ impl Worker {
         });
         let its = worker.clone();
         let run = move || {
-            // SAFETY: asks for a number.
-            its.thread.get_or_init(|| unsafe { libc::gettid() });
+            its.thread.get_or_init(thread_id);
             block_signals();
             Loop::new(its).run();
         };

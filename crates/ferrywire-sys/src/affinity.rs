@@ -59,7 +59,7 @@ pub fn sharpen_timers(most: Duration) -> io::Result<()> {
     checked(unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, nanos) } as libc::ssize_t).map(drop)
 }
 
-/// The current thread, as the kernel numbers it.
+/// The current thread, as the kernel numbers it. (The C library has `gettid` since glibc 2.30 only.)
 pub fn thread_id() -> i32 {
     rustix::thread::gettid().as_raw_nonzero().get()
 }

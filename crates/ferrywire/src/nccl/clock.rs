@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use ferrywire_proto::limits::PLUGINS_MAX;
+use ferrywire_sys::affinity::thread_id;
 
 macro_rules! calls {
     ($($name:ident $word:literal,)+) => {
@@ -128,8 +129,7 @@ pub(super) fn speaker() -> (Option<String>, Option<i32>) {
 pub(super) fn ending_call() -> Option<(String, Call, Option<i32>)> {
     // The C library ends a thread's own values before it runs handlers, so the slot is gone, and told here.
     let own = OWN.try_with(|own| own.slot.read()).ok().flatten().map(|(noted, ..)| noted);
-    // SAFETY: gettid takes nothing and cannot fail.
-    let thread = unsafe { libc::gettid() };
+    let thread = thread_id();
     let ended = locked(&ENDED).filter(|(_, of)| *of == thread).map(|(noted, _)| noted);
     own.or(ended).map(|noted| (name_of(noted.plugin), noted.call, noted.device))
 }
@@ -199,8 +199,7 @@ struct Own {
 
 impl Own {
     fn new() -> Own {
-        // SAFETY: gettid takes nothing and cannot fail.
-        let thread = unsafe { libc::gettid() };
+        let thread = thread_id();
         let slot = Arc::new(Slot { word: AtomicU64::new(0), started_ns: AtomicU64::new(0), thread });
         locked(&THREADS).push(slot.clone());
         Own { slot, calls: Cell::new(0) }
