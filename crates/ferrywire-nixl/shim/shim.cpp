@@ -4,7 +4,13 @@
 #include "core.h"
 #include "nixl.hpp"
 
+#include <cxxabi.h>
 #include <new>
+
+// Containers call it since GCC 11, whose libstdc++ has it; users' may be older. Theirs all have what it does.
+namespace std {
+[[noreturn]] void __throw_bad_array_new_length() { abi::__cxa_throw_bad_array_new_length(); }
+} // namespace std
 
 namespace {
 

@@ -6,6 +6,9 @@ mod driver;
 #[allow(dead_code, reason = "the tests of the Python package use all of it")]
 #[path = "../../ferrywire-py/tests/environment/mod.rs"]
 mod environment;
+#[allow(dead_code, reason = "the test of the wheel uses all of it")]
+#[path = "../../ferrywire-py/tests/inspection/mod.rs"]
+mod inspection;
 
 use std::path::{Path, PathBuf};
 use std::process::{self, Command, Stdio};
@@ -109,6 +112,11 @@ fn case_with(backend: &str, case: &str, variables: &[(&str, &Path)]) -> Option<S
     assert!(output.status.success(), "{case}: {} after {:?}\n{said}", output.status, began.elapsed());
     assert!(said.contains(&format!("{case}: good\n")), "{said}");
     Some(said)
+}
+
+#[test]
+fn the_library_needs_no_newer_system_than_is_promised() {
+    inspection::needs_nothing_else(&plugins("FERRYWIRE").join("libplugin_FERRYWIRE.so"));
 }
 
 #[test]

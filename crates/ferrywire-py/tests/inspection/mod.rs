@@ -10,7 +10,7 @@ use super::environment;
 const EVERYWHERE: [&str; 6] =
     ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2"];
 
-/// The newest glibc that anything may ask for: that of RHEL 9, Ubuntu 22.04 and Debian 12 is no older. It is where libdl
+/// The newest glibc that anything linked here may ask for (`release.py` checks what it links against an older one): that of RHEL 9, Ubuntu 22.04 and Debian 12 is no older. It is where libdl
 /// and libpthread became part of libc, so that what is linked with any newer one asks for it.
 const GLIBC_MAX: [u32; 2] = [2, 34];
 
@@ -18,8 +18,8 @@ const GLIBC_MAX: [u32; 2] = [2, 34];
 const NIXL_BACKEND: &str = "libplugin_FERRYWIRE.so";
 const OF_CPP: &str = "libstdc++.so.6";
 
-/// The newest libstdc++ that it may ask for: that of RHEL 9, as old as the glibc above.
-const GLIBCXX_MAX: [u32; 3] = [3, 4, 29];
+/// The newest libstdc++ that it may ask for: what manylinux_2_28 allows. The wheel for PyPI has the same C++ in it.
+const GLIBCXX_MAX: [u32; 3] = [3, 4, 24];
 
 /// Beside the modules themselves.
 const FILES: [&str; 4] = [
