@@ -40,8 +40,8 @@ BESIDE = {
     "ferrywire-nixl": ("libplugin_ferrywire.so", LIB / "libplugin_FERRYWIRE.so"),
 }
 
-# What is built, and what cargo reads of the workspace to build it: the simulator is a dependency of the tests.
-CRATES = ("ferrywire", "ferrywire-cli", "ferrywire-nccl", "ferrywire-nixl", "ferrywire-py", "ferrywire-tcpx-sim")
+# All crates, also those of tests: cargo reads them to build one.
+CRATES = sorted(manifest.parent.name for manifest in (ROOT / "crates").glob("*/Cargo.toml"))
 OF_A_CRATE = ("Cargo.toml", "build.rs", "src", "shim", "python", "build_backend")
 OF_THE_ROOT = ("Cargo.lock", "pyproject.toml", "LICENSE-MIT", "LICENSE-APACHE", "docs/python.md")
 NOT_SOURCES = (".so", ".pyc")
