@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     exit::tell_panics();
     let outcome = catch_unwind(run);
     // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
-    ferrywire::transport::devmem::let_go_of_nics();
+    ferrywire::payload::devmem::let_go_of_nics();
     // What it panicked with is told.
     outcome.map_or(ExitCode::FAILURE, exit::report)
 }

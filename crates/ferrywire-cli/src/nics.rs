@@ -7,7 +7,7 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use ferrywire::topology::Map;
-use ferrywire::transport::Nic;
+use ferrywire_net::Nic;
 use ferrywire_sys::nics;
 
 use crate::exit::{Failure, Outcome};

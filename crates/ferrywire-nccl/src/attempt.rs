@@ -16,7 +16,7 @@ use std::net::IpAddr;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::{Conn, ConnOptions, Transport};
+use ferrywire_net::{Conn, ConnOptions, Transport};
 use ferrywire_sys::{nics, socket};
 
 use crate::comm::{Comm, locked};
@@ -322,7 +322,7 @@ fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
 mod tests {
     use super::*;
     use ferrywire::nccl::abi::ResultCode;
-    use ferrywire::transport::Nic;
+    use ferrywire_net::Nic;
 
     fn asked_about(asked: Instant) -> Attempt {
         let (pairs, spare, dialled) = (Vec::new(), Vec::new(), Vec::new());

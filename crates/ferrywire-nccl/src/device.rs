@@ -14,8 +14,8 @@ use std::path::Path;
 use std::sync::{LazyLock, OnceLock};
 use std::time::Duration;
 
-use ferrywire::transport::Nic;
-use ferrywire::transport::tcp::TcpTransport;
+use ferrywire_net::Nic;
+use ferrywire_net::tcp::TcpTransport;
 use ferrywire_sys::nics;
 
 use crate::failure::{Fault, Outcome};

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::net::SocketAddr;
 
-use ferrywire::transport::{Conn, Nic};
+use ferrywire_net::{Conn, Nic};
 use ferrywire_sys::nics;
 
 use crate::device::network;

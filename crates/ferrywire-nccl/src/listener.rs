@@ -7,7 +7,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::{Conn, Listener, Nic, Transport};
+use ferrywire_net::{Conn, Listener, Nic, Transport};
 
 use crate::attempt::{self, be_patient, data_options};
 use crate::comm::Comm;
@@ -167,8 +167,8 @@ mod tests {
     use crate::pairs::Pair;
     use crate::proof::Dialling;
     use crate::testing::until;
-    use ferrywire::transport::ConnOptions;
-    use ferrywire::transport::tcp::TcpTransport;
+    use ferrywire_net::ConnOptions;
+    use ferrywire_net::tcp::TcpTransport;
     use ferrywire_sys::{nics, socket};
     use std::os::fd::RawFd;
 

@@ -180,7 +180,7 @@ fn made_of(devices: &[&Device]) -> Device {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire::transport::Nic;
+    use ferrywire_net::Nic;
 
     fn plain(count: i32, family: &str) -> Vec<Device> {
         let nic = |k: i32| Nic {

@@ -6,7 +6,7 @@
 
 use std::net::SocketAddr;
 
-use ferrywire::transport::Nic;
+use ferrywire_net::Nic;
 
 /// A NIC of ours and an address of the peer's.
 #[derive(Clone, Debug, PartialEq, Eq)]

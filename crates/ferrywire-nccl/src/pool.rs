@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread;
 
-use ferrywire::transport::Conn;
+use ferrywire_net::Conn;
 use ferrywire_sys::affinity::thread_id;
 use ferrywire_sys::poll::{Interest, Poller, Waker};
 

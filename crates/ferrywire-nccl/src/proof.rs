@@ -13,7 +13,7 @@
 use std::io;
 
 use blake3::Hash;
-use ferrywire::transport::{Conn, IoVec};
+use ferrywire_net::{Conn, IoVec};
 use ferrywire_sys::tcp_info::{self, TcpInfo};
 
 use crate::failure::Fault;
@@ -297,8 +297,8 @@ impl Serving {
 
 #[cfg(test)]
 mod tests {
-    use ferrywire::transport::tcp::TcpTransport;
-    use ferrywire::transport::{ConnOptions, Transport};
+    use ferrywire_net::tcp::TcpTransport;
+    use ferrywire_net::{ConnOptions, Transport};
 
     use super::*;
 

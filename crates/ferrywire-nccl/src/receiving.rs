@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use ferrywire::nccl::abi::ResultCode;
-use ferrywire::transport::Conn;
+use ferrywire_net::Conn;
 
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};

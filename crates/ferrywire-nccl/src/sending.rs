@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::Conn;
+use ferrywire_net::Conn;
 
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};
 use crate::failure::{Failure, Fault, Outcome};
@@ -384,7 +384,7 @@ impl Drop for SendComm {
 mod tests {
     use super::*;
     use crate::testing::{Ends, connections, drained, received, until};
-    use ferrywire::transport::{IoVec, PathHealth};
+    use ferrywire_net::{IoVec, PathHealth};
     use std::io;
     use std::net::SocketAddr;
     use std::os::fd::RawFd;

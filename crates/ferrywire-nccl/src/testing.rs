@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Conn, ConnOptions, IoVec, PathHealth, Transport};
+use ferrywire_net::tcp::TcpTransport;
+use ferrywire_net::{Conn, ConnOptions, IoVec, PathHealth, Transport};
 
 /// Longer than anything takes on a machine that works.
 const HANGS_AFTER: Duration = Duration::from_secs(120);

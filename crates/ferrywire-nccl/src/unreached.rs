@@ -77,7 +77,7 @@ fn key(pair: &Pair) -> (IpAddr, IpAddr) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire::transport::Nic;
+    use ferrywire_net::Nic;
     use std::net::SocketAddr;
 
     /// From this net's NIC to that address, each given by its last number.

@@ -11,7 +11,7 @@
 use std::io;
 use std::time::Duration;
 
-use ferrywire::transport::{Conn, IoVec};
+use ferrywire_net::{Conn, IoVec};
 
 use crate::failure::Fault;
 use crate::head::{HEAD_BYTES, Head};

@@ -7,9 +7,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use ferrywire::memory::cuda::CudaGpu;
-use ferrywire::transport::Transport;
-use ferrywire::transport::tcp::TcpTransport;
 use ferrywire::{Endpoint, Wakeup};
+use ferrywire_net::Transport;
+use ferrywire_net::tcp::TcpTransport;
 
 use crate::connection_info::ConnectionInfo;
 use crate::dialing::Dialing;

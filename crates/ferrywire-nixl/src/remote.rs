@@ -13,9 +13,9 @@ use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Nic, Transport};
 use ferrywire::{Endpoint, Error, Identity, Peer, Wakeup};
+use ferrywire_net::tcp::TcpTransport;
+use ferrywire_net::{Nic, Transport};
 
 use crate::connection_info::ConnectionInfo;
 use crate::dialing::Dialing;

@@ -3,7 +3,7 @@
 //! `vmsplice` puts references to the pages of memory into a pipe, and `splice` moves them from there into a socket. No
 //! byte is copied on the way. Unlike `MSG_ZEROCOPY`, which the kernel undoes by a copy where both ends are on one host,
 //! the pages are read by whoever receives them, and nobody tells when that has been done.
-//! Read next: `transport/tcp/lending.rs`, who waits for that.
+//! Read next: `ferrywire-net/src/tcp/lending.rs`, who waits for that.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};

@@ -3,7 +3,7 @@
 //! Level-triggered: what was not dealt with is reported again. An error is reported apart from
 //! readability, because a socket with zero-copy completions is in error and neither readable nor writable.
 //! Invariant: a wake that happens before [`Poller::wait`] returns is never lost.
-//! Read next: `transport/tcp/conn.rs`.
+//! Read next: `ferrywire-net/src/tcp/conn.rs`.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};

@@ -1,7 +1,7 @@
 //! What the kernel knows about a TCP connection (`TCP_INFO`).
 //!
 //! Invariant: older kernels return a shorter structure; what they do not fill reads as zero.
-//! Read next: `transport/tcp/health.rs`, which turns it into a verdict on the path.
+//! Read next: `ferrywire-net/src/tcp/health.rs`, which turns it into a verdict on the path.
 
 use std::io;
 use std::os::fd::RawFd;

@@ -2,7 +2,7 @@
 //!
 //! The kernel numbers the zero-copy sends of a socket from 0 and reports ranges of finished numbers on the
 //! socket's error queue, which shows as `EPOLLERR`.
-//! Read next: `transport/tcp/zero_copy.rs`, which maps numbers to bytes of the stream.
+//! Read next: `ferrywire-net/src/tcp/zero_copy.rs`, which maps numbers to bytes of the stream.
 
 use std::io;
 use std::mem;

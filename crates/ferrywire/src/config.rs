@@ -1,7 +1,7 @@
 //! The configuration in force, after defaults were chosen.
 
 use crate::error::{Error, Result};
-use crate::transport::ConnOptions;
+use ferrywire_net::{ConnOptions, Nic};
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -77,6 +77,21 @@ impl Default for Config {
 }
 
 impl Config {
+    /// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
+    pub(crate) fn chosen_nics(&self, nics: &[Nic]) -> Vec<String> {
+        let fits = |nic: &&Nic| match self.listen.map(|address| address.ip()) {
+            _ if !self.nics.is_empty() => self.nics.contains(&nic.name),
+            Some(address) if !address.is_unspecified() => nic.address == address,
+            Some(_) => nic.up && !nic.loopback,
+            // It may connect to whatever it likes, this host included.
+            None => nic.up,
+        };
+        let mut names: Vec<String> = nics.iter().filter(fits).map(|nic| nic.name.clone()).collect();
+        names.sort();
+        names.dedup();
+        names
+    }
+
     /// Options of data connections.
     pub(crate) fn bulk_options(&self) -> ConnOptions {
         ConnOptions {

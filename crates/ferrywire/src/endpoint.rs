@@ -16,12 +16,12 @@ use crate::memory::host::HostBuffer;
 use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
 use crate::memory::{Place, Region, RegionHome};
+use crate::payload::carrier::Carrier;
+use crate::payload::plugin::Variable;
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
-use crate::transport::carrier::Carrier;
-use crate::transport::plugin::Variable;
-use crate::transport::{SharedTransport, Transport};
 use crate::wakeup::Wakeup;
+use ferrywire_net::{SharedTransport, Transport};
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::ListenAddress;
 use ferrywire_proto::limits;
@@ -120,7 +120,7 @@ impl Endpoint {
 
     /// How payload moves: `tcp`, `plugin`, `sim`.
     pub fn transport(&self) -> &'static str {
-        self.inner.engine.transport.name()
+        self.inner.engine.payload_name()
     }
 
     /// The variables that the plugin was loaded with and who set them; empty without a plugin.

@@ -7,15 +7,16 @@ use crate::config::Config;
 use crate::control::Control;
 use crate::error::{Error, Result};
 use crate::memory::owner::Releaser;
-use crate::memory::{Memory, RegionHome, RegionTable};
+use crate::memory::{Gpu, Memory, Place, RegionHome, RegionTable};
 use crate::ordering::Gates;
+use crate::payload::carrier::Carrier;
+use crate::payload::devmem;
+use crate::payload::plugin;
 use crate::peer::PeerState;
 use crate::progress::{self, Worker};
 use crate::staging::Prepared;
-use crate::transport::SharedTransport;
-use crate::transport::carrier::Carrier;
-use crate::transport::plugin;
 use crossbeam_queue::SegQueue;
+use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
@@ -64,6 +65,32 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
+    /// What moves payload, as reports name it.
+    pub fn payload_name(&self) -> &'static str {
+        match &self.carrier {
+            Some(Carrier::Plugin(_)) => "plugin",
+            Some(Carrier::Devmem(_)) => devmem::NAME,
+            None => self.transport.name(),
+        }
+    }
+
+    /// Refuses memory that payload does not reach, before anything moves; `side` says whose memory it is.
+    ///
+    /// The one rule: each end applies it to its own region, also where a peer names one, whose word is not trusted. Memory of
+    /// GPUs that are open in this process is staged through host memory, unless lanes move it themselves.
+    pub fn check_reach(&self, place: Place, side: &'static str) -> Result<()> {
+        let is_reached = match &self.carrier {
+            _ if place == Place::Host => true,
+            Some(carrier) => carrier.gpu() == Some(place),
+            None => Gpu::opened(place).is_ok(),
+        };
+        if is_reached {
+            Ok(())
+        } else {
+            Err(Error::OutOfReach { side, place, transport: self.payload_name() })
+        }
+    }
+
     pub fn new(
         identity: Identity,
         config: Config,

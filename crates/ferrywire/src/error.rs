@@ -9,7 +9,7 @@ use crate::memory::cuda::CudaError;
 use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
 use crate::nccl::{CallError, LoadError};
-use crate::transport::devmem::DevmemError;
+use crate::payload::devmem::DevmemError;
 use ferrywire_proto::handshake::HandshakeError;
 use ferrywire_proto::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX};
 use ferrywire_proto::session::SessionError;

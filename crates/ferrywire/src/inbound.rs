@@ -12,7 +12,7 @@ use crate::memory::Memory;
 use crate::operation::Op;
 use crate::progress::{WaitList, WakeHandle};
 use crate::queue::WITHDRAWN;
-use crate::transport::IoVec;
+use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::Scatter;
 use ferrywire_proto::wire::{Header, Kind, Refusal};

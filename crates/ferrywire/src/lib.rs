@@ -40,7 +40,7 @@
 //! # The way of a transfer, in reading order
 //!
 //! [`endpoint`] takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
-//! [`transport`], `progress` turns the crank; the completion comes back the same way. Lost NICs and closing are
+//! network of [`net`], `progress` turns the crank; the completion comes back the same way. Lost NICs and closing are
 //! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
 //! of Linux are `ferrywire-sys`.
 
@@ -58,6 +58,7 @@ pub mod nccl;
 mod operation;
 pub mod orchestrator;
 mod ordering;
+pub mod payload;
 mod peer;
 mod posted;
 mod progress;
@@ -66,21 +67,21 @@ pub mod ranks;
 mod staging;
 mod stats;
 pub mod topology;
-pub mod transport;
 mod wakeup;
 
 pub use config::Config;
 pub use control::ConnectTarget;
 pub use endpoint::{Builder, Connecting, Endpoint};
 pub use error::{Error, Fault, Result};
+pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
 pub use memory::{Place, Region, RemoteRegion};
 pub use operation::Transfer;
 pub use orchestrator::Orchestrator;
 pub use ordering::Ready;
+pub use payload::devmem::{DevmemConfig, DevmemStats};
+pub use payload::plugin::PluginConfig;
 pub use peer::{Block, BlockList, Lengths, Peer};
 pub use stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
-pub use transport::devmem::{DevmemConfig, DevmemStats};
-pub use transport::plugin::PluginConfig;
 pub use wakeup::Wakeup;

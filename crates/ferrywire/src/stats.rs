@@ -1,7 +1,7 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
-use crate::transport::devmem::{DevmemCounters, DevmemStats};
-use crate::transport::{Conn, PathHealth};
+use crate::payload::devmem::{DevmemCounters, DevmemStats};
+use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};

@@ -2,9 +2,9 @@
 //!
 //! Two simulated hosts on one thread, so that what each test hears is its own.
 
-use ferrywire::transport::sim::{ResetSeen, Side, SimNet};
-use ferrywire::transport::{ConnOptions, Transport};
 use ferrywire::{Endpoint, Peer};
+use ferrywire_net::sim::{ResetSeen, Side, SimNet};
+use ferrywire_net::{ConnOptions, Transport};
 use std::io;
 use std::mem::ManuallyDrop;
 use std::net::{IpAddr, SocketAddr};

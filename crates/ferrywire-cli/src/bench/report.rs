@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use ferrywire::transport::plugin::Variable;
+use ferrywire::payload::plugin::Variable;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

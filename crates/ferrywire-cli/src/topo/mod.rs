@@ -5,8 +5,8 @@
 
 mod report;
 
+use ferrywire::payload::devmem::nic;
 use ferrywire::topology::{Plan, PlanError, Source, Topology};
-use ferrywire::transport::devmem::nic;
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::TopoPlan;

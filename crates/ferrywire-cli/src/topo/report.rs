@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use comfy_table::{Table, presets};
+use ferrywire::payload::devmem::Possible;
 use ferrywire::topology::{Cpus, Gpu, GpuPlan, Nic, PciPath, PciRoot, Plan, Topology};
-use ferrywire::transport::devmem::Possible;
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

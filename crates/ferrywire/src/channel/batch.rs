@@ -1,6 +1,6 @@
 //! The pieces of one socket call.
 
-use crate::transport::IoVec;
+use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 
 // A head, the blocks of its payload and a notification go out in one call.

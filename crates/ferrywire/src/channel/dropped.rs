@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::operation::Op;
 use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry};
-use crate::transport::Conn;
+use ferrywire_net::Conn;
 
 /// What carried the payload of a channel that has ended, kept open to hear when nothing reads its sources any more.
 pub(crate) struct Unreleased {

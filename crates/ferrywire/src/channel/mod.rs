@@ -25,7 +25,7 @@ use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry, Pull, UNREADABLE};
 use crate::staging::Staging;
 use crate::stats::{ChannelCounters, NO_BACKLOG};
-use crate::transport::{Conn, IoVec};
+use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
 use ferrywire_proto::window::Window;

@@ -7,10 +7,10 @@ use std::io;
 use std::time::Instant;
 
 use super::broken;
+use crate::payload::lane::Run;
 use crate::peer::Landing;
 use crate::posted::Arrival;
-use crate::transport::IoVec;
-use crate::transport::lane::Run;
+use ferrywire_net::IoVec;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
 // SAFETY: the pieces point into memory that the landing keeps alive, or into the receiver's own message;

@@ -9,7 +9,7 @@ use super::link::Link;
 use super::{Control, LISTENER_TOKEN, read_in, write_out};
 use crate::endpoint::advertised;
 use crate::engine::Engine;
-use crate::transport::Conn;
+use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{HandshakeError, Outcome, Refusal, RefusalCode, Responder};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::Interest;

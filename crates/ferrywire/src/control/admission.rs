@@ -4,7 +4,7 @@ use super::full;
 use super::lanes::LANE;
 use super::lobby::{Lobby, Seat};
 use crate::config::Secret;
-use crate::transport::carrier::{self, Carrier};
+use crate::payload::carrier::{self, Carrier};
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };

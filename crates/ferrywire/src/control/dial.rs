@@ -5,8 +5,9 @@ use super::{Lobby, read_in, write_out};
 use crate::config::Secret;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::payload::terms;
 use crate::peer::PeerState;
-use crate::transport::{Bound, Conn, ConnOptions, Nic, terms};
+use ferrywire_net::{Bound, Conn, ConnOptions, Nic};
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::{
     Config as SessionConfig, DataKey, HandshakeError, Hello, Initiator, Outcome, Purpose, RefusalCode,

@@ -9,7 +9,7 @@
 //!
 //! Invariant: a lane that does not come about costs its channel, and before the peer is up the session, with
 //! the same reason at both ends.
-//! Read next: `transport/carrier.rs`, `transport/plugin/setup.rs`, `transport/devmem/setup.rs`.
+//! Read next: `payload/carrier.rs`, `payload/plugin/setup.rs`, `payload/devmem/setup.rs`.
 
 use super::dial::{Announced, Dial, DialFor};
 use super::link::{Link, Slot};
@@ -17,10 +17,10 @@ use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::error::Error;
 use crate::nccl::abi::HANDLE_BYTES;
+use crate::payload::carrier::Carrier;
+use crate::payload::lane::{Progress, Setup};
 use crate::posted::Posted;
-use crate::transport::Conn;
-use crate::transport::carrier::Carrier;
-use crate::transport::lane::{Progress, Setup};
+use ferrywire_net::Conn;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
 use std::collections::BTreeMap;

@@ -20,15 +20,15 @@ mod pairs;
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
 use crate::memory::cuda::idle;
+use crate::payload::plugin::CallWatch;
 use crate::peer::PeerState;
-use crate::transport::plugin::CallWatch;
-use crate::transport::{Conn, IoVec, Listener};
 use accepting::Incoming;
 use admission::Book;
 use attention::{Attention, LOOK_AT_ALL, token};
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
+use ferrywire_net::{Conn, IoVec, Listener};
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
 use ferrywire_proto::limits;
@@ -386,7 +386,7 @@ fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> 
 fn pairs_expected(engine: &Engine, address: SocketAddr) -> usize {
     let nics = engine.transport.nics().unwrap_or_default();
     let chosen = &engine.config.nics;
-    let fits = |nic: &&crate::transport::Nic| {
+    let fits = |nic: &&ferrywire_net::Nic| {
         let wanted = chosen.is_empty() || chosen.contains(&nic.name);
         nic.up && wanted && nic.loopback == address.ip().is_loopback()
     };

@@ -6,7 +6,7 @@
 //! Every host may have the same address on a bridge of its own, as those of containers and virtual machines do, and each names it
 //! to its peers: no path leads back to this host, as far as that is known. One that leads nowhere is told only by trying.
 
-use crate::transport::Nic;
+use ferrywire_net::Nic;
 use ferrywire_proto::handshake::{Hello, ListenAddress};
 use std::net::SocketAddr;
 

@@ -6,11 +6,11 @@ use super::Endpoint;
 use crate::config::{Config, Secret};
 use crate::control::check_names;
 use crate::error::{Error, Result};
-use crate::transport::carrier::Carrier;
-use crate::transport::devmem::{self, DevmemConfig};
-use crate::transport::plugin::{self, PluginConfig, Variable, environment_for};
-use crate::transport::tcp::TcpTransport;
-use crate::transport::{BesideTransport, Nic, SharedTransport, Transport};
+use crate::payload::carrier::Carrier;
+use crate::payload::devmem::{self, DevmemConfig};
+use crate::payload::plugin::{self, PluginConfig, Variable, environment_for};
+use ferrywire_net::tcp::TcpTransport;
+use ferrywire_net::{Nic, SharedTransport, Transport};
 use ferrywire_proto::schedule;
 use ferrywire_sys::affinity;
 use std::net::SocketAddr;
@@ -173,12 +173,12 @@ impl Builder {
             self.config.threads = schedule::threads_default(cores);
         }
         self.config.check()?;
-        let inner: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        let transport: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
         let options = self.config.bulk_options();
-        inner.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
-        let nics = inner.nics().map_err(|error| Error::io("list NICs", &error))?;
+        transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
+        let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
         match (self.plugin, self.devmem) {
-            (None, None) => Endpoint::start(self.config, inner, None, None),
+            (None, None) => Endpoint::start(self.config, transport, None, None),
             (Some(_), Some(_)) => {
                 Err(Error::invalid("transport", "a plugin and devmem: payload takes one way, choose one"))
             }
@@ -186,10 +186,9 @@ impl Builder {
                 // SAFETY: whoever made the configuration has promised it.
                 let host = unsafe { plugin::Host::load(plugin, &self.config, &nics) }?;
                 self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
-                let transport = Arc::new(BesideTransport { inner, gpu: host.gpu(), name: "plugin" });
                 Endpoint::start(self.config, transport, Some(Carrier::Plugin(Arc::new(host))), None)
             }
-            (None, Some(devmem)) => start_devmem(self.config, devmem, inner, &nics),
+            (None, Some(devmem)) => start_devmem(self.config, devmem, transport, &nics),
         }
     }
 }
@@ -197,14 +196,14 @@ impl Builder {
 fn start_devmem(
     mut config: Config,
     devmem: DevmemConfig,
-    inner: SharedTransport,
+    transport: SharedTransport,
     nics: &[Nic],
 ) -> Result<Endpoint> {
-    let (gpu, required) = (devmem.gpu, devmem.required);
+    let required = devmem.required;
     let host = match devmem::Host::open(devmem, &config, nics) {
         Ok(host) => host,
         Err(error) if !required => {
-            return Endpoint::start(config, inner, None, Some(error.to_string()));
+            return Endpoint::start(config, transport, None, Some(error.to_string()));
         }
         Err(error) => return Err(error),
     };
@@ -213,6 +212,5 @@ fn start_devmem(
         // A channel over another NIC would have no lane.
         config.nics = host.nics();
     }
-    let transport = Arc::new(BesideTransport { inner, gpu, name: devmem::NAME });
     Endpoint::start(config, transport, Some(Carrier::Devmem(Arc::new(host))), None)
 }

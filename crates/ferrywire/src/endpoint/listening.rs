@@ -5,7 +5,7 @@
 
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::transport::{Listener, Transport};
+use ferrywire_net::{Listener, Transport};
 use std::io;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;

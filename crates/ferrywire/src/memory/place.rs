@@ -1,13 +1,10 @@
-//! Where the bytes of a region live, and which transports get there.
+//! Where the bytes of a region live.
 //!
-//! Invariant: [`Place::reached_by`] is the one rule. Each end asks it for its own region: operations before
-//! anything moves, and again when a peer names a region, since its word is not trusted.
-//! Read next: `mod.rs`, for regions; `peer/`, which asks.
+//! Read next: `mod.rs`, for regions.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::cuda::pointer;
 use crate::memory::sim::{SimGpu, SimGpuError};
-use crate::transport::Transport;
 use ferrywire_proto::limits;
 use std::fmt;
 
@@ -50,14 +47,6 @@ impl Place {
             return Err(SimGpuError::OutOfRange { address, bytes, base: first, len }.into());
         }
         Ok(Place::SimGpu(index))
-    }
-
-    /// Refuses memory that a transport does not reach, before anything moves; `side` says whose it is.
-    pub(crate) fn reached_by(self, transport: &dyn Transport, side: &'static str) -> Result<()> {
-        match self == Place::Host || transport.reaches(self) {
-            true => Ok(()),
-            false => Err(Error::OutOfReach { side, place: self, transport: transport.name() }),
-        }
     }
 
     /// As descriptors tell it: a kind and a number.

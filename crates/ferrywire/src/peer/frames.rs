@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::inbound::Reply;
 use crate::memory::{Memory, RegionHome};
 use crate::operation::{Op, Verb};
-use crate::transport::IoVec;
+use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::{Piece, merge};
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
@@ -50,7 +50,7 @@ impl PeerState {
     /// The region that the peer names by its key, if the transport gets there.
     fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
         let memory = self.engine.regions().find(key)?;
-        memory.place().reached_by(&*self.engine.transport, "local").map_err(|_| Refusal::OutOfReach)?;
+        self.engine.check_reach(memory.place(), "local").map_err(|_| Refusal::OutOfReach)?;
         Ok(memory)
     }
 

@@ -437,7 +437,7 @@ impl Peer {
     fn check_local(&self, local: &Region) -> Result<()> {
         self.check_open()?;
         local.belongs_to(self.state.engine.identity)?;
-        local.place().reached_by(&*self.state.engine.transport, "local")
+        self.state.engine.check_reach(local.place(), "local")
     }
 
     /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.

@@ -25,10 +25,10 @@ pub(crate) use seed::Manner;
 
 use crate::error::Error;
 use crate::memory::Memory;
+use crate::payload::lane::{InFlight, Lane};
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
-use crate::transport::lane::{InFlight, Lane};
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::wire::{self, Header};
 use receiving::Receiving;

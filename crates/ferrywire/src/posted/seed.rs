@@ -11,7 +11,7 @@
 
 use crate::error::{Error, rounded};
 use crate::memory::Memory;
-use crate::transport::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread;

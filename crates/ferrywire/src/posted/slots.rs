@@ -3,7 +3,7 @@
 //! Invariant: a slot is lent to one message at a time.
 
 use crate::memory::{Memory, Place};
-use crate::transport::lane::{Lane, Run, Way};
+use crate::payload::lane::{Lane, Run, Way};
 use std::sync::Arc;
 
 /// A slot that is lent out.

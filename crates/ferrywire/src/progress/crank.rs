@@ -523,7 +523,7 @@ mod tests {
     use crate::Endpoint;
     use crate::memory::sim::SimGpu;
     use crate::ordering::Ready as WhenReady;
-    use crate::transport::{Conn, IoVec, PathHealth};
+    use ferrywire_net::{Conn, IoVec, PathHealth};
     use std::net::SocketAddr;
     use std::os::fd::RawFd;
     use std::sync::MutexGuard;

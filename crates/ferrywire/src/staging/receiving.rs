@@ -16,7 +16,7 @@ use crate::error::Result;
 use crate::memory::Place;
 use crate::peer::Landing;
 use crate::posted::Arrival;
-use crate::transport::IoVec;
+use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
 

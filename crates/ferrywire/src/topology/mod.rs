@@ -28,8 +28,8 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use crate::transport::devmem::Possible;
-use crate::transport::devmem::nic::possible;
+use crate::payload::devmem::Possible;
+use crate::payload::devmem::nic::possible;
 
 pub use cpus::Cpus;
 pub use map::Map;

@@ -12,7 +12,6 @@ use std::str::FromStr;
 use super::{Address, Cpus, PciAddress};
 use crate::error::{Error, Result};
 use crate::memory::cuda::{CudaError, CudaGpu};
-use crate::transport;
 use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use ferrywire_sys::{affinity, ethtool, nics};
 
@@ -181,7 +180,7 @@ fn on_or_off(text: &str) -> Option<bool> {
     }
 }
 
-fn address_of(nic: &transport::Nic) -> (String, Address) {
+fn address_of(nic: &ferrywire_net::Nic) -> (String, Address) {
     (nic.name.clone(), Address { ip: nic.address, prefix_len: nic.prefix_len })
 }
 

@@ -4,7 +4,7 @@ use crate::held_up::connected;
 use crate::netns::Hosts;
 use crate::{LIMIT, builder};
 use ferrywire::Endpoint;
-use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
+use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

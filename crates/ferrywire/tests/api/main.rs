@@ -1,6 +1,7 @@
 //! What programs in other languages need of the API: waiting for many things at once, memory that somebody else
 //! owns, blocks in arrays, limits on time and on what a process has, processes that fork, and words at every end.
 
+mod addresses;
 mod any;
 mod blocks;
 mod bounded;
@@ -22,8 +23,8 @@ mod unmapped;
 mod wakeups;
 mod withdrawn;
 
-use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
 use ferrywire::{Builder, Endpoint, Peer};
+use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;

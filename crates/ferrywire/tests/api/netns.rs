@@ -41,6 +41,12 @@ impl Hosts {
         Some(())
     }
 
+    /// Changes something about one of them, by the words of `ip`.
+    pub fn set(&self, host: usize, arguments: &str) {
+        ip(&format!("-n {} {arguments}", self.names[host]))
+            .expect("making the namespaces took the same rights");
+    }
+
     /// Where the second host listens.
     pub fn listen() -> SocketAddr {
         SocketAddr::new(Hosts::ADDRESSES[1].into(), 7420)

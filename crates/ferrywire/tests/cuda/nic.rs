@@ -1,7 +1,7 @@
 //! Memory of a GPU for the NICs of this host.
 
 use crate::{gpu, is_real};
-use ferrywire::transport::devmem::{BindCause, DevmemError};
+use ferrywire::payload::devmem::{BindCause, DevmemError};
 use ferrywire_sys::ethtool::Ethtool;
 use ferrywire_sys::netdev::Netdev;
 use std::os::fd::AsFd;

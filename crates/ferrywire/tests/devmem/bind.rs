@@ -1,7 +1,7 @@
 //! Binding memory to NICs: what the kernel refuses and why, and how long a binding lasts.
 
 use crate::vm::{self, FAR, NEAR, Pool, QUEUE, at_peer, index, set_split};
-use ferrywire::transport::devmem::{BindCause, DevmemError};
+use ferrywire::payload::devmem::{BindCause, DevmemError};
 use ferrywire_sys::ethtool::Split;
 use ferrywire_sys::mapping::anonymous_file;
 use ferrywire_sys::netdev::{Netdev, QueueState};

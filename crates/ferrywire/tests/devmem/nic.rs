@@ -6,7 +6,7 @@
 mod kills;
 
 use crate::vm::{self, KIB, Knob, MIB, NEAR, Pool};
-use ferrywire::transport::devmem::nic::{Claim, NicError, Wish, clean_up_in, possible};
+use ferrywire::payload::devmem::nic::{Claim, NicError, Wish, clean_up_in, possible};
 use ferrywire_sys::devmem::{self, Control};
 use ferrywire_sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
 use ferrywire_sys::flow::{Flow, Flows};

@@ -1,7 +1,7 @@
 //! Receiving into device memory: every byte in its place, in whatever portions, and tokens within their limits.
 
 use crate::vm::{self, KIB, Link, MIB, Receiver, Sender, WAY, Way, send_all, send_plain, take};
-use ferrywire::transport::devmem::DevmemError;
+use ferrywire::payload::devmem::DevmemError;
 use ferrywire_sys::devmem::{Control, DmabufToken, ReceiveFault, SO_DEVMEM_DONTNEED, Tokens};
 use ferrywire_sys::socket;
 use std::io::Read;

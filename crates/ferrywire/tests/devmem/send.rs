@@ -1,7 +1,7 @@
 //! Sending from device memory: what is refused and why, and what happens to what was sent already.
 
 use crate::vm::{self, FAR, KIB, Link, MIB, PATTERN_BYTES, Pool, Receiver, Sender, WAY, at_peer, send, take};
-use ferrywire::transport::devmem::{DevmemError, SendCause};
+use ferrywire::payload::devmem::{DevmemError, SendCause};
 use ferrywire_sys::devmem::{self, Piece};
 use ferrywire_sys::{socket, zerocopy};
 use std::io;

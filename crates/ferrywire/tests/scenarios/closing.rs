@@ -3,8 +3,8 @@
 use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, World, assert_same, contents, pattern};
-use ferrywire::transport::sim::{ResetSeen, Side};
 use ferrywire::{Error, Peer, Region, Transfer};
+use ferrywire_net::sim::{ResetSeen, Side};
 use std::time::Duration;
 
 const LIMIT: Duration = Duration::from_secs(20);

@@ -4,8 +4,8 @@ use crate::load::Load;
 use crate::sim::is_gone;
 use crate::world::{Faulty, assert_same, contents, pattern};
 use ferrywire::limits;
-use ferrywire::transport::sim::{Faults, ResetSeen, Side};
 use ferrywire::{Block, BlockList, Error, Peer, Transfer};
+use ferrywire_net::sim::{Faults, ResetSeen, Side};
 use std::time::Duration;
 
 fn ms(ms: u64) -> Duration {

@@ -4,8 +4,8 @@
 //! turns, with its seed and the network's last events.
 
 use crate::world::{Faulty, Gpus, World};
-use ferrywire::transport::sim::{Faults, SimHost, SimNet};
 use ferrywire::{Builder, Endpoint, Error, Peer, Result, Transfer};
+use ferrywire_net::sim::{Faults, SimHost, SimNet};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::cell::Cell;

@@ -4,8 +4,8 @@
 use crate::netns::Hosts;
 use crate::vm;
 use crate::world::{Gpus, World};
-use ferrywire::transport::tcp::{TcpTransport, ZeroCopyPolicy};
 use ferrywire::{Builder, Endpoint, Error, Peer, PluginConfig, Result, Transfer};
+use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use std::collections::VecDeque;

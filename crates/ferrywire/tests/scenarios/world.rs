@@ -1,8 +1,8 @@
 //! What a scenario needs of the world it runs in, and the tools that all scenarios share.
 
 use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
-use ferrywire::transport::sim::SimNet;
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
+use ferrywire_net::sim::SimNet;
 use rand::Rng;
 use rand::rngs::StdRng;
 use std::net::{IpAddr, SocketAddr};

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrywire::Endpoint;
 use ferrywire::topology::{Nic, Plan, Topology};
-use ferrywire::transport::sim::{SimHost, SimNet};
+use ferrywire_net::sim::{SimHost, SimNet};
 
 use crate::wishes::{mapped, planned};
 

@@ -7,9 +7,9 @@ mod notices;
 mod paths;
 mod stuck;
 
-use ferrywire::transport::tcp::TcpTransport;
-use ferrywire::transport::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
 use ferrywire::{Endpoint, Peer};
+use ferrywire_net::tcp::TcpTransport;
+use ferrywire_net::{Bound, Conn, ConnOptions, IoVec, Listener, Nic, PathHealth, Transport};
 use std::fmt::Debug;
 use std::io;
 use std::net::{IpAddr, SocketAddr};

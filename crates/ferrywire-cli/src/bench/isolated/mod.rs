@@ -22,7 +22,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::OnceLock;
 
-use ferrywire::transport::plugin::{SetBy, Variable};
+use ferrywire::payload::plugin::{SetBy, Variable};
 use serde::{Deserialize, Serialize};
 
 use super::report::Record;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferrywire::nccl::log::{LastLines, LogLine};
 use ferrywire::nccl::{EndKind, explained};
-use ferrywire::transport::plugin::{SetBy, Variable};
+use ferrywire::payload::plugin::{SetBy, Variable};
 
 use super::super::handed;
 use super::Order;

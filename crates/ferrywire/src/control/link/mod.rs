@@ -21,11 +21,11 @@ use super::pairs::{Pair, leads_to_us, pairs};
 use super::{read_in, write_out};
 use crate::engine::Engine;
 use crate::error::Error;
+use crate::payload::carrier::Carrier;
+use crate::payload::terms::{Terms, reason_without};
 use crate::peer::{PeerInfo, PeerState};
 use crate::queue::Entry;
-use crate::transport::carrier::Carrier;
-use crate::transport::terms::{Terms, reason_without};
-use crate::transport::{Conn, ConnOptions};
+use ferrywire_net::{Conn, ConnOptions};
 use ferrywire_proto::Identity;
 use ferrywire_proto::channel_assignment::spread;
 use ferrywire_proto::clock::silence_max;
@@ -547,13 +547,13 @@ fn transport_of(
     config: &SessionConfig,
 ) -> (&'static str, String) {
     match (carrier, &engine.carrier) {
-        (Some(_), Some(Carrier::Devmem(_))) => (engine.transport.name(), "both ends can".into()),
+        (Some(_), Some(Carrier::Devmem(_))) => (engine.payload_name(), "both ends can".into()),
         (None, Some(Carrier::Devmem(_))) => {
             let why =
                 reason_without(&config.extra).unwrap_or_else(|| "the other end did not offer devmem".into());
             tracing::info!("payload goes over tcp: {why}");
             ("tcp", why)
         }
-        _ => (engine.transport.name(), engine.no_carrier.clone().unwrap_or_default()),
+        _ => (engine.payload_name(), engine.no_carrier.clone().unwrap_or_default()),
     }
 }

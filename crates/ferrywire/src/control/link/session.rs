@@ -3,7 +3,7 @@
 use super::{CANDIDATES_MAX, Link, Role, Slot};
 use crate::control::dial::DialFailure;
 use crate::error::Error;
-use crate::transport::Conn;
+use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{Established, RefusalCode};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::SessionError;

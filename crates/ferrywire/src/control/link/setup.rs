@@ -8,7 +8,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::peer::Peer;
 use crate::progress::Command;
-use crate::transport::Conn;
+use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{Hello, Purpose};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;

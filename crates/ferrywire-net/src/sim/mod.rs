@@ -1,0 +1,321 @@
+//! An in-memory network of several hosts, with seeded faults and a clock of its own.
+//!
+//! It is here because everything above the transport traits must be tested against what networks
+//! really do (partial sends, late bytes, resets, paths that die silently, hosts that stop) without a
+//! socket and without a sleep, and because a failure must be repeatable from one printed number.
+//!
+//! ```text
+//!   SimHost "a"                                     SimHost "b"
+//!   eth0 --- Link: two pipes, in flight | arrived --- eth0
+//!   eth1 ---------------------------------------- --- eth1
+//!        NIC: bandwidth, cut out / in     SimNet: seed, clock, Faults
+//! ```
+//!
+//! Invariant: the same seed and the same calls in the same order give the same events, which
+//! [`SimNet::fingerprint`] shows. A connection's bytes arrive in order, once and unchanged, unless it
+//! is reset or a corruption was asked for.
+//! Read next: `faults.rs` for what can go wrong, `host.rs` for the traits, `link.rs` for a connection.
+
+mod faults;
+mod host;
+mod link;
+mod pipe;
+mod state;
+#[cfg(test)]
+mod tests;
+mod trace;
+mod traffic;
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+pub use faults::{DialFault, Faults, ResetSeen, Side};
+pub use host::SimHost;
+use state::State;
+
+/// A connection of a [`SimNet`], in the order in which they were dialled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ConnId(u64);
+
+/// What [`SimNet::connections`] tells of one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConnInfo {
+    /// Names it to the other methods.
+    pub id: ConnId,
+    /// The address it was dialled from.
+    pub dialler: SocketAddr,
+    /// The address it was dialled to.
+    pub acceptor: SocketAddr,
+    /// Whether either end said that it carries bulk data.
+    pub bulk: bool,
+    /// Whether the acceptor's host has answered.
+    pub established: bool,
+    /// Bytes that the dialler has sent.
+    pub sent_by_dialler: u64,
+    /// Bytes that the acceptor has sent.
+    pub sent_by_acceptor: u64,
+}
+
+/// A simulated network. Its methods may be called from any thread; NICs are named by their address
+/// and hosts by their name, and naming one that does not exist panics.
+pub struct SimNet {
+    seed: u64,
+    /// Set when the clock is the process's own.
+    epoch: Option<Instant>,
+    state: Mutex<State>,
+}
+
+impl SimNet {
+    /// A network whose clock moves only by [`advance`](SimNet::advance) and [`step`](SimNet::step).
+    pub fn new(seed: u64) -> Arc<SimNet> {
+        Arc::new(SimNet { seed, epoch: None, state: Mutex::new(State::new(seed)) })
+    }
+
+    /// A network on the process's clock, for use with threads. Not repeatable.
+    pub fn real_time(seed: u64) -> Arc<SimNet> {
+        Arc::new(SimNet { seed, epoch: Some(Instant::now()), state: Mutex::new(State::new(seed)) })
+    }
+
+    /// The seed it was made with.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Adds a host with its NICs, in /24 subnets (/64 for IPv6), besides a loopback one named `lo`.
+    pub fn host(self: &Arc<Self>, name: &str, nics: &[(&str, IpAddr)]) -> Arc<SimHost> {
+        let index = self.lock().add_host(name, nics);
+        Arc::new(SimHost::new(Arc::clone(self), index, name))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(epoch) = self.epoch {
+            state.catch_up(epoch.elapsed());
+        }
+        state
+    }
+
+    // --- Time ---------------------------------------------------------------------------------
+
+    /// Time since the network was made.
+    pub fn now(&self) -> Duration {
+        self.lock().clock
+    }
+
+    /// Moves the clock, through everything that happens on the way; in real time, sleeps.
+    pub fn advance(&self, by: Duration) {
+        if self.epoch.is_some() {
+            return std::thread::sleep(by);
+        }
+        let mut state = self.lock();
+        let target = state.clock + by;
+        state.catch_up(target);
+    }
+
+    /// When something next arrives, connects, fails or heals by itself; `None` when at rest.
+    pub fn next_event(&self) -> Option<Duration> {
+        self.lock().next_event()
+    }
+
+    /// Advances to the next event; false when at rest.
+    pub fn step(&self) -> bool {
+        let Some(next) = self.next_event() else {
+            return false;
+        };
+        self.advance(next.saturating_sub(self.now()));
+        true
+    }
+
+    // --- What the network is like ---------------------------------------------------------------
+
+    /// Sets the faults by chance from now on; their disruptions are counted anew.
+    pub fn set_faults(&self, faults: Faults) {
+        let mut state = self.lock();
+        state.faults = faults;
+        state.disruptions = 0;
+    }
+
+    /// Sets the one-way latency between any two NICs, 50 us unless set.
+    pub fn set_latency(&self, latency: Duration) {
+        self.lock().latency = latency;
+    }
+
+    /// Adds to the one-way latency of everything through a NIC.
+    pub fn set_nic_latency(&self, nic: IpAddr, extra: Duration) {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        state.nics[nic].extra_latency = extra;
+    }
+
+    /// Limits a NIC, each way; all of its connections share it. Its [`Nic`] then tells the speed.
+    ///
+    /// [`Nic`]: crate::Nic
+    pub fn set_bandwidth(&self, nic: IpAddr, bytes_per_second: Option<u64>) {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        state.nics[nic].bytes_per_second = bytes_per_second;
+        state.nics[nic].nic.speed_mbps = bytes_per_second.map(|rate| (rate / 125_000).max(1) as u32);
+    }
+
+    /// Sets how many bytes of each direction may be unacknowledged or unread, for connections dialled
+    /// from now on; 256 KiB unless set. The options of a dial do not change it.
+    pub fn set_buffer_bytes(&self, bytes: usize) {
+        self.lock().buffer_bytes = bytes;
+    }
+
+    /// Whether only NICs of the same subnet reach each other; unless set, all do.
+    pub fn isolate_subnets(&self, isolated: bool) {
+        self.lock().change(|state| state.isolated = isolated);
+    }
+
+    // --- Paths and connections that break -------------------------------------------------------
+
+    /// Cuts a NIC: nothing leaves or reaches it any more, and nobody is told.
+    pub fn cut(&self, nic: IpAddr) {
+        self.cut_ways(nic, (true, true), None);
+    }
+
+    /// Cuts a NIC for a time.
+    pub fn cut_for(&self, nic: IpAddr, lasting: Duration) {
+        self.cut_ways(nic, (true, true), Some(lasting));
+    }
+
+    /// Cuts what a NIC sends; it still receives.
+    pub fn cut_outgoing(&self, nic: IpAddr) {
+        self.cut_ways(nic, (true, false), None);
+    }
+
+    /// Cuts what a NIC receives; it still sends.
+    pub fn cut_incoming(&self, nic: IpAddr) {
+        self.cut_ways(nic, (false, true), None);
+    }
+
+    fn cut_ways(&self, nic: IpAddr, ways: (bool, bool), lasting: Option<Duration>) {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        state.cut(nic, ways, lasting);
+    }
+
+    /// Takes a NIC away for good: it is cut, and its host knows of it no more.
+    pub fn delete(&self, nic: IpAddr) {
+        self.cut(nic);
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        let host = state.nics[nic].host;
+        state.hosts[host].nics.retain(|each| *each != nic);
+    }
+
+    /// Ends every cut of a NIC. What was lost is sent again when its retransmission timer next fires.
+    pub fn heal(&self, nic: IpAddr) {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        state.heal(nic);
+    }
+
+    /// Every connection that either end still holds.
+    pub fn connections(&self) -> Vec<ConnInfo> {
+        let state = self.lock();
+        let info = |link: &link::Link| ConnInfo {
+            id: ConnId(link.id),
+            dialler: link.ends[0].address,
+            acceptor: link.ends[1].address,
+            bulk: link.bulk,
+            established: link.is_up(),
+            sent_by_dialler: link.pipes[0].sent,
+            sent_by_acceptor: link.pipes[1].sent,
+        };
+        state.links.values().map(info).collect()
+    }
+
+    /// Resets a connection; bytes in flight are lost. `first` is the end that learns of it at once.
+    pub fn reset(&self, conn: ConnId, first: Side, seen: ResetSeen) {
+        self.lock().reset(conn.0, first.index(), seen);
+    }
+
+    /// Resets every connection of a NIC; its own ends learn of it at once. Returns how many.
+    pub fn reset_nic(&self, nic: IpAddr, seen: ResetSeen) -> usize {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        let ids = state.link_ids(|link| link.ends.iter().any(|end| end.nic == nic));
+        for id in &ids {
+            let first = usize::from(state.links[id].ends[0].nic != nic);
+            state.reset(*id, first, seen);
+        }
+        ids.len()
+    }
+
+    /// Nothing moves on a connection for a while.
+    pub fn stall(&self, conn: ConnId, lasting: Duration) {
+        self.lock().stall(conn.0, lasting);
+    }
+
+    /// Flips one bit of the first byte that `from` sends at or after this offset of its stream.
+    pub fn corrupt(&self, conn: ConnId, from: Side, offset: u64) {
+        if let Some(link) = self.lock().links.get_mut(&conn.0) {
+            link.pipes[from.index()].corrupt_from(offset);
+        }
+    }
+
+    /// Corrupts the next `times` sends on data connections that have sent `after_bytes` already.
+    pub fn corrupt_bulk(&self, after_bytes: u64, times: u32) {
+        self.lock().corrupt_bulk = (after_bytes, times);
+    }
+
+    /// The next `count` dials to a NIC fail.
+    pub fn fail_dials(&self, nic: IpAddr, fault: DialFault, count: usize) {
+        let mut state = self.lock();
+        let nic = state.nic_of(nic);
+        state.nics[nic].dial_faults.extend(std::iter::repeat_n(fault, count));
+    }
+
+    // --- Hosts that break -----------------------------------------------------------------------
+
+    /// Kills a host's process: its listeners are gone, its connections reset, its own calls fail.
+    pub fn kill(&self, host: &str) {
+        let mut state = self.lock();
+        let host = state.host_of(host);
+        state.kill(host);
+    }
+
+    /// Lets a killed host listen and dial again.
+    pub fn revive(&self, host: &str) {
+        let mut state = self.lock();
+        let host = state.host_of(host);
+        state.revive(host);
+    }
+
+    /// Stops a host's process: it sends, receives and accepts nothing, while its kernel still
+    /// acknowledges until its buffers are full.
+    pub fn freeze(&self, host: &str) {
+        let mut state = self.lock();
+        let host = state.host_of(host);
+        state.freeze(host);
+    }
+
+    /// Lets a frozen host go on.
+    pub fn thaw(&self, host: &str) {
+        let mut state = self.lock();
+        let host = state.host_of(host);
+        state.thaw(host);
+    }
+
+    // --- Looking back ---------------------------------------------------------------------------
+
+    /// The last 200 events, for the message of a failed test.
+    pub fn trace(&self) -> Vec<String> {
+        self.lock().trace.lines()
+    }
+
+    /// A hash over every event so far: equal for equal histories.
+    pub fn fingerprint(&self) -> u64 {
+        self.lock().trace.fingerprint()
+    }
+}
+
+impl fmt::Debug for SimNet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SimNet").field("seed", &self.seed).field("real_time", &self.epoch.is_some()).finish()
+    }
+}

@@ -1,0 +1,438 @@
+//! A loaded plugin as an endpoint uses it: its devices by NIC, its terms, what watches its calls.
+//!
+//! Read next: `setup.rs`, how a channel gets its lane.
+
+use super::config::{File, PluginConfig};
+use super::environment::{self, Facts, SetBy, Variable};
+use super::tcpx;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
+use crate::memory::{Gpu, Memory, Place};
+use crate::nccl::abi::PointerType;
+use crate::nccl::{CallError, CallUnderWay, CommId, Library, Plugin, Properties, RecvComm, log};
+use crate::payload::terms::Terms;
+use ferrywire_net::Nic;
+use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_proto::limits;
+use ferrywire_sys::affinity;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// Plugins, by how their names begin, that take so many requests per connection. They say so of the next one
+/// only, with a line in their log each time it is tried.
+const REQUESTS_MAX: [(&str, usize); 2] = [("GPUDirectTCPX", 16), ("FastSocket", 16)];
+
+/// A plugin and what the endpoint has decided about it.
+#[derive(Debug)]
+pub(crate) struct Host {
+    pub plugin: Plugin,
+    pub config: PluginConfig,
+    /// Largest message that both ends have agreed on.
+    pub message_bytes_max: usize,
+    devices: Vec<Properties>,
+    /// Held open as long as the plugin may look for it.
+    gpu: Option<Gpu>,
+    environment: Vec<Variable>,
+    /// Listeners that have to stay open because their accept did not end.
+    pub listeners_leaked: AtomicUsize,
+    /// Registrations that stay because a request of their direction was in flight when their lane was closed.
+    pub registrations_leaked: AtomicUsize,
+}
+
+impl Host {
+    /// Sets the environment, loads the plugin and looks at its devices.
+    ///
+    /// # Safety
+    /// The promises of [`PluginConfig::at`].
+    pub unsafe fn load(plugin: PluginConfig, config: &Config, nics: &[Nic]) -> Result<Host> {
+        plugin.check()?;
+        if config.threads == 0 {
+            let why = "a plugin's calls may block, so they need a progress thread: give at least 1";
+            return Err(Error::invalid("threads", why));
+        }
+        let mut seen = environment::seen();
+        let another_is_there = seen.is_loaded();
+        // SAFETY: by the caller's promise.
+        let environment = unsafe { seen.set(&facts(&plugin, config, nics)) };
+        let mut message_bytes_max = message_bytes_max(&environment)?;
+        if another_is_there && !set_by_user(&environment, environment::CHUNK_BYTES) {
+            message_bytes_max = message_bytes_max.min(plugin.message_bytes_max);
+        }
+        // Before the plugin is there, which finds a simulated GPU through the environment, and a real one's driver
+        // where it is loaded.
+        let gpu = plugin.gpu.map(Gpu::open).transpose()?;
+        // SAFETY: by the caller's promise the file is trusted.
+        let loaded = unsafe {
+            let library = match &plugin.file {
+                File::Path(path) => Library::open(path)?,
+                File::Named(name) => Library::find(name.as_deref())?,
+            };
+            library.load(plugin.version)?
+        };
+        seen.note_loaded(&environment);
+        drop(seen);
+        if tcpx::is(loaded.name())
+            && let Some((name, why)) = environment::unusable(&environment, plugin.gpu.is_some())
+        {
+            return Err(Error::invalid(name, why));
+        }
+        window_fits(loaded.name(), plugin.window)?;
+        let most = limits::TCPX_MESSAGE_BYTES_MAX;
+        if tcpx::is(loaded.name()) && message_bytes_max > most {
+            tracing::info!(
+                "messages have at most {most} bytes over {}, not {message_bytes_max}",
+                loaded.name()
+            );
+            message_bytes_max = most;
+        }
+        let mut devices = Vec::new();
+        for device in 0..loaded.devices() {
+            devices.push(loaded.properties(device)?);
+        }
+        if another_is_there && !set_by_user(&environment, environment::NICS) {
+            has_nics(loaded.name(), &devices, &config.chosen_nics(nics))?;
+        }
+        if plugin.gpu.is_some() {
+            moves_gpu_memory(loaded.name(), &devices)?;
+        }
+        let host = Host {
+            plugin: loaded,
+            config: plugin,
+            message_bytes_max,
+            devices,
+            gpu,
+            environment,
+            listeners_leaked: AtomicUsize::new(0),
+            registrations_leaked: AtomicUsize::new(0),
+        };
+        host.say();
+        Ok(host)
+    }
+
+    fn say(&self) {
+        let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
+        let (name, version, path) = (self.plugin.name(), self.plugin.version(), self.plugin.path());
+        tracing::info!("plugin {name} ({version}) from {path}; devices: {}", names.join(", "));
+        match self.takes_turns() {
+            true => tracing::info!(
+                "listen and accept of {name} are called by one thread at a time: it imports its GPU's receive pool without a \
+                 lock, and only polls there"
+            ),
+            false => tracing::info!(
+                "listen and accept of {name} are called by several threads at once: nothing else is known of it, and it may \
+                 block there"
+            ),
+        }
+        for Variable { name, value, set_by } in &self.environment {
+            tracing::info!("{name}={value} (set by {set_by:?})");
+        }
+    }
+
+    /// Whether its set-up calls take turns.
+    pub fn takes_turns(&self) -> bool {
+        tcpx::takes_turns(self.plugin.name())
+    }
+
+    /// Whose memory it moves, beside the host's.
+    pub fn gpu(&self) -> Option<Place> {
+        self.config.gpu
+    }
+
+    /// The variables it was loaded with.
+    pub fn environment(&self) -> &[Variable] {
+        &self.environment
+    }
+
+    /// The device that is this host's NIC with an address.
+    pub fn device_at(&self, address: IpAddr, nics: &[Nic]) -> Result<i32, String> {
+        let nic = nics.iter().find(|nic| nic.address == address);
+        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
+        match self.devices.iter().position(|device| device.name == nic.name) {
+            Some(index) => self.takes_gpu_memory(&self.devices[index]).map(|()| index as i32),
+            None => {
+                let names: Vec<&str> = self.devices.iter().map(|device| device.name.as_str()).collect();
+                Err(format!(
+                    "plugin {} has no device {}, only {}; name NICs that both have, or tell the plugin of it: many \
+                     leave loopback out unless NCCL_SOCKET_IFNAME names it",
+                    self.plugin.name(),
+                    nic.name,
+                    names.join(", ")
+                ))
+            }
+        }
+    }
+
+    /// Refuses a device on which registering memory of our GPU would end the process.
+    fn takes_gpu_memory(&self, device: &Properties) -> Result<(), String> {
+        let (name, nic) = (self.plugin.name(), &device.name);
+        if self.config.gpu.is_none() || !tcpx::is(name) {
+            return Ok(());
+        }
+        match tcpx::lacks_address(device.pci_path.as_deref()) {
+            None => Ok(()),
+            Some(why) => Err(format!(
+                "{name} would end the process when it registers GPU memory on NIC {nic}, {why}; choose NICs that are PCI \
+                 devices (--nics, or the address to listen on), or leave the GPU out"
+            )),
+        }
+    }
+
+    /// A device, if there is one with this index.
+    pub fn device(&self, index: i32) -> Option<&Properties> {
+        self.devices.get(usize::try_from(index).ok()?)
+    }
+
+    /// What the other end has to have alike.
+    pub fn terms(&self) -> Terms {
+        let scattered = self.devices.iter().any(Properties::unpacks);
+        let recv_sync = self.environment.iter().find(|variable| variable.name == environment::RECV_SYNC);
+        let recv_sync = recv_sync.map_or("0".to_owned(), |set| set.value.chars().take(8).collect());
+        let inline = environment::inline_bytes(&self.environment);
+        let inline = inline.map_or_else(|_| "unreadable".to_owned(), |bytes| bytes.to_string());
+        let list = [
+            ("version", self.plugin.version().to_string()),
+            (environment::CHUNK_BYTES, self.message_bytes_max.to_string()),
+            ("window", self.config.window.to_string()),
+            ("unpacks", u8::from(scattered).to_string()),
+            (environment::RECV_SYNC, recv_sync),
+            (environment::INLINE, inline),
+        ];
+        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some()).with_manner(self.config.manner)
+    }
+
+    /// Refuses a session with these terms of the other end, with the reason.
+    pub fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        if let Some(difference) = self.terms().difference(theirs) {
+            return Err(difference);
+        }
+        if session.chunk_bytes as usize > self.message_bytes_max {
+            let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
+            return Err(format!("chunks of {chunk} bytes, and the plugin's messages have at most {most}"));
+        }
+        let gpu = self.config.gpu.is_some() || theirs.gpu();
+        let name = self.plugin.name();
+        if gpu && session.crc {
+            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
+            let inline = environment::INLINE;
+            return Err(format!(
+                "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
+            ));
+        }
+        if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
+            return Err(format!(
+                "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
+                 cross a NIC; use another transport here, or allow it for a simulator or namespaces"
+            ));
+        }
+        Ok(())
+    }
+
+    /// The same, opened.
+    pub fn opened_gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
+    }
+
+    /// Does something with its GPU current on this thread, if it has one.
+    pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+        match &self.gpu {
+            Some(gpu) => gpu.with_current(body).map_err(|error| error.to_string())?,
+            None => body(),
+        }
+    }
+
+    /// The same for a call of the plugin that may leave the plugin's own context on the thread's stack.
+    pub fn with_gpu_current_alone<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+        match &self.gpu {
+            Some(gpu) => gpu.with_current_alone(body).map_err(|error| error.to_string())?,
+            None => body(),
+        }
+    }
+
+    /// A queue of work of its GPU. May wait for the GPU.
+    pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
+        let gpu = self.gpu.as_ref().ok_or("the plugin has no GPU")?;
+        gpu.queue().map_err(|error| error.to_string())
+    }
+
+    /// Memory of the engine's own, of its GPU if the place is one.
+    pub fn memory(&self, place: Place, bytes: usize) -> Result<Arc<Memory>, String> {
+        let made = match &self.gpu {
+            _ if place == Place::Host => Memory::private(bytes),
+            Some(gpu) => Memory::private_on(gpu, bytes),
+            None => return Err(format!("no slots in {place}")),
+        };
+        made.map_err(|error| format!("memory for slots: {error}"))
+    }
+
+    /// Memory of the host that its GPU reaches too, if it has one. May wait for the GPU.
+    pub fn host_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {
+        match &self.gpu {
+            Some(gpu) => {
+                let mapped = gpu.map_once(bytes);
+                let mapped = mapped.map_err(|error| format!("host memory for slots: {error}"))?;
+                Ok(Memory::mapped(mapped, bytes))
+            }
+            None => self.memory(Place::Host, bytes),
+        }
+    }
+
+    /// The allocation that memory of its GPU lies in.
+    pub fn allocation(&self, address: u64, bytes: u64) -> Option<Extent> {
+        self.gpu.as_ref()?.allocation(address, bytes)
+    }
+
+    /// What gathers the receives of a fresh connection, where they arrive in fragments of GPU memory. May
+    /// wait for the GPU.
+    pub fn gather_for(&self, comm: &RecvComm) -> Result<Option<Gather>, String> {
+        let (Some(_), Some(handle)) = (&self.gpu, comm.device_handle()) else { return Ok(None) };
+        let device = self.gpu_queue()?;
+        // SAFETY: the handle is what `accept` gave for this connection, and a lane drops its gather before
+        // it closes the connection.
+        let unpack = unsafe { DeviceUnpack::read(device, &handle) };
+        let gather = unpack.and_then(|unpack| Gather::new(self.config.unpack, unpack));
+        gather.map(Some).map_err(|error| error.to_string())
+    }
+
+    /// How long an attempt to set a lane up that is given up may take to answer.
+    pub fn linger(&self) -> Duration {
+        self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_DEADLINE)
+    }
+
+    /// Calls that have not returned yet.
+    pub fn calls_under_way(&self) -> Vec<CallUnderWay> {
+        self.plugin.calls_under_way()
+    }
+
+    /// Such a call in words.
+    pub fn describe_call(&self, call: &CallUnderWay) -> String {
+        let device = call.device.and_then(|index| self.device(index).map(|device| (index, &device.name)));
+        let device = device.map(|(index, name)| format!(" on device {index} ({name})")).unwrap_or_default();
+        format!(
+            "plugin {} ({}): {}{device} has not returned for {:.1} s",
+            self.plugin.name(),
+            self.plugin.version(),
+            call.call,
+            call.since.as_secs_f64()
+        )
+    }
+
+    /// Why a set-up call failed, with what the plugin has warned of since line `began` of its log, and the fix where the
+    /// cause is known; and whether it is.
+    pub fn explain_failure(&self, error: &CallError, began: u64) -> (String, bool) {
+        let said = log::lines_since(began);
+        let warned = said.warning().map_or_else(String::new, |line| format!("; it warned: {}", line.text));
+        let fix = said.cause().map(|(cause, _)| format!("; fix: {}", cause.fix()));
+        (format!("{error}{warned}{}", fix.as_deref().unwrap_or_default()), fix.is_some())
+    }
+
+    /// The call that has been under way for longest, in words, if that is longer than `least`. One that is older than a
+    /// set-up of this age concerns that set-up only where set-up calls take turns.
+    pub fn longest_call(&self, least: Duration, age: Duration) -> Option<String> {
+        let calls = self.calls_under_way();
+        let concerns = |call: &&CallUnderWay| call.since > least && (call.since <= age || self.takes_turns());
+        calls.iter().find(concerns).map(|call| self.describe_call(call))
+    }
+
+    /// A listener stays open for good.
+    pub fn leaked_listener(&self, why: &str) {
+        self.listeners_leaked.fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(plugin = self.plugin.name(), "a listener stays open until this process ends: {why}");
+    }
+
+    /// So many registrations of a connection, which had requests in flight when it was closed, are not undone.
+    pub fn leaked_registrations(&self, count: usize, comm: CommId) {
+        if count == 0 {
+            return;
+        }
+        let all = self.registrations_leaked.fetch_add(count, Ordering::Relaxed) + count;
+        tracing::warn!(
+            plugin = self.plugin.name(), %comm, all,
+            "{count} registrations of memory stay until this process ends: a request was in flight"
+        );
+    }
+}
+
+/// Refuses a window that a plugin is known never to fill.
+fn window_fits(name: &str, window: usize) -> Result<()> {
+    match REQUESTS_MAX.iter().find(|(begin, most)| name.starts_with(begin) && window > *most) {
+        Some((_, most)) => {
+            let why = format!("{window} is more than the {most} requests that {name} takes per connection");
+            Err(Error::invalid("window of the plugin", why))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Refuses NICs that a plugin does not have because it was loaded for those of another endpoint.
+fn has_nics(name: &str, devices: &[Properties], nics: &[String]) -> Result<()> {
+    let lacking = nics.iter().find(|nic| !devices.iter().any(|device| device.name == **nic));
+    match lacking.filter(|_| tcpx::is(name)) {
+        Some(nic) => Err(Error::invalid(
+            "NICs of the plugin",
+            format!(
+                "{name} has no device {nic}: an endpoint that was built before has set {} for its own; set it to all of them \
+                 before, or build the endpoint with most NICs first",
+                environment::NICS
+            ),
+        )),
+        None => Ok(()),
+    }
+}
+
+/// Refuses devices that get no bytes to a GPU, or do so in a way that nobody here completes.
+fn moves_gpu_memory(name: &str, devices: &[Properties]) -> Result<()> {
+    let refused = |why: String| Err(Error::invalid("GPU of the plugin", why));
+    for device in devices {
+        let of = format!("device {} of {name}", device.name);
+        if !device.takes(PointerType::Cuda) {
+            return refused(format!("{of} takes host memory only; leave the GPU out, and use host memory"));
+        }
+        if !device.unpacks() {
+            return refused(format!(
+                "{of} writes to GPU memory itself, which takes a flush behind each receive that is not built yet; \
+                 leave the GPU out, and use host memory"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The variables that a plugin would be loaded with; nothing is set.
+pub(crate) fn environment_for(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Vec<Variable> {
+    environment::seen().decide(&facts(plugin, config, nics))
+}
+
+fn facts(plugin: &PluginConfig, config: &Config, nics: &[Nic]) -> Facts {
+    let chosen = config.chosen_nics(nics);
+    let of_them = nics.iter().filter(|nic| chosen.contains(&nic.name));
+    Facts {
+        message_bytes_max: plugin.message_bytes_max,
+        speed_mbps: of_them.filter_map(|nic| nic.speed_mbps).max(),
+        cores: affinity::cores_with_time(),
+        nics: chosen,
+        set_before: plugin.set_before.clone(),
+    }
+}
+
+fn set_by_user(environment: &[Variable], name: &str) -> bool {
+    environment.iter().any(|variable| variable.name == name && variable.set_by == SetBy::User)
+}
+
+/// The chunk that the plugin was told, by whomever.
+fn message_bytes_max(environment: &[Variable]) -> Result<usize> {
+    let chunk = environment.iter().find(|variable| variable.name == environment::CHUNK_BYTES);
+    let text = chunk.map_or("", |chunk| chunk.value.trim());
+    let (least, most) = (limits::LANE_MESSAGE_BYTES_MIN, limits::CHUNK_BYTES_MAX);
+    match text.parse() {
+        Ok(bytes) if (least..=most).contains(&bytes) => Ok(bytes),
+        _ => {
+            let why = format!("{text:?} is not between {least} and {most}");
+            Err(Error::invalid(environment::CHUNK_BYTES, why))
+        }
+    }
+}
