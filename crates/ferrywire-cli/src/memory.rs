@@ -12,8 +12,8 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu};
-use ferrywire::memory::pattern::RegionPattern;
 use ferrywire::memory::sim::SimGpu;
+use ferrywire::region::pattern::RegionPattern;
 use ferrywire::{Endpoint, Place, Region, limits};
 use serde::{Deserialize, Serialize};
 

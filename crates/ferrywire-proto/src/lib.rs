@@ -20,6 +20,7 @@ pub mod limits;
 pub mod schedule;
 pub mod session;
 pub mod stall_timer;
+pub mod text;
 pub mod transfer;
 pub mod window;
 pub mod wire;

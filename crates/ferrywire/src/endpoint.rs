@@ -13,13 +13,13 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::memory::cuda::{CudaGpu, idle};
 use crate::memory::host::HostBuffer;
-use crate::memory::owner::Owner;
 use crate::memory::sim::SimGpu;
-use crate::memory::{Place, Region, RegionHome};
+use crate::memory::{Owned, Owner, Place};
 use crate::payload::carrier::Carrier;
 use crate::payload::plugin::Variable;
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
+use crate::region::{Region, RegionHome};
 use crate::wakeup::Wakeup;
 use ferrywire_net::{SharedTransport, Transport};
 use ferrywire_proto::Identity;
@@ -330,13 +330,13 @@ impl Endpoint {
     /// Registers a buffer, which the region then owns.
     pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
         self.check_origin()?;
-        Ok(Region::vector(&self.inner.home, memory.into()))
+        Ok(Region::owned(&self.inner.home, Owned::Vector(memory.into())))
     }
 
     /// Allocates and registers `bytes` zeroed, page-aligned bytes.
     pub fn register_zeroed(&self, bytes: usize) -> Result<Region> {
         self.check_origin()?;
-        Ok(Region::owned(&self.inner.home, HostBuffer::zeroed(bytes)?))
+        Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
     }
 
     /// Allocates and registers `bytes` zeroed bytes on a simulated GPU, which is opened if it is not.
@@ -346,7 +346,7 @@ impl Endpoint {
     pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
-        Ok(Region::sim(&self.inner.home, buffer))
+        Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
     }
 
     /// Allocates and registers `bytes` zeroed bytes on a CUDA GPU, which is opened if it is not.
@@ -357,7 +357,7 @@ impl Endpoint {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
         self.inner.engine.prepared.prepare(Place::Cuda(index));
-        Ok(Region::cuda(&self.inner.home, buffer))
+        Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
     }
 
     /// Registers memory that the caller keeps: of the host, or of a GPU (CUDA or simulated), whose addresses

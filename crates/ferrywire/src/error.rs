@@ -4,15 +4,16 @@
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
-use crate::memory::Place;
 use crate::memory::cuda::CudaError;
 use crate::memory::sim::SimGpuError;
 use crate::memory::unpack::UnpackError;
+use crate::memory::{self, Place};
 use crate::nccl::{CallError, LoadError};
 use crate::payload::devmem::DevmemError;
 use ferrywire_proto::handshake::HandshakeError;
 use ferrywire_proto::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX};
 use ferrywire_proto::session::SessionError;
+use ferrywire_proto::text::rounded;
 use ferrywire_sys::fork::Forked;
 use std::fmt;
 use std::time::Duration;
@@ -231,17 +232,6 @@ pub enum Error {
     Bug(String),
 }
 
-/// A duration as messages have it: what is left of a limit of 30 s reads as `30s`, not `29.99999996s`.
-pub(crate) fn rounded(duration: Duration) -> Duration {
-    let unit_ns: u128 = match duration.as_nanos() {
-        0..1_000_000 => 1000,
-        1_000_000..10_000_000_000 => 1_000_000,
-        _ => 100_000_000,
-    };
-    let units = (duration.as_nanos() + unit_ns / 2) / unit_ns;
-    Duration::from_nanos(u64::try_from(units * unit_ns).unwrap_or(u64::MAX))
-}
-
 /// A limit of zero asks without waiting.
 fn stalled(waited: &Duration) -> String {
     match waited.is_zero() {
@@ -330,6 +320,23 @@ impl Error {
                 Error::Bug(format!("control session with {peer}: {error}"))
             }
             _ => Error::PeerLost { peer: String::from(peer), why: format!("control session: {error}") },
+        }
+    }
+}
+
+impl From<memory::Error> for Error {
+    fn from(error: memory::Error) -> Error {
+        match error {
+            memory::Error::Invalid { what, why } => Error::Invalid { what, why },
+            memory::Error::OutOfRegion { side, offset, len, region_bytes } => {
+                Error::OutOfRegion { side, offset, len, region_bytes }
+            }
+            memory::Error::SimGpu(error) => Error::SimGpu(error),
+            memory::Error::Cuda(error) => Error::Cuda(error),
+            memory::Error::Unpack(error) => Error::Unpack(error),
+            memory::Error::Io { what, message, code } => Error::Io { what, message, code },
+            memory::Error::Limit { name, limit, why } => Error::Limit { name, limit, why },
+            memory::Error::Bug(why) => Error::Bug(why),
         }
     }
 }

@@ -7,7 +7,7 @@ use super::cuda::{self, CudaError, CudaGpu};
 use super::sim::{self, SimGpu, SimGpuError};
 use super::unpack::{CudaQueue, Extent, GatherDevice, Mapped, SimQueue, mapped};
 use super::{Place, host_has_no_gpu};
-use crate::error::{Error, Result};
+use crate::memory::error::{Error, Result};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 

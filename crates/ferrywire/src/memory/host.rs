@@ -1,6 +1,6 @@
 //! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
 
-use crate::error::{Error, Result};
+use crate::memory::error::{Error, Result};
 use ferrywire_sys::mapping;
 use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
 

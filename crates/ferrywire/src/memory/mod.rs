@@ -1,8 +1,6 @@
 //! Where bytes live: registered memory ("regions"), and the table that incoming frames look them up in.
 //!
-//! A [`Region`] is local memory that operations may name; its [`RemoteRegion`] descriptor can be sent
-//! anywhere as bytes and lets a peer write to it and read from it. The key is 64 random bits and is the
-//! right to the region; it dies with the region.
+//! A registered `Memory` has a key of 64 random bits, which is a peer's right to it, and dies with it.
 //!
 //! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
 //! `Memory` it points into is kept alive by whoever holds the pointer.
@@ -10,34 +8,30 @@
 //! try things with), [`unpack`] (receives that arrive in fragments).
 
 pub mod cuda;
+mod error;
 mod gpu;
 pub(crate) mod host;
-pub(crate) mod owner;
 pub mod pattern;
 mod place;
-mod remote;
 pub mod sim;
-#[cfg(test)]
-mod tests;
 pub mod unpack;
 
 pub(crate) use gpu::Gpu;
 pub use gpu::{GpuCopy, dmabuf_fd};
 pub use place::Place;
-pub use remote::RemoteRegion;
 
-use crate::error::{Error, Result};
 use cuda::CudaBuffer;
-use ferrywire_proto::Identity;
+pub use error::{Error, Result};
 use ferrywire_proto::wire::Refusal;
-use ferrywire_sys::fork::Origin;
 use host::HostBuffer;
-use owner::Owner;
 use sim::SimBuffer;
+use std::any::Any;
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+/// Whatever keeps memory alive, until it is dropped.
+pub(crate) type Owner = Box<dyn Any + Send + Sync>;
 
 /// Who keeps the bytes of a region alive.
 enum Keeper {
@@ -104,7 +98,7 @@ impl Memory {
 
     /// Copies bytes at `offset` into `into`, if they are all inside. Memory of a GPU is read through its copy engine,
     /// and waited for.
-    fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
+    pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<()> {
         let Some(from) = self.span(offset, into.len() as u64) else {
             return Ok(());
         };
@@ -139,6 +133,16 @@ impl Memory {
     /// Size in bytes.
     pub fn len(&self) -> u64 {
         self.len
+    }
+
+    /// The first byte.
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// What a peer names it by; 0 of memory that no peer can name.
+    pub fn key(&self) -> u64 {
+        self.key
     }
 
     /// Host memory of the engine's own, which no peer can name.
@@ -221,6 +225,16 @@ impl Memory {
         self.user_owned() && self.taken_back()
     }
 
+    /// It is deregistered: nothing may be placed into it any more.
+    pub fn take_back(&self) {
+        self.taken_back.store(true, Ordering::SeqCst);
+    }
+
+    /// Its user has dropped the last handle.
+    pub fn let_user_free_it(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+    }
+
     /// Whether it may be freed already: what of it is in no call to the kernel yet is never sent.
     pub fn is_gone(&self) -> bool {
         self.gone.load(Ordering::SeqCst)
@@ -234,7 +248,8 @@ impl Memory {
         }
     }
 
-    fn has_owner(&self) -> bool {
+    /// Whether something that the user gave keeps its bytes alive.
+    pub fn has_owner(&self) -> bool {
         self.owner().is_some_and(|owner| owner.is_some())
     }
 
@@ -244,7 +259,7 @@ impl Memory {
     }
 
     /// Runs `body` while the memory stays, unless the user has it back.
-    fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub fn while_it_stays<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
         self.enter();
         // Our own bytes are there as long as somebody can name them.
         let call = self.user_owned().then(|| self.call());
@@ -282,6 +297,14 @@ impl Drop for Call<'_> {
 /// Alignment of memory for slots: the page in which NICs take memory of a GPU.
 const PAGE_BYTES: usize = 64 << 10;
 
+/// Memory that is registered together with what keeps it alive.
+pub(crate) enum Owned {
+    Host(HostBuffer),
+    Vector(Vec<u8>),
+    Sim(SimBuffer),
+    Cuda(CudaBuffer),
+}
+
 /// All regions of an endpoint, by key.
 #[derive(Default)]
 pub(crate) struct RegionTable {
@@ -295,6 +318,40 @@ impl RegionTable {
         table.get(&key).cloned().ok_or(Refusal::NoRegion)
     }
 
+    /// Registers memory that the region itself keeps.
+    pub fn insert_owned(&self, owned: Owned) -> Arc<Memory> {
+        let (base, len, place, keeper) = match owned {
+            Owned::Host(buffer) => {
+                (buffer.base(), buffer.len() as u64, Place::Host, Keeper::Owned { _buffer: buffer })
+            }
+            Owned::Vector(mut bytes) => {
+                (bytes.as_mut_ptr(), bytes.len() as u64, Place::Host, Keeper::Vector { _bytes: bytes })
+            }
+            Owned::Sim(buffer) => of_sim(buffer),
+            Owned::Cuda(buffer) => of_cuda(buffer),
+        };
+        self.insert(base, len, place, keeper)
+    }
+
+    /// Registers memory of the user's. Opens the GPU that it is of, and keeps it.
+    ///
+    /// # Safety
+    /// `len` bytes at `base` must live in `place` and stay readable and writable there until the memory is
+    /// removed, or `owner` dropped.
+    pub unsafe fn insert_user(
+        &self,
+        base: *mut u8,
+        len: u64,
+        place: Place,
+        owner: Option<Owner>,
+    ) -> Result<Arc<Memory>> {
+        let gpu = match place {
+            Place::Cuda(_) => Some(Gpu::open(place)?),
+            _ => None,
+        };
+        Ok(self.insert(base, len, place, Keeper::User { _gpu: gpu, owner: Mutex::new(owner) }))
+    }
+
     fn insert(&self, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Arc<Memory> {
         let mut table = self.by_key.write().unwrap_or_else(|e| e.into_inner());
         let mut key = ferrywire_sys::random::random_u64();
@@ -306,228 +363,10 @@ impl RegionTable {
         memory
     }
 
-    fn remove(&self, memory: &Memory) {
+    /// Refuses peers from here on.
+    pub fn remove(&self, memory: &Memory) {
         memory.revoke();
         self.by_key.write().unwrap_or_else(|e| e.into_inner()).remove(&memory.key);
-    }
-}
-
-/// What a region needs from its endpoint: its name, its table, and a way to make threads let go.
-pub(crate) trait RegionHome: Send + Sync {
-    fn identity(&self) -> Identity;
-    fn regions(&self) -> &RegionTable;
-    fn origin(&self) -> Origin;
-    /// Returns when no thread, NIC or GPU of this endpoint touches the memory any more. `at_any_cost`: by losing channels whose
-    /// GPU does not get on, too.
-    fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
-    /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
-    /// `at_any_cost` as above.
-    fn interrupt(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
-    /// Sees to it that its owner is dropped when that is so, and returns at once.
-    fn release_later(&self, memory: Arc<Memory>);
-}
-
-struct Registration {
-    /// Nothing touches the memory any more.
-    released: AtomicBool,
-    memory: Arc<Memory>,
-    home: Weak<dyn RegionHome>,
-    identity: Identity,
-}
-
-impl Registration {
-    fn end(&self, at_any_cost: bool) -> Result<()> {
-        match self.home.upgrade() {
-            Some(_) if self.released.load(Ordering::SeqCst) => {}
-            Some(home) => {
-                home.origin().check()?;
-                self.memory.taken_back.store(true, Ordering::SeqCst);
-                home.regions().remove(&self.memory);
-                home.release(&self.memory, at_any_cost)?;
-                self.released.store(true, Ordering::SeqCst);
-            }
-            // Without an endpoint only callers touch it, for as long as a copy takes.
-            None => {
-                self.memory.taken_back.store(true, Ordering::SeqCst);
-                while self.memory.in_call() {
-                    std::thread::yield_now();
-                }
-            }
-        }
-        drop(self.memory.take_owner());
-        Ok(())
-    }
-
-    /// Nobody names the region any more: operations under way go on, and its owner stays until they have ended.
-    fn end_later(&self) {
-        match self.home.upgrade() {
-            Some(home) => {
-                home.regions().remove(&self.memory);
-                home.release_later(self.memory.clone());
-            }
-            None => drop(self.memory.take_owner()),
-        }
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        if self.home.upgrade().is_some_and(|home| home.origin().is_elsewhere()) {
-            return;
-        }
-        let goes_on = !self.memory.user_owned() && self.memory.used() && !self.memory.taken_back();
-        if self.memory.has_owner() || goes_on {
-            return self.end_later();
-        }
-        // One that failed to end has been waited for, and told of, already: its user keeps the memory. Else nobody is asked to.
-        let told = self.memory.revoked();
-        if !told && let Err(error) = self.end(self.memory.user_owned()) {
-            tracing::error!(%error, "a dropped region could not be released");
-        }
-        if self.memory.user_owned() && self.memory.used() {
-            self.memory.gone.store(true, Ordering::SeqCst);
-            if let Some(Err(error)) = self.home.upgrade().map(|home| home.interrupt(&self.memory, !told)) {
-                tracing::error!(%error, "a dropped region may still be read");
-            }
-        }
-    }
-}
-
-/// Registered local memory. Clones share it; the last one dropped deregisters it. Of memory that the caller keeps
-/// that waits for operations under way; with an owner ([`Endpoint::register_with`](crate::Endpoint::register_with)),
-/// and of memory that the region owns, they go on, and nobody waits for them.
-///
-/// Peers that hold its descriptor can write to it and read from it at any time, so its bytes are read
-/// and written through [`Region::read_at`] and [`Region::write_at`], or through raw pointers by callers
-/// who know that nothing is in flight.
-#[derive(Clone)]
-pub struct Region {
-    inner: Arc<Registration>,
-}
-
-impl fmt::Debug for Region {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Region({} bytes of {})", self.len(), self.place())
-    }
-}
-
-impl Region {
-    pub(crate) fn owned(home: &Arc<dyn RegionHome>, buffer: HostBuffer) -> Region {
-        let (base, len) = (buffer.base(), buffer.len() as u64);
-        Region::new(home, base, len, Place::Host, Keeper::Owned { _buffer: buffer })
-    }
-
-    pub(crate) fn vector(home: &Arc<dyn RegionHome>, mut bytes: Vec<u8>) -> Region {
-        let (base, len) = (bytes.as_mut_ptr(), bytes.len() as u64);
-        Region::new(home, base, len, Place::Host, Keeper::Vector { _bytes: bytes })
-    }
-
-    pub(crate) fn sim(home: &Arc<dyn RegionHome>, buffer: SimBuffer) -> Region {
-        let (base, len, place, keeper) = of_sim(buffer);
-        Region::new(home, base, len, place, keeper)
-    }
-
-    pub(crate) fn cuda(home: &Arc<dyn RegionHome>, buffer: CudaBuffer) -> Region {
-        let (base, len, place, keeper) = of_cuda(buffer);
-        Region::new(home, base, len, place, keeper)
-    }
-
-    /// Opens the GPU that the memory is of, and keeps it.
-    ///
-    /// # Safety
-    /// `len` bytes at `base` must live in `place` and stay readable and writable there until the region is
-    /// deregistered, or `owner` dropped.
-    pub(crate) unsafe fn user(
-        home: &Arc<dyn RegionHome>,
-        base: *mut u8,
-        len: u64,
-        place: Place,
-        owner: Option<Owner>,
-    ) -> Result<Region> {
-        let gpu = match place {
-            Place::Cuda(_) => Some(Gpu::open(place)?),
-            _ => None,
-        };
-        let keeper = Keeper::User { _gpu: gpu, owner: Mutex::new(owner) };
-        Ok(Region::new(home, base, len, place, keeper))
-    }
-
-    fn new(home: &Arc<dyn RegionHome>, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Region {
-        let memory = home.regions().insert(base, len, place, keeper);
-        let identity = home.identity();
-        let (released, home) = (AtomicBool::new(false), Arc::downgrade(home));
-        Region { inner: Arc::new(Registration { released, memory, home, identity }) }
-    }
-
-    pub(crate) fn memory(&self) -> &Arc<Memory> {
-        &self.inner.memory
-    }
-
-    pub(crate) fn belongs_to(&self, identity: Identity) -> Result<()> {
-        if self.inner.identity != identity {
-            return Err(Error::invalid("region", "it was registered with another endpoint"));
-        }
-        if self.inner.memory.revoked() {
-            return Err(Error::invalid("region", "it is deregistered"));
-        }
-        Ok(())
-    }
-
-    /// Checks that the range lies inside.
-    pub(crate) fn check(&self, side: &'static str, offset: u64, len: u64) -> Result<()> {
-        check_range(side, offset, len, self.len())
-    }
-
-    /// Size in bytes.
-    pub fn len(&self) -> u64 {
-        self.inner.memory.len
-    }
-
-    /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Where its bytes live.
-    pub fn place(&self) -> Place {
-        self.inner.memory.place
-    }
-
-    /// What a peer needs to reach the region.
-    pub fn descriptor(&self) -> RemoteRegion {
-        let Memory { key, len, place, .. } = *self.inner.memory;
-        RemoteRegion { owner: self.inner.identity, key, len, place }
-    }
-
-    /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.
-    /// Memory of a GPU is read through its copy engine, and waited for.
-    pub fn read_at(&self, offset: u64, into: &mut [u8]) -> Result<()> {
-        self.check("source", offset, into.len() as u64)?;
-        let memory = self.memory();
-        memory.while_it_stays(|| memory.read(offset, into))
-    }
-
-    /// Copies `from` to `offset`. Memory of a GPU is written through its copy engine, and waited for.
-    pub fn write_at(&self, offset: u64, from: &[u8]) -> Result<()> {
-        self.check("target", offset, from.len() as u64)?;
-        self.memory().while_it_stays(|| self.memory().write(offset, from))
-    }
-
-    /// The first byte: of host memory, where peers may write at any time; else a device address, which
-    /// must not be dereferenced.
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.inner.memory.base
-    }
-
-    /// Deregisters: from here on peers are refused, and when this returns nothing touches the memory. An owner that
-    /// was given with it is dropped before that, on this thread.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::HeldUp`] when
-    /// a thread, or a GPU that has still to copy to it, does not let go of it. Peers are refused all the same, but the memory
-    /// is not free: a clone can be deregistered again; an owner that was given with it is dropped later, once it is free.
-    pub fn deregister(self) -> Result<()> {
-        self.inner.end(false)
     }
 }
 

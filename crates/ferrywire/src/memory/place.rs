@@ -2,8 +2,8 @@
 //!
 //! Read next: `mod.rs`, for regions.
 
-use crate::error::Result;
 use crate::memory::cuda::pointer;
+use crate::memory::error::Result;
 use crate::memory::sim::{SimGpu, SimGpuError};
 use ferrywire_proto::limits;
 use std::fmt;

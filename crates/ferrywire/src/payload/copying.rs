@@ -5,7 +5,7 @@
 use super::lane::{Run, Way, copy_on_host};
 use crate::error::{Error, Result};
 use crate::memory::unpack::CopyQueue;
-use crate::memory::{Gpu, GpuCopy, Place};
+use crate::memory::{self, Gpu, GpuCopy, Place};
 use std::task::Poll;
 
 /// What copies each way, once something had to be copied. Dropped, it is done with all memory.
@@ -52,13 +52,13 @@ impl Copiers {
         match progress {
             Ok(true) => Poll::Ready(Ok(())),
             Ok(false) => Poll::Pending,
-            Err(error) => Poll::Ready(Err(error)),
+            Err(error) => Poll::Ready(Err(error.into())),
         }
     }
 }
 
 /// Begins with a message if none is under way; whether it is copied.
-fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> Result<bool> {
+fn go_on(copier: &mut CopyQueue, pieces: impl FnOnce() -> Vec<GpuCopy>) -> memory::Result<bool> {
     if !copier.copying() {
         copier.begin(&pieces())?;
     }

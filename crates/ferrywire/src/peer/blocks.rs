@@ -4,8 +4,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
-use crate::memory::{Region, RemoteRegion, check_range};
+use crate::memory::check_range;
 use crate::operation::Verb;
+use crate::region::{Region, RemoteRegion};
 use ferrywire_proto::transfer::{Piece, Pieces, merge};
 
 /// One block of a vectored operation.
@@ -113,7 +114,7 @@ impl BlockList {
             };
             let inside = local
                 .check("local", piece.local, piece.len)
-                .and_then(|()| check_range("remote", piece.remote, piece.len, remote.len()));
+                .and_then(|()| Ok(check_range("remote", piece.remote, piece.len, remote.len())?));
             inside.map_err(|error| Error::invalid(format!("block {index}"), error.to_string()))?;
             blocks.push(piece);
         }

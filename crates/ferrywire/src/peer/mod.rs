@@ -19,10 +19,11 @@ pub(crate) use state::{Landing, PeerInfo, PeerState};
 
 use crate::error::{Error, Result};
 use crate::inbound::Reply;
-use crate::memory::{Memory, Place, Region, RemoteRegion, check_range};
+use crate::memory::{Memory, Place, check_range};
 use crate::operation::{Op, Transfer, Verb};
 use crate::ordering::Ready;
 use crate::progress;
+use crate::region::{Region, RemoteRegion};
 use crate::stats::PeerStats;
 use crate::wakeup::Wakeup;
 use ferrywire_proto::Identity;

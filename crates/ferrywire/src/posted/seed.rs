@@ -9,9 +9,10 @@
 //! Invariant: nobody pays for this who has not asked for it; a lane is wrapped when it is made, or not.
 //! Read next: `mod.rs`, which drives it as any other lane.
 
-use crate::error::{Error, rounded};
+use crate::error::Error;
 use crate::memory::Memory;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use ferrywire_proto::text::rounded;
 use std::sync::Arc;
 use std::task::Poll;
 use std::thread;

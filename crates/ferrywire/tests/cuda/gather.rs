@@ -3,7 +3,9 @@
 use crate::recorded::{self, Recorded, message_is_gathered};
 use crate::{gpu, is_alone, is_real};
 use cudarc::driver::sys;
+use ferrywire::Place;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
+use ferrywire::memory::Error;
 use ferrywire::memory::GpuCopy;
 use ferrywire::memory::cuda::{
     CudaBuffer, CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
@@ -13,7 +15,6 @@ use ferrywire::memory::unpack::{
     METADATA_BYTES, UnpackMode,
 };
 use ferrywire::nccl::abi::DeviceHandle;
-use ferrywire::{Error, Place};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, RngCore, SeedableRng};

@@ -2,7 +2,8 @@
 
 use crate::{gpu, is_real};
 use ferrywire::memory::cuda::CudaError;
-use ferrywire::memory::pattern::{RegionPattern, Stretch, WordPattern};
+use ferrywire::memory::pattern::{Stretch, WordPattern};
+use ferrywire::region::pattern::RegionPattern;
 use ferrywire::{Endpoint, Error};
 
 const SHORT: u64 = 4097;

@@ -5,9 +5,9 @@ use ferrywire::memory::sim::SimGpuError;
 use ferrywire::memory::unpack::{
     DeviceUnpack, Extent, Fragment, Gather, GatherDevice, GatherRun, METADATA_BYTES, Mapped, UnpackMode,
 };
+use ferrywire::memory::{Error, Result};
 use ferrywire::memory::{GpuCopy, Place};
 use ferrywire::nccl::abi::DeviceHandle;
-use ferrywire::{Error, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 

@@ -1,8 +1,9 @@
 use crate::device::{MESSAGE_BYTES, Plain, failure};
 use crate::plugin::*;
+use ferrywire::Fault;
+use ferrywire::memory::Error;
 use ferrywire::memory::sim::{SimFaults, SimGpuError};
 use ferrywire::memory::unpack::{Fragment, Gather, UnpackMode};
-use ferrywire::{Error, Fault};
 use rand::Rng;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
@@ -18,7 +19,7 @@ struct Started {
     target: Destination,
 }
 
-fn start(plugin: &Plugin, gather: &mut Gather, slot: usize, seed: u64) -> ferrywire::Result<Started> {
+fn start(plugin: &Plugin, gather: &mut Gather, slot: usize, seed: u64) -> ferrywire::memory::Result<Started> {
     let rng = &mut rng(seed);
     let sent = message(rng, BYTES);
     let fragments = scattered(rng, slot, BYTES, 40);
@@ -126,7 +127,7 @@ fn what_was_done_before_a_failure_is_done() {
     behind.target.assert_untouched();
     // And it stays so.
     assert_eq!(start(&plugin, &mut gather, 3, 4).err(), Some(cause.clone()));
-    assert_eq!(cause.fault(), Fault::Gpu);
+    assert_eq!(ferrywire::Error::from(cause).fault(), Fault::Gpu);
 }
 
 /// The queue refuses more work when what was done before has not been looked at yet.

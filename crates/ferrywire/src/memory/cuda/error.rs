@@ -126,7 +126,7 @@ pub enum CudaError {
         why: String,
     },
     /// What was waited for had not happened in time. It may still happen.
-    #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", crate::error::rounded(*waited))]
+    #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     Deadline {
         /// The GPU.
         gpu: u32,

@@ -80,7 +80,7 @@ pub enum SimGpuError {
         operation: u64,
     },
     /// What was waited for had not happened in time. It may still happen.
-    #[error("simulated GPU {gpu}: {what} has not ended after {:?}", crate::error::rounded(*waited))]
+    #[error("simulated GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
     Deadline {
         /// The GPU.
         gpu: u32,

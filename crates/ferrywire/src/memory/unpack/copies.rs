@@ -8,9 +8,9 @@
 
 use super::device::{self, GatherDevice, GatherRun, Mapped};
 use super::table::Fragment;
-use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::idle;
+use crate::memory::error::{Error, Result};
 use std::fmt;
 
 /// Copies of a batch from which on the kernel does them.

@@ -8,8 +8,8 @@
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
-use crate::error::{Error, Result};
 use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
+use crate::memory::error::{Error, Result};
 use crate::memory::{GpuCopy, Place};
 use ferrywire_proto::limits;
 use std::sync::Arc;

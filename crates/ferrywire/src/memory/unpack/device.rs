@@ -8,8 +8,8 @@
 //! Read next: `sim.rs`, the simulated GPU's; `gather.rs`, who calls.
 
 use super::table::Fragment;
-use crate::error::Result;
 use crate::memory::cuda::CudaError;
+use crate::memory::error::Result;
 use crate::memory::{GpuCopy, Place};
 use std::fmt::Debug;
 

@@ -16,9 +16,9 @@ use super::device::{FragmentTable, GatherDevice, GatherRun, see_that_it_is_there
 use super::host::HostTwin;
 use super::table::{Bounds, Checked, Fragment, SLOTS};
 use super::{DeviceUnpack, UnpackMode};
-use crate::error::{Error, Result};
 use crate::memory::GpuCopy;
 use crate::memory::cuda::{CudaError, idle};
+use crate::memory::error::{Error, Result};
 use ferrywire_proto::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
 use std::fmt;

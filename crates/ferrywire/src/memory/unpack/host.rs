@@ -6,7 +6,7 @@
 //! Read next: `gather.rs`.
 
 use super::device::{FragmentTable, GatherDevice, Mapped};
-use crate::error::Result;
+use crate::memory::error::Result;
 use ferrywire_proto::limits;
 
 const STAGES: usize = limits::GATHER_LAUNCHES_MAX;

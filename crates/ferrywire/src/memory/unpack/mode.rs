@@ -1,6 +1,6 @@
 //! How scattered receives are gathered, as users name it.
 
-use crate::error::Error;
+use crate::memory::error::Error;
 use std::fmt;
 use std::str::FromStr;
 

@@ -1,8 +1,8 @@
 //! For tests: a queue that only notes what it is asked for.
 
 use super::{Extent, GatherDevice, GatherRun, Mapped};
-use crate::error::{Error, Result};
 use crate::memory::cuda::idle;
+use crate::memory::error::{Error, Result};
 use crate::memory::sim::MappedBuffer;
 use crate::memory::{GpuCopy, Place};
 use std::ops::Range;

@@ -4,7 +4,7 @@
 //! Read next: `memory/sim/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
-use crate::error::{Error, Result};
+use crate::memory::error::{Error, Result};
 use crate::memory::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
 use crate::memory::{GpuCopy, Place};
 use ferrywire_proto::limits;

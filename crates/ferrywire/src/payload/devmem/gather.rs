@@ -79,7 +79,7 @@ impl Gatherer {
 
     /// Host memory that the GPU reaches.
     pub fn map(&self, bytes: usize) -> Result<Mapped> {
-        self.queue.map(bytes)
+        Ok(self.queue.map(bytes)?)
     }
 
     /// Launches so far.
@@ -152,7 +152,7 @@ impl Gatherer {
         // Copies follow an address of what is gone as a kernel does.
         for job in self.jobs.iter_mut().filter(|job| !job.handed_over()) {
             if let Err(error) = see_that_it_is_there(&*self.queue, job.used) {
-                (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error));
+                (job.lists, job.copies, job.failed) = (VecDeque::new(), VecDeque::new(), Some(error.into()));
             }
         }
         let (runs, copies) = self.next();

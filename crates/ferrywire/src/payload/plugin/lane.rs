@@ -5,7 +5,7 @@
 
 use super::host::Host;
 use super::registration::Registrations;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::unpack::{Gather, SLOTS};
 use crate::memory::{Memory, Place};
 use crate::nccl::abi::ResultCode;
@@ -186,14 +186,14 @@ impl Lane for PluginLane {
         let gather = self.gather.as_mut();
         let none = || Ungathered::Failed("the plugin gave no device handle to gather by".into());
         let (gather, address, bytes) = (gather.ok_or_else(none)?, run.base() as u64, run.bytes as u64);
-        gather.check(address, bytes).map_err(Ungathered::Target)?;
+        gather.check(address, bytes).map_err(|error| Ungathered::Target(error.into()))?;
         let started = gather.start_on_gpu(number, address, bytes);
         started.map_err(|error| Ungathered::Failed(error.to_string()))
     }
 
     fn gathered(&mut self, number: u64) -> Poll<Result<()>> {
         let Some(gather) = &mut self.gather else { return Poll::Ready(Ok(())) };
-        gather.poll(number).map(|outcome| outcome.map(drop))
+        gather.poll(number).map(|outcome| outcome.map(drop).map_err(Error::from))
     }
 
     fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {

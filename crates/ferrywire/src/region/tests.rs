@@ -1,8 +1,9 @@
 //! Regions of GPU memory, and descriptors.
 
-use super::sim::{SimGpu, SimGpuError};
 use super::*;
 use crate::Endpoint;
+use crate::memory::dmabuf_fd;
+use crate::memory::sim::{self, SimGpu, SimGpuError};
 
 fn endpoint() -> Endpoint {
     Endpoint::builder().build().unwrap()
@@ -128,7 +129,7 @@ fn descriptors_of_other_versions_and_places_are_refused() {
 
 #[test]
 fn only_memory_of_a_gpu_becomes_a_dmabuf() {
-    let refused = |place| dmabuf_fd(place, 4096, 4096).unwrap_err();
+    let refused = |place| Error::from(dmabuf_fd(place, 4096, 4096).unwrap_err());
     assert!(matches!(refused(Place::Host), Error::Invalid { what, .. } if what == "dma-buf"));
     assert!(matches!(refused(Place::SimGpu(0)), Error::SimGpu(SimGpuError::NotAllocated { address: 4096 })));
     assert!(matches!(refused(Place::Cuda(0)), Error::Cuda(_)));

@@ -6,7 +6,6 @@
 //! Invariant: an owner is dropped where that may block, by whoever deregisters or by the thread here, with no lock of
 //! ours held; never by a progress thread. Read next: `progress/abandon.rs`, what workers answer.
 
-use std::any::Any;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -15,12 +14,9 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
-use super::Memory;
 use crate::engine::Engine;
+use crate::memory::Memory;
 use crate::progress::{self, Abandon};
-
-/// Whatever keeps memory alive, until it is dropped.
-pub(crate) type Owner = Box<dyn Any + Send + Sync>;
 
 /// How long the thread waits between two looks at memory that drains, at first and at most.
 const LOOK_MIN: Duration = Duration::from_micros(100);

@@ -1,9 +1,9 @@
-//! A region of somebody else, as bytes tell of it.
+//! The descriptor of another endpoint's region.
 //!
 //! Invariant: what came as bytes is what this version wrote, or an error. Read next: `mod.rs`, the regions themselves.
 
-use super::Place;
 use crate::error::{Error, Result};
+use crate::memory::Place;
 use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;
