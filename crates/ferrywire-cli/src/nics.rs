@@ -6,7 +6,7 @@ use std::fs;
 use std::net::IpAddr;
 use std::path::Path;
 
-use ferrywire::topology::Map;
+use ferrywire_host::topology::Map;
 use ferrywire_net::Nic;
 use ferrywire_sys::nics;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use ferrywire::limits::CHANNELS_MAX;
 use ferrywire::nccl::abi::Version;
-use ferrywire::topology::{Map, Wishes};
+use ferrywire_host::topology::{Map, Wishes};
 
 use crate::args::{
     self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags,

@@ -63,12 +63,10 @@ mod peer;
 mod posted;
 mod progress;
 mod queue;
-pub mod ranks;
 pub mod region;
 mod releaser;
 mod staging;
 mod stats;
-pub mod topology;
 mod wakeup;
 
 pub use config::Config;

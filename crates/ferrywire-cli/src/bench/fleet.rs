@@ -16,8 +16,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::topology::Topology;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer};
+use ferrywire_host::topology::Topology;
 
 use super::connect::{self, Listeners, Part};
 use super::gate::HEARSAY;

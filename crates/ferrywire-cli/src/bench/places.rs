@@ -1,8 +1,8 @@
 //! NICs and cores of the endpoints of this process: as they were named, else as the plan of this host says.
 //!
-//! Read next: [`super::fleet`], which builds the endpoints; `ferrywire::topology`, which plans.
+//! Read next: [`super::fleet`], which builds the endpoints; `ferrywire_host::topology`, which plans.
 
-use ferrywire::topology::{Nearness, Plan, Source, Topology, Wishes};
+use ferrywire_host::topology::{Nearness, Plan, Source, Topology, Wishes};
 
 use super::fleet::Setting;
 use crate::exit::{self, Failure, Outcome};
@@ -132,7 +132,7 @@ fn topology(plan: &EnginePlan) -> Outcome<Topology> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire::topology::GpuPlan;
+    use ferrywire_host::topology::GpuPlan;
 
     #[test]
     fn a_gpu_has_the_nics_named_for_it_else_those_planned_and_always_its_cores() {

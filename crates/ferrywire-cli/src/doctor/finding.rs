@@ -67,8 +67,8 @@ pub fn levels(findings: &[Finding], id: &str) -> Vec<Level> {
 
 /// A NIC of 100 Gbit/s without a place on the PCI bus.
 #[cfg(test)]
-pub fn nic(name: &str) -> ferrywire::topology::Nic {
-    use ferrywire::topology::{Address, Nic};
+pub fn nic(name: &str) -> ferrywire_host::topology::Nic {
+    use ferrywire_host::topology::{Address, Nic};
     Nic {
         name: name.to_owned(),
         pci: None,

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ferrywire::memory::cuda::{CudaError, CudaGpu, driver_version};
-use ferrywire::topology::{Nearness, PciPath, Plan, PlanError, Topology, Wishes};
+use ferrywire_host::topology::{Nearness, PciPath, Plan, PlanError, Topology, Wishes};
 
 use super::files::{line, number};
 use super::finding::{Finding, Level};
@@ -202,7 +202,7 @@ fn nearness(topology: &Topology, wishes: &Wishes) -> Vec<Finding> {
             ];
         }
     };
-    let of_gpu = |gpu: &ferrywire::topology::GpuPlan| {
+    let of_gpu = |gpu: &ferrywire_host::topology::GpuPlan| {
         let found = Finding::ok(
             "gpu-nics",
             format!("GPU {}", gpu.gpu),
@@ -255,7 +255,7 @@ fn reach(topology: &Topology) -> Vec<Finding> {
 mod tests {
     use super::*;
     use crate::doctor::finding::{levels, nic};
-    use ferrywire::topology::{Gpu, Nic};
+    use ferrywire_host::topology::{Gpu, Nic};
 
     fn pci(text: &str) -> Option<PciPath> {
         PciPath::of_folder(Path::new(text))

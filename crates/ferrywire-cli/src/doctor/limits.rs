@@ -58,7 +58,7 @@ impl Limits {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         Limits {
             cores_online: line("/sys/devices/system/cpu/online")
-                .and_then(|list| list.parse::<ferrywire::topology::Cpus>().ok())
+                .and_then(|list| list.parse::<ferrywire_host::topology::Cpus>().ok())
                 .map_or(allowed.len(), |cpus| cpus.iter().count()),
             cores_allowed: allowed.len(),
             cores_with_time: affinity::cores_with_time(),

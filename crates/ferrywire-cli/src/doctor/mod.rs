@@ -17,7 +17,7 @@ mod report;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
-use ferrywire::topology::{Topology, Wishes};
+use ferrywire_host::topology::{Topology, Wishes};
 use ferrywire_sys::ethtool::Ethtool;
 
 use crate::exit::{self, Failure, Outcome};

@@ -2,7 +2,7 @@
 //!
 //! Invariant: [`judge`] reads nothing; a value that is `None` the driver does not tell.
 
-use ferrywire::topology::{Nic, Topology};
+use ferrywire_host::topology::{Nic, Topology};
 use ferrywire_sys::ethtool::{Ethtool, Feature};
 
 use super::files::{line, number};

@@ -7,8 +7,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use ferrywire::topology::{Nic, Topology};
 use ferrywire::{ChannelStats, Error};
+use ferrywire_host::topology::{Nic, Topology};
 use serde_json::{Value, json};
 
 use super::finding::{Finding, Level};
@@ -308,7 +308,7 @@ fn unpaired(visit: &Visit, topology: &Topology, named: &[String]) -> Vec<Finding
 mod tests {
     use super::*;
     use crate::doctor::finding::{self, levels};
-    use ferrywire::topology::Address;
+    use ferrywire_host::topology::Address;
 
     fn nic(name: &str, last: u8) -> Nic {
         Nic {

@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
 use ferrywire::memory::cuda::CudaGpu;
-use ferrywire::ranks::{Launcher, RankFlags, Ranks, Rendezvous};
-use ferrywire::topology::Map;
+use ferrywire_host::ranks::{Launcher, RankFlags, Ranks, Rendezvous};
+use ferrywire_host::topology::Map;
 
 use super::{ConnectPlan, PORT_DEFAULT, plain, plan_connect, resolve, usage, with_file};
 use crate::args::{ConnectFlags, Inject, RankArgs};

@@ -6,7 +6,7 @@
 mod report;
 
 use ferrywire::payload::devmem::nic;
-use ferrywire::topology::{Plan, PlanError, Source, Topology};
+use ferrywire_host::topology::{Plan, PlanError, Source, Topology};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::TopoPlan;

@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use comfy_table::{Table, presets};
 use ferrywire::payload::devmem::Possible;
-use ferrywire::topology::{Cpus, Gpu, GpuPlan, Nic, PciPath, PciRoot, Plan, Topology};
+use ferrywire_host::topology::{Cpus, Gpu, GpuPlan, Nic, PciPath, PciRoot, Plan, Topology};
 use serde_json::{Value, json};
 
 use crate::exit::Failure;

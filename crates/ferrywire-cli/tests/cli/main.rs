@@ -25,6 +25,6 @@ mod ranks;
 mod refused;
 mod runbook;
 mod topo;
-#[path = "../../../ferrywire/tests/topology/tree.rs"]
+#[path = "../../../ferrywire-host/tests/topology/tree.rs"]
 mod tree;
 mod usage;

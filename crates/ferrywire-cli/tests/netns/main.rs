@@ -23,7 +23,7 @@ mod plugin;
 mod process;
 mod ranks;
 #[allow(dead_code, reason = "other tests use all of it")]
-#[path = "../../../ferrywire/tests/topology/tree.rs"]
+#[path = "../../../ferrywire-host/tests/topology/tree.rs"]
 mod tree;
 mod world;
 

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use ferrywire::Error;
 use ferrywire::orchestrator::Target;
-use ferrywire::topology::Topology;
+use ferrywire_host::topology::Topology;
 
 use super::super::connect::{self, Listeners, Part};
 use super::super::fleet::{Fleet, Pair, reachable};

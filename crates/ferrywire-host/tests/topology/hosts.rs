@@ -1,6 +1,6 @@
 //! What is read of hosts of many kinds, and which GPU gets which NIC there.
 
-use ferrywire::topology::{Nearness, Source, Topology, Unused, Wishes};
+use ferrywire_host::topology::{Nearness, Source, Topology, Unused, Wishes};
 
 use crate::tree::{Tree, text};
 use crate::{named, nics, plan, refused, topology, without};
@@ -118,7 +118,7 @@ fn across_nodes_is_refused_unless_it_is_allowed() {
          --allow-cross-numa uses them, which is slower, or name NICs with --map"
     );
     let allowed = Wishes { allow_cross_numa: true, ..Wishes::default() };
-    let plan = ferrywire::topology::Plan::of(&host, &allowed).expect("it is allowed");
+    let plan = ferrywire_host::topology::Plan::of(&host, &allowed).expect("it is allowed");
     assert_eq!(nics(&plan)[4..], ["eth1+eth2"; 4]);
     assert_eq!(
         plan.notes[0],

@@ -1,11 +1,11 @@
 //! The NICs that a plan may use, and the choice of each GPU among them.
 //!
-//! Read next: `near.rs`, by which is chosen; `deal.rs` for cores and channels.
+//! Read next: `locality.rs`, by which is chosen; `assign.rs` for cores and channels.
 
 use std::collections::BTreeSet;
 
+use super::locality::{Near, Nearness, paths_of};
 use super::map::Map;
-use super::near::{Near, Nearness, paths_of};
 use super::nics::by_name;
 use super::plan::{GpuPlan, PlanError, Unused, Wishes, gpus_shown};
 use super::{Gpu, Nic, PciRoot, Topology};

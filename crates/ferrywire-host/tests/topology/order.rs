@@ -1,6 +1,6 @@
 //! Random hosts: the order in which things are listed decides nothing, and nothing nearer is passed over.
 
-use ferrywire::topology::{Cpus, Gpu, Nic, Node, PciAddress, PciPath, PciRoot, Plan, Topology, Wishes};
+use ferrywire_host::topology::{Cpus, Gpu, Nic, Node, PciAddress, PciPath, PciRoot, Plan, Topology, Wishes};
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;

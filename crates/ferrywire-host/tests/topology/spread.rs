@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ferrywire::Endpoint;
-use ferrywire::topology::{Nic, Plan, Topology};
+use ferrywire_host::topology::{Nic, Plan, Topology};
 use ferrywire_net::sim::{SimHost, SimNet};
 
 use crate::wishes::{mapped, planned};
@@ -31,7 +31,7 @@ fn shown(channels: usize) -> BTreeMap<String, usize> {
         speed_mbps: Some(*speed),
         ..Nic::default()
     });
-    let gpus = vec![ferrywire::topology::Gpu::default()];
+    let gpus = vec![ferrywire_host::topology::Gpu::default()];
     let host = Topology { nics: nics.collect(), gpus, ..Topology::default() };
     let plan: Plan = planned(&host, &mapped("0=eth0,eth1,eth2"));
     counted(plan.channels(&host, channels).remove(0).into_iter())

@@ -2,7 +2,7 @@
 //!
 //! Invariant: an address is numbers. Drivers write its letters in either case, and with four or eight digits for
 //! the domain; who compares texts takes two devices for different that are one.
-//! Read next: `near.rs`, which compares ways.
+//! Read next: `locality.rs`, which compares ways.
 
 use std::fmt;
 use std::path::{Component, Path};

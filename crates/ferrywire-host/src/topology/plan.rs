@@ -10,8 +10,8 @@
 //! Read next: `pool.rs`, which chooses; `mesh.rs`, for what two plans make of a pair of hosts.
 
 use super::pool::{Choice, Pool};
-use super::{Cpus, Gpu, Map, Nearness, Topology, deal};
-use crate::endpoint::Builder;
+use super::{Cpus, Gpu, Map, Nearness, Topology, assign};
+use ferrywire::Builder;
 
 /// What a plan is to respect.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -186,7 +186,7 @@ impl Plan {
         if !wishes.allow_cross_numa {
             pool.refuse_far(&choices)?;
         }
-        let (cpus, mut notes) = deal::cpus(topology, &gpus);
+        let (cpus, mut notes) = assign::cpus(topology, &gpus);
         let planned = choices.iter().zip(cpus).map(|(choice, cpus)| GpuPlan {
             gpu: choice.gpu.index,
             nics: choice.names(),
@@ -205,7 +205,7 @@ impl Plan {
     /// every one tells its own, as the engine deals them. Where there are not as many channels on each, which of equals
     /// has one more also depends on the port.
     pub fn channels(&self, topology: &Topology, per_gpu: usize) -> Vec<Vec<String>> {
-        deal::channels(topology, &self.gpus, per_gpu)
+        assign::channels(topology, &self.gpus, per_gpu)
     }
 
     /// What is planned for a GPU.

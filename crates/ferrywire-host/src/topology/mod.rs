@@ -12,12 +12,12 @@
 //! Invariant: NICs are known by name and GPUs by PCI address, compared as numbers; the order of a list decides nothing.
 //! Read next: `plan.rs`, then `source.rs` for where things are read.
 
+mod assign;
 mod cpus;
-mod deal;
 mod gpus;
+mod locality;
 mod map;
 mod mesh;
-mod near;
 mod nics;
 mod pci;
 mod plan;
@@ -28,13 +28,13 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use crate::payload::devmem::Possible;
-use crate::payload::devmem::nic::possible;
+use ferrywire::payload::devmem::Possible;
+use ferrywire::payload::devmem::nic::possible;
 
 pub use cpus::Cpus;
+pub use locality::Nearness;
 pub use map::Map;
 pub use mesh::{Route, by_subnet, routes};
-pub use near::Nearness;
 pub use pci::{PciAddress, PciPath, PciRoot};
 pub use plan::{GpuPlan, Plan, PlanError, Unused, Wishes};
 pub use source::{DriverGpu, Facts, Source};

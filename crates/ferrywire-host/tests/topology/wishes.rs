@@ -1,6 +1,6 @@
 //! What the user may want otherwise, and what cannot be had.
 
-use ferrywire::topology::{Nearness, Plan, PlanError, Topology, Wishes};
+use ferrywire_host::topology::{Nearness, Plan, PlanError, Topology, Wishes};
 
 use crate::{named, nics, plan, refused, topology, tree, without};
 

@@ -1,6 +1,6 @@
 //! Pairs of hosts.
 
-use ferrywire::topology::{Plan, PlanError, Wishes, by_subnet, routes};
+use ferrywire_host::topology::{Plan, PlanError, Wishes, by_subnet, routes};
 
 use crate::{named, plan, topology, tree};
 

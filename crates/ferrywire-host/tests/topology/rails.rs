@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::orchestrator::Target;
-use ferrywire::topology::{Plan, Route, by_subnet, routes};
 use ferrywire::{Builder, Endpoint, Orchestrator, Peer, Region};
+use ferrywire_host::topology::{Plan, Route, by_subnet, routes};
 use ferrywire_sys::nics;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
@@ -118,7 +118,7 @@ fn builder(channels: usize) -> Builder {
 
 /// The side that waits: an endpoint per GPU, on its planned NICs.
 fn listening(host: &str, plan: &Plan, channels: usize) -> Orchestrator {
-    let endpoint = |gpu: &ferrywire::topology::GpuPlan| {
+    let endpoint = |gpu: &ferrywire_host::topology::GpuPlan| {
         let builder = builder(channels).listen(([0, 0, 0, 0], 0).into()).nics(gpu.nics.iter().cloned());
         (format!("GPU {}", gpu.gpu), builder)
     };
@@ -270,7 +270,7 @@ fn in_a_mesh_each_pair_meets_on_the_targets_rail() {
 #[test]
 fn an_endpoint_keeps_to_the_nics_and_cores_of_its_gpu() {
     let mut host = named("small-vm");
-    host.gpus.push(ferrywire::topology::Gpu::default());
+    host.gpus.push(ferrywire_host::topology::Gpu::default());
     let mut planned = plan(&host).gpus.remove(0);
     let allowed = ferrywire_sys::affinity::allowed_cores().expect("cores");
     planned.cpus = [*allowed.last().expect("a core") as u32].into_iter().collect();

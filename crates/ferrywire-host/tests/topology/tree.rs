@@ -154,6 +154,6 @@ impl Tree {
 
 /// The text of a recorded host.
 pub fn text(name: &str) -> String {
-    let file = format!("{}/../ferrywire/tests/topology/trees/{name}", env!("CARGO_MANIFEST_DIR"));
+    let file = format!("{}/../ferrywire-host/tests/topology/trees/{name}", env!("CARGO_MANIFEST_DIR"));
     fs::read_to_string(&file).unwrap_or_else(|error| panic!("{file}: {error}"))
 }

@@ -9,7 +9,7 @@ mod spread;
 mod tree;
 mod wishes;
 
-use ferrywire::topology::{Plan, PlanError, Source, Topology, Wishes};
+use ferrywire_host::topology::{Plan, PlanError, Source, Topology, Wishes};
 use tree::Tree;
 
 /// The topology of a recorded host, or of a text like one.
