@@ -78,11 +78,12 @@ class Hosts:
             return ["--map", f"0-7={','.join(named)}"]
         return ["--map", ",".join(f"{2 * i}-{2 * i + 1}={nic}" for i, nic in enumerate(named))]
 
-    def serve(self, *args):
+    def serve(self, *args, program=(), env=()):
+        """Starts the target: `ferrywire bench`, or another program that takes its words."""
         self.stop()
         listen = "0.0.0.0:7420" if self.names else "127.0.0.1:0"
-        command = self.on("b", [self.program, "bench", "serve", "--listen", listen, *args])
-        self.serving = subprocess.Popen(command, env=self.env, stdout=subprocess.PIPE, text=True)
+        command = self.on("b", [*(program or (self.program, "bench")), "serve", "--listen", listen, *args])
+        self.serving = subprocess.Popen(command, env={**self.env, **dict(env)}, stdout=subprocess.PIPE, text=True)
         for line in self.serving.stdout:
             if line.startswith("listening on "):
                 port = line.split(",")[0].rsplit(":", 1)[1].strip()
@@ -90,11 +91,12 @@ class Hosts:
                 return
         sys.exit("serve did not start")
 
-    def connect(self, *args):
-        """The JSON of a run, with the wall time of the whole command."""
-        command = self.on("a", [self.program, "bench", "connect", self.address, "--json", "-", *args])
+    def connect(self, *args, program=(), env=()):
+        """The JSON of a run."""
+        words = (*program, "connect", self.address) if program else (self.program, "bench", "connect", self.address, "--json", "-")
+        command = self.on("a", [*words, *args])
         try:
-            done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=DEADLINE_S)
+            done = subprocess.run(command, env={**self.env, **dict(env)}, capture_output=True, text=True, timeout=DEADLINE_S)
         except subprocess.TimeoutExpired:
             sys.exit(f"{' '.join(command)} took too long")
         if done.returncode != 0:

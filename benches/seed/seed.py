@@ -1,7 +1,7 @@
-"""Measures runs of eight simulated GPUs, ours and as the original did, interleaved, and prints one table per rate.
+"""Measures runs of eight simulated GPUs, by ferrywire and by the old system's loop, interleaved, and prints one table per rate.
 
 Started by `run`. Everything is verified. `own` gives each NIC to two GPUs, as on A3-high; `all` gives every GPU all four,
-the original's plan. `one` is a single endpoint with as many channels as the eight have together.
+the old system's plan. `one` is a single endpoint with as many channels as the eight have together.
 """
 
 import argparse
@@ -14,6 +14,9 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 import hosts  # noqa: E402
 
 GPUS = 8
+# As ferrywire sets it on these links.
+SEED_ENVIRONMENT = {"NCCL_DYNAMIC_CHUNK_SIZE": "524288", "NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "1",
+                    "NCCL_GPUDIRECTTCPX_PROGRAM_FLOW_STEERING_WAIT_MICROS": "50000"}
 
 
 def words(text):
@@ -56,13 +59,24 @@ class Runs:
         o = self.o
         return [*self.plugin, "--sizes", sizes, "--seconds", str(o.seconds), "--memory", "sim", "--peer-memory", "sim"]
 
-    def eight(self, name, plan, *more):
+    def eight(self, name, plan):
         self.hosts.serve("--gpus", "0-7", "--memory", "sim", *self.plugin, *self.hosts.nics("b", plan))
-        args = ["--gpus", "0-7", "--channels", str(self.o.channels), *self.hosts.nics("a", plan), *more]
+        args = ["--gpus", "0-7", "--channels", str(self.o.channels), *self.hosts.nics("a", plan)]
         rows = self.hosts.connect(*self.fixed(self.o.sizes), *args)["results"]
-        if name.startswith("ours"):
-            self.depths = {row["size_bytes"]: row["depth"] for row in rows}
+        self.depths = {row["size_bytes"]: row["depth"] for row in rows}
         self.keep(name, rows)
+
+    def seed(self, name, plan):
+        """The old system's loop, which sets nothing of the plugin's environment by itself."""
+        program = [os.path.join(self.o.bin, "seed")]
+        options = ["--gpus", str(GPUS), "--channels", str(self.o.channels), "--seconds", str(self.o.seconds)]
+        options += ["--spread"] if plan == "all" else []
+        for size in sorted(self.depths):
+            for host, start, more in ("b", self.hosts.serve, []), ("a", self.hosts.connect, [*options, "--size", str(size)]):
+                nics = ",".join(f"v{host}{link}" for link in range(1, hosts.LINKS + 1)) if self.hosts.names else "lo"
+                env = {**SEED_ENVIRONMENT, "NCCL_GPUDIRECTTCPX_SOCKET_IFNAME": f"={nics}"}
+                run = start("--plugin", self.o.plugin, "--nics", nics, *more, program=program, env=env)
+            self.add(size, name, run, run["gb_per_s"], run["cpu_s_per_gb"], run["gpu_bytes"])
 
     def one(self, name):
         nics = ["--nics", "va1,va2,va3,va4"] if self.hosts.names else []
@@ -78,19 +92,22 @@ class Runs:
             sys.exit(f"{name}: a result is not verified")
         for size in sorted({row["size_bytes"] for row in rows}):
             of_size = [row for row in rows if row["size_bytes"] == size]
-            gpus = [sum(nic["tx_bytes"] for nic in row["per_nic"]) for row in of_size[:-1]]
-            mean = statistics.mean(gpus) if gpus else 0
             total = of_size[-1]
             cpu = total["cpu_s_per_gb"] or {"source": 0, "target": 0}
-            self.results.setdefault((size, name), []).append({
-                "gb_per_s": total["extra"]["mean_gb_per_s"], "cpu": cpu["source"] + cpu["target"], "setup_s": total["setup_s"],
-                "least": min(gpus) / mean if mean else 1, "most": max(gpus) / mean if mean else 1})
+            gpus = [sum(nic["tx_bytes"] for nic in row["per_nic"]) for row in of_size[:-1]]
+            self.add(size, name, total, total["extra"]["mean_gb_per_s"], cpu["source"] + cpu["target"], gpus)
+
+    def add(self, size, name, run, gb_per_s, cpu, gpus):
+        mean = statistics.mean(gpus) if gpus else 0
+        self.results.setdefault((size, name), []).append({
+            "gb_per_s": gb_per_s, "cpu": cpu, "setup_s": run["setup_s"],
+            "least": min(gpus) / mean if mean else 1, "most": max(gpus) / mean if mean else 1})
 
     def round(self):
         for plan in self.plans:
             self.eight(f"ours, {plan}", plan)
             if "seed" in self.o.only and self.plugin:
-                self.eight(f"as seed, {plan}", plan, "--as-seed")
+                self.seed(f"seed, {plan}", plan)
         if "one" in self.o.only:
             self.one("one endpoint")
 
@@ -101,7 +118,7 @@ def median(results, what):
 
 def table(rate, results):
     print(f"\nlinks: {rate}")
-    print(f"{'size':>10}  {'':14}  {'GB/s':>6}  {'of as seed':>10}  {'of one':>6}  {'CPU-s/GB':>8}  {'set up':>7}  GPU over mean  each")
+    print(f"{'size':>10}  {'':14}  {'GB/s':>6}  {'of seed':>7}  {'of one':>6}  {'CPU-s/GB':>8}  {'set up':>7}  GPU over mean  each")
     for (size, name), rs in results.items():
         def over(other, rs=rs, size=size):
             base = results.get((size, other))
@@ -109,7 +126,7 @@ def table(rate, results):
         plan = name.split(", ")[-1]
         each = " ".join(f"{r['gb_per_s']:.3f}" for r in rs)
         spread = f"{min(r['least'] for r in rs):.2f} to {max(r['most'] for r in rs):.2f}"
-        print(f"{size:>10}  {name:14}  {median(rs, 'gb_per_s'):6.3f}  {over('as seed, ' + plan):>10}  {over('one endpoint'):>6}"
+        print(f"{size:>10}  {name:14}  {median(rs, 'gb_per_s'):6.3f}  {over('seed, ' + plan):>7}  {over('one endpoint'):>6}"
               f"  {median(rs, 'cpu'):8.3f}  {median(rs, 'setup_s'):6.2f}s  {spread:13}  {each}", flush=True)
 
 
