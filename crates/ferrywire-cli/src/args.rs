@@ -400,10 +400,6 @@ pub struct ConnectFlags {
     /// Check every iteration's bytes (default), samples, or nothing
     #[arg(long)]
     pub verify: Option<Verify>,
-    /// Behave as the original system did, for comparison, over a plugin: chunks of 512K dealt to the channels in turn, 12 sends and 16 receives in flight, sleeps of 10 us, a gather per chunk that is waited for, one GPU after another
-    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true",
-          value_parser = BoolishValueParser::new(), value_name = "BOOL")]
-    pub as_seed: Option<bool>,
     /// Write results as JSON; - is standard output. Table and progress then go to standard error
     #[arg(long, value_name = "FILE|-")]
     pub json: Option<String>,

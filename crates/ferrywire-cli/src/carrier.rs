@@ -30,8 +30,6 @@ pub struct PluginUse {
     pub unpack: Option<Unpack>,
     /// GPU memory within one host is allowed.
     pub allow_same_host_gpu: bool,
-    /// Payload is moved as the original system did.
-    pub as_seed: bool,
     /// Longest time for one call.
     pub call_limit: Duration,
     /// Variables that the supervising process has set.
@@ -46,7 +44,6 @@ impl PluginUse {
         let config = unsafe { PluginConfig::at(&self.path) };
         let mut config = config
             .allow_same_host_gpu(self.allow_same_host_gpu)
-            .as_seed(self.as_seed)
             .stall_limit(self.stall_limit())
             .setup_limit(self.setup_limit())
             .set_before(self.set_before.iter().cloned());
@@ -253,7 +250,6 @@ pub fn for_connect(flags: &ConnectFlags, call_limit: Duration) -> Outcome<Option
         gpu: memory.gpu(),
         unpack: flags.unpack,
         allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
-        as_seed: flags.as_seed.unwrap_or(false),
         call_limit,
         set_before: Vec::new(),
     }))
@@ -278,7 +274,6 @@ pub fn for_serve(flags: &ServeFlags, call_limit: Duration) -> Outcome<Option<Plu
         gpu: memory.and_then(Memory::gpu),
         unpack: flags.unpack,
         allow_same_host_gpu: flags.allow_same_host_gpu.unwrap_or(false),
-        as_seed: false,
         call_limit,
         set_before: Vec::new(),
     }))

@@ -18,7 +18,6 @@ mod nixl;
 mod plain;
 mod plan;
 mod plugin;
-mod seed;
 mod sys;
 mod tool;
 mod topo;

@@ -21,7 +21,7 @@ use crate::carrier::{self, DevmemUse, PluginUse};
 use crate::exit::{Failure, Outcome};
 use crate::memory::Memory;
 use crate::units::{Gpus, Names, Sizes};
-use crate::{bench, file, seed};
+use crate::{bench, file};
 
 mod nixl;
 mod ranks;
@@ -390,7 +390,6 @@ fn with_file(flags: ConnectFlags) -> Outcome<ConnectFlags> {
             .map(|flags| ConnectFlags { secret_file: secret_file(typed, flags.secret_file), ..flags }),
         None => Ok(flags),
     }
-    .and_then(seed::settle)
 }
 
 /// Where this end's bytes lie; noted in the flags, so that further processes of the run take the same.
@@ -553,7 +552,6 @@ fn plan_run(flags: &ConnectFlags, memory: Memory, deadline_s: f64) -> Outcome<Ru
         depth,
         peers: peers(flags, pattern)?,
         fleet: flags.gpus.is_some(),
-        as_seed: flags.as_seed.unwrap_or(false),
         iters,
         seconds: run_seconds.or(if iters.is_none() { Some(SECONDS_DEFAULT) } else { None }),
         warmup: flags.warmup,

@@ -9,54 +9,6 @@
 use crate::limits;
 use std::time::Duration;
 
-/// Who takes the next chunk of bulk, and how long it is. Agreed when a peer is connected.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Plan {
-    /// Whoever is ready takes it.
-    #[default]
-    Pulled,
-    /// Chunk i of a message goes over channel i mod so many, and all but a message's last are of full size: the original
-    /// system's plan, for comparison.
-    RoundRobin {
-        /// Channels of the peer, whether they live or not.
-        channels: usize,
-    },
-}
-
-impl Plan {
-    /// [`chunk_bytes`] of this plan.
-    pub fn chunk_bytes(
-        self,
-        rest: u64,
-        channels: usize,
-        chunk_bytes_min: usize,
-        chunk_bytes_max: usize,
-    ) -> u64 {
-        match self {
-            Plan::Pulled => chunk_bytes(rest, channels, chunk_bytes_min, chunk_bytes_max),
-            Plan::RoundRobin { .. } => chunk_bytes_max as u64,
-        }
-    }
-
-    /// [`may_take`] of this plan.
-    pub fn may_take(self, backlog: u64, least: u64, chunk_bytes_max: usize) -> bool {
-        match self {
-            Plan::Pulled => may_take(backlog, least, chunk_bytes_max),
-            Plan::RoundRobin { .. } => true,
-        }
-    }
-
-    /// Whether the chunk at a position in its message may be this channel's.
-    pub fn is_of(self, channel: u16, position: u64, chunk_bytes_max: usize) -> bool {
-        match self {
-            Plan::Pulled => true,
-            Plan::RoundRobin { channels } => {
-                position / chunk_bytes_max as u64 % channels.max(1) as u64 == u64::from(channel)
-            }
-        }
-    }
-}
-
 /// Bytes of the next chunk: an equal share of the rest, within the bounds, whole pages.
 pub fn chunk_bytes(rest: u64, channels: usize, chunk_bytes_min: usize, chunk_bytes_max: usize) -> u64 {
     let max = chunk_bytes_max as u64;
@@ -208,17 +160,6 @@ mod tests {
         fn the_least_loaded_channel_may_always_take(backlog: u64, chunk in 1usize..1 << 22) {
             prop_assert!(may_take(backlog, backlog, chunk));
         }
-    }
-
-    #[test]
-    fn the_original_cut_equal_chunks_and_dealt_them_in_turn() {
-        let plan = Plan::RoundRobin { channels: 3 };
-        let of =
-            |position| (0..5).filter(|channel| plan.is_of(*channel, position, 512)).collect::<Vec<u16>>();
-        assert_eq!([0, 512, 1024, 1536, 2048].map(of), [[0], [1], [2], [0], [1]]);
-        assert_eq!(plan.chunk_bytes(100, 3, 64, 512), 512);
-        assert!(plan.may_take(u64::MAX, 0, 512));
-        assert!(Plan::Pulled.is_of(4, 512, 512));
     }
 
     #[test]

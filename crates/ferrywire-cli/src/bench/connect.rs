@@ -21,7 +21,6 @@ use super::serve::region_from;
 use super::session::{Session, StepReport};
 use super::staged;
 use super::table;
-use super::turns::Turns;
 use crate::args::Unpack;
 use crate::carrier::PluginUse;
 use crate::exit::{self, Failure, Outcome};
@@ -136,8 +135,6 @@ pub struct Part<'a> {
     pub home: &'a Home,
     /// The numbers of all pairs of GPUs, by peer, in a run with several endpoints.
     pub pairs: &'a [(u32, u32)],
-    /// Where the pairs of this process take turns, and which of them this is.
-    pub turns: Option<(&'a Turns, usize)>,
     /// The pairs of processes, in a run of several ranks.
     pub ranks: &'a [RankPair],
     /// Whether it shows how far the run is.
@@ -159,18 +156,7 @@ impl<'a> Part<'a> {
     ) -> Part<'a> {
         let merge: &dyn Fn(usize, StepReport) -> Outcome<Option<StepReport>> =
             if number == 0 { &|_, report| Ok(Some(report)) } else { &|_, _| Ok(None) };
-        Part {
-            number,
-            run,
-            endpoint,
-            home,
-            pairs,
-            ranks: &[],
-            turns: None,
-            tells: number == 0,
-            failed: &|_| {},
-            merge,
-        }
+        Part { number, run, endpoint, home, pairs, ranks: &[], tells: number == 0, failed: &|_| {}, merge }
     }
 }
 
@@ -212,7 +198,6 @@ pub fn converse(
             remote: &remote,
             member: number,
             gate: None,
-            turns: part.turns,
             inject: None,
         };
         tell(News::Peer(peer_host.clone(), peer_threads));

@@ -25,7 +25,6 @@ use super::layout;
 use super::link::{CLOSE_DEADLINE, Link, Stop};
 use super::places::{self, Place, Places};
 use super::protocol::{Message, PEERS_MAX, Run};
-use super::turns::Turns;
 use crate::args::Pattern;
 use crate::carrier::{DevmemUse, PluginUse};
 use crate::exit::{self, Failure, Outcome};
@@ -355,13 +354,10 @@ fn all_pairs(
 ) -> Outcome {
     let numbers: Vec<(u32, u32)> = pairs.iter().map(|pair| (pair.gpu, pair.peer_gpu)).collect();
     let failed: Mutex<Option<Failure>> = Mutex::default();
-    let turns = run.as_seed.then(|| Turns::new(pairs.len()));
     let take_part = |number: usize, listeners: Listeners<'_>| {
         let (pair, link) = (&pairs[number], &links[number]);
         let endpoint = &fleet.orchestrator.endpoints()[pair.endpoint];
-        let turns = turns.as_ref().map(|turns| (turns, number));
-        let of_peer = Part::of_peer(number, run, endpoint, &fleet.homes[pair.home], &numbers);
-        let part = Part { turns, ..of_peer };
+        let part = Part::of_peer(number, run, endpoint, &fleet.homes[pair.home], &numbers);
         let converse = || connect::converse(plan, &part, link, start, listeners);
         let outcome = catch_unwind(AssertUnwindSafe(converse)).unwrap_or_else(|_| Err(Failure::panicked()));
         if let Err(failure) = &outcome {

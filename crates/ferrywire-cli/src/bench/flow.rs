@@ -12,7 +12,6 @@ use super::layout::{Flow, Layout};
 use super::link::{Link, Stall};
 use super::measure::{Limit, Meter};
 use super::protocol::{FlowReport, Message, Run, Side};
-use super::turns::Place;
 use crate::args::Op;
 use crate::exit::{Failure, Outcome};
 
@@ -143,10 +142,10 @@ struct Posted {
     since: Instant,
 }
 
-/// Drives a flow until the limit, `depth` transfers in flight; with a place in a ring, only in its turns.
-pub fn drive(poster: &Poster, depth: usize, limit: Limit, place: Option<&Place>) -> Outcome<FlowReport> {
+/// Drives a flow until the limit, `depth` transfers in flight.
+pub fn drive(poster: &Poster, depth: usize, limit: Limit) -> Outcome<FlowReport> {
     let mut in_flight = Vec::with_capacity(depth);
-    let driven = drive_with(&mut in_flight, poster, depth, limit, place);
+    let driven = drive_with(&mut in_flight, poster, depth, limit);
     if driven.is_err() {
         // What is told next need not wait for them.
         in_flight.iter().for_each(|posted| posted.transfer.cancel());
@@ -159,7 +158,6 @@ fn drive_with(
     poster: &Poster,
     depth: usize,
     limit: Limit,
-    place: Option<&Place>,
 ) -> Outcome<FlowReport> {
     let (slots, size) = (poster.layout.slots, poster.layout.size());
     let mut meter = Meter::start(poster.layout.peers);
@@ -167,10 +165,6 @@ fn drive_with(
     // Transfers need not end in their order; where memory is short they share slots.
     let mut free: VecDeque<u64> = (0..slots).collect();
     loop {
-        let _turn = place.map(Place::turn).transpose()?;
-        if place.is_some() {
-            now = Instant::now();
-        }
         while in_flight.len() < depth && limit.allows(posted, meter.elapsed(now)) {
             // The other end receives messages into its slots in turn; what is sent may be sent twice at once.
             let unused = if poster.op == Op::Send { None } else { free.pop_front() };
@@ -276,7 +270,6 @@ mod tests {
             blocks: None,
             peers: 1,
             fleet: false,
-            as_seed: false,
             iters: Some(10),
             seconds: None,
             warmup: None,
@@ -301,7 +294,7 @@ mod tests {
         let sends = Poster::new(&near, &run, flow, Side::Connect, 0, (&here, &to_there)).expect("a poster");
         let receives = Poster::new(&far, &run, flow, Side::Serve, 0, (&there, &to_here)).expect("a poster");
         let limit = Limit { iterations: 10, time: Duration::MAX };
-        assert_eq!(drive(&sends, 2, limit, None).map(|report| report.iterations), Ok(10));
+        assert_eq!(drive(&sends, 2, limit).map(|report| report.iterations), Ok(10));
         assert_eq!(follow(&receives, 2), Ok(()));
     }
 }

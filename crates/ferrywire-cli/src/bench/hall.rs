@@ -254,7 +254,6 @@ mod tests {
             blocks: None,
             peers: 2,
             fleet: false,
-            as_seed: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

@@ -35,7 +35,6 @@ pub mod session;
 pub mod spent;
 pub mod staged;
 pub mod table;
-pub mod turns;
 pub mod verify;
 
 use std::net::SocketAddr;

@@ -56,9 +56,6 @@ pub struct Run {
     /// Whether they are endpoints of one process, one for each GPU; else processes.
     #[serde(default)]
     pub fleet: bool,
-    /// Payload is moved as the original system did, one pair after another.
-    #[serde(default)]
-    pub as_seed: bool,
     /// Messages of the timed part.
     pub iters: Option<u64>,
     /// Length of the timed part; with `iters`, whichever ends first.

@@ -412,7 +412,6 @@ fn through_sizes(
         remote: &remote,
         member: member.number,
         gate: Some(member.gate),
-        turns: None,
         inject,
     };
     for step in 0..run.sizes.len() {

@@ -18,7 +18,6 @@ use super::link::Link;
 use super::measure::{Limit, Snapshot};
 use super::pingpong::{self, PingPong};
 use super::protocol::{FlowReport, Message, Point, Run, Side, SideReport};
-use super::turns::Turns;
 use super::verify::{Contents, timed_iteration};
 use crate::args::{Inject, Op, Pattern, Verify};
 use crate::exit::{Failure, Outcome};
@@ -50,8 +49,6 @@ pub struct Session<'a> {
     pub member: usize,
     /// Where the serving end waits for the run's other peers.
     pub gate: Option<&'a Gate>,
-    /// Where this end takes turns with others of its process, and its number among them.
-    pub turns: Option<(&'a Turns, usize)>,
     /// Data to spoil, in tests.
     pub inject: Option<Inject>,
 }
@@ -246,10 +243,7 @@ impl<'a> Step<'a> {
         let theirs = theirs.filter(|_| self.session.run.op == Op::Send);
         thread::scope(|scope| {
             let following = theirs.map(|(_, poster)| scope.spawn(|| flow::follow(poster, self.depth)));
-            let place = self.session.turns.map(|(turns, number)| turns.join(number));
-            let drive = |(_, poster): &(Flow, Poster)| flow::drive(poster, self.depth, limit, place.as_ref());
-            let driven = mine.map(drive).transpose();
-            drop(place);
+            let driven = mine.map(|(_, poster)| flow::drive(poster, self.depth, limit)).transpose();
             let followed =
                 following.map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(Failure::panicked())));
             driven.and_then(|report| followed.map(|()| report))
@@ -365,7 +359,6 @@ mod tests {
             blocks: None,
             peers,
             fleet: true,
-            as_seed: false,
             iters: Some(iters),
             seconds: None,
             warmup: Some(1),
@@ -401,10 +394,10 @@ mod tests {
                         let run = run.clone();
                         scope.spawn(move || {
                             let link = Link::new(peer, LIMIT);
-                            let (local, remote, turns) = (&local, &remote, None);
+                            let (local, remote) = (&local, &remote);
                             let (link, run) = (&link, &run);
                             let session =
-                                Session { link, side, run, local, remote, member, gate, turns, inject: None };
+                                Session { link, side, run, local, remote, member, gate, inject: None };
                             let report = session.step(0, &|_| {});
                             // Whoever waits in the gate hears of it.
                             report.inspect_err(|failure| {

@@ -98,19 +98,11 @@ pub fn render(record: &Record) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     });
     let mut text = String::new();
-    let manner = if as_seed(record) { AS_SEED } else { "" };
-    let _ = writeln!(text, "{}{manner}\n{}\n{table}", headline(first), setting(record, first));
+    let _ = writeln!(text, "{}\n{}\n{table}", headline(first), setting(record, first));
     matrices(&mut text, &record.results);
     limits(&mut text, &record.results);
     warnings(&mut text, &record.results);
     text
-}
-
-/// Follows the headline of a run that was not to be as fast as it can.
-const AS_SEED: &str = "; as the original system did (--as-seed)";
-
-fn as_seed(record: &Record) -> bool {
-    record.config["as_seed"] == true
 }
 
 /// The GPUs of a row, in a run with several endpoints; with the ranks, where each is a process.

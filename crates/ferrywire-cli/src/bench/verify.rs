@@ -282,7 +282,6 @@ mod tests {
             blocks,
             peers: 1,
             fleet: false,
-            as_seed: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

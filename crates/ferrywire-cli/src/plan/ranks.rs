@@ -99,7 +99,6 @@ pub fn plan(flags: ConnectFlags, ranks: Ranks, args: &RankArgs, verbose: bool) -
         gpus: Some(Gpus(vec![gpu])),
         map: None,
         // It is for the end that sends to do so.
-        as_seed: flags.as_seed.filter(|_| connects),
         ..flags
     };
     let mut bench = plan_connect(flags, Vec::new(), !meeting.on_loopback, verbose)?;

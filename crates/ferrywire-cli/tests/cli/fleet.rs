@@ -253,26 +253,3 @@ fn several_gpus_over_a_plugin() {
     assert_eq!(found.len(), 2 * (16 + 1));
     assert!(found.iter().all(|row| row["verified"] == true && row["transport"] == "plugin"));
 }
-
-/// For comparison; verified as everything is, and marked.
-#[test]
-fn several_gpus_as_the_original_system_served_them() {
-    let args = "bench --as-seed --allow-same-host-gpu --gpus 0-2 --memory sim --peer-memory sim --channels 2";
-    let mut command = ferrywire(&with_plugin(&format!("{args} --sizes 5,3M {QUICK}")));
-    let output = command.env("FERRYWIRE_TCPX_SIM", ONE_HOST).output().expect("it runs");
-    let found = results(&output);
-    assert_eq!(json(&output)["config"]["as_seed"], true);
-    assert_eq!(found.len(), 2 * (3 + 1));
-    for row in &found {
-        assert_eq!((&row["verified"], &row["transport"]), (&true.into(), &"plugin".into()));
-        assert_eq!((row["depth"].as_u64(), row["chunk_bytes"].as_u64()), (Some(1), Some(512 << 10)));
-        assert!(row["extra"]["sends_posted_most"].as_u64().is_some_and(|most| most <= 12), "{row}");
-    }
-    // Six chunks of each message, three over either channel.
-    let chunks = |at: usize| found[4]["per_channel"][at]["bytes"].as_u64().map(|bytes| bytes / (512 << 10));
-    assert_eq!([chunks(0), chunks(1)], [Some(6 * 3); 2]);
-    assert!(text(&output.stderr).contains("as the original system did (--as-seed)"));
-    let refused = run("bench --as-seed --gpus 0-1 --memory sim");
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(first_error(&refused).contains("--as-seed: the original moved data over a plugin"));
-}

@@ -212,7 +212,7 @@ impl Channel {
         let (backlog, least) = (self.window.bytes() as u64, self.peer.least_backlog());
         queue.has_work_beside_small()
             && self.bulk_share().0 > 0
-            && queue.plan.may_take(backlog, least, queue.chunk_bytes)
+            && schedule::may_take(backlog, least, queue.chunk_bytes)
     }
 
     /// Bytes of bulk that this channel may take, and the longest chunk of it.
@@ -326,9 +326,8 @@ impl Channel {
         let backlog = self.window.bytes() as u64;
         let least = self.peer.least_backlog();
         let (share, chunk_bytes) = self.bulk_share();
-        let bulk = share > 0 && queue.plan.may_take(backlog, least, queue.chunk_bytes);
+        let bulk = share > 0 && schedule::may_take(backlog, least, queue.chunk_bytes);
         let pull = Pull {
-            channel: self.index,
             bytes: (READY_BYTES - unsent).min(if bulk { share } else { u64::MAX }),
             channels: self.peer.live_channels(),
             chunk_bytes,

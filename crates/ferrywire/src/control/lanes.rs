@@ -205,7 +205,7 @@ impl Link {
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
                     let limit = self.lanes.carrier.as_ref().map(Carrier::stall_limit);
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
-                    let posted = Posted::new(peer.manner.of(lane, limit), limit, counters.lane.clone());
+                    let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);
                     self.carries_data(engine, channel, now);
                 }

@@ -3,7 +3,6 @@
 //! The end that connects sends its terms with the session's configuration; the end that accepts compares
 //! them with its own, and refuses with the first difference in words. Invariant: pure.
 
-use crate::posted::Manner;
 use ferrywire_proto::handshake::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 
 /// One end's terms: names with values, in a fixed order.
@@ -15,10 +14,7 @@ const NAME_BYTES_MAX: usize = 64;
 
 /// The name under which an end says whether it moves memory of a GPU; ends may differ in it.
 const GPU: &str = "gpu";
-/// The name under which the end that connects says that payload is to be moved as the original system did.
-const MANNER: &str = "manner";
-const SEED: &str = "seed";
-/// The name under which it says that without its carrier will do.
+/// The name under which the end that connects says that without its carrier will do.
 const OPTIONAL: &str = "optional";
 
 /// What an end says in place of terms, which goes without for this reason. As bytes of the handshake.
@@ -40,22 +36,6 @@ impl Terms {
         all.extend(list.iter().map(|(name, value)| ((*name).to_owned(), value.clone())));
         all.push((GPU.to_owned(), u8::from(gpu).to_string()));
         Terms(all)
-    }
-
-    /// The same, asking for another way to move payload.
-    pub fn with_manner(mut self, manner: Manner) -> Terms {
-        if manner == Manner::Seed {
-            self.0.push((MANNER.to_owned(), SEED.to_owned()));
-        }
-        self
-    }
-
-    /// The way to move payload that the end which connects asks for.
-    pub fn manner(&self) -> Manner {
-        match self.value(MANNER) {
-            Some(SEED) => Manner::Seed,
-            _ => Manner::Ours,
-        }
     }
 
     /// The same, saying that a session without will do.
@@ -98,7 +78,7 @@ impl Terms {
     /// Where the two differ, for a person at the other end.
     pub fn difference(&self, theirs: &Terms) -> Option<String> {
         let names = self.0.iter().chain(&theirs.0).map(|(name, _)| name.as_str());
-        for name in names.filter(|name| ![GPU, MANNER, OPTIONAL].contains(name)) {
+        for name in names.filter(|name| ![GPU, OPTIONAL].contains(name)) {
             let (here, there) = (self.value(name), theirs.value(name));
             if here != there {
                 let say = |value: Option<&str>| value.unwrap_or("not told").to_owned();
@@ -130,9 +110,6 @@ mod tests {
         let ours = terms("GPUDirectTCPX_v7", "524288", true);
         assert_eq!(Terms::decode(&ours.encode()), ours);
         assert!(ours.encode().len() <= 256);
-        let as_seed = ours.clone().with_manner(Manner::Seed);
-        assert_eq!(Terms::decode(&as_seed.encode()).manner(), Manner::Seed);
-        assert_eq!((ours.manner(), ours.difference(&as_seed)), (Manner::Ours, None));
         assert!(ours.gpu() && !terms("x", "1", false).gpu());
     }
 

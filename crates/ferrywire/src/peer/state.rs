@@ -12,14 +12,13 @@ use crate::error::{Error, Result};
 use crate::inbound::{Inbound, Sink};
 use crate::memory::Memory;
 use crate::operation::{Op, Transfer, Verb};
-use crate::posted::Manner;
 use crate::progress::{self, WaitList, Worker};
 use crate::queue::{Body, Entry, SendQueue, WITHDRAWN};
 use crate::stats::ChannelCounters;
 use crate::wakeup::Wakeup;
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
-use ferrywire_proto::schedule::{self, Plan};
+use ferrywire_proto::schedule;
 use ferrywire_proto::wire::{Header, Kind, Refusal};
 
 use super::held::Held;
@@ -89,8 +88,8 @@ pub(crate) struct PeerInfo {
     pub window: usize,
     pub crc: bool,
     pub same_host: bool,
-    /// How payload goes over lanes beside the channels' connections, if it does.
-    pub lanes: Option<Manner>,
+    /// Whether payload goes over lanes beside the channels' connections.
+    pub lanes: bool,
     /// How its payload travels, and why so where that was a choice.
     pub transport: &'static str,
     pub transport_why: String,
@@ -105,8 +104,6 @@ pub(crate) struct PeerState {
     pub(super) label: String,
     pub(super) address: SocketAddr,
     pub queue: SendQueue,
-    /// How its lanes are used, where it has any.
-    pub manner: Manner,
     pub(super) transport: &'static str,
     pub(super) transport_why: String,
     pub inbound: Inbound,
@@ -151,10 +148,6 @@ pub(crate) struct PeerState {
 impl PeerState {
     pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
         let queue = SendQueue::new(info.chunk_bytes, info.crc);
-        let plan = match info.lanes {
-            Some(Manner::Seed) => Plan::RoundRobin { channels: info.channels },
-            _ => Plan::Pulled,
-        };
         PeerState {
             engine,
             session: info.session,
@@ -162,8 +155,7 @@ impl PeerState {
             name: info.name,
             label: info.label,
             address: info.address,
-            queue: if info.lanes.is_some() { queue.with_lanes(plan) } else { queue },
-            manner: info.lanes.unwrap_or_default(),
+            queue: if info.lanes { queue.with_lanes() } else { queue },
             transport: info.transport,
             transport_why: info.transport_why,
             inbound: Inbound::default(),
@@ -227,10 +219,7 @@ impl PeerState {
 
     /// The worker that a channel belongs to, the same on both sides where they have as many.
     pub fn engine_worker(&self, index: u16) -> usize {
-        match self.manner {
-            Manner::Ours => usize::from(index) % self.engine.workers.len(),
-            Manner::Seed => 0,
-        }
+        usize::from(index) % self.engine.workers.len()
     }
 
     /// Whether anything posted has not ended, receives apart: those may wait for ever.

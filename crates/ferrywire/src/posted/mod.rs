@@ -11,17 +11,15 @@
 //! is missing wait, since what is acknowledged is a count.
 //!
 //! Invariant: a message's memory is let go only after the lane is done with it, or closed.
-//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this; `seed.rs`, how it was done before.
+//! Read next: `sending.rs`, `receiving.rs`, then `channel/`, which owns this.
 
 mod receiving;
-mod seed;
 mod sending;
 mod slots;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use receiving::Arrival;
-pub(crate) use seed::Manner;
 
 use crate::error::Error;
 use crate::memory::Memory;

@@ -1,6 +1,5 @@
 //! The rules of a lane, on one that does as it is told and checks how it is used.
 
-mod seed;
 mod standstill;
 
 use super::{Arrival, Posted, SENT_UNREADABLE, Turned};
@@ -12,7 +11,6 @@ use crate::peer::Landing;
 use crate::queue::{Entry, Pull, SendQueue};
 use crate::stats::LaneCounters;
 use ferrywire_proto::limits;
-use ferrywire_proto::schedule::Plan;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{FLAG_POSTED, Header, Kind, Refusal};
@@ -208,7 +206,6 @@ impl Bench {
         let first = window.next();
         let room = self.posted.room();
         let pull = Pull {
-            channel: 0,
             bytes: u64::MAX,
             channels: 1,
             chunk_bytes: queue.chunk_bytes,
@@ -243,7 +240,7 @@ fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
 }
 
 fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
-    let queue = SendQueue::new(CHUNK, false).with_lanes(Plan::Pulled);
+    let queue = SendQueue::new(CHUNK, false).with_lanes();
     assert!(queue.post(Arc::new(Op::new(1, Verb::Write, pieces, Some(memory), 9))));
     queue
 }

@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::operation::{NO_EPOCH, Op, Verb};
 use crate::staging::Sending;
 use ferrywire_proto::limits;
-use ferrywire_proto::schedule::Plan;
+use ferrywire_proto::schedule;
 use ferrywire_proto::transfer::{ChunkLimits, Cutter};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{Header, Kind};
@@ -92,14 +92,11 @@ pub(crate) struct SendQueue {
     pub crc: bool,
     /// Bytes up to which an operation travels as one frame.
     small_bytes_max: u64,
-    /// Who takes which chunk.
-    pub plan: Plan,
 }
 
 /// What a channel may take in one pull.
 #[derive(Clone, Copy)]
 pub(crate) struct Pull {
-    pub channel: u16,
     pub bytes: u64,
     pub channels: usize,
     /// The longest chunk.
@@ -129,13 +126,11 @@ impl SendQueue {
             chunk_bytes,
             crc,
             small_bytes_max,
-            plan: Plan::Pulled,
         }
     }
 
     /// Of a peer whose channels have lanes: no message is larger than a chunk.
-    pub fn with_lanes(mut self, plan: Plan) -> SendQueue {
-        self.plan = plan;
+    pub fn with_lanes(mut self) -> SendQueue {
         self.small_bytes_max = self.small_bytes_max.min(self.chunk_bytes as u64);
         self
     }
@@ -462,7 +457,7 @@ impl SendQueue {
         while taken < pull.bytes && window.has_room() && messages != Some(0) {
             // A lane reaches the GPU itself.
             let gpu = messages.is_some() || staging.has_room();
-            let Some(mut entry) = lanes.next((pull, self.plan), gpu, &mut dropped) else {
+            let Some(mut entry) = lanes.next(pull, gpu, &mut dropped) else {
                 break;
             };
             entry.post(messages.is_some());
@@ -551,7 +546,7 @@ impl Lanes {
     }
 
     /// The next frame; with `gpu`, also one whose payload is in memory of a GPU.
-    fn next(&mut self, (pull, plan): (Pull, Plan), gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
+    fn next(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         if let Some(mut entry) = self.resend.pop_front_if(|entry| gpu || entry.gpu().is_none()) {
             // Its memory may be what ended the connection that it was sent over, or the user's again.
             let sends = entry.op.as_ref().filter(|_| entry.payload().is_some());
@@ -578,7 +573,7 @@ impl Lanes {
             return Some(entry);
         }
         self.small_run = 0;
-        if bulk_waits { self.next_bulk((pull, plan), gpu, dropped) } else { None }
+        if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
     }
 
     fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
@@ -634,22 +629,14 @@ impl Lanes {
         Entry::new(header, Box::default(), Body::Chunk(whole(&op)), Some(op))
     }
 
-    fn next_bulk(
-        &mut self,
-        (pull, plan): (Pull, Plan),
-        gpu: bool,
-        dropped: &mut Vec<Arc<Op>>,
-    ) -> Option<Entry> {
+    fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<Arc<Op>>) -> Option<Entry> {
         loop {
             let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
-            if !plan.is_of(pull.channel, bulk.cutter.position(), pull.chunk_bytes) && !bulk.op.unsendable() {
-                return None;
-            }
             let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
                 true => (pull.staged_bytes.0, pull.chunk_bytes.min(pull.staged_bytes.1)),
                 false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
             };
-            let bytes = plan.chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
             let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
             let chunk = match bulk.op.unsendable() {
                 true => None,

@@ -256,7 +256,6 @@ mod tests {
         let op = Arc::new(Op::new(1, Verb::Write, pieces, Some(memory.clone()), 9));
         assert!(queue.post(op.clone()));
         let pull = Pull {
-            channel: 0,
             bytes: u64::MAX,
             channels: 1,
             chunk_bytes: queue.chunk_bytes,

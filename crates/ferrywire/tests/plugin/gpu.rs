@@ -371,34 +371,3 @@ fn checksums_are_refused_where_a_gpu_is_involved() {
         assert!(error.contains("checksums need host memory at both ends"), "{error}");
     });
 }
-
-/// For comparison: chunks of full size dealt in turn, and never more in flight than the original had.
-#[test]
-fn what_is_moved_as_the_original_did_is_dealt_in_turn() {
-    on_gpus(case!(SAME_HOST)).passes(|| {
-        let end = |index| builder().channels(4).plugin(with_gpu(index));
-        // The end that connects decides.
-        let connecting = builder().channels(4).plugin(with_gpu(0).as_seed(true));
-        let ends = Ends::of(loopback(end(1)), connecting);
-        let chunks = 4 * 16;
-        for (salt, bytes) in [(1, chunks * CHUNK), (2, CHUNK + 1), (3, 5)] {
-            let source = on_gpu(&ends.connecting, 0, &pattern(bytes, salt));
-            let target = on_gpu(&ends.accepting, 1, &vec![0; bytes + 128]);
-            write(&ends, &source, &target, bytes, salt);
-            if salt == 1 {
-                let channels = ends.near.stats().channels;
-                // Heads apart.
-                let each: Vec<u64> =
-                    channels.iter().map(|channel| channel.sent_bytes / CHUNK as u64).collect();
-                assert_eq!(each, [16; 4]);
-            }
-        }
-        for stats in [ends.near.stats(), ends.far.stats()] {
-            let lanes = stats.channels.iter().map(|channel| channel.lane.clone().unwrap());
-            assert!(
-                lanes.into_iter().all(|lane| lane.sends_posted_most <= 12 && lane.receives_posted_most <= 16)
-            );
-        }
-        ends.close();
-    });
-}

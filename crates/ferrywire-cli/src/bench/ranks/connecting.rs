@@ -18,7 +18,6 @@ use super::super::protocol::Run;
 use super::super::report::{News, RankRow};
 use super::super::result::RankPair;
 use super::super::session::StepReport;
-use super::super::turns::Turns;
 use super::meeting::Meeting;
 use super::pairs;
 use super::words::{Entry, PairReport, Table};
@@ -61,8 +60,6 @@ struct Connecting<'a> {
     links: Vec<Link>,
     /// This rank among the peers of each partner.
     member: usize,
-    /// Where the pairs of this rank take turns.
-    turns: Option<Turns>,
     run: Run,
 }
 
@@ -124,7 +121,6 @@ impl<'a> Connecting<'a> {
             own,
             pairs: own_pairs,
             member: members.iter().position(|member| *member == rank).unwrap_or(0),
-            turns: run.as_seed.then(|| Turns::new(links.len())),
             links,
             run,
             bench,
@@ -168,7 +164,6 @@ impl<'a> Connecting<'a> {
             home: &self.fleet.homes()[pair.home],
             pairs: &self.gpus,
             ranks: &self.ranks,
-            turns: self.turns.as_ref().map(|turns| (turns, number)),
             tells,
             failed: &|failure| blame(self.meeting, link, self.ranks[at].ranks.1, failure),
             merge: &|step, report| self.merge(at, link, step, report),

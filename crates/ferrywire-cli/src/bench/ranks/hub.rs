@@ -271,7 +271,6 @@ mod tests {
             blocks: None,
             peers: 1,
             fleet: false,
-            as_seed: false,
             iters: Some(1),
             seconds: None,
             warmup: None,

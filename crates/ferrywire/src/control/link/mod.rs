@@ -244,7 +244,7 @@ impl Link {
             window: (config.window as usize).min(limits::WINDOW_FRAMES_MAX),
             crc: config.crc,
             same_host,
-            lanes: carrier.as_ref().map(|_| Terms::decode(&config.extra).manner()),
+            lanes: carrier.is_some(),
             transport,
             transport_why,
         };

@@ -4,7 +4,6 @@ use crate::error::{Error, Result};
 use crate::memory::Place;
 use crate::memory::unpack::UnpackMode;
 use crate::nccl::abi::Version;
-use crate::posted::Manner;
 use ferrywire_proto::limits;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,7 +22,6 @@ pub struct PluginConfig {
     pub(super) allow_same_host_gpu: bool,
     pub(super) set_before: Vec<String>,
     pub(crate) skip_drain: bool,
-    pub(super) manner: Manner,
 }
 
 /// Where its code is.
@@ -66,7 +64,6 @@ impl PluginConfig {
             allow_same_host_gpu: false,
             set_before: Vec::new(),
             skip_drain: false,
-            manner: Manner::Ours,
         }
     }
 
@@ -128,14 +125,6 @@ impl PluginConfig {
     /// told as the user's.
     pub fn set_before(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> PluginConfig {
         self.set_before = names.into_iter().map(Into::into).collect();
-        self
-    }
-
-    /// Moves payload as the original system did, at both ends of each session that this end opens: for comparison
-    /// only. Chunks of full size, dealt to the channels in turn; 12 sends and 16 receives per channel; one thread per
-    /// peer with sleeps of 10 us; one gather at a time, which is waited for.
-    pub fn as_seed(mut self, yes: bool) -> PluginConfig {
-        self.manner = if yes { Manner::Seed } else { Manner::Ours };
         self
     }
 

@@ -200,7 +200,7 @@ impl Host {
             (environment::RECV_SYNC, recv_sync),
             (environment::INLINE, inline),
         ];
-        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some()).with_manner(self.config.manner)
+        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
     }
 
     /// Refuses a session with these terms of the other end, with the reason.
