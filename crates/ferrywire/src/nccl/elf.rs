@@ -6,20 +6,15 @@
 
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 
-const HEADER_BYTES: usize = 64;
-const SEGMENT_BYTES: usize = 56;
-const CLASS_64: u8 = 2;
-const LITTLE_ENDIAN: u8 = 1;
-const TYPE_SHARED: u16 = 3;
-const SEGMENT_LOAD: u32 = 1;
-const SEGMENT_DYNAMIC: u32 = 2;
-const OFFSET_MAX: u64 = i64::MAX as u64 - (1 << 32);
-#[cfg(target_arch = "x86_64")]
-const MACHINE: u16 = 62;
-#[cfg(target_arch = "aarch64")]
-const MACHINE: u16 = 183;
+use object::elf::{EM_AARCH64, EM_X86_64, ET_DYN, FileHeader64, PT_DYNAMIC, PT_LOAD, ProgramHeader64};
+use object::read::elf::{FileHeader, ProgramHeader};
+use object::{LittleEndian, ReadCache, ReadRef};
+
+type Header = FileHeader64<LittleEndian>;
+type Segment = ProgramHeader64<LittleEndian>;
+
+const MACHINE: u16 = if cfg!(target_arch = "aarch64") { EM_AARCH64 } else { EM_X86_64 };
 
 /// What is wrong with a file that should be a shared library.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -39,81 +34,39 @@ pub enum Defect {
 
 /// Checks the headers of a file.
 pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
-    let file_bytes = file.metadata()?.len();
-    let mut header = [0; HEADER_BYTES];
-    let have = read_up_to(file, &mut header, 0)?;
-    let (offset, count) = match segments(&header[..have], file_bytes) {
-        Ok(place) => place,
-        Err(defect) => return Ok(Err(defect)),
-    };
-    let mut table = vec![0; usize::from(count) * SEGMENT_BYTES];
-    let have = read_up_to(file, &mut table, offset)?;
-    if have < table.len() {
-        let needed_bytes = offset.saturating_add(table.len() as u64);
-        return Ok(Err(Defect::Truncated { file_bytes, needed_bytes }));
-    }
-    Ok(check_segments(&table, file_bytes))
+    Ok(check_headers(&ReadCache::new(file), file.metadata()?.len()))
 }
 
-fn read_up_to(file: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
-    let mut have = 0;
-    // Offsets that the kernel has no numbers for are past the end, too.
-    while have < buffer.len() && offset <= OFFSET_MAX {
-        match file.read_at(&mut buffer[have..], offset + have as u64) {
-            Ok(0) => break,
-            Ok(n) => have += n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(have)
-}
-
-/// Where the table of segments is, and how many there are.
-fn segments(header: &[u8], file_bytes: u64) -> Result<(u64, u16), Defect> {
-    if !header.starts_with(b"\x7fELF") {
+fn check_headers<'a>(data: impl ReadRef<'a>, file_bytes: u64) -> Result<(), Defect> {
+    let truncated = |needed_bytes| Defect::Truncated { file_bytes, needed_bytes };
+    if data.read_bytes_at(0, 4) != Ok(b"\x7fELF") {
         return Err(Defect::NotElf);
     }
-    if header.len() < HEADER_BYTES {
-        return Err(Defect::Truncated { file_bytes, needed_bytes: HEADER_BYTES as u64 });
-    }
-    if header[4] != CLASS_64 || header[5] != LITTLE_ENDIAN {
+    let header: &Header = data.read_at(0).map_err(|()| truncated(size_of::<Header>() as u64))?;
+    if !header.is_class_64() || !header.is_little_endian() {
         return Err(Defect::Other("it is not a 64-bit little-endian ELF file"));
     }
-    if u16_at(header, 18) != MACHINE {
+    if header.e_machine(LittleEndian) != MACHINE {
         return Err(Defect::Other("it is built for another kind of processor"));
     }
-    if u16_at(header, 16) != TYPE_SHARED {
+    if header.e_type(LittleEndian) != ET_DYN {
         return Err(Defect::Other("it is an ELF file, but not a shared library"));
     }
-    if usize::from(u16_at(header, 54)) != SEGMENT_BYTES {
+    if usize::from(header.e_phentsize(LittleEndian)) != size_of::<Segment>() {
         return Err(Defect::Other("its ELF header is damaged"));
     }
-    Ok((u64_at(header, 32), u16_at(header, 56)))
-}
-
-fn check_segments(table: &[u8], file_bytes: u64) -> Result<(), Defect> {
-    let mut needed_bytes = 0;
-    let mut dynamic = false;
-    for segment in table.chunks_exact(SEGMENT_BYTES) {
-        let kind = u32::from_le_bytes([segment[0], segment[1], segment[2], segment[3]]);
-        dynamic |= kind == SEGMENT_DYNAMIC;
-        if kind == SEGMENT_LOAD || kind == SEGMENT_DYNAMIC {
-            needed_bytes = needed_bytes.max(u64_at(segment, 8).saturating_add(u64_at(segment, 32)));
-        }
+    let (offset, count) = (header.e_phoff(LittleEndian), usize::from(header.e_phnum(LittleEndian)));
+    let table_end = offset.saturating_add((count * size_of::<Segment>()) as u64);
+    let segments: &[Segment] = data.read_slice_at(offset, count).map_err(|()| truncated(table_end))?;
+    let end =
+        |segment: &Segment| segment.p_offset(LittleEndian).saturating_add(segment.p_filesz(LittleEndian));
+    let mapped =
+        segments.iter().filter(|segment| [PT_LOAD, PT_DYNAMIC].contains(&segment.p_type(LittleEndian)));
+    match mapped.map(end).max() {
+        Some(needed_bytes) if needed_bytes > file_bytes => Err(truncated(needed_bytes)),
+        _ if segments.iter().any(|segment| segment.p_type(LittleEndian) == PT_DYNAMIC) => Ok(()),
+        _ => Err(Defect::Other("it is an ELF file, but not a shared library")),
     }
-    if needed_bytes > file_bytes {
-        return Err(Defect::Truncated { file_bytes, needed_bytes });
-    }
-    if dynamic { Ok(()) } else { Err(Defect::Other("it is an ELF file, but not a shared library")) }
-}
-
-fn u16_at(bytes: &[u8], at: usize) -> u16 {
-    u16::from_le_bytes([bytes[at], bytes[at + 1]])
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
 }
 
 #[cfg(test)]
@@ -130,18 +83,18 @@ mod tests {
 
     /// A header and two segments, the last of which ends at `end`.
     fn library(end: u64) -> Vec<u8> {
-        let mut bytes = vec![0u8; HEADER_BYTES + 2 * SEGMENT_BYTES];
-        bytes[..6].copy_from_slice(b"\x7fELF\x02\x01");
-        bytes[16..18].copy_from_slice(&TYPE_SHARED.to_le_bytes());
-        bytes[18..20].copy_from_slice(&MACHINE.to_le_bytes());
-        bytes[32..40].copy_from_slice(&(HEADER_BYTES as u64).to_le_bytes());
-        bytes[54..56].copy_from_slice(&(SEGMENT_BYTES as u16).to_le_bytes());
-        bytes[56..58].copy_from_slice(&2u16.to_le_bytes());
-        let load = HEADER_BYTES;
-        bytes[load..load + 4].copy_from_slice(&SEGMENT_LOAD.to_le_bytes());
-        bytes[load + 32..load + 40].copy_from_slice(&end.to_le_bytes());
-        let dynamic = HEADER_BYTES + SEGMENT_BYTES;
-        bytes[dynamic..dynamic + 4].copy_from_slice(&SEGMENT_DYNAMIC.to_le_bytes());
+        let mut bytes = vec![0u8; size_of::<Header>() + 2 * size_of::<Segment>()];
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(0, b"\x7fELF\x02\x01");
+        put(16, &ET_DYN.to_le_bytes());
+        put(18, &MACHINE.to_le_bytes());
+        put(32, &(size_of::<Header>() as u64).to_le_bytes());
+        put(54, &(size_of::<Segment>() as u16).to_le_bytes());
+        put(56, &2u16.to_le_bytes());
+        let load = size_of::<Header>();
+        put(load, &PT_LOAD.to_le_bytes());
+        put(load + 32, &end.to_le_bytes());
+        put(load + size_of::<Segment>(), &PT_DYNAMIC.to_le_bytes());
         bytes
     }
 
