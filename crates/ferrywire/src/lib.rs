@@ -44,6 +44,10 @@
 //! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
 //! of Linux are `ferrywire-sys`.
 
+#[cfg(test)]
+#[allow(dead_code, reason = "the simulated plugin's own tests use all of it")]
+#[path = "../../ferrywire-tcpx-sim/tests/rules/case.rs"]
+mod case;
 mod channel;
 mod config;
 mod control;

@@ -592,7 +592,8 @@ impl Channel {
         }
     }
 
-    /// For tests only: sends all there is, without waiting for a word of the peer's.
+    /// Sends all there is, without waiting for a word of the peer's.
+    #[cfg(test)]
     pub fn hand_over(&mut self, space: &mut Workspace) {
         let until = self.peer.now() + limits::DRAIN_DEADLINE;
         while self.peer.now() < until {

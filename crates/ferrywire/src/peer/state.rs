@@ -131,6 +131,9 @@ pub(crate) struct PeerState {
     pub closing: AtomicBool,
     /// It ended, or was closed here, before all was finished.
     pub unfinished: AtomicBool,
+    /// Its channels send all there is before they end, and wait for no word of the peer's.
+    #[cfg(test)]
+    pub vanishes: AtomicBool,
     /// Its channels are closed, and all that was posted to it has ended.
     over: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
@@ -176,6 +179,8 @@ impl PeerState {
             cut_off: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             unfinished: AtomicBool::new(false),
+            #[cfg(test)]
+            vanishes: AtomicBool::new(false),
             over: AtomicBool::new(false),
             stuck: AtomicBool::new(false),
             lost_waiters: WaitList::default(),
@@ -345,11 +350,6 @@ impl PeerState {
 
     pub fn failure(&self) -> Option<Error> {
         self.failure.get().cloned()
-    }
-
-    /// For tests only: it closes without asking.
-    pub fn skips_drain(&self) -> bool {
-        self.engine.plugin().is_some_and(|host| host.config.skip_drain)
     }
 
     /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.

@@ -100,6 +100,7 @@ impl Posted {
     }
 
     /// Whether messages are not sent yet.
+    #[cfg(test)]
     pub fn is_sending(&self) -> bool {
         self.sending.active()
     }

@@ -301,13 +301,12 @@ impl Crank {
     }
 
     fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
-        let Some(mut slot) = self.slots[place].take() else {
+        let Some(slot) = self.slots[place].take() else {
             return;
         };
         worker.lanes.fetch_sub(usize::from(slot.channel.has_lane()), Ordering::SeqCst);
-        if slot.channel.peer.skips_drain() {
-            slot.channel.hand_over(&mut self.space);
-        }
+        #[cfg(test)]
+        let slot = self.handed_over(slot);
         match slot.channel.conn().fd() {
             Some(fd) => drop(worker.poller.remove(fd)),
             None => self.polled -= 1,
@@ -322,6 +321,15 @@ impl Crank {
         peer.note_cut_off();
         worker.step();
         engine.lost(peer, index, generation, why, remains);
+    }
+
+    /// A channel that goes, after it has sent all there is where its peer is to vanish.
+    #[cfg(test)]
+    fn handed_over(&mut self, mut slot: Slot) -> Slot {
+        if slot.channel.peer.vanishes.load(Ordering::SeqCst) {
+            slot.channel.hand_over(&mut self.space);
+        }
+        slot
     }
 
     fn fail(&mut self, worker: &Worker, engine: &Engine, place: usize, error: &io::Error) {

@@ -71,10 +71,6 @@ impl Link {
             self.say(ControlMessage::Drained, now);
         }
         let Some(by) = self.close_by(now) else { return };
-        if self.peer.skips_drain() {
-            self.error.get_or_insert(Error::Closed);
-            return;
-        }
         match self.stage {
             Stage::Settling | Stage::Up => {
                 if !self.drain_told {

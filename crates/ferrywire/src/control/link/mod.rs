@@ -13,6 +13,8 @@ mod closing;
 mod fences;
 mod session;
 mod setup;
+#[cfg(test)]
+mod vanishing;
 
 use super::dial::{Announced, ConnectTarget, bulk_options};
 use super::lanes::Lanes;

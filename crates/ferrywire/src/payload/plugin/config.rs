@@ -21,7 +21,6 @@ pub struct PluginConfig {
     pub(crate) setup_limit: Duration,
     pub(super) allow_same_host_gpu: bool,
     pub(super) set_before: Vec<String>,
-    pub(crate) skip_drain: bool,
 }
 
 /// Where its code is.
@@ -63,7 +62,6 @@ impl PluginConfig {
             setup_limit: limits::LANE_SETUP_DEADLINE,
             allow_same_host_gpu: false,
             set_before: Vec::new(),
-            skip_drain: false,
         }
     }
 
@@ -125,13 +123,6 @@ impl PluginConfig {
     /// told as the user's.
     pub fn set_before(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> PluginConfig {
         self.set_before = names.into_iter().map(Into::into).collect();
-        self
-    }
-
-    /// For tests only: closes without the conversation that makes closing safe.
-    #[doc(hidden)]
-    pub fn skip_drain(mut self, skip: bool) -> PluginConfig {
-        self.skip_drain = skip;
         self
     }
 

@@ -1,0 +1,174 @@
+//! Tests of a peer that is gone without a farewell, once it has handed everything to its plugin.
+//!
+//! With `close_error=always` every receiving connection whose peer closes while anything is tested says so.
+//! The plugin's own log is read beside our count: what is not seen cannot be hidden.
+
+use crate::case::case;
+use crate::nccl::log;
+use crate::{Builder, Endpoint, Error, Peer, PluginConfig, Region};
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Longest any wait may be without progress, however busy the machine is.
+const LIMIT: Duration = Duration::from_secs(60);
+/// Connections that are made and end in one process.
+const ROUNDS: u64 = 20;
+/// Those that are made, and missed, at once.
+const AT_ONCE: usize = 20;
+/// Small messages.
+const MANY: usize = 10_000;
+/// Room for one, and the longest.
+const SMALL_BYTES: usize = 96;
+/// Of those that are not waited for before the end: what is begun then must fit the windows.
+const LAST: usize = 8;
+
+/// The end that vanishes, and the one that does not.
+struct Ends {
+    near_end: Endpoint,
+    far_end: Endpoint,
+    near: Peer,
+    far: Peer,
+}
+
+fn builder() -> Builder {
+    let library = std::env::current_exe().unwrap().with_file_name("libferrywire_tcpx_sim.so");
+    // SAFETY: the file was built with these tests, and the process has just begun: nobody else looks at its
+    // environment.
+    Endpoint::builder().channels(1).threads(2).plugin(unsafe { PluginConfig::at(library) })
+}
+
+impl Ends {
+    fn new() -> Ends {
+        let far_end = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near_end = builder().build().unwrap();
+        let near = near_end.connect(far_end.listen_addresses()[0], LIMIT).unwrap();
+        let far = far_end.accept(LIMIT).unwrap();
+        let ends = Ends { near_end, far_end, near, far };
+        // Nothing is sent before the other end has said that it stands, and what is not sent is lost with this one.
+        let (source, target) =
+            (ends.near_end.register_zeroed(1).unwrap(), ends.far_end.register_zeroed(1).unwrap());
+        ends.near.write(&source, 0, &target.descriptor(), 0, 1).unwrap().wait(LIMIT).unwrap();
+        ends
+    }
+
+    /// The near end's connections end once all that was posted is sent, and the far end is told nothing.
+    fn vanish(&self) {
+        let state = &self.near.state;
+        state.vanishes.store(true, Ordering::SeqCst);
+        let end = |control: &mut crate::control::Control| {
+            control.links.get_mut(&state.session).unwrap().error.get_or_insert(Error::Closed);
+        };
+        state.engine().with_control(end).unwrap();
+    }
+
+    /// Results of a closing peer that the far end's channel has had.
+    fn results_of_closing(&self) -> u64 {
+        self.far.stats().channels[0].lane.as_ref().unwrap().closing_results
+    }
+}
+
+/// How many of the lines that are kept are about a peer that closed.
+fn lines_of_closing() -> usize {
+    log::last_lines().iter().filter(|line| line.text == "Connection closed by remote peer").count()
+}
+
+/// Bytes that differ from position to position and from salt to salt, none of them 0.
+fn pattern(bytes: usize, salt: u64) -> Vec<u8> {
+    (0..bytes as u64).map(|at| ((at * 7 + (at >> 8) * 13 + salt * 31) % 255) as u8 + 1).collect()
+}
+
+fn contents(region: &Region) -> Vec<u8> {
+    let mut out = vec![0; region.len() as usize];
+    region.read_at(0, &mut out).unwrap();
+    out
+}
+
+/// A round: the near end writes and vanishes at once, and the other end has it all. Gives the results that were absorbed.
+fn round(bytes: usize, salt: u64) -> u64 {
+    let ends = Ends::new();
+    let source = ends.near_end.register(pattern(bytes, salt)).unwrap();
+    let target = ends.far_end.register(vec![0; bytes]).unwrap();
+    let _write = ends.near.write_notify(&source, 0, &target.descriptor(), 0, bytes as u64, b"all").unwrap();
+    ends.vanish();
+    assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"all", "round {salt}");
+    assert!(contents(&target) == pattern(bytes, salt), "round {salt}");
+    let results = ends.results_of_closing();
+    assert!(results <= 1, "round {salt}");
+    results
+}
+
+/// Several rounds at once: the other end misses each near end for two seconds before it gives it up.
+fn rounds(count: u64, bytes: impl Fn(u64) -> usize + Sync) -> u64 {
+    let (all, bytes): (Vec<u64>, _) = ((0..count).collect(), &bytes);
+    let together = |batch: &[u64]| {
+        std::thread::scope(|scope| {
+            let begin = |&salt| scope.spawn(move || round(bytes(salt), salt));
+            let under_way: Vec<_> = batch.iter().map(begin).collect();
+            under_way.into_iter().map(|round| round.join().unwrap()).sum::<u64>()
+        })
+    };
+    all.chunks(AT_ONCE).map(together).sum()
+}
+
+#[test]
+fn a_sender_that_vanishes_costs_at_most_one_result_and_no_byte() {
+    case!("close_error=always").passes(|| {
+        let absorbed = rounds(ROUNDS, |round| 5 * (512 << 10) + round as usize);
+        assert!(absorbed > 0, "the switch should have caused some");
+        assert!(lines_of_closing() > 0, "and the plugin has told of it: its log is read");
+    });
+}
+
+/// Where the bytes of a small message lie, and how many they are.
+fn small(number: usize) -> (u64, u64) {
+    ((number * SMALL_BYTES) as u64, (number % SMALL_BYTES) as u64 + 1)
+}
+
+#[test]
+fn a_sender_that_vanishes_after_ten_thousand_small_messages_costs_at_most_one_result_and_no_byte() {
+    case!("close_error=always").passes(|| {
+        let ends = Ends::new();
+        let sent = pattern(MANY * SMALL_BYTES, 1);
+        let source = ends.near_end.register(sent.clone()).unwrap();
+        let target = ends.far_end.register_zeroed(sent.len()).unwrap();
+        let mut under_way = VecDeque::new();
+        for number in 0..MANY {
+            let ((offset, len), remote) = (small(number), target.descriptor());
+            let write = match number + 1 == MANY {
+                true => ends.near.write_notify(&source, offset, &remote, offset, len, b"all"),
+                false => ends.near.write(&source, offset, &remote, offset, len),
+            };
+            under_way.push_back(write.unwrap());
+            let most = if number + LAST < MANY { 64 } else { LAST };
+            while under_way.len() > most {
+                under_way.pop_front().unwrap().wait(LIMIT).unwrap();
+            }
+        }
+        ends.vanish();
+        assert_eq!(ends.far.wait_notification(LIMIT).unwrap(), b"all");
+        let found = contents(&target);
+        for number in 0..MANY {
+            let (offset, len) = small(number);
+            let (begin, middle) = (offset as usize, (offset + len) as usize);
+            assert!(found[begin..middle] == sent[begin..middle], "message {number}");
+            assert!(
+                found[middle..begin + SMALL_BYTES].iter().all(|byte| *byte == 0),
+                "behind message {number}"
+            );
+        }
+        assert!(ends.results_of_closing() <= 1);
+    });
+}
+
+/// Connections with one small message each; a process makes some of them.
+#[test]
+fn many_senders_vanish_as_one_does() {
+    let long = std::env::var("FERRYWIRE_LONG").is_ok_and(|value| value == "1");
+    let (processes, count) = if long { (50, 200) } else { (1, 10) };
+    for _ in 0..processes {
+        case!("close_error=always").passes(|| {
+            rounds(count, |round| small(round as usize).1 as usize);
+        });
+    }
+}
