@@ -10,7 +10,7 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         "cannot reach ...: no answer in time while waiting for ...",
         &[
             ("ferrywire/src/error.rs", "cannot reach {}: {}"),
-            ("ferrywire/src/bootstrap/error.rs", "no answer in time while waiting for {}"),
+            ("ferrywire-proto/src/handshake/error.rs", "no answer in time while waiting for {}"),
         ],
     ),
     (
@@ -45,8 +45,8 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     (
         "accept has not ended after 22 s; ... has not returned for",
         &[
-            ("ferrywire/src/transport/plugin/setup.rs", "accept has not ended"),
-            ("ferrywire/src/transport/plugin/host.rs", "has not returned for"),
+            ("ferrywire/src/payload/plugin/setup.rs", "accept has not ended"),
+            ("ferrywire/src/payload/plugin/host.rs", "has not returned for"),
         ],
     ),
     (
@@ -57,15 +57,15 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     ("data landed on host memory", &[("ferrywire/src/nccl/cause.rs", "data landed on host memory")]),
-    ("both ends are on one host", &[("ferrywire/src/transport/plugin/host.rs", "both ends are on one host")]),
+    ("both ends are on one host", &[("ferrywire/src/payload/plugin/host.rs", "both ends are on one host")]),
     (
         "registers GPU memory on NIC veth0, which has no PCI path",
         &[
-            ("ferrywire/src/transport/plugin/host.rs", "registers GPU memory on NIC {}, {}"),
-            ("ferrywire/src/transport/plugin/tcpx.rs", "which has no PCI path"),
+            ("ferrywire/src/payload/plugin/host.rs", "registers GPU memory on NIC {}, {}"),
+            ("ferrywire/src/payload/plugin/tcpx.rs", "which has no PCI path"),
         ],
     ),
-    ("both need the same", &[("ferrywire/src/transport/terms.rs", "both need the same")]),
+    ("both need the same", &[("ferrywire/src/payload/terms.rs", "both need the same")]),
     (
         "rank 11: it has not come within 30 s",
         &[
