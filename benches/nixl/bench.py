@@ -8,7 +8,8 @@ where there is one) of this host, over the loopback, with shared memory and peer
 held to TCP as between two hosts; `ucx-tuned`, the best settings known to us; `ferrywire`; and, where `--command` is given,
 `engine`: `ferrywire bench --blocks`. Needs the wheels nixl and numpy; of PyTorch nothing.
 
-Each figure is the median over the rounds of GB/s (1e9), of one transfer at a time unless `--depth` says more. `post` is the time of the call that
+Each figure is the median over the rounds of GB/s (1e9) over the whole time, of one transfer at a time unless `--depth` says
+more; `p50` is that of the time from one transfer's end to the next one's, as `engine`'s figure is. `post` is the time of the call that
 posts, by descriptor. `new`: each transfer is created, posted and released; else it is prepared once and posted again.
 """
 
@@ -157,7 +158,7 @@ def initiator(arguments):
             verified(handle, 7)
             row = {"operation": operation, "block": block, "count": count}
             for new in (False, True):
-                moved, posts, cpu = 0, [], time.process_time() + ask("cpu")
+                moved, posts, ends, cpu = 0, [], [], time.process_time() + ask("cpu")
                 began = time.perf_counter()
                 idle, posted = [handle, *(create() for _ in range(arguments.depth - 1))], []
                 while True:
@@ -172,6 +173,7 @@ def initiator(arguments):
                     oldest = posted.pop(0)
                     finish(oldest)
                     moved += block * count
+                    ends.append(time.perf_counter())
                     if new:
                         nixl.release_xfer_handle(oldest)
                     else:
@@ -182,6 +184,8 @@ def initiator(arguments):
                 cpu = time.process_time() + ask("cpu") - cpu
                 name = "new " if new else ""
                 row[f"{name}gb_per_s"] = moved / spent / 1e9
+                times = [end - start for start, end in zip([began, *ends], ends)]
+                row[f"{name}p50_gb_per_s"] = block * count / statistics.median(times) / 1e9
                 row[f"{name}post_us_per_descriptor"] = statistics.median(posts) / count * 1e6
                 row[f"{name}cpu_s_per_gb"] = cpu / (moved / 1e9)
             verified(handle, 8)
@@ -334,8 +338,8 @@ def report(figures, variants):
                 continue
             text = "  {:10} {:6.2f} GB/s".format(variant, median(of["gb_per_s"]))
             if "post_us_per_descriptor" in of:
-                text += ", new {:6.2f}; post {:.3f} us per descriptor; {:.2f} CPU-s/GB".format(
-                    median(of["new gb_per_s"]), median(of["post_us_per_descriptor"]), median(of["cpu_s_per_gb"]))
+                text += " (p50 {:.2f}), new {:6.2f} (p50 {:.2f}); post {:.3f} us per descriptor; {:.2f} CPU-s/GB".format(
+                    median(of["p50_gb_per_s"]), median(of["new gb_per_s"]), median(of["new p50_gb_per_s"]), median(of["post_us_per_descriptor"]), median(of["cpu_s_per_gb"]))
             print(text + "   (" + " ".join(f"{value:.2f}" for value in of["gb_per_s"]) + ")")
 
 
