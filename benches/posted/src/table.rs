@@ -8,7 +8,7 @@ use std::ptr::null_mut;
 use std::thread;
 use std::time::Duration;
 
-use ferrywire::nccl::abi::{
+use ferrywire_ncclnet::abi::{
     AcceptV4, AcceptV7, ConnectV4, ConnectV7, DeviceHandle, HANDLE_BYTES, InitV4, IrecvConsumed, IrecvV4,
     IrecvV5, IsendV4, IsendV5, ListenV4, NetV4, NetV5, NetV6, NetV7, NetV8, PointerType, RegMrV4, RegMrV8,
     ResultCode, Test,

@@ -22,8 +22,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use ferrywire::memory::pattern::WordPattern;
-use ferrywire::nccl::abi::HANDLE_BYTES;
-use ferrywire::nccl::{Handle, Library, Plugin};
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
+use ferrywire_ncclnet::{Handle, Library, Plugin};
 use rustix::time::{ClockId, clock_gettime};
 
 use gpu::Gpu;

@@ -14,8 +14,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ferrywire::memory::unpack::{DeviceUnpack, Gather, UnpackMode};
-use ferrywire::nccl::abi::{PointerType, ResultCode};
-use ferrywire::nccl::{Comm, MemoryHandle, Posted, RecvBuffer, RecvComm, Request, SendComm};
+use ferrywire_ncclnet::abi::{PointerType, ResultCode};
+use ferrywire_ncclnet::{Comm, MemoryHandle, Posted, RecvBuffer, RecvComm, Request, SendComm};
 
 use crate::Result;
 use crate::gpu::Gpu;

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use clap::builder::{BoolishValueParser, FalseyValueParser};
 use clap::{ArgAction, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
-use ferrywire::nccl::abi::Version;
+use ferrywire_ncclnet::abi::Version;
 use serde::{Deserialize, Serialize};
 
 use crate::units::{Bytes, Gpus, Names, Sizes};

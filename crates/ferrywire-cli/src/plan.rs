@@ -9,8 +9,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ferrywire::limits::CHANNELS_MAX;
-use ferrywire::nccl::abi::Version;
 use ferrywire_host::topology::{Map, Wishes};
+use ferrywire_ncclnet::abi::Version;
 
 use crate::args::{
     self, Cli, Command, ConnectFlags, DoctorFlags, End, Inject, Op, Pattern, PluginFlags, ServeFlags,

@@ -12,7 +12,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::{
+use ferrywire_ncclnet::{
     Comm, Handle, Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm,
 };
 

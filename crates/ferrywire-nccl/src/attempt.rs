@@ -321,7 +321,7 @@ fn not_dialled(pair: &Pair, error: &io::Error) -> Fault {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use ferrywire::nccl::abi::ResultCode;
+    use ferrywire_ncclnet::abi::ResultCode;
     use ferrywire_net::Nic;
 
     fn asked_about(asked: Instant) -> Attempt {

@@ -17,7 +17,7 @@
 use std::ffi::{c_char, c_float, c_int, c_void};
 use std::sync::OnceLock;
 
-use ferrywire::nccl::abi::{Log, ResultCode};
+use ferrywire_ncclnet::abi::{Log, ResultCode};
 
 use crate::log;
 

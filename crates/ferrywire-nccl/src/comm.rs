@@ -14,7 +14,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use ferrywire::nccl::abi::REQUESTS_MAX;
+use ferrywire_ncclnet::abi::REQUESTS_MAX;
 
 use crate::failure::{Fault, Outcome};
 use crate::receiving::RecvComm;

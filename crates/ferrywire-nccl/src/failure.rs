@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 
 use crate::log;
 

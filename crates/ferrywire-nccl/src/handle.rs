@@ -11,7 +11,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use ferrywire::nccl::abi::HANDLE_BYTES;
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
 
 /// A listener's secret, which both ends prove that they know.
 pub type Secret = [u8; 32];

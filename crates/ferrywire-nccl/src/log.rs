@@ -9,7 +9,7 @@ use std::ffi::{CString, c_int, c_ulong};
 use std::fmt::Arguments;
 use std::sync::{LazyLock, Mutex, PoisonError, RwLock};
 
-use ferrywire::nccl::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
+use ferrywire_ncclnet::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
 
 static LOGGER: RwLock<Log> = RwLock::new(None);
 

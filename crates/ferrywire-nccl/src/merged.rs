@@ -15,7 +15,7 @@ use std::cell::Cell;
 use std::ffi::CString;
 use std::sync::Mutex;
 
-use ferrywire::nccl::abi::HANDLE_BYTES;
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
 
 use crate::comm::locked;
 use crate::device::{self, Device};

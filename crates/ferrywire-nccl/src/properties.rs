@@ -5,7 +5,7 @@
 use std::ffi::{c_float, c_int};
 use std::ptr;
 
-use ferrywire::nccl::abi::*;
+use ferrywire_ncclnet::abi::*;
 
 use crate::device::Device;
 use crate::failure::{Fault, guarded};

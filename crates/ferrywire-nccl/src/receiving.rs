@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 use ferrywire_net::Conn;
 
 use crate::comm::{Comm, Memory, REQUESTS, Side, locked, slot_of};

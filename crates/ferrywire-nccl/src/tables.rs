@@ -12,7 +12,7 @@ use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::ptr;
 
-use ferrywire::nccl::abi::*;
+use ferrywire_ncclnet::abi::*;
 
 use crate::attempt;
 use crate::channels;

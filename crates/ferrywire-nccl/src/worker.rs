@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 use ferrywire_sys::poll::{Event, Interest};
 
 use crate::comm::locked;

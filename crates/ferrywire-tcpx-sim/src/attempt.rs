@@ -10,7 +10,7 @@ use std::io;
 use std::sync::{Condvar, LazyLock, Mutex, PoisonError};
 use std::thread;
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 
 use crate::comm::{Comm, Outcome};
 use crate::log::misuse;

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 
 use crate::control::{Inbox, Oddities, Record};
 use crate::faults::Direction;

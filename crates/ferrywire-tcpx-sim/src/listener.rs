@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use ferrywire::nccl::abi::{DeviceHandle, ResultCode};
+use ferrywire_ncclnet::abi::{DeviceHandle, ResultCode};
 use socket2::{Domain, Protocol, Socket, Type};
 
 use crate::attempt::Attempt;

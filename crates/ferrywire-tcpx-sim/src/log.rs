@@ -8,7 +8,7 @@ use std::ffi::{CString, c_int};
 use std::fmt::Arguments;
 use std::sync::OnceLock;
 
-use ferrywire::nccl::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
+use ferrywire_ncclnet::abi::{LOG_INFO, LOG_WARN, Log, subsystem};
 
 static LOGGER: OnceLock<Log> = OnceLock::new();
 

@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::RawFd;
 
-use ferrywire::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 
 use crate::comm::{Comm, Outcome};
 use crate::control::{ControlError, Kind, RECORD_BYTES, RECORDS_PER_WRITE, Record};

@@ -11,7 +11,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex};
 
-use ferrywire::nccl::abi::{PTR_CUDA, PTR_HOST, ResultCode};
+use ferrywire_ncclnet::abi::{PTR_CUDA, PTR_HOST, ResultCode};
 
 use crate::comm::Outcome;
 use crate::gpu;

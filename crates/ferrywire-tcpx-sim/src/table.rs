@@ -6,7 +6,7 @@
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ferrywire::nccl::abi::{
+use ferrywire_ncclnet::abi::{
     DEVICE_UNPACK, DEVICE_VERSION_UNPACK, Dh, Exported, Log, NetV7, P, PP, PTR_CUDA, PTR_HOST, PropertiesV7,
     ResultCode,
 };

@@ -5,7 +5,7 @@
 //! Invariant: entries of a receive are published only in its own slot of the metadata.
 //! Read next: `metadata.rs`.
 
-use ferrywire::nccl::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
+use ferrywire_ncclnet::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
 
 use crate::faults::Faults;
 use crate::gpu::{DeviceWords, Mapped};

@@ -58,7 +58,6 @@ mod error;
 mod hostile_tests;
 mod inbound;
 pub mod memory;
-pub mod nccl;
 mod operation;
 pub mod orchestrator;
 mod ordering;

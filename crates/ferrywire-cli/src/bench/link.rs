@@ -6,8 +6,8 @@
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::{CallUnderWay, calls_under_way};
 use ferrywire::{Error, Peer, Transfer};
+use ferrywire_ncclnet::{InflightCall, inflight_calls};
 
 use super::gate::HEARSAY;
 use super::protocol::{Message, VERSION, other_version};
@@ -379,12 +379,12 @@ impl<'a> Stall<'a> {
 
 /// The call of a plugin in which nothing progresses, if there is one.
 fn plugin_call(waited: Duration) -> String {
-    let calls = calls_under_way();
+    let calls = inflight_calls();
     let Some(call) = calls.first().filter(|call| call.since > waited / 2) else {
         return String::new();
     };
     let device = call.device.map_or_else(String::new, |device| format!(" on device {device}"));
-    let CallUnderWay { plugin, call, since, .. } = call;
+    let InflightCall { plugin, call, since, .. } = call;
     format!(": {call}{device} of plugin {plugin} has not returned for {:.1} s", since.as_secs_f64())
 }
 

@@ -8,8 +8,8 @@ use std::io::Write;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-use ferrywire::nccl::abi::Version;
-use ferrywire::nccl::{Library, LoadError, Plugin, log};
+use ferrywire_ncclnet::abi::Version;
+use ferrywire_ncclnet::{Library, LoadError, Plugin, log};
 use serde::{Deserialize, Serialize};
 
 use super::report::{Device, Report};

@@ -15,8 +15,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::log::{LastLines, LogLine};
-use ferrywire::nccl::{EndKind, signal_name};
+use ferrywire_ncclnet::log::{LastLines, LogLine};
+use ferrywire_ncclnet::{EndKind, signal_name};
 
 use crate::exit::{self, Failure, Outcome};
 use crate::plan::PluginPlan;

@@ -4,9 +4,9 @@ use std::fmt::Write;
 use std::path::Path;
 
 use comfy_table::{CellAlignment, Table, presets};
-use ferrywire::nccl::Properties;
-use ferrywire::nccl::abi::{PTR_CUDA, PTR_DMABUF, PTR_HOST};
-use ferrywire::nccl::log::LogLine;
+use ferrywire_ncclnet::Properties;
+use ferrywire_ncclnet::abi::{PTR_CUDA, PTR_DMABUF, PTR_HOST};
+use ferrywire_ncclnet::log::LogLine;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

@@ -5,7 +5,7 @@ mod carried;
 mod causes;
 mod common;
 #[allow(dead_code, reason = "the engine's tests of plugins use all of it")]
-#[path = "../../../ferrywire/tests/nccl/compile.rs"]
+#[path = "../../../ferrywire-ncclnet/tests/nccl/compile.rs"]
 mod compile;
 mod contained;
 mod doctor;

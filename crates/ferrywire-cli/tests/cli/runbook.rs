@@ -52,11 +52,11 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
     (
         "failed against receive-datapath-manager: unix client connect() error: 2",
         &[
-            ("ferrywire/src/nccl/cause.rs", "failed against receive-datapath-manager:"),
-            ("ferrywire/src/nccl/cause.rs", "unix client connect() error: "),
+            ("ferrywire-ncclnet/src/cause.rs", "failed against receive-datapath-manager:"),
+            ("ferrywire-ncclnet/src/cause.rs", "unix client connect() error: "),
         ],
     ),
-    ("data landed on host memory", &[("ferrywire/src/nccl/cause.rs", "data landed on host memory")]),
+    ("data landed on host memory", &[("ferrywire-ncclnet/src/cause.rs", "data landed on host memory")]),
     ("both ends are on one host", &[("ferrywire/src/payload/plugin/host.rs", "both ends are on one host")]),
     (
         "registers GPU memory on NIC veth0, which has no PCI path",

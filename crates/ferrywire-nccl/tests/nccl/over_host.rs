@@ -1,7 +1,7 @@
 //! Messages of all sizes, in every version of the interface, through this project's own host for plugins.
 
-use ferrywire::nccl::Request;
-use ferrywire::nccl::abi::Version;
+use ferrywire_ncclnet::Request;
+use ferrywire_ncclnet::abi::Version;
 
 use crate::pair::{Pair, pattern, plugin, tested, until};
 

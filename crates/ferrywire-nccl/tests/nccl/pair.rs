@@ -5,8 +5,8 @@ use std::sync::Once;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::abi::Version;
-use ferrywire::nccl::{Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm};
+use ferrywire_ncclnet::abi::Version;
+use ferrywire_ncclnet::{Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm, Request, SendComm};
 
 /// No step of a test takes as long unless it hangs.
 pub const DEADLINE: Duration = Duration::from_secs(170);
@@ -99,7 +99,7 @@ fn posted(posted: Posted) -> Option<Request> {
 }
 
 /// The length of a message, once its request is done.
-pub fn tested(comm: &ferrywire::nccl::Comm, request: Request) -> Option<i32> {
+pub fn tested(comm: &ferrywire_ncclnet::Comm, request: Request) -> Option<i32> {
     // SAFETY: the request is of this comm, and not done.
     let tested = unsafe { comm.test(request) };
     assert!(tested.code.is_success(), "{}", tested.code);

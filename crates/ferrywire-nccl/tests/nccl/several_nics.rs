@@ -5,8 +5,8 @@ use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-use ferrywire::nccl::Library;
-use ferrywire::nccl::abi::Version;
+use ferrywire_ncclnet::Library;
+use ferrywire_ncclnet::abi::Version;
 
 use crate::driver::{can_make_namespaces, has_time, passes};
 use crate::over_host::{SIZES, exchange};

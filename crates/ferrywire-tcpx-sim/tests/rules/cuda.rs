@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::{LazyLock, OnceLock};
 
-use ferrywire::nccl::abi::PTR_CUDA;
+use ferrywire_ncclnet::abi::PTR_CUDA;
 
 use crate::case::{Case, case};
 use crate::cuda_driver::stand_in;

@@ -214,7 +214,7 @@ fn a_full_receive_socket_is_a_warning_per_test() {
 
 /// The plugin's receive comm, connected to sockets of the test.
 pub fn receiver_from_sockets(plugin: &'static Plugin, listen: Ptr, handle: &Handle) -> (Comm, Ends) {
-    let mut device_handle = ferrywire::nccl::abi::DeviceHandle::zeroed();
+    let mut device_handle = ferrywire_ncclnet::abi::DeviceHandle::zeroed();
     assert!(plugin.accept(listen, Some(&mut device_handle)).unwrap().is_null());
     let ends = wire_peer::connect(handle);
     loop {

@@ -4,7 +4,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_ulong, c_void};
 use std::ptr;
 use std::sync::Mutex;
 
-use ferrywire::nccl::abi::{DeviceHandle, Log, NetV7, PTR_CUDA, PTR_HOST, PropertiesV7, ResultCode};
+use ferrywire_ncclnet::abi::{DeviceHandle, Log, NetV7, PTR_CUDA, PTR_HOST, PropertiesV7, ResultCode};
 
 /// Success, as a number.
 pub const OK: i32 = 0;

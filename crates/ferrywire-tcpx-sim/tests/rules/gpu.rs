@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use ferrywire::memory::sim::{SimBuffer, SimGpu, SimGpuTable, set_current};
-use ferrywire::nccl::abi::{DeviceHandle, PTR_CUDA};
+use ferrywire_ncclnet::abi::{DeviceHandle, PTR_CUDA};
 
 use crate::case::case;
 use crate::driver::{DONE, Handle, Memory, NOT_YET, OK, Pair, Plugin, Ptr, last_logged, logged, pattern};

@@ -4,7 +4,7 @@ use std::ffi::CStr;
 use std::ptr;
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::abi::DeviceHandle;
+use ferrywire_ncclnet::abi::DeviceHandle;
 
 use crate::case::case;
 use crate::driver::{Comm, DONE, Handle, OK, Plugin, Ptr, logged};

@@ -171,7 +171,7 @@ impl Control {
             return;
         }
         self.calls_seen = now;
-        for call in self.call_watch.overdue(host.calls_under_way(), host.config.stall_limit, now) {
+        for call in self.call_watch.overdue(host.inflight_calls(), host.config.stall_limit, now) {
             let worker = engine.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = host.describe_call(&call);

@@ -12,8 +12,8 @@
 
 use crate::error::Error;
 use crate::memory::Memory;
-use crate::nccl::abi::HANDLE_BYTES;
 use crate::stats::LaneBy;
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use std::sync::Arc;
 use std::task::Poll;

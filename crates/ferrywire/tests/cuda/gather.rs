@@ -14,7 +14,7 @@ use ferrywire::memory::unpack::{
     CudaQueue, DeviceUnpack, FRAGMENTS_PER_SLOT_MAX, Fragment, Gather, GatherDevice, GatherRun,
     METADATA_BYTES, UnpackMode,
 };
-use ferrywire::nccl::abi::DeviceHandle;
+use ferrywire_ncclnet::abi::DeviceHandle;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, RngCore, SeedableRng};

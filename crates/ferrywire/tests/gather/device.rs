@@ -7,7 +7,7 @@ use ferrywire::memory::unpack::{
 };
 use ferrywire::memory::{Error, Result};
 use ferrywire::memory::{GpuCopy, Place};
-use ferrywire::nccl::abi::DeviceHandle;
+use ferrywire_ncclnet::abi::DeviceHandle;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 

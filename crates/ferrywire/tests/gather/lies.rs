@@ -4,7 +4,7 @@ use ferrywire::memory::Error;
 use ferrywire::memory::Place;
 use ferrywire::memory::sim::MappedBuffer;
 use ferrywire::memory::unpack::{Fragment, METADATA_BYTES, UnpackError};
-use ferrywire::nccl::abi::DeviceHandle;
+use ferrywire_ncclnet::abi::DeviceHandle;
 
 const MESSAGE_BYTES: u64 = 3000;
 

@@ -4,7 +4,7 @@ use ferrywire::memory::sim::{MappedBuffer, SimBuffer, SimGpu};
 use ferrywire::memory::unpack::{
     DeviceUnpack, FRAGMENTS_PER_SLOT_MAX, Fragment, Gather, METADATA_BYTES, SimQueue, UnpackMode,
 };
-use ferrywire::nccl::abi::DeviceHandle;
+use ferrywire_ncclnet::abi::DeviceHandle;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};

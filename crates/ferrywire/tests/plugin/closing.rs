@@ -5,7 +5,7 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, contents, long, pattern};
-use ferrywire::nccl::log;
+use ferrywire_ncclnet::log;
 use std::collections::VecDeque;
 
 /// Connections that are made and closed in one process.

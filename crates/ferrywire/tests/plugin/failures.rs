@@ -3,8 +3,8 @@
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
-use ferrywire::nccl::log;
 use ferrywire::{Block, BlockList, Endpoint, Error, Fault, Place, Region, RemoteRegion};
+use ferrywire_ncclnet::log;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 use std::sync::Arc;

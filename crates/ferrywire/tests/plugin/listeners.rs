@@ -3,7 +3,7 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, loopback, plugin};
-use ferrywire::nccl::log;
+use ferrywire_ncclnet::log;
 use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

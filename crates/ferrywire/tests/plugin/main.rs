@@ -8,7 +8,7 @@
 mod case;
 mod closing;
 #[allow(dead_code, reason = "other tests use all of it")]
-#[path = "../nccl/compile.rs"]
+#[path = "../../../ferrywire-ncclnet/tests/nccl/compile.rs"]
 mod compile;
 mod cores;
 mod ends;

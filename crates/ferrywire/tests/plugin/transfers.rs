@@ -58,7 +58,7 @@ fn windows_go_round_and_what_is_reported_is_what_the_plugin_moved() {
             ends.close();
             let most = far.stats().channels[0].lane.as_ref().unwrap().receives_posted_most;
             assert!((2..=16).contains(&most), "{most}");
-            let lines = ferrywire::nccl::log::last_lines();
+            let lines = ferrywire_ncclnet::log::last_lines();
             let received = lines.iter().find(|line| {
                 line.text.contains("stats: comm=")
                     && line.text.contains("side=Recv")

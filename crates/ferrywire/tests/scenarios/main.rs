@@ -16,7 +16,7 @@ mod callers;
 mod case;
 mod closing;
 #[allow(dead_code, reason = "other tests use all of it")]
-#[path = "../nccl/compile.rs"]
+#[path = "../../../ferrywire-ncclnet/tests/nccl/compile.rs"]
 mod compile;
 mod devmem;
 mod devmem_regions;

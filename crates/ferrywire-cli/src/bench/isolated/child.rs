@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ferrywire::nccl::{CallUnderWay, calls_under_way, log};
+use ferrywire_ncclnet::{InflightCall, inflight_calls, log};
 
 use super::super::{connect, ranks, serve};
 use super::Order;
@@ -72,14 +72,14 @@ fn serve_end(mut plan: ServePlan, order: &Order, sender: &Arc<Sender>) -> Outcom
 fn tell_that_alive(sender: Arc<Sender>) -> Outcome {
     let tell = move || {
         loop {
-            sender.send(&Message::Alive(calls_under_way().first().map(described)));
+            sender.send(&Message::Alive(inflight_calls().first().map(described)));
             std::thread::sleep(ALIVE_INTERVAL);
         }
     };
     exit::attend("alive", tell)
 }
 
-fn described(call: &CallUnderWay) -> Call {
+fn described(call: &InflightCall) -> Call {
     let device = call.device.map_or_else(String::new, |device| format!(" on device {device}"));
     Call { what: format!("{}{device}", call.call), under_way_ms: call.since.as_millis() as u64 }
 }

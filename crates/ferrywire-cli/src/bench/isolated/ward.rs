@@ -6,9 +6,9 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
-use ferrywire::nccl::log::{LastLines, LogLine};
-use ferrywire::nccl::{EndKind, explained};
 use ferrywire::payload::plugin::{SetBy, Variable};
+use ferrywire_ncclnet::log::{LastLines, LogLine};
+use ferrywire_ncclnet::{EndKind, explained};
 
 use super::super::handed;
 use super::Order;

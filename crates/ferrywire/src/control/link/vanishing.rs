@@ -4,8 +4,8 @@
 //! The plugin's own log is read beside our count: what is not seen cannot be hidden.
 
 use crate::case::case;
-use crate::nccl::log;
 use crate::{Builder, Endpoint, Error, Peer, PluginConfig, Region};
+use ferrywire_ncclnet::log;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -46,7 +46,7 @@ pub use sim::SimQueue;
 pub use table::{FRAGMENTS_PER_SLOT_MAX, Fragment, METADATA_BYTES, SLOTS};
 
 use crate::memory::error::Result;
-use crate::nccl::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
+use ferrywire_ncclnet::abi::{DEVICE_UNPACK, DEVICE_VERSION_UNPACK, DeviceHandle};
 use std::fmt;
 use table::Metadata;
 

@@ -14,8 +14,8 @@
 use super::NAME;
 use super::host::{Device, Host};
 use super::lane::DevmemLane;
-use crate::nccl::abi::HANDLE_BYTES;
 use crate::payload::lane::{Progress, Setup};
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;

@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::memory::Place;
 use crate::memory::unpack::UnpackMode;
-use crate::nccl::abi::Version;
+use ferrywire_ncclnet::abi::Version;
 use ferrywire_proto::limits;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -9,9 +9,9 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use crate::memory::{Gpu, Memory, Place};
-use crate::nccl::abi::PointerType;
-use crate::nccl::{CallError, CallUnderWay, CommId, Library, Plugin, Properties, RecvComm, log};
 use crate::payload::terms::Terms;
+use ferrywire_ncclnet::abi::PointerType;
+use ferrywire_ncclnet::{CallError, CommId, InflightCall, Library, Plugin, Properties, RecvComm, log};
 use ferrywire_net::Nic;
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_proto::limits;
@@ -304,12 +304,12 @@ impl Host {
     }
 
     /// Calls that have not returned yet.
-    pub fn calls_under_way(&self) -> Vec<CallUnderWay> {
-        self.plugin.calls_under_way()
+    pub fn inflight_calls(&self) -> Vec<InflightCall> {
+        self.plugin.inflight_calls()
     }
 
     /// Such a call in words.
-    pub fn describe_call(&self, call: &CallUnderWay) -> String {
+    pub fn describe_call(&self, call: &InflightCall) -> String {
         let device = call.device.and_then(|index| self.device(index).map(|device| (index, &device.name)));
         let device = device.map(|(index, name)| format!(" on device {index} ({name})")).unwrap_or_default();
         format!(
@@ -333,8 +333,8 @@ impl Host {
     /// The call that has been under way for longest, in words, if that is longer than `least`. One that is older than a
     /// set-up of this age concerns that set-up only where set-up calls take turns.
     pub fn longest_call(&self, least: Duration, age: Duration) -> Option<String> {
-        let calls = self.calls_under_way();
-        let concerns = |call: &&CallUnderWay| call.since > least && (call.since <= age || self.takes_turns());
+        let calls = self.inflight_calls();
+        let concerns = |call: &&InflightCall| call.since > least && (call.since <= age || self.takes_turns());
         calls.iter().find(concerns).map(|call| self.describe_call(call))
     }
 

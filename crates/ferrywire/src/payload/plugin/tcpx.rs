@@ -4,7 +4,7 @@
 //! Invariant: pure.
 //! Read next: `host.rs`, which asks.
 
-use crate::nccl::abi::HANDLE_BYTES;
+use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use std::ops::Range;
 
 /// Where a handle has the pointer of its connect, once that has begun.

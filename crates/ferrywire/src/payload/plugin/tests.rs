@@ -2,7 +2,7 @@
 
 use super::lane::{Direction, judge};
 use super::tcpx;
-use crate::nccl::abi::ResultCode;
+use ferrywire_ncclnet::abi::ResultCode;
 
 #[test]
 fn only_the_first_result_2_of_a_receive_without_done_may_be_no_failure() {

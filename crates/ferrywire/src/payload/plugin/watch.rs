@@ -4,7 +4,7 @@
 //! minute old, and they are as good as new.
 //! Invariant: pure; the same call is the same thread and beginning.
 
-use crate::nccl::CallUnderWay;
+use ferrywire_ncclnet::InflightCall;
 use ferrywire_proto::limits;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ struct Seen {
 
 impl CallWatch {
     /// Looks at the calls that are under way now; returns those that were for longer than `limit`.
-    pub fn overdue(&mut self, calls: Vec<CallUnderWay>, limit: Duration, now: Duration) -> Vec<CallUnderWay> {
+    pub fn overdue(&mut self, calls: Vec<InflightCall>, limit: Duration, now: Duration) -> Vec<InflightCall> {
         let passed = now.saturating_sub(self.last_look).min(2 * limits::PATH_CHECK_INTERVAL);
         self.last_look = now;
         let before = std::mem::take(&mut self.seen);
@@ -47,11 +47,11 @@ impl CallWatch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nccl::Call;
+    use ferrywire_ncclnet::Call;
 
-    fn call(thread: i32, since_ms: u64) -> CallUnderWay {
+    fn call(thread: i32, since_ms: u64) -> InflightCall {
         let (plugin, device, since) = ("x".into(), None, Duration::from_millis(since_ms));
-        CallUnderWay { plugin, call: Call::Test, device, thread, since }
+        InflightCall { plugin, call: Call::Test, device, thread, since }
     }
 
     fn looks(watch: &mut CallWatch, ages: impl Iterator<Item = (u64, u64)>) -> Option<u64> {

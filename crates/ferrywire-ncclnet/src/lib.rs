@@ -11,8 +11,8 @@
 //! that an offset is written down once.
 //!
 //! A plugin is foreign code in this process: it may block, write where it should not, or end the process.
-//! What can be checked is checked here; against the rest only a process of its own helps, a [`Watched`] one.
-//! [`calls_under_way`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last, and
+//! What can be checked is checked here; against the rest only a process of its own helps, a [`SupervisedProcess`].
+//! [`inflight_calls`] tells a watchdog what hangs, [`log::tee_to_fd`] tells a supervisor what it said last, and
 //! an `exit` by a plugin is told on standard error where nobody supervises (`ending.rs`).
 //!
 //! Invariant: nothing here knows about endpoints or channels, and nothing here decides what an answer means.
@@ -32,11 +32,11 @@ pub mod log;
 mod net;
 mod properties;
 mod request;
-mod text;
-mod watched;
+mod sanitize;
+mod supervised;
 
 pub use cause::LoggedCause;
-pub use clock::{Call, CallUnderWay, calls_under_way};
+pub use clock::{Call, InflightCall, inflight_calls};
 pub use comm::{Comm, CommId, CommKind, Connecting, Handle, ListenComm, RecvComm, SendComm};
 pub use ending::{EndKind, explained};
 pub use error::{CallError, Cause, LoadError};
@@ -45,4 +45,4 @@ pub use load::Library;
 pub use net::Plugin;
 pub use properties::Properties;
 pub use request::{MemoryHandle, Posted, RecvBuffer, Request, Tested};
-pub use watched::{Ended, Watched, signal_name};
+pub use supervised::{ExitReport, SupervisedProcess, signal_name};

@@ -15,7 +15,7 @@ use std::sync::{Mutex, Once, PoisonError};
 
 use super::clock::{self, PluginId};
 use super::log::{self, LastLines, LogLine};
-use super::watched;
+use super::supervised;
 
 /// How a process that hosts a plugin came to its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +61,7 @@ static LIBRARIES: Mutex<Vec<(usize, PluginId)>> = Mutex::new(Vec::new());
 pub(super) fn watch(plugin: PluginId, address: *const c_void) {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
-        watched::report();
+        supervised::report();
         // SAFETY: the handler does not unwind, and is there for as long as the code around it. Where there is
         // no room for it, nothing is told.
         let _ = unsafe { libc::atexit(at_exit) };
@@ -88,7 +88,7 @@ fn told() -> Option<String> {
         Some((plugin, call, None)) => (plugin, format!("in {call}")),
         None => (clock::name_of(plugin_on_stack()?), "on a thread of its own".to_owned()),
     };
-    if watched::tell_exit(&plugin, &place) || log::is_teed() {
+    if supervised::tell_exit(&plugin, &place) || log::is_teed() {
         return None;
     }
     let of_plugin = |line: &LogLine| line.plugin.as_ref().is_none_or(|name| *name == plugin);
@@ -145,7 +145,7 @@ fn base_of(address: *const c_void) -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nccl::log::LogLevel;
+    use crate::log::LogLevel;
 
     fn logged(level: LogLevel, text: &str) -> LastLines {
         [LogLine::new(level, None, None, b"x.cc", 1, text.as_bytes())].into_iter().collect()

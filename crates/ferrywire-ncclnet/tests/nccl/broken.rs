@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use ferrywire::nccl::abi::{ResultCode, Version};
-use ferrywire::nccl::{Call, Cause, Library, LoadError, Plugin, calls_under_way};
+use ferrywire_ncclnet::abi::{ResultCode, Version};
+use ferrywire_ncclnet::{Call, Cause, Library, LoadError, Plugin, inflight_calls};
 
 use crate::compile::{alone, broken, compile};
 
@@ -196,7 +196,7 @@ fn a_listener_that_is_none_and_a_failed_connect_are_errors() {
     let plugin = load(&broken("LISTEN_GIVES_NOTHING"), None).expect("loads");
     let error = plugin.listen(0).expect_err("no listener");
     assert_eq!((error.call, error.cause), (Call::Listen, Cause::BadAnswer("gave no listener")));
-    let handle = ferrywire::nccl::Handle::from_bytes([0; 128]);
+    let handle = ferrywire_ncclnet::Handle::from_bytes([0; 128]);
     let mut connecting = plugin.connect(0, &handle);
     let failed = connecting.poll().expect_err("it fails");
     assert_eq!((failed.code(), failed.call), (Some(ResultCode::INTERNAL_ERROR), Call::Connect));
@@ -210,7 +210,7 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
     let (mut listen, _) = plugin.listen(0).expect("listens");
     let accepting = std::thread::spawn(move || (listen.accept().expect("success"), listen));
     let blocked = loop {
-        match plugin.calls_under_way().pop() {
+        match plugin.inflight_calls().pop() {
             Some(call) if call.since > Duration::ZERO => break call,
             _ => std::thread::yield_now(),
         }
@@ -219,7 +219,7 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
         (blocked.call, blocked.device, blocked.plugin.as_str()),
         (Call::Accept, Some(0), "Broken plugin")
     );
-    assert!(calls_under_way().iter().any(|call| call.thread == blocked.thread));
+    assert!(inflight_calls().iter().any(|call| call.thread == blocked.thread));
     // SAFETY: broken.c is ours and has this integer, which is volatile there.
     unsafe {
         let library = libloading::Library::new(&path).expect("loaded already");
@@ -227,7 +227,7 @@ fn a_call_that_does_not_return_is_seen_from_outside_and_its_listener_stays_open(
     }
     let (answer, listen) = accepting.join().expect("it returned");
     assert!(answer.is_none() && listen.is_accepting());
-    assert_eq!(plugin.calls_under_way(), []);
+    assert_eq!(plugin.inflight_calls(), []);
     let refused = listen.close().expect_err("its accept is unfinished");
     assert!(matches!(refused.cause, Cause::Misuse(_)) && refused.call == Call::CloseListen, "{refused}");
     assert_eq!(plugin.open_comms(), 1);

@@ -69,7 +69,7 @@ impl fmt::Display for Call {
 
 /// A call that has not returned yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CallUnderWay {
+pub struct InflightCall {
     /// Name of the plugin.
     pub plugin: String,
     /// The function.
@@ -83,7 +83,7 @@ pub struct CallUnderWay {
 }
 
 /// Every plugin call of this process that has not returned yet, longest first.
-pub fn calls_under_way() -> Vec<CallUnderWay> {
+pub fn inflight_calls() -> Vec<InflightCall> {
     under_way(None)
 }
 
@@ -147,13 +147,13 @@ pub(super) fn enter(plugin: PluginId, call: Call, device: Option<i32>) -> Entere
 }
 
 /// Calls under way, of one plugin or of all.
-pub(super) fn under_way(plugin: Option<PluginId>) -> Vec<CallUnderWay> {
+pub(super) fn under_way(plugin: Option<PluginId>) -> Vec<InflightCall> {
     let seen: Vec<_> = locked(&THREADS).iter().filter_map(|slot| slot.read()).collect();
     let names = locked(&NAMES);
     let now_ns = now_ns();
     let wanted = seen.into_iter().filter(|(noted, ..)| plugin.is_none_or(|plugin| noted.plugin == plugin));
-    let mut calls: Vec<CallUnderWay> = wanted
-        .map(|(noted, started_ns, thread)| CallUnderWay {
+    let mut calls: Vec<InflightCall> = wanted
+        .map(|(noted, started_ns, thread)| InflightCall {
             plugin: names.get(usize::from(noted.plugin.0)).cloned().unwrap_or_default(),
             call: noted.call,
             device: noted.device,
@@ -299,7 +299,7 @@ mod tests {
             assert_eq!(seen.len(), 1);
             assert_eq!((seen[0].call, seen[0].device), (Call::Accept, Some(3)));
             assert_eq!(seen[0].plugin, "clocked");
-            assert!(calls_under_way().iter().any(|call| call.plugin == "clocked"));
+            assert!(inflight_calls().iter().any(|call| call.plugin == "clocked"));
             wait.wait();
             thread.join().unwrap();
         });

@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int};
 
 use super::abi::*;
 use super::functions::GetProperties;
-use super::text;
+use super::sanitize;
 use ferrywire_proto::limits::{PLUGIN_NAME_BYTES_MAX, PLUGIN_PATH_BYTES_MAX, PLUGIN_PROPERTIES_BYTES};
 
 /// A device of a plugin. What the plugin's version cannot say has the value that NCCL then assumes.
@@ -146,9 +146,9 @@ trait Normal {
 unsafe fn base(name: *const c_char, pci_path: *const c_char, device: c_int) -> Option<Properties> {
     Some(Properties {
         // SAFETY: by the caller's promise.
-        name: unsafe { text::read(name, PLUGIN_NAME_BYTES_MAX) }?,
+        name: unsafe { sanitize::read(name, PLUGIN_NAME_BYTES_MAX) }?,
         // SAFETY: by the caller's promise.
-        pci_path: unsafe { text::read(pci_path, PLUGIN_PATH_BYTES_MAX) },
+        pci_path: unsafe { sanitize::read(pci_path, PLUGIN_PATH_BYTES_MAX) },
         guid: 0,
         ptr_support: 0,
         reg_is_global: false,

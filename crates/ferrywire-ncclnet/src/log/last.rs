@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 
 use super::{LogLevel, LogLine};
-use crate::nccl::cause::LoggedCause;
+use crate::cause::LoggedCause;
 use ferrywire_proto::limits::{PLUGIN_LOG_LINES_KEPT, PLUGIN_LOG_LINES_PER_PLACE, PLUGIN_LOG_LINES_TOLD};
 
 fn is_warning(line: &LogLine) -> bool {
@@ -97,7 +97,7 @@ impl FromIterator<LogLine> for LastLines {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nccl::log::LogLevel;
+    use crate::log::LogLevel;
 
     fn line(place: i32, text: &str) -> LogLine {
         LogLine::new(LogLevel::Warn, None, None, b"x.c", place, text.as_bytes())

@@ -3,8 +3,8 @@
 use std::ffi::c_int;
 use std::fmt::Write;
 
-use crate::nccl::abi;
-use crate::nccl::text::plain;
+use crate::abi;
+use crate::sanitize::plain;
 use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 
 /// How serious a plugin thinks a line is.
@@ -91,7 +91,7 @@ pub struct LogLine {
 }
 
 impl LogLine {
-    pub(in crate::nccl) fn new(
+    pub(crate) fn new(
         level: LogLevel,
         plugin: Option<String>,
         device: Option<i32>,

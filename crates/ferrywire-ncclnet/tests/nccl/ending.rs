@@ -4,7 +4,7 @@ use std::io::BufRead;
 use std::os::fd::AsRawFd;
 use std::process::{Command, Stdio};
 
-use ferrywire::nccl::{Call, Library, Watched, log};
+use ferrywire_ncclnet::{Call, Library, SupervisedProcess, log};
 
 use crate::compile::broken;
 
@@ -28,7 +28,7 @@ fn a_program() {
         "accept" => {
             let (mut listen, _) = plugin.listen(0).expect("listens");
             std::thread::spawn(move || listen.accept().map(drop));
-            while plugin.calls_under_way().first().is_none_or(|call| call.call != Call::Accept) {
+            while plugin.inflight_calls().first().is_none_or(|call| call.call != Call::Accept) {
                 std::thread::yield_now();
             }
             std::process::exit(7);
@@ -93,7 +93,7 @@ fn a_supervisor_tells_it_itself() {
 fn watched(case: &str, ending: &str) -> (Option<i32>, Option<String>, usize) {
     let mut command = command(case, ending);
     command.stderr(Stdio::piped());
-    let mut watched = Watched::spawn(command).expect("it starts");
+    let mut watched = SupervisedProcess::spawn(command).expect("it starts");
     let stderr = watched.child().stderr.take().expect("piped");
     let lines = std::io::BufReader::new(stderr).lines().map_while(Result::ok);
     let own = lines.filter(|line| line.starts_with("ferrywire: ")).count();

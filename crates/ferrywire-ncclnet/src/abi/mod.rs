@@ -40,7 +40,7 @@ const _: () = assert!(size_of::<std::ffi::c_int>() == 4 && size_of::<std::ffi::c
 /// A table that a library exports: a static with raw pointers, which Rust would else not allow to share.
 ///
 /// ```
-/// use ferrywire::nccl::abi::{Exported, NetV7};
+/// use ferrywire_ncclnet::abi::{Exported, NetV7};
 ///
 /// # #[allow(non_upper_case_globals)]
 /// #[unsafe(no_mangle)]

@@ -1,8 +1,8 @@
 //! A process of its own for what hosts a plugin, for programs that must outlive one.
 //!
 //! ```text
-//!   the caller's program ── Watched::spawn ──> a program that hosts the plugin: exits, crashes
-//!          └──── Watched::wait: how it ended <── lines of the plugin's log, over a pipe ──┘
+//!   the caller's program ── SupervisedProcess::spawn ──> a program that hosts the plugin: exits, crashes
+//!          └──── SupervisedProcess::wait: how it ended <── lines of the plugin's log, over a pipe ──┘
 //! ```
 //!
 //! The other program may be the same file with other arguments. It does nothing for this: when it loads a
@@ -32,14 +32,14 @@ static WATCHED: AtomicBool = AtomicBool::new(false);
 
 /// A child process that hosts a plugin. Dropping this leaves the process alone.
 #[derive(Debug)]
-pub struct Watched {
+pub struct SupervisedProcess {
     child: Child,
     said: JoinHandle<(LastLines, Option<String>)>,
 }
 
 /// How it ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub struct ExitReport {
     /// As the system tells it.
     pub status: ExitStatus,
     /// Where the plugin called `exit`, if it did: "in isend on device 0".
@@ -48,12 +48,12 @@ pub struct Ended {
     pub last_lines: LastLines,
 }
 
-impl Watched {
+impl SupervisedProcess {
     /// Starts the program. Its standard streams, environment and arguments are what the command says.
     ///
     /// # Errors
     /// The system's, when it starts no process.
-    pub fn spawn(mut command: Command) -> io::Result<Watched> {
+    pub fn spawn(mut command: Command) -> io::Result<SupervisedProcess> {
         let (reader, writer) = io::pipe()?;
         let descriptor = writer.as_raw_fd();
         command.env(VARIABLE, format!("{}:{descriptor}", std::process::id()));
@@ -69,7 +69,7 @@ impl Watched {
         let child = command.spawn()?;
         drop(writer);
         let said = thread::Builder::new().name("ferrywire-watch".into()).spawn(move || last_lines(reader))?;
-        Ok(Watched { child, said })
+        Ok(SupervisedProcess { child, said })
     }
 
     /// The process: for its streams, or to end it.
@@ -81,14 +81,14 @@ impl Watched {
     ///
     /// # Errors
     /// The system's.
-    pub fn wait(mut self) -> io::Result<Ended> {
+    pub fn wait(mut self) -> io::Result<ExitReport> {
         let status = self.child.wait()?;
         let (last_lines, exit) = self.said.join().unwrap_or_default();
-        Ok(Ended { status, exit, last_lines })
+        Ok(ExitReport { status, exit, last_lines })
     }
 }
 
-impl Ended {
+impl ExitReport {
     /// What a plugin did to the process, in one line with its last words and what follows from them; `None` where
     /// the program ended as it wanted.
     pub fn cause(&self) -> Option<String> {

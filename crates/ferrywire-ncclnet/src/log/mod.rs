@@ -87,12 +87,12 @@ pub(super) fn tell_supervisor(plugin: &str, file: &str, text: &str) {
 }
 
 /// Lines logged since `sequence`.
-pub(crate) fn lines_since(sequence: u64) -> LastLines {
+pub fn lines_since(sequence: u64) -> LastLines {
     last_lines().into_iter().filter(|line| line.sequence >= sequence).collect()
 }
 
 /// The number that the next line will have.
-pub(crate) fn next_sequence() -> u64 {
+pub fn next_sequence() -> u64 {
     state().next_sequence
 }
 

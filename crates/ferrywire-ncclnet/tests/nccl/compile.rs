@@ -6,7 +6,7 @@ use std::process::Command;
 /// The library made of `source` with these `-D` options.
 pub fn compile(source: &str, defines: &[&str]) -> PathBuf {
     // The command's tests use this file too.
-    compile_in("../ferrywire/tests/nccl", source, defines)
+    compile_in("../ferrywire-ncclnet/tests/nccl", source, defines)
 }
 
 /// The same, of a source in a directory that is named from this package's.

@@ -4,8 +4,10 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::path::Path;
 use std::ptr::without_provenance_mut;
 
-use ferrywire::nccl::abi::{NetAttr, NetDirectionAttr, PTR_CUDA, PTR_HOST, PointerType, ResultCode, Version};
-use ferrywire::nccl::{
+use ferrywire_ncclnet::abi::{
+    NetAttr, NetDirectionAttr, PTR_CUDA, PTR_HOST, PointerType, ResultCode, Version,
+};
+use ferrywire_ncclnet::{
     Call, CallError, Cause, Comm, CommKind, Library, MemoryHandle, Plugin, Posted, RecvBuffer, RecvComm,
     Request, SendComm,
 };

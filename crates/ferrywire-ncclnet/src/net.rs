@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use libloading::os::unix::Library as Handle;
 
 use super::abi::*;
-use super::clock::{self, Call, CallUnderWay, PluginId};
+use super::clock::{self, Call, InflightCall, PluginId};
 use super::comm::CommId;
 use super::error::{CallError, Cause, LoadError};
 use super::functions::Functions;
@@ -173,7 +173,7 @@ impl Plugin {
     }
 
     /// Calls of this plugin that have not returned yet, on any thread, longest first.
-    pub fn calls_under_way(&self) -> Vec<CallUnderWay> {
+    pub fn inflight_calls(&self) -> Vec<InflightCall> {
         clock::under_way(Some(self.0.id))
     }
 

@@ -5,9 +5,9 @@ use std::io::Read;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Mutex};
 
-use ferrywire::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_LINE_BYTES_MAX, PLUGIN_LOG_LINES_KEPT};
-use ferrywire::nccl::Library;
-use ferrywire::nccl::log::{LogLevel, LogLine, last_lines, tee_to_fd};
+use ferrywire_ncclnet::Library;
+use ferrywire_ncclnet::log::{LogLevel, LogLine, last_lines, tee_to_fd};
+use ferrywire_proto::limits::{PLUGIN_LOG_BURST_LINES, PLUGIN_LOG_LINE_BYTES_MAX, PLUGIN_LOG_LINES_KEPT};
 use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 

@@ -17,7 +17,7 @@ use super::error::LoadError;
 use super::find::{Candidate, candidates};
 use super::functions::{Callable, Functions};
 use super::net::Plugin;
-use super::{elf, text};
+use super::{elf, sanitize};
 use ferrywire_proto::limits::PLUGIN_NAME_BYTES_MAX;
 use ferrywire_sys::signal;
 
@@ -190,7 +190,7 @@ impl FoundTable {
 /// A table of any version is at `address`.
 pub(super) unsafe fn name_at(address: *const c_void) -> Option<String> {
     // SAFETY: by the caller's promise; the name, if there is one, ends with 0.
-    unsafe { text::read(*address.cast::<*const c_char>(), PLUGIN_NAME_BYTES_MAX) }
+    unsafe { sanitize::read(*address.cast::<*const c_char>(), PLUGIN_NAME_BYTES_MAX) }
 }
 
 /// # Safety
@@ -264,7 +264,7 @@ unsafe fn open(name: Option<PathBuf>, shown: String) -> Result<Library, LoadErro
 /// What the loader said, in one line, without the path that precedes it.
 fn loaders_words(said: &str, name: Option<&Path>) -> String {
     let prefix = name.map(|name| format!("{}: ", name.display())).unwrap_or_default();
-    text::plain(said.strip_prefix(&prefix).unwrap_or(said).as_bytes())
+    sanitize::plain(said.strip_prefix(&prefix).unwrap_or(said).as_bytes())
 }
 
 /// One error of several: the only one that found a file at all, or all of them together.
