@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use ferrywire::memory::cuda::{CudaBuffer, CudaGpu};
-use ferrywire::memory::sim::{self, SimBuffer, SimGpu};
-use ferrywire::memory::unpack::{CudaQueue, GatherDevice, SimQueue};
+use ferrywire_memory::cuda::{CudaBuffer, CudaGpu};
+use ferrywire_memory::sim::{self, SimBuffer, SimGpu};
+use ferrywire_memory::unpack::{CudaQueue, GatherDevice, SimQueue};
 
 use crate::Result;
 

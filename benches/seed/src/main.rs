@@ -21,7 +21,7 @@ use std::net::{TcpListener, TcpStream};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use ferrywire::memory::pattern::WordPattern;
+use ferrywire_memory::pattern::WordPattern;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_ncclnet::{Handle, Library, Plugin};
 use rustix::time::{ClockId, clock_gettime};

@@ -13,7 +13,7 @@ use std::task::Poll;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ferrywire::memory::unpack::{DeviceUnpack, Gather, UnpackMode};
+use ferrywire_memory::unpack::{DeviceUnpack, Gather, UnpackMode};
 use ferrywire_ncclnet::abi::{PointerType, ResultCode};
 use ferrywire_ncclnet::{Comm, MemoryHandle, Posted, RecvBuffer, RecvComm, Request, SendComm};
 

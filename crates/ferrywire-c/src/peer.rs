@@ -5,7 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ferrywire::Ready;
-use ferrywire::memory::cuda::CudaGpu;
+use ferrywire_memory::cuda::CudaGpu;
 
 use crate::endpoint::Endpoint;
 use crate::handles::{self, object};

@@ -6,7 +6,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
-use ferrywire::memory::cuda::CudaGpu;
+use ferrywire_memory::cuda::CudaGpu;
 
 use crate::blocks::Blocks;
 use crate::handles::{self, object};

@@ -7,8 +7,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{DevmemConfig, Place, PluginConfig, limits};
+use ferrywire_memory::unpack::UnpackMode;
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};
 use crate::exit::{Failure, Outcome};

@@ -11,10 +11,10 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::region::pattern::RegionPattern;
 use ferrywire::{Endpoint, Place, Region, limits};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
+use ferrywire_memory::sim::SimGpu;
 use serde::{Deserialize, Serialize};
 
 use crate::bench::host;
@@ -280,7 +280,7 @@ mod tests {
     #[test]
     fn patterns_in_memory_of_a_gpu_are_the_hosts() {
         use crate::bench::pattern::Pattern;
-        use ferrywire::memory::pattern::Stretch;
+        use ferrywire_memory::pattern::Stretch;
         let endpoint = Endpoint::builder().build().expect("an endpoint");
         let local = Memory::Sim(9).open().and_then(|home| home.register(&endpoint, 10_000)).expect("memory");
         let pattern = Pattern::new(7, 3);

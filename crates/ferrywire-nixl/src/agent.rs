@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrywire::memory::cuda::CudaGpu;
 use ferrywire::{Endpoint, Wakeup};
+use ferrywire_memory::cuda::CudaGpu;
 use ferrywire_net::Transport;
 use ferrywire_net::tcp::TcpTransport;
 

@@ -5,8 +5,8 @@
 //!
 //! Read next: the engine's `ordering.rs`.
 
-use ferrywire::memory::cuda::{CudaGpu, RawStream};
 use ferrywire::{Place, Ready};
+use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;

@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrywire::memory::cuda::{CudaGpu, RawStream};
 use ferrywire::{Error, Place};
+use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};

@@ -13,7 +13,7 @@ use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use std::thread;
 use std::time::Duration;
 
-use ferrywire::memory::sim::SimGpuTable;
+use ferrywire_memory::sim::SimGpuTable;
 
 use crate::cuda::{self, Driver, Stream};
 use crate::log::info;

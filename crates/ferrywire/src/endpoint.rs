@@ -11,16 +11,16 @@ use crate::config::Config;
 use crate::control::{self, ConnectTarget, Control, Lobby};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::cuda::{CudaGpu, idle};
-use crate::memory::host::HostBuffer;
-use crate::memory::sim::SimGpu;
-use crate::memory::{Owned, Owner, Place};
 use crate::payload::carrier::Carrier;
 use crate::payload::plugin::Variable;
 use crate::peer::Peer;
 use crate::progress::{TurnedBy, Worker};
 use crate::region::{Region, RegionHome};
 use crate::wakeup::Wakeup;
+use ferrywire_memory::cuda::{CudaGpu, deferred_free};
+use ferrywire_memory::host::HostBuffer;
+use ferrywire_memory::sim::SimGpu;
+use ferrywire_memory::{Owned, Owner, Place};
 use ferrywire_net::{SharedTransport, Transport};
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::ListenAddress;
@@ -603,7 +603,7 @@ impl Inner {
             }
         }
         // What the threads left to somebody who may wait.
-        idle::clear();
+        deferred_free::clear();
         if let Some(carrier) = &engine.carrier {
             carrier.end(left());
         }

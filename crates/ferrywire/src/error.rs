@@ -4,11 +4,11 @@
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
-use crate::memory::cuda::CudaError;
-use crate::memory::sim::SimGpuError;
-use crate::memory::unpack::UnpackError;
-use crate::memory::{self, Place};
 use crate::payload::devmem::DevmemError;
+use ferrywire_memory::cuda::CudaError;
+use ferrywire_memory::sim::SimGpuError;
+use ferrywire_memory::unpack::UnpackError;
+use ferrywire_memory::{self as memory, Place};
 use ferrywire_ncclnet::{CallError, LoadError};
 use ferrywire_proto::handshake::HandshakeError;
 use ferrywire_proto::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX};

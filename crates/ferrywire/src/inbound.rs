@@ -8,10 +8,10 @@
 //! Read next: `peer/`, which calls this for each frame.
 
 use crate::error::Error;
-use crate::memory::Memory;
 use crate::operation::Op;
 use crate::progress::{WaitList, WakeHandle};
 use crate::queue::WITHDRAWN;
+use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::Scatter;

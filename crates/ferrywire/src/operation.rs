@@ -8,13 +8,13 @@
 //! Read next: `queue/`, where operations wait to be cut.
 
 use crate::error::{Error, Result};
-use crate::memory::cuda::{CudaGpu, CudaStream, RawStream};
-use crate::memory::sim::SimStream;
-use crate::memory::{Memory, Place};
 use crate::ordering::Gate;
 use crate::peer::PeerState;
 use crate::progress::{self, WaitList, WakeHandle};
 use crate::wakeup::Wakeup;
+use ferrywire_memory::cuda::{CudaGpu, CudaStream, RawStream};
+use ferrywire_memory::sim::SimStream;
+use ferrywire_memory::{Memory, Place};
 use ferrywire_proto::transfer::Pieces;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};

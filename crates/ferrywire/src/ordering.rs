@@ -16,8 +16,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::error::Result;
-use crate::memory::cuda::{CudaEvent, CudaGpu, CudaStream, PinnedBuffer, RawStream, idle};
-use crate::memory::sim::{HostGate, SimEvent, SimStream};
+use ferrywire_memory::cuda::{CudaEvent, CudaGpu, CudaStream, PinnedBuffer, RawStream, deferred_free};
+use ferrywire_memory::sim::{HostGate, SimEvent, SimStream};
 
 /// When memory may be used: once what a stream of a GPU had to do so far is done.
 #[derive(Clone)]
@@ -122,7 +122,7 @@ pub(crate) struct CudaGate {
 impl CudaGate {
     fn open(self) {
         self.words.word(self.word).store(self.value, Ordering::Release);
-        idle::stream_goes_on();
+        deferred_free::stream_goes_on();
         self.words.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.word, self.value));
     }
 }
@@ -162,7 +162,7 @@ impl Gates {
     /// A live stream of this GPU's primary context, or null.
     pub unsafe fn hold(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<Gate> {
         let gate = self.gate(gpu)?;
-        idle::stream_waits();
+        deferred_free::stream_waits();
         let address = gate.words.page.address() + 8 * gate.word as u64;
         // SAFETY: a word of pinned memory, aligned, which lives as long as the endpoint; it is written when the
         // transfer ends, or right here, when nobody waits for it.

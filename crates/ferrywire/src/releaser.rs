@@ -15,8 +15,8 @@ use std::thread;
 use std::time::Duration;
 
 use crate::engine::Engine;
-use crate::memory::Memory;
 use crate::progress::{self, Abandon};
+use ferrywire_memory::Memory;
 
 /// How long the thread waits between two looks at memory that drains, at first and at most.
 const LOOK_MIN: Duration = Duration::from_micros(100);

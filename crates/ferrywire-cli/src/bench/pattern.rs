@@ -4,9 +4,9 @@
 //! that neighbouring iterations and offsets differ already in the lowest byte: even a message of one byte tells an
 //! old iteration from a new one (256 in a row differ). The complement of a pattern differs from it in every byte:
 //! destinations are poisoned with it. Seed and iteration are all that the two ends have to agree on: each writes
-//! and compares in its own memory, by the CPU or by the GPU there, see [`ferrywire::memory::pattern`].
+//! and compares in its own memory, by the CPU or by the GPU there, see [`ferrywire_memory::pattern`].
 
-use ferrywire::memory::pattern::WordPattern;
+use ferrywire_memory::pattern::WordPattern;
 
 /// Distance of neighbouring iterations (odd).
 const ITERATION_STEP: u64 = 0x9e37_79b9_7f4a_7c15;

@@ -3,7 +3,7 @@
 //! Memory of the host through a buffer of ours; memory of a GPU by that GPU, all stretches of a message at once.
 
 use ferrywire::Region;
-use ferrywire::memory::pattern::Stretch;
+use ferrywire_memory::pattern::Stretch;
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Layout, Piece};

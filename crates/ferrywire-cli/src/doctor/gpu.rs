@@ -5,8 +5,8 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use ferrywire::memory::cuda::{CudaError, CudaGpu, driver_version};
 use ferrywire_host::topology::{Nearness, PciPath, Plan, PlanError, Topology, Wishes};
+use ferrywire_memory::cuda::{CudaError, CudaGpu, driver_version};
 
 use super::files::{line, number};
 use super::finding::{Finding, Level};

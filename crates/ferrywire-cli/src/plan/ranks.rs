@@ -6,9 +6,9 @@
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-use ferrywire::memory::cuda::CudaGpu;
 use ferrywire_host::ranks::{Launcher, RankFlags, Ranks, Rendezvous};
 use ferrywire_host::topology::Map;
+use ferrywire_memory::cuda::CudaGpu;
 
 use super::{ConnectPlan, PORT_DEFAULT, plain, plan_connect, resolve, usage, with_file};
 use crate::args::{ConnectFlags, Inject, RankArgs};

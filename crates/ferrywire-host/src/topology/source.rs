@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use super::{Address, Cpus, PciAddress};
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
 use ferrywire::{Error, Result};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
 use ferrywire_sys::{affinity, ethtool, nics};
 

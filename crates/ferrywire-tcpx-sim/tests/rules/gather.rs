@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Poll;
 
-use ferrywire::memory::Error;
-use ferrywire::memory::sim::{SimBuffer, SimGpu, set_current};
-use ferrywire::memory::unpack::{DeviceUnpack, Gather, SimQueue, UnpackError, UnpackMode};
+use ferrywire_memory::Error;
+use ferrywire_memory::sim::{SimBuffer, SimGpu, set_current};
+use ferrywire_memory::unpack::{DeviceUnpack, Gather, SimQueue, UnpackError, UnpackMode};
 
 use crate::case::case;
 use crate::driver::{OK, Pair, Plugin, Ptr, pattern};
@@ -41,7 +41,7 @@ impl Bench {
     }
 
     /// Sends and receives, and starts the gather, whose answer is given too.
-    fn try_receive(&mut self, bytes: Vec<u8>) -> (Open, ferrywire::memory::Result<()>) {
+    fn try_receive(&mut self, bytes: Vec<u8>) -> (Open, ferrywire_memory::Result<()>) {
         let room = bytes.len().max(1).next_multiple_of(4096);
         let [source, target] = [0, 1].map(|_| self.gpu.alloc(room, 4096).unwrap());
         self.gpu.write_from_slice(source.address(), &bytes).unwrap();

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::sync::Arc;
 
-use ferrywire::memory::sim::{SimBuffer, SimGpu, SimGpuTable, set_current};
+use ferrywire_memory::sim::{SimBuffer, SimGpu, SimGpuTable, set_current};
 use ferrywire_ncclnet::abi::{DeviceHandle, PTR_CUDA};
 
 use crate::case::case;

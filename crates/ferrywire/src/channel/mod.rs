@@ -19,12 +19,12 @@ mod staged;
 pub(crate) use dropped::Unreleased;
 
 use crate::error::Error;
-use crate::memory::Place;
 use crate::peer::PeerState;
 use crate::posted::Posted;
 use crate::queue::{DROPPED, Entry, Pull, UNREADABLE};
 use crate::staging::Staging;
 use crate::stats::{ChannelCounters, NO_BACKLOG};
+use ferrywire_memory::Place;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;

@@ -8,10 +8,10 @@ use std::time::Instant;
 
 use super::receiver::{Stage, check_crc};
 use super::{Channel, Remains, TURN_BYTES, Touched, Unreleased, Workspace, broken};
-use crate::memory::Place;
 use crate::payload::lane::Run;
 use crate::peer::Landing;
 use crate::stats::NO_BACKLOG;
+use ferrywire_memory::Place;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};

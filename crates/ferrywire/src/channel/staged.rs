@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::Channel;
 use super::receiver::Stage;
-use crate::memory::Place;
 use crate::peer::Landing;
+use ferrywire_memory::Place;
 use ferrywire_proto::wire::{Kind, Refusal};
 
 impl Channel {

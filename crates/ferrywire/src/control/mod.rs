@@ -19,7 +19,6 @@ mod pairs;
 
 use crate::engine::{Engine, Event};
 use crate::error::{Error, Result};
-use crate::memory::cuda::idle;
 use crate::payload::plugin::CallWatch;
 use crate::peer::PeerState;
 use accepting::Incoming;
@@ -28,6 +27,7 @@ use attention::{Attention, LOOK_AT_ALL, token};
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
+use ferrywire_memory::cuda::deferred_free;
 use ferrywire_net::{Conn, IoVec, Listener};
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
@@ -149,7 +149,7 @@ impl Control {
 
     /// One turn, which passes over the links that rest; what the poller reports has to be told before.
     fn turn_where_due(&mut self, engine: &Engine) -> bool {
-        let _moving = idle::moving();
+        let _moving = deferred_free::moving();
         let now = self.now(engine);
         let mut worked = self.take_events(engine, now);
         // Before others come, which may take the places of those that have not said anything yet.
@@ -400,7 +400,7 @@ fn full(why: &str) -> Refusal {
 
 /// The control thread's whole life.
 pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
-    let _moving = idle::moving();
+    let _moving = deferred_free::moving();
     let mut ready = Vec::new();
     loop {
         let (poller, limit) = {

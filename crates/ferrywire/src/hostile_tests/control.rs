@@ -3,8 +3,8 @@
 use super::evil::{Data, Evil, channel, data, dial, evil_config};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
-use crate::memory::Place;
 use crate::{Error, RemoteRegion, limits};
+use ferrywire_memory::Place;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
 use ferrywire_proto::handshake::{Config, Initiator, Secure};

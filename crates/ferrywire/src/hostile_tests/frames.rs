@@ -3,8 +3,8 @@
 use super::evil::{Evil, data};
 use super::scene::{BEFORE, REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
-use crate::memory::Place;
 use crate::{Error, RemoteRegion, limits};
+use ferrywire_memory::Place;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};

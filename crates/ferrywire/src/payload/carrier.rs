@@ -10,7 +10,7 @@ use super::terms::{Terms, reason_without, without};
 use super::{devmem, plugin};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::Place;
+use ferrywire_memory::Place;
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::Config as SessionConfig;
 use std::net::SocketAddr;

@@ -4,8 +4,8 @@
 
 use super::lane::{Run, Way, copy_on_host};
 use crate::error::{Error, Result};
-use crate::memory::unpack::CopyQueue;
-use crate::memory::{self, Gpu, GpuCopy, Place};
+use ferrywire_memory::unpack::CopyQueue;
+use ferrywire_memory::{self as memory, Gpu, GpuCopy, Place};
 use std::task::Poll;
 
 /// What copies each way, once something had to be copied. Dropped, it is done with all memory.

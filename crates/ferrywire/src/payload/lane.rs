@@ -11,8 +11,8 @@
 //! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
 
 use crate::error::Error;
-use crate::memory::Memory;
 use crate::stats::LaneBy;
+use ferrywire_memory::Memory;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use std::sync::Arc;

@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use crate::error::{Error, Result};
-use crate::memory::check_range;
 use crate::operation::Verb;
 use crate::region::{Region, RemoteRegion};
+use ferrywire_memory::check_range;
 use ferrywire_proto::transfer::{Piece, Pieces, merge};
 
 /// One block of a vectored operation.

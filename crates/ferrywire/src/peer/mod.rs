@@ -19,13 +19,13 @@ pub(crate) use state::{Landing, PeerInfo, PeerState};
 
 use crate::error::{Error, Result};
 use crate::inbound::Reply;
-use crate::memory::{Memory, Place, check_range};
 use crate::operation::{Op, Transfer, Verb};
 use crate::ordering::Ready;
 use crate::progress;
 use crate::region::{Region, RemoteRegion};
 use crate::stats::PeerStats;
 use crate::wakeup::Wakeup;
+use ferrywire_memory::{Memory, Place, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::{Piece, Pieces, merge};

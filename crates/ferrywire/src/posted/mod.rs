@@ -22,11 +22,11 @@ mod tests;
 pub(crate) use receiving::Arrival;
 
 use crate::error::Error;
-use crate::memory::Memory;
 use crate::payload::lane::{InFlight, Lane};
 use crate::peer::Landing;
 use crate::queue::Entry;
 use crate::stats::LaneCounters;
+use ferrywire_memory::Memory;
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::wire::{self, Header};
 use receiving::Receiving;

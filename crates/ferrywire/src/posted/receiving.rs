@@ -10,10 +10,10 @@
 use super::slots::{Slot, Slots};
 use super::{Turned, seconds};
 use crate::error::Error;
-use crate::memory::Memory;
-use crate::memory::cuda::CudaError;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use crate::peer::Landing;
+use ferrywire_memory::Memory;
+use ferrywire_memory::cuda::CudaError;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{Header, Refusal};
 use std::collections::VecDeque;

@@ -10,9 +10,9 @@
 use super::slots::{Slot, Slots};
 use super::{SENT_UNREADABLE, Turned, seconds, widen};
 use crate::error::Error;
-use crate::memory::Memory;
 use crate::payload::lane::{Lane, Post, Run, Step, Ticket, Way};
 use crate::queue::Entry;
+use ferrywire_memory::Memory;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Poll;

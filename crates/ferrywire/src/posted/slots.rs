@@ -2,8 +2,8 @@
 //!
 //! Invariant: a slot is lent to one message at a time.
 
-use crate::memory::{Memory, Place};
 use crate::payload::lane::{Lane, Run, Way};
+use ferrywire_memory::{Memory, Place};
 use std::sync::Arc;
 
 /// A slot that is lent out.

@@ -4,12 +4,12 @@ mod standstill;
 
 use super::{Arrival, Posted, SENT_UNREADABLE, Turned};
 use crate::error::Error;
-use crate::memory::Memory;
 use crate::operation::{Op, Verb};
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
 use crate::peer::Landing;
 use crate::queue::{Entry, Pull, SendQueue};
 use crate::stats::LaneCounters;
+use ferrywire_memory::Memory;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::window::Window;

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use super::{Command, SPIN};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Place};
 use crate::peer::Landing;
+use ferrywire_memory::{Memory, Place};
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
 

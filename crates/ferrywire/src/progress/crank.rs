@@ -12,10 +12,10 @@ use super::{Abandoning, COPY_NAP, Closed, Command, Crank, Worker};
 use crate::channel::Channel;
 use crate::engine::Engine;
 use crate::error::Error;
-use crate::memory::cuda::idle;
 use crate::operation::Op;
 use crate::peer::PeerState;
 use crate::queue::DROPPED;
+use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
@@ -46,7 +46,7 @@ pub(super) enum Turn {
 impl Crank {
     /// One turn: commands, what can be received, then, unless `done`, what can be sent.
     pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
-        let _moving = idle::moving();
+        let _moving = deferred_free::moving();
         worker.step();
         let mut worked = self.obey(worker, engine);
         worked |= self.receive(worker, engine);
@@ -451,7 +451,7 @@ impl Crank {
 
     /// Sends what waits for one peer.
     pub(super) fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
-        let _moving = idle::moving();
+        let _moving = deferred_free::moving();
         for place in 0..self.slots.len() {
             if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
                 self.send_at(worker, engine, place, false);
@@ -529,8 +529,8 @@ impl Slot {
 mod tests {
     use super::*;
     use crate::Endpoint;
-    use crate::memory::sim::SimGpu;
     use crate::ordering::Ready as WhenReady;
+    use ferrywire_memory::sim::SimGpu;
     use ferrywire_net::{Conn, IoVec, PathHealth};
     use std::net::SocketAddr;
     use std::os::fd::RawFd;
@@ -571,7 +571,7 @@ mod tests {
 
     impl Conn for Watched {
         unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
-            self.sends[usize::from(idle::moves())].fetch_add(1, Ordering::SeqCst);
+            self.sends[usize::from(deferred_free::moves())].fetch_add(1, Ordering::SeqCst);
             // SAFETY: promised by the caller.
             unsafe { self.conn.send(pieces) }
         }

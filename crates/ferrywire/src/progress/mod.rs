@@ -18,9 +18,9 @@ mod crank;
 
 use crate::channel::{Channel, Unreleased, Workspace};
 use crate::engine::Engine;
-use crate::memory::cuda::idle;
 use crate::operation::Op;
 use crossbeam_queue::SegQueue;
+use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::schedule::Spin;
 use ferrywire_sys::affinity;
 use ferrywire_sys::poll::{Event as Ready, Poller, Wake, Waker};
@@ -423,7 +423,7 @@ impl Worker {
 
     /// The worker thread's whole life.
     pub fn run(self: &Arc<Worker>, engine: &Engine) {
-        let _moving = idle::moving();
+        let _moving = deferred_free::moving();
         let _ = self.thread.set(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
         if self.turned_by != TurnedBy::Thread {

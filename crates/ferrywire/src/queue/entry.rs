@@ -3,9 +3,9 @@
 //! Invariant: the pieces of a frame are exactly the bytes that its head announces. Read next: `mod.rs`.
 
 use crate::error::Error;
-use crate::memory::{Memory, Place};
 use crate::operation::{Op, Verb};
 use crate::staging::Staged;
+use ferrywire_memory::{Memory, Place};
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::{Chunk, ChunkLimits, Cutter};
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};

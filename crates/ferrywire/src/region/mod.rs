@@ -11,7 +11,7 @@ mod tests;
 pub use remote::RemoteRegion;
 
 use crate::error::{Error, Result};
-use crate::memory::{Memory, Owned, Owner, Place, RegionTable, check_range};
+use ferrywire_memory::{Memory, Owned, Owner, Place, RegionTable, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_sys::fork::Origin;
 use std::fmt;

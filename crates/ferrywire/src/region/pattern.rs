@@ -6,11 +6,11 @@
 
 use super::Region;
 use crate::error::Result;
-use crate::memory::cuda::CudaPattern;
-use crate::memory::pattern::{Stretch, WordPattern};
-use crate::memory::sim::SimPattern;
-use crate::memory::unpack::PatternParameters;
-use crate::memory::{Gpu, Place};
+use ferrywire_memory::cuda::CudaPattern;
+use ferrywire_memory::pattern::{Stretch, WordPattern};
+use ferrywire_memory::sim::SimPattern;
+use ferrywire_memory::unpack::PatternParameters;
+use ferrywire_memory::{Gpu, Place};
 
 /// Writes and compares patterns in a region of a GPU's memory, by that GPU. Each call waits until it is done, and
 /// costs the host one launch for all short stretches and one for each long one.
@@ -85,8 +85,8 @@ impl RegionPattern {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::sim::SimGpu;
     use crate::{Endpoint, Error};
+    use ferrywire_memory::sim::SimGpu;
 
     const PATTERN: WordPattern =
         WordPattern { key: 0x1234_5678_9abc_def1, step: 0xd1b5_4a32_d192_ed03, flip: 0 };

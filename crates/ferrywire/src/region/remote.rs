@@ -3,7 +3,7 @@
 //! Invariant: what came as bytes is what this version wrote, or an error. Read next: `mod.rs`, the regions themselves.
 
 use crate::error::{Error, Result};
-use crate::memory::Place;
+use ferrywire_memory::Place;
 use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;

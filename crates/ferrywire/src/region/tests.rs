@@ -2,8 +2,8 @@
 
 use super::*;
 use crate::Endpoint;
-use crate::memory::dmabuf_fd;
-use crate::memory::sim::{self, SimGpu, SimGpuError};
+use ferrywire_memory::dmabuf_fd;
+use ferrywire_memory::sim::{self, SimGpu, SimGpuError};
 
 fn endpoint() -> Endpoint {
     Endpoint::builder().build().unwrap()

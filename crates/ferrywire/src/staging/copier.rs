@@ -11,9 +11,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
-use crate::memory::cuda::PinnedBuffer;
-use crate::memory::sim::{MappedBuffer, SimStream};
-use crate::memory::{Gpu, Place};
+use ferrywire_memory::cuda::PinnedBuffer;
+use ferrywire_memory::sim::{MappedBuffer, SimStream};
+use ferrywire_memory::{Gpu, Place};
 
 /// Which way a copier copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -146,13 +146,13 @@ impl Copier for SimCopier {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::sim::{SimFaults, SimGpu, SimGpuError};
+    use ferrywire_memory::sim::{SimFaults, SimGpu, SimGpuError};
     use std::time::{Duration, Instant};
 
     const BYTES: usize = 4096;
 
     /// A GPU of its own, its memory, and pinned memory.
-    fn scene(index: u32) -> (Arc<SimGpu>, crate::memory::sim::SimBuffer, Pinned) {
+    fn scene(index: u32) -> (Arc<SimGpu>, ferrywire_memory::sim::SimBuffer, Pinned) {
         let gpu = SimGpu::open(index).unwrap();
         gpu.set_faults(SimFaults::default());
         let buffer = gpu.alloc(BYTES, 4096).unwrap();

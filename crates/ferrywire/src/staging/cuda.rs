@@ -16,9 +16,9 @@ use std::time::{Duration, Instant};
 use super::copier::{Copier, Run, Way};
 use super::kernel::{Again, ListKernel};
 use crate::error::{Error, Result};
-use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, idle, pointer};
-use crate::memory::unpack::Kernels;
+use ferrywire_memory::GpuCopy;
+use ferrywire_memory::cuda::{CudaError, CudaGpu, CudaStream, PinnedBuffer, deferred_free, pointer};
+use ferrywire_memory::unpack::Kernels;
 
 /// How long after the last copy, or the last question, the driver is asked whether copies have failed, and how many looks at
 /// their flag there are for one at the clock.
@@ -137,7 +137,7 @@ impl CudaCopier {
             return Ok(false);
         }
         let Some(kernel) = self.kernel.as_mut().filter(|kernel| kernel.fits(runs)) else { return Ok(false) };
-        let Some(_launching) = idle::launching() else { return Ok(false) };
+        let Some(_launching) = deferred_free::launching() else { return Ok(false) };
         let Some(leave) = kernel.leave(bytes / runs < ENGINE_RUN_BYTES_MIN) else { return Ok(false) };
         let there = || self.used.iter().try_for_each(|used| allocation(used).map(drop));
         self.calls += 1 + self.used.len() as u64;

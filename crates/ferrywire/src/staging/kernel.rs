@@ -16,12 +16,12 @@
 //! it goes while something is posted, it tells whether it has taken that.
 //!
 //! Invariant: a list and its runs belong to one batch until its mark is reached, or the kernel says that it was not taken.
-//! Read next: `memory/unpack/kernels.rs`; `memory/unpack/crowd.rs`, when nobody asks multiprocessors.
+//! Read next: `memory/unpack/kernels.rs`; `sm_backoff.rs` there, when nobody asks multiprocessors.
 
 use crate::error::{Error, Result};
-use crate::memory::GpuCopy;
-use crate::memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
-use crate::memory::unpack::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, Leave, PATIENCE};
+use ferrywire_memory::GpuCopy;
+use ferrywire_memory::cuda::{CudaGpu, CudaStream, PinnedBuffer};
+use ferrywire_memory::unpack::{COUNTERS, CopyDesk, CopyList, CopyPlaces, Counter, Kernels, Leave, PATIENCE};
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::sync::atomic::{Ordering, fence};

@@ -10,7 +10,7 @@ use super::copier::{self, Copier, Pinned, Run, Way};
 use super::ring::Ring;
 use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
-use crate::memory::Place;
+use ferrywire_memory::Place;
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;

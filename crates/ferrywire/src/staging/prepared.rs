@@ -7,9 +7,9 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::memory::Place;
-use crate::memory::cuda::CudaGpu;
-use crate::memory::unpack::Kernels;
+use ferrywire_memory::Place;
+use ferrywire_memory::cuda::CudaGpu;
+use ferrywire_memory::unpack::Kernels;
 
 /// GPUs, each with its kernels; none of one that could not load them.
 #[derive(Default)]

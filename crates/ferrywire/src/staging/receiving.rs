@@ -13,9 +13,9 @@ use super::copier::{Run, Way};
 use super::line::Line;
 use super::stopwatch::Stopwatch;
 use crate::error::Result;
-use crate::memory::Place;
 use crate::peer::Landing;
 use crate::posted::Arrival;
+use ferrywire_memory::Place;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
@@ -319,8 +319,8 @@ fn is_copied(lanes: &[Lane], copy: Option<Copy>) -> bool {
 mod tests {
     use super::super::{ALONE, alone};
     use super::*;
-    use crate::memory::sim::{SimFaults, SimGpu};
-    use crate::memory::{Gpu, Memory};
+    use ferrywire_memory::sim::{SimFaults, SimGpu};
+    use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::wire::{Header, Kind};
     use std::sync::Arc;
 

@@ -232,10 +232,10 @@ fn copy_out(line: &mut Line, entry: &Entry, mut host: usize) {
 mod tests {
     use super::super::{ALONE, alone};
     use super::*;
-    use crate::memory::sim::SimGpu;
-    use crate::memory::{Gpu, Memory};
     use crate::operation::{Op, Verb};
     use crate::queue::{Pull, SendQueue};
+    use ferrywire_memory::sim::SimGpu;
+    use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::transfer::{Piece, Pieces};
     use ferrywire_proto::window::Window;
     use std::sync::Arc;

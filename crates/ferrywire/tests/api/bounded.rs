@@ -3,8 +3,8 @@
 
 use crate::LIMIT;
 use crate::outcomes::{contents, pattern};
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Endpoint, Peer, StagingStats, limits};
+use ferrywire_memory::sim::SimGpu;
 use std::collections::HashSet;
 use std::fs;
 use std::io::{self, PipeReader, PipeWriter};

@@ -1,8 +1,8 @@
 //! What one thing must not hold up of another: a GPU that stands still, a long queue, memory that nobody names any more.
 
 use crate::{LIMIT, builder, listening, pair, sockets_copy};
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Endpoint, Error, Peer, Region, limits};
+use ferrywire_memory::sim::SimGpu;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};

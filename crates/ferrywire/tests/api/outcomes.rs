@@ -8,8 +8,8 @@
 use crate::LIMIT;
 use crate::case::case;
 use crate::netns::Hosts;
-use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::{Builder, Endpoint, Error, Peer, Place, PluginConfig, Region};
+use ferrywire_memory::sim::{SimFaults, SimGpu};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

@@ -1,8 +1,8 @@
 //! Memory that somebody else owns: its owner is dropped when nothing can touch it any more, and where that may block.
 
 use crate::{LIMIT, listening, pair};
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::{Endpoint, Error, Region};
+use ferrywire_memory::sim::SimGpu;
 use std::sync::mpsc::{self, Receiver, Sender, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, ThreadId};

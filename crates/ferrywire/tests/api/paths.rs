@@ -5,8 +5,8 @@
 
 use crate::outcomes::{contents, pattern};
 use crate::{LIMIT, builder};
-use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, RemoteRegion, Transfer, limits};
+use ferrywire_memory::sim::{SimFaults, SimGpu};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::time::{Duration, Instant};

@@ -2,11 +2,11 @@
 
 use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::memory::GpuCopy;
-use ferrywire::memory::cuda::{
+use ferrywire::{Block, BlockList, Endpoint, Error, Place, Ready};
+use ferrywire_memory::GpuCopy;
+use ferrywire_memory::cuda::{
     CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
 };
-use ferrywire::{Block, BlockList, Endpoint, Error, Place, Ready};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 

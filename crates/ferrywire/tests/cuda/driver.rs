@@ -26,7 +26,7 @@ pub fn stand_in(defines: &[&str]) -> PathBuf {
     cc.args(["-shared", "-fPIC", "-pthread", "-O2", "-Wl,-soname,libcuda.so.1", "-o"]).arg(&made);
     cc.args(defines.iter().filter(|define| **define != WITH_KERNELS).map(|define| format!("-D{define}")));
     if kernels {
-        let file = package.join("src/memory/unpack/kernel.cu");
+        let file = package.join("../ferrywire-memory/src/unpack/kernel.cu");
         cc.arg(format!("-DKERNELS=\"{}\"", file.display()));
         cc.args(["-w", "-std=c++17", "-x", "c++"]).arg(source("stand_in_kernels.cpp")).args([
             "-std=gnu17",

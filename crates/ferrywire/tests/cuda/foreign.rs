@@ -3,8 +3,8 @@
 use crate::gather::queue;
 use crate::{is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::memory::cuda::{CudaGpu, pointer};
 use ferrywire::{Endpoint, Error, Place};
+use ferrywire_memory::cuda::{CudaGpu, pointer};
 use std::process::Command;
 use std::sync::Arc;
 

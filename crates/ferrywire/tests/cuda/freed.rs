@@ -5,9 +5,9 @@ use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
 use crate::gpus::{on_gpus, place};
 use cudarc::driver::sys;
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
-use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Endpoint, Error, Place, Region};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
+use ferrywire_memory::unpack::UnpackMode;
 use std::sync::Arc;
 
 const BYTES: usize = 300_000;

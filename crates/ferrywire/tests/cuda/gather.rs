@@ -5,12 +5,12 @@ use crate::{gpu, is_alone, is_real};
 use cudarc::driver::sys;
 use ferrywire::Place;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
-use ferrywire::memory::Error;
-use ferrywire::memory::GpuCopy;
-use ferrywire::memory::cuda::{
+use ferrywire_memory::Error;
+use ferrywire_memory::GpuCopy;
+use ferrywire_memory::cuda::{
     CudaBuffer, CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, WordPattern,
 };
-use ferrywire::memory::unpack::{
+use ferrywire_memory::unpack::{
     CudaQueue, DeviceUnpack, FRAGMENTS_PER_SLOT_MAX, Fragment, Gather, GatherDevice, GatherRun,
     METADATA_BYTES, UnpackMode,
 };

@@ -3,7 +3,7 @@
 use crate::case::{CASE, Case};
 use crate::driver::{WITH_KERNELS, stand_in};
 use ferrywire::Place;
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use std::path::PathBuf;
 use std::sync::LazyLock;
 

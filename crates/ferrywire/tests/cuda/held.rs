@@ -1,8 +1,8 @@
 //! Streams that wait for transfers hold up nothing that the transfers need.
 
 use super::{gpu, is_alone, is_real, other_gpu, passes};
-use ferrywire::memory::cuda::CudaStream;
 use ferrywire::{Endpoint, Peer, Region};
+use ferrywire_memory::cuda::CudaStream;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 

@@ -7,7 +7,7 @@ use std::process::Command;
 fn the_kernels_touch_what_they_may_and_no_more() {
     let package = Path::new(env!("CARGO_MANIFEST_DIR"));
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("kernel-{}", std::process::id()));
-    let kernels = package.join("src/memory/unpack/kernel.cu");
+    let kernels = package.join("../ferrywire-memory/src/unpack/kernel.cu");
     let mut compiler = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "c++".into()));
     compiler.args([
         "-std=c++17",

@@ -2,8 +2,8 @@
 //! with kernels, which can be told to be busy.
 
 use crate::{gpu, is_alone, is_real, moves, of_stand_in, still_moves};
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use std::ffi::{c_int, c_ulonglong};
 use std::time::{Duration, Instant};
 

@@ -31,8 +31,8 @@ mod recorded;
 mod rounds;
 mod without;
 
-use ferrywire::memory::cuda::{CudaError, CudaGpu};
 use ferrywire::{Endpoint, Peer, Region};
+use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use std::ffi::{CStr, c_void};
 use std::process::Command;
 use std::sync::Arc;

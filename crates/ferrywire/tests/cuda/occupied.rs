@@ -2,7 +2,7 @@
 //! Kernels that are launched meanwhile wait; copy engines do not. Needs a GPU.
 
 use cudarc::driver::sys;
-use ferrywire::memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, PinnedBuffer};
+use ferrywire_memory::cuda::{CudaFunction, CudaGpu, CudaModule, CudaStream, PinnedBuffer};
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -9,8 +9,8 @@
 use crate::ends::{contents, pattern};
 use crate::occupied::Occupied;
 use crate::{ALONE, gpu, is_real, moves, of_stand_in, passes};
-use ferrywire::memory::cuda::CudaGpu;
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Region, StagingStats, Transfer};
+use ferrywire_memory::cuda::CudaGpu;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use std::ffi::{c_int, c_void};

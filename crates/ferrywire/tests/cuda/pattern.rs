@@ -1,10 +1,10 @@
 //! Patterns in regions of a GPU's memory: many stretches at once, short and long.
 
 use crate::{gpu, is_real};
-use ferrywire::memory::cuda::CudaError;
-use ferrywire::memory::pattern::{Stretch, WordPattern};
 use ferrywire::region::pattern::RegionPattern;
 use ferrywire::{Endpoint, Error};
+use ferrywire_memory::cuda::CudaError;
+use ferrywire_memory::pattern::{Stretch, WordPattern};
 
 const SHORT: u64 = 4097;
 /// More than one block of threads writes.

@@ -2,8 +2,8 @@
 
 use crate::{gpu, is_alone, is_real, moves, other_gpu, still_moves};
 use cudarc::driver::sys;
-use ferrywire::memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use ferrywire::{Endpoint, Error, Peer, Region};
+use ferrywire_memory::cuda::{CudaError, CudaGpu, pinned_bytes};
 use std::time::{Duration, Instant};
 
 /// Far more than anything here takes.

@@ -3,8 +3,8 @@
 use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
 use crate::ends;
 use crate::rounds::lose_a_peer;
-use ferrywire::memory::cuda::{CudaError, CudaGpu, pointer};
 use ferrywire::{Endpoint, Error, Place};
+use ferrywire_memory::cuda::{CudaError, CudaGpu, pointer};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -4,8 +4,8 @@
 //! in the order of the message. [`message_is_gathered`] takes any queue of a GPU, so that real ones can be given the
 //! same lists.
 
-use ferrywire::memory::sim::{MappedBuffer, SimGpu};
-use ferrywire::memory::unpack::{Fragment, GatherDevice, GatherRun, SimQueue};
+use ferrywire_memory::sim::{MappedBuffer, SimGpu};
+use ferrywire_memory::unpack::{Fragment, GatherDevice, GatherRun, SimQueue};
 use std::time::{Duration, Instant};
 
 /// Recorded at MTU 1500 and 9000.

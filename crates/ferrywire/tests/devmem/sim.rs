@@ -1,8 +1,8 @@
 //! Memory of a simulated GPU, as pool and as source.
 
 use crate::vm::{self, Link, MIB, NEAR, PATTERN_BYTES, QUEUE, WAY};
-use ferrywire::memory::sim::SimGpu;
-use ferrywire::memory::{Place, dmabuf_fd};
+use ferrywire_memory::sim::SimGpu;
+use ferrywire_memory::{Place, dmabuf_fd};
 use ferrywire_sys::devmem::{Control, Fragment, Tokens};
 use ferrywire_sys::ethtool::Split;
 use ferrywire_sys::netdev::Netdev;

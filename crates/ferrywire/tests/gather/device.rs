@@ -1,12 +1,12 @@
 //! A device of ordinary memory that does its work at once, counts its calls, and can be told to keep quiet about
 //! marks or to fail: what a real GPU does by chance.
 
-use ferrywire::memory::sim::SimGpuError;
-use ferrywire::memory::unpack::{
+use ferrywire_memory::sim::SimGpuError;
+use ferrywire_memory::unpack::{
     DeviceUnpack, Extent, Fragment, Gather, GatherDevice, GatherRun, METADATA_BYTES, Mapped, UnpackMode,
 };
-use ferrywire::memory::{Error, Result};
-use ferrywire::memory::{GpuCopy, Place};
+use ferrywire_memory::{Error, Result};
+use ferrywire_memory::{GpuCopy, Place};
 use ferrywire_ncclnet::abi::DeviceHandle;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -1,9 +1,9 @@
 use crate::plugin::*;
 use ferrywire::Fault;
-use ferrywire::memory::Error;
-use ferrywire::memory::Place;
-use ferrywire::memory::sim::MappedBuffer;
-use ferrywire::memory::unpack::{Fragment, METADATA_BYTES, UnpackError};
+use ferrywire_memory::Error;
+use ferrywire_memory::Place;
+use ferrywire_memory::sim::MappedBuffer;
+use ferrywire_memory::unpack::{Fragment, METADATA_BYTES, UnpackError};
 use ferrywire_ncclnet::abi::DeviceHandle;
 
 const MESSAGE_BYTES: u64 = 3000;

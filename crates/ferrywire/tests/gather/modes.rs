@@ -1,7 +1,7 @@
 use crate::plugin::*;
 use ferrywire::limits::CHUNK_BYTES_MAX;
-use ferrywire::memory::Error;
-use ferrywire::memory::unpack::{Fragment, UnpackMode};
+use ferrywire_memory::Error;
+use ferrywire_memory::unpack::{Fragment, UnpackMode};
 use proptest::prelude::*;
 use rand::Rng;
 use std::collections::VecDeque;
@@ -122,7 +122,7 @@ fn destinations_that_do_not_hold_the_message_are_refused() {
     let (plugin, other) = (Plugin::new(0), Plugin::new(1));
     let mut gather = plugin.gather(UnpackMode::Kernel);
     let target = plugin.gpu.alloc(4096, 4096).unwrap();
-    let refused = |result: ferrywire::memory::Result<()>, expected: &str| {
+    let refused = |result: ferrywire_memory::Result<()>, expected: &str| {
         let error = result.unwrap_err();
         assert!(matches!(error, Error::Invalid { .. }) && error.to_string().contains(expected), "{error}");
     };

@@ -1,9 +1,9 @@
 use crate::device::{MESSAGE_BYTES, Plain, failure};
 use crate::plugin::*;
 use ferrywire::Fault;
-use ferrywire::memory::Error;
-use ferrywire::memory::sim::{SimFaults, SimGpuError};
-use ferrywire::memory::unpack::{Fragment, Gather, UnpackMode};
+use ferrywire_memory::Error;
+use ferrywire_memory::sim::{SimFaults, SimGpuError};
+use ferrywire_memory::unpack::{Fragment, Gather, UnpackMode};
 use rand::Rng;
 use std::sync::atomic::Ordering;
 use std::task::Poll;
@@ -19,7 +19,7 @@ struct Started {
     target: Destination,
 }
 
-fn start(plugin: &Plugin, gather: &mut Gather, slot: usize, seed: u64) -> ferrywire::memory::Result<Started> {
+fn start(plugin: &Plugin, gather: &mut Gather, slot: usize, seed: u64) -> ferrywire_memory::Result<Started> {
     let rng = &mut rng(seed);
     let sent = message(rng, BYTES);
     let fragments = scattered(rng, slot, BYTES, 40);

@@ -1,7 +1,7 @@
 //! A plugin's side of a connection, as far as a gather sees it, and a destination between guards.
 
-use ferrywire::memory::sim::{MappedBuffer, SimBuffer, SimGpu};
-use ferrywire::memory::unpack::{
+use ferrywire_memory::sim::{MappedBuffer, SimBuffer, SimGpu};
+use ferrywire_memory::unpack::{
     DeviceUnpack, FRAGMENTS_PER_SLOT_MAX, Fragment, Gather, METADATA_BYTES, SimQueue, UnpackMode,
 };
 use ferrywire_ncclnet::abi::DeviceHandle;
@@ -57,7 +57,7 @@ impl Plugin {
         }
     }
 
-    pub fn unpack(&self, handle: &DeviceHandle) -> ferrywire::memory::Result<DeviceUnpack> {
+    pub fn unpack(&self, handle: &DeviceHandle) -> ferrywire_memory::Result<DeviceUnpack> {
         // SAFETY: the table lives as long as the plugin, which the tests drop last.
         unsafe { DeviceUnpack::read(Box::new(SimQueue::new(&self.gpu)), handle) }
     }
@@ -184,7 +184,7 @@ impl Destination {
 
 /// Polls until there is an outcome.
 #[track_caller]
-pub fn finish(gather: &mut Gather, slot: u64) -> ferrywire::memory::Result<u64> {
+pub fn finish(gather: &mut Gather, slot: u64) -> ferrywire_memory::Result<u64> {
     let end = Instant::now() + SOON;
     loop {
         if let Poll::Ready(outcome) = gather.poll(slot) {

@@ -2,8 +2,8 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire::{Block, BlockList, Endpoint, Error, Fault, Place, Region, RemoteRegion};
+use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_ncclnet::log;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};

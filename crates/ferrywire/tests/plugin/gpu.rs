@@ -6,8 +6,8 @@
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, long, loopback, pattern, plugin};
 use crate::gpus::{MANY, have_a_stand_in, on_gpus, place};
-use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Place, PluginConfig, Region};
+use ferrywire_memory::unpack::UnpackMode;
 
 const CHUNK: usize = 512 << 10;
 /// Both ends are in one process, so nothing crosses a NIC.

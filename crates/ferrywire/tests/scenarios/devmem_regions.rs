@@ -7,9 +7,9 @@ use crate::devmem::Ends;
 use crate::nics::Knob;
 use crate::vm::{Hosts, LIMIT};
 use crate::world::{Raw, contents};
-use ferrywire::memory::sim::SimGpu;
-use ferrywire::memory::unpack::UnpackMode;
 use ferrywire::{Error, Peer};
+use ferrywire_memory::sim::SimGpu;
+use ferrywire_memory::unpack::UnpackMode;
 use std::thread;
 use std::time::{Duration, Instant};
 

@@ -4,8 +4,8 @@
 
 use crate::load::Load;
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::memory::sim::{SimFaults, SimGpu};
 use ferrywire::{Block, BlockList, Error, Peer, Place, Region, RemoteRegion, Transfer};
+use ferrywire_memory::sim::{SimFaults, SimGpu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 

@@ -3,9 +3,9 @@
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
-use ferrywire::memory::sim::SimGpu;
 use ferrywire::orchestrator::Target;
 use ferrywire::{Builder, Endpoint, Error, Orchestrator, Peer, Region};
+use ferrywire_memory::sim::SimGpu;
 
 use crate::compile;
 

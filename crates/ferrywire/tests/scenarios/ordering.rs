@@ -3,8 +3,8 @@
 //! The GPU whose work takes long has no memory here: what stands still is its clock, not the copies.
 
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::memory::sim::{SimEvent, SimFaults, SimGpu, SimStream};
 use ferrywire::{Block, BlockList, Error, Peer, Ready};
+use ferrywire_memory::sim::{SimEvent, SimFaults, SimGpu, SimStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 const BYTES: usize = 300_000;

@@ -1,7 +1,7 @@
 //! What a scenario needs of the world it runs in, and the tools that all scenarios share.
 
-use ferrywire::memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire::{Builder, Endpoint, Peer, Region, Result, Transfer};
+use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_net::sim::SimNet;
 use rand::Rng;
 use rand::rngs::StdRng;

@@ -1,8 +1,8 @@
 //! What a user says about devmem TCP.
 
 use crate::error::{Error, Result};
-use crate::memory::Place;
-use crate::memory::unpack::UnpackMode;
+use ferrywire_memory::Place;
+use ferrywire_memory::unpack::UnpackMode;
 use ferrywire_proto::limits;
 use std::time::Duration;
 

@@ -9,9 +9,9 @@
 //! Read next: `receiving.rs`, who asks; `memory/unpack/device.rs`, the GPU's side.
 
 use crate::error::{Error, Result};
-use crate::memory::GpuCopy;
-use crate::memory::cuda::idle;
-use crate::memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, see_that_it_is_there};
+use ferrywire_memory::GpuCopy;
+use ferrywire_memory::cuda::deferred_free;
+use ferrywire_memory::unpack::{Fragment, GatherDevice, GatherRun, Mapped, UnpackMode, see_that_it_is_there};
 use ferrywire_proto::limits::{GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
 use std::collections::VecDeque;
 use std::task::Poll;
@@ -145,7 +145,7 @@ impl Gatherer {
     fn launch(&mut self) -> Result<bool> {
         // Asked here, since what was begun may have waited for long: a kernel may have to stand behind a stream that waits
         // for this very transfer.
-        let launching = idle::launching();
+        let launching = deferred_free::launching();
         if launching.is_none() {
             self.jobs.iter_mut().for_each(Job::do_without_kernel);
         }
@@ -243,8 +243,8 @@ fn follows(last: &Fragment, next: &Fragment) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::memory::cuda::CudaError;
-    use crate::memory::unpack::recorder::{Recorder, Seen, Waiting};
+    use ferrywire_memory::cuda::CudaError;
+    use ferrywire_memory::unpack::recorder::{Recorder, Seen, Waiting};
     use std::sync::{Arc, Mutex};
 
     /// The one that was asked for was refused, though it was in its place.

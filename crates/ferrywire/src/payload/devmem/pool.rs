@@ -3,7 +3,7 @@
 //! Invariant: it is whole pages, and lives until nothing is bound to it any more. Read next: `host.rs`.
 
 use crate::error::{Error, Result};
-use crate::memory::{Gpu, Memory, Place, dmabuf_fd};
+use ferrywire_memory::{Gpu, Memory, Place, dmabuf_fd};
 use ferrywire_sys::mapping::{Access, AddressRange, anonymous_file};
 use ferrywire_sys::udmabuf;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

@@ -5,8 +5,8 @@
 use super::gather::Gatherer;
 use super::host::Host;
 use super::making::Making;
-use crate::memory::host::HostBuffer;
-use crate::memory::unpack::Mapped;
+use ferrywire_memory::host::HostBuffer;
+use ferrywire_memory::unpack::Mapped;
 use std::sync::Arc;
 use std::task::Poll;
 

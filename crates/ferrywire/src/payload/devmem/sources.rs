@@ -9,7 +9,7 @@
 use super::errors::DevmemError;
 use super::host::Device;
 use super::making::Making;
-use crate::memory::{Gpu, Memory, dmabuf_fd};
+use ferrywire_memory::{Gpu, Memory, dmabuf_fd};
 use ferrywire_sys::netdev::Netdev;
 use std::collections::{HashMap, HashSet};
 use std::fmt;

@@ -1,8 +1,8 @@
 //! What a user says about the plugin to use.
 
 use crate::error::{Error, Result};
-use crate::memory::Place;
-use crate::memory::unpack::UnpackMode;
+use ferrywire_memory::Place;
+use ferrywire_memory::unpack::UnpackMode;
 use ferrywire_ncclnet::abi::Version;
 use ferrywire_proto::limits;
 use std::path::PathBuf;

@@ -6,11 +6,11 @@
 use super::host::Host;
 use super::registration::Registrations;
 use crate::error::{Error, Result};
-use crate::memory::unpack::{Gather, SLOTS};
-use crate::memory::{Memory, Place};
 use crate::payload::copying::Copiers;
 use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
 use crate::stats::LaneBy;
+use ferrywire_memory::unpack::{Gather, SLOTS};
+use ferrywire_memory::{Memory, Place};
 use ferrywire_ncclnet::abi::ResultCode;
 use ferrywire_ncclnet::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use std::ffi::c_void;

@@ -8,10 +8,10 @@
 //! Invariant: what is registered is kept alive by the registration.
 
 use super::host::Host;
-use crate::memory::cuda::CudaError;
-use crate::memory::unpack::Extent;
-use crate::memory::{Memory, Place};
 use crate::payload::lane::Run;
+use ferrywire_memory::cuda::CudaError;
+use ferrywire_memory::unpack::Extent;
+use ferrywire_memory::{Memory, Place};
 use ferrywire_ncclnet::abi::PointerType;
 use ferrywire_ncclnet::{Comm, MemoryHandle};
 use ferrywire_proto::limits;

@@ -1,0 +1,61 @@
+//! Memory of NVIDIA GPUs, through the CUDA driver that is found when a program runs.
+//!
+//! Nothing of CUDA is needed to build, nor to run where there is no GPU: the driver is loaded when the first
+//! GPU is opened, and what is missing then (library, version, device) is an error that says so.
+//!
+//! ```text
+//!   CudaGpu 0    one primary context, shared with whoever else uses CUDA in this process
+//!     |  \  \
+//!     |   \  CudaBuffer      device memory             pointer::of: whose is an address?
+//!     |    PinnedBuffer      host memory, near, that every GPU reaches
+//!     |
+//!   CudaStream ── copy, copy_batch, write_flag, launch ── CudaEvent
+//! ```
+//!
+//! ```no_run
+//! use ferrywire_memory::cuda::CudaGpu;
+//!
+//! # fn main() -> Result<(), ferrywire_memory::cuda::CudaError> {
+//! let gpu = CudaGpu::open(0)?;
+//! let buffer = gpu.alloc(1 << 20, 4096)?;
+//! gpu.write_from_slice(buffer.address(), b"hello")?;
+//! assert_eq!(gpu.read_to_vec(buffer.address(), 5)?, b"hello");
+//! # Ok(()) }
+//! ```
+//!
+//! Invariant: after every call the thread's current context is what it was before; streams, events and memory
+//! keep their GPU open, and a stream is done with all memory named to it when it is dropped.
+//! Read next: `gpu.rs`, then `stream.rs`; `driver.rs` for how the driver is found.
+
+mod allocation;
+pub mod deferred_free;
+mod dmabuf;
+mod driver;
+mod error;
+mod event;
+mod functions;
+mod gpu;
+mod module;
+mod pattern;
+mod pinned;
+pub mod pointer;
+mod stack;
+mod stream;
+
+pub use allocation::CudaBuffer;
+pub use dmabuf::dmabuf_fd;
+pub use driver::driver_version;
+pub use error::{CudaError, Result};
+pub use event::CudaEvent;
+pub use gpu::CudaGpu;
+pub use module::{CudaFunction, CudaModule};
+pub use pattern::CudaPattern;
+pub use pinned::{PinnedBuffer, pinned_bytes};
+pub use stream::CudaStream;
+
+pub use crate::pattern::WordPattern;
+
+/// A stream of the driver's, as other libraries hand it over (`CUstream`, `cudaStream_t`).
+pub type RawStream = cudarc::driver::sys::CUstream;
+/// An event of the driver's, as other libraries hand it over (`CUevent`, `cudaEvent_t`).
+pub type RawEvent = cudarc::driver::sys::CUevent;

@@ -1,0 +1,79 @@
+//! Kernels: text that the driver compiles for the GPU it finds.
+
+use super::deferred_free::{self, Idle};
+use super::error::{Result, call};
+use super::gpu::CudaGpu;
+use cudarc::driver::sys;
+use std::ffi::CStr;
+use std::ptr;
+use std::sync::Arc;
+
+/// Kernels that are loaded on one GPU; unloaded after it and its functions are dropped.
+#[derive(Debug)]
+pub struct CudaModule(Option<Loaded>);
+
+#[derive(Debug)]
+pub(super) struct Loaded {
+    gpu: Arc<CudaGpu>,
+    raw: sys::CUmodule,
+}
+
+// SAFETY: modules of the driver may be used on any thread.
+unsafe impl Send for Loaded {}
+// SAFETY: as above.
+unsafe impl Sync for Loaded {}
+
+/// A kernel.
+#[derive(Debug)]
+pub struct CudaFunction {
+    pub(super) raw: sys::CUfunction,
+    _module: Arc<CudaModule>,
+}
+
+// SAFETY: functions of the driver may be used on any thread.
+unsafe impl Send for CudaFunction {}
+// SAFETY: as above.
+unsafe impl Sync for CudaFunction {}
+
+impl CudaModule {
+    /// Compiles PTX for the GPU. The driver keeps what it made in a cache of its own.
+    ///
+    /// # Errors
+    /// The driver's, when the text is for a newer driver, or not PTX.
+    pub fn load(gpu: &Arc<CudaGpu>, ptx: &CStr) -> Result<Arc<CudaModule>> {
+        let _current = gpu.make_current()?;
+        let (mut raw, bytes) = (ptr::null_mut(), ptx.count_bytes());
+        // SAFETY: a text with its end; room for a pointer.
+        unsafe { call!(gpu.about().bytes(bytes), cuModuleLoadData(&mut raw, ptx.as_ptr().cast())) }?;
+        Ok(Arc::new(CudaModule(Some(Loaded { gpu: gpu.clone(), raw }))))
+    }
+
+    /// The kernel of this name.
+    pub fn function(self: &Arc<Self>, name: &CStr) -> Result<CudaFunction> {
+        let Some(Loaded { gpu, raw: module }) = &self.0 else {
+            unreachable!("it is loaded until it is dropped")
+        };
+        let _current = gpu.make_current()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: a module that lives, a name with its end, room for a pointer.
+        unsafe { call!(gpu.about(), cuModuleGetFunction(&mut raw, *module, name.as_ptr())) }?;
+        Ok(CudaFunction { raw, _module: self.clone() })
+    }
+}
+
+impl Drop for CudaModule {
+    fn drop(&mut self) {
+        if let Some(loaded) = self.0.take() {
+            deferred_free::leave(Idle::Module(loaded));
+        }
+    }
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.gpu.make_current() {
+            // SAFETY: loaded by `load`, unloaded once; its functions are gone.
+            let _ = unsafe { call!(self.gpu.about(), cuModuleUnload(self.raw)) };
+        }
+    }
+}

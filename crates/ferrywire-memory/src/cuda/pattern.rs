@@ -1,0 +1,220 @@
+//! Bytes that tell where they belong, written and compared by the GPU: for benchmarks and tests, which would else
+//! measure copies to the host.
+
+use super::{CudaBuffer, CudaGpu, CudaStream, Result, WordPattern};
+use crate::unpack::{Kernels, PatternParameters};
+use std::slice;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// Writes and compares patterns on one GPU; each call waits until it is done.
+#[derive(Debug)]
+pub struct CudaPattern {
+    stream: CudaStream,
+    kernels: Arc<Kernels>,
+    /// Held from when it is written until the work is done.
+    room: Mutex<Room>,
+}
+
+/// What kernels read and write beside the memory itself.
+#[derive(Debug)]
+struct Room {
+    /// The index of the first wrong byte, or the number of the first stretch that differs.
+    first: CudaBuffer,
+    /// Stretches, once there were some.
+    list: Option<CudaBuffer>,
+}
+
+/// Longest stretch that is the work of one block; a longer one has a launch of its own.
+const SHORT_BYTES_MAX: u64 = 256 << 10;
+
+/// A kernel that runs over all memory of a GPU takes less than a second.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+impl CudaPattern {
+    /// What is needed for it, on this GPU.
+    pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaPattern> {
+        Ok(CudaPattern {
+            stream: gpu.stream()?,
+            kernels: Kernels::of(gpu)?,
+            room: Mutex::new(Room { first: gpu.alloc(8, 8)?, list: None }),
+        })
+    }
+
+    /// Writes `bytes` bytes of the pattern, from its byte `offset` on.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `address` are memory that the GPU reaches, and nobody else uses them meanwhile.
+    pub unsafe fn fill(&self, pattern: WordPattern, offset: u64, address: u64, bytes: u64) -> Result<()> {
+        self.to_its_end(|| {
+            // SAFETY: by the caller's promise.
+            unsafe { self.kernels.fill(&self.stream, parameters(pattern, offset, address, bytes)) }?;
+            self.stream.wait(DEADLINE)
+        })
+    }
+
+    /// The index of the first of `bytes` bytes that is not the pattern's, from its byte `offset` on.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`].
+    pub unsafe fn first_difference(
+        &self,
+        pattern: WordPattern,
+        offset: u64,
+        address: u64,
+        bytes: u64,
+    ) -> Result<Option<u64>> {
+        let parts = [parameters(pattern, offset, address, bytes)];
+        // SAFETY: by the caller's promise.
+        self.to_its_end(|| unsafe { self.least_difference(&mut self.room(), &parts) })
+    }
+
+    /// What has failed, or took too long, is waited for too: whose memory it touches takes it back after this.
+    fn to_its_end<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        work().inspect_err(|_| self.stream.finish())
+    }
+
+    fn room(&self) -> MutexGuard<'_, Room> {
+        self.room.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes several stretches, which do not overlap: all short ones with one launch, and one wait for all.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    pub unsafe fn fill_parts(&self, parts: &[PatternParameters]) -> Result<()> {
+        let mut room = self.room();
+        let short: Vec<PatternParameters> = parts.iter().copied().filter(is_short).collect();
+        self.to_its_end(|| {
+            for part in parts.iter().filter(|part| part.bytes > SHORT_BYTES_MAX) {
+                // SAFETY: by the caller's promise.
+                unsafe { self.kernels.fill(&self.stream, *part) }?;
+            }
+            if let Some(list) = room.put(&short)? {
+                // SAFETY: as above; the list stays until the wait is over.
+                unsafe { self.kernels.fill_list(&self.stream, list, short.len() as u64) }?;
+            }
+            self.stream.wait(DEADLINE)
+        })
+    }
+
+    /// The first of several stretches that differs, and the index of its first wrong byte.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    pub unsafe fn first_difference_of_parts(
+        &self,
+        parts: &[PatternParameters],
+    ) -> Result<Option<(usize, u64)>> {
+        let mut room = self.room();
+        self.to_its_end(|| {
+            // SAFETY: by the caller's promise, here and below.
+            let (short, long) =
+                unsafe { (self.first_short(&mut room, parts)?, self.first_long(&mut room, parts)?) };
+            let Some(number) = short.into_iter().chain(long).min() else { return Ok(None) };
+            // SAFETY: as above.
+            let index = unsafe { self.least_difference(&mut room, &parts[number..=number]) }?;
+            // One that has gone meanwhile was there.
+            Ok(Some((number, index.unwrap_or(0))))
+        })
+    }
+
+    /// The number of the first short stretch that differs.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn first_short(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
+        let numbers: Vec<usize> = (0..parts.len()).filter(|number| is_short(&parts[*number])).collect();
+        let short: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
+        let Some(list) = room.put(&short)? else { return Ok(None) };
+        let first = room.reset(&self.stream)?;
+        // SAFETY: a list and a word of our own, which stay until the wait is over; the rest by the caller's promise.
+        unsafe { self.kernels.check_list(&self.stream, list, short.len() as u64, first) }?;
+        self.stream.wait(DEADLINE)?;
+        Ok(room.first()?.and_then(|at| numbers.get(at as usize).copied()))
+    }
+
+    /// The number of the first long stretch that differs.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn first_long(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<usize>> {
+        let numbers: Vec<usize> =
+            (0..parts.len()).filter(|number| parts[*number].bytes > SHORT_BYTES_MAX).collect();
+        let long: Vec<PatternParameters> = numbers.iter().map(|number| parts[*number]).collect();
+        // SAFETY: by the caller's promise, here and below.
+        if long.is_empty() || unsafe { self.least_difference(room, &long) }?.is_none() {
+            return Ok(None);
+        }
+        for (part, number) in long.chunks(1).zip(&numbers) {
+            // SAFETY: as above.
+            if unsafe { self.least_difference(room, part) }?.is_some() {
+                return Ok(Some(*number));
+            }
+        }
+        // One that has gone meanwhile was there.
+        Ok(numbers.first().copied())
+    }
+
+    /// The least index of a wrong byte in any of several stretches, each counted from its own first byte.
+    ///
+    /// # Safety
+    /// As for [`CudaPattern::fill`], for each.
+    unsafe fn least_difference(&self, room: &mut Room, parts: &[PatternParameters]) -> Result<Option<u64>> {
+        let first = room.reset(&self.stream)?;
+        for part in parts.iter().filter(|part| part.bytes > 0) {
+            // SAFETY: 8 bytes of our own; the rest by the caller's promise.
+            unsafe { self.kernels.check(&self.stream, *part, first) }?;
+        }
+        self.stream.wait(DEADLINE)?;
+        room.first()
+    }
+
+    /// For tests: keeps a stream of the same GPU busy for a time, so that what comes behind is seen to be waited
+    /// for. This has to live until the time is over.
+    #[doc(hidden)]
+    pub fn hold_up(&self, stream: &CudaStream, time: Duration) -> Result<()> {
+        self.kernels.delay(stream, time)
+    }
+}
+
+fn is_short(part: &PatternParameters) -> bool {
+    (1..=SHORT_BYTES_MAX).contains(&part.bytes)
+}
+
+impl Room {
+    /// Puts a list where kernels read it; nothing if it is empty. Gives its address.
+    fn put(&mut self, parts: &[PatternParameters]) -> Result<Option<u64>> {
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let gpu = self.first.gpu().clone();
+        // SAFETY: plain words, without padding between them.
+        let bytes = unsafe { slice::from_raw_parts(parts.as_ptr().cast::<u8>(), size_of_val(parts)) };
+        let list = match self.list.take().filter(|list| list.len() >= bytes.len()) {
+            Some(list) => list,
+            None => gpu.alloc(bytes.len().next_power_of_two(), 8)?,
+        };
+        gpu.write_from_slice(list.address(), bytes)?;
+        Ok(Some(self.list.insert(list).address()))
+    }
+
+    /// Nothing is found yet; gives where kernels tell what they find.
+    fn reset(&mut self, stream: &CudaStream) -> Result<u64> {
+        let first = self.first.address();
+        // SAFETY: 8 bytes of our own.
+        unsafe { stream.fill(first, 0xFF, 8) }?;
+        Ok(first)
+    }
+
+    fn first(&self) -> Result<Option<u64>> {
+        let mut found = [0; 8];
+        self.first.gpu().read_into_slice(self.first.address(), &mut found)?;
+        Ok(Some(u64::from_ne_bytes(found)).filter(|first| *first != u64::MAX))
+    }
+}
+
+fn parameters(pattern: WordPattern, offset: u64, address: u64, bytes: u64) -> PatternParameters {
+    let WordPattern { key, step, flip } = pattern;
+    PatternParameters { key, step, flip, offset, address, bytes }
+}

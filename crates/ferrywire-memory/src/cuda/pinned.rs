@@ -1,0 +1,180 @@
+//! Host memory that GPUs reach: pages that stay where they are, on the GPU's side of the machine.
+//!
+//! It is mapped here and then registered with the driver, rather than allocated by it, so that the pages can be
+//! put on the NUMA node of the GPU, whatever thread asks for them.
+//! Invariant: the driver has let go of the pages before they are unmapped. Read next: `deferred_free.rs`, when that is.
+
+use super::deferred_free::{self, Idle};
+use super::error::{CudaError, Result, call};
+use super::gpu::CudaGpu;
+use ferrywire_sys::mapping::{self, AddressRange};
+use ferrywire_sys::numa;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+const PAGE_BYTES: usize = 4096;
+/// The smaller kind, of x86-64 and most others.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+/// For every context, and with an address for devices.
+const PORTABLE_AND_MAPPED: u32 = 1 | 2;
+
+static PINNED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of host memory that are pinned now, by all of this library in this process, those not used included.
+pub fn pinned_bytes() -> u64 {
+    PINNED_BYTES.load(Ordering::Relaxed)
+}
+
+/// Pinned host memory. Work of any GPU that names it has to be done when it is dropped; when it is freed then is told
+/// in `deferred_free.rs`.
+#[derive(Debug)]
+pub struct PinnedBuffer {
+    /// Until it is dropped.
+    pages: Option<Pages>,
+    gpu: Arc<CudaGpu>,
+    base: *mut u8,
+    address: u64,
+    len: usize,
+}
+
+// SAFETY: ordinary memory of this process, which is touched through raw pointers alone.
+unsafe impl Send for PinnedBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for PinnedBuffer {}
+
+/// Pages that the driver knows.
+#[derive(Debug)]
+pub(super) struct Pages {
+    gpu: Arc<CudaGpu>,
+    range: AddressRange,
+    address: u64,
+    /// Nothing of it is under way once it is dropped.
+    again: bool,
+}
+
+impl Pages {
+    fn new(gpu: &Arc<CudaGpu>, len: usize, align: usize, again: bool) -> Result<Pages> {
+        let failed = |why: String| CudaError::Pinned { bytes: len as u64, why };
+        let system = |error: std::io::Error| failed(format!("the system: {error}"));
+        let mut range = AddressRange::reserve(len, align).map_err(system)?;
+        range.back().map_err(system)?;
+        mapping::prefer_huge_pages(range.base() as *mut u8, range.len());
+        if let Some(node) = gpu.numa_node() {
+            // Near is faster, far works too.
+            let _ = numa::prefer_node(&mut range, node);
+        }
+        let _current = gpu.make_current()?;
+        let (base, about) = (range.base() as *mut libc::c_void, gpu.about().bytes(range.len()));
+        // SAFETY: mapped memory of this length, which is unregistered before it is unmapped.
+        let register =
+            || unsafe { call!(about, cuMemHostRegister_v2(base, range.len(), PORTABLE_AND_MAPPED)) };
+        register().or_else(|_| {
+            deferred_free::make_room();
+            register().map_err(|error| failed(error.to_string()))
+        })?;
+        PINNED_BYTES.fetch_add(range.len() as u64, Ordering::Relaxed);
+        let mut pages = Pages { gpu: gpu.clone(), range, address: 0, again };
+        // SAFETY: memory that was just registered; room for an address.
+        unsafe { call!(about, cuMemHostGetDevicePointer_v2(&mut pages.address, base, 0)) }
+            .map_err(|error| failed(error.to_string()))?;
+        Ok(pages)
+    }
+
+    /// Bytes that nobody is given again.
+    pub(super) fn useless_bytes(&self) -> usize {
+        if self.again { 0 } else { self.range.len() }
+    }
+
+    /// Pages that nobody uses any more, zeroed.
+    fn again(gpu: &CudaGpu, len: usize, align: usize) -> Option<Pages> {
+        let fits = |pages: &Pages| {
+            let big_enough = pages.range.len() >= len && pages.range.len() < len + align.max(PAGE_BYTES);
+            pages.again
+                && pages.gpu.index() == gpu.index()
+                && big_enough
+                && pages.range.base().is_multiple_of(align)
+        };
+        let fits = |idle: &Idle| matches!(idle, Idle::Pages(pages) if fits(pages));
+        let pages = deferred_free::take(fits, |idle| match idle {
+            Idle::Pages(pages) => Some(pages),
+            _ => None,
+        })?;
+        // SAFETY: mapped, and nobody's but ours.
+        unsafe { ptr::write_bytes(pages.range.base() as *mut u8, 0, pages.range.len()) };
+        Some(pages)
+    }
+}
+
+impl PinnedBuffer {
+    pub(super) fn new(gpu: &Arc<CudaGpu>, len: usize, again: bool) -> Result<PinnedBuffer> {
+        // A ring in one huge page is read and written up to a quarter faster than in small ones.
+        let align = if len >= HUGE_PAGE_BYTES { HUGE_PAGE_BYTES } else { 1 };
+        let pages = match Pages::again(gpu, len, align) {
+            Some(mut pages) => {
+                pages.again = again;
+                pages
+            }
+            None => Pages::new(gpu, len, align, again)?,
+        };
+        let (base, address) = (pages.range.base() as *mut u8, pages.address);
+        Ok(PinnedBuffer { pages: Some(pages), gpu: gpu.clone(), base, address, len })
+    }
+
+    /// Its pages are freed when it is dropped, and not given to the next who needs some.
+    pub fn use_never_again(&mut self) {
+        self.pages.iter_mut().for_each(|pages| pages.again = false);
+    }
+
+    /// The first byte, for the CPU.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// The first byte, for GPUs. It is the same number on all current systems.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes, as asked for.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Bytes that are pinned for it: whole pages.
+    pub fn pinned_bytes(&self) -> usize {
+        self.pages.as_ref().map_or(0, |pages| pages.range.len())
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The GPU it is near to.
+    pub fn gpu(&self) -> &Arc<CudaGpu> {
+        &self.gpu
+    }
+}
+
+impl Drop for PinnedBuffer {
+    fn drop(&mut self) {
+        if let Some(pages) = self.pages.take() {
+            deferred_free::leave(Idle::Pages(pages));
+        }
+    }
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        let base = self.range.base() as *mut libc::c_void;
+        // SAFETY: registered by `new`, and unregistered once.
+        let freed = self.gpu.make_current().and_then(|_current| unsafe {
+            call!(self.gpu.about().bytes(self.range.len()), cuMemHostUnregister(base))
+        });
+        match freed {
+            Ok(()) => _ = PINNED_BYTES.fetch_sub(self.range.len() as u64, Ordering::Relaxed),
+            Err(error) => tracing::warn!(%error, "pinned memory could not be given back"),
+        }
+    }
+}

@@ -1,0 +1,454 @@
+//! Streams: queues of work for a GPU, each done in order, independent of one another.
+//!
+//! Addresses are unified: device memory of any GPU, pinned host memory and (slowly) other host memory may be
+//! named alike, and the driver knows which is which.
+//! Invariant: when a stream is dropped, all its work is done.
+//! Read next: `event.rs`.
+
+use super::deferred_free;
+use super::driver::{self, CopyAttributes, SOURCE_ACCESS_STREAM};
+use super::error::{About, NOT_SUPPORTED, Result, ask, call, check};
+use super::event::{self, CudaEvent};
+use super::gpu::CudaGpu;
+use super::module::CudaFunction;
+use super::{RawEvent, RawStream};
+use crate::GpuCopy;
+use cudarc::driver::sys;
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// A queue of asynchronous work, beside the default stream. Dropping it waits for its work.
+pub struct CudaStream {
+    gpu: Arc<CudaGpu>,
+    raw: sys::CUstream,
+    whose: Whose,
+    /// What a batch is written into for the driver, kept for the next one.
+    batch: Mutex<Batch>,
+}
+
+/// Whose a raw stream is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    Own,
+    /// The GPU's, which counts those who use it.
+    Shared,
+    /// Somebody else's from now on.
+    Left,
+}
+
+// SAFETY: a stream of the driver may be used on any thread.
+unsafe impl Send for CudaStream {}
+// SAFETY: as above; the room for batches is behind a mutex.
+unsafe impl Sync for CudaStream {}
+
+/// A batch as the driver takes it.
+#[derive(Default)]
+struct Batch {
+    targets: Vec<u64>,
+    sources: Vec<u64>,
+    sizes: Vec<usize>,
+}
+
+/// Whether the driver has refused batches, though it has the function.
+static BATCHES_REFUSED: AtomicBool = AtomicBool::new(false);
+
+const NON_BLOCKING: u32 = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+
+/// The longest copies to a GPU that a driver has the multiprocessors do, as 580 does on an H200: of 24 KiB, or of 64 if the
+/// source is not pinned.
+pub(super) const SHORT_BYTES: usize = 64 << 10;
+
+/// Enqueues a copy of pinned memory, of two bytes at least, to a GPU whose context is current, as rectangles of two rows without a
+/// gap: copy engines do those, however short. As it comes where a driver takes no rectangle there. An address where there is no
+/// GPU's memory is an error.
+///
+/// # Safety
+/// As for [`CudaStream::copy`], but that memory of the GPU may be gone already.
+pub(super) unsafe fn copy_short(
+    about: About,
+    target: u64,
+    source: *const c_void,
+    bytes: usize,
+    stream: sys::CUstream,
+) -> Result<()> {
+    let rows = |at: usize, width: usize| {
+        let rectangle = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+            srcHost: source.wrapping_byte_add(at),
+            srcDevice: 0,
+            srcArray: ptr::null_mut(),
+            srcPitch: width,
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: ptr::null_mut(),
+            dstDevice: target + at as u64,
+            dstArray: ptr::null_mut(),
+            dstPitch: width,
+            WidthInBytes: width,
+            Height: 2,
+        };
+        // SAFETY: by the caller's promise.
+        unsafe { call!(about, cuMemcpy2DAsync_v2(&rectangle, stream)) }
+    };
+    // The last two, of which the first is the same again.
+    let odd = || if bytes.is_multiple_of(2) { Ok(()) } else { rows(bytes - 2, 1) };
+    rows(0, bytes / 2).and_then(|()| odd()).or_else(|_| {
+        // SAFETY: by the caller's promise.
+        unsafe { call!(about, cuMemcpyHtoDAsync_v2(target, source, bytes, stream)) }
+    })
+}
+
+/// A raw stream, before all others, of a GPU whose context is current.
+///
+/// Streams share a few queues of the hardware, one set for each priority. Behind a stream of the user's that waits for
+/// a transfer, the copies of that transfer would wait too.
+pub(super) fn create_urgent(gpu: &CudaGpu) -> Result<sys::CUstream> {
+    let (mut raw, mut least, mut greatest) = (ptr::null_mut(), 0, 0);
+    // SAFETY: room for two numbers, and for a pointer.
+    unsafe {
+        call!(gpu.about(), cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+        call!(gpu.about(), cuStreamCreateWithPriority(&mut raw, NON_BLOCKING, greatest))?;
+    }
+    Ok(raw)
+}
+
+impl CudaStream {
+    pub(super) fn new(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
+        let _current = gpu.make_current()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: room for a pointer.
+        unsafe { call!(gpu.about(), cuStreamCreate(&mut raw, NON_BLOCKING)) }?;
+        Ok(CudaStream { gpu: gpu.clone(), raw, whose: Whose::Own, batch: Mutex::default() })
+    }
+
+    pub(super) fn urgent(gpu: &Arc<CudaGpu>) -> Result<CudaStream> {
+        let _current = gpu.make_current()?;
+        Ok(CudaStream {
+            gpu: gpu.clone(),
+            raw: create_urgent(gpu)?,
+            whose: Whose::Own,
+            batch: Mutex::default(),
+        })
+    }
+
+    /// A stream that the GPU keeps.
+    pub(super) fn shared(gpu: &Arc<CudaGpu>, raw: sys::CUstream) -> CudaStream {
+        CudaStream { gpu: gpu.clone(), raw, whose: Whose::Shared, batch: Mutex::default() }
+    }
+
+    /// Leaves the stream to whoever asks.
+    pub(super) fn into_raw(mut self) -> sys::CUstream {
+        self.whose = Whose::Left;
+        self.raw
+    }
+
+    /// Whether somebody else enqueues work here, too.
+    pub fn has_others(&self) -> bool {
+        self.whose == Whose::Shared && self.gpu.urgent_users(self.raw, 0) > 1
+    }
+
+    /// The GPU that does the work.
+    pub fn gpu(&self) -> &Arc<CudaGpu> {
+        &self.gpu
+    }
+
+    /// The driver's name for it.
+    pub fn raw(&self) -> RawStream {
+        self.raw
+    }
+
+    /// Waits until nothing of it runs: also when its context is lost, or its work has failed.
+    pub fn finish(&self) {
+        if let Ok(_current) = self.gpu.make_current() {
+            // SAFETY: a stream that lives.
+            let _ = unsafe { call!(self.gpu.about(), cuStreamSynchronize(self.raw)) };
+        }
+    }
+
+    /// Enqueues a copy between any two of device memory and pinned memory.
+    ///
+    /// # Safety
+    /// Both ranges stay allocated, and nobody else writes to what is copied or uses the target, until the copy is
+    /// done or the stream is dropped. The driver looks at addresses of GPUs, but follows any other.
+    pub unsafe fn copy(&self, source: u64, target: u64, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { call!(self.gpu.about().bytes(bytes), cuMemcpyAsync(target, source, bytes, self.raw)) }
+    }
+
+    /// Enqueues copies, which may be done in any order, with as few calls of the driver as it has functions for.
+    /// Returns how many calls there were.
+    ///
+    /// # Safety
+    /// As for [`CudaStream::copy`], for each of them; no target overlaps with anything else of the batch.
+    pub unsafe fn copy_batch(&self, copies: &[GpuCopy]) -> Result<usize> {
+        let mut batch = self.batch.lock().unwrap_or_else(PoisonError::into_inner);
+        batch.fill(copies);
+        if batch.sizes.is_empty() {
+            return Ok(0);
+        }
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        match unsafe { self.copy_in_one_call(&mut batch) }? {
+            true => Ok(1),
+            // SAFETY: as above.
+            false => unsafe { self.copy_one_by_one(&batch) },
+        }
+    }
+
+    /// Enqueues copies between pinned memory and memory of GPUs, with a call of the driver for each; returns how many there
+    /// were. An address of a GPU where there is nothing any more is an error, and not the host's.
+    ///
+    /// # Safety
+    /// As for [`CudaStream::copy`], for each of them, but that memory of GPUs may be gone already.
+    pub unsafe fn copy_each(&self, copies: &[GpuCopy], to_gpu: bool) -> Result<usize> {
+        let is_short = |bytes: usize| to_gpu && (2..=SHORT_BYTES).contains(&bytes);
+        // Whoever waits from now on stands behind short ones.
+        let any_short = copies.iter().any(|copy| is_short(copy.bytes));
+        let launching = if any_short { deferred_free::launching() } else { None };
+        let _current = self.gpu.make_current()?;
+        for GpuCopy { source, target, bytes } in copies.iter().copied() {
+            let (about, stream, host) = (self.gpu.about().bytes(bytes), self.raw, source as *const c_void);
+            // SAFETY: by the caller's promise.
+            unsafe {
+                if is_short(bytes) && launching.is_none() {
+                    copy_short(about, target, host, bytes, stream)
+                } else if to_gpu {
+                    call!(about, cuMemcpyHtoDAsync_v2(target, host, bytes, stream))
+                } else {
+                    call!(about, cuMemcpyDtoHAsync_v2(target as *mut c_void, source, bytes, stream))
+                }
+            }?;
+        }
+        Ok(copies.len())
+    }
+
+    /// Whether the driver took the batch as a whole.
+    ///
+    /// # Safety
+    /// As for [`CudaStream::copy_batch`].
+    unsafe fn copy_in_one_call(&self, batch: &mut Batch) -> Result<bool> {
+        let copy_batch = driver::library()?.copy_batch.filter(|_| !BATCHES_REFUSED.load(Ordering::Relaxed));
+        let (Some(copy_batch), 2..) = (copy_batch, batch.sizes.len()) else { return Ok(false) };
+        let mut attributes = CopyAttributes {
+            source_access: SOURCE_ACCESS_STREAM,
+            source_hint: [0; 2],
+            target_hint: [0; 2],
+            flags: 0,
+        };
+        let (mut first, mut failed) = (0, usize::MAX);
+        let Batch { targets, sources, sizes } = batch;
+        // SAFETY: three lists of one length, one set of attributes that holds from the first copy on, room for
+        // a number; the copies themselves are right by the caller's promise.
+        let code = unsafe {
+            copy_batch(
+                targets.as_mut_ptr(),
+                sources.as_mut_ptr(),
+                sizes.as_mut_ptr(),
+                sizes.len(),
+                &mut attributes,
+                &mut first,
+                1,
+                &mut failed,
+                self.raw,
+            )
+        };
+        if code == NOT_SUPPORTED {
+            BATCHES_REFUSED.store(true, Ordering::Relaxed);
+            return Ok(false);
+        }
+        let bytes = sizes.get(failed).copied().unwrap_or_else(|| sizes.iter().sum());
+        check("cuMemcpyBatchAsync", self.gpu.about().bytes(bytes), code).map(|()| true)
+    }
+
+    /// # Safety
+    /// As for [`CudaStream::copy_batch`]; the context is current.
+    unsafe fn copy_one_by_one(&self, batch: &Batch) -> Result<usize> {
+        let about = self.gpu.about();
+        for ((target, source), bytes) in batch.targets.iter().zip(&batch.sources).zip(&batch.sizes) {
+            // SAFETY: by the caller's promise.
+            unsafe { call!(about.bytes(*bytes), cuMemcpyAsync(*target, *source, *bytes, self.raw)) }?;
+        }
+        Ok(batch.sizes.len())
+    }
+
+    /// Enqueues the setting of bytes.
+    ///
+    /// # Safety
+    /// As for the target of [`CudaStream::copy`].
+    pub unsafe fn fill(&self, target: u64, byte: u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { call!(self.gpu.about().bytes(bytes), cuMemsetD8Async(target, byte, bytes, self.raw)) }
+    }
+
+    /// Writes a value when everything before it is done and visible to the whole system: who reads it in pinned
+    /// memory finds there what was copied before.
+    ///
+    /// # Safety
+    /// The address is a device address of pinned or device memory, aligned to 4, that stays allocated until then.
+    pub unsafe fn write_flag_u32(&self, address: u64, value: u32) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise. No flags: with a barrier before the write.
+        unsafe { call!(self.gpu.about(), cuStreamWriteValue32_v2(self.raw, address, value, 0)) }
+    }
+
+    /// The same with 8 bytes.
+    ///
+    /// # Safety
+    /// As for [`CudaStream::write_flag_u32`], aligned to 8.
+    pub unsafe fn write_flag_u64(&self, address: u64, value: u64) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise. No flags: with a barrier before the write.
+        unsafe { call!(self.gpu.about(), cuStreamWriteValue64_v2(self.raw, address, value, 0)) }
+    }
+
+    /// What is enqueued in somebody's stream from here on waits, on the device, until 8 bytes of pinned memory hold
+    /// this value or a larger one.
+    ///
+    /// # Safety
+    /// A live stream of this GPU's primary context, or null for the default one; an address as for
+    /// [`CudaStream::write_flag_u64`].
+    pub unsafe fn wait_flag_raw(
+        gpu: &Arc<CudaGpu>,
+        stream: RawStream,
+        address: u64,
+        value: u64,
+    ) -> Result<()> {
+        let _current = gpu.make_current()?;
+        // SAFETY: by the caller's promise. No flags: until it is reached or passed.
+        unsafe { call!(gpu.about(), cuStreamWaitValue64_v2(stream, address, value, 0)) }
+    }
+
+    /// Enqueues a kernel with `grid` blocks of `block` threads.
+    ///
+    /// # Safety
+    /// Each parameter points at a value of the type and place that the kernel declares, and what the kernel
+    /// touches stays allocated until it is done.
+    pub unsafe fn launch(
+        &self,
+        function: &CudaFunction,
+        grid: u32,
+        block: u32,
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        let (kernel, values, none) = (function.raw, parameters.as_mut_ptr(), ptr::null_mut());
+        // SAFETY: by the caller's promise; the driver copies the parameters before it returns.
+        unsafe {
+            call!(
+                self.gpu.about(),
+                cuLaunchKernel(kernel, grid, 1, 1, block, 1, 1, 0, self.raw, values, none)
+            )
+        }
+    }
+
+    /// Puts the event here: it is done when everything enqueued so far is.
+    pub fn record(&self, event: &CudaEvent) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: an event and a stream that live; of different GPUs they are refused.
+        unsafe { call!(self.gpu.about(), cuEventRecord(event.raw, self.raw)) }
+    }
+
+    /// What is enqueued from here on waits for the event, of any GPU, on the device; the caller does not.
+    pub fn wait_event(&self, event: &CudaEvent) -> Result<()> {
+        // SAFETY: an event that lives.
+        unsafe { self.wait_raw_event(event.raw) }
+    }
+
+    /// The same for somebody else's event.
+    ///
+    /// # Safety
+    /// A live event of the driver's.
+    pub unsafe fn wait_raw_event(&self, event: RawEvent) -> Result<()> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: by the caller's promise.
+        unsafe { call!(self.gpu.about(), cuStreamWaitEvent(self.raw, event, 0)) }
+    }
+
+    /// Whether everything enqueued is done. Does not block.
+    ///
+    /// # Errors
+    /// The driver's, when something failed: then the whole context is lost.
+    pub fn query(&self) -> Result<bool> {
+        let _current = self.gpu.make_current()?;
+        // SAFETY: a stream that lives.
+        event::done("cuStreamQuery", &self.gpu, unsafe { ask!(cuStreamQuery(self.raw)) }?)
+    }
+
+    /// Waits until everything enqueued is done.
+    ///
+    /// # Errors
+    /// As for [`CudaStream::query`], or [`CudaError::Deadline`](super::CudaError::Deadline); after that the work
+    /// goes on.
+    pub fn wait(&self, deadline: Duration) -> Result<()> {
+        event::wait_until(&self.gpu, "work in a stream", deadline, || self.query())
+    }
+}
+
+impl Batch {
+    fn fill(&mut self, copies: &[GpuCopy]) {
+        self.targets.clear();
+        self.sources.clear();
+        self.sizes.clear();
+        for GpuCopy { source, target, bytes } in copies.iter().copied().filter(|copy| copy.bytes > 0) {
+            self.targets.push(target);
+            self.sources.push(source);
+            self.sizes.push(bytes);
+        }
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        self.finish();
+        match self.whose {
+            Whose::Own => {}
+            Whose::Shared => {
+                self.gpu.urgent_users(self.raw, -1);
+                return;
+            }
+            Whose::Left => return,
+        }
+        let Ok(_current) = self.gpu.make_current() else { return };
+        // SAFETY: a stream that lives, and after this no more.
+        let _ = unsafe { call!(self.gpu.about(), cuStreamDestroy_v2(self.raw)) };
+    }
+}
+
+impl std::fmt::Debug for CudaStream {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CudaStream({:?} of GPU {})", self.raw, self.gpu.index())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Neighbours may be of several allocations: whoever knows that they are not has made one copy of them.
+    #[test]
+    fn a_batch_holds_the_copies_that_have_bytes_as_they_are() {
+        let copy = |source, target, bytes| GpuCopy { source, target, bytes };
+        let mut batch = Batch::default();
+        batch.fill(&[copy(9, 9, 9)]);
+        batch.fill(&[copy(100, 500, 10), copy(110, 510, 5), copy(7, 7, 0), copy(116, 600, 4)]);
+        assert_eq!(batch.sources, [100, 110, 116]);
+        assert_eq!(batch.targets, [500, 510, 600]);
+        assert_eq!(batch.sizes, [10, 5, 4]);
+        batch.fill(&[copy(1, 1, 0)]);
+        assert!(batch.sizes.is_empty());
+    }
+}

@@ -1,0 +1,63 @@
+//! Host memory that the engine allocates: page-aligned, zeroed, freed with its region.
+
+use crate::error::{Error, Result};
+use ferrywire_sys::mapping;
+use std::alloc::{Layout, alloc, alloc_zeroed, dealloc};
+
+/// Alignment of buffers that are at least so large: a huge page.
+const ALIGN_BYTES: usize = 2 << 20;
+const PAGE_BYTES: usize = 4096;
+
+/// Zeroed, aligned host memory.
+pub struct HostBuffer {
+    base: *mut u8,
+    len: usize,
+    layout: Layout,
+}
+
+// SAFETY: plain memory, freed once; the pointer is only handed out raw.
+unsafe impl Send for HostBuffer {}
+
+impl HostBuffer {
+    /// `len` zeroed bytes.
+    pub fn zeroed(len: usize) -> Result<HostBuffer> {
+        let align = if len >= ALIGN_BYTES { ALIGN_BYTES } else { PAGE_BYTES };
+        let layout = Layout::from_size_align(len.max(1), align).map_err(|_| {
+            Error::invalid("buffer size", format!("{len} bytes are more than can be addressed"))
+        })?;
+        let huge = len >= ALIGN_BYTES;
+        // SAFETY: the layout has a size of at least one byte.
+        let base = unsafe { if huge { alloc(layout) } else { alloc_zeroed(layout) } };
+        if base.is_null() {
+            let why = format!("the system has no {len} bytes to give");
+            return Err(Error::Io {
+                what: "allocate host memory".into(),
+                message: why,
+                code: Some(libc::ENOMEM),
+            });
+        }
+        if huge {
+            mapping::prefer_huge_pages(base, len);
+            // SAFETY: `len` bytes were just allocated here, and nobody else knows of them.
+            unsafe { base.write_bytes(0, len) };
+        }
+        Ok(HostBuffer { base, len, layout })
+    }
+
+    /// The first byte.
+    pub fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    /// Size in bytes.
+    pub fn bytes(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for HostBuffer {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` with this layout, freed once.
+        unsafe { dealloc(self.base, self.layout) };
+    }
+}

@@ -1,0 +1,115 @@
+//! Bytes that tell where they belong.
+//!
+//! The same sequence is made by [`WordPattern`] on the host, by kernels on CUDA GPUs and by the engine of simulated ones, so
+//! that what one kind of memory is filled with can be looked for in another.
+//! Read next: `cuda/pattern.rs`, `sim/work.rs`.
+
+use super::unpack::PatternParameters;
+
+/// Words looked at together when comparing.
+const GROUP_BYTES: usize = 512;
+
+/// An endless sequence of 8-byte words: with `sum = key + w * step`, word `w` is `sum ^ sum << 32 ^ flip`, in
+/// little-endian order. The sum form lets the compiler fill and compare with vector instructions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WordPattern {
+    /// Word 0, before its halves are mixed.
+    pub key: u64,
+    /// Distance of neighbouring words.
+    pub step: u64,
+    /// Bits that are turned in every word.
+    pub flip: u64,
+}
+
+impl WordPattern {
+    fn sum(self, index: u64) -> u64 {
+        self.key.wrapping_add(index.wrapping_mul(self.step))
+    }
+
+    #[inline(always)]
+    fn word_at(self, sum: u64) -> u64 {
+        sum ^ (sum << 32) ^ self.flip
+    }
+
+    /// The byte at `offset`.
+    pub fn byte(self, offset: u64) -> u8 {
+        self.word_at(self.sum(offset / 8)).to_le_bytes()[(offset % 8) as usize]
+    }
+
+    /// Writes the bytes from `offset` on.
+    pub fn fill(self, offset: u64, into: &mut [u8]) {
+        let head = head_bytes(offset, into.len());
+        let (first, rest) = into.split_at_mut(head);
+        for (i, byte) in first.iter_mut().enumerate() {
+            *byte = self.byte(offset + i as u64);
+        }
+        let mut sum = self.sum((offset + head as u64) / 8);
+        let mut words = rest.chunks_exact_mut(8);
+        for word in &mut words {
+            word.copy_from_slice(&self.word_at(sum).to_le_bytes());
+            sum = sum.wrapping_add(self.step);
+        }
+        let last = words.into_remainder();
+        let bytes = self.word_at(sum).to_le_bytes();
+        last.copy_from_slice(&bytes[..last.len()]);
+    }
+
+    /// The first byte that is not what it should be from `offset` on, as an index into `found`.
+    pub fn first_difference(self, offset: u64, found: &[u8]) -> Option<usize> {
+        let mut at = head_bytes(offset, found.len());
+        if let Some(i) = self.scan(offset, &found[..at]) {
+            return Some(i);
+        }
+        while at < found.len() {
+            let group = &found[at..found.len().min(at + GROUP_BYTES)];
+            if self.group_differs((offset + at as u64) / 8, group) {
+                return self.scan(offset + at as u64, group).map(|i| at + i);
+            }
+            at += group.len();
+        }
+        None
+    }
+
+    fn group_differs(self, index: u64, group: &[u8]) -> bool {
+        let mut sum = self.sum(index);
+        let mut difference = 0;
+        let words = group.chunks_exact(8);
+        let last = words.remainder();
+        for word in words {
+            let found =
+                u64::from_le_bytes([word[0], word[1], word[2], word[3], word[4], word[5], word[6], word[7]]);
+            difference |= found ^ self.word_at(sum);
+            sum = sum.wrapping_add(self.step);
+        }
+        difference != 0 || self.word_at(sum).to_le_bytes()[..last.len()] != *last
+    }
+
+    fn scan(self, offset: u64, found: &[u8]) -> Option<usize> {
+        found.iter().enumerate().position(|(i, byte)| *byte != self.byte(offset + i as u64))
+    }
+}
+
+/// Bytes up to the next word boundary.
+fn head_bytes(offset: u64, available: usize) -> usize {
+    available.min((offset.wrapping_neg() % 8) as usize)
+}
+
+/// Some bytes of a region and the part of a pattern that belongs there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stretch {
+    /// The pattern.
+    pub pattern: WordPattern,
+    /// Its first byte here.
+    pub from: u64,
+    /// Where in the region.
+    pub offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+impl PatternParameters {
+    /// The pattern without the place where it is written.
+    pub fn pattern(&self) -> WordPattern {
+        WordPattern { key: self.key, step: self.step, flip: self.flip }
+    }
+}

@@ -1,0 +1,125 @@
+//! Marks in a stream: whether everything before them is done.
+//!
+//! Invariant: a [`Mark`] completes once, also when its stream fails or is dropped, so nobody waits for
+//! ever for one that was reached or given up.
+//! Read next: `engine.rs`.
+
+use super::engine::Engine;
+use super::{Result, SimGpuError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+/// One recording of an event.
+pub(super) struct Mark {
+    state: Mutex<MarkState>,
+    changed: Condvar,
+    gpu: u32,
+}
+
+#[derive(Default)]
+struct MarkState {
+    outcome: Option<Result<()>>,
+    watchers: Vec<Weak<Engine>>,
+}
+
+impl Mark {
+    pub fn new(gpu: u32) -> Mark {
+        Mark { state: Mutex::default(), changed: Condvar::new(), gpu }
+    }
+
+    /// How it ended, once it has.
+    pub fn outcome(&self) -> Option<Result<()>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).outcome.clone()
+    }
+
+    /// Wakes this engine when it completes.
+    pub fn watch(&self, engine: &Arc<Engine>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.outcome.is_none() {
+            state.watchers.push(Arc::downgrade(engine));
+        }
+    }
+
+    /// Must be called without any engine locked: it wakes them.
+    pub fn complete(&self, outcome: Result<()>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.outcome.get_or_insert(outcome);
+        let watchers = std::mem::take(&mut state.watchers);
+        drop(state);
+        self.changed.notify_all();
+        watchers.iter().filter_map(Weak::upgrade).for_each(|engine| engine.wake());
+    }
+
+    fn wait(&self, deadline: Duration) -> Result<()> {
+        let until = Instant::now() + deadline;
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = &state.outcome {
+                return outcome.clone();
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(SimGpuError::Deadline { gpu: self.gpu, what: "an event", waited: deadline });
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+/// What a stream waits for until the host says so.
+pub struct HostGate(Arc<Mark>);
+
+impl HostGate {
+    pub(super) fn new(mark: Arc<Mark>) -> HostGate {
+        HostGate(mark)
+    }
+
+    /// Everything behind it in the stream goes on.
+    pub fn open(self) {
+        self.0.complete(Ok(()));
+    }
+}
+
+/// A mark that can be put into streams again and again; it stands for the last place where it was put.
+#[derive(Default)]
+pub struct SimEvent {
+    last: Mutex<Option<Arc<Mark>>>,
+}
+
+impl SimEvent {
+    /// One that was not recorded yet, and counts as done.
+    pub fn new() -> SimEvent {
+        SimEvent::default()
+    }
+
+    pub(super) fn mark(&self) -> Option<Arc<Mark>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn set(&self, mark: Arc<Mark>) {
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(mark);
+    }
+
+    /// Whether everything before it is done. Does not block.
+    ///
+    /// # Errors
+    /// The cause, when something before it failed.
+    pub fn query(&self) -> Result<bool> {
+        let Some(mark) = self.mark() else { return Ok(true) };
+        mark.outcome().map_or(Ok(false), |outcome| outcome.map(|()| true))
+    }
+
+    /// Waits until everything before it is done.
+    ///
+    /// # Errors
+    /// The cause, when something before it failed; [`SimGpuError::Deadline`].
+    pub fn wait(&self, deadline: Duration) -> Result<()> {
+        self.mark().map_or(Ok(()), |mark| mark.wait(deadline))
+    }
+}
+
+impl std::fmt::Debug for SimEvent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SimEvent({:?})", self.query())
+    }
+}

@@ -1,0 +1,211 @@
+//! A simulated GPU, for tests and for trying things on a machine that has none.
+//!
+//! It has what makes GPU memory different from host memory, and nothing else: addresses that the CPU may
+//! not touch, asynchronous copy queues as the only way to the bytes, a current device per thread, and
+//! failures that come late and stay. It is no measure of a real GPU's speed.
+//!
+//! ```text
+//!   SimGpu 0   address  0x7f..  no access     CPU touches it: SIGSEGV, EFAULT
+//!     |  \       ||  one memory, two views
+//!     |   \    view     0x7e..  read/write    only the copy engine and simulated NICs
+//!     |  engine: one thread <- SimStream, SimStream (SimEvent)
+//!   SimGpuTable: all of it for plugins, in C, found through the environment
+//! ```
+//!
+//! ```
+//! use ferrywire_memory::sim::SimGpu;
+//!
+//! # fn main() -> Result<(), ferrywire_memory::sim::SimGpuError> {
+//! let gpu = SimGpu::open(0)?;
+//! let buffer = gpu.alloc(1 << 20, 4096)?;
+//! gpu.write_from_slice(buffer.address(), b"hello")?;
+//! assert_eq!(gpu.read_to_vec(buffer.address(), 5)?, b"hello");
+//! # Ok(()) }
+//! ```
+//!
+//! Invariant: every address that a caller, a stream or a plugin names is looked up and checked before a
+//! byte moves, so a wrong one is an error and never a stray write.
+//! Read next: `allocation.rs` (the memory), `engine.rs` (who copies), `table.rs` (plugins).
+
+mod allocation;
+mod current;
+mod engine;
+mod error;
+mod event;
+mod faults;
+mod pattern;
+mod stream;
+mod table;
+#[cfg(test)]
+mod tests;
+mod work;
+
+pub use allocation::{MappedBuffer, SimBuffer, dmabuf_fd};
+pub use current::{current, set_current, with_current};
+pub use error::{Result, SimGpuError};
+pub use event::HostGate;
+pub use event::SimEvent;
+pub use faults::{FAULTS_VARIABLE, SimFaults};
+pub use pattern::SimPattern;
+pub use stream::SimStream;
+pub use table::{SimGpuTable, TABLE_VARIABLE, TABLE_VERSION};
+
+use engine::Engine;
+use ferrywire_proto::limits;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
+
+/// The devices of this process, by number.
+static GPUS: Mutex<[Weak<SimGpu>; limits::SIM_GPUS_MAX]> =
+    Mutex::new([const { Weak::new() }; limits::SIM_GPUS_MAX]);
+
+/// A simulated GPU. It lives as long as somebody holds it, one of its streams or some of its memory.
+pub struct SimGpu {
+    index: u32,
+    engine: Arc<Engine>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl SimGpu {
+    /// GPU `index` of this process: the same one for everybody while it lives.
+    ///
+    /// The first one that is opened also publishes [`SimGpuTable`], and with that sets an environment
+    /// variable. Setting one is a hazard while another thread reads the environment without Rust's lock
+    /// (C code does), so open the first GPU before such threads start.
+    ///
+    /// # Errors
+    /// [`SimGpuError::NoSuchGpu`], [`SimGpuError::FaultsText`] when the environment asks for faults in
+    /// words that make no sense, [`SimGpuError::System`] when no thread could be started.
+    pub fn open(index: u32) -> Result<Arc<SimGpu>> {
+        let mut gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = gpus.get_mut(index as usize).ok_or(SimGpuError::NoSuchGpu { index })?;
+        if let Some(gpu) = slot.upgrade() {
+            return Ok(gpu);
+        }
+        let gpu = Arc::new(SimGpu::start(index, SimFaults::from_environment()?)?);
+        *slot = Arc::downgrade(&gpu);
+        table::publish();
+        Ok(gpu)
+    }
+
+    fn start(index: u32, faults: SimFaults) -> Result<SimGpu> {
+        let engine = Arc::new(Engine::new(index, faults));
+        let worker = engine.clone();
+        let thread =
+            thread::Builder::new().name(format!("sim-gpu-{index}")).spawn(move || worker.run()).map_err(
+                |error| SimGpuError::System { what: "start a thread".into(), message: error.to_string() },
+            )?;
+        Ok(SimGpu { index, engine, thread: Some(thread) })
+    }
+
+    /// GPU `index`, if somebody has opened it and still holds it.
+    pub fn opened(index: u32) -> Option<Arc<SimGpu>> {
+        let gpus = GPUS.lock().unwrap_or_else(PoisonError::into_inner);
+        gpus.get(index as usize)?.upgrade()
+    }
+
+    /// The GPU that an address belongs to, and the first address and length of its allocation.
+    pub fn of(address: u64) -> Option<(u32, u64, u64)> {
+        let found = allocation::find(address)?;
+        Some((found.gpu()?.index, found.address(), found.len as u64))
+    }
+
+    /// First address and length of the mapped host memory that an address lies in.
+    pub fn mapped(address: u64) -> Option<(u64, u64)> {
+        let found = allocation::find(address).filter(|found| found.gpu().is_none())?;
+        Some((found.address(), found.len as u64))
+    }
+
+    /// Its number.
+    pub fn index(&self) -> u32 {
+        self.index
+    }
+
+    /// Allocates zeroed memory, aligned to `align` and to 4096 at least.
+    pub fn alloc(self: &Arc<Self>, bytes: usize, align: usize) -> Result<SimBuffer> {
+        SimBuffer::new(self, bytes, align)
+    }
+
+    /// A new stream.
+    pub fn stream(self: &Arc<Self>) -> SimStream {
+        SimStream::new(self)
+    }
+
+    /// What it does wrong at present.
+    pub fn faults(&self) -> SimFaults {
+        self.engine.faults()
+    }
+
+    /// Sets what it does wrong from here on; operations are counted from 0 again. Work that is enqueued
+    /// already keeps its fate, but for the stall.
+    pub fn set_faults(&self, faults: SimFaults) {
+        self.engine.set_faults(faults);
+    }
+
+    /// Stops all work before it begins, or lets it go on.
+    pub fn set_stall(&self, stall: bool) {
+        self.engine.set_stall(stall);
+    }
+
+    /// Copies device memory to the host, and waits.
+    pub fn read_to_vec(self: &Arc<Self>, source: u64, bytes: usize) -> Result<Vec<u8>> {
+        let mut out = vec![0; bytes];
+        self.read_into_slice(source, &mut out).map(|()| out)
+    }
+
+    /// Copies device memory to the host, and waits.
+    pub fn read_into_slice(self: &Arc<Self>, source: u64, target: &mut [u8]) -> Result<()> {
+        let stream = self.stream();
+        // SAFETY: `target` is borrowed until the stream is dropped, which ends the copy.
+        unsafe { stream.to_host(source, target.as_mut_ptr(), target.len())? };
+        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+    }
+
+    /// Copies host memory to the device, and waits.
+    pub fn write_from_slice(self: &Arc<Self>, target: u64, source: &[u8]) -> Result<()> {
+        let stream = self.stream();
+        // SAFETY: `source` is borrowed until the stream is dropped, which ends the copy.
+        unsafe { stream.from_host(source.as_ptr(), target, source.len())? };
+        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+    }
+
+    /// Sets device memory, and waits.
+    pub fn fill(self: &Arc<Self>, target: u64, byte: u8, bytes: usize) -> Result<()> {
+        let stream = self.stream();
+        stream.fill(target, byte, bytes)?;
+        stream.wait(limits::SIM_GPU_BLOCKING_DEADLINE)
+    }
+
+    /// CRC-32 of device memory.
+    pub fn checksum(self: &Arc<Self>, source: u64, bytes: usize) -> Result<u32> {
+        self.stream().checksum(source, bytes, limits::SIM_GPU_BLOCKING_DEADLINE)
+    }
+
+    /// Where a simulated NIC finds the bytes of device (or mapped) memory: what DMA is in hardware.
+    ///
+    /// # Safety
+    /// The pointer is good for `bytes` bytes until the allocation is freed; streams and other NICs may
+    /// read and write the same bytes at any time. Only for what plays a device: code that uses it
+    /// elsewhere does what no program can do with a GPU.
+    pub unsafe fn dma_view(address: u64, bytes: usize) -> Result<*mut u8> {
+        allocation::resolve(address, bytes).map(|span| span.pointer)
+    }
+}
+
+impl Drop for SimGpu {
+    fn drop(&mut self) {
+        self.engine.stop();
+        // Its own thread may be the one that drops the last piece of its memory.
+        let thread = self.thread.take().filter(|thread| thread.thread().id() != thread::current().id());
+        if let Some(thread) = thread {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl fmt::Debug for SimGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "SimGpu({})", self.index)
+    }
+}

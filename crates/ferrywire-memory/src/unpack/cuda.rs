@@ -1,0 +1,128 @@
+//! Gathers on a CUDA GPU: a stream of it per connection.
+//!
+//! That work is done is told by the GPU through a word in mapped memory, which costs a look and no call of the
+//! driver. A GPU that has failed writes no such word, so the driver is asked too, now and then.
+//!
+//! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
+//! Read next: `kernels.rs`, `memory/cuda/stream.rs`.
+
+use super::device::{Extent, GatherDevice, GatherRun, Mapped};
+use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
+use crate::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
+use crate::error::{Error, Result};
+use crate::{GpuCopy, Place};
+use ferrywire_proto::limits;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// How often the driver is asked whether the GPU still works.
+const ASK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// A queue of a CUDA GPU.
+#[derive(Debug)]
+pub struct CudaQueue {
+    // Dropped first: whatever it still does may touch what follows.
+    stream: CudaStream,
+    kernels: Arc<Kernels>,
+    /// The number of the last mark that was reached, written by the GPU.
+    flag: PinnedBuffer,
+    marked: u64,
+    reached: u64,
+    asked: Instant,
+}
+
+impl CudaQueue {
+    /// A queue of its own.
+    ///
+    /// # Errors
+    /// The driver's, when it cannot compile the kernels, or has no stream or memory to give.
+    pub fn new(gpu: &Arc<CudaGpu>) -> Result<CudaQueue> {
+        Ok(CudaQueue {
+            stream: gpu.urgent_stream(true)?,
+            kernels: Kernels::of(gpu)?,
+            flag: gpu.pinned(size_of::<AtomicU64>())?,
+            marked: 0,
+            reached: 0,
+            asked: Instant::now(),
+        })
+    }
+
+    fn flag(&self) -> u64 {
+        // SAFETY: zeroed memory of the buffer, aligned to a page; the GPU writes it as a whole.
+        unsafe { AtomicU64::from_ptr(self.flag.as_ptr().cast()) }.load(Ordering::Acquire)
+    }
+
+    fn gpu(&self) -> &Arc<CudaGpu> {
+        self.stream.gpu()
+    }
+}
+
+/// Pinned memory, if the GPU reaches it where the CPU does.
+pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
+    if buffer.as_ptr() as u64 != buffer.address() {
+        let why = "it reaches pinned memory at another address than the CPU: use --unpack copy";
+        return Err(Error::invalid(format!("CUDA GPU {}", buffer.gpu().index()), why));
+    }
+    // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+    Ok(unsafe { Mapped::new(buffer.as_ptr(), buffer.len(), buffer) })
+}
+
+// SAFETY: pinned memory is ordinary memory of this process, and what `mapped_memory` gives has the same address
+// for the GPU; `CudaStream` is done with all memory when it is dropped.
+unsafe impl GatherDevice for CudaQueue {
+    fn place(&self) -> Place {
+        Place::Cuda(self.gpu().index())
+    }
+
+    fn device_memory(&self, address: u64, bytes: u64) -> Option<(Place, Extent)> {
+        let found = pointer::stretch(address, bytes)?;
+        Some((Place::Cuda(found.gpu), Extent { base: found.base, bytes: found.bytes }))
+    }
+
+    fn mapped_memory(&self, address: u64) -> Option<Extent> {
+        pointer::pinned(self.gpu(), address).map(|(base, bytes)| Extent { base, bytes })
+    }
+
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<()> {
+        Ok(self.gpu().read_into_slice(address, into)?)
+    }
+
+    fn map(&self, bytes: usize) -> Result<Mapped> {
+        mapped(self.gpu().pinned(bytes)?)
+    }
+
+    fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {
+        for runs in runs.chunks(RUNS_PER_LAUNCH_MAX) {
+            // SAFETY: runs are of tables that `map` made, whose fragments were checked against pool and message.
+            unsafe { self.kernels.gather(&self.stream, runs) }?;
+        }
+        Ok(())
+    }
+
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+        // SAFETY: all are of device or mapped memory, which outlives the queue, as the trait asks.
+        unsafe { self.stream.copy_batch(copies) }?;
+        Ok(())
+    }
+
+    fn mark(&mut self) -> Result<()> {
+        if self.marked - self.reached >= limits::GATHER_LAUNCHES_MAX as u64 {
+            return Err(Error::Bug("a gather has more marks under way than its queue".into()));
+        }
+        // SAFETY: 8 aligned bytes of pinned memory, which outlives the stream.
+        unsafe { self.stream.write_flag_u64(self.flag.address(), self.marked + 1) }?;
+        self.marked += 1;
+        Ok(())
+    }
+
+    fn reached(&mut self) -> Result<u64> {
+        let before = self.reached;
+        self.reached = self.flag();
+        if self.reached == before && self.reached < self.marked && self.asked.elapsed() >= ASK_INTERVAL {
+            self.asked = Instant::now();
+            self.stream.query()?;
+        }
+        Ok(self.reached)
+    }
+}

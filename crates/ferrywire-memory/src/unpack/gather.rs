@@ -1,0 +1,515 @@
+//! The gathers of one connection: what was started, what the GPU has of it, what is done.
+//!
+//! ```text
+//!   slot:  free -> waiting -> [down: host mode] -> launched -> free      (poll gives its outcome)
+//! ```
+//!
+//! Launches are made by [`Gather::poll`], at most `GATHER_LAUNCHES_MAX` at once: what arrives meanwhile waits
+//! and goes into the next one together, so that a busy connection needs few kernels and an idle one waits for
+//! nobody. No call waits for the GPU, and none allocates.
+//!
+//! Invariant: a slot's fragments in our table are unchanged from its start until its outcome was given, and
+//! that is given only after the GPU has done all of the slot's work.
+//! Read next: `host.rs`.
+
+use super::device::{FragmentTable, GatherDevice, GatherRun, see_that_it_is_there};
+use super::host::HostTwin;
+use super::table::{Bounds, Checked, Fragment, SLOTS};
+use super::{DeviceUnpack, UnpackMode};
+use crate::GpuCopy;
+use crate::cuda::{CudaError, deferred_free};
+use crate::error::{Error, Result};
+use ferrywire_proto::limits::{CHUNK_BYTES_MAX, GATHER_COPIES_PER_LAUNCH_MAX, GATHER_LAUNCHES_MAX};
+use std::collections::VecDeque;
+use std::fmt;
+use std::task::Poll;
+
+/// The gathers of one connection, in one queue of its GPU. One thread works it.
+///
+/// When it is dropped, nothing of it touches the pool or a destination any more, so it is to be dropped before
+/// the connection is closed, or its memory freed.
+pub struct Gather {
+    // Dropped first: whatever it still does may touch what follows.
+    unpack: DeviceUnpack,
+    mode: UnpackMode,
+    checked: Checked,
+    table: FragmentTable,
+    host: Option<HostTwin>,
+    /// The copies of the launch that is being made.
+    batch: Vec<GpuCopy>,
+    jobs: [Job; SLOTS],
+    /// Slots with work that the GPU does not have yet, in order.
+    waiting: VecDeque<usize>,
+    /// Slots whose fragments come down to the host, in order.
+    down: VecDeque<usize>,
+    launched: u64,
+    reached: u64,
+    failed: Option<Error>,
+}
+
+/// One slot's receive.
+#[derive(Clone, Copy, Debug, Default)]
+struct Job {
+    step: Step,
+    /// Device address of the message.
+    target: u64,
+    bytes: u64,
+    /// Fragments in our table.
+    fragments: usize,
+    /// Fragments whose copies the GPU has, where there is a copy for each, and their bytes.
+    enqueued: usize,
+    enqueued_bytes: u64,
+    /// What they pass through, in host mode.
+    stage: Option<usize>,
+    /// The message's memory was gone before all of its work was the GPU's; the rest is not done.
+    freed: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Step {
+    #[default]
+    Free,
+    /// The GPU does not have all of its work yet.
+    Waiting,
+    /// All fragments are in the stage after that launch.
+    Down { stage: usize, launch: u64 },
+    /// All is done after that launch.
+    Launched { launch: u64 },
+}
+
+impl Gather {
+    /// The gathers of the connection that `unpack` was read from.
+    ///
+    /// # Errors
+    /// The GPU's, when it has no memory to map.
+    pub fn new(mode: UnpackMode, unpack: DeviceUnpack) -> Result<Gather> {
+        let table = FragmentTable::new(&*unpack.device)?;
+        let host = match mode {
+            UnpackMode::Host => Some(HostTwin::new(&*unpack.device)?),
+            _ => None,
+        };
+        Ok(Gather {
+            unpack,
+            mode,
+            checked: Checked::new(),
+            table,
+            host,
+            batch: Vec::with_capacity(GATHER_COPIES_PER_LAUNCH_MAX),
+            jobs: [Job::default(); SLOTS],
+            waiting: VecDeque::with_capacity(SLOTS),
+            down: VecDeque::with_capacity(SLOTS),
+            launched: 0,
+            reached: 0,
+            failed: None,
+        })
+    }
+
+    /// How it gathers.
+    pub fn mode(&self) -> UnpackMode {
+        self.mode
+    }
+
+    /// How many launches it took so far: kernels, or batches of copies.
+    pub fn launches(&self) -> u64 {
+        self.launched
+    }
+
+    /// Takes over a receive that `test` has said is done: a message of `expected_bytes` for the beginning of
+    /// `dst_len` bytes at `dst_base`.
+    ///
+    /// `slot` is the number of the receive on its connection, empty ones and those into host memory included,
+    /// or that number mod 16. These two need no gather, and are done at once.
+    ///
+    /// # Errors
+    /// [`UnpackError`](super::UnpackError) when the plugin's fragments are not exactly the message; nothing is
+    /// copied then. The GPU's failure, when it had one before.
+    pub fn start(&mut self, slot: u64, dst_base: u64, dst_len: u64, expected_bytes: u64) -> Result<()> {
+        self.check_slot(slot)?;
+        check_length(dst_len, expected_bytes)?;
+        let host = self.goes_to_host(dst_base, expected_bytes)?;
+        self.start_checked(slot, dst_base, expected_bytes, host)
+    }
+
+    /// The same for a message of `bytes` bytes to memory of this GPU, which [`Gather::check`] found to be there.
+    pub fn start_on_gpu(&mut self, slot: u64, base: u64, bytes: u64) -> Result<()> {
+        self.check_slot(slot)?;
+        check_length(bytes, bytes)?;
+        self.start_checked(slot, base, bytes, false)
+    }
+
+    /// Refuses a destination that is not, or not any more, memory of this GPU.
+    ///
+    /// # Errors
+    /// What is there.
+    pub fn check(&self, address: u64, bytes: u64) -> Result<()> {
+        match self.goes_to_host(address, bytes)? {
+            true => Err(CudaError::Freed { address, bytes }.into()),
+            false => Ok(()),
+        }
+    }
+
+    /// A slot that has no gather, of a GPU that has not failed.
+    fn check_slot(&self, slot: u64) -> Result<()> {
+        let slot = (slot % SLOTS as u64) as usize;
+        match &self.failed {
+            Some(failed) => Err(failed.clone()),
+            None if self.jobs[slot].step != Step::Free => {
+                Err(Error::Bug(format!("a gather is started in slot {slot}, which has one")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn start_checked(&mut self, slot: u64, dst_base: u64, expected_bytes: u64, host: bool) -> Result<()> {
+        let slot = (slot % SLOTS as u64) as usize;
+        let fragments = match self.mode {
+            UnpackMode::None => 0,
+            _ => self.read_fragments(slot, expected_bytes, host)?,
+        };
+        let step = match fragments {
+            0 => Step::Launched { launch: 0 },
+            _ => Step::Waiting,
+        };
+        self.jobs[slot] = Job { step, target: dst_base, bytes: expected_bytes, fragments, ..Job::default() };
+        if fragments > 0 {
+            self.waiting.push_back(slot);
+        }
+        Ok(())
+    }
+
+    /// The outcome of a slot's gather, once there is one: the bytes of its message. The slot is free then, and
+    /// its receive may be given back to the plugin. Does not wait, and makes all slots of the connection get on.
+    ///
+    /// After a failure of the GPU the pool may still be read, until this [`Gather`] is dropped.
+    pub fn poll(&mut self, slot: u64) -> Poll<Result<u64>> {
+        let slot = (slot % SLOTS as u64) as usize;
+        self.turn();
+        let Job { step, target, bytes, freed, .. } = self.jobs[slot];
+        let outcome = match (step, &self.failed) {
+            (Step::Free, _) => Err(Error::Bug(format!("a gather is polled in slot {slot}, which has none"))),
+            (Step::Launched { launch }, _) if launch <= self.reached => match freed {
+                true => Err(CudaError::Freed { address: target, bytes }.into()),
+                false => Ok(bytes),
+            },
+            (_, Some(failed)) => Err(failed.clone()),
+            (_, None) => return Poll::Pending,
+        };
+        self.jobs[slot].step = Step::Free;
+        Poll::Ready(outcome)
+    }
+
+    /// Whether the bytes of a message belong into host memory; device memory must hold all of them.
+    fn goes_to_host(&self, address: u64, bytes: u64) -> Result<bool> {
+        let gpu = self.unpack.device.place();
+        let wrong = |why: String| Err(Error::invalid("destination of a gather", why));
+        match self.unpack.device.device_memory(address, bytes) {
+            _ if bytes == 0 => Ok(false),
+            None => Ok(true),
+            Some((place, _)) if place != gpu => wrong(format!("it is {place}, and {gpu} gathers")),
+            Some((_, found)) if found.holds(address, bytes) => Ok(false),
+            Some((_, found)) => wrong(format!(
+                "{bytes} bytes at {address:#x} leave their allocation ({} bytes at {:#x})",
+                found.bytes, found.base
+            )),
+        }
+    }
+
+    /// Puts the slot's fragments into our table; returns how many there are.
+    fn read_fragments(&mut self, slot: usize, message_bytes: u64, host: bool) -> Result<usize> {
+        let bounds = Bounds { slot, pool_bytes: self.unpack.pool.bytes, message_bytes, host };
+        self.checked.read(&self.unpack.metadata, bounds)?;
+        Ok(self.table.fill(slot, self.checked.merged()))
+    }
+
+    // ---- launches ----
+
+    /// Looks what is done, and gives the GPU what it may have.
+    fn turn(&mut self) {
+        // Also after a failure: what was done before it counts.
+        match self.unpack.device.reached() {
+            Ok(reached) => self.reached = reached,
+            Err(cause) => self.fail(cause),
+        }
+        while self.failed.is_none() && self.launched - self.reached < GATHER_LAUNCHES_MAX as u64 {
+            match self.launch() {
+                Ok(true) => self.launched += 1,
+                Ok(false) => break,
+                Err(cause) => self.fail(cause),
+            }
+        }
+    }
+
+    fn fail(&mut self, cause: Error) {
+        self.failed.get_or_insert(cause);
+    }
+
+    /// Enqueues the next launch with its mark; false when there is nothing to enqueue.
+    fn launch(&mut self) -> Result<bool> {
+        let enqueued = match self.mode {
+            UnpackMode::Kernel => self.launch_kernel()?,
+            UnpackMode::Copy => self.launch_copies()?,
+            UnpackMode::Host => self.launch_up()? || self.launch_down()?,
+            UnpackMode::None => false,
+        };
+        if enqueued {
+            self.unpack.device.mark()?;
+        }
+        Ok(enqueued)
+    }
+
+    /// The number of the launch that is being made.
+    fn next_launch(&self) -> u64 {
+        self.launched + 1
+    }
+
+    /// One kernel for all that waits; copies while it would have to stand behind a stream that waits for this very
+    /// transfer.
+    fn launch_kernel(&mut self) -> Result<bool> {
+        let launching = deferred_free::launching();
+        let begun = self.waiting.front().is_some_and(|slot| self.jobs[*slot].enqueued > 0);
+        if launching.is_none() || begun {
+            return self.launch_copies();
+        }
+        let (mut runs, mut count, launch) = ([GatherRun::default(); SLOTS], 0, self.next_launch());
+        while let Some(slot) = self.waiting.pop_front() {
+            let job = &mut self.jobs[slot];
+            if !job.is_there(&*self.unpack.device) {
+                job.give_up(0);
+                continue;
+            }
+            job.step = Step::Launched { launch };
+            runs[count] = GatherRun {
+                fragments: self.table.address(slot),
+                count: job.fragments as u64,
+                source: self.unpack.pool.base,
+                target: job.target,
+            };
+            count += 1;
+        }
+        if count > 0 {
+            self.unpack.device.gather(&runs[..count])?;
+        }
+        Ok(count > 0)
+    }
+
+    /// Copies from the pool to where they belong, of as many receives as fit.
+    fn launch_copies(&mut self) -> Result<bool> {
+        let (launch, pool) = (self.next_launch(), self.unpack.pool.base);
+        self.batch.clear();
+        while let Some(&slot) =
+            self.waiting.front().filter(|_| self.batch.len() < GATHER_COPIES_PER_LAUNCH_MAX)
+        {
+            let job = &mut self.jobs[slot];
+            if !job.is_there(&*self.unpack.device) {
+                // Whatever it has was in the launch before.
+                job.give_up(if job.enqueued > 0 { launch - 1 } else { 0 });
+                self.waiting.pop_front();
+                continue;
+            }
+            let base = job.target;
+            job.copy_next(&mut self.batch, pool, &self.table, slot, |to, _| base + to.target);
+            if job.all_enqueued() {
+                job.step = Step::Launched { launch };
+                self.waiting.pop_front();
+            }
+        }
+        self.unpack.device.copy(&self.batch)?;
+        Ok(!self.batch.is_empty())
+    }
+
+    /// Copies from the pool to a stage, of one receive.
+    fn launch_down(&mut self) -> Result<bool> {
+        let (Some(&slot), Some(host)) = (self.waiting.front(), &mut self.host) else { return Ok(false) };
+        let (job, launch, pool) = (&mut self.jobs[slot], self.launched + 1, self.unpack.pool.base);
+        let Some(stage) = job.stage.or_else(|| host.take()) else { return Ok(false) };
+        job.stage = Some(stage);
+        self.batch.clear();
+        job.copy_next(&mut self.batch, pool, &self.table, slot, |fragment, before| {
+            host.down(stage, before, fragment.bytes)
+        });
+        self.unpack.device.copy(&self.batch)?;
+        if job.all_enqueued() {
+            job.step = Step::Down { stage, launch };
+            self.waiting.pop_front();
+            self.down.push_back(slot);
+        }
+        Ok(true)
+    }
+
+    /// The one copy up of the oldest receive that has come down.
+    fn launch_up(&mut self) -> Result<bool> {
+        let (Some(&slot), Some(host)) = (self.down.front(), &mut self.host) else { return Ok(false) };
+        let (job, up) = (&mut self.jobs[slot], self.launched + 1);
+        let Step::Down { stage, launch } = job.step else { return Ok(false) };
+        if launch > self.reached {
+            return Ok(false);
+        }
+        if !job.is_there(&*self.unpack.device) {
+            host.give_back(stage);
+            job.give_up(launch);
+            self.down.pop_front();
+            return self.launch_up();
+        }
+        let message = host.put_in_order(stage, &self.table, slot, job.fragments);
+        let copy = GpuCopy { source: message, target: job.target, bytes: job.bytes as usize };
+        self.unpack.device.copy(&[copy])?;
+        host.give_back(stage);
+        job.step = Step::Launched { launch: up };
+        self.down.pop_front();
+        Ok(true)
+    }
+}
+
+impl Job {
+    /// Puts copies of its next fragments into a batch, as many as it has room for. `target` says where to, of a
+    /// fragment and of how many bytes of the receive lie before it in the table.
+    fn copy_next(
+        &mut self,
+        batch: &mut Vec<GpuCopy>,
+        pool: u64,
+        table: &FragmentTable,
+        slot: usize,
+        target: impl Fn(&Fragment, u64) -> u64,
+    ) {
+        let next = self.fragments.min(self.enqueued + GATHER_COPIES_PER_LAUNCH_MAX - batch.len());
+        for fragment in (self.enqueued..next).map(|index| table.get(slot, index)) {
+            let (source, target) =
+                (pool + u64::from(fragment.source), target(&fragment, self.enqueued_bytes));
+            batch.push(GpuCopy { source, target, bytes: fragment.bytes as usize });
+            self.enqueued_bytes += u64::from(fragment.bytes);
+        }
+        self.enqueued = next;
+    }
+
+    /// Whether its memory still is, which may have waited for long. Asked before each of its launches: kernels and copies
+    /// both follow addresses of what is gone.
+    fn is_there(&self, device: &dyn GatherDevice) -> bool {
+        see_that_it_is_there(device, [(self.target, self.bytes)]).is_ok()
+    }
+
+    /// Its memory is gone; nothing of it is under way after that launch.
+    fn give_up(&mut self, launch: u64) {
+        (self.step, self.freed) = (Step::Launched { launch }, true);
+    }
+
+    fn all_enqueued(&self) -> bool {
+        self.enqueued == self.fragments
+    }
+}
+
+impl fmt::Debug for Gather {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Gather { mode, unpack, launched, reached, failed, .. } = self;
+        write!(f, "Gather({mode}, {unpack:?}, {reached} of {launched} launches done, failed: {failed:?})")
+    }
+}
+
+fn check_length(dst_len: u64, expected_bytes: u64) -> Result<()> {
+    if expected_bytes > CHUNK_BYTES_MAX as u64 {
+        return Err(Error::Limit {
+            name: "CHUNK_BYTES_MAX",
+            limit: CHUNK_BYTES_MAX as u64,
+            why: format!("a message of {expected_bytes} bytes is to be gathered; use smaller chunks"),
+        });
+    }
+    match expected_bytes <= dst_len {
+        true => Ok(()),
+        false => Err(Error::invalid(
+            "destination of a gather",
+            format!("it has {dst_len} bytes, and the message has {expected_bytes}"),
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::recorder::{Recorder, Seen, Waiting};
+    use super::super::table::{METADATA_BYTES, Metadata};
+    use super::super::{Extent, FRAGMENTS_PER_SLOT_MAX};
+    use super::*;
+    use std::sync::{Arc, Mutex};
+
+    const MANY: usize = GATHER_COPIES_PER_LAUNCH_MAX + 1;
+
+    /// A GPU with memory from 5000 to 6000, and a table with one fragment of 4 bytes in each slot, but for the last, which
+    /// has many of one byte. The table goes last.
+    fn scene(mode: UnpackMode) -> (Gather, Arc<Mutex<Seen>>, Vec<u128>) {
+        let seen = Arc::new(Mutex::new(Seen { memory: Some(5000..6000), ..Seen::default() }));
+        let mut table = vec![0u128; METADATA_BYTES.div_ceil(16)];
+        let counts = SLOTS * FRAGMENTS_PER_SLOT_MAX;
+        for slot in 0..SLOTS {
+            let (count, bytes) = if slot == SLOTS - 1 { (MANY, 1) } else { (1, 4) };
+            for at in 0..count {
+                // In reverse, so that nothing is merged.
+                let (source, target) = (count - 1 - at, at);
+                table[slot * FRAGMENTS_PER_SLOT_MAX + at] =
+                    (source | bytes << 32) as u128 | (target as u128) << 64;
+            }
+            table[counts + slot / 2] |= (count as u128) << (64 * (slot % 2));
+        }
+        // SAFETY: as long as a table, aligned, and kept by whoever has the gather.
+        let metadata = unsafe { Metadata::new(table.as_mut_ptr().cast()) };
+        let pool = Extent { base: 5000, bytes: 1000 };
+        let unpack = DeviceUnpack { device: Box::new(Recorder(seen.clone())), metadata, pool };
+        (Gather::new(mode, unpack).unwrap(), seen, table)
+    }
+
+    fn freed(bytes: u64) -> Poll<Result<u64>> {
+        Poll::Ready(Err(Error::Cuda(CudaError::Freed { address: 7000, bytes })))
+    }
+
+    fn into_the_gone_one(mode: UnpackMode) {
+        let (mut gather, seen, _table) = scene(mode);
+        for (slot, target) in [(0, 5500), (1, 7000), (2, 5600)] {
+            gather.start_on_gpu(slot, target, 4).unwrap();
+        }
+        let outcomes: Vec<_> = (1..20)
+            .map(|reached| {
+                let outcomes = [0, 1, 2].map(|slot| match gather.jobs[slot as usize].step {
+                    Step::Free => Poll::Pending,
+                    _ => gather.poll(slot),
+                });
+                seen.lock().unwrap().reached = reached.min(gather.launched);
+                outcomes
+            })
+            .collect();
+        let of = |slot: usize| outcomes.iter().map(|each| &each[slot]).find(|each| each.is_ready());
+        assert_eq!(of(1), Some(&freed(4)), "{mode}");
+        assert_eq!([of(0), of(2)], [Some(&Poll::Ready(Ok(4))); 2], "{mode}: the others go on");
+        let copies = &seen.lock().unwrap().copies;
+        assert!(copies.iter().all(|copy| copy.target != 7000), "{mode}: {copies:?}");
+    }
+
+    #[test]
+    fn a_message_whose_memory_is_gone_fails_alone_in_every_mode() {
+        for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
+            into_the_gone_one(mode);
+        }
+        let _waiting = Waiting::new();
+        into_the_gone_one(UnpackMode::Kernel);
+    }
+
+    /// The plugin's pages are read until then.
+    #[test]
+    fn memory_that_goes_between_two_launches_is_told_of_when_the_first_is_done() {
+        let (mut gather, seen, _table) = scene(UnpackMode::Copy);
+        seen.lock().unwrap().memory = Some(5000..8000);
+        for slot in [0, 1] {
+            gather.start_on_gpu(slot, 5500, 4).unwrap();
+            assert!(gather.poll(slot).is_pending(), "launched, and not done");
+        }
+        let last = SLOTS as u64 - 1;
+        gather.start_on_gpu(last, 7000, MANY as u64).unwrap();
+        seen.lock().unwrap().reached = 1;
+        assert!(gather.poll(last).is_pending(), "the first part is launched");
+        {
+            let mut seen = seen.lock().unwrap();
+            assert_eq!(seen.copies.len(), 2 + GATHER_COPIES_PER_LAUNCH_MAX);
+            (seen.memory, seen.reached) = (Some(5000..6000), 2);
+        }
+        assert!(gather.poll(last).is_pending(), "the first part is not done");
+        seen.lock().unwrap().reached = 3;
+        assert_eq!(gather.poll(last), freed(MANY as u64));
+        assert_eq!(seen.lock().unwrap().copies.len(), 2 + GATHER_COPIES_PER_LAUNCH_MAX);
+    }
+}

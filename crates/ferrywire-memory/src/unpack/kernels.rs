@@ -1,0 +1,583 @@
+//! The kernels of `kernel.cu`, loaded once per GPU, and how a gather is laid out over its multiprocessors.
+//!
+//! A block takes some fragments, few enough that every multiprocessor has work; where fragments are so few and so
+//! long that this is not enough, several blocks share them piece by piece. The lengths that decide are looked at in
+//! a sample: a bad guess costs time, never bytes.
+//! Invariant: the structures here are those of `kernel.cu`, and `kernel.ptx` was made of it; tests compare them.
+//! Read next: `cuda.rs`, who launches.
+
+use super::device::GatherRun;
+use super::lists::CopyPlaces;
+use super::sm_backoff::Crowd;
+use super::table::Fragment;
+use crate::GpuCopy;
+use crate::cuda::{CudaBuffer, CudaFunction, CudaGpu, CudaModule, CudaStream, Result};
+use ferrywire_proto::limits::CUDA_GPUS_MAX;
+use std::ffi::{CStr, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+const PTX: &CStr = match CStr::from_bytes_with_nul(concat!(include_str!("kernel.ptx"), "\0").as_bytes()) {
+    Ok(text) => text,
+    Err(_) => panic!("the text has a zero in it"),
+};
+
+/// Threads of a block.
+const BLOCK: u32 = 256;
+/// Runs of one launch.
+pub(super) const RUNS_PER_LAUNCH_MAX: usize = 32;
+/// Fragments of one block.
+const BATCH_MAX: u64 = 32;
+/// Blocks that a multiprocessor should find, and no more for the sake of slices.
+const BLOCKS_PER_MULTIPROCESSOR: u64 = 8;
+const SLICED_BLOCKS_PER_MULTIPROCESSOR: u64 = 4;
+/// What a block copies at once; pieces of fragments are multiples of it.
+pub(super) const PIECE_BYTES: u64 = 4096;
+/// Fragments of a run that are looked at.
+const SAMPLES: u64 = 32;
+/// Words for the copies of streams, each in lines of its own.
+const COUNTER_BYTES: usize = 384;
+/// Counters that a device has.
+pub const COUNTERS: usize = 8192;
+
+/// What `ferrywire_gather` is given.
+#[derive(Debug)]
+#[repr(C)]
+struct GatherParameters {
+    runs: [GatherRun; RUNS_PER_LAUNCH_MAX],
+    fragments: u64,
+    batch: u32,
+    slices: u32,
+    piece_bytes: u64,
+}
+
+/// What `ferrywire_copy` is given.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct CopyParameters {
+    desk: u64,
+    runs: u64,
+    stride: u64,
+    told: u64,
+    blocks: u64,
+    first: u64,
+    idle_ns: u64,
+    stay_ns: u64,
+}
+
+/// What `ferrywire_fill` and `ferrywire_check` are given.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct PatternParameters {
+    /// Word 0 of the sequence.
+    pub key: u64,
+    /// Distance of neighbouring words.
+    pub step: u64,
+    /// Bits that are turned in every word.
+    pub flip: u64,
+    /// Offset in the sequence.
+    pub offset: u64,
+    /// First byte in memory.
+    pub address: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+const _: () = assert!(size_of::<GpuCopy>() == 24);
+
+/// The kernels on one GPU.
+#[derive(Debug)]
+pub struct Kernels {
+    gather: CudaFunction,
+    copy: CudaFunction,
+    fill: CudaFunction,
+    check: CudaFunction,
+    fill_list: CudaFunction,
+    check_list: CudaFunction,
+    delay: CudaFunction,
+    multiprocessors: u32,
+    /// Whether they have time for copies.
+    pub crowd: Crowd,
+    /// Device memory of zeroes, and which of its words are nobody's, with the number of their next list.
+    _counters: CudaBuffer,
+    free: Mutex<Vec<(u64, u64)>>,
+}
+
+/// Words of device memory in which the blocks of one stream's copies tell each other how far they are. All are zeroed at once,
+/// when the kernels are loaded: a driver has a GPU's multiprocessors write so short a thing, and all their queues may be behind
+/// streams that wait for the very transfer that needs it.
+#[derive(Debug)]
+pub struct Counter {
+    kernels: Arc<Kernels>,
+    address: u64,
+    /// The next list's number. None comes twice in the same words, and none is left out: so what is said in a list's place is of
+    /// the one four before it, and not of one long ago with the same lower bits.
+    next: u64,
+    is_known: bool,
+}
+
+impl Counter {
+    /// Where it lies.
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// The number of the next list.
+    pub fn next(&self) -> u64 {
+        self.next
+    }
+
+    /// The numbers before this are used.
+    pub fn go_on(&mut self, next: u64) {
+        self.next = next;
+    }
+
+    /// Which numbers are used is not known: nobody else gets these words.
+    pub fn lose_count(&mut self) {
+        self.is_known = false;
+    }
+}
+
+impl Drop for Counter {
+    fn drop(&mut self) {
+        if self.is_known {
+            self.kernels.free.lock().unwrap_or_else(PoisonError::into_inner).push((self.address, self.next));
+        }
+    }
+}
+
+/// The kernels of one GPU, while somebody holds them.
+struct Slot {
+    /// Held while they are loaded, which may take until a stream of that GPU goes on: so nobody who moves data waits for it, and
+    /// nobody at another GPU.
+    loading: Mutex<()>,
+    loaded: Mutex<Weak<Kernels>>,
+}
+
+static SLOTS: [Slot; CUDA_GPUS_MAX] =
+    [const { Slot { loading: Mutex::new(()), loaded: Mutex::new(Weak::new()) } }; CUDA_GPUS_MAX];
+
+impl Slot {
+    fn of(gpu: &CudaGpu) -> &'static Slot {
+        &SLOTS[gpu.index() as usize]
+    }
+
+    fn kernels(&self) -> MutexGuard<'_, Weak<Kernels>> {
+        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Kernels {
+    /// Those of a GPU: the same for everybody while somebody holds them. Loads them if they are not; a driver may wait for the
+    /// GPU's work before it does.
+    pub fn of(gpu: &Arc<CudaGpu>) -> Result<Arc<Kernels>> {
+        let slot = Slot::of(gpu);
+        if let Some(kernels) = slot.kernels().upgrade() {
+            return Ok(kernels);
+        }
+        let _loading = slot.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernels) = slot.kernels().upgrade() {
+            return Ok(kernels);
+        }
+        let kernels = Arc::new(Kernels::load(gpu)?);
+        *slot.kernels() = Arc::downgrade(&kernels);
+        Ok(kernels)
+    }
+
+    /// Those of a GPU if they are loaded. Waits for nobody.
+    pub fn loaded(gpu: &CudaGpu) -> Option<Arc<Kernels>> {
+        Slot::of(gpu).kernels().upgrade()
+    }
+
+    fn load(gpu: &Arc<CudaGpu>) -> Result<Kernels> {
+        let module = CudaModule::load(gpu, PTX)?;
+        let counters = gpu.alloc_own(COUNTERS * COUNTER_BYTES, 64)?;
+        let free = (0..COUNTERS).map(|at| (counters.address() + (at * COUNTER_BYTES) as u64, 1));
+        Ok(Kernels {
+            gather: module.function(c"ferrywire_gather")?,
+            copy: module.function(c"ferrywire_copy")?,
+            fill: module.function(c"ferrywire_fill")?,
+            check: module.function(c"ferrywire_check")?,
+            fill_list: module.function(c"ferrywire_fill_list")?,
+            check_list: module.function(c"ferrywire_check_list")?,
+            delay: module.function(c"ferrywire_delay")?,
+            multiprocessors: gpu.multiprocessors().max(1),
+            crowd: Crowd::default(),
+            free: Mutex::new(free.rev().collect()),
+            _counters: counters,
+        })
+    }
+
+    /// Words for one stream's [`CopyPlaces::blocks`], to be dropped when its work is done; `None` when there are too many
+    /// streams.
+    pub fn counter(self: &Arc<Kernels>) -> Option<Counter> {
+        let (address, next) = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Counter { kernels: self.clone(), address, next, is_known: true })
+    }
+
+    /// Enqueues the copies of all fragments of some runs, at most `RUNS_PER_LAUNCH_MAX`, in one launch.
+    ///
+    /// # Safety
+    /// Fragments lie where CPU and GPU read them at the same address, and stay as they are until the work is done;
+    /// what they name is memory that the GPU reaches, and no target overlaps with anything else named here.
+    pub unsafe fn gather(&self, stream: &CudaStream, runs: &[GatherRun]) -> Result<()> {
+        let fragments: u64 = runs.iter().map(|run| run.count).sum();
+        if fragments == 0 {
+            return Ok(());
+        }
+        // SAFETY: by the caller's promise.
+        let longest = runs.iter().map(|run| unsafe { longest_of(run) }).max().unwrap_or(0);
+        let Layout { blocks, batch, slices, piece_bytes } =
+            Layout::of(fragments, longest.into(), self.multiprocessors);
+        let mut parameters = GatherParameters {
+            runs: [GatherRun::default(); RUNS_PER_LAUNCH_MAX],
+            fragments,
+            batch,
+            slices,
+            piece_bytes,
+        };
+        parameters.runs[..runs.len()].copy_from_slice(runs);
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.gather, blocks, BLOCK, &mut [(&raw mut parameters).cast()]) }
+    }
+
+    /// Enqueues copies between any memory that the GPU reaches: list `first`, when that is posted, and what is posted after it,
+    /// until nothing has been for so long as `idle`, or until `stay` is over. For the first it waits half a second.
+    ///
+    /// # Safety
+    /// All places lie where CPU and GPU reach them at the same address. A list and its runs stay as they are until its end is
+    /// told, or that it was not taken. When it is posted all that it names is there, and stays until then; no target overlaps
+    /// with anything else there.
+    pub unsafe fn copy(
+        &self,
+        stream: &CudaStream,
+        places: CopyPlaces,
+        first: u64,
+        blocks: u64,
+        [idle, stay]: [Duration; 2],
+    ) -> Result<()> {
+        let CopyPlaces { desk, runs, stride, told, blocks: words } = places;
+        let [idle_ns, stay_ns] = [idle, stay].map(|time| time.as_nanos() as u64);
+        let mut parameters =
+            CopyParameters { desk, runs, stride, told, blocks: words, first, idle_ns, stay_ns };
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.copy, blocks as u32, BLOCK, &mut [(&raw mut parameters).cast()]) }
+    }
+
+    /// Enqueues the writing of a pattern.
+    ///
+    /// # Safety
+    /// The range is memory that the GPU reaches, and nobody else's until the work is done.
+    pub unsafe fn fill(&self, stream: &CudaStream, mut pattern: PatternParameters) -> Result<()> {
+        let blocks = self.blocks_for(pattern.bytes);
+        // SAFETY: one parameter of the kernel's type; the rest by the caller's promise.
+        unsafe { stream.launch(&self.fill, blocks, BLOCK, &mut [(&raw mut pattern).cast()]) }
+    }
+
+    /// Enqueues a comparison with a pattern: the word at `first` becomes the index of the first wrong byte, if that
+    /// is less than it was.
+    ///
+    /// # Safety
+    /// As for [`Kernels::fill`]; `first` is a device address of 8 aligned bytes.
+    pub unsafe fn check(
+        &self,
+        stream: &CudaStream,
+        mut pattern: PatternParameters,
+        mut first: u64,
+    ) -> Result<()> {
+        let blocks = self.blocks_for(pattern.bytes);
+        let mut parameters: [*mut c_void; 2] = [(&raw mut pattern).cast(), (&raw mut first).cast()];
+        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.check, blocks, BLOCK, &mut parameters) }
+    }
+
+    /// Enqueues the writing of `count` patterns, one block each.
+    ///
+    /// # Safety
+    /// As many [`PatternParameters`] at a device address, which stay there until the work is done; each of them as
+    /// for [`Kernels::fill`], and they do not overlap.
+    pub unsafe fn fill_list(&self, stream: &CudaStream, mut list: u64, mut count: u64) -> Result<()> {
+        let mut parameters: [*mut c_void; 2] = [(&raw mut list).cast(), (&raw mut count).cast()];
+        // SAFETY: two parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.fill_list, self.blocks_of(count), BLOCK, &mut parameters) }
+    }
+
+    /// Enqueues the comparison of `count` patterns: the word at `first` becomes the number of the first that differs, if
+    /// that is less than it was.
+    ///
+    /// # Safety
+    /// As for [`Kernels::fill_list`] and [`Kernels::check`].
+    pub unsafe fn check_list(
+        &self,
+        stream: &CudaStream,
+        mut list: u64,
+        mut count: u64,
+        mut first: u64,
+    ) -> Result<()> {
+        let mut parameters: [*mut c_void; 3] =
+            [(&raw mut list).cast(), (&raw mut count).cast(), (&raw mut first).cast()];
+        // SAFETY: three parameters of the kernel's types; the rest by the caller's promise.
+        unsafe { stream.launch(&self.check_list, self.blocks_of(count), BLOCK, &mut parameters) }
+    }
+
+    /// Keeps a stream busy for a time. These kernels have to be held until it is over.
+    pub fn delay(&self, stream: &CudaStream, time: Duration) -> Result<()> {
+        let mut nanoseconds = time.as_nanos() as u64;
+        // SAFETY: one parameter of the kernel's type; it touches no memory.
+        unsafe { stream.launch(&self.delay, 1, 1, &mut [(&raw mut nanoseconds).cast()]) }
+    }
+
+    fn blocks_of(&self, stretches: u64) -> u32 {
+        let most = u64::from(self.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
+        stretches.clamp(1, most) as u32
+    }
+
+    fn blocks_for(&self, bytes: u64) -> u32 {
+        let most = u64::from(self.multiprocessors) * BLOCKS_PER_MULTIPROCESSOR;
+        bytes.div_ceil(PIECE_BYTES).clamp(1, most) as u32
+    }
+}
+
+/// The longest of a run's fragments, as far as a sample shows.
+///
+/// # Safety
+/// The fragments can be read.
+unsafe fn longest_of(run: &GatherRun) -> u32 {
+    let first = run.fragments as *const Fragment;
+    let step = run.count.div_ceil(SAMPLES).max(1) as usize;
+    // SAFETY: entries of the run's own, by the caller's promise.
+    (0..run.count as usize).step_by(step).map(|at| unsafe { (*first.add(at)).bytes }).max().unwrap_or(0)
+}
+
+/// Which block does what: see `ferrywire_gather`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Layout {
+    blocks: u32,
+    batch: u32,
+    slices: u32,
+    piece_bytes: u64,
+}
+
+impl Layout {
+    fn of(fragments: u64, longest: u64, multiprocessors: u32) -> Layout {
+        let multiprocessors = u64::from(multiprocessors);
+        let batch = fragments.div_ceil(multiprocessors * BLOCKS_PER_MULTIPROCESSOR);
+        Layout::with(fragments, longest, batch, multiprocessors * SLICED_BLOCKS_PER_MULTIPROCESSOR)
+    }
+
+    /// So many fragments to a block, or what it can take; fewer blocks than `wanted` only where there is too little to do.
+    fn with(fragments: u64, longest: u64, batch: u64, wanted: u64) -> Layout {
+        let batch = batch.clamp(1, BATCH_MAX);
+        let batches = fragments.div_ceil(batch);
+        let slices = longest.div_ceil(PIECE_BYTES).clamp(1, (wanted / batches).max(1));
+        let piece_bytes = longest.div_ceil(slices).next_multiple_of(PIECE_BYTES).max(PIECE_BYTES);
+        Layout { blocks: (batches * slices) as u32, batch: batch as u32, slices: slices as u32, piece_bytes }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::lists::{CopyDesk, CopyList, LIST_BATCH, LIST_WORDS, NUMBER_AT};
+    use super::*;
+    use std::mem::offset_of;
+
+    const SOURCE: &str = include_str!("kernel.cu");
+
+    fn ptx() -> &'static str {
+        PTX.to_str().unwrap()
+    }
+
+    /// The parameters of an entry, as the text declares them.
+    fn parameters(entry: &str) -> Vec<&'static str> {
+        let from = ptx().find(&format!(".visible .entry {entry}(")).unwrap_or_else(|| panic!("no {entry}"));
+        let list = &ptx()[from..][..ptx()[from..].find(')').unwrap()];
+        list.lines().skip(1).map(|line| line.trim().trim_end_matches(',')).filter(|l| !l.is_empty()).collect()
+    }
+
+    #[test]
+    fn the_kernels_take_what_they_are_given() {
+        let gather =
+            format!(".param .align 8 .b8 ferrywire_gather_param_0[{}]", size_of::<GatherParameters>());
+        assert_eq!(parameters("ferrywire_gather"), [gather]);
+        let copy = format!(".param .align 8 .b8 ferrywire_copy_param_0[{}]", size_of::<CopyParameters>());
+        assert_eq!(parameters("ferrywire_copy"), [copy]);
+        let pattern =
+            |entry| format!(".param .align 8 .b8 {entry}_param_0[{}]", size_of::<PatternParameters>());
+        assert_eq!(parameters("ferrywire_fill"), [pattern("ferrywire_fill")]);
+        let first = ".param .u64 ferrywire_check_param_1".to_string();
+        assert_eq!(parameters("ferrywire_check"), [pattern("ferrywire_check"), first]);
+        for (entry, count) in [("ferrywire_fill_list", 2), ("ferrywire_check_list", 3)] {
+            let words = (0..count).map(|k| format!(".param .u64 {entry}_param_{k}"));
+            assert!(words.eq(parameters(entry)), "{entry}");
+        }
+        assert_eq!(parameters("ferrywire_delay"), [".param .u64 ferrywire_delay_param_0"]);
+        // Read with their offsets: 8-byte words one by one, neighbours of 4 bytes together.
+        for (entry, offset, kind) in [
+            ("gather", offset_of!(GatherParameters, fragments), "u64"),
+            ("gather", offset_of!(GatherParameters, batch), "v2.u32"),
+            ("copy", offset_of!(CopyParameters, runs), "u64"),
+            ("copy", offset_of!(CopyParameters, stride), "u64"),
+            ("copy", offset_of!(CopyParameters, told), "u64"),
+            ("copy", offset_of!(CopyParameters, blocks), "u64"),
+            ("copy", offset_of!(CopyParameters, first), "u64"),
+            ("copy", offset_of!(CopyParameters, idle_ns), "u64"),
+            ("copy", offset_of!(CopyParameters, stay_ns), "u64"),
+            ("fill", offset_of!(PatternParameters, step), "u64"),
+            ("fill", offset_of!(PatternParameters, flip), "u64"),
+            ("fill", offset_of!(PatternParameters, offset), "u64"),
+            ("fill", offset_of!(PatternParameters, address), "u64"),
+            ("fill", offset_of!(PatternParameters, bytes), "u64"),
+        ] {
+            let at = format!("[ferrywire_{entry}_param_0+{offset}]");
+            let read =
+                ptx().lines().any(|line| line.contains(&format!("ld.param.{kind}")) && line.contains(&at));
+            assert!(read, "nobody reads {kind} at {at}");
+        }
+        assert_eq!(offset_of!(GatherParameters, slices), offset_of!(GatherParameters, batch) + 4);
+        assert_eq!(offset_of!(GatherParameters, piece_bytes), 1040);
+    }
+
+    #[test]
+    fn the_source_has_the_same_structures_and_limits() {
+        let blocks = [("BLOCK", u64::from(BLOCK)), ("BATCH", BATCH_MAX), ("LIST_BATCH", LIST_BATCH)];
+        let lists = [("WORDS", LIST_WORDS as u64), ("NUMBER_AT", u64::from(NUMBER_AT)), ("RUNS", 32)];
+        for (name, value) in blocks.into_iter().chain(lists) {
+            assert!(SOURCE.contains(&format!("#define {name} {value}\n")), "{name} {value}");
+        }
+        assert_eq!(RUNS_PER_LAUNCH_MAX, 32);
+        let fields = |name: &str| -> Vec<&str> {
+            let from = SOURCE.find(&format!("struct {name} {{\n")).unwrap();
+            let body = &SOURCE[from..][..SOURCE[from..].find('}').unwrap()];
+            body.lines()
+                .skip(1)
+                .map(|line| line.trim().trim_end_matches(';'))
+                .filter(|l| !l.is_empty())
+                .collect()
+        };
+        assert_eq!(fields("Fragment"), ["u32 source", "u32 bytes", "u64 target"]);
+        assert_eq!(
+            [offset_of!(Fragment, source), offset_of!(Fragment, bytes), offset_of!(Fragment, target)],
+            [0, 4, 8]
+        );
+        assert_eq!(fields("Run"), ["u64 fragments", "u64 count", "u64 source", "u64 target"]);
+        let run = [
+            offset_of!(GatherRun, fragments),
+            offset_of!(GatherRun, count),
+            offset_of!(GatherRun, source),
+            offset_of!(GatherRun, target),
+        ];
+        assert_eq!(run, [0, 8, 16, 24]);
+        assert_eq!(fields("Copy"), ["const u8 *source", "u8 *target", "u64 bytes"]);
+        let copy = [offset_of!(GpuCopy, source), offset_of!(GpuCopy, target), offset_of!(GpuCopy, bytes)];
+        assert_eq!(copy, [0, 8, 16]);
+        assert_eq!(
+            fields("Copies"),
+            [
+                "u64 desk",
+                "u64 runs",
+                "u64 stride",
+                "u64 told",
+                "u64 blocks",
+                "u64 first",
+                "u64 idle_ns",
+                "u64 stay_ns"
+            ]
+        );
+        let list = [
+            "u64 count",
+            "// What tells that all is copied.",
+            "u64 value",
+            "// Runs that a block takes at once, and slices, above 32 bits.",
+            "u64 batch",
+            "u64 piece_bytes",
+            "// If there is one run only, here it is, and need not be read from elsewhere.",
+            "u64 source",
+            "u64 target",
+            "u64 bytes",
+            "u64 unused",
+        ];
+        assert_eq!(fields("List"), list);
+        let only = GpuCopy { source: 6, target: 7, bytes: 8 };
+        let words = CopyList { count: 1, value: 2, batch: 3, slices: 4, piece_bytes: 5, only }.words();
+        assert_eq!(words, [1, 2, 3 | 4 << 32, 5, 6, 7, 8, 0]);
+        let desk = ["List lists[2]", "u64 begun", "u64 closed", "u64 ended", "u64 unused[5]"];
+        assert_eq!(fields("Desk").into_iter().filter(|l| !l.starts_with("//")).collect::<Vec<_>>(), desk);
+        let of_gpu = [offset_of!(CopyDesk, begun), offset_of!(CopyDesk, closed), offset_of!(CopyDesk, ended)];
+        assert_eq!((of_gpu, size_of::<CopyDesk>()), ([128, 136, 144], 192));
+        assert_eq!(fields("Blocks"), ["List said[4]", "u32 done[2]"]);
+        const { assert!(4 * 8 * LIST_WORDS + 2 * 4 <= COUNTER_BYTES) };
+        assert_eq!(
+            fields("Pattern"),
+            ["u64 key", "u64 step", "u64 flip", "u64 offset", "u64 address", "u64 bytes"]
+        );
+    }
+
+    #[test]
+    fn the_text_was_made_of_the_source_for_old_gpus() {
+        let sum = format!("// Of kernel.cu with CRC-32 {:08x}", crc32fast::hash(SOURCE.as_bytes()));
+        assert!(ptx().contains(&sum), "kernel.ptx is not of this kernel.cu: make it again; {sum}");
+        assert!(ptx().contains("\n.version 6.0\n.target sm_60\n"));
+    }
+
+    /// As the kernel does it: which pieces of which fragments each block copies.
+    fn pieces(layout: Layout, lengths: &[u64]) -> Vec<(usize, u64, u64)> {
+        let Layout { blocks, batch, slices, piece_bytes } = layout;
+        let mut out = Vec::new();
+        for block in 0..blocks {
+            let first = (block / slices) as usize * batch as usize;
+            for (fragment, length) in lengths.iter().enumerate().skip(first).take(batch as usize) {
+                let mut at = u64::from(block % slices) * piece_bytes;
+                while at < *length {
+                    out.push((fragment, at, piece_bytes.min(length - at)));
+                    at += u64::from(slices) * piece_bytes;
+                }
+            }
+        }
+        out
+    }
+
+    #[test]
+    fn a_layout_covers_each_byte_once_even_when_the_sample_was_wrong() {
+        let mut rng = ferrywire_sys::rng::Rng::new(5);
+        for round in 0..2000 {
+            let count = 1 + rng.below(if round % 10 == 0 { 5000 } else { 50 }) as usize;
+            let most = [2, 100, 5000, 4 << 20][rng.below(4) as usize];
+            let lengths: Vec<u64> = (0..count).map(|_| rng.below(most)).collect();
+            let guessed =
+                [1, 4096, lengths[0], lengths.iter().copied().max().unwrap()][rng.below(4) as usize];
+            let layout = Layout::of(count as u64, guessed, 1 + rng.below(200) as u32);
+            let mut pieces = pieces(layout, &lengths);
+            pieces.sort_unstable();
+            let mut covered = vec![0; count];
+            for (fragment, at, bytes) in pieces {
+                assert_eq!(at, covered[fragment], "{layout:?}");
+                covered[fragment] += bytes;
+            }
+            assert_eq!(covered, lengths, "{layout:?}");
+        }
+    }
+
+    #[test]
+    fn short_and_long_lists_use_the_whole_gpu() {
+        let busy = |fragments, longest| Layout::of(fragments, longest, 132);
+        // 512 KiB in 128 fragments: a block each; merged into one: a block per piece.
+        assert_eq!(busy(128, 4096), Layout { blocks: 128, batch: 1, slices: 1, piece_bytes: 4096 });
+        assert_eq!(busy(1, 512 << 10), Layout { blocks: 128, batch: 1, slices: 128, piece_bytes: 4096 });
+        // 64 MiB in fragments of 4 KiB, and 1 GiB.
+        assert_eq!(busy(16_384, 4096), Layout { blocks: 1024, batch: 16, slices: 1, piece_bytes: 4096 });
+        assert_eq!(busy(262_144, 4096).blocks, 8192);
+        assert_eq!(busy(1, 1), Layout { blocks: 1, batch: 1, slices: 1, piece_bytes: 4096 });
+    }
+
+    #[test]
+    fn the_longest_of_a_short_run_is_known() {
+        let fragments: Vec<Fragment> = (0..32)
+            .map(|k| Fragment { bytes: if k == 17 { 9000 } else { 7 }, ..Default::default() })
+            .collect();
+        let run = GatherRun { fragments: fragments.as_ptr() as u64, count: 32, ..Default::default() };
+        // SAFETY: as many as there are.
+        assert_eq!(unsafe { longest_of(&run) }, 9000);
+        // SAFETY: none is read.
+        assert_eq!(unsafe { longest_of(&GatherRun::default()) }, 0);
+    }
+}

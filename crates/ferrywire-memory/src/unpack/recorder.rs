@@ -1,0 +1,83 @@
+//! For tests: a queue that only notes what it is asked for.
+
+use super::{Extent, GatherDevice, GatherRun, Mapped};
+use crate::cuda::deferred_free;
+use crate::error::{Error, Result};
+use crate::sim::MappedBuffer;
+use crate::{GpuCopy, Place};
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+/// What a GPU was asked for, and how much of it is done.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub kernels: usize,
+    pub copies: Vec<GpuCopy>,
+    pub reached: u64,
+    /// All the memory that it has, of a CUDA GPU; none: it is a simulated one, which looks for itself.
+    pub memory: Option<Range<u64>>,
+}
+
+#[derive(Debug)]
+pub struct Recorder(pub Arc<Mutex<Seen>>);
+
+// SAFETY: it copies nothing, and gives no memory that is not there.
+unsafe impl GatherDevice for Recorder {
+    fn place(&self) -> Place {
+        if self.0.lock().unwrap().memory.is_some() { Place::Cuda(0) } else { Place::SimGpu(0) }
+    }
+
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
+        let memory = self.0.lock().unwrap().memory.clone().filter(|memory| memory.contains(&address))?;
+        Some((Place::Cuda(0), Extent { base: memory.start, bytes: memory.end - memory.start }))
+    }
+
+    fn mapped_memory(&self, _address: u64) -> Option<Extent> {
+        None
+    }
+
+    fn read(&self, _address: u64, _into: &mut [u8]) -> Result<()> {
+        Err(Error::Bug("nothing is read".into()))
+    }
+
+    fn map(&self, bytes: usize) -> Result<Mapped> {
+        let buffer = MappedBuffer::new(bytes, 1)?;
+        // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+        Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
+    }
+
+    fn gather(&mut self, _runs: &[GatherRun]) -> Result<()> {
+        self.0.lock().unwrap().kernels += 1;
+        Ok(())
+    }
+
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+        self.0.lock().unwrap().copies.extend(copies);
+        Ok(())
+    }
+
+    fn mark(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reached(&mut self) -> Result<u64> {
+        Ok(self.0.lock().unwrap().reached)
+    }
+}
+
+/// A stream that waits, for as long as this lives.
+pub struct Waiting;
+
+impl Waiting {
+    #[allow(clippy::new_without_default, reason = "a stream waits from here on")]
+    pub fn new() -> Waiting {
+        deferred_free::stream_waits();
+        Waiting
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        deferred_free::stream_goes_on();
+    }
+}

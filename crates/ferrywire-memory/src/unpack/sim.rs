@@ -1,0 +1,92 @@
+//! Gathers on a simulated GPU: a stream of it per connection.
+//!
+//! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
+//! Read next: `memory/sim/stream.rs`.
+
+use super::device::{Extent, GatherDevice, GatherRun, Mapped};
+use crate::error::{Error, Result};
+use crate::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
+use crate::{GpuCopy, Place};
+use ferrywire_proto::limits;
+use std::sync::Arc;
+
+/// A queue of a simulated GPU.
+#[derive(Debug)]
+pub struct SimQueue {
+    stream: SimStream,
+    events: [SimEvent; limits::GATHER_LAUNCHES_MAX],
+    marked: u64,
+    reached: u64,
+}
+
+impl SimQueue {
+    /// A queue of its own.
+    pub fn new(gpu: &Arc<SimGpu>) -> SimQueue {
+        SimQueue { stream: gpu.stream(), events: Default::default(), marked: 0, reached: 0 }
+    }
+
+    fn event(&self, mark: u64) -> &SimEvent {
+        &self.events[(mark % self.events.len() as u64) as usize]
+    }
+}
+
+// SAFETY: mapped buffers of the simulated GPU are ordinary memory of this process, and `SimStream` is done
+// with all memory when it is dropped.
+unsafe impl GatherDevice for SimQueue {
+    fn place(&self) -> Place {
+        Place::SimGpu(self.stream.gpu().index())
+    }
+
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
+        SimGpu::of(address).map(|(index, base, bytes)| (Place::SimGpu(index), Extent { base, bytes }))
+    }
+
+    fn mapped_memory(&self, address: u64) -> Option<Extent> {
+        SimGpu::mapped(address).map(|(base, bytes)| Extent { base, bytes })
+    }
+
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<()> {
+        Ok(self.stream.gpu().read_into_slice(address, into)?)
+    }
+
+    fn map(&self, bytes: usize) -> Result<Mapped> {
+        let buffer = MappedBuffer::new(bytes, 1)?;
+        // SAFETY: page-aligned, of that size, ours alone, and mapped as long as the buffer lives.
+        Ok(unsafe { Mapped::new(buffer.as_ptr(), bytes, buffer) })
+    }
+
+    fn gather(&mut self, runs: &[GatherRun]) -> Result<()> {
+        Ok(self.stream.gather_runs(runs.to_vec())?)
+    }
+
+    fn copy(&mut self, copies: &[GpuCopy]) -> Result<()> {
+        // One by one, so that faults strike between them too.
+        for GpuCopy { source, target, bytes } in copies {
+            self.stream.copy(*source, *target, *bytes)?;
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self) -> Result<()> {
+        if self.marked - self.reached >= self.events.len() as u64 {
+            return Err(Error::Bug("a gather has more marks under way than its queue".into()));
+        }
+        self.stream.record(self.event(self.marked))?;
+        self.marked += 1;
+        Ok(())
+    }
+
+    fn reached(&mut self) -> Result<u64> {
+        let before = self.reached;
+        while self.reached < self.marked {
+            match self.event(self.reached).query() {
+                Ok(true) => self.reached += 1,
+                Ok(false) => break,
+                // The next call tells it: those before it come first.
+                Err(_) if self.reached > before => break,
+                Err(cause) => return Err(cause.into()),
+            }
+        }
+        Ok(self.reached)
+    }
+}
