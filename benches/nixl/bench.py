@@ -9,7 +9,7 @@ held to TCP as between two hosts; `ucx-tuned`, the best settings known to us; `f
 `engine`: `ferrywire bench --blocks`. Needs the wheels nixl and numpy; of PyTorch nothing.
 
 Each figure is the median over the rounds of GB/s (1e9) over the whole time, of one transfer at a time unless `--depth` says
-more; `p50` is that of the time from one transfer's end to the next one's, as `engine`'s figure is. `post` is the time of the call that
+more; `p50` is that of the time in which as many transfers ended as are under way, as `engine`'s figure is that of intervals. `post` is the time of the call that
 posts, by descriptor. `new`: each transfer is created, posted and released; else it is prepared once and posted again.
 """
 
@@ -184,8 +184,10 @@ def initiator(arguments):
                 cpu = time.process_time() + ask("cpu") - cpu
                 name = "new " if new else ""
                 row[f"{name}gb_per_s"] = moved / spent / 1e9
-                times = [end - start for start, end in zip([began, *ends], ends)]
-                row[f"{name}p50_gb_per_s"] = block * count / statistics.median(times) / 1e9
+                # As many as are under way end together.
+                starts = [began] * arguments.depth + ends
+                times = [end - start for start, end in zip(starts, ends)][arguments.depth - 1:]
+                row[f"{name}p50_gb_per_s"] = arguments.depth * block * count / statistics.median(times) / 1e9
                 row[f"{name}post_us_per_descriptor"] = statistics.median(posts) / count * 1e6
                 row[f"{name}cpu_s_per_gb"] = cpu / (moved / 1e9)
             verified(handle, 8)

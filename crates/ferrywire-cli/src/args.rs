@@ -173,7 +173,7 @@ pub enum NixlCommand {
 #[derive(Clone, Debug, Default, Args)]
 pub struct NixlFlags {
     /// The interpreter whose packages have NIXL, or its virtual environment [default: see below]
-    #[arg(long, value_name = "PATH")]
+    #[arg(long, alias = "prefix", value_name = "PATH")]
     pub python: Option<PathBuf>,
     /// The backend's file [default: the one of this command's build or wheel]
     #[arg(long, value_name = "PATH")]

@@ -1,7 +1,7 @@
 //! A GPU, real or simulated, as the rest of the engine knows it.
 //!
 //! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
-//! `cuda` and `sim`. Read next: `mod.rs`, for memory; `unpack/device.rs`, for queues of work.
+//! `cuda` and `sim`. Read next: `lib.rs`, for memory; `unpack/device.rs`, for queues of work.
 
 use super::cuda::{self, CudaError, CudaGpu};
 use super::sim::{self, SimGpu, SimGpuError};

@@ -4,7 +4,7 @@
 //!
 //! Invariant: an address is only ever computed by `Memory::span`, after its bounds check, and the
 //! `Memory` it points into is kept alive by whoever holds the pointer.
-//! Read next: `host.rs` (the allocation), `channel/` (who fills it), [`cuda`] (real GPUs), [`sim`] (a GPU to
+//! Read next: `host.rs` (the allocation), the engine's `channel/` (who fills it), [`cuda`] (real GPUs), [`sim`] (a GPU to
 //! try things with), [`unpack`] (receives that arrive in fragments).
 
 pub mod cuda;

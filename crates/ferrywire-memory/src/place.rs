@@ -1,6 +1,6 @@
 //! Where the bytes of a region live.
 //!
-//! Read next: `mod.rs`, for regions.
+//! Read next: `lib.rs`, for regions.
 
 use crate::cuda::pointer;
 use crate::error::Result;

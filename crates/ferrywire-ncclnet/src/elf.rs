@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 
 use object::elf::{EM_AARCH64, EM_X86_64, ET_DYN, FileHeader64, PT_DYNAMIC, PT_LOAD, ProgramHeader64};
 use object::read::elf::{FileHeader, ProgramHeader};
@@ -14,6 +15,9 @@ use object::{LittleEndian, ReadCache, ReadRef};
 type Header = FileHeader64<LittleEndian>;
 type Segment = ProgramHeader64<LittleEndian>;
 
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!("name this processor's ELF machine here");
+const MAGIC: &[u8] = b"\x7fELF";
 const MACHINE: u16 = if cfg!(target_arch = "aarch64") { EM_AARCH64 } else { EM_X86_64 };
 
 /// What is wrong with a file that should be a shared library.
@@ -34,12 +38,22 @@ pub enum Defect {
 
 /// Checks the headers of a file.
 pub fn check(file: &File) -> io::Result<Result<(), Defect>> {
-    Ok(check_headers(&ReadCache::new(file), file.metadata()?.len()))
+    let file_bytes = file.metadata()?.len();
+    if file_bytes >= MAGIC.len() as u64 {
+        file.read_exact_at(&mut [0; MAGIC.len()], 0)?;
+    }
+    match check_headers(&ReadCache::new(file), file_bytes) {
+        // The reader does not say why it has failed.
+        Err(Defect::Truncated { needed_bytes, .. }) if needed_bytes <= file_bytes => {
+            Err(io::Error::other("its headers cannot be read"))
+        }
+        checked => Ok(checked),
+    }
 }
 
 fn check_headers<'a>(data: impl ReadRef<'a>, file_bytes: u64) -> Result<(), Defect> {
     let truncated = |needed_bytes| Defect::Truncated { file_bytes, needed_bytes };
-    if data.read_bytes_at(0, 4) != Ok(b"\x7fELF") {
+    if data.read_bytes_at(0, MAGIC.len() as u64) != Ok(MAGIC) {
         return Err(Defect::NotElf);
     }
     let header: &Header = data.read_at(0).map_err(|()| truncated(size_of::<Header>() as u64))?;

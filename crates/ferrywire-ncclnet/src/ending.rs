@@ -1,13 +1,13 @@
 //! How a plugin ends the process it runs in: what explains it, and a hook that tells it.
 //!
 //! Plugins call `exit` where they should return an error, inside a call or on a thread of their own, often
-//! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`], [`super::Watched`]).
+//! without a word. Who supervises the process hears of it there ([`super::log::tee_to_fd`], [`super::SupervisedProcess`]).
 //! In a program that hosts a plugin itself, the hook prints one line to standard error: plugin, call, device,
 //! what the plugin warned of last, and the fix where the cause is known. Against signals only a process of its own helps.
 //!
 //! Invariant: an end that the program itself wants is not told: the thread that ends the process has to be in
 //! a plugin's call, or code of a plugin has to be on its stack.
-//! Read next: `cause.rs`, what warnings tell; `clock.rs`, which knows the calls; `watched.rs`.
+//! Read next: `cause.rs`, what warnings tell; `clock.rs`, which knows the calls; `supervised.rs`.
 
 use std::ffi::{c_int, c_void};
 use std::panic::catch_unwind;

@@ -29,6 +29,9 @@ const CLOSING_TIMEOUT: Duration = Duration::from_secs(1);
 /// A thread without anything to do looks again after this, at the latest.
 const IDLE: Duration = Duration::from_secs(600);
 
+/// Address of the transfer that the process asked for last; 0 after a post, and after a question for notifications.
+static ASKED: AtomicUsize = AtomicUsize::new(0);
+
 pub struct Agent {
     shared: Arc<Shared>,
     /// Connection information, as bytes.
@@ -45,8 +48,6 @@ struct Shared {
     remotes: RwLock<HashMap<String, Arc<Remote>>>,
     inbox: Mutex<Inbox>,
     transfers: Transfers,
-    /// Address of the transfer that the last call asked for; 0 after other calls.
-    asked: AtomicUsize,
     connect_timeout: Duration,
     /// All agents share the secret of the environment.
     secret_is_shared: bool,
@@ -97,7 +98,6 @@ impl Agent {
             remotes: RwLock::default(),
             inbox: Mutex::default(),
             transfers: Transfers::default(),
-            asked: AtomicUsize::new(0),
             connect_timeout: settings.connect_timeout,
             secret_is_shared: settings.secret.is_some(),
             wakeup,
@@ -247,6 +247,7 @@ impl Agent {
     }
 
     pub fn post(&self, transfer: &Arc<Transfer>, notification: Option<Vec<u8>>) -> Status {
+        ASKED.store(0, Ordering::Relaxed);
         let own = notification.clone().filter(|_| transfer.is_within());
         let status = transfer.post(notification, &self.context());
         if status == Status::SUCCESS
@@ -259,13 +260,13 @@ impl Agent {
 
     pub fn check(&self, transfer: &Transfer) -> Status {
         let one = std::ptr::from_ref(transfer).addr();
-        let alone = self.shared.asked.swap(one, Ordering::Relaxed) == one;
+        let alone = ASKED.swap(one, Ordering::Relaxed) == one;
         transfer.check(&self.context(), alone)
     }
 
     /// The next notification. What cannot be delivered is put back.
     pub fn notifications(&self, mut deliver: impl FnMut(&Delivered) -> bool) -> Status {
-        self.shared.asked.store(0, Ordering::Relaxed);
+        ASKED.store(0, Ordering::Relaxed);
         let mut inbox = self.shared.inbox();
         inbox.collect();
         while let Some(notification) = inbox.take() {

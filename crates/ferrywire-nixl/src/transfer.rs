@@ -275,7 +275,7 @@ impl Transfer {
         }
     }
 
-    /// How it stands. What has to follow the bytes is sent here. `alone`: the agent's call before asked the same.
+    /// How it stands. What has to follow the bytes is sent here. `alone`: the process's call before asked the same.
     pub fn check(&self, context: &Context<'_>, alone: bool) -> Status {
         let mut phase = self.phase();
         let Step::Moving { transfer, .. } = &phase.step else {

@@ -1,7 +1,7 @@
 //! Which NIC each channel of a peer goes over: evenly, or by speed where every NIC tells its own.
 //!
 //! The engine deals so when it connects, and a topology's plan shows it: this is the one place for both.
-//! Read next: `control/pairs.rs`, for what is dealt to; the crate `ferrywire-host`.
+//! Read next: the engine's `control/pairs.rs`, for what is dealt to; the crate `ferrywire-host`.
 
 /// For each of so many channels the NIC, by its place among those with these speeds. Of equals the one at `first` comes
 /// first, and the others follow in their order.

@@ -5,7 +5,7 @@
 //! acknowledged by count; each header also carries the count received the other way.
 //!
 //! Invariant: [`Header::decode`] accepts nothing that breaks a limit of `limits.rs`, so what it returns
-//! can be used to size buffers. Pure: bytes in, values out. Read next: `window.rs`, `channel/`.
+//! can be used to size buffers. Pure: bytes in, values out. Read next: `window.rs`, the engine's `channel/`.
 
 use crate::limits;
 

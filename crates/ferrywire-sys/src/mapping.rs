@@ -2,7 +2,7 @@
 //!
 //! Invariant: an [`AddressRange`] owns its addresses until it is dropped, so nothing else is ever mapped
 //! there meanwhile. All calls are safe, since nothing here makes a reference or touches a byte.
-//! Read next: `memory/sim/allocation.rs`, which makes two ranges of one memory.
+//! Read next: `sim/allocation.rs` of `ferrywire-memory`, which makes two ranges of one memory.
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};

@@ -1,7 +1,7 @@
 //! The network interfaces of this host, and which of them the routing table would take.
 //!
 //! IPv6 link-local addresses are left out: without a scope nobody could dial them.
-//!
+//! Read next: `tcp/tuning.rs` of `ferrywire-net`, which judges a path by them.
 
 use std::ffi::{CStr, CString};
 use std::fs;

@@ -18,6 +18,7 @@ mod hosted;
 mod kills;
 mod lanes;
 mod launched;
+mod layers;
 mod matrix;
 mod nixl;
 mod plugin;

@@ -86,10 +86,15 @@ impl Environment {
         self.home.path().join("bin/python")
     }
 
-    /// The command for this environment.
+    /// The command for this environment, which is named by its interpreter, or by its folder.
     fn command(&self, args: &str) -> Command {
         let mut command = untouched(ferrywire(&format!("nixl {args}")));
-        command.arg("--python").arg(self.python()).arg("--library").arg(library());
+        if args.starts_with("remove") {
+            command.arg("--prefix").arg(self.home.path());
+        } else {
+            command.arg("--python").arg(self.python());
+        }
+        command.arg("--library").arg(library());
         command
     }
 

@@ -6,7 +6,7 @@
 //! gets it, and the rest goes when something is dropped at a better time, at the latest with the last endpoint. Where much
 //! piles up that is of no use to anybody, or memory runs out, a thread frees it meanwhile.
 //!
-//! Invariant: nothing is freed while a stream waits for a transfer of this process. Read next: `ordering.rs`, where
+//! Invariant: nothing is freed while a stream waits for a transfer of this process. Read next: the engine's `ordering.rs`, where
 //! streams begin to wait.
 
 use super::allocation::Block;

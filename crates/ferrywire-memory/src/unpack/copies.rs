@@ -4,7 +4,7 @@
 //! done by the gather's kernel, which reads a list in mapped memory.
 //!
 //! Invariant: the list is unchanged until the copies are done; there is one list, and so one batch at a time.
-//! Read next: `device.rs`; `payload/plugin/lane.rs`, who packs.
+//! Read next: `device.rs`; the engine's `payload/plugin/lane.rs`, who packs.
 
 use super::device::{self, GatherDevice, GatherRun, Mapped};
 use super::table::Fragment;

@@ -4,7 +4,7 @@
 //! driver. A GPU that has failed writes no such word, so the driver is asked too, now and then.
 //!
 //! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
-//! Read next: `kernels.rs`, `memory/cuda/stream.rs`.
+//! Read next: `kernels.rs`, `../cuda/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};

@@ -3,7 +3,7 @@
 //! A list's life: `filled -> posted -> taken -> told`. The kernel takes the next one as long as it stays; whoever posts
 //! one that it did not take launches it anew.
 //! Invariant: the structures here are those of `kernel.cu`; tests of `kernels.rs` compare them.
-//! Read next: `kernels.rs`, which launches; `staging/kernel.rs`, who posts.
+//! Read next: `kernels.rs`, which launches; the engine's `staging/kernel.rs`, who posts.
 
 use super::kernels::PIECE_BYTES;
 use crate::GpuCopy;

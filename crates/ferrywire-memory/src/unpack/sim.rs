@@ -1,7 +1,7 @@
 //! Gathers on a simulated GPU: a stream of it per connection.
 //!
 //! Invariant: what [`GatherDevice`] asks for. A dropped stream is done with its memory.
-//! Read next: `memory/sim/stream.rs`.
+//! Read next: `../sim/stream.rs`.
 
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::error::{Error, Result};

@@ -4,7 +4,7 @@
 //! microseconds where a GPU is shared, for milliseconds where it is full. So when several have not begun after [`PATIENCE`],
 //! and none in between has, everybody goes to the copy engines for a while; after that a single copy tries again.
 //!
-//! Pure: times are given. Read next: `staging/kernel.rs`, who asks.
+//! Pure: times are given. Read next: the engine's `staging/kernel.rs`, who asks.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;

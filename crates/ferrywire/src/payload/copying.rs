@@ -1,6 +1,6 @@
 //! Copies between a slot and the ranges of one message, for lanes: on the host at once, on a GPU in a queue of its own.
 //!
-//! Read next: `memory/unpack/copies.rs`.
+//! Read next: `unpack/copies.rs` of `ferrywire-memory`.
 
 use super::lane::{Run, Way, copy_on_host};
 use crate::error::{Error, Result};

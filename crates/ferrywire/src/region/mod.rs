@@ -1,7 +1,7 @@
 //! What users hold of registered memory: it deregisters the memory when it is dropped.
 //!
 //! Invariant: when a region is deregistered, no thread, NIC or GPU touches its memory any more; the endpoint sees to that
-//! (`RegionHome`). Read next: `../memory/mod.rs`, the memory; `../releaser.rs`, who drops what users gave with it.
+//! (`RegionHome`). Read next: the crate `ferrywire-memory`, the memory; `../releaser.rs`, who drops what users gave with it.
 
 pub mod pattern;
 mod remote;

@@ -2,7 +2,7 @@
 //!
 //! For benchmarks and tests, which would else measure copies to the host.
 //! Invariant: what is written or read lies inside of the region, which is checked before anything begins.
-//! Read next: `../memory/pattern.rs`.
+//! Read next: `pattern.rs` of `ferrywire-memory`.
 
 use super::Region;
 use crate::error::Result;

@@ -16,7 +16,7 @@
 //! it goes while something is posted, it tells whether it has taken that.
 //!
 //! Invariant: a list and its runs belong to one batch until its mark is reached, or the kernel says that it was not taken.
-//! Read next: `memory/unpack/kernels.rs`; `sm_backoff.rs` there, when nobody asks multiprocessors.
+//! Read next: `unpack/kernels.rs` of `ferrywire-memory`; `sm_backoff.rs` there, when nobody asks multiprocessors.
 
 use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;

@@ -6,7 +6,7 @@
 //!
 //! Invariant: a list is unchanged until the launch that reads it is done; sources and target are the caller's until
 //! [`Gatherer::poll`] has said so. Dropped, it touches no memory any more.
-//! Read next: `receiving.rs`, who asks; `memory/unpack/device.rs`, the GPU's side.
+//! Read next: `receiving.rs`, who asks; `unpack/device.rs` of `ferrywire-memory`, the GPU's side.
 
 use crate::error::{Error, Result};
 use ferrywire_memory::GpuCopy;

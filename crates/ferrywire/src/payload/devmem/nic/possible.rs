@@ -1,6 +1,6 @@
 //! Whether a NIC can do devmem TCP, as far as it can be told without changing anything.
 //!
-//! Read next: `../../../topology/`, which shows it.
+//! Read next: `topology/` of `ferrywire-host`, which shows it.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
