@@ -157,13 +157,13 @@ impl Memory {
         Ok(Arc::new(Memory::new(base, len, Place::Host, 0, Keeper::Owned { _buffer: buffer })))
     }
 
-    /// Likewise of the host, where a GPU reaches it too.
+    /// Host memory of the engine's own that a GPU reaches too, and that no peer can name.
     pub fn mapped(mapped: unpack::Mapped, bytes: usize) -> Arc<Memory> {
         let base = mapped.at(0, bytes);
         Arc::new(Memory::new(base, bytes as u64, Place::Host, 0, Keeper::Mapped { _mapped: mapped }))
     }
 
-    /// Likewise on a GPU.
+    /// Memory of the engine's own on a GPU, which no peer can name.
     pub fn private_on(gpu: &Gpu, bytes: usize) -> Result<Arc<Memory>> {
         let (base, len, place, keeper) = match gpu {
             Gpu::Sim(gpu) => of_sim(gpu.alloc(bytes, PAGE_BYTES)?),

@@ -124,6 +124,13 @@ mod tests {
         }
     }
 
+    /// It was told as a file that is no ELF file.
+    #[test]
+    fn what_cannot_be_read_is_an_error_of_the_system() {
+        let folder = File::open("/").unwrap();
+        assert_eq!(check(&folder).unwrap_err().raw_os_error(), Some(libc::EISDIR));
+    }
+
     #[test]
     fn other_files_are_told_apart() {
         assert_eq!(checked(b""), Err(Defect::NotElf));

@@ -42,7 +42,7 @@ pub struct Agent {
 
 struct Shared {
     name: String,
-    /// The same as it goes with notifications.
+    /// The agent's name as notifications carry it.
     sender: Arc<[u8]>,
     endpoint: Endpoint,
     remotes: RwLock<HashMap<String, Arc<Remote>>>,

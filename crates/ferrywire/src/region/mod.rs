@@ -27,7 +27,7 @@ pub(crate) trait RegionHome: Send + Sync {
     /// GPU does not get on, too.
     fn release(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
     /// Returns when every thread of this endpoint has left what it was in the middle of, and looks at the memory anew.
-    /// `at_any_cost` as above.
+    /// `at_any_cost`: by losing channels whose GPU does not get on, too.
     fn interrupt(&self, memory: &Arc<Memory>, at_any_cost: bool) -> Result<()>;
     /// Sees to it that its owner is dropped when that is so, and returns at once.
     fn release_later(&self, memory: Arc<Memory>);
@@ -64,7 +64,7 @@ impl Registration {
         Ok(())
     }
 
-    /// Nobody names the region any more: operations under way go on, and its owner stays until they have ended.
+    /// The last handle of the region is dropped: operations in flight go on, and the memory's owner stays until they have ended.
     fn end_later(&self) {
         match self.home.upgrade() {
             Some(home) => {
