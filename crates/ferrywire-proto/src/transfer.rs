@@ -32,6 +32,16 @@ pub enum Pieces {
 }
 
 impl Pieces {
+    /// Pieces in this order, joined where they touch on both sides; one empty piece where none has bytes.
+    pub fn joined(pieces: impl IntoIterator<Item = Piece>) -> Pieces {
+        let mut merged = merge(pieces);
+        match merged.len() {
+            0 => Pieces::One(Piece { local: 0, remote: 0, len: 0 }),
+            1 => Pieces::One(merged.remove(0)),
+            _ => Pieces::Many(merged.into()),
+        }
+    }
+
     /// The pieces in order.
     pub fn as_slice(&self) -> &[Piece] {
         match self {

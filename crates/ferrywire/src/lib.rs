@@ -45,46 +45,32 @@
 //! of Linux are `ferrywire-sys`.
 
 #[cfg(test)]
+mod adversarial_tests;
+mod api;
+#[cfg(test)]
 #[allow(dead_code, reason = "the simulated plugin's own tests use all of it")]
 #[path = "../../ferrywire-tcpx-sim/tests/rules/case.rs"]
 mod case;
-mod channel;
 mod config;
 mod control;
-pub mod endpoint;
-mod engine;
+mod core;
 mod error;
-#[cfg(test)]
-mod hostile_tests;
-mod inbound;
-mod operation;
-pub mod orchestrator;
-mod ordering;
 pub mod payload;
-mod peer;
-mod posted;
-mod progress;
-mod queue;
-pub mod region;
-mod releaser;
-mod staging;
-mod stats;
-mod wakeup;
 
+pub use api::endpoint::{Builder, Connecting, Endpoint};
+pub use api::orchestrator::{self, Orchestrator};
+pub use api::peer::{Block, BlockList, Lengths, Peer};
+pub use api::region::{self, Region, RemoteRegion};
+pub use api::wakeup::Wakeup;
 pub use config::Config;
 pub use control::ConnectTarget;
-pub use endpoint::{Builder, Connecting, Endpoint};
+pub use core::operation::Transfer;
+pub use core::ordering::Ready;
+pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use error::{Error, Fault, Result};
 pub use ferrywire_memory::{self as memory, Place};
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
-pub use operation::Transfer;
-pub use orchestrator::Orchestrator;
-pub use ordering::Ready;
 pub use payload::devmem::{DevmemConfig, DevmemStats};
 pub use payload::plugin::PluginConfig;
-pub use peer::{Block, BlockList, Lengths, Peer};
-pub use region::{Region, RemoteRegion};
-pub use stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
-pub use wakeup::Wakeup;

@@ -28,8 +28,8 @@ const QUOTED: &[(&str, &[(&str, &str)])] = &[
         &[
             ("ferrywire-cli/src/bench/fleet.rs", "GPU {} to GPU {}"),
             ("ferrywire/src/error.rs", "lost peer {}: {}"),
-            ("ferrywire/src/peer/state.rs", "{} of {} channels up"),
-            ("ferrywire/src/peer/state.rs", "; last lost: {}"),
+            ("ferrywire/src/core/peer/state.rs", "{} of {} channels up"),
+            ("ferrywire/src/core/peer/state.rs", "; last lost: {}"),
             ("ferrywire/src/control/link/fences.rs", "channel {} over {}"),
         ],
     ),

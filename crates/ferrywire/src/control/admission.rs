@@ -1,10 +1,10 @@
 //! Who may come in: the book of sessions that handshakes look things up in.
 
+use super::accept_queue::{AcceptQueue, Seat};
 use super::full;
 use super::lanes::LANE;
-use super::lobby::{Lobby, Seat};
 use crate::config::Secret;
-use crate::payload::carrier::{self, Carrier};
+use crate::payload::payload_backend::{self, PayloadBackend};
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
@@ -15,15 +15,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Sessions that exist, and what we say of ourselves.
-pub(super) struct Book {
+pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
-    carrier: Option<Carrier>,
+    carrier: Option<PayloadBackend>,
     /// Why there is none, where one was tried.
     no_carrier: Option<String>,
     sessions: HashMap<u64, Known>,
-    lobby: Arc<Lobby>,
+    lobby: Arc<AcceptQueue>,
 }
 
 struct Known {
@@ -35,23 +35,23 @@ struct Known {
     config: Config,
 }
 
-impl Book {
+impl SessionTable {
     pub fn new(
         me: Hello,
         secret: Option<Secret>,
         secret_needed: bool,
-        carrier: Option<Carrier>,
+        carrier: Option<PayloadBackend>,
         no_carrier: Option<String>,
-        lobby: Arc<Lobby>,
-    ) -> Book {
-        Book { me, secret, secret_needed, carrier, no_carrier, sessions: HashMap::new(), lobby }
+        lobby: Arc<AcceptQueue>,
+    ) -> SessionTable {
+        SessionTable { me, secret, secret_needed, carrier, no_carrier, sessions: HashMap::new(), lobby }
     }
 
     /// The session as we take it: whether payload goes over lanes is settled here.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
         let same_host = peer.shares_host(&self.me) == Some(true);
         let (carrier, none) = (self.carrier.as_ref(), self.no_carrier.as_deref());
-        let extra = carrier::answer(carrier, none, &config.extra, same_host, config)?;
+        let extra = payload_backend::answer(carrier, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })
     }
 
@@ -84,17 +84,17 @@ impl Book {
 
 /// One handshake's view of the book.
 pub(super) struct Admitter {
-    book: Arc<Mutex<Book>>,
+    book: Arc<Mutex<SessionTable>>,
     /// The new peer's place, until its link has one.
     seat: Option<Seat>,
 }
 
 impl Admitter {
-    pub fn new(book: Arc<Mutex<Book>>) -> Admitter {
+    pub fn new(book: Arc<Mutex<SessionTable>>) -> Admitter {
         Admitter { book, seat: None }
     }
 
-    fn book(&self) -> MutexGuard<'_, Book> {
+    fn book(&self) -> MutexGuard<'_, SessionTable> {
         self.book.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

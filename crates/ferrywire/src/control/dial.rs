@@ -1,12 +1,12 @@
 //! A connection that we make, until its handshake is done.
 
 use super::link::Link;
-use super::{Lobby, read_in, write_out};
+use super::{AcceptQueue, read_in, write_out};
 use crate::config::Secret;
-use crate::engine::Engine;
+use crate::core::context::Engine;
+use crate::core::peer::PeerState;
 use crate::error::{Error, Result};
 use crate::payload::terms;
-use crate::peer::PeerState;
 use ferrywire_net::{Bound, Conn, ConnOptions, Nic};
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::{
@@ -66,7 +66,7 @@ pub(super) enum DialFor {
     /// A new session; an end that is busy is asked again until then.
     New {
         target: ConnectTarget,
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
         until: Duration,
         /// Why payload is to go over the connections alone, if it is.
         without: Option<String>,

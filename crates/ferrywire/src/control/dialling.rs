@@ -6,8 +6,8 @@
 
 use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
-use super::{Control, Lobby};
-use crate::engine::Engine;
+use super::{AcceptQueue, Control};
+use crate::core::context::Engine;
 use crate::error::Error;
 use ferrywire_proto::handshake::{Outcome, RefusalCode};
 use ferrywire_proto::limits;
@@ -17,7 +17,7 @@ use std::time::Duration;
 
 impl Control {
     /// Starts to connect; the result comes to the lobby.
-    pub fn connect(&mut self, engine: &Engine, target: ConnectTarget, lobby: Arc<Lobby>) {
+    pub fn connect(&mut self, engine: &Engine, target: ConnectTarget, lobby: Arc<AcceptQueue>) {
         // Since whoever closes has told all dials, one more would not be told.
         if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return lobby.put(Err(Error::Closed));
@@ -37,7 +37,7 @@ impl Control {
         &mut self,
         engine: &Engine,
         target: ConnectTarget,
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
         why: String,
         now: Duration,
     ) {
@@ -49,7 +49,7 @@ impl Control {
     }
 
     /// Gives up a connect that nobody has answered; false when there is none.
-    pub fn withdraw_dial(&mut self, lobby: &Arc<Lobby>) -> bool {
+    pub fn withdraw_dial(&mut self, lobby: &Arc<AcceptQueue>) -> bool {
         let theirs =
             |what: &DialFor| matches!(what, DialFor::New { lobby: one, .. } if Arc::ptr_eq(one, lobby));
         let before = self.dials.len() + self.redials.len();
@@ -59,7 +59,7 @@ impl Control {
     }
 
     /// Gives up a connect, however far it is.
-    pub fn withdraw(&mut self, engine: &Engine, lobby: &Arc<Lobby>) {
+    pub fn withdraw(&mut self, engine: &Engine, lobby: &Arc<AcceptQueue>) {
         let now = self.now(engine);
         if !self.withdraw_dial(lobby) {
             self.attention.touch_all();

@@ -9,16 +9,16 @@
 //!
 //! Invariant: a lane that does not come about costs its channel, and before the peer is up the session, with
 //! the same reason at both ends.
-//! Read next: `payload/carrier.rs`, `payload/plugin/setup.rs`, `payload/devmem/setup.rs`.
+//! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`, `payload/devmem/setup.rs`.
 
 use super::dial::{Announced, Dial, DialFor};
 use super::link::{Link, Slot};
-use crate::channel::Channel;
-use crate::engine::Engine;
+use crate::core::channel::Channel;
+use crate::core::context::Engine;
+use crate::core::posted::Posted;
 use crate::error::Error;
-use crate::payload::carrier::Carrier;
 use crate::payload::lane::{Progress, Setup};
-use crate::posted::Posted;
+use crate::payload::payload_backend::PayloadBackend;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use ferrywire_proto::limits;
@@ -44,7 +44,7 @@ struct Waiting {
 /// All of one peer's.
 pub(super) struct Lanes {
     /// What they are of; without, there are none.
-    carrier: Option<Carrier>,
+    carrier: Option<PayloadBackend>,
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that came before our end of the connection stood.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
@@ -61,7 +61,7 @@ struct InVain {
 }
 
 impl Lanes {
-    pub fn new(carrier: Option<Carrier>) -> Lanes {
+    pub fn new(carrier: Option<PayloadBackend>) -> Lanes {
         Lanes {
             carrier,
             waiting: BTreeMap::new(),
@@ -105,7 +105,7 @@ impl Lanes {
         self.waiting.get(&index).map(|waiting| waiting.setup.age(now)).unwrap_or_default()
     }
 
-    pub fn carrier(&self) -> Option<Carrier> {
+    pub fn carrier(&self) -> Option<PayloadBackend> {
         self.carrier.clone()
     }
 
@@ -131,7 +131,7 @@ impl Lanes {
     /// How long channels may take until a peer is taken as it is, with some and with none of them: longer
     /// where lanes are set up.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
-        let more = self.carrier.as_ref().map(Carrier::setup_limit).unwrap_or_default();
+        let more = self.carrier.as_ref().map(PayloadBackend::setup_limit).unwrap_or_default();
         (some + more, none + more)
     }
 }
@@ -140,7 +140,7 @@ impl Link {
     /// The connection of a channel stands: begins to set up its lane.
     pub(super) fn start_lane(
         &mut self,
-        carrier: Carrier,
+        carrier: PayloadBackend,
         engine: &Engine,
         conn: Box<dyn Conn>,
         index: u16,
@@ -203,7 +203,7 @@ impl Link {
                     let setup_us = setup.age(now).as_micros() as u64;
                     counters.lane.setup_us.store(setup_us, Ordering::Relaxed);
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
-                    let limit = self.lanes.carrier.as_ref().map(Carrier::stall_limit);
+                    let limit = self.lanes.carrier.as_ref().map(PayloadBackend::stall_limit);
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
                     let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);

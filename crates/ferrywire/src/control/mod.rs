@@ -5,25 +5,25 @@
 //! until it has proven itself; one that we make is a [`Dial`]; what belongs to one peer is a [`Link`].
 //!
 //! Invariant: nothing here blocks, and what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`.
-//! Read next: `accepting.rs`, `dialling.rs`, `attention.rs`, `link/`.
+//! Read next: `accepting.rs`, `dialling.rs`, `ready_set.rs`, `link/`.
 
+mod accept_queue;
 mod accepting;
 mod admission;
-mod attention;
 mod dial;
 mod dialling;
 mod lanes;
 mod link;
-mod lobby;
 mod pairs;
+mod ready_set;
 
-use crate::engine::{Engine, Event};
+use crate::core::context::{Engine, Event};
+use crate::core::peer::PeerState;
 use crate::error::{Error, Result};
 use crate::payload::plugin::CallWatch;
-use crate::peer::PeerState;
+pub(crate) use accept_queue::AcceptQueue;
 use accepting::Incoming;
-use admission::Book;
-use attention::{Attention, LOOK_AT_ALL, token};
+use admission::SessionTable;
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
@@ -34,7 +34,7 @@ use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
-pub(crate) use lobby::Lobby;
+use ready_set::{LOOK_AT_ALL, ReadySet, token};
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
@@ -60,9 +60,9 @@ pub(crate) struct Control {
     /// Connects whose other end was busy, and when to dial again.
     redials: Vec<(Duration, DialFor)>,
     links: BTreeMap<u64, Link>,
-    attention: Attention,
-    book: Arc<Mutex<Book>>,
-    lobby: Arc<Lobby>,
+    attention: ReadySet,
+    book: Arc<Mutex<SessionTable>>,
+    lobby: Arc<AcceptQueue>,
     poller: Arc<Poller>,
     clock: Clock,
     me: Hello,
@@ -89,7 +89,7 @@ impl Control {
         listeners: Vec<Box<dyn Listener>>,
         addresses: Vec<ListenAddress>,
         boot_id: [u8; 16],
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
     ) -> io::Result<Control> {
         let me = Hello {
             identity: engine.identity.0,
@@ -107,14 +107,14 @@ impl Control {
             }
         }
         let (carrier, none) = (engine.carrier.clone(), engine.no_carrier.clone());
-        let book = Book::new(me.clone(), secret, needed, carrier, none, lobby.clone());
+        let book = SessionTable::new(me.clone(), secret, needed, carrier, none, lobby.clone());
         Ok(Control {
             listeners,
             incoming: VecDeque::new(),
             dials: Vec::new(),
             redials: Vec::new(),
             links: BTreeMap::new(),
-            attention: Attention::default(),
+            attention: ReadySet::default(),
             book: Arc::new(Mutex::new(book)),
             lobby,
             poller,

@@ -10,8 +10,8 @@
 //! [`Lane::window`].
 //! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
 
+use crate::core::stats::LaneBy;
 use crate::error::Error;
-use crate::stats::LaneBy;
 use ferrywire_memory::Memory;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;

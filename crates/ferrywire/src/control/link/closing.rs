@@ -1,9 +1,9 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
 use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
+use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
-use crate::control::lobby::Lobby;
-use crate::engine::Engine;
+use crate::core::context::Engine;
 use crate::error::Error;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
@@ -124,7 +124,7 @@ impl Link {
     }
 
     /// Ends the session if it is not up and whoever waits for it in this lobby has given up.
-    pub(in crate::control) fn withdraw(&mut self, lobby: &Arc<Lobby>, now: Duration) {
+    pub(in crate::control) fn withdraw(&mut self, lobby: &Arc<AcceptQueue>, now: Duration) {
         if !self.lobby.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, lobby)) {
             return;
         }
@@ -164,7 +164,7 @@ impl Link {
     }
 
     /// Where to connect to once more, for whom, and why without lanes; once.
-    pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<Lobby>, String)> {
+    pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<AcceptQueue>, String)> {
         let Role::Connector { target, .. } = &self.role else { return None };
         Some((target.clone(), self.lobby.take()?, self.without.take()?))
     }

@@ -2,11 +2,11 @@
 //! the others.
 
 use super::{Link, Slot, Stage};
-use crate::channel::Remains;
-use crate::engine::Engine;
+use crate::core::channel::Remains;
+use crate::core::context::Engine;
+use crate::core::posted::SENT_UNREADABLE;
+use crate::core::worker::{self, Command};
 use crate::error::Error;
-use crate::posted::SENT_UNREADABLE;
-use crate::progress::{self, Command};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
 use ferrywire_proto::wire::Refusal;
@@ -174,7 +174,7 @@ impl Link {
             let why = format!("{why}; at the peer: {theirs}; {last}");
             return self.part_with(Error::PeerLost { peer: self.peer.name().into(), why }, now);
         }
-        progress::kick(&self.peer, u64::MAX);
+        worker::kick(&self.peer, u64::MAX);
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 == Slot::Fencing {
             // One that did not last is not dialled in a hot loop.

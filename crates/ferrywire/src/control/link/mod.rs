@@ -16,17 +16,17 @@ mod setup;
 #[cfg(test)]
 mod vanishing;
 
+use super::accept_queue::{AcceptQueue, Seat};
 use super::dial::{Announced, ConnectTarget, bulk_options};
 use super::lanes::Lanes;
-use super::lobby::{Lobby, Seat};
 use super::pairs::{Pair, leads_to_us, pairs};
 use super::{read_in, write_out};
-use crate::engine::Engine;
+use crate::core::context::Engine;
+use crate::core::peer::{PeerInfo, PeerState};
+use crate::core::queue::Entry;
 use crate::error::Error;
-use crate::payload::carrier::Carrier;
+use crate::payload::payload_backend::PayloadBackend;
 use crate::payload::terms::{Terms, reason_without};
-use crate::peer::{PeerInfo, PeerState};
-use crate::queue::Entry;
 use ferrywire_net::{Conn, ConnOptions};
 use ferrywire_proto::Identity;
 use ferrywire_proto::channel_assignment::spread;
@@ -157,7 +157,7 @@ pub(super) struct Link {
     /// A resumption was refused because nobody there knows the session.
     disowned: Option<String>,
     /// Who waits for the peer to be up; `None` once told.
-    lobby: Option<Arc<Lobby>>,
+    lobby: Option<Arc<AcceptQueue>>,
     /// Its place there, until it is in the queue.
     seat: Option<Seat>,
     error: Option<Error>,
@@ -181,7 +181,7 @@ impl Link {
         conn: Box<dyn Conn>,
         target: ConnectTarget,
         established: Established,
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -204,7 +204,7 @@ impl Link {
         conn: Box<dyn Conn>,
         remote: SocketAddr,
         established: Established,
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -220,7 +220,7 @@ impl Link {
         remote: SocketAddr,
         established: Established,
         role: Role,
-        lobby: Arc<Lobby>,
+        lobby: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -234,7 +234,7 @@ impl Link {
         let (carrier, refused) = carrier_of(engine, &config, same_host);
         let (transport, transport_why) = transport_of(engine, carrier.as_ref(), &config);
         let lanes_optional =
-            carrier.as_ref().is_some_and(Carrier::optional) && Terms::decode(&config.extra).optional();
+            carrier.as_ref().is_some_and(PayloadBackend::optional) && Terms::decode(&config.extra).optional();
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),
@@ -447,7 +447,7 @@ impl Link {
             }
         }
         for message in messages {
-            self.obey(engine, message, now);
+            self.run_commands(engine, message, now);
         }
         worked
     }
@@ -508,7 +508,7 @@ impl Link {
         }
     }
 
-    fn obey(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
+    fn run_commands(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
         match message {
             ControlMessage::Fence { channel, generation, placed, refused, reason } => {
                 self.fenced_by_peer(engine, channel, generation, (placed, refused), &reason, now);
@@ -528,7 +528,11 @@ impl Link {
 }
 
 /// What carries the payload of a session, and why it cannot.
-fn carrier_of(engine: &Engine, config: &SessionConfig, same_host: bool) -> (Option<Carrier>, Option<String>) {
+fn carrier_of(
+    engine: &Engine,
+    config: &SessionConfig,
+    same_host: bool,
+) -> (Option<PayloadBackend>, Option<String>) {
     let Some(carrier) = engine.carrier.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
@@ -545,12 +549,12 @@ fn carrier_of(engine: &Engine, config: &SessionConfig, same_host: bool) -> (Opti
 /// How the payload of a session travels, and why so where that was a choice.
 fn transport_of(
     engine: &Engine,
-    carrier: Option<&Carrier>,
+    carrier: Option<&PayloadBackend>,
     config: &SessionConfig,
 ) -> (&'static str, String) {
     match (carrier, &engine.carrier) {
-        (Some(_), Some(Carrier::Devmem(_))) => (engine.payload_name(), "both ends can".into()),
-        (None, Some(Carrier::Devmem(_))) => {
+        (Some(_), Some(PayloadBackend::Devmem(_))) => (engine.payload_name(), "both ends can".into()),
+        (None, Some(PayloadBackend::Devmem(_))) => {
             let why =
                 reason_without(&config.extra).unwrap_or_else(|| "the other end did not offer devmem".into());
             tracing::info!("payload goes over tcp: {why}");

@@ -1,13 +1,13 @@
 //! Channels on their way: announced, dialled, accepted, and when the peer is up.
 
 use super::{Link, Role, Slot, Stage};
-use crate::channel::Channel;
+use crate::api::peer::Peer;
 use crate::control::dial::{Announced, Dial, DialFor, bulk_options};
 use crate::control::pairs::{Pair, by_route};
-use crate::engine::Engine;
+use crate::core::channel::Channel;
+use crate::core::context::Engine;
+use crate::core::worker::Command;
 use crate::error::Error;
-use crate::peer::Peer;
-use crate::progress::Command;
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{Hello, Purpose};
 use ferrywire_proto::limits;

@@ -10,7 +10,7 @@ use super::pool::Pool;
 use super::sources::Bindings;
 use super::steering::Steering;
 use crate::config::Config;
-use crate::engine::Engine;
+use crate::core::context::Engine;
 use crate::error::{Error, Result};
 use crate::payload::terms::Terms;
 use ferrywire_memory::unpack::{GatherDevice, Mapped, UnpackMode};

@@ -1,0 +1,688 @@
+//! What users hold first: an endpoint, built, listening, connected.
+//!
+//! Read next: `peer/`, for what can be done with a connected peer.
+
+mod builder;
+mod listening;
+
+pub use builder::Builder;
+
+use crate::api::peer::Peer;
+use crate::api::region::{Region, RegionHome};
+use crate::api::wakeup::Wakeup;
+use crate::config::Config;
+use crate::control::{self, AcceptQueue, ConnectTarget, Control};
+use crate::core::context::Engine;
+use crate::core::worker::{TurnedBy, Worker};
+use crate::error::{Error, Result};
+use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::plugin::Variable;
+use ferrywire_memory::cuda::{CudaGpu, deferred_free};
+use ferrywire_memory::host::HostBuffer;
+use ferrywire_memory::sim::SimGpu;
+use ferrywire_memory::{Owned, Owner, Place};
+use ferrywire_net::{SharedTransport, Transport};
+use ferrywire_proto::Identity;
+use ferrywire_proto::handshake::ListenAddress;
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule;
+use ferrywire_proto::stall_timer::StallTimer;
+use ferrywire_sys::affinity;
+use ferrywire_sys::random::random_bytes;
+use std::any::Any;
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// One end of transfers: memory, NICs, threads and peers. Clones share it; the last one dropped
+/// closes its peers in an orderly way, and waits for what was posted to them as long as that gets on.
+#[derive(Clone)]
+pub struct Endpoint {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    engine: Arc<Engine>,
+    home: Arc<dyn RegionHome>,
+    listen_addresses: Vec<SocketAddr>,
+    lobby: Arc<AcceptQueue>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    /// How closing ended, once it has.
+    closed: Mutex<Option<Result<()>>>,
+    closes: Condvar,
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Endpoint({}, listening on {:?})", self.identity(), self.inner.listen_addresses)
+    }
+}
+
+impl Endpoint {
+    /// Starts to describe an endpoint.
+    pub fn builder() -> Builder {
+        Builder::new()
+    }
+
+    /// Tells tests when its last user is gone.
+    #[cfg(test)]
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<Engine> {
+        Arc::downgrade(&self.inner.engine)
+    }
+
+    fn start(
+        config: Config,
+        transport: SharedTransport,
+        carrier: Option<PayloadBackend>,
+        no_carrier: Option<String>,
+    ) -> Result<Endpoint> {
+        let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
+        let listeners = listening::listen(&config, &*transport)?;
+        let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
+        let addresses = advertised(&config, &*transport, &listen_addresses)?;
+        let threaded = config.threads > 0;
+        let turned_by = match &carrier {
+            None => TurnedBy::All,
+            Some(PayloadBackend::Devmem(_)) => TurnedBy::ThreadWithLanes,
+            Some(PayloadBackend::Plugin(_)) => TurnedBy::Thread,
+        };
+        let cores = affinity::cores_with_time();
+        let spin = schedule::spin(cores, config.threads);
+        let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
+            .map(|index| Worker::new(index, threaded, turned_by, spin).map(Arc::new))
+            .collect();
+        let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
+        let engine = Engine::new(identity, config, transport, workers, threaded, carrier, no_carrier);
+        let lobby = Arc::new(AcceptQueue::default());
+        let boot_id = affinity::boot_id().unwrap_or_default();
+        let control = Control::new(&engine, listeners, addresses, boot_id, lobby.clone())
+            .map_err(|error| Error::io("make a poller", &error))?;
+        let waker = control.waker();
+        let control = Arc::new(Mutex::new(control));
+        engine.attach_control(control.clone(), waker);
+        let home: Arc<dyn RegionHome> = engine.clone();
+        let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
+        let inner = Inner { engine, home, listen_addresses, lobby, threads, closed, closes };
+        if threaded {
+            // Where one does not start the rest goes with the endpoint: threads, and who listens.
+            inner.spawn(&control)?;
+        }
+        Ok(Endpoint { inner: Arc::new(inner) })
+    }
+
+    /// The endpoint's random name, new at each start.
+    pub fn identity(&self) -> Identity {
+        self.inner.engine.identity
+    }
+
+    /// How payload moves: `tcp`, `plugin`, `sim`.
+    pub fn transport(&self) -> &'static str {
+        self.inner.engine.payload_name()
+    }
+
+    /// The variables that the plugin was loaded with and who set them; empty without a plugin.
+    pub fn effective_environment(&self) -> Vec<Variable> {
+        self.inner.engine.plugin().map(|host| host.environment().to_vec()).unwrap_or_default()
+    }
+
+    /// The configuration in force.
+    pub fn config(&self) -> &Config {
+        &self.inner.engine.config
+    }
+
+    /// The addresses listened on, with their real port.
+    pub fn listen_addresses(&self) -> Vec<SocketAddr> {
+        self.inner.listen_addresses.clone()
+    }
+
+    /// The transport's clock.
+    pub fn now(&self) -> Duration {
+        self.inner.engine.transport.now()
+    }
+
+    /// Connects to an endpoint that listens on `address`.
+    pub fn connect(&self, address: SocketAddr, deadline: Duration) -> Result<Peer> {
+        self.connect_in(ConnectTarget::new(address), deadline, deadline)
+    }
+
+    /// Connects if the address has answered within the first time, and the peer is up within the second.
+    fn connect_in(&self, target: ConnectTarget, to_answer: Duration, deadline: Duration) -> Result<Peer> {
+        let connecting = self.start_connect(target)?;
+        let mut result = connecting.wait(to_answer);
+        let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Deadline { .. }));
+        if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
+            result = connecting.wait(deadline - to_answer);
+        }
+        if timed_out(&result) {
+            return connecting.withdraw().unwrap_or(result);
+        }
+        result
+    }
+
+    /// Starts to connect, without waiting.
+    pub fn connecting(&self, address: SocketAddr) -> Result<Connecting> {
+        self.start_connect(ConnectTarget::new(address))
+    }
+
+    /// Starts to connect, without waiting, to what proves to be this target.
+    pub fn start_connect(&self, target: ConnectTarget) -> Result<Connecting> {
+        self.check_origin()?;
+        let lobby = Arc::new(AcceptQueue::default());
+        let engine = &self.inner.engine;
+        if engine.closing.load(Ordering::SeqCst) {
+            return Err(Error::Closed);
+        }
+        if let Some(secret) = &target.secret {
+            secret.check()?;
+        }
+        let address = target.address;
+        engine.with_control(|control| control.connect(engine, target, lobby.clone()));
+        Ok(Connecting { engine: engine.clone(), lobby, address })
+    }
+
+    /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
+    /// of the time that is left.
+    pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
+        let (identity, addresses) = parse_metadata(metadata)?;
+        let tell = |mut errors: Vec<Error>| match errors.pop() {
+            Some(Error::Deadline { .. }) => {
+                let what = format!("connecting to {identity} at {addresses:?}");
+                Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
+            }
+            Some(error) => error,
+            None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
+        };
+        self.connect_first(&addresses, Some(identity), deadline, limits::ANSWER_SHARE_MIN).map_err(tell)
+    }
+
+    /// Connects to the first of these addresses, all of one endpoint, at which it works. Each has its share of the time that is
+    /// left, but 0.4 s at least, if there is so much.
+    ///
+    /// # Errors
+    /// Of those of the addresses the one that tells most.
+    pub fn connect_any(&self, addresses: &[SocketAddr], deadline: Duration) -> Result<Peer> {
+        self.connect_first(addresses, None, deadline, limits::NAME_SHARE_MIN).map_err(|errors| {
+            // Where one listens, or may, is more than where nobody does, or where no NIC leads.
+            let tells = |error: &Error| match error {
+                Error::Invalid { what, .. } if what == "NIC" => 0,
+                Error::Unreachable { .. } => 1,
+                Error::Invalid { .. } => 2,
+                Error::Deadline { .. } => 3,
+                _ => 4,
+            };
+            match errors.into_iter().rev().max_by_key(tells) {
+                Some(Error::Deadline { .. }) if addresses.len() > 1 => {
+                    let what = format!("connecting to any of {addresses:?}");
+                    Error::Deadline { what, peer: None, waited: deadline }
+                }
+                Some(error) => error,
+                None => Error::invalid("addresses", "none is given"),
+            }
+        })
+    }
+
+    /// The first that works, or why each did not; of one endpoint alone where it is named.
+    fn connect_first(
+        &self,
+        addresses: &[SocketAddr],
+        identity: Option<Identity>,
+        deadline: Duration,
+        share_min: Duration,
+    ) -> std::result::Result<Peer, Vec<Error>> {
+        let (until, mut errors) = (self.now().saturating_add(deadline), Vec::new());
+        for (tried, address) in addresses.iter().enumerate() {
+            let left = until.saturating_sub(self.now());
+            if left.is_zero() && tried > 0 {
+                break;
+            }
+            let share = left / (addresses.len() - tried) as u32;
+            let target = ConnectTarget { address: *address, identity, secret: None };
+            match self.connect_in(target, share.max(share_min).min(left), left) {
+                Ok(peer) => return Ok(peer),
+                Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {
+                    return Err(vec![error]);
+                }
+                Err(error) => errors.push(error),
+            }
+        }
+        Err(errors)
+    }
+
+    /// Identity and addresses as opaque bytes, for [`Endpoint::connect_metadata`] of somebody else.
+    pub fn metadata(&self) -> Vec<u8> {
+        let mut out = vec![METADATA_VERSION];
+        out.extend_from_slice(&self.identity().0);
+        let mut addresses = self.reachable_addresses();
+        // Every host has those of its loopback: another one would meet somebody else there.
+        addresses.sort_by_key(|address| address.ip().is_loopback());
+        for address in addresses {
+            let text = address.to_string();
+            out.push(text.len() as u8);
+            out.extend_from_slice(text.as_bytes());
+        }
+        out
+    }
+
+    /// The addresses under which peers can reach this endpoint: one for each NIC it listens on.
+    pub fn reachable_addresses(&self) -> Vec<SocketAddr> {
+        let engine = &self.inner.engine;
+        advertised(&engine.config, &*engine.transport, &self.inner.listen_addresses)
+            .map(|list| list.into_iter().map(|each| each.address).collect())
+            .unwrap_or_default()
+    }
+
+    /// Waits for the next peer that connects.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Deadline`].
+    pub fn accept(&self, deadline: Duration) -> Result<Peer> {
+        self.check_origin()?;
+        let engine = &self.inner.engine;
+        if self.inner.listen_addresses.is_empty() {
+            return Err(Error::invalid("accept", "this endpoint does not listen: build it with an address"));
+        }
+        if engine.closing.load(Ordering::SeqCst) {
+            return Err(Error::Closed);
+        }
+        self.inner.lobby.wait(engine, deadline).unwrap_or_else(|| {
+            let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
+            Err(Error::Deadline { what, peer: None, waited: deadline })
+        })
+    }
+
+    /// The next peer that has connected, if there is one. In an endpoint without threads everything is turned once.
+    pub fn try_accept(&self) -> Option<Result<Peer>> {
+        match self.check_origin() {
+            Ok(()) => self.inner.lobby.take().or_else(|| {
+                if self.inner.engine.caller_driven() {
+                    self.inner.engine.progress();
+                    if let Some(peer) = self.inner.lobby.take() {
+                        return Some(peer);
+                    }
+                }
+                let closed = self.inner.engine.closing.load(Ordering::SeqCst);
+                closed.then_some(Err(Error::Closed))
+            }),
+            Err(error) => Some(Err(error)),
+        }
+    }
+
+    /// In a forked child nothing here works: neither threads nor connections are there.
+    fn check_origin(&self) -> Result<()> {
+        Ok(self.inner.engine.origin.check()?)
+    }
+
+    /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
+    /// Also when it already is so.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        if self.check_origin().is_err() {
+            return wakeup.wake();
+        }
+        self.inner.lobby.wake_at_arrival(wakeup.handle());
+        if self.inner.engine.closing.load(Ordering::SeqCst) {
+            wakeup.wake();
+        }
+    }
+
+    /// Registers a buffer, which the region then owns.
+    pub fn register(&self, memory: impl Into<Vec<u8>>) -> Result<Region> {
+        self.check_origin()?;
+        Ok(Region::owned(&self.inner.home, Owned::Vector(memory.into())))
+    }
+
+    /// Allocates and registers `bytes` zeroed, page-aligned bytes.
+    pub fn register_zeroed(&self, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
+        Ok(Region::owned(&self.inner.home, Owned::Host(HostBuffer::zeroed(bytes)?)))
+    }
+
+    /// Allocates and registers `bytes` zeroed bytes on a simulated GPU, which is opened if it is not.
+    ///
+    /// # Errors
+    /// [`Error::SimGpu`].
+    pub fn register_sim(&self, index: u32, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
+        let buffer = SimGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
+        Ok(Region::owned(&self.inner.home, Owned::Sim(buffer)))
+    }
+
+    /// Allocates and registers `bytes` zeroed bytes on a CUDA GPU, which is opened if it is not.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
+        self.check_origin()?;
+        let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
+        self.inner.engine.prepared.prepare(Place::Cuda(index));
+        Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
+    }
+
+    /// Registers memory that the caller keeps: of the host, or of a GPU (CUDA or simulated), whose addresses
+    /// are recognised. Memory of CUDA GPUs may come from any library, and be a part of a larger allocation.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] or [`Error::SimGpu`] when the range begins in memory of a GPU and leaves it.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until the
+    /// region is deregistered or its last clone dropped, and nothing may rely on their values while peers
+    /// can write to them.
+    pub unsafe fn register_raw(&self, base: *mut u8, bytes: usize) -> Result<Region> {
+        // SAFETY: the caller's promise.
+        unsafe { self.register_user(base, bytes, None) }
+    }
+
+    /// Likewise, with whoever keeps the memory alive: `owner` is dropped when no thread, NIC, GPU or peer can touch the
+    /// memory any more. That is after the last clone of the region is gone (block lists hold one) and all operations
+    /// on it have ended; to drop the region never waits for them.
+    ///
+    /// It is dropped by a thread of the endpoint's own that does nothing else (`ferrywire-own`), holding no lock, so
+    /// that it may block: Python's GIL can be taken there. [`Region::deregister`] drops it on the thread that calls;
+    /// so does the end of the region after that of the endpoint, and an error here. In an endpoint without threads
+    /// somebody has to call [`Endpoint::progress`] for the memory to be let go.
+    ///
+    /// # Errors
+    /// As [`Endpoint::register_raw`], and [`Error::Io`] when the thread cannot be started.
+    ///
+    /// # Safety
+    /// `bytes` bytes at `base` must stay allocated, and on the host readable and writable, until `owner` is dropped,
+    /// and nothing may rely on their values while peers can write to them.
+    pub unsafe fn register_with(
+        &self,
+        base: *mut u8,
+        bytes: usize,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Region> {
+        self.check_origin()?;
+        self.inner.engine.start_releaser()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.register_user(base, bytes, Some(owner)) }
+    }
+
+    /// # Safety
+    /// As of [`Endpoint::register_raw`] and [`Endpoint::register_with`].
+    unsafe fn register_user(&self, base: *mut u8, bytes: usize, owner: Option<Owner>) -> Result<Region> {
+        self.check_origin()?;
+        if base.is_null() && bytes > 0 {
+            return Err(Error::invalid("memory", "a null pointer with a size"));
+        }
+        let place = Place::of(base, bytes as u64)?;
+        // SAFETY: the caller's promise; the place is what the address says.
+        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place, owner) }?;
+        self.inner.engine.prepared.prepare(place);
+        Ok(region)
+    }
+
+    /// Turns everything once that no thread turns; true if anything happened. Only needed in an
+    /// endpoint without threads.
+    pub fn progress(&self) -> bool {
+        self.check_origin().is_ok() && self.inner.engine.progress()
+    }
+
+    /// Number of peers, those that are being set up or closed included.
+    pub fn peer_count(&self) -> usize {
+        if self.check_origin().is_err() {
+            return 0;
+        }
+        self.inner.engine.with_control(|control| control.peer_count()).unwrap_or(0)
+    }
+
+    /// How many connections were refused because whoever made them held another secret, or none.
+    pub fn wrong_secrets(&self) -> u64 {
+        if self.check_origin().is_err() {
+            return 0;
+        }
+        self.inner.engine.with_control(|control| control.wrong_secrets()).unwrap_or(0)
+    }
+
+    /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
+    /// own deadline, and says the same. With devmem TCP it gives the queues of NICs back: where another run holds a NIC
+    /// until the deadline (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
+    /// what was posted to it had finished; all is closed nevertheless.
+    pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.check_origin()?;
+        self.inner.close(deadline)
+    }
+}
+
+/// A connection on its way.
+pub struct Connecting {
+    engine: Arc<Engine>,
+    lobby: Arc<AcceptQueue>,
+    address: SocketAddr,
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Connecting({})", self.address)
+    }
+}
+
+impl Connecting {
+    /// Waits until the peer is up.
+    pub fn wait(&self, deadline: Duration) -> Result<Peer> {
+        self.engine.origin.check()?;
+        self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
+            let what = format!("connecting to {}", self.address);
+            Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
+        })
+    }
+
+    /// Whether there is somebody at the address. If not, nobody is waited for there any more.
+    fn has_answered(&self) -> bool {
+        let withdrawn = self.engine.with_control(|control| control.withdraw_dial(&self.lobby));
+        !withdrawn.unwrap_or(true)
+    }
+
+    /// Gives up: a peer of which nobody would know does not come about. The result, if it came in the last moment.
+    fn withdraw(&self) -> Option<Result<Peer>> {
+        self.engine.with_control(|control| control.withdraw(&self.engine, &self.lobby));
+        self.lobby.take()
+    }
+
+    /// The result, if it is there.
+    pub fn poll(&self) -> Option<Result<Peer>> {
+        match self.engine.origin.check() {
+            Ok(()) => self.lobby.take(),
+            Err(error) => Some(Err(error.into())),
+        }
+    }
+
+    /// Makes `wakeup` readable once the result is there, also when it already is.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        if self.engine.origin.is_elsewhere() {
+            return wakeup.wake();
+        }
+        self.lobby.wake_at_arrival(wakeup.handle());
+    }
+}
+
+impl Inner {
+    /// Starts its threads. They stop when it is closed.
+    fn spawn(&self, control: &Arc<Mutex<Control>>) -> Result<()> {
+        for worker in &self.engine.workers {
+            let (worker, engine) = (worker.clone(), self.engine.clone());
+            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(&engine))?;
+        }
+        let (engine, control) = (self.engine.clone(), control.clone());
+        self.start_thread("ferrywire-ctl".into(), move || control::run(&engine, &control))
+    }
+
+    fn start_thread(&self, name: String, body: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = thread::Builder::new().name(name).spawn(body);
+        let thread = thread.map_err(|error| Error::io("start a thread", &error))?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
+    }
+
+    /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
+    fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
+        let engine = &self.engine;
+        let (mut patience, mut before) = (StallTimer::new(limit), None);
+        loop {
+            let seen = engine.with_control(|control| (control.idle(), control.drained()));
+            let (idle, drained) = seen.unwrap_or((true, 0));
+            if idle {
+                return true;
+            }
+            if drains && before.replace(drained) != Some(drained) {
+                patience = StallTimer::new(limit);
+            }
+            if patience.is_over(engine.transport.now()) {
+                return false;
+            }
+            match engine.caller_driven() {
+                true => drop(engine.progress()),
+                false => thread::sleep(Duration::from_micros(500)),
+            }
+        }
+    }
+
+    fn close(&self, deadline: Duration) -> Result<()> {
+        if self.engine.closing.swap(true, Ordering::SeqCst) {
+            return self.closed_elsewhere(deadline);
+        }
+        let outcome = self.finish(Some(deadline));
+        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome.clone());
+        self.closes.notify_all();
+        outcome
+    }
+
+    /// Waits until another call has closed it.
+    fn closed_elsewhere(&self, deadline: Duration) -> Result<()> {
+        let mut patience = StallTimer::new(deadline);
+        let mut closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = &*closed {
+                return outcome.clone();
+            }
+            if patience.is_over(self.engine.transport.now()) {
+                return Err(not_closed(Error::Closed, deadline));
+            }
+            // The transport's clock need not be the host's.
+            let waited = self.closes.wait_timeout(closed, Duration::from_millis(10));
+            closed = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Without a deadline what was posted is finished as long as it gets on.
+    fn finish(&self, deadline: Option<Duration>) -> Result<()> {
+        let engine = &self.engine;
+        // The host's clock: so long it takes others to be done with a NIC.
+        let began = Instant::now();
+        let left = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_sub(began.elapsed()));
+        self.lobby.close();
+        engine.with_control(|control| match deadline {
+            Some(deadline) => control.close_all(engine, deadline),
+            None => control.drain_all(engine),
+        });
+        let (drains, limit) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
+        let mut is_idle = self.wait_idle(limit.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
+        if !is_idle {
+            // Nothing may wait for this endpoint for ever, however its peers are.
+            engine.with_control(|control| control.abort_all(engine));
+            is_idle = self.wait_idle(limits::HEARTBEAT_INTERVAL, false);
+        }
+        let unfinished = engine.with_control(|control| control.unfinished()).flatten();
+        // Nobody accepts them any more; they would keep the engine, which keeps them.
+        self.lobby.clear();
+        engine.workers.iter().for_each(|worker| worker.stop());
+        engine.wake_control();
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for (index, thread) in threads.into_iter().enumerate() {
+            // A thread that is in a call that does not return is left behind.
+            let stuck = engine.workers.get(index).is_some_and(|worker| worker.stuck());
+            if is_idle && !stuck && thread.thread().id() != thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        // What the threads left to somebody who may wait.
+        deferred_free::clear();
+        if let Some(carrier) = &engine.carrier {
+            carrier.end(left());
+        }
+        match unfinished {
+            None if is_idle => Ok(()),
+            how => Err(not_closed(how.unwrap_or(Error::Closed), limit)),
+        }
+    }
+}
+
+/// What whoever closes an endpoint is told when a peer of it ended like this before all was finished.
+fn not_closed(how: Error, deadline: Duration) -> Error {
+    control::ended_early(how, "closing all peers".into(), None, deadline)
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.engine.origin.is_elsewhere() {
+            // All of it is the parent's. Even to close a copy of a descriptor would tell its pollers.
+            std::mem::forget((self.engine.clone(), self.lobby.clone()));
+            return std::mem::forget(std::mem::take(
+                self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
+            ));
+        }
+        // Whoever has closed it was told.
+        if !self.engine.closing.swap(true, Ordering::SeqCst)
+            && let Err(error) = self.finish(None)
+        {
+            tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
+        }
+    }
+}
+
+/// What peers are told: the listening address of each NIC.
+pub(crate) fn advertised(
+    config: &Config,
+    transport: &dyn Transport,
+    listening: &[SocketAddr],
+) -> Result<Vec<ListenAddress>> {
+    let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+    // A link that is still coming up is better than no address at all.
+    let all = !nics.iter().any(|nic| nic.up && !nic.loopback);
+    let mut out = Vec::new();
+    for address in listening {
+        for nic in &nics {
+            let covered = address.ip() == nic.address
+                || (address.ip().is_unspecified() && (address.is_ipv6() || nic.address.is_ipv4()));
+            let wanted = config.nics.is_empty() || config.nics.contains(&nic.name);
+            if covered && wanted && (nic.up || all) && out.len() < limits::ADDRESSES_MAX {
+                let name = nic.name.chars().take(15).collect();
+                out.push(ListenAddress { address: SocketAddr::new(nic.address, address.port()), nic: name });
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Alignment of memory that we allocate on a GPU: the page in which drivers hand it to NICs.
+const GPU_ALIGN_BYTES: usize = 64 << 10;
+
+const METADATA_VERSION: u8 = 1;
+
+fn parse_metadata(bytes: &[u8]) -> Result<(Identity, Vec<SocketAddr>)> {
+    let wrong = |why: &str| Error::invalid("metadata", why);
+    let (Some(&version), Some(identity)) = (bytes.first(), bytes.get(1..17)) else {
+        return Err(wrong("too short"));
+    };
+    if version != METADATA_VERSION {
+        return Err(wrong("made by another version of ferrywire"));
+    }
+    let mut name = [0; 16];
+    name.copy_from_slice(identity);
+    let mut rest = &bytes[17..];
+    let mut addresses = Vec::new();
+    while let Some((&len, more)) = rest.split_first() {
+        let text = more.get(..usize::from(len)).ok_or_else(|| wrong("cut off"))?;
+        let text = std::str::from_utf8(text).map_err(|_| wrong("not made by ferrywire"))?;
+        addresses.push(text.parse().map_err(|_| wrong("not made by ferrywire"))?);
+        rest = &more[usize::from(len)..];
+    }
+    Ok((Identity(name), addresses))
+}

@@ -1,0 +1,216 @@
+//! What an endpoint is to be like, said before it is built.
+//!
+//! Invariant: what can be checked before anything listens is checked in [`Builder::build`]. Read next: `config.rs`.
+
+use super::Endpoint;
+use crate::config::{Config, Secret};
+use crate::control::check_names;
+use crate::error::{Error, Result};
+use crate::payload::devmem::{self, DevmemConfig};
+use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::plugin::{self, PluginConfig, Variable, environment_for};
+use ferrywire_net::tcp::TcpTransport;
+use ferrywire_net::{Nic, SharedTransport, Transport};
+use ferrywire_proto::schedule;
+use ferrywire_sys::affinity;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Builds an [`Endpoint`]. Everything has a default that fits the host.
+#[derive(Clone, Debug)]
+pub struct Builder {
+    config: Config,
+    transport: Option<SharedTransport>,
+    plugin: Option<PluginConfig>,
+    devmem: Option<DevmemConfig>,
+    cores: Vec<usize>,
+}
+
+impl Builder {
+    pub(super) fn new() -> Builder {
+        Builder { config: Config::default(), transport: None, plugin: None, devmem: None, cores: Vec::new() }
+    }
+
+    /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
+    pub fn listen(mut self, address: SocketAddr) -> Builder {
+        self.config.listen = Some(address);
+        self
+    }
+
+    /// The shared secret, at least [`SECRET_BYTES_MIN`](ferrywire_proto::limits::SECRET_BYTES_MIN) bytes, the same on both ends. Needed
+    /// beyond loopback.
+    pub fn secret(mut self, secret: impl Into<Vec<u8>>) -> Builder {
+        self.config.secret = Some(Secret(secret.into()));
+        self
+    }
+
+    /// A name for people, at most 64 bytes.
+    pub fn label(mut self, label: impl Into<String>) -> Builder {
+        self.config.label = label.into();
+        self
+    }
+
+    /// NICs to use, by name: each has to be there, with an address, when a peer is connected to; [`Builder::check_nics`]
+    /// asks earlier. Default: all that share a subnet with the peer, else the route's own.
+    pub fn nics(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Builder {
+        self.config.nics = names.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// Channels per peer. Default: by cores and NICs.
+    pub fn channels(mut self, channels: usize) -> Builder {
+        self.config.channels = Some(channels);
+        self
+    }
+
+    /// Progress threads; 0: no threads, [`Endpoint::progress`] and waiting calls drive everything.
+    pub fn threads(mut self, threads: usize) -> Builder {
+        self.config.threads = threads;
+        self
+    }
+
+    /// Keeps the endpoint's threads, and those that a plugin starts, to these cores; by default they run anywhere.
+    pub fn cores(mut self, cores: impl IntoIterator<Item = usize>) -> Builder {
+        self.cores = cores.into_iter().collect();
+        self
+    }
+
+    /// Largest chunk in bytes.
+    pub fn chunk_bytes(mut self, bytes: usize) -> Builder {
+        self.config.chunk_bytes = bytes;
+        self
+    }
+
+    /// Frames in flight per channel.
+    pub fn window(mut self, frames: usize) -> Builder {
+        self.config.window = frames;
+        self
+    }
+
+    /// Whether chunks carry a CRC-32.
+    pub fn crc(mut self, on: bool) -> Builder {
+        self.config.crc = on;
+        self
+    }
+
+    /// Congestion control of data connections by name. Default: by path.
+    pub fn congestion_control(mut self, name: impl Into<String>) -> Builder {
+        self.config.congestion_control = Some(name.into());
+        self
+    }
+
+    /// Socket buffers of data connections in bytes, each way. Default: by path.
+    pub fn socket_buffer_bytes(mut self, bytes: usize) -> Builder {
+        self.config.socket_buffer_bytes = Some(bytes);
+        self
+    }
+
+    /// Silence within which a peer's loss is told: it is given up a second or a tenth earlier. At least 3 s.
+    pub fn heartbeat_limit(mut self, limit: Duration) -> Builder {
+        self.config.heartbeat_limit = limit;
+        self
+    }
+
+    /// How channels move bytes. Default: the kernel's TCP.
+    pub fn transport(mut self, transport: Arc<dyn Transport>) -> Builder {
+        self.transport = Some(transport);
+        self
+    }
+
+    /// Moves payload over an NCCL net plugin; everything else goes over the transport beside it. Both ends of
+    /// a session need the same plugin.
+    pub fn plugin(mut self, plugin: PluginConfig) -> Builder {
+        self.plugin = Some(plugin);
+        self
+    }
+
+    /// Moves payload over the kernel's devmem TCP where the NICs can; everything else goes over the transport beside it.
+    /// Both ends of a session need it, unless both say [`if_possible`](DevmemConfig::if_possible).
+    pub fn devmem(mut self, devmem: DevmemConfig) -> Builder {
+        self.devmem = Some(devmem);
+        self
+    }
+
+    /// The variables that the plugin would be loaded with, for a process that starts another one with them:
+    /// some of a plugin's libraries read theirs before any of its functions is called. Empty without a plugin.
+    pub fn plugin_environment(&self) -> Result<Vec<Variable>> {
+        let Some(plugin) = &self.plugin else {
+            return Ok(Vec::new());
+        };
+        Ok(environment_for(plugin, &self.config, &self.nics_there()?))
+    }
+
+    /// Refuses a NIC that was named and is not there now, or has no address. Building does not: one may come later.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], which names the NICs that there are.
+    pub fn check_nics(&self) -> Result<()> {
+        check_names(&self.config.nics, &self.nics_there()?)
+    }
+
+    fn nics_there(&self) -> Result<Vec<Nic>> {
+        let nics = match &self.transport {
+            Some(transport) => transport.nics(),
+            None => TcpTransport::default().nics(),
+        };
+        nics.map_err(|error| Error::io("list NICs", &error))
+    }
+
+    /// Builds the endpoint: checks everything, listens, starts its threads.
+    pub fn build(mut self) -> Result<Endpoint> {
+        // Threads inherit where they may run.
+        match std::mem::take(&mut self.cores) {
+            cores if cores.is_empty() => self.build_here(),
+            cores => affinity::on_cores(&cores, || self.build_here())
+                .map_err(|error| Error::io(format!("keep to the cores {cores:?}"), &error))?,
+        }
+    }
+
+    fn build_here(mut self) -> Result<Endpoint> {
+        if self.config.threads == usize::MAX {
+            let cores = affinity::cores_with_time();
+            self.config.threads = schedule::threads_default(cores);
+        }
+        self.config.check()?;
+        let transport: SharedTransport = self.transport.unwrap_or_else(|| Arc::new(TcpTransport::default()));
+        let options = self.config.bulk_options();
+        transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
+        let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+        match (self.plugin, self.devmem) {
+            (None, None) => Endpoint::start(self.config, transport, None, None),
+            (Some(_), Some(_)) => {
+                Err(Error::invalid("transport", "a plugin and devmem: payload takes one way, choose one"))
+            }
+            (Some(plugin), None) => {
+                // SAFETY: whoever made the configuration has promised it.
+                let host = unsafe { plugin::Host::load(plugin, &self.config, &nics) }?;
+                self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
+                Endpoint::start(self.config, transport, Some(PayloadBackend::Plugin(Arc::new(host))), None)
+            }
+            (None, Some(devmem)) => start_devmem(self.config, devmem, transport, &nics),
+        }
+    }
+}
+
+fn start_devmem(
+    mut config: Config,
+    devmem: DevmemConfig,
+    transport: SharedTransport,
+    nics: &[Nic],
+) -> Result<Endpoint> {
+    let required = devmem.required;
+    let host = match devmem::Host::open(devmem, &config, nics) {
+        Ok(host) => host,
+        Err(error) if !required => {
+            return Endpoint::start(config, transport, None, Some(error.to_string()));
+        }
+        Err(error) => return Err(error),
+    };
+    config.chunk_bytes = config.chunk_bytes.min(host.config.message_bytes_max);
+    if required {
+        // A channel over another NIC would have no lane.
+        config.nics = host.nics();
+    }
+    Endpoint::start(config, transport, Some(PayloadBackend::Devmem(Arc::new(host))), None)
+}

@@ -1,0 +1,238 @@
+//! Lists of blocks, checked and put in order once, used for any number of operations.
+
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use crate::api::region::{Region, RemoteRegion};
+use crate::core::operation::Verb;
+use crate::error::{Error, Result};
+use ferrywire_memory::check_range;
+use ferrywire_proto::transfer::{Piece, Pieces};
+
+/// One block of a vectored operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Block {
+    /// Offset in the local region, in bytes.
+    pub local_offset: u64,
+    /// Offset in the remote region, in bytes.
+    pub remote_offset: u64,
+    /// Size in bytes.
+    pub bytes: u64,
+}
+
+/// How long blocks are that are given by their offsets, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lengths<'a> {
+    /// All the same.
+    Same(u64),
+    /// One for each.
+    Each(&'a [i64]),
+}
+
+impl Lengths<'_> {
+    fn of(&self, index: usize) -> Result<u64> {
+        match self {
+            Lengths::Same(bytes) => Ok(*bytes),
+            Lengths::Each(list) => unsigned(index, "length", list[index]),
+        }
+    }
+}
+
+/// A checked list of blocks between local and remote regions, made once and used many times. Clones share it.
+///
+/// It holds its local regions: they stay registered as long as the list is there.
+#[derive(Clone)]
+pub struct BlockList {
+    parts: Arc<[Arc<Part>]>,
+    blocks: usize,
+}
+
+/// The blocks between one local and one remote region.
+pub(super) struct Part {
+    pub local: Region,
+    pub remote: RemoteRegion,
+    blocks: Vec<Piece>,
+    /// All blocks as a write moves them, and as a read does.
+    write: OnceLock<Pieces>,
+    read: OnceLock<Pieces>,
+}
+
+impl fmt::Debug for BlockList {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let runs: usize = self.parts.iter().map(|part| part.in_order(Verb::Write).as_slice().len()).sum();
+        write!(f, "BlockList({} blocks, {runs} runs", self.blocks)?;
+        match self.parts.len() {
+            1 => write!(f, ")"),
+            pairs => write!(f, ", {pairs} pairs of regions)"),
+        }
+    }
+}
+
+impl BlockList {
+    /// Checks every block against both regions. Blocks are moved in the order of their addresses at the
+    /// source, and runs that touch on both sides as one; where blocks overlap at the target, either's bytes
+    /// stay.
+    ///
+    /// # Errors
+    /// [`Error::OutOfRegion`].
+    pub fn new(local: &Region, remote: &RemoteRegion, blocks: &[Block]) -> Result<BlockList> {
+        for block in blocks {
+            local.check("local", block.local_offset, block.bytes)?;
+            check_range("remote", block.remote_offset, block.bytes, remote.len())?;
+        }
+        let piece = |block: &Block| Piece {
+            local: block.local_offset,
+            remote: block.remote_offset,
+            len: block.bytes,
+        };
+        Ok(BlockList::of(local, remote, blocks.iter().map(piece).collect()))
+    }
+
+    /// The same from arrays, as numerical libraries have them: block `i` is at `local_offsets[i]` here and at
+    /// `remote_offsets[i]` there, all in bytes.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], naming the first block that is not inside both regions, or the arrays that differ in length.
+    pub fn from_offsets(
+        local: &Region,
+        remote: &RemoteRegion,
+        local_offsets: &[i64],
+        remote_offsets: &[i64],
+        lengths: Lengths<'_>,
+    ) -> Result<BlockList> {
+        let count = local_offsets.len();
+        same_count("remote offsets", remote_offsets.len(), count)?;
+        if let Lengths::Each(list) = lengths {
+            same_count("lengths", list.len(), count)?;
+        }
+        let mut blocks = Vec::with_capacity(count);
+        for (index, (here, there)) in local_offsets.iter().zip(remote_offsets).enumerate() {
+            let piece = Piece {
+                local: unsigned(index, "local offset", *here)?,
+                remote: unsigned(index, "remote offset", *there)?,
+                len: lengths.of(index)?,
+            };
+            let inside = local
+                .check("local", piece.local, piece.len)
+                .and_then(|()| Ok(check_range("remote", piece.remote, piece.len, remote.len())?));
+            inside.map_err(|error| Error::invalid(format!("block {index}"), error.to_string()))?;
+            blocks.push(piece);
+        }
+        Ok(BlockList::of(local, remote, blocks))
+    }
+
+    /// All blocks of several lists as one list, in this order: one operation moves them, and one notification can
+    /// follow them, whatever regions they are of. The lists stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] without a list, or where the remote regions are not all of one endpoint.
+    pub fn join(lists: &[&BlockList]) -> Result<BlockList> {
+        let Some(owner) = lists.first().map(|list| list.parts[0].remote.owner()) else {
+            return Err(Error::invalid("block lists", "none were given"));
+        };
+        let parts: Arc<[Arc<Part>]> = lists.iter().flat_map(|list| list.parts.iter().cloned()).collect();
+        match parts.iter().position(|part| part.remote.owner() != owner) {
+            Some(at) => {
+                let other = parts[at].remote.owner();
+                let why = format!("pair {at} has a remote region of endpoint {other}, the first of {owner}");
+                Err(Error::invalid("block lists", why))
+            }
+            None => Ok(BlockList { blocks: lists.iter().map(|list| list.blocks).sum(), parts }),
+        }
+    }
+
+    fn of(local: &Region, remote: &RemoteRegion, blocks: Vec<Piece>) -> BlockList {
+        let (write, read, count) = (OnceLock::new(), OnceLock::new(), blocks.len());
+        let part = Part { local: local.clone(), remote: *remote, blocks, write, read };
+        BlockList { parts: Arc::new([Arc::new(part)]), blocks: count }
+    }
+
+    /// Blocks in the list.
+    pub fn len(&self) -> usize {
+        self.blocks
+    }
+
+    /// Whether it has no blocks.
+    pub fn is_empty(&self) -> bool {
+        self.blocks == 0
+    }
+
+    /// Bytes of all its blocks.
+    pub fn bytes(&self) -> u64 {
+        self.parts.iter().flat_map(|part| &part.blocks).map(|piece| piece.len).sum()
+    }
+
+    /// What an operation moves: the pairs of regions that have bytes, or the first, where none has.
+    pub(super) fn select(&self, verb: Verb, indices: Option<&[u32]>) -> Result<Vec<(&Part, Pieces)>> {
+        let mut chosen: Vec<(&Part, Pieces)> = match indices {
+            None => self.parts.iter().map(|part| (&**part, part.in_order(verb).clone())).collect(),
+            Some(indices) => {
+                let pieces = self.pick(indices)?;
+                self.parts
+                    .iter()
+                    .map(|part| &**part)
+                    .zip(pieces.into_iter().map(|all| sorted(verb, all)))
+                    .collect()
+            }
+        };
+        let has_bytes = |(_, pieces): &(&Part, Pieces)| pieces.as_slice()[0].len > 0;
+        match chosen.iter().any(has_bytes) {
+            true => chosen.retain(has_bytes),
+            false => chosen.truncate(1),
+        }
+        Ok(chosen)
+    }
+
+    /// The blocks with these numbers, for each part.
+    fn pick(&self, indices: &[u32]) -> Result<Vec<Vec<Piece>>> {
+        let mut ends = Vec::with_capacity(self.parts.len());
+        for part in self.parts.iter() {
+            ends.push(ends.last().unwrap_or(&0) + part.blocks.len());
+        }
+        let mut picked: Vec<Vec<Piece>> = vec![Vec::new(); self.parts.len()];
+        if let [only] = &mut picked[..] {
+            only.reserve(indices.len());
+        }
+        for index in indices {
+            let index = *index as usize;
+            if index >= self.blocks {
+                let why = format!("{index}, but the list has {} blocks", self.blocks);
+                return Err(Error::invalid("block index", why));
+            }
+            let at = ends.partition_point(|end| *end <= index);
+            let blocks = &self.parts[at].blocks;
+            picked[at].push(blocks[index + blocks.len() - ends[at]]);
+        }
+        Ok(picked)
+    }
+}
+
+impl Part {
+    /// All blocks in the order in which an operation moves them, sorted at its first use.
+    fn in_order(&self, verb: Verb) -> &Pieces {
+        let order = if verb == Verb::Read { &self.read } else { &self.write };
+        order.get_or_init(|| sorted(verb, self.blocks.clone()))
+    }
+}
+
+fn unsigned(index: usize, what: &str, value: i64) -> Result<u64> {
+    let negative = |_| Error::invalid(format!("block {index}"), format!("its {what} is {value}"));
+    u64::try_from(value).map_err(negative)
+}
+
+fn same_count(what: &str, count: usize, blocks: usize) -> Result<()> {
+    match count == blocks {
+        true => Ok(()),
+        false => Err(Error::invalid(what, format!("{count} of them for {blocks} local offsets"))),
+    }
+}
+
+/// Pieces in the order of their addresses at the source: reading on from one to the next is what caches
+/// and prefetchers are good at, and it costs a fifth of the time of small scattered blocks.
+pub(super) fn sorted(verb: Verb, mut pieces: Vec<Piece>) -> Pieces {
+    match verb {
+        Verb::Read => pieces.sort_unstable_by_key(|piece| piece.remote),
+        _ => pieces.sort_unstable_by_key(|piece| piece.local),
+    }
+    Pieces::joined(pieces)
+}

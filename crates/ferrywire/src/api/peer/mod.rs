@@ -1,0 +1,485 @@
+//! A connected remote endpoint: what users call.
+//!
+//! [`Peer`] is the handle; [`PeerState`] is what its channels, its control session and its operations
+//! share.
+//!
+//! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
+//! Read next: `state.rs`; `frames.rs`, for what arrives; `queue/`, for what leaves.
+
+mod blocks;
+mod multi_region;
+#[cfg(test)]
+mod tests;
+
+pub use blocks::{Block, BlockList, Lengths};
+
+use crate::api::region::{Region, RemoteRegion};
+use crate::api::wakeup::Wakeup;
+use crate::core::inbound::Reply;
+use crate::core::operation::{Op, Transfer, Verb};
+use crate::core::ordering::Ready;
+use crate::core::peer::PeerState;
+use crate::core::stats::PeerStats;
+use crate::core::worker;
+use crate::error::{Error, Result};
+use ferrywire_memory::{Memory, Place, check_range};
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Piece, Pieces};
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+/// A connected remote endpoint. Clones share it; when the last is dropped the connection is closed
+/// after what was posted has been sent, or nothing of it has got on for 5 s.
+#[derive(Clone)]
+pub struct Peer {
+    pub(crate) state: Arc<PeerState>,
+    _handle: Arc<Handle>,
+    /// When what is posted through this handle may begin.
+    after: Option<Ready>,
+}
+
+struct Handle(Arc<PeerState>);
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        if !self.0.engine.origin.is_elsewhere() {
+            self.0.abandoned.store(true, Ordering::SeqCst);
+            self.0.engine.wake_control();
+        }
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Peer({})", self.state.name)
+    }
+}
+
+impl Peer {
+    pub(crate) fn new(state: Arc<PeerState>) -> Peer {
+        Peer { _handle: Arc::new(Handle(state.clone())), state, after: None }
+    }
+
+    /// The same peer; what is posted through this handle uses memory only once `ready` is so: a write or send
+    /// reads its source then, a read or receive asks for what goes to its target then. The caller goes on at once.
+    /// Messages keep the order in which they were posted, so those behind such a send wait with it; a receive
+    /// has its place among those of its tag from then on.
+    ///
+    /// When the GPU's work fails before, the operation fails with its error, and memory is not touched. A notification
+    /// of its own counts as posted when it begins.
+    pub fn after(&self, ready: Ready) -> Peer {
+        Peer { after: Some(ready), ..self.clone() }
+    }
+
+    /// Its address and label, for people.
+    pub fn name(&self) -> String {
+        self.state.name.clone()
+    }
+
+    /// The label that it was given where it was built; empty without one.
+    pub fn label(&self) -> &str {
+        &self.state.label
+    }
+
+    /// The other end of its control connection, as it was set up: where it listens, if we connected, else a port that
+    /// it has just for this.
+    pub fn address(&self) -> SocketAddr {
+        self.state.address
+    }
+
+    /// The remote endpoint's identity: another one after a restart.
+    pub fn identity(&self) -> Identity {
+        self.state.identity
+    }
+
+    /// Whether the peer runs on this host.
+    pub fn same_host(&self) -> bool {
+        self.state.same_host
+    }
+
+    /// Why the peer is lost, if it is.
+    pub fn error(&self) -> Option<Error> {
+        self.state.failure()
+    }
+
+    /// Writes `bytes` of `source` into the peer's region. Complete when they are in its memory.
+    pub fn write(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer> {
+        self.write_run(source, source_offset, target, target_offset, bytes, None)
+    }
+
+    /// Like [`Peer::write`], and delivers `message` to the peer once the bytes are in its memory. A message
+    /// has at least one byte.
+    pub fn write_notify(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+        message: &[u8],
+    ) -> Result<Transfer> {
+        self.write_run(source, source_offset, target, target_offset, bytes, Some(message))
+    }
+
+    fn write_run(
+        &self,
+        source: &Region,
+        source_offset: u64,
+        target: &RemoteRegion,
+        target_offset: u64,
+        bytes: u64,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        source.check("source", source_offset, bytes)?;
+        check_range("target", target_offset, bytes, target.len())?;
+        let pieces = Pieces::One(Piece { local: source_offset, remote: target_offset, len: bytes });
+        self.write_pieces(source, target, pieces, message)
+    }
+
+    /// Writes the blocks of a prepared list, or those that `indices` name, as one operation. `message` is delivered
+    /// to the peer once all their bytes are in its memory, whatever regions they are of.
+    pub fn write_blocks(
+        &self,
+        list: &BlockList,
+        indices: Option<&[u32]>,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        let mut chosen = list.select(Verb::Write, indices)?;
+        match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.write_pieces(&part.local, &part.remote, pieces, message),
+            (_, last) => self.write_joined(chosen.into_iter().chain(last), message),
+        }
+    }
+
+    fn write_pieces(
+        &self,
+        source: &Region,
+        target: &RemoteRegion,
+        pieces: Pieces,
+        message: Option<&[u8]>,
+    ) -> Result<Transfer> {
+        self.check_write(source, target)?;
+        let mut op = self.op(Verb::Write, pieces, Some(source.memory().clone()), target.key);
+        op.message = message_behind_bytes(message)?;
+        self.post(op)
+    }
+
+    /// Whether bytes may go this way; notes what the peer will have to stage.
+    fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
+        self.check(source, target)?;
+        if target.place() != Place::Host && !self.state.writes_to_gpus() {
+            self.state.writes_to_gpus.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn post(&self, op: Op) -> Result<Transfer> {
+        match &self.after {
+            None => self.state.post(Arc::new(op)),
+            Some(ready) => self.state.post_after(ready.clone(), Arc::new(op)),
+        }
+    }
+
+    /// Reads `bytes` of the peer's region into `target`.
+    pub fn read(
+        &self,
+        target: &Region,
+        target_offset: u64,
+        source: &RemoteRegion,
+        source_offset: u64,
+        bytes: u64,
+    ) -> Result<Transfer> {
+        target.check("target", target_offset, bytes)?;
+        check_range("source", source_offset, bytes, source.len())?;
+        let pieces = Pieces::One(Piece { local: target_offset, remote: source_offset, len: bytes });
+        self.read_pieces(target, source, pieces)
+    }
+
+    /// Reads the blocks of a prepared list, or those that `indices` name, as one operation.
+    pub fn read_blocks(&self, list: &BlockList, indices: Option<&[u32]>) -> Result<Transfer> {
+        let mut chosen = list.select(Verb::Read, indices)?;
+        match (chosen.len(), chosen.pop()) {
+            (1, Some((part, pieces))) => self.read_pieces(&part.local, &part.remote, pieces),
+            (_, last) => self.read_joined(chosen.into_iter().chain(last)),
+        }
+    }
+
+    fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
+        self.check(target, source)?;
+        let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
+        self.post_read(Arc::new(op))
+    }
+
+    fn post_read(&self, op: Arc<Op>) -> Result<Transfer> {
+        let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
+        if let Some(error) = self.error() {
+            return Err(error);
+        }
+        self.state.begin_posted(&op)?;
+        self.state.queue.join(&op);
+        if op.total == 0 {
+            self.state.let_go(&op);
+            return Ok(transfer);
+        }
+        let start = |state: &Arc<PeerState>, op: Arc<Op>| {
+            // From here on the sink may be taken away at any moment, and the first request answered before the last.
+            op.hold();
+            state.inbound.open_sink(op.clone(), op.total);
+            state.ask(&op, op.key);
+            if op.failing() {
+                // Whoever cancelled it may have come before the last request.
+                state.stop_asking(&op);
+            }
+            if let Some(error) = state.failure() {
+                op.fail(error);
+                state.end_sink(&op);
+            }
+            state.let_go(&op);
+        };
+        if let Some(ready) = &self.after {
+            return self.state.hold(ready.clone(), op, move |state, op| {
+                start(state, op);
+                state.wake_home_worker();
+            });
+        }
+        start(&self.state, op.clone());
+        worker::kick(&self.state, op.total);
+        Ok(transfer)
+    }
+
+    /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
+    pub fn send(&self, tag: u64, source: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+        self.send_blocks(tag, source, &[(offset, bytes)])
+    }
+    /// Sends one message gathered from `(offset, bytes)` pieces.
+    pub fn send_blocks(&self, tag: u64, source: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+        self.check_local(source)?;
+        self.check_there()?;
+        let pieces = lined_up("source", source, blocks)?;
+        let memory = Some(source.memory().clone());
+        let state = &self.state;
+        let posted = state.queue.post_send(self.after.is_some(), |number| {
+            let mut op = self.op(Verb::Send, pieces, memory, tag);
+            op.number = number;
+            state.begin_posted(&op).ok()?;
+            Some(Arc::new(op))
+        });
+        let op = posted.ok_or_else(|| state.gone())?;
+        if let Some(ready) = &self.after {
+            return state.hold(ready.clone(), op, |state, op| state.start(op));
+        }
+        worker::kick(state, op.total);
+        Ok(Transfer { op, peer: state.clone() })
+    }
+
+    /// Receives the next message with this tag. The outcome is the message's length.
+    pub fn recv(&self, tag: u64, target: &Region, offset: u64, bytes: u64) -> Result<Transfer> {
+        self.recv_blocks(tag, target, &[(offset, bytes)])
+    }
+
+    /// Receives one message, scattered over `(offset, bytes)` pieces.
+    pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
+        self.check_local(target)?;
+        let pieces = lined_up("target", target, blocks)?;
+        let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
+        self.state.begin(&op);
+        if let Some(ready) = &self.after {
+            return self.state.hold(ready.clone(), op, |state, op| {
+                let replies = state.inbound.post(op.clone());
+                state.reply(replies);
+                // Whoever cancelled it in between has found it nowhere.
+                let error = state.failure();
+                if (error.is_some() || op.unsendable()) && state.inbound.unpost(&op) {
+                    error.into_iter().for_each(|error| op.fail(error));
+                    state.cut_short(&op);
+                }
+                state.wake_home_worker();
+            });
+        }
+        let replies = self.state.inbound.post(op.clone());
+        let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
+        self.state.reply(replies);
+        if let Some(error) = self.error()
+            && self.state.inbound.unpost(&op)
+        {
+            op.fail(error.clone());
+            self.state.let_go(&op);
+            return Err(error);
+        }
+        if answer {
+            worker::kick(&self.state, 0);
+        }
+        Ok(Transfer { op, peer: self.state.clone() })
+    }
+
+    /// Delivers a small message after everything posted to this peer before it.
+    pub fn notify(&self, message: &[u8]) -> Result<Transfer> {
+        self.check_open()?;
+        self.check_there()?;
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
+        let mut op = self.op(Verb::Notify, pieces, None, 0);
+        op.message = checked_message(message)?;
+        self.post(op)
+    }
+
+    /// The next notification, if one is here. Those that came before a peer was lost are still given.
+    pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
+        self.state.engine.origin.check()?;
+        if let Some(message) = self.state.inbound.take_notification() {
+            return Ok(Some(message));
+        }
+        worker::nudge(&self.state);
+        match (self.state.inbound.take_notification(), self.error()) {
+            (None, Some(error)) => Err(error),
+            (message, _) => Ok(message),
+        }
+    }
+
+    /// Waits for the next notification.
+    pub fn wait_notification(&self, deadline: Duration) -> Result<Vec<u8>> {
+        self.state.engine.origin.check()?;
+        let inbound = &self.state.inbound;
+        let start = self.state.engine.transport.now();
+        loop {
+            if let Some(message) = inbound.take_notification() {
+                return Ok(message);
+            }
+            if let Some(error) = self.error() {
+                return Err(error);
+            }
+            let waited = self.state.engine.transport.now().saturating_sub(start);
+            let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
+                let what = format!("a notification from {}: {}", self.state.name, self.state.describe());
+                // As it took no time where none was given.
+                let waited = if deadline.is_zero() { deadline } else { waited };
+                let peer = Some(self.state.name.to_string());
+                return Err(Error::Deadline { what, peer, waited });
+            };
+            worker::wait(
+                &self.state,
+                rest,
+                |handle| inbound.wake_at_notification(handle),
+                |handle| inbound.forget_waiter(handle),
+                || inbound.has_notification(),
+            );
+        }
+    }
+
+    /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
+    /// will come any more. Also when it already has.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        if self.state.engine.origin.is_elsewhere() {
+            return wakeup.wake();
+        }
+        self.state.wake_at_loss(wakeup);
+        self.state.inbound.wake_at_notification(wakeup.handle());
+        if self.error().is_some() {
+            wakeup.wake();
+        }
+    }
+
+    /// Counters and configuration in force.
+    pub fn stats(&self) -> PeerStats {
+        let channels = self.state.counters.iter().enumerate();
+        PeerStats {
+            transport: self.state.transport,
+            transport_why: self.state.transport_why.clone(),
+            channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
+            resent_chunks: self.state.resent.load(Ordering::Relaxed),
+            lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            setup: *self.state.setup.lock().unwrap_or_else(PoisonError::into_inner),
+            chunk_bytes: self.state.queue.chunk_bytes,
+            window: self.state.window_frames,
+            crc: self.state.queue.crc,
+        }
+    }
+
+    /// Finishes what was posted, on both sides, then closes. Nothing more can be posted to it from here on.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
+    /// what was posted to it had finished; it is closed all the same.
+    pub fn close(&self, deadline: Duration) -> Result<()> {
+        self.state.engine.origin.check()?;
+        crate::control::close_peer(&self.state, deadline)
+    }
+
+    fn op(&self, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
+        Op::new(self.state.engine.next_id(), verb, pieces, memory, key)
+    }
+
+    /// Whether this process may post anything.
+    fn check_open(&self) -> Result<()> {
+        self.state.engine.origin.check()?;
+        match self.state.closing.load(Ordering::SeqCst) {
+            true => Err(self.state.gone()),
+            false => Ok(()),
+        }
+    }
+
+    /// Whether the region is ours, and the transport gets there.
+    fn check_local(&self, local: &Region) -> Result<()> {
+        self.check_open()?;
+        local.belongs_to(self.state.engine.identity)?;
+        self.state.engine.check_reach(local.place(), "local")
+    }
+
+    /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.
+    fn check_there(&self) -> Result<()> {
+        self.error().map_or(Ok(()), Err)
+    }
+
+    fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
+        self.check_local(local)?;
+        self.check_there()?;
+        if remote.owner() != self.state.identity {
+            let why = format!(
+                "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
+                remote.owner(),
+                self.state.name,
+                self.state.identity
+            );
+            return Err(Error::invalid("remote region", why));
+        }
+        // Which GPUs the other end reaches is for it to say.
+        Ok(())
+    }
+}
+
+fn lined_up(side: &'static str, region: &Region, blocks: &[(u64, u64)]) -> Result<Pieces> {
+    let mut position = 0;
+    let mut pieces = Vec::with_capacity(blocks.len());
+    for (offset, bytes) in blocks {
+        region.check(side, *offset, *bytes)?;
+        pieces.push(Piece { local: *offset, remote: position, len: *bytes });
+        position += bytes;
+    }
+    Ok(Pieces::joined(pieces))
+}
+
+fn message_behind_bytes(message: Option<&[u8]>) -> Result<Box<[u8]>> {
+    if message.is_some_and(<[u8]>::is_empty) {
+        return Err(Error::invalid("notification", "an empty one cannot go with a write: give it a byte"));
+    }
+    checked_message(message.unwrap_or_default())
+}
+
+fn checked_message(message: &[u8]) -> Result<Box<[u8]>> {
+    if message.len() > limits::NOTIFY_BYTES_MAX {
+        let why = format!("{} bytes, at most {} are allowed", message.len(), limits::NOTIFY_BYTES_MAX);
+        return Err(Error::invalid("notification", why));
+    }
+    Ok(message.into())
+}

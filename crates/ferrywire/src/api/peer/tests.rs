@@ -1,0 +1,46 @@
+use super::*;
+
+use ferrywire_proto::transfer::{Piece, Pieces};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Whoever closed it had found nothing under way, and was told that time was up, at once.
+#[test]
+fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
+    let builder = || crate::Endpoint::builder().channels(1);
+    let accepting = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+    let connecting = builder().build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let region = connecting.register_zeroed(64).unwrap();
+    let op = |verb| {
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
+        Arc::new(near.op(verb, pieces, Some(region.memory().clone()), 7))
+    };
+    near.state.closing.store(true, Ordering::SeqCst);
+    let read = near.post_read(op(Verb::Read));
+    for posted in [near.state.post(op(Verb::Write)), read] {
+        assert_eq!(posted.unwrap_err(), Error::Closed);
+    }
+    assert!(!near.state.in_flight() && !near.state.in_bulk());
+    assert_eq!(near.close(LONG), Ok(()));
+}
+
+/// Its threads would sleep for as long as it waits, and each message would have to wake them.
+#[test]
+fn a_receive_that_nobody_meets_is_no_deep_bulk() {
+    const BYTES: usize = 16 << 20;
+    let accepting =
+        crate::Endpoint::builder().listen("127.0.0.1:0".parse().unwrap()).channels(2).build().unwrap();
+    let connecting = crate::Endpoint::builder().channels(2).build().unwrap();
+    let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
+    let far = accepting.accept(LONG).unwrap();
+    let (source, target) =
+        (connecting.register_zeroed(BYTES).unwrap(), accepting.register_zeroed(BYTES).unwrap());
+    let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
+    assert!(far.state.in_bulk() && far.state.is_deep_bulk(BYTES as u64));
+    assert!(!far.state.in_deep_bulk(), "nothing is under way");
+    let sent = near.send(1, &source, 0, BYTES as u64).unwrap();
+    sent.wait(LONG).unwrap();
+    received.wait(LONG).unwrap();
+    assert!(!near.state.in_deep_bulk() && !far.state.in_bulk());
+}

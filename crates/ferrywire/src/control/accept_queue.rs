@@ -1,0 +1,237 @@
+//! Where peers wait for the user: the result of a connect, or those that came to be accepted.
+//!
+//! Whoever has proven the secret takes a [`Seat`] before its session is opened, and keeps it until it is in
+//! the queue. Invariant: seats and queue together hold at most `limits::PEERS_UNACCEPTED_MAX`, so that an
+//! endpoint that never accepts anybody holds no more than that.
+//! Read next: `admission.rs`, which asks for seats.
+
+use crate::api::peer::Peer;
+use crate::core::context::Engine;
+use crate::core::worker::{WaitList, WakeHandle};
+use crate::error::{Error, Result};
+use ferrywire_proto::limits;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// Somebody waits for a peer: the result of a connect, or the next accepted one.
+#[derive(Default)]
+pub(crate) struct AcceptQueue {
+    arrived: Mutex<VecDeque<Result<Peer>>>,
+    seats: AtomicUsize,
+    /// Nobody is waited for any more.
+    closed: AtomicBool,
+    waiters: WaitList,
+}
+
+/// The place of a peer that is on its way into a lobby.
+pub(super) struct Seat(Arc<AcceptQueue>);
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        self.0.seats.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl AcceptQueue {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Result<Peer>>> {
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn put(&self, result: Result<Peer>) {
+        let mut arrived = self.lock();
+        arrived.retain(|waiting| !ended(waiting) || left_something(waiting));
+        arrived.push_back(result);
+        drop(arrived);
+        self.waiters.wake();
+    }
+
+    pub fn take(&self) -> Option<Result<Peer>> {
+        self.lock().pop_front()
+    }
+
+    /// The endpoint begins to close: whoever waits is told. Those who are here may still be taken.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::SeqCst);
+        self.waiters.wake();
+    }
+
+    fn closed(&self) -> Option<Result<Peer>> {
+        self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed))
+    }
+
+    /// Lets go of everybody: the endpoint is closed.
+    pub fn clear(&self) {
+        self.lock().clear();
+        self.waiters.wake();
+    }
+
+    /// Asks to be woken when somebody is here.
+    pub fn wake_at_arrival(&self, handle: WakeHandle) {
+        self.waiters.add(handle);
+        if !self.lock().is_empty() {
+            self.waiters.wake();
+        }
+    }
+
+    /// A seat for one more peer; the oldest that has ended makes room for it. `None` when all are taken.
+    pub(super) fn seat(self: &Arc<AcceptQueue>) -> Option<Seat> {
+        let mut arrived = self.lock();
+        let full = |arrived: &VecDeque<_>| {
+            arrived.len() + self.seats.load(Ordering::SeqCst) >= limits::PEERS_UNACCEPTED_MAX
+        };
+        if full(&arrived)
+            && let Some(oldest) = arrived.iter().position(ended)
+        {
+            arrived.remove(oldest);
+        }
+        let room = !full(&arrived);
+        room.then(|| self.sit())
+    }
+
+    /// A seat for a peer that has one already.
+    pub(super) fn sit(self: &Arc<AcceptQueue>) -> Seat {
+        self.seats.fetch_add(1, Ordering::SeqCst);
+        Seat(self.clone())
+    }
+
+    /// Waits for the next result; `None` when the time is up.
+    pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
+        let result = self.wait_listed(engine, limit);
+        // Whoever waited in vain was not woken, and nobody may ever come.
+        self.waiters.remove(&WakeHandle::Thread(thread::current()));
+        result
+    }
+
+    fn wait_listed(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
+        let until = engine.transport.now().saturating_add(limit);
+        let over = || self.take().or_else(|| self.closed());
+        loop {
+            if let Some(result) = over() {
+                return Some(result);
+            }
+            let rest = until.saturating_sub(engine.transport.now());
+            if rest.is_zero() {
+                return None;
+            }
+            if engine.caller_driven() {
+                if !engine.progress() {
+                    thread::sleep(Duration::from_micros(100));
+                }
+                continue;
+            }
+            self.waiters.add(WakeHandle::Thread(thread::current()));
+            if let Some(result) = over() {
+                return Some(result);
+            }
+            thread::park_timeout(rest.min(Duration::from_millis(100)));
+        }
+    }
+}
+
+fn ended(waiting: &Result<Peer>) -> bool {
+    waiting.as_ref().is_ok_and(|peer| peer.error().is_some())
+}
+
+/// Whether something of the peer can still be received.
+fn left_something(waiting: &Result<Peer>) -> bool {
+    waiting.as_ref().is_ok_and(|peer| peer.state.inbound.holds_anything())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use ferrywire_proto::stall_timer::StallTimer;
+    use std::time::Instant;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    fn ends() -> (Endpoint, Endpoint) {
+        let builder = || Endpoint::builder().threads(1).channels(1);
+        let acceptor = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        (acceptor, builder().build().unwrap())
+    }
+
+    fn connect(dialler: &Endpoint, acceptor: &Endpoint) -> Result<Peer> {
+        dialler.connect(acceptor.listen_addresses()[0], LIMIT)
+    }
+
+    fn eventually(what: &str, mut so: impl FnMut() -> bool) {
+        let (start, mut patience) = (Instant::now(), StallTimer::new(LIMIT));
+        while !so() {
+            assert!(!patience.is_over(start.elapsed()), "never came about: {what}");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn refused(result: Result<Peer>) {
+        let error = result.unwrap_err();
+        assert!(
+            matches!(&error, Error::Refused { why, .. } if why.contains("PEERS_UNACCEPTED_MAX")),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn past_the_limit_the_newest_is_refused_until_one_has_ended_or_is_accepted() {
+        let (acceptor, dialler) = ends();
+        let mut peers: Vec<Peer> =
+            (0..limits::PEERS_UNACCEPTED_MAX).map(|_| connect(&dialler, &acceptor).unwrap()).collect();
+        refused(connect(&dialler, &acceptor));
+        let ending = peers.swap_remove(7);
+        ending.notify(b"farewell").unwrap().wait(LIMIT).unwrap();
+        ending.close(LIMIT).unwrap();
+        eventually("it has ended there too", || acceptor.peer_count() == peers.len());
+        peers.push(connect(&dialler, &acceptor).unwrap());
+        refused(connect(&dialler, &acceptor));
+        let accepted = acceptor.accept(LIMIT).unwrap();
+        peers.push(connect(&dialler, &acceptor).unwrap());
+        refused(connect(&dialler, &acceptor));
+        assert_eq!(accepted.error(), None);
+    }
+
+    #[test]
+    fn ended_peers_are_kept_only_if_they_left_something() {
+        let (acceptor, dialler) = ends();
+        for round in 0..20u8 {
+            let peer = connect(&dialler, &acceptor).unwrap();
+            if round == 5 {
+                peer.notify(b"read me").unwrap().wait(LIMIT).unwrap();
+            }
+            peer.close(LIMIT).unwrap();
+            eventually("it has ended there too", || acceptor.peer_count() == 0);
+        }
+        let last = connect(&dialler, &acceptor).unwrap();
+        last.notify(b"here").unwrap().wait(LIMIT).unwrap();
+        assert_eq!(acceptor.accept(LIMIT).unwrap().wait_notification(LIMIT).unwrap(), b"read me");
+        assert_eq!(acceptor.accept(LIMIT).unwrap().error(), None);
+        assert!(acceptor.try_accept().is_none());
+    }
+
+    #[test]
+    fn who_has_waited_in_vain_for_a_peer_is_forgotten() {
+        let (acceptor, _dialler) = ends();
+        let lobby = AcceptQueue::default();
+        let engine = acceptor.downgrade().upgrade().unwrap();
+        thread::scope(|scope| {
+            for _ in 0..20 {
+                let waiting = scope.spawn(|| lobby.wait(&engine, Duration::from_millis(1)).is_none());
+                assert!(waiting.join().unwrap());
+            }
+        });
+        assert_eq!(lobby.waiters.len(), 0);
+    }
+
+    #[test]
+    fn a_closed_endpoint_is_not_kept_alive_by_peers_nobody_accepted() {
+        let (acceptor, dialler) = ends();
+        let peer = connect(&dialler, &acceptor).unwrap();
+        let engine = acceptor.downgrade();
+        acceptor.close(LIMIT).unwrap();
+        drop((acceptor, peer, dialler));
+        eventually("its engine is gone", || engine.strong_count() == 0);
+    }
+}

@@ -1,0 +1,159 @@
+//! Which links a turn of the control thread looks at: those that are at something, and those whose peer has said
+//! something. With many peers nearly all rest, and one that says it is alive must not cost a look at all others.
+//!
+//! Invariant: a link that is passed over rests (see `Link::rests`) and has not been touched since. All are looked at
+//! after every wake by another thread, which does not say whom it is about, and after [`LOOK_AT_ALL`].
+
+use ferrywire_sys::poll::{Event, WAKE_TOKEN};
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::RawFd;
+use std::time::Duration;
+
+/// Longest that a link at rest is not looked at: heartbeats and silences have this grain.
+pub(super) const LOOK_AT_ALL: Duration = Duration::from_millis(200);
+
+/// The links of one endpoint, by their sessions' numbers.
+#[derive(Debug, Default)]
+pub(super) struct ReadySet {
+    all: bool,
+    looked_at_all: Duration,
+    restless: BTreeSet<u64>,
+    heard: BTreeSet<u64>,
+    /// Whose control connection a descriptor is.
+    whose: BTreeMap<RawFd, u64>,
+}
+
+/// What the poller calls a connection.
+pub(super) fn token(fd: RawFd) -> u64 {
+    u64::from(fd.unsigned_abs()) + 1
+}
+
+impl ReadySet {
+    /// What the poller has reported.
+    pub fn reported(&mut self, ready: &[Event]) {
+        for event in ready {
+            if event.token == WAKE_TOKEN {
+                self.all = true;
+            } else if let Some(session) = fd_of(event.token).and_then(|fd| self.whose.get(&fd)) {
+                self.heard.insert(*session);
+            }
+        }
+    }
+
+    /// Something was done to this link.
+    pub fn touch(&mut self, session: u64) {
+        self.restless.insert(session);
+    }
+
+    /// Something was done to all, or it is not known to whom.
+    pub fn touch_all(&mut self) {
+        self.all = true;
+    }
+
+    /// Whom to look at now; `None` for all.
+    pub fn take(&mut self, now: Duration) -> Option<BTreeSet<u64>> {
+        let heard = std::mem::take(&mut self.heard);
+        if std::mem::take(&mut self.all) || now >= self.looked_at_all + LOOK_AT_ALL {
+            self.looked_at_all = now;
+            return None;
+        }
+        Some(&heard | &self.restless)
+    }
+
+    /// A link has been looked at; its connection, if it has one.
+    pub fn looked(&mut self, session: u64, rests: bool, fd: Option<RawFd>) {
+        match rests {
+            true => self.restless.remove(&session),
+            false => self.restless.insert(session),
+        };
+        if let Some(fd) = fd {
+            self.whose.insert(fd, session);
+        }
+    }
+
+    /// It is over.
+    pub fn forget(&mut self, session: u64) {
+        self.restless.remove(&session);
+        self.heard.remove(&session);
+        self.whose.retain(|_, whose| *whose != session);
+    }
+
+    /// Those that do not rest.
+    pub fn restless(&self) -> impl Iterator<Item = u64> + '_ {
+        self.restless.iter().copied()
+    }
+
+    /// How long it is until all are looked at.
+    pub fn until_all(&self, now: Duration) -> Duration {
+        (self.looked_at_all + LOOK_AT_ALL).saturating_sub(now)
+    }
+}
+
+fn fd_of(token: u64) -> Option<RawFd> {
+    RawFd::try_from(token.checked_sub(1)?).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOW: Duration = Duration::from_secs(7);
+
+    fn said(token: u64) -> Event {
+        Event { token, readable: true, writable: false, error: false, hangup: false }
+    }
+
+    /// Sessions 1 to 3 on descriptors 11 to 13, all at rest and just looked at.
+    fn three_at_rest() -> ReadySet {
+        let mut attention = ReadySet::default();
+        assert_eq!(attention.take(NOW), None, "nobody has been looked at");
+        for session in 1..=3 {
+            attention.looked(session, true, Some(10 + session as RawFd));
+        }
+        attention
+    }
+
+    #[test]
+    fn who_speaks_is_looked_at_alone_and_once() {
+        let mut attention = three_at_rest();
+        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
+        attention.reported(&[said(token(12)), said(0), said(token(99))]);
+        assert_eq!(attention.take(NOW), Some(BTreeSet::from([2])));
+        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
+    }
+
+    #[test]
+    fn who_is_at_something_is_looked_at_until_it_rests() {
+        let mut attention = three_at_rest();
+        attention.touch(3);
+        attention.looked(1, false, Some(11));
+        assert_eq!(attention.take(NOW), Some(BTreeSet::from([1, 3])));
+        attention.looked(1, true, Some(11));
+        attention.looked(3, false, None);
+        assert_eq!(attention.take(NOW), Some(BTreeSet::from([3])));
+        attention.forget(3);
+        attention.reported(&[said(token(13))]);
+        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
+    }
+
+    #[test]
+    fn all_are_looked_at_after_a_wake_and_after_a_while() {
+        let mut attention = three_at_rest();
+        attention.reported(&[said(WAKE_TOKEN)]);
+        assert_eq!(attention.take(NOW), None);
+        attention.touch_all();
+        assert_eq!(attention.take(NOW), None);
+        assert_eq!(attention.until_all(NOW), LOOK_AT_ALL);
+        assert_eq!(attention.take(NOW + LOOK_AT_ALL / 2), Some(BTreeSet::new()));
+        assert_eq!(attention.take(NOW + LOOK_AT_ALL), None);
+    }
+
+    /// A resumed session's connection, and another session's on a descriptor that was closed.
+    #[test]
+    fn a_descriptor_is_whose_it_was_last() {
+        let mut attention = three_at_rest();
+        attention.looked(1, true, Some(12));
+        attention.reported(&[said(token(12))]);
+        assert_eq!(attention.take(NOW), Some(BTreeSet::from([1])));
+    }
+}

@@ -1,0 +1,270 @@
+//! Frames that arrive: where a payload goes, and what it means that it is there.
+//!
+//! Invariant: every offset that comes from the wire is checked against the region it names before an address
+//! is made of it. Read next: `inbound.rs`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::serving::Request;
+use super::state::{Landing, PeerState};
+use crate::api::region::RegionHome;
+use crate::core::inbound::Reply;
+use crate::core::operation::{Op, Verb};
+use crate::error::Error;
+use ferrywire_memory::Memory;
+use ferrywire_net::IoVec;
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::wire::{self, Header, Kind, Refusal};
+
+impl PeerState {
+    /// Finds where a data frame's payload goes.
+    pub fn land(
+        self: &Arc<Self>,
+        header: &Header,
+        placements: &[u8],
+        pieces: &mut Vec<IoVec>,
+        last: Option<Landing>,
+    ) -> Result<Landing, Refusal> {
+        if header.flags & wire::FLAG_SINK != 0 {
+            let landing = Landing::Sink { sink: self.inbound.hold_sink(header.key)?, peer: self.clone() };
+            if let Landing::Sink { sink, .. } = &landing {
+                sink.locate(header.offset, u64::from(header.len), pieces)?;
+            }
+            return Ok(landing);
+        }
+        let landing = match last {
+            Some(Landing::Region { key, .. }) if key == header.key => last.ok_or(Refusal::NoRegion)?,
+            _ => Landing::Region { key: header.key, memory: self.named(header.key)? },
+        };
+        if let Landing::Region { memory, .. } = &landing {
+            if memory.revoked() {
+                return Err(Refusal::NoRegion);
+            }
+            place(memory, header, placements, pieces)?;
+        }
+        Ok(landing)
+    }
+
+    /// The region that the peer names by its key, if the transport gets there.
+    fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
+        let memory = self.engine.regions().find(key)?;
+        self.engine.check_reach(memory.place(), "local").map_err(|_| Refusal::OutOfReach)?;
+        Ok(memory)
+    }
+
+    /// A whole frame is here, its payload placed.
+    pub fn arrived(
+        self: &Arc<Self>,
+        header: &Header,
+        placements: &[u8],
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        match header.kind {
+            Kind::Data => self.data_arrived(header, landing, message),
+            Kind::Notify => self.inbound.notified(header, message),
+            Kind::Send | Kind::Announce => {
+                let replies = self.inbound.message(header, message)?;
+                self.reply(replies);
+                Ok(())
+            }
+            Kind::Match => {
+                match self.queue.matched(header.transfer, header.key) {
+                    Some(op) if op.total == 0 => self.let_go(&op),
+                    Some(op) => self.rouse_for(op.total),
+                    None => {
+                        let mut refuse = Header::new(Kind::Refuse);
+                        refuse.transfer = header.key;
+                        refuse.key = Refusal::NoSink as u64;
+                        self.reply(vec![Reply::Frame(refuse)]);
+                    }
+                }
+                Ok(())
+            }
+            Kind::Credit => {
+                self.queue.credit(header.total);
+                Ok(())
+            }
+            Kind::Read => self.serve(header, placements),
+            Kind::Refuse => {
+                self.peer_refused(header);
+                Ok(())
+            }
+            Kind::Ack => Ok(()),
+        }
+    }
+
+    fn data_arrived(
+        &self,
+        header: &Header,
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+    ) -> Result<(), Refusal> {
+        if let Some(Landing::Sink { sink, .. }) = landing {
+            if header.len > 0 {
+                self.note_moved(&sink.op);
+            }
+            match self.inbound.filled(sink, u64::from(header.len)) {
+                Ok(Some(op)) => self.ended(&op),
+                Ok(None) if sink.op.verb == Verb::Read => self.note_answered(&sink.op),
+                Ok(None) => {}
+                // The receive or read has ended without this frame: its sender is told so.
+                Err(Refusal::NoSink) => return Err(Refusal::NoSink),
+                Err(refusal) => {
+                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb);
+                    sink.op.fail(Error::PeerMisbehaved { peer: self.name.clone(), why });
+                    self.end_sink(&sink.op);
+                    return Err(refusal);
+                }
+            }
+        }
+        if header.flags & wire::FLAG_COUNTED != 0 {
+            self.inbound.count(header)?;
+        }
+        match header.notify > 0 {
+            true => self.inbound.notified(header, message),
+            false => Ok(()),
+        }
+    }
+
+    pub fn reply(&self, replies: Vec<Reply>) {
+        let mut replies = VecDeque::from(replies);
+        while let Some(reply) = replies.pop_front() {
+            match reply {
+                // A peer that lets so many wait is flooding us with what can only be refused.
+                Reply::Frame(header)
+                    if header.kind == Kind::Refuse
+                        && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
+                Reply::Frame(header) => self.queue.push_own(header),
+                Reply::Place(op, message) => {
+                    if !message.place(&op) {
+                        // Before the receive ends: a receive that its user posts then has this message, not a later one.
+                        replies.extend(self.inbound.return_message(message));
+                    }
+                    self.let_go(&op);
+                }
+                Reply::Ended(op) => self.ended(&op),
+            }
+        }
+    }
+
+    /// The peer cannot go on with an announced send, or with a message we matched.
+    fn peer_refused(&self, header: &Header) {
+        let refusal = Refusal::parse(header.key as u8);
+        if let Some(op) = self.queue.withdraw(header.transfer) {
+            self.refused(&op, refusal);
+            self.let_go(&op);
+        } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
+            if refusal == Refusal::NoSink && sink.op.verb == Verb::Recv && sink.op.untouched() {
+                // It was taken back before a byte of it was sent: the receive is for the next message.
+                let replies = self.inbound.post_again(sink.op.clone());
+                return self.reply(replies);
+            }
+            let why = match refusal != Refusal::Other && sink.op.untouched() {
+                true => refusal.text().into(),
+                false => "it gave the operation up half-way".into(),
+            };
+            sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
+            self.stop_asking(&sink.op);
+            self.let_go(&sink.op);
+        }
+    }
+
+    /// The peer reads from a region of ours: answers like a write to its sink, once there is a place.
+    fn serve(&self, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
+        let answer = self.answer(header, placements)?;
+        if self.places.admit(header, placements)? {
+            self.begin_answer(answer);
+        }
+        Ok(())
+    }
+
+    /// An answer has ended: its place is for a request that waits, whose region may be gone by now.
+    pub fn served(&self) {
+        while let Some(Request { header, placements }) = self.places.next() {
+            match self.answer(&header, &placements) {
+                Ok(answer) => return self.begin_answer(answer),
+                Err(refusal) => {
+                    let mut refuse = Header::new(Kind::Refuse);
+                    refuse.transfer = header.total;
+                    refuse.key = refusal as u64;
+                    // Bounded by the requests that may wait, and the reader hears of it by nothing else.
+                    self.queue.push_own(refuse);
+                }
+            }
+        }
+    }
+
+    fn answer(&self, header: &Header, placements: &[u8]) -> Result<Arc<Op>, Refusal> {
+        let memory = self.named(header.key)?;
+        let mut position = 0;
+        let mut pieces = Vec::new();
+        for placement in wire::placements(placements) {
+            let len = u64::from(placement.len);
+            memory.span(placement.offset, len).ok_or(Refusal::OutOfRegion)?;
+            pieces.push(Piece { local: placement.offset, remote: position, len });
+            position += len;
+        }
+        // The answer's chunks lie at their position in the sink, from there on.
+        header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
+        let mut op =
+            Op::new(self.engine.next_id(), Verb::Serve, Pieces::joined(pieces), Some(memory), header.total);
+        op.number = header.offset;
+        Ok(Arc::new(op))
+    }
+
+    fn begin_answer(&self, op: Arc<Op>) {
+        self.begin(&op);
+        match self.queue.post(op.clone()) {
+            true => self.rouse_for(op.total),
+            // The peer is over, and needs no places any more.
+            false => self.end(&op),
+        }
+    }
+
+    /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
+    pub fn rouse_for(&self, bytes: u64) {
+        match bytes > crate::core::queue::SMALL_BYTES_MAX {
+            true => self.engine.workers.iter().for_each(|worker| {
+                worker.rouse();
+            }),
+            false => self.wake_home_worker(),
+        }
+    }
+
+    /// Something small may wait now, which only the home's channels take: it may be asleep.
+    pub fn wake_home_worker(&self) {
+        if self.queue.has_work() {
+            self.home().rouse();
+        }
+    }
+}
+
+fn place(
+    memory: &Memory,
+    header: &Header,
+    placements: &[u8],
+    pieces: &mut Vec<IoVec>,
+) -> Result<(), Refusal> {
+    if header.segments == 0 {
+        let base = memory.span(header.offset, u64::from(header.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, header.len);
+        return Ok(());
+    }
+    let mut sum = 0u64;
+    for placement in wire::placements(placements) {
+        let base = memory.span(placement.offset, u64::from(placement.len)).ok_or(Refusal::OutOfRegion)?;
+        push_piece(pieces, base, placement.len);
+        sum += u64::from(placement.len);
+    }
+    if sum == u64::from(header.len) { Ok(()) } else { Err(Refusal::OutOfRegion) }
+}
+
+/// Pieces are never empty: whoever fills them would not get past one.
+fn push_piece(pieces: &mut Vec<IoVec>, base: *mut u8, len: u32) {
+    if len > 0 {
+        pieces.push(IoVec::new(base, len as usize));
+    }
+}

@@ -1,0 +1,628 @@
+//! What the channels of a peer, its control session and its operations share.
+//!
+//! Invariant: an operation ends once, when its last token comes back. Read next: `frames.rs`.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use crate::api::wakeup::Wakeup;
+use crate::core::context::Engine;
+use crate::core::inbound::{Inbound, Sink};
+use crate::core::operation::{Op, Transfer, Verb};
+use crate::core::queue::{Body, Entry, SendQueue, WITHDRAWN};
+use crate::core::stats::ChannelCounters;
+use crate::core::worker::{self, WaitList, Worker};
+use crate::error::{Error, Result};
+use ferrywire_memory::Memory;
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::schedule;
+use ferrywire_proto::wire::{Header, Kind, Refusal};
+
+use super::serving::Serving;
+use super::stream_queue::StreamQueue;
+
+/// Where the payload of a frame goes, kept alive while it is filled.
+pub(crate) enum Landing {
+    Region { key: u64, memory: Arc<Memory> },
+    Sink { sink: Arc<Sink>, peer: Arc<PeerState> },
+}
+
+impl Landing {
+    /// Whether it must not be kept for the next frame.
+    pub fn once(&self) -> bool {
+        matches!(self, Landing::Sink { .. })
+    }
+
+    pub fn is_in(&self, memory: &Arc<Memory>) -> bool {
+        match self {
+            Landing::Region { memory: mine, .. } => Arc::ptr_eq(mine, memory),
+            Landing::Sink { sink, .. } => {
+                sink.op.memory.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, memory))
+            }
+        }
+    }
+
+    /// The memory that is filled.
+    pub fn memory(&self) -> Option<&Arc<Memory>> {
+        match self {
+            Landing::Region { memory, .. } => Some(memory),
+            Landing::Sink { sink, .. } => sink.op.memory.as_ref(),
+        }
+    }
+
+    /// The operation that waits for the payload fails, if it is one of ours.
+    pub fn fail(&self, error: &Error) {
+        if let Landing::Sink { sink, .. } = self {
+            sink.op.fail(error.clone());
+        }
+    }
+
+    /// Whether it is of this operation, or of a part of it.
+    pub fn is_sink(&self, op: &Arc<Op>) -> bool {
+        let Landing::Sink { sink, .. } = self else { return false };
+        Arc::ptr_eq(&sink.op, op) || sink.op.whole.as_ref().is_some_and(|whole| Arc::ptr_eq(whole, op))
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        // An operation whose memory is being filled cannot end before this.
+        if let Landing::Sink { sink, peer } = self {
+            peer.let_go(&sink.op);
+        }
+    }
+}
+
+/// What is known of a peer from its control session.
+pub(crate) struct PeerInfo {
+    pub session: u64,
+    pub identity: Identity,
+    pub name: String,
+    pub label: String,
+    pub address: SocketAddr,
+    pub channels: usize,
+    pub chunk_bytes: usize,
+    pub window: usize,
+    pub crc: bool,
+    pub same_host: bool,
+    /// Whether payload goes over lanes beside the channels' connections.
+    pub lanes: bool,
+    /// How its payload travels, and why so where that was a choice.
+    pub transport: &'static str,
+    pub transport_why: String,
+}
+
+/// The shared state of a connected peer.
+pub(crate) struct PeerState {
+    pub engine: Arc<Engine>,
+    pub session: u64,
+    pub identity: Identity,
+    pub name: String,
+    pub label: String,
+    pub address: SocketAddr,
+    pub queue: SendQueue,
+    pub transport: &'static str,
+    pub transport_why: String,
+    pub inbound: Inbound,
+    pub window_frames: usize,
+    pub same_host: bool,
+    pub counters: Vec<Arc<ChannelCounters>>,
+    pub home: AtomicUsize,
+    pub in_flight: AtomicU64,
+    /// Reads of the peer that are being answered.
+    pub serving: AtomicU64,
+    /// Places for answers, and requests that wait for one.
+    pub places: Serving,
+    pub in_flight_bytes: AtomicU64,
+    pub failure: OnceLock<Error>,
+    pub resent: AtomicU64,
+    pub lost: Mutex<Vec<String>>,
+    pub setup: Mutex<Duration>,
+    /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
+    pub abandoned: AtomicBool,
+    /// How often something of what was posted here has been moved since.
+    drained: AtomicU64,
+    /// No whole frame has moved since a connection was lost.
+    cut_off: AtomicBool,
+    /// It is being closed here: what was posted is finished, and nothing more is taken.
+    pub closing: AtomicBool,
+    /// It ended, or was closed here, before all was finished.
+    pub unfinished: AtomicBool,
+    /// Its channels send all there is before they end, and wait for no word of the peer's.
+    #[cfg(test)]
+    pub vanishes: AtomicBool,
+    /// Its channels are closed, and all that was posted to it has ended.
+    over: AtomicBool,
+    /// A call of a plugin holds some of its operations' memory and does not return.
+    stuck: AtomicBool,
+    /// Who wants to hear of operations that are lost to such a call: these never end.
+    lost_waiters: WaitList,
+    /// Operations that wait for a GPU.
+    pub held: StreamQueue,
+    /// The worker that is roused first for the next operation.
+    pub rouse_first: AtomicUsize,
+    /// Something was written to memory of its GPUs, and it stages what comes.
+    pub writes_to_gpus: AtomicBool,
+}
+
+impl PeerState {
+    pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
+        let queue = SendQueue::new(info.chunk_bytes, info.crc);
+        PeerState {
+            engine,
+            session: info.session,
+            identity: info.identity,
+            name: info.name,
+            label: info.label,
+            address: info.address,
+            queue: if info.lanes { queue.with_lanes() } else { queue },
+            transport: info.transport,
+            transport_why: info.transport_why,
+            inbound: Inbound::default(),
+            window_frames: info.window,
+            same_host: info.same_host,
+            counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
+            home: AtomicUsize::new(0),
+            in_flight: AtomicU64::new(0),
+            serving: AtomicU64::new(0),
+            places: Serving::default(),
+            in_flight_bytes: AtomicU64::new(0),
+            failure: OnceLock::new(),
+            resent: AtomicU64::new(0),
+            lost: Mutex::new(Vec::new()),
+            setup: Mutex::new(Duration::ZERO),
+            abandoned: AtomicBool::new(false),
+            drained: AtomicU64::new(0),
+            cut_off: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            unfinished: AtomicBool::new(false),
+            #[cfg(test)]
+            vanishes: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
+            lost_waiters: WaitList::default(),
+            held: StreamQueue::default(),
+            rouse_first: AtomicUsize::new(0),
+            writes_to_gpus: AtomicBool::new(false),
+        }
+    }
+
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn now(&self) -> Duration {
+        self.engine.transport.now()
+    }
+
+    pub fn counters(&self, index: u16) -> Arc<ChannelCounters> {
+        self.counters[usize::from(index)].clone()
+    }
+
+    /// Messages that the lanes of its channels have moved, both ways.
+    pub fn lanes_moved(&self) -> u64 {
+        self.counters.iter().map(|counters| counters.lane.moved.load(Ordering::Relaxed)).sum()
+    }
+
+    /// The worker whose channels small operations prefer.
+    pub fn home(&self) -> &Arc<Worker> {
+        &self.engine.workers[self.home.load(Ordering::Relaxed) % self.engine.workers.len()]
+    }
+
+    /// Finds the home again after channels came or went: the worker of the first live channel.
+    pub fn choose_home(&self) {
+        let first = self.counters.iter().position(|channel| channel.alive.load(Ordering::Relaxed));
+        self.home.store(self.engine_worker(first.unwrap_or(0) as u16), Ordering::Relaxed);
+    }
+
+    /// The worker that a channel belongs to, the same on both sides where they have as many.
+    pub fn engine_worker(&self, index: u16) -> usize {
+        usize::from(index) % self.engine.workers.len()
+    }
+
+    /// Whether anything posted has not ended, receives apart: those may wait for ever.
+    pub fn in_flight(&self) -> bool {
+        self.in_flight.load(Ordering::SeqCst) > 0
+    }
+
+    /// How many, beside the operation just posted.
+    pub fn in_flight_beside_one(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed).saturating_sub(1)
+    }
+
+    /// Whether so much is under way that the threads should do it, and waiting callers sleep.
+    pub fn in_bulk(&self) -> bool {
+        self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
+    }
+
+    /// Whether what has not been sent yet, or has not arrived, is deep bulk.
+    pub fn in_deep_bulk(&self) -> bool {
+        self.is_deep_bulk(self.queue.bulk_bytes().saturating_add(self.live_backlog().1))
+    }
+
+    /// Whether so many bytes are.
+    pub fn is_deep_bulk(&self, bytes: u64) -> bool {
+        schedule::is_deep_bulk(bytes, self.channels())
+    }
+
+    /// Whether the peer stages some of what is written to it.
+    pub fn writes_to_gpus(&self) -> bool {
+        self.writes_to_gpus.load(Ordering::Relaxed)
+    }
+
+    /// Whether a channel belongs to the home.
+    pub fn is_home(&self, index: u16) -> bool {
+        self.engine_worker(index) == self.home.load(Ordering::Relaxed)
+    }
+
+    /// An operation of ours that somebody posts begins, unless the peer is being closed: who closes it sees this one, or it sees
+    /// that. A part belongs to a whole that has begun.
+    pub fn begin_posted(&self, op: &Op) -> Result<()> {
+        self.begin(op);
+        if op.whole.is_none() && self.closing.load(Ordering::SeqCst) {
+            self.end(op);
+            return Err(self.gone());
+        }
+        Ok(())
+    }
+
+    /// An operation begins.
+    pub fn begin(&self, op: &Op) {
+        self.in_flight_bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
+        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::SeqCst);
+        self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+    }
+
+    /// It has ended, or could not begin.
+    pub fn end(&self, op: &Op) {
+        self.in_flight_bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
+        self.in_flight.fetch_sub(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+    }
+
+    /// How many of them share a thread.
+    pub fn channels_per_thread(&self) -> usize {
+        self.counters.len().div_ceil(self.engine.workers.len())
+    }
+
+    /// Channels that it was set up with: the worker of each is told by its number.
+    pub fn channels(&self) -> usize {
+        self.counters.len()
+    }
+
+    pub fn live_channels(&self) -> usize {
+        self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed)).count()
+    }
+
+    /// The smallest backlog of a live channel.
+    pub fn least_backlog(&self) -> u64 {
+        self.counters.iter().map(|channel| channel.backlog.load(Ordering::Relaxed)).min().unwrap_or(0)
+    }
+
+    /// The backlog of all channels that share a thread with this one, its own included.
+    pub fn thread_backlog(&self, index: u16) -> u64 {
+        let worker = self.engine_worker(index);
+        let shared = (0..).zip(&self.counters).filter(|(other, _)| self.engine_worker(*other) == worker);
+        shared.map(|(_, channel)| channel.in_flight()).sum()
+    }
+
+    /// What a channel with so much in its window may take of what is staged.
+    pub fn staged_share(&self, backlog: u64) -> u64 {
+        let (channels, in_flight) = self.live_backlog();
+        schedule::staged_share(self.queue.bulk_bytes(), in_flight, channels, backlog)
+    }
+
+    /// Shortest and longest chunk of what is staged.
+    pub fn staged_chunk_bytes(&self) -> (usize, usize) {
+        let (channels, in_flight) = self.live_backlog();
+        let alone = self.in_flight_beside_one() == 0;
+        schedule::staged_chunk_bytes(self.queue.bulk_bytes().saturating_add(in_flight), alone, channels)
+    }
+
+    /// Live channels, and what they have in their windows together.
+    fn live_backlog(&self) -> (usize, u64) {
+        let live = self.counters.iter().filter(|channel| channel.alive.load(Ordering::Relaxed));
+        live.fold((0, 0), |(count, bytes), channel| (count + 1, bytes + channel.in_flight()))
+    }
+
+    /// A channel was lost, in words; the oldest are forgotten.
+    pub fn note_lost(&self, line: String) {
+        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        if lost.len() >= limits::LOST_LINES_MAX {
+            lost.remove(0);
+        }
+        lost.push(line);
+    }
+
+    /// State in a line, for error messages.
+    pub fn describe(&self) -> String {
+        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
+        format!("{} of {} channels up{last}", self.live_channels(), self.counters.len())
+    }
+
+    pub fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
+    }
+
+    /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
+    pub fn lost_to_a_call(&self) -> Option<Error> {
+        self.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
+    }
+
+    /// A call of a plugin does not return.
+    pub fn mark_stuck(&self) {
+        self.stuck.store(true, Ordering::SeqCst);
+        self.lost_waiters.wake();
+    }
+
+    /// Asks to be woken when operations are lost to such a call.
+    pub fn wake_at_loss(&self, wakeup: &Wakeup) {
+        if self.engine.plugin().is_none() {
+            return;
+        }
+        self.lost_waiters.add(wakeup.handle());
+        if self.lost_to_a_call().is_some() {
+            self.lost_waiters.wake();
+        }
+    }
+
+    // ---- operations ----
+
+    /// An operation's token comes back; if it was the last, the operation has ended.
+    pub fn let_go(&self, op: &Arc<Op>) {
+        if op.let_go() {
+            self.ended(op);
+        }
+    }
+
+    /// A part of an operation will not be moved.
+    pub fn cut_short(&self, op: &Arc<Op>) {
+        op.cut_short();
+        self.let_go(op);
+    }
+
+    pub fn ended(&self, op: &Arc<Op>) {
+        self.end(op);
+        if op.failed() {
+            self.tell_failure(op);
+        }
+        if op.verb == Verb::Serve {
+            self.served();
+        }
+        self.queue.ended(op);
+        // A notification may have waited for this one.
+        self.wake_home_worker();
+        if let Some(whole) = &op.whole {
+            self.let_go(whole);
+        }
+    }
+
+    /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
+    fn tell_failure(&self, op: &Op) {
+        let mut header = Header::new(Kind::Refuse);
+        header.key = Refusal::Other as u64;
+        match op.verb {
+            Verb::Send => {
+                header.transfer = op.sink.load(Ordering::Relaxed);
+                if op.uncut.load(Ordering::Relaxed) {
+                    // The receive is for the next message.
+                    header.key = Refusal::NoSink as u64;
+                }
+            }
+            Verb::Serve => header.transfer = op.key,
+            Verb::Write if !op.message.is_empty() => {
+                header = Header::new(Kind::Notify);
+                header.transfer = op.id;
+                header.total = WITHDRAWN;
+            }
+            _ => {}
+        }
+        // Ids start at 1: a send that never met its receive has no sink.
+        if header.transfer != 0 {
+            self.queue.push_own(header);
+        }
+    }
+
+    pub fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
+        self.begin_posted(&op)?;
+        if !self.queue.post(op.clone()) {
+            self.end(&op);
+            return Err(self.gone());
+        }
+        worker::kick(self, op.total);
+        Ok(Transfer { op, peer: self.clone() })
+    }
+
+    pub fn gone(&self) -> Error {
+        self.failure().unwrap_or(Error::Closed)
+    }
+
+    /// The peer placed (or refused, and that was noted) this frame.
+    pub fn delivered(&self, entry: Entry, refusal: Option<Refusal>) {
+        if self.queue.had(&entry.header) {
+            self.wake_home_worker();
+        }
+        let Some(op) = &entry.op else { return };
+        if let Some(refusal) = refusal {
+            self.refused(op, refusal);
+        }
+        match entry.header.kind {
+            Kind::Read if op.failing() => {
+                self.end_sink(op);
+            }
+            Kind::Read => {}
+            _ => self.count(op, u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
+        }
+        self.let_go(op);
+    }
+
+    fn count(&self, op: &Op, bytes: u64) {
+        op.count(bytes);
+        self.note_moved(op);
+    }
+
+    /// A whole frame of an operation has moved.
+    pub fn note_moved(&self, op: &Op) {
+        if self.cut_off.load(Ordering::Relaxed) {
+            self.cut_off.store(false, Ordering::Relaxed);
+        }
+        self.note(op);
+    }
+
+    /// Some of a frame moves. That is no progress after a connection was lost, which may have been for the same frame, again
+    /// and again.
+    pub fn note_moving(&self, op: &Op) {
+        if !self.cut_off.load(Ordering::Relaxed) {
+            self.note(op);
+        }
+    }
+
+    /// A connection was lost, with parts of frames: only whole ones count, until there is one.
+    pub fn note_cut_off(&self) {
+        self.cut_off.store(true, Ordering::Relaxed);
+    }
+
+    /// What the peer reads of us is none of ours: it could go on for ever.
+    fn note(&self, op: &Op) {
+        op.stir();
+        if self.abandoned.load(Ordering::Relaxed) && op.verb != Verb::Serve {
+            self.drained.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Changes as long as what was posted here gets on, once nobody holds a [`Peer`].
+    pub fn drained(&self) -> u64 {
+        self.drained.load(Ordering::Relaxed)
+    }
+
+    pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
+        let why = match (op.verb, refusal) {
+            (Verb::Read, Refusal::Limit) => {
+                "it has as many reads to serve as it takes (READS_SERVED_MAX): wait for some before posting more"
+            }
+            (Verb::Send, Refusal::OutOfRegion) => &format!(
+                "the message is longer than the receive that met it: receive into {} bytes, or send fewer",
+                op.total
+            ),
+            _ => refusal.text(),
+        };
+        op.fail(Error::AccessRefused { peer: self.name.clone(), why: why.into() });
+    }
+
+    pub fn end_sink(&self, op: &Arc<Op>) {
+        if self.inbound.close_sink(op.id).is_some() {
+            self.cut_short(op);
+        }
+        self.stop_asking(op);
+    }
+
+    pub fn cancel(self: &Arc<Self>, op: &Arc<Op>) {
+        if op.ended() {
+            return;
+        }
+        op.cancel();
+        let parts: Vec<_> = op.parts().filter(|part| !part.ended()).collect();
+        let reads = op.verb == Verb::Read && !parts.iter().any(|part| self.held.knows(part));
+        match reads {
+            // The workers are asked once for all.
+            true => parts.iter().for_each(|part| {
+                part.cancel();
+                self.end_sink(part);
+            }),
+            false => parts.iter().for_each(|part| self.cancel(part)),
+        }
+        match op.verb {
+            Verb::Read if op.is_whole() && (parts.is_empty() || !reads) => {}
+            _ if self.held.knows(op) => {
+                self.release_held();
+            }
+            Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
+            Verb::Recv | Verb::Read => {
+                if !op.is_whole() {
+                    self.end_sink(op);
+                }
+                let op = op.clone();
+                let what = || format!("the memory of a cancelled operation with {}", self.name);
+                // The operation ends when the thread comes back; its memory is not free before.
+                let is_its = move |landing: &Landing| landing.is_sink(&op);
+                if let Err(error) = worker::abandon(&self.engine, what, false, is_its) {
+                    tracing::error!("{error}");
+                }
+            }
+            _ => {
+                if self.queue.take_back(op) || self.queue.take_out(op) {
+                    self.cut_short(op);
+                }
+                worker::kick(self, 0);
+            }
+        }
+    }
+
+    /// The peer is gone, or about to be: nothing more is accepted for it, and what ends from now on has failed for this
+    /// reason. Its channels may be there a little longer.
+    pub fn doom(&self, error: Error) {
+        let _ = self.failure.set(error);
+        if self.stuck.load(Ordering::SeqCst) {
+            self.lost_waiters.wake();
+        }
+    }
+
+    /// Ends all that waits for a doomed peer. Called once its channels are closed, so that nothing is
+    /// placed any more.
+    pub fn fail(&self) {
+        let error = self.gone();
+        for op in self.held.close().into_iter().chain(self.queue.close()) {
+            self.fail_with_peer(&op, &error);
+            self.let_go(&op);
+        }
+        for op in self.inbound.close(&error) {
+            // One that had failed before, or was cancelled, is not there any more.
+            if op.verb == Verb::Read {
+                self.unfinished.store(true, Ordering::SeqCst);
+            }
+            self.let_go(&op);
+        }
+        let ours = self.in_flight.load(Ordering::SeqCst) > self.serving.load(Ordering::SeqCst);
+        if ours && self.stuck.load(Ordering::SeqCst) {
+            self.unfinished.store(true, Ordering::SeqCst);
+        }
+        self.over.store(true, Ordering::SeqCst);
+    }
+
+    /// An operation fails because the peer has ended. To answer the peer's reads is not asked for any more, and a
+    /// receive may be one that was never to be met.
+    fn fail_with_peer(&self, op: &Op, error: &Error) {
+        if !matches!(op.verb, Verb::Serve | Verb::Recv) && !op.failing() {
+            self.unfinished.store(true, Ordering::SeqCst);
+        }
+        op.fail(error.clone());
+    }
+
+    /// Whether nothing of it is left: it may be doomed for a moment before.
+    pub fn is_over(&self) -> bool {
+        self.over.load(Ordering::SeqCst)
+    }
+
+    /// Frames that cannot be sent any more.
+    pub fn drop_entries(&self, entries: Vec<Entry>) {
+        let error = self.gone();
+        for op in entries.into_iter().filter_map(|entry| entry.op) {
+            self.fail_with_peer(&op, &error);
+            if matches!(op.verb, Verb::Read) {
+                self.end_sink(&op);
+            }
+            self.let_go(&op);
+        }
+    }
+}
+
+/// Bytes under way from which on threads, and not waiting callers, move them.
+const BULK_BYTES: u64 = 512 << 10;

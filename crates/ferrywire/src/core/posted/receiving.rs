@@ -1,0 +1,451 @@
+//! Frames of one channel that wait for their payload, or behind one that does.
+//!
+//! A frame's life: `waiting -> posted -> done -> gathered -> unpacked -> given back`; one without a payload
+//! on the lane only waits for its turn. All of them leave in the order in which their heads came. What cannot be
+//! brought to its place is refused, and the lane goes on.
+//!
+//! Invariant: receives are posted in the order of heads, for heads that are here, at most a window at a
+//! time; a finished one counts until it is given back.
+
+use super::slots::{Slot, Slots};
+use super::{Turned, seconds};
+use crate::core::peer::Landing;
+use crate::error::Error;
+use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use ferrywire_memory::Memory;
+use ferrywire_memory::cuda::CudaError;
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::{Header, Refusal};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+/// Of what has arrived one turn takes no more than this, but whole messages: each may be copied by the CPU, and the worker
+/// has other lanes, and requests to let go of memory.
+const BYTES_PER_TURN: u64 = 1 << 20;
+
+/// A frame as the stream brought it.
+pub(crate) struct Arrival {
+    pub header: Header,
+    pub placements: Vec<u8>,
+    pub landing: Option<Landing>,
+    pub message: Vec<u8>,
+    pub refusal: Option<Refusal>,
+    /// Where the payload goes, in its order. Nowhere if it is refused.
+    pub target: Vec<Run>,
+}
+
+struct Frame {
+    arrival: Arrival,
+    state: State,
+    /// Its memory was taken away while the lane had a receive for it.
+    abandoned: bool,
+}
+
+enum State {
+    /// All of it is here.
+    Whole,
+    Waiting,
+    Posted(Receive),
+    /// Done, and on its way from where it lies scattered.
+    Gathering(Receive),
+    /// In its place, or in a slot, to be unpacked.
+    Done(Receive),
+}
+
+/// A posted receive.
+struct Receive {
+    ticket: Ticket,
+    number: u64,
+    run: Run,
+    slot: Option<Slot>,
+}
+
+pub(super) struct Receiving {
+    window: usize,
+    stall_limit: Duration,
+    frames: VecDeque<Frame>,
+    /// Of the frames, how many were looked at for posting, and how many of those have all their payload.
+    seen: usize,
+    tested: usize,
+    /// Requests posted and not given back, now and at most.
+    in_hand: usize,
+    most: usize,
+    posted: u64,
+    finished: u64,
+    moved_at: Duration,
+    posted_at: Duration,
+    refused_since: Option<Duration>,
+    /// Since when the peer seems to be closing, and what said so.
+    closing: Option<(Duration, String)>,
+    closing_results: u64,
+    /// A frame has left whose memory was taken away: nothing of the lane's is to keep that any more.
+    let_go: bool,
+    slots: Slots,
+}
+
+impl Receiving {
+    pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Receiving {
+        Receiving {
+            window: lane.window(),
+            stall_limit,
+            frames: VecDeque::new(),
+            seen: 0,
+            tested: 0,
+            in_hand: 0,
+            most: 0,
+            posted: 0,
+            finished: 0,
+            moved_at: Duration::ZERO,
+            posted_at: Duration::ZERO,
+            refused_since: None,
+            closing: None,
+            closing_results: 0,
+            let_go: false,
+            slots: Slots::new(lane, Way::Unpack),
+        }
+    }
+
+    pub fn active(&self) -> bool {
+        !self.frames.is_empty()
+    }
+
+    pub fn in_flight(&self) -> bool {
+        self.in_hand > 0
+    }
+
+    /// Bytes that are to come into posted receives.
+    pub fn bytes_in_flight(&self) -> usize {
+        let posted = self.frames.iter().filter(|frame| matches!(frame.state, State::Posted(_)));
+        posted.map(|frame| frame.arrival.header.len as usize).sum()
+    }
+
+    pub fn waiting(&self) -> usize {
+        self.frames.len()
+    }
+
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    pub fn posted_count(&self) -> u64 {
+        self.posted
+    }
+
+    pub fn closing_results(&self) -> u64 {
+        self.closing_results
+    }
+
+    pub fn expect(&mut self, arrival: Arrival) {
+        let state = if arrival.header.is_posted() { State::Waiting } else { State::Whole };
+        self.frames.push_back(Frame { arrival, state, abandoned: false });
+    }
+
+    /// Whether memory that was taken away is of no more use since this was last asked.
+    pub fn has_let_go(&mut self) -> bool {
+        std::mem::take(&mut self.let_go)
+    }
+
+    pub fn uses(&self, memory: &Arc<Memory>) -> bool {
+        self.frames.iter().any(|frame| {
+            let posted = match &frame.state {
+                State::Posted(receive) | State::Gathering(receive) | State::Done(receive) => {
+                    Some(&receive.run)
+                }
+                State::Whole | State::Waiting => None,
+            };
+            posted.into_iter().chain(&frame.arrival.target).any(|run| Arc::ptr_eq(&run.memory, memory))
+        })
+    }
+
+    /// `sends`: the lane has some in flight.
+    pub fn turn(
+        &mut self,
+        lane: &mut dyn Lane,
+        sends: bool,
+        now: Duration,
+        turned: &mut Turned,
+    ) -> Result<(), String> {
+        self.test(lane, now, turned)?;
+        self.finish(lane, sends, turned)?;
+        self.post(lane, now, turned)?;
+        self.look_after_closing(now)
+    }
+
+    /// Tests the oldest request, and those behind it as long as they are done and others can wait for so much.
+    fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while self.tested < self.seen && turned.received_bytes < BYTES_PER_TURN {
+            let frame = &mut self.frames[self.tested];
+            let State::Posted(receive) = &frame.state else {
+                self.tested += 1;
+                continue;
+            };
+            match lane.test_recv(receive.ticket) {
+                Step::Done => {}
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                    let bytes = frame.arrival.header.len;
+                    return Err(format!(
+                        "message {} ({bytes} bytes) has not arrived after {}: its last test gave result 0, not done",
+                        receive.number,
+                        seconds(self.stall_limit)
+                    ));
+                }
+                Step::Pending => return Ok(()),
+                Step::Closing(why) => {
+                    let number = receive.number;
+                    self.closing_results += 1;
+                    return match self.closing_results {
+                        1 => {
+                            self.closing(now, why);
+                            Ok(())
+                        }
+                        _ => Err(format!("receiving message {number}, for the second time: {why}")),
+                    };
+                }
+                Step::Failed(why) => return Err(format!("receiving message {}: {why}", receive.number)),
+                Step::Unreadable(_, why) => {
+                    return Err(format!("receiving message {}: {why}", receive.number));
+                }
+            }
+            let State::Posted(receive) = std::mem::replace(&mut frame.state, State::Whole) else { continue };
+            turned.worked = true;
+            turned.received_bytes += receive.run.bytes as u64;
+            // What is refused is left where it is, and given back.
+            if frame.arrival.refusal.is_none() && lane.scatters(&receive.run.memory) {
+                frame.state = match lane.gather(receive.number, &receive.run) {
+                    Ok(()) => State::Gathering(receive),
+                    Err(Ungathered::Target(error)) => {
+                        frame.arrival.refuse(&error);
+                        State::Done(receive)
+                    }
+                    Err(Ungathered::Failed(why)) => return Err(why),
+                };
+            } else {
+                frame.state = State::Done(receive);
+            }
+            self.tested += 1;
+            self.moved_at = now;
+        }
+        Ok(())
+    }
+
+    /// Takes what the oldest finished requests brought, gives them back, and hands on whole frames.
+    fn finish(&mut self, lane: &mut dyn Lane, sends: bool, turned: &mut Turned) -> Result<(), String> {
+        while self.tested > 0 {
+            match self.frames[0].take(lane) {
+                Poll::Pending => return Ok(()),
+                Poll::Ready(Ok(())) => {}
+                // Over another lane it would fail again. What the GPU still does with its memory ends with this one.
+                Poll::Ready(Err(why)) => {
+                    lane.close(InFlight { sends, receives: true });
+                    turned.arrived.extend(self.frames.pop_front().map(|frame| frame.arrival));
+                    return Err(why);
+                }
+            }
+            let Some(frame) = self.frames.pop_front() else { return Ok(()) };
+            (self.seen, self.tested) = (self.seen - 1, self.tested - 1);
+            if let State::Done(receive) = frame.state {
+                lane.consumed(receive.ticket)?;
+                receive.slot.into_iter().for_each(|slot| self.slots.give_back(slot));
+                self.in_hand -= 1;
+                self.finished += 1;
+            }
+            self.let_go |= frame.abandoned;
+            turned.worked = true;
+            turned.arrived.push(frame.arrival);
+        }
+        Ok(())
+    }
+
+    /// Posts for the next heads, while there is room. Also when the peer closes: what has a head was sent.
+    fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while self.seen < self.frames.len() {
+            let frame = &mut self.frames[self.seen];
+            if matches!(frame.state, State::Waiting) {
+                if self.in_hand >= self.window {
+                    return Ok(());
+                }
+                let (slot, run) = frame.arrival.room(lane, &mut self.slots)?;
+                match lane.irecv(&run) {
+                    Post::Posted(ticket) => {
+                        frame.state = State::Posted(Receive { ticket, number: self.posted, run, slot });
+                    }
+                    refused => {
+                        slot.into_iter().for_each(|slot| self.slots.give_back(slot));
+                        return self.refused(refused, now);
+                    }
+                }
+                // Those in hand may all have arrived, and be waiting for a GPU for however long.
+                let before = self.frames.range(self.tested..self.seen);
+                if !before.into_iter().any(|frame| matches!(frame.state, State::Posted(_))) {
+                    self.moved_at = now;
+                }
+                self.refused_since = None;
+                self.posted_at = now;
+                self.posted += 1;
+                self.in_hand += 1;
+                self.most = self.most.max(self.in_hand);
+                turned.worked = true;
+            }
+            self.seen += 1;
+        }
+        Ok(())
+    }
+
+    fn refused(&mut self, post: Post, now: Duration) -> Result<(), String> {
+        let how = match post {
+            Post::Failed(why) => return Err(format!("posting for message {}: {why}", self.posted)),
+            Post::Full(how) => how,
+            Post::Posted(_) => return Ok(()),
+        };
+        let since = *self.refused_since.get_or_insert(now);
+        if self.in_hand > 0 {
+            self.refused_since = None;
+        } else if now.saturating_sub(since) > self.stall_limit {
+            let waited = seconds(self.stall_limit);
+            return Err(format!("irecv takes nothing ({how}) for {waited}, although nothing is posted"));
+        }
+        Ok(())
+    }
+
+    /// The peer closes, or is gone: what was announced has some time to arrive.
+    pub fn closing(&mut self, now: Duration, why: String) {
+        self.closing.get_or_insert((now, why));
+    }
+
+    fn look_after_closing(&mut self, now: Duration) -> Result<(), String> {
+        let Some((since, why)) = &self.closing else { return Ok(()) };
+        // What waits for room in our own window the peer cannot send.
+        let has_room = self.in_hand < self.window;
+        let missing = self.frames.iter().any(|frame| match frame.state {
+            State::Posted(_) => true,
+            State::Waiting => has_room,
+            _ => false,
+        });
+        let quiet_since = self.moved_at.max(self.posted_at).max(*since);
+        match missing && now.saturating_sub(quiet_since) > limits::LANE_CLOSING_DEADLINE {
+            true => Err(format!(
+                "message {} did not arrive within {} after this: {why}",
+                self.finished,
+                seconds(limits::LANE_CLOSING_DEADLINE)
+            )),
+            false => Ok(()),
+        }
+    }
+
+    /// Stops placing bytes where `gone` says; true while a request may still write there.
+    pub fn abandon(&mut self, lane: &dyn Lane, gone: &dyn Fn(&Landing) -> bool) -> bool {
+        let mut touched = false;
+        for frame in &mut self.frames {
+            if frame.arrival.landing.as_ref().is_some_and(gone) {
+                touched |= frame.abandon(lane);
+            }
+        }
+        touched
+    }
+
+    pub fn state(&self) -> String {
+        let closing = self.closing.as_ref().map(|(_, why)| format!(", closing: {why}")).unwrap_or_default();
+        format!(
+            "receiving: {} of {} posted, {} frames wait, {} given back{closing}",
+            self.in_hand,
+            self.window,
+            self.frames.len(),
+            self.finished
+        )
+    }
+
+    /// The lane is closed.
+    pub fn clear(&mut self) {
+        self.frames.clear();
+    }
+}
+
+impl Arrival {
+    /// Where the message is to be received: in its place, or in a slot.
+    fn room(&self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<(Option<Slot>, Run), String> {
+        match &self.target[..] {
+            [run] if lane.takes(Way::Unpack, run) => Ok((None, run.clone())),
+            target => {
+                let like = target.first().map(|run| run.memory.clone());
+                let (slot, run) = slots.take(lane, like.as_deref(), self.header.len as usize)?;
+                Ok((Some(slot), run))
+            }
+        }
+    }
+
+    /// What is here cannot be brought to its place.
+    fn refuse(&mut self, error: &Error) {
+        tracing::warn!(%error, "a payload cannot be placed");
+        self.landing.iter().for_each(|landing| landing.fail(error));
+        self.refusal = Some(Refusal::Gpu);
+    }
+}
+
+impl Frame {
+    /// Brings what has arrived to its place; ready when the request can be given back.
+    ///
+    /// # Errors
+    /// Why the lane is of no use any more; the frame is refused.
+    fn take(&mut self, lane: &mut dyn Lane) -> Poll<Result<(), String>> {
+        if let State::Gathering(receive) = &self.state {
+            match lane.gathered(receive.number) {
+                Poll::Ready(Ok(())) => {}
+                Poll::Ready(Err(error)) => {
+                    self.arrival.refuse(&error);
+                    // Nothing is done to memory that is gone.
+                    if !matches!(error, Error::Cuda(CudaError::Freed { .. })) {
+                        return Poll::Ready(Err(error.to_string()));
+                    }
+                }
+                Poll::Pending => return Poll::Pending,
+            }
+            if let State::Gathering(receive) = std::mem::replace(&mut self.state, State::Whole) {
+                self.state = State::Done(receive);
+            }
+        }
+        match &self.state {
+            State::Done(receive) if receive.slot.is_some() && self.arrival.refusal.is_none() => {
+                match lane.copy(Way::Unpack, &receive.run, &self.arrival.target) {
+                    Poll::Ready(Ok(())) => {}
+                    Poll::Ready(Err(error)) => self.arrival.refuse(&error),
+                    Poll::Pending => return Poll::Pending,
+                }
+                Poll::Ready(Ok(()))
+            }
+            State::Done(_) | State::Whole => Poll::Ready(Ok(())),
+            _ => Poll::Pending,
+        }
+    }
+
+    /// Its memory is taken away. True while something may still write there.
+    fn abandon(&mut self, lane: &dyn Lane) -> bool {
+        let direct = |receive: &Receive| receive.slot.is_none() && !lane.scatters(&receive.run.memory);
+        let touched = match &self.state {
+            State::Whole | State::Waiting => false,
+            State::Posted(receive) => direct(receive),
+            // Being copied, or about to be.
+            State::Gathering(_) | State::Done(_) => true,
+        };
+        match touched {
+            // Refused if it arrives, and kept until then.
+            true if matches!(self.state, State::Posted(_)) => self.arrival.refusal = Some(Refusal::NoRegion),
+            true => {}
+            false if matches!(self.state, State::Whole) => {
+                // As in `staging/receiving.rs`: the sender must not be told of bytes that a closed receive does not have.
+                if matches!(&self.arrival.landing, Some(Landing::Sink { sink, .. }) if sink.closed()) {
+                    self.arrival.refusal.get_or_insert(Refusal::NoSink);
+                }
+                self.arrival.landing = None;
+            }
+            false => {
+                self.abandoned = true;
+                self.arrival.refusal = Some(Refusal::NoRegion);
+                self.arrival.landing = None;
+                self.arrival.target.clear();
+            }
+        }
+        touched
+    }
+}

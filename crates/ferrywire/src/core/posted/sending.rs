@@ -1,0 +1,343 @@
+//! Messages of one channel on their way out.
+//!
+//! A message's life: `waiting -> packed -> posted -> done`. It is done for its frame when the peer has
+//! acknowledged that too, in whichever order the two come. One that is packed has its head held until then: should
+//! that fail, its frame goes out without it.
+//!
+//! Invariant: message n is begun only if n is less than the receives the peer has posted plus a window,
+//! and at most a window of messages are begun and not done; none before the peer's end of the lane is known to stand.
+
+use super::slots::{Slot, Slots};
+use super::{SENT_UNREADABLE, Turned, seconds, widen};
+use crate::core::queue::Entry;
+use crate::error::Error;
+use crate::payload::lane::{Lane, Post, Run, Step, Ticket, Way};
+use ferrywire_memory::Memory;
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+/// A message from the moment its frame is taken.
+struct Outgoing {
+    frame: u64,
+    bytes: usize,
+    source: Source,
+    /// Its frame, once the peer has acknowledged it.
+    entry: Option<Entry>,
+}
+
+enum Source {
+    Run(Run),
+    /// To be packed, one behind another.
+    Ranges(Vec<Run>),
+    /// Packed, or being packed.
+    Slot {
+        slot: Slot,
+        run: Run,
+        ranges: Vec<Run>,
+    },
+}
+
+pub(super) struct Sending {
+    window: usize,
+    stall_limit: Duration,
+    waiting: VecDeque<Outgoing>,
+    posted: VecDeque<(Ticket, Outgoing)>,
+    begun: u64,
+    /// The other end's side of the lane stands.
+    heard: bool,
+    confirmed: u64,
+    done: u64,
+    /// Messages that are not packed yet.
+    unpacked: usize,
+    most: usize,
+    /// When the oldest message became the oldest, or was posted.
+    moved_at: Duration,
+    /// Since when the lane takes nothing although nothing is posted.
+    refused_since: Option<Duration>,
+    /// Memory that was taken back meanwhile is not read any more.
+    let_go: bool,
+    slots: Slots,
+}
+
+impl Sending {
+    pub fn new(lane: &dyn Lane, stall_limit: Duration) -> Sending {
+        Sending {
+            window: lane.send_window(),
+            stall_limit,
+            waiting: VecDeque::new(),
+            posted: VecDeque::new(),
+            begun: 0,
+            heard: !lane.may_stand_alone(),
+            confirmed: 0,
+            done: 0,
+            unpacked: 0,
+            most: 0,
+            moved_at: Duration::ZERO,
+            refused_since: None,
+            let_go: false,
+            slots: Slots::new(lane, Way::Pack),
+        }
+    }
+
+    pub fn is_heard(&self) -> bool {
+        self.heard
+    }
+
+    pub fn room(&self) -> usize {
+        if !self.heard {
+            return 0;
+        }
+        let credit = (self.confirmed + self.window as u64).saturating_sub(self.begun) as usize;
+        credit.min(self.window.saturating_sub(self.waiting.len() + self.posted.len()))
+    }
+
+    pub fn active(&self) -> bool {
+        !self.waiting.is_empty() || !self.posted.is_empty()
+    }
+
+    pub fn in_flight(&self) -> bool {
+        !self.posted.is_empty()
+    }
+
+    /// Whether a message of memory that is taken back was sent since this was last asked: the lane need not keep it.
+    pub fn has_let_go(&mut self) -> bool {
+        std::mem::take(&mut self.let_go)
+    }
+
+    /// Bytes that the lane has and is not done with.
+    pub fn bytes_in_flight(&self) -> usize {
+        self.posted.iter().map(|(_, message)| message.bytes).sum()
+    }
+
+    pub fn most(&self) -> usize {
+        self.most
+    }
+
+    pub fn admit(&mut self, lane: &mut dyn Lane, frame: u64, entry: &Entry) {
+        debug_assert!(self.room() > 0, "the room is looked at before a frame is taken");
+        let mut ranges: Vec<Run> = Vec::new();
+        if let Some((memory, locals)) = entry.payload() {
+            for (offset, len) in locals {
+                match ranges.last_mut() {
+                    Some(last) if last.offset + last.bytes as u64 == offset => last.bytes += len as usize,
+                    _ => ranges.push(Run { memory: memory.clone(), offset, bytes: len as usize }),
+                }
+            }
+        }
+        let source = match &ranges[..] {
+            [run] if lane.takes(Way::Pack, run) => Source::Run(ranges.swap_remove(0)),
+            _ => {
+                self.unpacked += 1;
+                Source::Ranges(ranges)
+            }
+        };
+        self.waiting.push_back(Outgoing { frame, bytes: entry.header.len as usize, source, entry: None });
+        self.begun += 1;
+    }
+
+    pub fn acknowledged(&mut self, frame: u64, entry: Entry) -> Option<Entry> {
+        let all = self.posted.iter_mut().map(|(_, message)| message).chain(&mut self.waiting);
+        match all.into_iter().find(|message| message.frame == frame) {
+            Some(message) => {
+                message.entry = Some(entry);
+                None
+            }
+            None => Some(entry),
+        }
+    }
+
+    /// Whether the head of this frame waits until its message is packed.
+    pub fn holds_head(&self, frame: u64) -> bool {
+        self.unpacked > 0
+            && self.waiting.iter().any(|message| message.frame == frame && !message.source.is_packed())
+    }
+
+    pub fn confirm(&mut self, low: u32) -> Result<(), &'static str> {
+        self.heard = true;
+        self.confirmed = widen(low, self.confirmed, self.begun)
+            .ok_or("it says that it has posted for messages that were never begun")?;
+        Ok(())
+    }
+
+    /// Whether a message that is not done is of such memory, and not packed.
+    pub fn uses(&self, which: impl Fn(&Arc<Memory>) -> bool) -> bool {
+        let mut all = self.posted.iter().map(|(_, message)| message).chain(&self.waiting);
+        all.any(|message| match &message.source {
+            Source::Run(run) => which(&run.memory),
+            Source::Ranges(ranges) | Source::Slot { ranges, .. } => {
+                ranges.iter().any(|range| which(&range.memory))
+            }
+        })
+    }
+
+    pub fn turn(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        self.test(lane, now, turned)?;
+        self.post(lane, now, turned)
+    }
+
+    fn test(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while let Some((ticket, message)) = self.posted.front() {
+            match lane.test_send(*ticket) {
+                Step::Done => {}
+                Step::Pending if now.saturating_sub(self.moved_at) > self.stall_limit => {
+                    return Err(format!(
+                        "message {} ({} bytes) is still not sent after {}: its last test gave result 0, not done",
+                        self.done,
+                        message.bytes,
+                        seconds(self.stall_limit)
+                    ));
+                }
+                Step::Pending => return Ok(()),
+                Step::Unreadable(ticket, why) => return Err(self.unreadable(ticket, why, turned)),
+                // On this side there is no last answer to wait for: the peer may never have had the message.
+                Step::Closing(why) | Step::Failed(why) => return Err(self.failed(message, &why)),
+            }
+            let Some((_, message)) = self.posted.pop_front() else { return Ok(()) };
+            self.done += 1;
+            self.moved_at = now;
+            turned.worked = true;
+            turned.sent_bytes += message.bytes as u64;
+            self.let_go |= matches!(&message.source, Source::Run(run) if run.memory.revoked());
+            if let Source::Slot { slot, .. } = message.source {
+                self.slots.give_back(slot);
+            }
+            turned.delivered.extend(message.entry);
+        }
+        Ok(())
+    }
+
+    fn post(&mut self, lane: &mut dyn Lane, now: Duration, turned: &mut Turned) -> Result<(), String> {
+        while let Some(message) = self.waiting.front_mut() {
+            let was_packed = message.source.is_packed();
+            let run = match message.pack(lane, &mut self.slots)? {
+                Poll::Ready(Ok(run)) => run,
+                Poll::Ready(Err(error)) => {
+                    self.give_up(error, turned);
+                    continue;
+                }
+                Poll::Pending => return Ok(()),
+            };
+            if !was_packed {
+                self.unpacked -= 1;
+                // Its head may go.
+                turned.worked = true;
+            }
+            match lane.isend(&run) {
+                Post::Posted(ticket) => {
+                    if self.posted.is_empty() {
+                        self.moved_at = now;
+                    }
+                    self.refused_since = None;
+                    turned.worked = true;
+                    self.posted.extend(self.waiting.pop_front().map(|message| (ticket, message)));
+                    self.most = self.most.max(self.posted.len());
+                }
+                Post::Full(how) => return self.refused(how, now),
+                Post::Failed(why) => {
+                    let message = &self.waiting[0];
+                    return Err(self.failed(message, &why));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The oldest message cannot be packed. Nobody has heard of it.
+    fn give_up(&mut self, error: Error, turned: &mut Turned) {
+        let Some(message) = self.waiting.pop_front() else { return };
+        if let Source::Slot { slot, .. } = message.source {
+            self.slots.give_back(slot);
+        }
+        self.begun -= 1;
+        self.unpacked -= 1;
+        turned.worked = true;
+        turned.given_up.push((message.frame, error));
+    }
+
+    /// The lane is full. That cannot last while nothing is posted.
+    fn refused(&mut self, how: &str, now: Duration) -> Result<(), String> {
+        let since = *self.refused_since.get_or_insert(now);
+        if !self.posted.is_empty() {
+            self.refused_since = None;
+        } else if now.saturating_sub(since) > self.stall_limit {
+            let waited = seconds(self.stall_limit);
+            return Err(format!("isend takes nothing ({how}) for {waited}, although nothing is posted"));
+        }
+        Ok(())
+    }
+
+    /// The memory of a message cannot be read. Its head is out, so only the lane's end takes it back.
+    fn unreadable(&self, ticket: Ticket, why: Error, turned: &mut Turned) -> String {
+        let frame = self.posted.iter().find(|(each, _)| *each == ticket).map(|(_, message)| message.frame);
+        let said = format!("{SENT_UNREADABLE}: {why}");
+        turned.unreadable = frame.map(|frame| (frame, why));
+        said
+    }
+
+    fn failed(&self, message: &Outgoing, why: &str) -> String {
+        format!("sending message {} ({} bytes): {why}", self.done, message.bytes)
+    }
+
+    pub fn state(&self) -> String {
+        format!(
+            "sending: {} of {} posted, {} wait, {} done, the peer has posted for {}{}",
+            self.posted.len(),
+            self.window,
+            self.waiting.len(),
+            self.done,
+            self.confirmed,
+            if self.heard { "" } else { ", and has not said that it stands" }
+        )
+    }
+
+    /// The lane is closed: gives back what was acknowledged and not done.
+    pub fn clear(&mut self) -> Vec<Entry> {
+        if self.in_flight() {
+            self.slots.use_never_again();
+        }
+        let posted = self.posted.drain(..).map(|(_, message)| message);
+        posted.chain(self.waiting.drain(..)).filter_map(|message| message.entry).collect()
+    }
+}
+
+impl Source {
+    fn is_packed(&self) -> bool {
+        match self {
+            Source::Run(_) => true,
+            Source::Ranges(_) => false,
+            Source::Slot { ranges, .. } => ranges.is_empty(),
+        }
+    }
+}
+
+impl Outgoing {
+    /// The run to send from; pending while it is being packed, or why it cannot be.
+    ///
+    /// # Errors
+    /// Why the lane is of no use any more.
+    fn pack(&mut self, lane: &mut dyn Lane, slots: &mut Slots) -> Result<Poll<Result<Run, Error>>, String> {
+        if let Source::Ranges(ranges) = &mut self.source {
+            let like = ranges.first().map(|range| range.memory.clone());
+            let (slot, run) = slots.take(lane, like.as_deref(), self.bytes)?;
+            self.source = Source::Slot { slot, run, ranges: std::mem::take(ranges) };
+        }
+        match &mut self.source {
+            Source::Run(run) => Ok(Poll::Ready(Ok(run.clone()))),
+            Source::Slot { run, ranges, .. } => {
+                // Packed once: a lane that is full is asked again with what is there.
+                if !ranges.is_empty() {
+                    match lane.copy(Way::Pack, run, ranges) {
+                        Poll::Ready(Ok(())) => {}
+                        Poll::Ready(Err(error)) => return Ok(Poll::Ready(Err(error))),
+                        Poll::Pending => return Ok(Poll::Pending),
+                    }
+                    ranges.clear();
+                }
+                Ok(Poll::Ready(Ok(run.clone())))
+            }
+            Source::Ranges(_) => Ok(Poll::Pending),
+        }
+    }
+}

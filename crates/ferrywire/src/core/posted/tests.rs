@@ -1,0 +1,616 @@
+//! The rules of a lane, on one that does as it is told and checks how it is used.
+
+mod standstill;
+
+use super::{Arrival, Posted, SENT_UNREADABLE, Turned};
+use crate::core::operation::{Op, Verb};
+use crate::core::peer::Landing;
+use crate::core::queue::{Entry, Pull, SendQueue};
+use crate::core::stats::LaneCounters;
+use crate::error::Error;
+use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way, copy_on_host};
+use ferrywire_memory::Memory;
+use ferrywire_proto::limits;
+use ferrywire_proto::transfer::{Piece, Pieces};
+use ferrywire_proto::window::Window;
+use ferrywire_proto::wire::{FLAG_POSTED, Header, Kind, Refusal};
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+const WINDOW: usize = 16;
+const CHUNK: usize = 64 << 10;
+const STALL: Duration = Duration::from_secs(30);
+
+/// What the fake lane is to do, and what it has seen.
+#[derive(Default)]
+struct Script {
+    /// Answers to tests of the oldest request, in turn; pending when there is none.
+    sends: VecDeque<Step>,
+    receives: VecDeque<Step>,
+    /// Refuses to post.
+    full: bool,
+    posted_sends: VecDeque<usize>,
+    posted_receives: VecDeque<usize>,
+    finished: VecDeque<usize>,
+    next: usize,
+    sent: Vec<Vec<u8>>,
+    received_into: Vec<(u64, usize)>,
+    consumed: usize,
+    /// What is received lies elsewhere until it is gathered; the gathers that were begun, and which are done.
+    scatters: bool,
+    /// Answers to what is packed and unpacked, in turn; done when there is none.
+    copies: VecDeque<Poll<Result<(), Error>>>,
+    gathers: Vec<(u64, bool)>,
+    closed: Option<InFlight>,
+    /// It may stand before the peer's end of it does.
+    alone: bool,
+    /// Memory that it keeps something for.
+    known: Vec<Arc<Memory>>,
+}
+
+struct Fake(Arc<Mutex<Script>>);
+
+impl Lane for Fake {
+    fn window(&self) -> usize {
+        WINDOW
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        CHUNK
+    }
+
+    fn may_stand_alone(&self) -> bool {
+        self.0.lock().unwrap().alone
+    }
+
+    fn isend(&mut self, run: &Run) -> Post {
+        let mut script = self.0.lock().unwrap();
+        if script.full || script.posted_sends.len() == WINDOW {
+            return Post::Full("scripted");
+        }
+        script.known.push(run.memory.clone());
+        // SAFETY: a run of a test's own memory.
+        script.sent.push(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) }.to_vec());
+        script.next += 1;
+        let ticket = script.next;
+        script.posted_sends.push_back(ticket);
+        Post::Posted(Ticket(ticket))
+    }
+
+    fn irecv(&mut self, run: &Run) -> Post {
+        let mut script = self.0.lock().unwrap();
+        if script.full {
+            return Post::Full("scripted");
+        }
+        assert!(script.posted_receives.len() + script.finished.len() < WINDOW, "past the window");
+        script.received_into.push((run.offset, run.bytes));
+        script.next += 1;
+        let ticket = script.next;
+        script.posted_receives.push_back(ticket);
+        Post::Posted(Ticket(ticket))
+    }
+
+    fn test_send(&mut self, ticket: Ticket) -> Step {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.posted_sends.front(), Some(&ticket.0), "not the oldest");
+        let step = script.sends.pop_front().unwrap_or(Step::Pending);
+        if step == Step::Done {
+            script.posted_sends.pop_front();
+        }
+        step
+    }
+
+    fn test_recv(&mut self, ticket: Ticket) -> Step {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.posted_receives.front(), Some(&ticket.0), "not the oldest");
+        let step = script.receives.pop_front().unwrap_or(Step::Pending);
+        if step == Step::Done {
+            let done = script.posted_receives.pop_front();
+            script.finished.extend(done);
+        }
+        step
+    }
+
+    fn scatters(&self, _memory: &Memory) -> bool {
+        self.0.lock().unwrap().scatters
+    }
+
+    fn gather(&mut self, number: u64, _run: &Run) -> Result<(), Ungathered> {
+        self.0.lock().unwrap().gathers.push((number, false));
+        Ok(())
+    }
+
+    fn gathered(&mut self, number: u64) -> Poll<Result<(), Error>> {
+        let script = self.0.lock().unwrap();
+        match script.gathers.iter().find(|(each, _)| *each == number) {
+            Some((_, true)) => Poll::Ready(Ok(())),
+            Some((_, false)) => Poll::Pending,
+            None => panic!("gather {number} was never begun"),
+        }
+    }
+
+    fn consumed(&mut self, ticket: Ticket) -> Result<(), String> {
+        let mut script = self.0.lock().unwrap();
+        assert_eq!(script.finished.pop_front(), Some(ticket.0), "given back out of order");
+        script.consumed += 1;
+        Ok(())
+    }
+
+    fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<(), Error>> {
+        let mut script = self.0.lock().unwrap();
+        if let Some(answer) = script.copies.pop_front() {
+            return answer;
+        }
+        copy_on_host(way, slot, ranges);
+        Poll::Ready(Ok(()))
+    }
+
+    fn slot_memory(&self, _like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
+        Memory::private(bytes).map_err(|error| error.to_string())
+    }
+
+    fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        self.0.lock().unwrap().known.retain(|memory| !memory.revoked() || busy(memory));
+    }
+
+    fn close(&mut self, in_flight: InFlight) {
+        self.0.lock().unwrap().closed = Some(in_flight);
+    }
+
+    fn describe(&self) -> String {
+        "the fake".into()
+    }
+}
+
+/// A lane under test, with its script and a clock.
+struct Bench {
+    posted: Posted,
+    script: Arc<Mutex<Script>>,
+    now: Duration,
+}
+
+impl Bench {
+    fn new() -> Bench {
+        Bench::with(Script::default())
+    }
+
+    fn with(script: Script) -> Bench {
+        let script = Arc::new(Mutex::new(script));
+        let posted = Posted::new(Box::new(Fake(script.clone())), STALL, Arc::new(LaneCounters::default()));
+        Bench { posted, script, now: Duration::ZERO }
+    }
+
+    /// Lets time pass, with turns in between: without any, none does.
+    fn pass(&mut self, time: Duration) -> Result<(), String> {
+        let end = self.now + time;
+        while self.now < end {
+            self.now = end.min(self.now + Duration::from_millis(500));
+            self.turn()?;
+        }
+        Ok(())
+    }
+
+    fn turn(&mut self) -> Result<Turned, String> {
+        let mut turned = Turned::default();
+        self.posted.turn(self.now, &mut turned).map(|()| turned)
+    }
+
+    fn script<T>(&self, look: impl FnOnce(&mut Script) -> T) -> T {
+        look(&mut self.script.lock().unwrap())
+    }
+
+    /// Takes frames as a channel does, up to the room there is; returns how many.
+    fn take(&mut self, queue: &SendQueue, window: &mut Window<Entry>) -> usize {
+        let first = window.next();
+        let room = self.posted.room();
+        let pull = Pull {
+            bytes: u64::MAX,
+            channels: 1,
+            chunk_bytes: queue.chunk_bytes,
+            staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+            small: u64::MAX,
+            bulk: true,
+            messages: Some(room),
+        };
+        queue.pull(window, &mut Default::default(), pull);
+        let mut taken = 0;
+        for (entry, frame) in window.from(first).zip(first..) {
+            if entry.header.is_posted() {
+                self.posted.admit(frame, entry);
+                taken += 1;
+            }
+        }
+        assert!(taken <= room, "{taken} frames for a room of {room}");
+        taken
+    }
+
+    fn expect(&mut self, arrival: Arrival) {
+        self.posted.expect(arrival);
+    }
+}
+
+/// A queue with a write of so many chunks, and the bytes it writes.
+fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
+    let bytes: Vec<u8> = (0..chunks * CHUNK).map(|at| (at / 1000) as u8).collect();
+    let memory = filled(&bytes);
+    let piece = Piece { local: 0, remote: 0, len: bytes.len() as u64 };
+    (queue_with(memory, Pieces::One(piece)), bytes)
+}
+
+fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
+    let queue = SendQueue::new(CHUNK, false).with_lanes();
+    assert!(queue.post(Arc::new(Op::new(1, Verb::Write, pieces, Some(memory), 9))));
+    queue
+}
+
+fn filled(bytes: &[u8]) -> Arc<Memory> {
+    let memory = Memory::private(bytes.len()).unwrap();
+    let base = memory.span(0, bytes.len() as u64).unwrap();
+    // SAFETY: memory of this test's own, of that size.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), base, bytes.len()) };
+    memory
+}
+
+fn window() -> Window<Entry> {
+    Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX)
+}
+
+/// A data frame whose payload goes to these runs.
+fn frame(number: u64, target: &[(u64, usize)], memory: &Arc<Memory>) -> Arrival {
+    let mut header = Header::new(Kind::Data);
+    header.flags = FLAG_POSTED;
+    header.transfer = number;
+    header.len = target.iter().map(|(_, bytes)| *bytes as u32).sum();
+    let target =
+        target.iter().map(|&(offset, bytes)| Run { memory: memory.clone(), offset, bytes }).collect();
+    let landing = Some(Landing::Region { key: 9, memory: memory.clone() });
+    Arrival { header, placements: Vec::new(), landing, message: Vec::new(), refusal: None, target }
+}
+
+/// A frame that the stream has brought whole.
+fn whole(number: u64) -> Arrival {
+    let header = Header { transfer: number, ..Header::new(Kind::Notify) };
+    let (placements, message, target) = Default::default();
+    Arrival { header, placements, landing: None, message, refusal: None, target }
+}
+
+fn numbers(turned: &Turned) -> Vec<u64> {
+    turned.arrived.iter().map(|arrival| arrival.header.transfer).collect()
+}
+
+#[test]
+fn sends_run_on_credit_and_never_past_the_window() {
+    let (queue, bytes) = queue_of(40);
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut window), WINDOW, "a window without a word from the peer");
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.posted_sends.len(), WINDOW));
+    // All are done, but the peer has posted for none of them: no credit for more.
+    bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
+    bench.turn().unwrap();
+    assert_eq!(bench.take(&queue, &mut window), 0);
+    bench.posted.confirm(3).unwrap();
+    assert_eq!(bench.take(&queue, &mut window), 3, "three more than a window");
+    bench.posted.confirm(19).unwrap();
+    assert_eq!(bench.posted.room(), WINDOW - 3, "as many as are not in hand");
+    assert!(bench.posted.confirm(20).is_err(), "posted for what was never begun");
+    assert!(bench.posted.confirm(18).is_err(), "a count does not go back");
+    while bench.take(&queue, &mut window) > 0 {
+        bench.script(|script| script.sends.extend(vec![Step::Done; WINDOW]));
+        bench.turn().unwrap();
+        bench.turn().unwrap();
+        let begun = window.next() as u32;
+        bench.posted.confirm(begun).unwrap();
+    }
+    bench.script(|script| assert!(script.sent.concat() == bytes, "in order, each byte once"));
+}
+
+#[test]
+fn memory_is_kept_until_it_is_sent_and_acknowledged() {
+    let (queue, _) = queue_of(2);
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert!(bench.take(&queue, &mut window) >= 2);
+    bench.turn().unwrap();
+    let (_, first) = window.release(1).unwrap();
+    assert!(bench.posted.acknowledged(0, first).is_none(), "the lane is not done with it");
+    bench.script(|script| script.sends.extend([Step::Done, Step::Done]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.delivered.len(), 1);
+    let (_, second) = window.release(2).unwrap();
+    assert!(bench.posted.acknowledged(1, second).is_some(), "done before it was acknowledged");
+}
+
+#[test]
+fn what_a_lane_keeps_for_memory_that_is_taken_back_goes_when_that_is_sent() {
+    let memory = filled(&[1; 100]);
+    let queue = queue_with(memory.clone(), Pieces::One(Piece { local: 0, remote: 0, len: 100 }));
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    memory.revoke();
+    bench.posted.forget_revoked();
+    bench.script(|script| assert_eq!(script.known.len(), 1, "it is being sent"));
+    bench.script(|script| script.sends.push_back(Step::Done));
+    bench.turn().unwrap();
+    bench.script(|script| assert!(script.known.is_empty()));
+}
+
+#[test]
+fn what_is_no_single_run_is_packed() {
+    let memory = filled(&(0..200u8).collect::<Vec<u8>>());
+    let pieces = [(10, 0, 5), (100, 50, 7), (107, 90, 3)];
+    let pieces = pieces.map(|(local, remote, len)| Piece { local, remote, len });
+    let queue = queue_with(memory, Pieces::Many(Arc::new(pieces)));
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.turn().unwrap();
+    let expected: Vec<u8> = (10..15).chain(100..110).collect();
+    bench.script(|script| assert_eq!(script.sent, [expected]));
+}
+
+#[test]
+fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone() {
+    let memory = filled(&(0..200u8).collect::<Vec<u8>>());
+    let pieces = [(10, 0, 5), (100, 50, 7)].map(|(local, remote, len)| Piece { local, remote, len });
+    let queue = queue_with(memory.clone(), Pieces::Many(Arc::new(pieces)));
+    assert!(queue.post(Arc::new(Op::new(2, Verb::Write, Pieces::One(pieces[1]), Some(memory), 9))));
+    let (mut bench, mut window) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut window), 2);
+    assert_eq!([0, 1].map(|frame| bench.posted.holds_head(frame)), [true, false]);
+    let failure = Error::Bug("scripted".into());
+    bench.script(|script| script.copies.extend([Poll::Pending, Poll::Ready(Err(failure.clone()))]));
+    assert!(bench.turn().unwrap().given_up.is_empty());
+    assert!(bench.posted.holds_head(0), "it is being packed");
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.given_up, [(0, failure)]);
+    bench.script(|script| assert_eq!(script.sent, [(100..107).collect::<Vec<u8>>()], "the one behind it"));
+    bench.posted.confirm(1).unwrap();
+    assert!(bench.posted.confirm(2).is_err(), "one message was begun");
+}
+
+#[test]
+fn what_cannot_be_unpacked_is_refused() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| {
+        script.receives.push_back(Step::Done);
+        script.copies.push_back(Poll::Ready(Err(Error::Bug("scripted".into()))));
+    });
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.arrived[0].refusal, Some(Refusal::Gpu));
+    bench.script(|script| assert_eq!(script.consumed, 1));
+}
+
+#[test]
+fn a_full_lane_is_asked_again() {
+    let (queue, _) = queue_of(1);
+    let mut bench = Bench::new();
+    bench.take(&queue, &mut window());
+    bench.script(|script| script.full = true);
+    bench.turn().unwrap();
+    bench.script(|script| script.full = false);
+    bench.turn().unwrap();
+    bench.script(|script| assert!(!script.sent.is_empty()));
+}
+
+#[test]
+fn any_error_of_a_send_is_final() {
+    for step in [Step::Closing("result 2".into()), Step::Failed("result 6".into())] {
+        let (queue, _) = queue_of(1);
+        let mut bench = Bench::new();
+        bench.take(&queue, &mut window());
+        bench.turn().unwrap();
+        bench.script(|script| script.sends.push_back(step));
+        let why = bench.turn().map(drop).unwrap_err();
+        assert!(why.starts_with("the fake: sending message 0 (65536 bytes): result"), "{why}");
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
+    let (unread, read) = (filled(&[1; 100]), filled(&[2; 100]));
+    let piece = Pieces::One(Piece { local: 0, remote: 0, len: 100 });
+    let queue = queue_with(read, piece.clone());
+    let op = Arc::new(Op::new(2, Verb::Write, piece, Some(unread), 9));
+    assert!(queue.post(op.clone()));
+    let (mut bench, mut first) = (Bench::new(), window());
+    assert_eq!(bench.take(&queue, &mut first), 2);
+    bench.turn().unwrap();
+    let why = Error::invalid("region", "scripted");
+    // The second one, while the first is the one asked for.
+    bench.script(|script| {
+        let second = Ticket(script.posted_sends[1]);
+        script.sends.push_back(Step::Unreadable(second, why.clone()));
+    });
+    let mut turned = Turned::default();
+    let told = bench.posted.turn(bench.now, &mut turned).unwrap_err();
+    assert!(told.contains(SENT_UNREADABLE) && told.contains("scripted"), "{told}");
+    assert_eq!(turned.unreadable, Some((1, why.clone())));
+    // As a channel does, and the fence after it.
+    first.get_mut(1).unwrap().fail_unread(why.clone());
+    assert!(queue.resend(first.drain().into_iter().map(|(_, entry)| entry).collect()).is_empty());
+    let (mut bench, mut second) = (Bench::new(), window());
+    bench.take(&queue, &mut second);
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "the other one, and nothing else"));
+    assert_eq!(op.failure(), Some(why));
+}
+
+#[test]
+fn receives_are_posted_for_heads_and_given_back_in_order() {
+    let memory = Memory::private(64 * CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.turn().unwrap();
+    bench.script(|script| assert!(script.posted_receives.is_empty(), "posted without a head"));
+    for number in 0..20 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.expect(whole(20));
+    bench.turn().unwrap();
+    assert_eq!(bench.posted.told(), WINDOW as u32);
+    bench.script(|script| script.receives.extend(vec![Step::Done; 5]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(numbers(&turned), [0, 1, 2, 3, 4]);
+    assert_eq!((turned.received_bytes, bench.posted.told()), (50, 20));
+    bench.script(|script| script.receives.extend(vec![Step::Done; 15]));
+    let turned = bench.turn().unwrap();
+    assert_eq!(numbers(&turned), (5..21).collect::<Vec<_>>(), "the one behind them has waited");
+    bench.script(|script| {
+        assert_eq!(script.consumed, 20);
+        assert_eq!(script.received_into, (0..20).map(|at| (at * 10, 10)).collect::<Vec<_>>());
+    });
+    assert!(!bench.posted.active());
+}
+
+#[test]
+fn a_scattered_receive_is_given_back_after_its_gather() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.script(|script| script.scatters = true);
+    for number in 0..3 {
+        bench.expect(frame(number, &[(number * 10, 10)], &memory));
+    }
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.extend(vec![Step::Done; 3]));
+    assert!(numbers(&bench.turn().unwrap()).is_empty());
+    bench.script(|script| {
+        assert_eq!(script.gathers, [(0, false), (1, false), (2, false)], "all at once");
+        script.gathers[1].1 = true;
+    });
+    assert!(numbers(&bench.turn().unwrap()).is_empty(), "not before the one in front of it");
+    bench.script(|script| script.gathers[0].1 = true);
+    assert_eq!(numbers(&bench.turn().unwrap()), [0, 1]);
+    bench.script(|script| assert_eq!(script.consumed, 2));
+}
+
+#[test]
+fn a_refused_message_is_received_and_thrown_away() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    let mut refused = frame(0, &[(0, 100)], &memory);
+    (refused.refusal, refused.landing) = (Some(Refusal::NoRegion), None);
+    refused.target.clear();
+    bench.expect(refused);
+    bench.turn().unwrap();
+    bench.script(|script| {
+        assert_eq!(script.received_into, [(0, 100)], "into a slot");
+        script.receives.push_back(Step::Done);
+    });
+    let turned = bench.turn().unwrap();
+    assert_eq!(turned.arrived[0].refusal, Some(Refusal::NoRegion));
+}
+
+#[test]
+fn scattered_targets_go_through_a_slot() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(8, 4), (100, 6)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| {
+        assert_eq!(script.received_into, [(0, 10)]);
+        script.receives.push_back(Step::Done);
+    });
+    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+}
+
+#[test]
+fn the_first_sign_of_a_closing_peer_is_absorbed_if_all_arrives() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
+    bench.turn().unwrap();
+    bench.now += Duration::from_secs(1);
+    bench.script(|script| script.receives.push_back(Step::Done));
+    assert_eq!(numbers(&bench.turn().unwrap()), [0]);
+    bench.pass(10 * limits::LANE_CLOSING_DEADLINE).unwrap();
+}
+
+#[test]
+fn what_was_announced_before_the_peer_closes_has_some_time_to_arrive() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let mut bench = Bench::new();
+    bench.expect(frame(0, &[(0, 10)], &memory));
+    bench.turn().unwrap();
+    bench.script(|script| script.receives.push_back(Step::Closing("result 2".into())));
+    bench.turn().unwrap();
+    bench.expect(frame(1, &[(10, 10)], &memory));
+    bench.turn().unwrap();
+    assert_eq!(bench.posted.told(), 2, "its head is here, so it was sent");
+    bench.pass(limits::LANE_CLOSING_DEADLINE / 2).unwrap();
+    bench.script(|script| script.receives.push_back(Step::Done));
+    bench.pass(limits::LANE_CLOSING_DEADLINE).expect("something has arrived meanwhile");
+    let why = bench.pass(Duration::from_secs(1)).unwrap_err();
+    assert!(why.contains("message 1 did not arrive within 2.0 s after this: result 2"), "{why}");
+}
+
+#[test]
+fn the_second_sign_and_every_other_error_are_final() {
+    let memory = Memory::private(CHUNK).unwrap();
+    let closing = || Step::Closing("result 2".into());
+    for steps in [vec![closing(), closing()], vec![Step::Failed("result 2, and done".into())]] {
+        let mut bench = Bench::new();
+        bench.expect(frame(0, &[(0, 10)], &memory));
+        bench.turn().unwrap();
+        bench.script(|script| script.receives.extend(steps.clone()));
+        let outcome = steps.iter().map(|_| bench.turn().map(drop)).collect::<Result<Vec<()>, String>>();
+        assert!(outcome.unwrap_err().contains("receiving message 0"));
+    }
+}
+
+#[test]
+fn memory_that_is_taken_back_is_let_go_unless_it_may_be_written_to() {
+    let (mine, other) = (Memory::private(CHUNK).unwrap(), Memory::private(CHUNK).unwrap());
+    let mut bench = Bench::new();
+    for number in 0..WINDOW as u64 {
+        bench.expect(frame(number, &[(0, 10)], &other));
+    }
+    bench.expect(frame(16, &[(0, 10)], &mine));
+    bench.turn().unwrap();
+    let gone = |landing: &Landing| landing.is_in(&mine);
+    assert!(!bench.posted.abandon(&gone), "it is not posted yet");
+    bench.script(|script| script.receives.extend(vec![Step::Done; WINDOW]));
+    bench.turn().unwrap();
+    bench.script(|script| assert_eq!(script.received_into[16], (0, 10), "its message is thrown away"));
+
+    bench.expect(frame(17, &[(0, 10)], &mine));
+    bench.turn().unwrap();
+    assert!(bench.posted.abandon(&gone), "it is being received into");
+    bench.script(|script| script.receives.extend([Step::Done, Step::Done]));
+    let turned = bench.turn().unwrap();
+    let refusals: Vec<_> = turned.arrived.iter().map(|arrival| arrival.refusal).collect();
+    assert_eq!(refusals, [Some(Refusal::NoRegion), Some(Refusal::NoRegion)]);
+    drop(turned);
+    assert!(!bench.posted.abandon(&gone));
+}
+
+#[test]
+fn nothing_is_sent_before_the_peer_has_said_that_it_stands() {
+    let mut bench = Bench::with(Script { alone: true, ..Script::default() });
+    assert_eq!(bench.posted.room(), 0);
+    bench.posted.confirm(0).unwrap();
+    assert_eq!(bench.posted.room(), WINDOW);
+}
+
+#[test]
+fn closing_says_what_is_in_flight() {
+    let closed = |mut bench: Bench| {
+        bench.posted.end();
+        bench.script(|script| script.closed)
+    };
+    assert_eq!(closed(Bench::new()), Some(InFlight::NOTHING));
+    let (queue, _) = queue_of(1);
+    let mut sends = Bench::new();
+    sends.take(&queue, &mut window());
+    sends.turn().unwrap();
+    assert_eq!(closed(sends), Some(InFlight { sends: true, receives: false }));
+    let mut receives = Bench::new();
+    receives.expect(frame(0, &[(0, 10)], &Memory::private(10).unwrap()));
+    receives.turn().unwrap();
+    assert_eq!(closed(receives), Some(InFlight { sends: false, receives: true }));
+}

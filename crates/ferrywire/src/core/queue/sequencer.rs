@@ -1,0 +1,134 @@
+//! Numbered frames, which a peer takes in their order: how far ahead of one that is missing others may go.
+//!
+//! Over several channels a frame may be late for as long as it takes to notice that its connection is lost. What a peer
+//! has to hold meanwhile is bounded, and what it refused would be lost: so it is not sent before the missing one is there.
+//!
+//! Invariant: from the first number that the peer is not known to have, no more are sent than it holds.
+//! Read next: `inbound.rs`, which holds them.
+
+use crate::core::operation::Op;
+use ferrywire_proto::limits;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+/// The numbers of one kind, from 0.
+#[derive(Default)]
+pub(super) struct Sequencer {
+    /// The first that the peer is not known to have, and those behind it that it has.
+    first: u64,
+    had: BTreeSet<u64>,
+    /// Bytes of each from the first on, where they count, and where all those end.
+    sizes: VecDeque<usize>,
+    begin: u64,
+    end: u64,
+    next: u64,
+    /// Too far ahead, each with the end of its bytes.
+    late: BTreeMap<u64, (u64, Arc<Op>)>,
+}
+
+impl Sequencer {
+    /// Gives an operation its number, if it may go out now.
+    pub fn number(&mut self, op: Arc<Op>) -> Option<(u64, Arc<Op>)> {
+        let number = self.next;
+        self.next += 1;
+        self.sizes.push_back(op.message.len());
+        self.end += op.message.len() as u64;
+        self.admit(number, self.end, op).map(|op| (number, op))
+    }
+
+    /// Gives an operation that has its number back, if it may go out now.
+    pub fn admit_numbered(&mut self, op: Arc<Op>) -> Option<Arc<Op>> {
+        self.admit(op.number, 0, op)
+    }
+
+    fn admit(&mut self, number: u64, end: u64, op: Arc<Op>) -> Option<Arc<Op>> {
+        if self.fits(number, end) {
+            return Some(op);
+        }
+        self.late.insert(number, (end, op));
+        None
+    }
+
+    fn fits(&self, number: u64, end: u64) -> bool {
+        number <= self.first
+            || (number - self.first < limits::EARLY_FRAMES_MAX as u64
+                && end.saturating_sub(self.begin) <= limits::NOTIFICATION_BYTES_MAX as u64)
+    }
+
+    /// The peer has this one: gives back those that may go out now.
+    pub fn had(&mut self, number: u64) -> Vec<(u64, Arc<Op>)> {
+        match number == self.first {
+            true => self.pass(),
+            false => drop((number > self.first).then(|| self.had.insert(number))),
+        }
+        while self.had.remove(&self.first) {
+            self.pass();
+        }
+        let mut admitted = Vec::new();
+        while let Some(late) = self.late.first_entry() {
+            let (number, end) = (*late.key(), late.get().0);
+            if !self.fits(number, end) {
+                break;
+            }
+            admitted.extend(self.late.pop_first().map(|(number, (_, op))| (number, op)));
+        }
+        admitted
+    }
+
+    fn pass(&mut self) {
+        self.first += 1;
+        self.begin += self.sizes.pop_front().unwrap_or(0) as u64;
+    }
+
+    /// The peer is gone.
+    pub fn close(&mut self) -> impl Iterator<Item = Arc<Op>> + use<> {
+        std::mem::take(&mut self.late).into_values().map(|(_, op)| op)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::operation::Verb;
+    use ferrywire_proto::transfer::{Piece, Pieces};
+
+    fn note(bytes: usize) -> Arc<Op> {
+        let mut op = Op::new(1, Verb::Notify, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0);
+        op.message = vec![0; bytes].into();
+        Arc::new(op)
+    }
+
+    #[test]
+    fn no_more_bytes_go_ahead_of_a_missing_one_than_a_peer_holds() {
+        let mut turns = Sequencer::default();
+        let fit = (limits::NOTIFICATION_BYTES_MAX / limits::NOTIFY_BYTES_MAX) as u64;
+        for number in 0..fit + 10 {
+            assert_eq!(turns.number(note(limits::NOTIFY_BYTES_MAX)).is_some(), number < fit, "{number}");
+        }
+        // Those behind the missing one make no room.
+        assert!((1..5).all(|number| turns.had(number).is_empty()));
+        let numbers = |admitted: Vec<(u64, Arc<Op>)>| -> Vec<u64> {
+            admitted.into_iter().map(|(number, _)| number).collect()
+        };
+        assert_eq!(numbers(turns.had(0)), [0, 1, 2, 3, 4].map(|at| fit + at));
+        // One that is said to be there again changes nothing.
+        assert!(turns.had(0).is_empty() && turns.had(4).is_empty());
+        assert_eq!(numbers(turns.had(5)), [fit + 5]);
+        assert_eq!(turns.close().count(), 4);
+    }
+
+    #[test]
+    fn one_that_is_due_goes_out_however_many_are_behind_it() {
+        let mut turns = Sequencer::default();
+        let sent = |number| {
+            let mut op = Op::new(1, Verb::Send, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0);
+            op.number = number;
+            Arc::new(op)
+        };
+        let far = limits::EARLY_FRAMES_MAX as u64;
+        assert!(turns.admit_numbered(sent(far)).is_none());
+        assert!(turns.admit_numbered(sent(far - 1)).is_some());
+        assert!(turns.admit_numbered(sent(0)).is_some());
+        assert_eq!(turns.had(0).len(), 1);
+    }
+}

@@ -1,0 +1,248 @@
+//! Copies between pinned memory and a GPU that nobody waits for.
+//!
+//! A copier does its batches in the order in which they are enqueued. The mark behind a batch is a number
+//! that it writes into memory of the host once the batch is done: to look there costs a load, no call of a driver.
+//!
+//! Invariant: when a copier is dropped, it is done with all memory that was named to it.
+//! Read next: `cuda.rs`; `pipeline.rs`, the only user.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::cuda::CudaCopier;
+use crate::error::{Error, Result};
+use ferrywire_memory::cuda::PinnedBuffer;
+use ferrywire_memory::sim::{MappedBuffer, SimStream};
+use ferrywire_memory::{Gpu, Place};
+
+/// Which way a copier copies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// From the GPU.
+    Out,
+    /// To the GPU.
+    In,
+}
+
+/// One run: the same bytes in pinned memory and on the GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    pub host: usize,
+    pub device: u64,
+    pub bytes: usize,
+}
+
+/// A queue of copies of one GPU, one way.
+pub(super) trait Copier: Send {
+    /// Enqueues copies, and a mark behind them; not while it takes no more. Numbers rise.
+    ///
+    /// # Safety
+    /// Both sides of each run stay allocated, and nobody else writes to the source or uses the target, until the
+    /// mark is reached or the copier is dropped.
+    unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()>;
+
+    /// The last mark that was reached, and why no further one will be, if that is known.
+    fn reached(&mut self) -> (u64, Option<Error>);
+
+    /// Whether another batch should be enqueued now, and not when those before it are done.
+    fn takes_more(&self) -> bool {
+        true
+    }
+
+    /// Ends the work that has begun, and begins no other; gives the last mark that was reached.
+    fn stop(&mut self) -> u64 {
+        self.reached().0
+    }
+
+    /// How often the driver was called to do something or asked about it.
+    fn calls(&self) -> u64;
+
+    /// Bytes of pinned memory that it has for itself.
+    fn pinned_bytes(&self) -> usize {
+        0
+    }
+}
+
+/// Memory of the host that a GPU reaches.
+pub(super) enum Pinned {
+    Sim(MappedBuffer),
+    Cuda(PinnedBuffer),
+}
+
+impl Pinned {
+    pub fn base(&self) -> usize {
+        match self {
+            Pinned::Sim(buffer) => buffer.as_ptr() as usize,
+            Pinned::Cuda(buffer) => buffer.as_ptr() as usize,
+        }
+    }
+
+    pub fn bytes(&self) -> usize {
+        match self {
+            Pinned::Sim(buffer) => buffer.len(),
+            Pinned::Cuda(buffer) => buffer.pinned_bytes(),
+        }
+    }
+}
+
+/// Pinned memory near a GPU that is open. For set-up only.
+pub(super) fn pinned(place: Place, bytes: usize) -> Result<Pinned> {
+    match Gpu::opened(place)? {
+        Gpu::Sim(_) => Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?)),
+        Gpu::Cuda(gpu) => Ok(Pinned::Cuda(gpu.pinned(bytes)?)),
+    }
+}
+
+/// A copier of a GPU that is open. For set-up only.
+pub(super) fn copier(place: Place, way: Way) -> Result<Box<dyn Copier>> {
+    match Gpu::opened(place)? {
+        Gpu::Sim(gpu) => {
+            let stream = gpu.stream();
+            Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
+        }
+        Gpu::Cuda(gpu) => Ok(Box::new(CudaCopier::new(&gpu, way)?)),
+    }
+}
+
+struct SimCopier {
+    stream: SimStream,
+    flag: Arc<AtomicU64>,
+    marked: u64,
+    calls: u64,
+    way: Way,
+}
+
+impl Copier for SimCopier {
+    unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
+        (self.marked, self.calls) = (mark, self.calls + runs.len() as u64 + 1);
+        for run in runs {
+            // SAFETY: by the caller's promise.
+            unsafe {
+                match self.way {
+                    Way::Out => self.stream.to_host(run.device, run.host as *mut u8, run.bytes)?,
+                    Way::In => self.stream.from_host(run.host as *const u8, run.device, run.bytes)?,
+                }
+            }
+        }
+        Ok(self.stream.write_flag(&self.flag, mark)?)
+    }
+
+    fn reached(&mut self) -> (u64, Option<Error>) {
+        let reached = self.flag.load(Ordering::Acquire);
+        if reached >= self.marked {
+            return (reached, None);
+        }
+        self.calls += 1;
+        let failed = self.stream.query().err().map(Error::from);
+        // What was done before the failure is done.
+        (self.flag.load(Ordering::Acquire), failed)
+    }
+
+    fn calls(&self) -> u64 {
+        self.calls
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrywire_memory::sim::{SimFaults, SimGpu, SimGpuError};
+    use std::time::{Duration, Instant};
+
+    const BYTES: usize = 4096;
+
+    /// A GPU of its own, its memory, and pinned memory.
+    fn scene(index: u32) -> (Arc<SimGpu>, ferrywire_memory::sim::SimBuffer, Pinned) {
+        let gpu = SimGpu::open(index).unwrap();
+        gpu.set_faults(SimFaults::default());
+        let buffer = gpu.alloc(BYTES, 4096).unwrap();
+        (gpu, buffer, pinned(Place::SimGpu(index), BYTES).unwrap())
+    }
+
+    fn host(pinned: &Pinned) -> &[u8] {
+        // SAFETY: the ring has so many bytes, and the copier is not at work when the tests look.
+        unsafe { std::slice::from_raw_parts(pinned.base() as *const u8, BYTES) }
+    }
+
+    fn until(copier: &mut dyn Copier, mark: u64) -> Option<Error> {
+        let start = Instant::now();
+        loop {
+            match copier.reached() {
+                (reached, None) if reached < mark => assert!(start.elapsed() < Duration::from_secs(60)),
+                (_, failed) => return failed,
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn a_mark_is_reached_when_the_copies_before_it_are_done() {
+        let (gpu, buffer, ring) = scene(11);
+        let run = |at: usize| Run {
+            host: ring.base() + at,
+            device: buffer.address() + at as u64,
+            bytes: BYTES / 2,
+        };
+        gpu.write_from_slice(buffer.address(), &[7; BYTES]).unwrap();
+        let mut out = copier(Place::SimGpu(11), Way::Out).unwrap();
+        gpu.set_stall(true);
+        for (at, mark) in [(0, 1), (BYTES / 2, 2)] {
+            // SAFETY: both sides outlive the copier, and nobody uses them before the mark.
+            unsafe { out.copy(&[run(at)], mark) }.unwrap();
+        }
+        assert!(matches!(out.reached(), (0, None)), "nothing moves");
+        assert_eq!(host(&ring), [0; BYTES]);
+        gpu.set_stall(false);
+        assert!(until(&mut *out, 2).is_none());
+        assert_eq!(host(&ring), [7; BYTES]);
+
+        // SAFETY: nothing copies now; the memory is this test's.
+        unsafe { std::ptr::write_bytes(ring.base() as *mut u8, 9, BYTES) };
+        let mut into = copier(Place::SimGpu(11), Way::In).unwrap();
+        // SAFETY: as above.
+        unsafe { into.copy(&[run(0), run(BYTES / 2)], 5) }.unwrap();
+        assert!(until(&mut *into, 5).is_none());
+        assert_eq!(gpu.read_to_vec(buffer.address(), BYTES).unwrap(), [9; BYTES]);
+    }
+
+    #[test]
+    fn a_failure_is_told_with_the_marks_before_it() {
+        let (gpu, buffer, ring) = scene(12);
+        gpu.set_faults(SimFaults { fail_after: Some(2), ..SimFaults::default() });
+        let mut out = copier(Place::SimGpu(12), Way::Out).unwrap();
+        let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
+        for mark in 1..=4 {
+            // SAFETY: both sides outlive the copier, and nobody uses them.
+            let enqueued = unsafe { out.copy(&[run], mark) };
+            assert!(enqueued.is_ok() || mark > 2, "{enqueued:?}");
+        }
+        assert!(matches!(until(&mut *out, 4), Some(Error::SimGpu(_))));
+        assert_eq!(out.reached().0, 2);
+    }
+
+    #[test]
+    fn a_dropped_copier_is_done_with_the_memory() {
+        let (gpu, buffer, ring) = scene(13);
+        gpu.write_from_slice(buffer.address(), &[7; BYTES]).unwrap();
+        gpu.set_stall(true);
+        let mut out = copier(Place::SimGpu(13), Way::Out).unwrap();
+        let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
+        // SAFETY: both sides outlive the copier.
+        unsafe { out.copy(&[run], 1) }.unwrap();
+        drop(out);
+        gpu.set_stall(false);
+        // The GPU does whatever it has to do before this.
+        assert_eq!(gpu.read_to_vec(buffer.address(), 1).unwrap(), [7]);
+        assert_eq!(host(&ring), [0; BYTES], "what had not begun was not done");
+    }
+
+    #[test]
+    fn a_gpu_that_is_not_open_has_no_copier() {
+        let gone = Place::SimGpu(14);
+        assert!(matches!(pinned(gone, BYTES).err(), Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))));
+        assert!(matches!(
+            copier(gone, Way::In).err(),
+            Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))
+        ));
+    }
+}

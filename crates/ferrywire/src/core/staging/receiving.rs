@@ -1,0 +1,563 @@
+//! Payload for GPU memory on its way in: from the stream into a ring, and from there to the GPU.
+//!
+//! A payload is received in *parts*, each by one socket call. A part's life:
+//! `open -> whole -> copying -> in its place`; its bytes of the ring are free again after that. A frame counts
+//! as placed when its last part is, and so do the frames behind it: an acknowledgement is a count.
+//!
+//! Invariant: what a copy under way writes to is kept alive here.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use super::copier::{Run, Way};
+use super::pipeline::Pipeline;
+use super::stopwatch::Stopwatch;
+use crate::core::peer::Landing;
+use crate::core::posted::Arrival;
+use crate::error::Result;
+use ferrywire_memory::Place;
+use ferrywire_net::IoVec;
+use ferrywire_proto::limits;
+use ferrywire_proto::wire::Refusal;
+
+/// A ring with the parts in it.
+struct Lane {
+    line: Pipeline,
+    /// The mark behind each part, oldest first; none of one that is open.
+    parts: VecDeque<Option<u64>>,
+}
+
+impl Lane {
+    /// Gives back the oldest parts whose copies are done.
+    fn free(&mut self) {
+        while self.parts.front().is_some_and(|mark| mark.is_some_and(|mark| self.line.done(mark))) {
+            self.parts.pop_front();
+            self.line.ring.give_back();
+        }
+    }
+}
+
+/// A whole frame that waits for its copies, or for a frame before it.
+struct Frame {
+    arrival: Arrival,
+    copy: Option<Copy>,
+}
+
+/// A mark of a lane, and the first of the same frame, if there are several.
+#[derive(Clone, Copy)]
+struct Copy {
+    lane: usize,
+    first: u64,
+    mark: u64,
+}
+
+/// The frame that is being received.
+struct Current {
+    lane: usize,
+    /// Runs of GPU memory that the rest of its payload goes to.
+    targets: VecDeque<IoVec>,
+    /// Payload that has no part yet.
+    rest: usize,
+    /// The part that is being filled.
+    open: Option<IoVec>,
+    /// What stands behind the parts that are whole.
+    copy: Option<Copy>,
+}
+
+/// What a channel receives into GPU memory.
+#[derive(Default)]
+pub(crate) struct Receiving {
+    lanes: Vec<Lane>,
+    current: Option<Current>,
+    frames: VecDeque<Frame>,
+    /// Targets of frames that were broken off while they were being copied.
+    lingering: Vec<(Landing, Copy)>,
+    staged_bytes: u64,
+    /// How long a payload waited for room.
+    stalled: Stopwatch,
+}
+
+// SAFETY: the addresses in `current` are of GPU memory that the frame's landing keeps, and of the ring.
+unsafe impl Send for Receiving {}
+
+impl Receiving {
+    /// A frame's payload is about to come, for these runs of GPU memory; takes them.
+    pub fn begin(&mut self, place: Place, targets: &mut Vec<IoVec>) -> Result<()> {
+        let lane = self.lanes.iter().position(|lane| lane.line.place == place).unwrap_or_else(|| {
+            self.lanes.push(Lane { line: Pipeline::new(place, Way::In), parts: VecDeque::new() });
+            self.lanes.len() - 1
+        });
+        self.lanes[lane].line.prepare()?;
+        let rest = targets.iter().map(|target| target.len).sum();
+        let targets = targets.drain(..).collect();
+        self.current = Some(Current { lane, targets, rest, open: None, copy: None });
+        Ok(())
+    }
+
+    /// Room for the next part of the payload, and whether it is the last one; nothing while the ring is full.
+    pub fn open_part(&mut self) -> Option<(IoVec, bool)> {
+        let current = self.current.as_mut()?;
+        let lane = &mut self.lanes[current.lane];
+        let bytes = current.rest.min(limits::STAGING_PART_BYTES).min(lane.line.ring.len() / 4);
+        let taken = lane.line.ring.take(bytes);
+        self.stalled.set(taken.is_none());
+        let offset = taken?;
+        lane.parts.push_back(None);
+        let part = IoVec::new((lane.line.base() + offset) as *mut u8, bytes);
+        current.rest -= bytes;
+        current.open = Some(part);
+        Some((part, current.rest == 0))
+    }
+
+    /// The open part is whole: it is copied with the next batch. True if the frame has more.
+    pub fn close_part(&mut self) -> bool {
+        let Some(current) = &mut self.current else { return false };
+        let Some(part) = current.open.take() else { return current.rest > 0 };
+        let Lane { line, parts } = &mut self.lanes[current.lane];
+        line.make_room(1);
+        let (lane, first) = (current.lane, line.next_mark());
+        self.staged_bytes += part.len as u64;
+        let (mut host, mut left) = (part.base as usize, part.len);
+        while let Some(target) = current.targets.front_mut().filter(|_| left > 0) {
+            let bytes = target.len.min(left);
+            line.make_room(1);
+            // SAFETY: the frame's landing keeps the memory, here until the mark is reached; the part is left
+            // alone until then.
+            unsafe { line.add(Run { host, device: target.base as u64, bytes }) };
+            (host, left) = (host + bytes, left - bytes);
+            // An address of the GPU: nobody here looks at what is there.
+            *target = IoVec::new(target.base.wrapping_add(bytes), target.len - bytes);
+            if target.len == 0 {
+                current.targets.pop_front();
+            }
+        }
+        let mark = line.next_mark();
+        if let Some(last) = parts.back_mut() {
+            *last = Some(mark);
+        }
+        current.copy = Some(Copy { lane, first: current.copy.map_or(first, |copy| copy.first), mark });
+        current.rest > 0
+    }
+
+    /// Whether anything was ever staged.
+    pub fn begun(&self) -> bool {
+        !self.lanes.is_empty()
+    }
+
+    /// Bytes of parts that became whole, and whose copies are not begun.
+    pub fn gathered_bytes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.line.batch_bytes()).sum()
+    }
+
+    /// Begins the copies of all parts that became whole.
+    pub fn flush(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.line.flush());
+    }
+
+    /// A frame is here, with all the stream brings of it. It waits if it is staged, or behind one that is.
+    pub fn expect(&mut self, arrival: Arrival) {
+        let copy = self.current.take().and_then(|current| current.copy);
+        self.frames.push_back(Frame { arrival, copy });
+    }
+
+    /// The rest of the current frame's payload is thrown away; its landing is kept while parts are copied.
+    pub fn break_off(&mut self, landing: Option<Landing>) {
+        let Some(current) = self.current.take() else { return };
+        self.stalled.set(false);
+        let parts = &mut self.lanes[current.lane].parts;
+        if let Some(last) = parts.back_mut().filter(|_| current.open.is_some()) {
+            *last = Some(0);
+        }
+        // Whole parts that wait for company are copied while the landing is kept, and not after that.
+        self.lanes[current.lane].line.flush();
+        // Nobody else looks while nothing is copied.
+        self.lanes[current.lane].free();
+        let line = &self.lanes[current.lane].line;
+        if let Some(landing) = landing.filter(|_| line.copying()) {
+            let mark = line.next_mark() - 1;
+            self.lingering.push((landing, Copy { lane: current.lane, first: mark, mark }));
+        }
+    }
+
+    /// Frames that wait.
+    pub fn waiting(&self) -> usize {
+        self.frames.len()
+    }
+
+    /// Whether it has to be looked after.
+    pub fn active(&self) -> bool {
+        !self.frames.is_empty() || self.copying() || self.gathered_bytes() > 0
+    }
+
+    /// Whether copies are under way.
+    pub fn copying(&self) -> bool {
+        self.lanes.iter().any(|lane| lane.line.copying())
+    }
+
+    /// Looks how far the copies have come. True if those of the frame that is being received have failed: break
+    /// it off, before [`Receiving::free`].
+    pub fn look(&mut self) -> bool {
+        let mut failed = false;
+        for at in 0..self.lanes.len() {
+            if self.lanes[at].line.look() {
+                failed |= self.fail(at);
+            }
+        }
+        failed
+    }
+
+    /// Frees what the copies are done with, and forgets failures: they have been told.
+    pub fn free(&mut self) {
+        for lane in &mut self.lanes {
+            lane.line.settle();
+            lane.free();
+        }
+        let lanes = &self.lanes;
+        self.lingering.retain(|(_, copy)| !lanes[copy.lane].line.done(copy.mark));
+    }
+
+    /// Copies of a lane have failed: refuses the frames of which any is lost. True if the one that is being received is one
+    /// of them; one of which nothing was to be copied yet goes on.
+    fn fail(&mut self, at: usize) -> bool {
+        let line = &self.lanes[at].line;
+        let lost = |copy: Option<Copy>| {
+            copy.filter(|copy| copy.lane == at).and_then(|copy| line.lost(copy.first..=copy.mark))
+        };
+        for frame in &mut self.frames {
+            let Some(failure) = lost(frame.copy) else { continue };
+            frame.arrival.refusal.get_or_insert(Refusal::Gpu);
+            if let Some(landing) = &frame.arrival.landing {
+                landing.fail(failure);
+            }
+        }
+        lost(self.current.as_ref().and_then(|current| current.copy)).is_some()
+    }
+
+    /// Tells the landing of the current frame why its copies have failed.
+    pub fn blame(&self, landing: &Landing) {
+        let Some(current) = &self.current else { return };
+        let line = &self.lanes[current.lane].line;
+        let lost = current.copy.and_then(|copy| line.lost(copy.first..=copy.mark));
+        if let Some(failure) = lost.or(line.failure()) {
+            landing.fail(failure);
+        }
+    }
+
+    /// The next frame that has arrived, if its copies are done.
+    pub fn next(&mut self) -> Option<Arrival> {
+        match is_copied(&self.lanes, self.frames.front()?.copy) {
+            true => self.frames.pop_front().map(|frame| frame.arrival),
+            false => None,
+        }
+    }
+
+    /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<Place> {
+        let lingers = self.lingering.iter().find(|(landing, _)| gone(landing));
+        let mut touched = lingers.map(|(_, copy)| copy.lane);
+        for frame in &mut self.frames {
+            let Some(landing) = frame.arrival.landing.as_ref().filter(|landing| gone(landing)) else {
+                continue;
+            };
+            match (frame.copy.filter(|copy| !is_copied(&self.lanes, Some(*copy))), landing) {
+                // It is placed when its turn comes, soon.
+                (Some(copy), _) => touched = Some(copy.lane),
+                // Its bytes are in their place, and the operation waits to hear of them.
+                (None, Landing::Sink { sink, .. }) if !sink.closed() => {}
+                (None, Landing::Sink { .. }) => {
+                    // The operation does not have these bytes, so the sender must not be told that it does.
+                    frame.arrival.refusal.get_or_insert(Refusal::NoSink);
+                    frame.arrival.landing = None;
+                }
+                // A write whose bytes were in their place before the region was taken back.
+                (None, Landing::Region { .. }) => frame.arrival.landing = None,
+            }
+        }
+        touched.map(|lane| self.lanes[lane].line.place)
+    }
+
+    /// Bytes that were staged so far.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged_bytes
+    }
+
+    /// How long copies were under way.
+    pub fn copying_time(&self) -> Duration {
+        self.lanes.iter().map(|lane| lane.line.busy()).sum()
+    }
+
+    /// How long a payload waited for room.
+    pub fn full_time(&self) -> Duration {
+        self.stalled.total()
+    }
+
+    /// How often drivers were called.
+    pub fn driver_calls(&self) -> u64 {
+        self.lanes.iter().map(|lane| lane.line.calls()).sum()
+    }
+
+    /// Bytes of pinned memory in use.
+    pub fn pinned_bytes(&self) -> usize {
+        self.lanes.iter().map(|lane| lane.line.pinned_bytes()).sum()
+    }
+
+    /// Ends all copying; frames that wait are not placed.
+    pub fn end(&mut self) {
+        self.lanes.iter_mut().for_each(|lane| lane.line.end());
+        self.frames.clear();
+        self.lingering.clear();
+        self.current = None;
+    }
+}
+
+/// Whether nothing is copied for a frame, or not any more.
+fn is_copied(lanes: &[Lane], copy: Option<Copy>) -> bool {
+    copy.is_none_or(|copy| lanes[copy.lane].line.done(copy.mark))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ALONE, alone};
+    use super::*;
+    use ferrywire_memory::sim::{SimFaults, SimGpu};
+    use ferrywire_memory::{Gpu, Memory};
+    use ferrywire_proto::wire::{Header, Kind};
+    use std::sync::Arc;
+
+    const GPU: u32 = 1;
+
+    /// A frame for a region with this key.
+    fn frame(key: u64, memory: &Arc<Memory>) -> Arrival {
+        let mut header = Header::new(Kind::Data);
+        header.key = key;
+        let landing = Some(Landing::Region { key, memory: memory.clone() });
+        let (placements, message, target) = Default::default();
+        Arrival { header, placements, landing, message, refusal: None, target }
+    }
+
+    /// Receives a frame of one part; its copy is not begun.
+    fn receive(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>) {
+        let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
+        receiving.begin(memory.place(), &mut vec![target]).unwrap();
+        receiving.open_part().expect("the ring has room");
+        assert!(!receiving.close_part());
+        receiving.expect(frame(key, memory));
+    }
+
+    fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+        let start = std::time::Instant::now();
+        loop {
+            if let Some(seen) = look() {
+                return seen;
+            }
+            assert!(start.elapsed() < Duration::from_secs(60), "{what}");
+            std::thread::yield_now();
+        }
+    }
+
+    fn memory_of(gpu: &Arc<SimGpu>) -> Arc<Memory> {
+        Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap()
+    }
+
+    /// It was told the failure of another's copy, and its writer was refused.
+    #[test]
+    fn a_frame_of_which_nothing_was_copied_yet_goes_on_when_the_copy_of_another_fails() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = memory_of(&gpu);
+        for told_first in [true, false] {
+            let mut receiving = Receiving::default();
+            receive(&mut receiving, 1, &memory);
+            let target = IoVec::new(memory.span(0, 4096).unwrap(), 4096);
+            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.open_part().expect("the ring has room");
+            receiving.lanes[0].line.break_copier();
+            receiving.flush();
+            if told_first {
+                assert!(!receiving.look(), "nothing of the second was to be copied");
+                receiving.free();
+            }
+            assert!(!receiving.close_part());
+            receiving.expect(frame(2, &memory));
+            receiving.flush();
+            let mut placed = || {
+                assert!(!receiving.look());
+                receiving.free();
+                receiving.next().map(|arrival| (arrival.header.key, arrival.refusal))
+            };
+            assert_eq!(until("the first ends", &mut placed), (1, Some(Refusal::Gpu)));
+            assert_eq!(until("the second is copied", &mut placed), (2, None));
+            assert!(!receiving.active());
+        }
+    }
+
+    /// A later part of it was copied well, and it was taken for placed.
+    #[test]
+    fn a_frame_of_which_one_part_is_lost_is_refused_though_the_next_one_is_copied() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let buffer = gpu.alloc(2 * limits::STAGING_PART_BYTES, 4096).unwrap();
+        for is_whole in [true, false] {
+            let (mut receiving, memory) = (Receiving::default(), memory_of(&gpu));
+            let target = IoVec::new(buffer.as_ptr(), buffer.len());
+            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.open_part().expect("the ring has room");
+            assert!(receiving.close_part());
+            receiving.lanes[0].line.break_copier();
+            receiving.flush();
+            receiving.open_part().expect("the ring has room");
+            if is_whole {
+                assert!(!receiving.close_part());
+                receiving.expect(frame(1, &memory));
+                receiving.flush();
+            }
+            assert_eq!(receiving.look(), !is_whole, "it is being received, or it waits");
+            if is_whole {
+                receiving.free();
+                let refusal = until("it ends", || {
+                    receiving.look();
+                    receiving.next().map(|arrival| arrival.refusal)
+                });
+                assert_eq!(refusal, Some(Refusal::Gpu));
+            }
+        }
+    }
+
+    /// Whoever took its memory back had to wait for the other GPU, and lost the connection.
+    #[test]
+    fn what_is_copied_is_not_touched_any_more_though_another_gpu_stands_before_it() {
+        let (_alone, stands) = (alone(), SimGpu::open(ALONE).unwrap());
+        let goes = SimGpu::open(11).unwrap();
+        let [first, second] = [memory_of(&stands), memory_of(&goes)];
+        let mut receiving = Receiving::default();
+        stands.set_stall(true);
+        receive(&mut receiving, 1, &first);
+        receive(&mut receiving, 2, &second);
+        receiving.flush();
+        until("the second is copied", || {
+            assert!(!receiving.look());
+            receiving.free();
+            receiving.lanes[1].line.done(1).then_some(())
+        });
+        assert!(receiving.next().is_none(), "it waits for the first");
+        assert_eq!(receiving.abandon(&|landing| landing.is_in(&second)), None);
+        assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(Place::SimGpu(ALONE)));
+        stands.set_stall(false);
+        let mut placed = || {
+            receiving.look();
+            receiving.free();
+            receiving.next().map(|arrival| (arrival.header.key, arrival.landing.is_some()))
+        };
+        assert_eq!(
+            [until("the first", &mut placed), until("the second", &mut placed)],
+            [(1, true), (2, false)]
+        );
+    }
+
+    /// What a payload of so many parts has, the last of them open; the first is being copied.
+    fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
+        receiving.begin(Place::SimGpu(GPU), &mut targets.to_vec()).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(receiving.close_part());
+        receiving.flush();
+        receiving.open_part().expect("the ring has room");
+        assert!(receiving.close_part());
+        receiving.open_part().expect("the ring has room");
+    }
+
+    /// No list held them: each of them was a call of the driver.
+    #[test]
+    fn a_part_of_more_runs_than_a_list_holds_is_several_batches() {
+        const RUNS: usize = limits::STAGING_LIST_RUNS + 1;
+        let gpu = SimGpu::open(GPU).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), RUNS).unwrap();
+        let mut receiving = Receiving::default();
+        let mut targets: Vec<_> =
+            (0..RUNS as u64).rev().map(|at| IoVec::new(memory.span(at, 1).unwrap(), 1)).collect();
+        receiving.begin(memory.place(), &mut targets).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(!receiving.close_part());
+        receiving.expect(frame(1, &memory));
+        receiving.flush();
+        assert_eq!(receiving.lanes[0].line.next_mark(), 3);
+        let refusal = until("it is copied", || {
+            assert!(!receiving.look());
+            receiving.free();
+            receiving.next().map(|arrival| arrival.refusal)
+        });
+        assert_eq!(refusal, None);
+        assert!(!receiving.active() && receiving.lanes[0].line.ring.is_empty());
+    }
+
+    /// They were copied later, when their operation had ended and its memory was the user's again.
+    #[test]
+    fn parts_that_wait_for_company_when_their_frame_is_broken_off_are_copied_before_its_landing_goes() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        assert_eq!(receiving.gathered_bytes(), limits::STAGING_PART_BYTES);
+        receiving.break_off(None);
+        assert_eq!(receiving.gathered_bytes(), 0);
+        let line = &receiving.lanes[0].line;
+        assert_eq!(line.next_mark(), 3, "the second part has a mark, which its landing waits for");
+    }
+
+    /// A connection that brings nothing more may not be asked again.
+    #[test]
+    fn parts_that_wait_for_company_have_to_be_looked_after() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        in_parts(&mut receiving, &[IoVec::new(buffer.as_ptr(), buffer.len())]);
+        let start = std::time::Instant::now();
+        while receiving.copying() {
+            assert!(!receiving.look());
+            assert!(start.elapsed() < Duration::from_secs(60), "the first part is copied");
+        }
+        receiving.free();
+        assert!(receiving.active());
+    }
+
+    /// Their mark stood behind copies that nobody would make any more: nothing behind them was acknowledged.
+    #[test]
+    fn parts_that_wait_for_company_when_the_copies_before_fail_are_told_with_them() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        gpu.set_faults(SimFaults { fail_after: Some(0), ..SimFaults::default() });
+        // Or the first might have failed before the second is whole.
+        gpu.set_stall(true);
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        let two_parts = 2 * limits::STAGING_PART_BYTES;
+        receiving.begin(Place::SimGpu(ALONE), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)]).unwrap();
+        receiving.open_part().expect("the ring is empty");
+        assert!(receiving.close_part());
+        receiving.flush();
+        receiving.open_part().expect("the ring has room");
+        assert!(!receiving.close_part(), "the frame is whole");
+        receiving.current = None;
+        gpu.set_stall(false);
+        let start = std::time::Instant::now();
+        while receiving.lanes[0].line.failure().is_none() {
+            receiving.look();
+            assert!(start.elapsed() < Duration::from_secs(60), "the copies fail");
+        }
+        receiving.free();
+        receiving.flush();
+        assert!(!receiving.active());
+    }
+
+    /// They filled the ring, and nobody looked: the channel read nothing any more.
+    #[test]
+    fn parts_of_frames_that_were_broken_off_are_free_again() {
+        let gpu = SimGpu::open(GPU).unwrap();
+        let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
+        let mut receiving = Receiving::default();
+        for _ in 0..20 {
+            let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
+            receiving.begin(Place::SimGpu(GPU), &mut targets).unwrap();
+            let (part, last) = receiving.open_part().expect("the ring is empty");
+            assert_eq!((part.len, last, targets.len()), (limits::STAGING_PART_BYTES, false, 0));
+            receiving.break_off(None);
+            assert!(!receiving.active(), "nothing is copied");
+        }
+    }
+}

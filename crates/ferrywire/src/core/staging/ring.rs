@@ -1,0 +1,154 @@
+//! A ring of bytes, in numbers: spans are taken at one end and given back at the other.
+//!
+//! Invariant: spans that are taken do not overlap, each is contiguous and begins at a multiple of
+//! [`ALIGN_BYTES`]. Pure: it knows no memory. Read next: `pipeline.rs`, which puts memory under it.
+
+use std::collections::VecDeque;
+
+/// Spans begin at multiples of this: a cache line, and what copy engines like.
+const ALIGN_BYTES: usize = 64;
+
+/// Which bytes of a buffer are taken.
+#[derive(Debug)]
+pub(super) struct Ring {
+    len: usize,
+    /// Offset and aligned length of each span, oldest first, and whether it was given back before an older one.
+    spans: VecDeque<(usize, usize, bool)>,
+}
+
+impl Ring {
+    pub fn new(len: usize) -> Ring {
+        Ring { len, spans: VecDeque::new() }
+    }
+
+    /// Bytes that it has, taken or not.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether nothing is taken.
+    #[cfg(test)]
+    pub fn is_empty(&self) -> bool {
+        self.spans.is_empty()
+    }
+
+    /// Whether a span of so many bytes could be taken now.
+    pub fn fits(&self, bytes: usize) -> bool {
+        self.place(aligned(bytes)).is_some()
+    }
+
+    /// Takes a span; gives its offset.
+    pub fn take(&mut self, bytes: usize) -> Option<usize> {
+        let bytes = aligned(bytes);
+        let offset = self.place(bytes)?;
+        self.spans.push_back((offset, bytes, false));
+        Some(offset)
+    }
+
+    /// Gives the oldest span back.
+    pub fn give_back(&mut self) {
+        let oldest = self.spans.front().map(|(offset, ..)| *offset);
+        debug_assert!(oldest.is_some(), "a span is given back once");
+        self.give_back_at(oldest.unwrap_or(0));
+    }
+
+    /// Gives a span back, in any order; its room is free once all older ones are given back.
+    pub fn give_back_at(&mut self, offset: usize) {
+        let span = self.spans.iter_mut().find(|(at, _, given)| *at == offset && !given);
+        debug_assert!(span.is_some(), "a span is given back once");
+        if let Some((.., given)) = span {
+            *given = true;
+        }
+        while self.spans.pop_front_if(|(.., given)| *given).is_some() {}
+    }
+
+    fn place(&self, bytes: usize) -> Option<usize> {
+        let (Some((tail, ..)), Some((last, len, _))) = (self.spans.front(), self.spans.back()) else {
+            return (bytes <= self.len).then_some(0);
+        };
+        let head = last + len;
+        match last < tail {
+            // Gone round: free is what lies between the newest and the oldest.
+            true => (head + bytes <= *tail).then_some(head),
+            false if head + bytes <= self.len => Some(head),
+            false => (bytes <= *tail).then_some(0),
+        }
+    }
+}
+
+/// A span of no bytes would be at the place of the next one.
+fn aligned(bytes: usize) -> usize {
+    bytes.max(1).next_multiple_of(ALIGN_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn four_slots_fit_and_a_fifth_waits_for_the_oldest() {
+        let mut ring = Ring::new(4 * 512);
+        let offsets: Vec<_> = (0..5).map(|_| ring.take(512)).collect();
+        assert_eq!(offsets, [Some(0), Some(512), Some(1024), Some(1536), None]);
+        ring.give_back();
+        assert_eq!((ring.take(513), ring.take(512), ring.take(1)), (None, Some(0), None));
+    }
+
+    #[test]
+    fn a_span_given_back_early_is_free_after_those_before_it() {
+        let mut ring = Ring::new(4 * 512);
+        let offsets: Vec<_> = (0..4).map(|_| ring.take(512).unwrap()).collect();
+        ring.give_back_at(offsets[1]);
+        ring.give_back_at(offsets[2]);
+        assert_eq!(ring.take(512), None);
+        ring.give_back_at(offsets[0]);
+        assert_eq!(
+            (0..4).map(|_| ring.take(512)).collect::<Vec<_>>(),
+            [Some(0), Some(512), Some(1024), None]
+        );
+        ring.give_back_at(offsets[3]);
+        ring.give_back();
+        assert!(!ring.is_empty());
+    }
+
+    #[test]
+    fn a_span_is_never_split_at_the_end() {
+        let mut ring = Ring::new(1024);
+        assert_eq!((ring.take(640), ring.take(512)), (Some(0), None));
+        assert_eq!(ring.take(128), Some(640));
+        ring.give_back();
+        assert_eq!(ring.take(512), Some(0), "256 bytes at the end are left out");
+        assert_eq!((ring.take(128), ring.take(129)), (Some(512), None));
+        (0..3).for_each(|_| ring.give_back());
+        assert_eq!(ring.take(1024), Some(0), "an empty ring is whole again");
+    }
+
+    proptest! {
+        #[test]
+        fn spans_lie_inside_apart_and_aligned(steps: Vec<(bool, u16)>) {
+            let mut ring = Ring::new(64 << 10);
+            let mut model: VecDeque<(usize, usize)> = VecDeque::new();
+            for (take, bytes) in steps {
+                let bytes = usize::from(bytes);
+                if !take {
+                    if model.pop_front().is_some() {
+                        ring.give_back();
+                    }
+                    continue;
+                }
+                prop_assert_eq!(ring.fits(bytes), ring.take(bytes).is_some_and(|offset| {
+                    model.push_back((offset, bytes.max(1)));
+                    true
+                }));
+                for (at, (offset, len)) in model.iter().enumerate() {
+                    prop_assert!(offset % ALIGN_BYTES == 0 && offset + len <= 64 << 10);
+                    for (other, more) in model.iter().skip(at + 1) {
+                        prop_assert!(offset + len <= *other || other + more <= *offset);
+                    }
+                }
+                prop_assert!(!model.is_empty(), "an empty ring takes anything");
+            }
+        }
+    }
+}

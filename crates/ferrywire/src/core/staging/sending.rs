@@ -1,0 +1,336 @@
+//! Payload in GPU memory on its way out: from the GPU into a ring, and from there into the stream.
+//!
+//! A staged frame's life: `reserved -> copying -> ready -> sent`, and `placed` where the pages of the ring are lent to
+//! the socket. Frames are sent in the order of their window, so the first that is not ready holds up those behind it.
+//!
+//! Invariant: a frame whose copy is under way is not sent, and so not acknowledged: its operation cannot end
+//! before the copy has, or the copier is dropped.
+
+use super::copier::{Run, Way};
+use super::pipeline::Pipeline;
+use super::stopwatch::Stopwatch;
+use crate::core::queue::{DROPPED, Entry};
+use crate::error::Error;
+use ferrywire_proto::limits;
+use std::time::Duration;
+
+/// Where a frame's payload is staged.
+pub(crate) struct Staged {
+    line: usize,
+    offset: usize,
+    /// Address in the ring.
+    host: usize,
+    /// Some of it was lent to the socket.
+    lent: bool,
+    state: State,
+}
+
+enum State {
+    Reserved,
+    /// Its copies are before this mark.
+    Copying(u64),
+    /// There is nothing to send: the operation has failed.
+    Lost,
+    Ready,
+}
+
+impl Staged {
+    /// The bytes to send, once they are there.
+    pub fn base(&self) -> *mut u8 {
+        self.host as *mut u8
+    }
+
+    /// Whether some of it was lent to the socket, which may read it until the peer has placed the frame.
+    pub fn is_lent(&self) -> bool {
+        self.lent
+    }
+}
+
+/// What a channel sends from GPU memory.
+#[derive(Default)]
+pub(crate) struct Sending {
+    lines: Vec<Pipeline>,
+    staged_bytes: u64,
+    /// How long there was no room for another frame.
+    full: Stopwatch,
+}
+
+impl Sending {
+    /// Whether anything was ever staged.
+    pub fn begun(&self) -> bool {
+        !self.lines.is_empty()
+    }
+
+    /// Whether another frame of the largest size can be reserved.
+    pub fn has_room(&self) -> bool {
+        self.lines.iter().all(|line| line.ring.fits(limits::STAGING_SLOT_BYTES))
+    }
+
+    /// Takes room for a frame that has just left the queue. Arithmetic only: the queue is locked.
+    pub fn reserve(&mut self, entry: &mut Entry) {
+        let Some(place) = entry.gpu() else { return };
+        let line = self.lines.iter().position(|line| line.place == place).unwrap_or_else(|| {
+            self.lines.push(Pipeline::new(place, Way::Out));
+            self.lines.len() - 1
+        });
+        match self.lines[line].ring.take(entry.header.len as usize) {
+            Some(offset) => {
+                entry.staged = Some(Staged { line, offset, host: 0, lent: false, state: State::Reserved })
+            }
+            // Room is looked for before a frame is taken.
+            None => drop(entry.give_up(&Error::Bug("a frame was to be staged without room".into()))),
+        }
+        self.full.set(!self.has_room());
+    }
+
+    /// Begins the copies of all frames that were reserved, short ones of a GPU as one batch. Returns credit for messages
+    /// that will not be sent.
+    pub fn begin<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>) -> u64 {
+        let mut credit = 0;
+        if self.lines.is_empty() {
+            return credit;
+        }
+        for entry in entries {
+            let Some(mut staged) = entry.staged.take() else { continue };
+            if matches!(staged.state, State::Reserved) {
+                let line = &mut self.lines[staged.line];
+                match line.prepare() {
+                    Ok(base) => {
+                        line.make_room(entry.payload().map_or(0, |(_, ranges)| ranges.count()));
+                        staged.host = base + staged.offset;
+                        staged.state = State::Copying(line.next_mark());
+                        copy_out(line, entry, staged.host);
+                        self.staged_bytes += u64::from(entry.header.len);
+                        if line.batch_bytes() >= limits::STAGING_BATCH_BYTES {
+                            line.flush();
+                        }
+                    }
+                    Err(error) => {
+                        credit += entry.give_up(&error);
+                        staged.state = State::Lost;
+                    }
+                }
+            }
+            entry.staged = Some(staged);
+        }
+        self.lines.iter_mut().for_each(Pipeline::flush);
+        credit
+    }
+
+    /// Looks how far the copies have come. The frames of those that failed carry nothing, and their operations
+    /// have failed. Returns credit as [`Sending::begin`] does.
+    pub fn look<'a>(&mut self, unsent: impl Iterator<Item = &'a mut Entry>) -> u64 {
+        let (mut failed, mut credit) = (false, 0);
+        for line in &mut self.lines {
+            failed |= line.look();
+        }
+        if !failed {
+            return credit;
+        }
+        for entry in unsent {
+            let Some(staged) = &mut entry.staged else { continue };
+            let line = &self.lines[staged.line];
+            let State::Copying(mark) = staged.state else { continue };
+            if let Some(failure) = line.lost(mark..=mark) {
+                staged.state = State::Lost;
+                credit += entry.give_up(failure);
+            }
+        }
+        for line in &mut self.lines {
+            line.settle();
+        }
+        credit
+    }
+
+    /// Whether a frame may be sent: anything but one whose copy is under way. Gives credit for a message that will not be
+    /// sent after all.
+    pub fn ready(&self, entry: &mut Entry, crc: bool) -> Option<u64> {
+        let Some(staged) = &mut entry.staged else { return Some(0) };
+        let copied = match staged.state {
+            State::Ready => return Some(0),
+            State::Lost => false,
+            State::Copying(mark) if self.lines[staged.line].done(mark) => true,
+            State::Copying(_) | State::Reserved => return None,
+        };
+        staged.state = State::Ready;
+        // Dropped before that was seen, and maybe before it was copied: the bytes may be anybody's.
+        let credit = match copied && entry.is_of_gone_memory() {
+            true => entry.give_up(&Error::invalid("region", DROPPED)),
+            false => 0,
+        };
+        if crc {
+            entry.add_crc();
+        }
+        Some(credit)
+    }
+
+    /// Some of a frame is lent to the socket from here on.
+    pub fn lend(&mut self, staged: &mut Staged) {
+        self.lines[staged.line].lent = true;
+        staged.lent = true;
+    }
+
+    /// Nobody reads a frame's bytes any more: it was copied into the stream, or the peer has placed it.
+    pub fn give_back(&mut self, staged: &Staged) {
+        let line = &mut self.lines[staged.line];
+        line.ring.give_back_at(staged.offset);
+        self.full.set(!self.has_room());
+    }
+
+    /// Whether copies are under way.
+    pub fn copying(&self) -> bool {
+        self.lines.iter().any(Pipeline::copying)
+    }
+
+    /// Bytes that were staged so far.
+    pub fn staged_bytes(&self) -> u64 {
+        self.staged_bytes
+    }
+
+    /// How long copies were under way.
+    pub fn copying_time(&self) -> Duration {
+        self.lines.iter().map(Pipeline::busy).sum()
+    }
+
+    /// How long its rings were full.
+    pub fn full_time(&self) -> Duration {
+        self.full.total()
+    }
+
+    /// How often drivers were called.
+    pub fn driver_calls(&self) -> u64 {
+        self.lines.iter().map(Pipeline::calls).sum()
+    }
+
+    /// Bytes of pinned memory in use.
+    pub fn pinned_bytes(&self) -> usize {
+        self.lines.iter().map(Pipeline::pinned_bytes).sum()
+    }
+
+    /// Ends all copying.
+    pub fn end(&mut self) {
+        self.lines.iter_mut().for_each(Pipeline::end);
+    }
+}
+
+fn copy_out(line: &mut Pipeline, entry: &Entry, mut host: usize) {
+    let Some((memory, ranges)) = entry.payload() else { return };
+    for (offset, len) in ranges {
+        let Some(device) = memory.span(offset, len) else {
+            debug_assert!(false, "pieces are checked when an operation is posted");
+            continue;
+        };
+        let run = Run { host, device: device as u64, bytes: len as usize };
+        // SAFETY: the operation keeps its memory until the frame has been sent and acknowledged, which is after
+        // the copy; the span of the ring is this frame's until it is sent.
+        unsafe { line.add(run) };
+        host += len as usize;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{ALONE, alone};
+    use super::*;
+    use crate::core::operation::{Op, Verb};
+    use crate::core::queue::{Pull, SendQueue};
+    use ferrywire_memory::sim::SimGpu;
+    use ferrywire_memory::{Gpu, Memory};
+    use ferrywire_proto::transfer::{Piece, Pieces};
+    use ferrywire_proto::window::Window;
+    use std::sync::Arc;
+
+    /// Has a write of all of the memory taken, as a channel does.
+    fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
+        let piece = Piece { local: 0, remote: 0, len: memory.len() };
+        take_pieces(memory, Pieces::One(piece), window, sending)
+    }
+
+    fn take_pieces(
+        memory: &Arc<Memory>,
+        pieces: Pieces,
+        window: &mut Window<Entry>,
+        sending: &mut Sending,
+    ) -> Arc<Op> {
+        let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
+        let op = Arc::new(Op::new(1, Verb::Write, pieces, Some(memory.clone()), 9));
+        assert!(queue.post(op.clone()));
+        let pull = Pull {
+            bytes: u64::MAX,
+            channels: 1,
+            chunk_bytes: queue.chunk_bytes,
+            staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+            small: u64::MAX,
+            bulk: true,
+            messages: None,
+        };
+        let (_, dropped) = queue.pull(window, sending, pull);
+        assert!(dropped.is_empty());
+        op
+    }
+
+    /// No list held them: each run of them was a call of the driver.
+    #[test]
+    fn frames_of_more_runs_than_a_list_holds_are_several_batches() {
+        let gpu = SimGpu::open(10).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), 4096).unwrap();
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        let runs = limits::SEGMENTS_PER_CHUNK_MAX;
+        for _ in 0..=limits::STAGING_LIST_RUNS / runs {
+            let bytes = (0..runs as u64).map(|at| Piece { local: 2 * at, remote: 2 * at, len: 1 });
+            take_pieces(&memory, Pieces::Many(bytes.collect()), &mut window, &mut sending);
+        }
+        assert_eq!(sending.begin(window.from(0)), 0);
+        assert_eq!(sending.lines[0].next_mark(), 3);
+    }
+
+    /// A peer that acknowledged what it had not read was sent what the ring's next user, of another peer, had put there.
+    #[test]
+    fn what_a_peer_says_it_has_placed_may_still_be_read_by_a_socket() {
+        let gpu = SimGpu::open(10).unwrap();
+        let memory = Memory::private_on(&Gpu::Sim(gpu), 4096).unwrap();
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        for lends in [false, true] {
+            take(&memory, &mut window, &mut sending);
+            let (_, mut entry) = window.drain().pop().expect("a frame was taken");
+            let mut staged = entry.staged.take().expect("it is to be staged");
+            if lends {
+                sending.lend(&mut staged);
+            }
+            sending.give_back(&staged);
+            assert!(sending.lines[0].ring.is_empty());
+            assert_eq!(sending.lines[0].lent, lends);
+        }
+    }
+
+    /// What was taken before the failure was told was not copied, and its operations failed.
+    #[test]
+    fn what_is_staged_behind_a_copy_that_fails_is_copied_all_the_same() {
+        let (_alone, gpu) = (alone(), SimGpu::open(ALONE).unwrap());
+        let memory = || Memory::private_on(&Gpu::Sim(gpu.clone()), 4096).unwrap();
+        let [first, second, third] = [memory(), memory(), memory()];
+        let (mut window, mut sending) =
+            (Window::new(limits::WINDOW_FRAMES_MAX, usize::MAX), Sending::default());
+        // The copier comes with the first.
+        let fine = take(&first, &mut window, &mut sending);
+        sending.begin(window.from(0));
+        let start = std::time::Instant::now();
+        while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
+            assert_eq!(sending.look(window.from(0)), 0);
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        sending.lines[0].break_copier();
+        let fails = take(&second, &mut window, &mut sending);
+        sending.begin(window.from(1));
+        let goes_on = take(&third, &mut window, &mut sending);
+        sending.begin(window.from(2));
+        while !window.from(0).all(|entry| sending.ready(entry, false).is_some()) {
+            sending.look(window.from(0));
+            assert!(start.elapsed() < Duration::from_secs(60));
+        }
+        assert_eq!([&fine, &fails, &goes_on].map(|op| op.failed()), [false, true, false]);
+        assert_eq!(window.from(0).map(|entry| entry.header.len).collect::<Vec<_>>(), [4096, 0, 4096]);
+    }
+}

@@ -1,0 +1,628 @@
+//! Who turns the crank.
+//!
+//! A worker owns some channels. Whoever holds its crank moves their bytes: normally the worker's thread;
+//! but a caller that waits takes the crank over and drives it itself, which spares two thread switches
+//! per message, and a caller that posts a small operation to an idle worker sends it at once.
+//!
+//! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
+//! callers drive. Running, it spins with yields for a moment (none, on a large host, while there is more than enough
+//! under way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`]
+//! and takes over when no caller came.
+//!
+//! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
+//! Read next: `progress.rs` for what a turn is, `inline.rs` for callers who drive.
+
+mod inline;
+mod progress;
+mod quiesce;
+
+use crate::core::channel::{Channel, Unreleased, Workspace};
+use crate::core::context::Engine;
+use crate::core::operation::Op;
+use crossbeam_queue::SegQueue;
+use ferrywire_memory::cuda::deferred_free;
+use ferrywire_proto::schedule::Spin;
+use ferrywire_sys::affinity;
+use ferrywire_sys::poll::{Event as Ready, Poller, Wake, Waker};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+pub(crate) use inline::{kick, nudge, wait};
+use progress::{Slot, Turn};
+pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
+
+/// How long a caller that drives spins without work before it sleeps in the kernel.
+const SPIN: Duration = Duration::from_micros(50);
+/// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
+const NAP: Duration = Duration::from_micros(150);
+/// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
+const NAP_MAX: Duration = Duration::from_micros(1200);
+/// The shortest, for lanes that have little to do: a fraction of the time in which they have brought nothing, so that the wait
+/// for what comes then is longer by that fraction at most.
+const NAP_MIN: Duration = Duration::from_micros(50);
+const NAP_FRACTION: u32 = 4;
+/// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
+const COPY_NAP: Duration = Duration::from_micros(30);
+/// How often a parked thread looks whether callers still drive.
+const TICK: Duration = Duration::from_micros(200);
+/// Likewise while a caller sleeps in the kernel as the owner.
+const LONG_TICK: Duration = Duration::from_millis(100);
+/// Ticks without a caller after which the thread takes over again.
+const TICKS_WITHOUT_CALLER: u32 = 5;
+
+/// Who is to be woken when something has happened.
+#[derive(Clone)]
+pub(crate) enum WakeHandle {
+    /// A parked thread.
+    Thread(Thread),
+    /// A caller that sleeps in this worker's poller.
+    Owner(Arc<Worker>),
+    /// A descriptor that somebody may look at, if it is still there.
+    Descriptor { wake: Weak<Wake>, _nobody_drives: Option<PassiveWaiter> },
+}
+
+/// While this lives somebody waits without driving: the worker's thread does not stand back for callers.
+pub(crate) struct PassiveWaiter(Arc<Worker>);
+
+impl PassiveWaiter {
+    pub fn on(worker: &Arc<Worker>) -> PassiveWaiter {
+        worker.left_behind.fetch_add(1, Ordering::SeqCst);
+        if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
+            worker.unpark();
+        }
+        PassiveWaiter(worker.clone())
+    }
+}
+
+impl Clone for PassiveWaiter {
+    fn clone(&self) -> PassiveWaiter {
+        PassiveWaiter::on(&self.0)
+    }
+}
+
+impl Drop for PassiveWaiter {
+    fn drop(&mut self) {
+        self.0.left_behind.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl WakeHandle {
+    fn is(&self, other: &WakeHandle) -> bool {
+        match (self, other) {
+            (WakeHandle::Thread(one), WakeHandle::Thread(two)) => one.id() == two.id(),
+            (WakeHandle::Owner(one), WakeHandle::Owner(two)) => Arc::ptr_eq(one, two),
+            (WakeHandle::Descriptor { wake: one, .. }, WakeHandle::Descriptor { wake: two, .. }) => {
+                one.ptr_eq(two)
+            }
+            _ => false,
+        }
+    }
+
+    pub fn wake(&self) {
+        match self {
+            WakeHandle::Thread(thread) => thread.unpark(),
+            WakeHandle::Owner(worker) => worker.wake_owner(),
+            WakeHandle::Descriptor { wake, .. } => {
+                if let Some(wake) = wake.upgrade() {
+                    wake.wake();
+                }
+            }
+        }
+    }
+
+    /// Whether nobody is left to be woken.
+    fn is_gone(&self) -> bool {
+        matches!(self, WakeHandle::Descriptor { wake, .. } if wake.strong_count() == 0)
+    }
+}
+
+/// Those who wait for one thing.
+#[derive(Default)]
+pub(crate) struct WaitList {
+    any: AtomicBool,
+    list: Mutex<Vec<WakeHandle>>,
+}
+
+impl WaitList {
+    /// Adds somebody; check the condition again afterwards. Who is there already is there once.
+    pub fn add(&self, handle: WakeHandle) {
+        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+        list.retain(|other| !other.is_gone());
+        if !list.iter().any(|other| other.is(&handle)) {
+            list.push(handle);
+        }
+        drop(list);
+        self.any.store(true, Ordering::SeqCst);
+    }
+
+    /// Takes somebody out that waits no more and was not woken.
+    pub fn remove(&self, handle: &WakeHandle) {
+        if self.any.load(Ordering::SeqCst) {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            list.retain(|other| !other.is(handle));
+        }
+    }
+
+    #[cfg(test)]
+    pub fn len(&self) -> usize {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// Wakes everybody, once. Costs one load when nobody waits.
+    pub fn wake(&self) {
+        if self.any.load(Ordering::SeqCst) {
+            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
+            self.any.store(false, Ordering::SeqCst);
+            let waiting = std::mem::take(&mut *list);
+            drop(list);
+            waiting.iter().for_each(WakeHandle::wake);
+        }
+    }
+}
+
+/// What others ask of a worker.
+pub(crate) enum Command {
+    Add(Box<Channel>),
+    /// Stops placing bytes where the question says yes.
+    Abandon(Arc<Abandon>),
+    /// Every worker has lanes: each keeps to its core.
+    KeepToCore,
+    /// Ends one channel, if it is still of this generation.
+    Drop {
+        session: u64,
+        index: u16,
+        generation: u32,
+        why: String,
+    },
+}
+
+const RUNNING: u8 = 0;
+const IN_POLL: u8 = 1;
+const PARKED: u8 = 2;
+const NO_THREAD: u8 = 3;
+
+/// One crank and, unless callers drive everything, its thread.
+pub(crate) struct Worker {
+    pub index: usize,
+    crank: Mutex<Crank>,
+    poller: Poller,
+    waker: Waker,
+    commands: SegQueue<Command>,
+    state: AtomicU8,
+    owner_asleep: AtomicBool,
+    /// The parked thread looks in rarely, because a caller sleeps as the owner.
+    long_park: AtomicBool,
+    driven_by_caller: AtomicBool,
+    wanted: AtomicU32,
+    drives: AtomicU64,
+    left_behind: AtomicU32,
+    /// The thread sleeps, and nothing but an event will wake it.
+    dozes: AtomicBool,
+    thread: OnceLock<Thread>,
+    /// The thread as the kernel numbers it; 0 before it runs.
+    thread_id: AtomicI32,
+    stop: AtomicBool,
+    turned_by: TurnedBy,
+    /// Such a call has not returned in time: nobody waits for this worker any more.
+    stuck: AtomicBool,
+    /// Grows with whatever its owner has done, or looked at.
+    steps: AtomicU64,
+    /// Channels with lanes that it has.
+    lanes: AtomicUsize,
+    /// The thread keeps to one core.
+    kept: AtomicBool,
+    spin: Spin,
+}
+
+/// Who turns a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TurnedBy {
+    /// Its thread, and callers.
+    All,
+    /// While it has lanes, its thread alone: nothing wakes a caller for what they bring.
+    ThreadWithLanes,
+    /// Its thread alone: it makes calls that may block, or never return.
+    Thread,
+}
+
+/// The channels of a worker. Only its owner touches them.
+pub(crate) struct Crank {
+    slots: Vec<Option<Slot>>,
+    space: Workspace,
+    ready: Vec<Ready>,
+    last_check: Duration,
+    /// Bytes moved so far, both ways.
+    moved: u64,
+    /// The channel that received last.
+    hot: Option<usize>,
+    turns: u32,
+    /// The channel that may send first in this turn.
+    first: usize,
+    /// Channels without a descriptor, which have to be asked.
+    polled: usize,
+    /// Requests to let go of memory that somebody may still write to.
+    abandoning: Vec<Abandoning>,
+    /// What channels that are lost were sending without a copy, while something may still read it.
+    unreleased: Vec<Closed>,
+}
+
+/// Lane and connection of a channel that is lost.
+struct Closed {
+    unreleased: Unreleased,
+    /// Operations with frames that the peer has not acknowledged.
+    ops: Vec<Arc<Op>>,
+    since: Duration,
+}
+
+/// A request that is not answered yet.
+struct Abandoning {
+    request: Arc<Abandon>,
+    since: Duration,
+    /// It waits for GPUs alone.
+    by_gpu: bool,
+}
+
+impl Worker {
+    /// Its thread spins so long without work before it sleeps in the kernel.
+    pub fn new(index: usize, threaded: bool, turned_by: TurnedBy, spin: Spin) -> io::Result<Worker> {
+        let poller = Poller::new()?;
+        let waker = poller.waker();
+        let crank = Crank {
+            slots: Vec::new(),
+            space: Workspace::new(),
+            ready: Vec::new(),
+            last_check: Duration::ZERO,
+            moved: 0,
+            hot: None,
+            turns: 0,
+            first: 0,
+            polled: 0,
+            abandoning: Vec::new(),
+            unreleased: Vec::new(),
+        };
+        Ok(Worker {
+            index,
+            crank: Mutex::new(crank),
+            poller,
+            waker,
+            commands: SegQueue::new(),
+            state: AtomicU8::new(if threaded { RUNNING } else { NO_THREAD }),
+            owner_asleep: AtomicBool::new(false),
+            long_park: AtomicBool::new(false),
+            driven_by_caller: AtomicBool::new(false),
+            wanted: AtomicU32::new(0),
+            drives: AtomicU64::new(0),
+            left_behind: AtomicU32::new(0),
+            dozes: AtomicBool::new(false),
+            thread: OnceLock::new(),
+            thread_id: AtomicI32::new(0),
+            stop: AtomicBool::new(false),
+            turned_by,
+            stuck: AtomicBool::new(false),
+            steps: AtomicU64::new(0),
+            lanes: AtomicUsize::new(0),
+            kept: AtomicBool::new(false),
+            spin,
+        })
+    }
+
+    fn try_crank(&self) -> Option<MutexGuard<'_, Crank>> {
+        match self.crank.try_lock() {
+            Ok(crank) => Some(crank),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Gives the worker something to do, and wakes whoever owns it.
+    pub fn command(&self, command: Command) {
+        self.commands.push(command);
+        self.rouse();
+    }
+
+    /// Makes sure that somebody looks at the worker soon. True if its thread slept.
+    pub fn rouse(&self) -> bool {
+        let slept = match self.state.load(Ordering::SeqCst) {
+            IN_POLL => {
+                self.waker.wake();
+                true
+            }
+            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => {
+                self.unpark();
+                true
+            }
+            _ => false,
+        };
+        self.wake_owner();
+        slept
+    }
+
+    /// Whether what is posted now may be left: a caller has the crank, or had it just now, and nobody sleeps on
+    /// it; and should no caller come back, the thread looks within a tick.
+    fn may_leave_behind(&self) -> bool {
+        if self.state.load(Ordering::SeqCst) != PARKED || self.owner_asleep.load(Ordering::SeqCst) {
+            return false;
+        }
+        if self.long_park.load(Ordering::SeqCst) {
+            self.unpark();
+        }
+        true
+    }
+
+    /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
+    /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
+    pub fn look_after(&self) {
+        if self.dozes.load(Ordering::SeqCst)
+            && self.try_crank().is_some_and(|crank| crank.sleep_limit().is_some())
+        {
+            self.waker.wake();
+        }
+    }
+
+    fn wake_owner(&self) {
+        if self.owner_asleep.load(Ordering::SeqCst) {
+            self.waker.wake();
+        }
+    }
+
+    fn unpark(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
+    }
+
+    /// Its thread, as the kernel numbers it.
+    pub fn thread_id(&self) -> i32 {
+        self.thread_id.load(Ordering::SeqCst)
+    }
+
+    /// Whether only its thread may turn it; not after that has ended.
+    fn thread_alone(&self) -> bool {
+        let alone = match self.turned_by {
+            TurnedBy::All => false,
+            TurnedBy::ThreadWithLanes => self.lanes.load(Ordering::SeqCst) > 0,
+            TurnedBy::Thread => true,
+        };
+        alone && self.state.load(Ordering::SeqCst) != NO_THREAD
+    }
+
+    /// Whether its channels may have lanes.
+    pub fn may_have_lanes(&self) -> bool {
+        self.turned_by != TurnedBy::All
+    }
+
+    /// A call of its thread does not return. Whether that is news.
+    pub fn mark_stuck(&self) -> bool {
+        !self.stuck.swap(true, Ordering::SeqCst)
+    }
+
+    pub fn stuck(&self) -> bool {
+        self.stuck.load(Ordering::SeqCst)
+    }
+
+    /// Its owner gets on. One thread at a time: that of the crank.
+    fn step(&self) {
+        self.steps.store(self.steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// Another number than before when its owner has got on since.
+    pub fn steps(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    pub fn stop(&self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.waker.wake();
+        self.unpark();
+    }
+
+    // ---- the thread ----
+
+    /// The worker thread's whole life.
+    pub fn run(self: &Arc<Worker>, engine: &Engine) {
+        let _moving = deferred_free::moving();
+        let _ = self.thread.set(thread::current());
+        self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
+        if self.turned_by != TurnedBy::Thread {
+            self.keep_to_core(engine);
+        }
+        if let Err(error) = affinity::sharpen_timers(COPY_NAP / 10) {
+            tracing::debug!(%error, "naps of a progress thread are longer than they should be");
+        }
+        let mut ignored = Vec::new();
+        while !self.stop.load(Ordering::SeqCst) {
+            let Some(mut crank) = self.try_crank() else {
+                self.park(engine);
+                continue;
+            };
+            if self.drive_until_idle(&mut crank, engine) {
+                drop(crank);
+                self.park(engine);
+                continue;
+            }
+            self.state.store(IN_POLL, Ordering::SeqCst);
+            // The last turn may have swallowed the wake of whoever wants it to stop.
+            let stop = self.stop.load(Ordering::SeqCst);
+            if stop || crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
+                self.state.store(RUNNING, Ordering::SeqCst);
+                continue;
+            }
+            let timeout = crank.sleep_limit();
+            self.dozes.store(timeout.is_none(), Ordering::SeqCst);
+            drop(crank);
+            // What is ready is reported again to whoever takes the crank.
+            if let Err(error) = self.poller.wait(&mut ignored, timeout) {
+                tracing::error!(%error, "waiting for sockets failed");
+                thread::sleep(TICK);
+            }
+            self.dozes.store(false, Ordering::SeqCst);
+            self.state.store(RUNNING, Ordering::SeqCst);
+        }
+        self.obey_the_last(engine);
+        self.state.store(NO_THREAD, Ordering::SeqCst);
+    }
+
+    /// What it was told before it was to stop counts: a channel that nobody ends keeps its peer, and that all else. A caller
+    /// that has the crank, or had it when others gave this worker up, gives it back late, but it does.
+    fn obey_the_last(&self, engine: &Engine) {
+        while !self.commands.is_empty() {
+            match self.try_crank() {
+                Some(mut crank) => _ = crank.run_commands(self, engine),
+                None => thread::park_timeout(TICK),
+            }
+        }
+    }
+
+    /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
+    /// threads then share a core, and its payload stays in that core's cache. A plugin's threads are started
+    /// by ours and held to the same core, so with lanes that waits until every core has some.
+    fn keep_to_core(&self, engine: &Engine) {
+        let cores = affinity::allowed_cores().unwrap_or_default();
+        if cores.len() != engine.workers.len() {
+            return;
+        }
+        match affinity::pin_current_thread(cores[self.index]) {
+            Ok(()) => self.kept.store(true, Ordering::Relaxed),
+            Err(error) => tracing::debug!(%error, "a progress thread cannot be pinned"),
+        }
+    }
+
+    /// Drives until there is nothing to do; true when a caller wants the crank.
+    fn drive_until_idle(&self, crank: &mut Crank, engine: &Engine) -> bool {
+        let mut idle_since: Option<Instant> = None;
+        let mut nap = NAP;
+        loop {
+            if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
+                return true;
+            }
+            if crank.turn(self, engine, &mut || false) == Turn::Worked {
+                (idle_since, nap) = (None, NAP);
+                continue;
+            }
+            if let Some(pause) = crank.lanes_pause() {
+                // Channels without a lane have nothing to do with it.
+                match crank.has_plain() {
+                    true => self.nap(crank, pause),
+                    false => thread::sleep(pause),
+                }
+                continue;
+            }
+            let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
+            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && crank.lanes_active() {
+                let rest = idle / NAP_FRACTION;
+                if crank.lanes_in_bulk() {
+                    self.nap(crank, nap);
+                    nap = NAP_MAX.min(2 * nap);
+                } else if rest >= NAP_MIN {
+                    self.nap(crank, rest.min(NAP_MAX));
+                } else {
+                    thread::yield_now();
+                }
+                continue;
+            }
+            let Spin { usual, in_deep_bulk } = self.spin;
+            // Where the thread would be back at once it had better yield.
+            let deep = || crank.in_deep_bulk() && !crank.has_work() && !crank.lanes_active();
+            if idle > usual || (idle > in_deep_bulk && deep()) {
+                return false;
+            }
+            thread::yield_now();
+        }
+    }
+
+    /// Leaves the cores to the plugin's own threads for a moment, while lanes have enough to do: what a thread
+    /// burns by asking again and again, they lack. Whoever has something new ends the nap. A thread that keeps to
+    /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
+    fn nap(&self, crank: &mut Crank, limit: Duration) {
+        self.state.store(IN_POLL, Ordering::SeqCst);
+        let mut ready = std::mem::take(&mut crank.ready);
+        let nothing_new = self.commands.is_empty() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
+        let waited = if nothing_new { self.poller.wait(&mut ready, Some(limit)) } else { Ok(()) };
+        if let Err(error) = waited {
+            tracing::error!(%error, "waiting for sockets failed");
+        }
+        if !nothing_new || !ready.is_empty() {
+            // No nap, or a short one: the plugin's threads get a core all the same.
+            thread::yield_now();
+        }
+        crank.ready = ready;
+        self.state.store(RUNNING, Ordering::SeqCst);
+    }
+
+    /// Stands back while callers drive.
+    fn park(&self, engine: &Engine) {
+        self.state.store(PARKED, Ordering::SeqCst);
+        let mut quiet = 0;
+        let mut drives = self.drives.load(Ordering::SeqCst);
+        while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
+            let long = self.owner_asleep.load(Ordering::SeqCst);
+            self.long_park.store(long, Ordering::SeqCst);
+            // An owner who has woken meanwhile may not have seen how long we are about to sleep.
+            let long = long && self.owner_asleep.load(Ordering::SeqCst);
+            thread::park_timeout(if long { LONG_TICK } else { TICK });
+            self.long_park.store(false, Ordering::SeqCst);
+            if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
+                break;
+            }
+            let now = self.drives.load(Ordering::SeqCst);
+            quiet = if now == drives { quiet + 1 } else { 0 };
+            drives = now;
+            match self.try_crank() {
+                // Sends what the last caller left behind.
+                Some(mut crank) if self.wanted.load(Ordering::SeqCst) == 0 => {
+                    crank.turn(self, engine, &mut || false);
+                }
+                Some(_) => {}
+                None => quiet = 0,
+            }
+        }
+        self.state.store(RUNNING, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Endpoint, Error};
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Its peer was told that it is over; until the channel went nothing of the endpoint did, its threads included.
+    #[test]
+    fn an_endpoint_that_closes_while_a_worker_is_held_up_is_gone_once_that_goes_on() {
+        for given_up in [false, true] {
+            let builder = || Endpoint::builder().threads(1).channels(1);
+            let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+            let near = builder().build().unwrap();
+            let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
+            let source = near.register_zeroed(1 << 20).unwrap();
+            // Nobody receives it.
+            let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
+            let left = near.downgrade();
+            let engine = left.upgrade().unwrap();
+            let worker = engine.workers[0].clone();
+            let since = Instant::now();
+            let crank = loop {
+                if let Some(crank) = worker.try_crank() {
+                    break crank;
+                }
+                assert!(since.elapsed() < LIMIT, "it is held all the time");
+                thread::yield_now();
+            };
+            if given_up {
+                worker.mark_stuck();
+            }
+            let closed = near.close(Duration::from_millis(1));
+            assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+            drop(crank);
+            drop((worker, engine, sent, source, peer, near));
+            while left.strong_count() > 0 {
+                assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: it is never gone");
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}

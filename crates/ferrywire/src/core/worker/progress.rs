@@ -1,0 +1,642 @@
+//! One turn of the crank: commands, what can be received, what can be sent.
+//!
+//! Read next: `channel/`, which a turn calls.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Abandoning, COPY_NAP, Closed, Command, Crank, Worker};
+use crate::core::channel::Channel;
+use crate::core::context::Engine;
+use crate::core::operation::Op;
+use crate::core::peer::PeerState;
+use crate::core::queue::DROPPED;
+use crate::error::Error;
+use ferrywire_memory::cuda::deferred_free;
+use ferrywire_proto::limits;
+use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
+
+/// Every so many turns, the channel that received last is not asked first.
+const HOT_TURNS: u32 = 8;
+/// Turns in which every acknowledgement that is due goes out, however much else there is to do.
+const ACK_TURNS: u32 = 64;
+/// How long to wait before the kernel is asked again whether it has released memory.
+const RELEASE_PAUSE: Duration = Duration::from_micros(100);
+/// Why a channel is lost that sends of memory which its user has dropped.
+const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
+/// Bytes that keep a lane busy for longer than a nap.
+const NAP_BYTES: usize = 4 << 20;
+
+pub(super) struct Slot {
+    pub(super) channel: Box<Channel>,
+    pub(super) waits_for: Interest,
+    pub(super) polled: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Turn {
+    Idle,
+    Worked,
+    Done,
+}
+
+impl Crank {
+    /// One turn: commands, what can be received, then, unless `done`, what can be sent.
+    pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
+        let _moving = deferred_free::moving();
+        worker.step();
+        let mut worked = self.run_commands(worker, engine);
+        worked |= self.receive(worker, engine);
+        worked |= self.turn_lanes(worker, engine);
+        worked |= self.turn_staging(worker, engine);
+        if done() {
+            return Turn::Done;
+        }
+        // While more comes in, acknowledgements that are not urgent wait for company.
+        let quiet = !worked || self.turns.is_multiple_of(ACK_TURNS);
+        worked |= self.send(worker, engine, quiet);
+        if done() {
+            return Turn::Done;
+        }
+        let now = engine.transport.now();
+        if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
+            self.last_check = now;
+            self.check_paths(worker, engine);
+        }
+        if worked { Turn::Worked } else { Turn::Idle }
+    }
+
+    pub(super) fn run_commands(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        while let Some(command) = worker.commands.pop() {
+            worked = true;
+            worker.step();
+            match command {
+                Command::Add(channel) => self.add(worker, engine, channel),
+                Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
+                Command::KeepToCore => {}
+                Command::Abandon(request) => {
+                    let since = engine.transport.now();
+                    self.abandoning.push(Abandoning { request, since, by_gpu: false });
+                    self.let_go(worker, engine);
+                }
+                Command::Drop { session, index, generation, why } => {
+                    let place = self.slots.iter().position(|slot| {
+                        slot.as_ref().is_some_and(|slot| {
+                            let channel = &slot.channel;
+                            channel.peer.session == session
+                                && channel.index == index
+                                && channel.generation == generation
+                        })
+                    });
+                    if let Some(place) = place {
+                        self.lose(worker, engine, place, why);
+                    }
+                }
+            }
+        }
+        worked
+    }
+
+    /// Loses the channels whose connections still send of memory that its user has dropped, once the kernel has released it,
+    /// or has not in time. All of them are waited for together.
+    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, engine: &Engine) {
+        let sends = |slot: &mut Option<Slot>| {
+            slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
+        };
+        let places: Vec<usize> =
+            (0..self.slots.len()).filter(|place| sends(&mut self.slots[*place])).collect();
+        let since = Instant::now();
+        for place in places {
+            let Some(slot) = &mut self.slots[place] else { continue };
+            // Packets that a NIC's queue still holds.
+            while !slot.channel.has_released_dropped_memory() {
+                if since.elapsed() >= limits::KERNEL_RELEASE_TIMEOUT {
+                    slot.channel.fail_unreleased();
+                    break;
+                }
+                thread::sleep(RELEASE_PAUSE);
+            }
+            self.lose(worker, engine, place, SENDS_DROPPED.into());
+        }
+    }
+
+    /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what was being
+    /// sent over a lane or connection that is closed. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
+    /// memory is wanted at any cost.
+    fn let_go(&mut self, worker: &Worker, engine: &Engine) {
+        self.lose_senders_of_dropped_memory(worker, engine);
+        let now = engine.transport.now();
+        for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
+            let waited = now.saturating_sub(since);
+            let late = waited > limits::LANE_ABANDON_DEADLINE;
+            let cut = request.force && waited > limits::GPU_ABANDON_DEADLINE;
+            let (mut lane, mut gpu) = (false, None);
+            for place in 0..self.slots.len() {
+                let Some(slot) = &mut self.slots[place] else { continue };
+                let touched = slot.channel.abandon(&request.gone);
+                worker.step();
+                if slot.channel.lane_sends_what_is_gone() {
+                    self.lose(worker, engine, place, SENDS_DROPPED.into());
+                } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
+                    let why = "memory was taken back while a message was being received into it";
+                    self.lose(worker, engine, place, why.into());
+                } else if touched.lane || touched.gpu.is_some() {
+                    lane |= touched.lane;
+                    gpu = gpu.or(touched.gpu);
+                } else {
+                    slot.channel.forget_revoked();
+                }
+            }
+            lane |= request.sources && !self.has_released(now);
+            let gpu = gpu.filter(|_| !lane);
+            request.note_gpu(worker.index, gpu);
+            match lane || gpu.is_some() {
+                true => self.abandoning.push(Abandoning { request, since, by_gpu: gpu.is_some() }),
+                false => request.answered[worker.index].store(true, Ordering::Release),
+            }
+        }
+    }
+
+    /// Whether nothing reads the memory of closed lanes and connections any more, as far as is waited for.
+    fn has_released(&mut self, now: Duration) -> bool {
+        self.unreleased.retain_mut(|closed| {
+            let late = now.saturating_sub(closed.since) > limits::CLOSED_RELEASE_TIMEOUT;
+            match closed.unreleased.has_released() {
+                true => return false,
+                false if late => closed.give_up(),
+                false => {}
+            }
+            !late
+        });
+        self.unreleased.is_empty()
+    }
+
+    /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
+    fn turn_lanes(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        if !worker.may_have_lanes() {
+            return false;
+        }
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else { continue };
+            // Lanes may copy megabytes, and somebody waits for the answer.
+            if worked && !worker.commands.is_empty() {
+                break;
+            }
+            let turned = slot.channel.turn_lane();
+            worker.step();
+            match turned {
+                Ok(moved) => worked |= moved,
+                Err(error) => {
+                    self.fail(worker, engine, place, &error);
+                    worked = true;
+                }
+            }
+        }
+        if !self.abandoning.is_empty() {
+            self.let_go(worker, engine);
+        }
+        worked
+    }
+
+    /// Looks what GPUs have copied, and places it.
+    fn turn_staging(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        let mut worked = false;
+        for place in 0..self.slots.len() {
+            worked |= self.begin_held(place);
+            let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
+                continue;
+            };
+            let turned = slot.channel.turn_staging();
+            worker.step();
+            match turned {
+                Ok(placed) => worked |= placed,
+                Err(error) => {
+                    self.fail(worker, engine, place, &error);
+                    worked = true;
+                    continue;
+                }
+            }
+            if slot.channel.holds_back() {
+                worked |= self.receive_at(worker, engine, place);
+            }
+        }
+        if !self.abandoning.is_empty() && !worker.may_have_lanes() {
+            self.let_go(worker, engine);
+        }
+        worked
+    }
+
+    /// Begins what need not wait for a GPU any longer, for the first channel of each peer: to ask the GPU is a call of the
+    /// driver for each operation.
+    fn begin_held(&self, place: usize) -> bool {
+        let Some(slot) = self.slots[place].as_ref().filter(|slot| slot.channel.asks_for_held()) else {
+            return false;
+        };
+        let peer = &slot.channel.peer;
+        let mut before = self.slots[..place].iter().flatten();
+        !before.any(|other| Arc::ptr_eq(&other.channel.peer, peer)) && peer.release_held()
+    }
+
+    /// Whether a GPU copies for a channel: somebody has to look whether it is done.
+    pub(super) fn staging_active(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.staging_active())
+    }
+
+    pub(super) fn lanes_active(&self) -> bool {
+        // Whoever waits for a GPU's copies looks after them now and then.
+        self.abandoning.iter().any(|each| !each.by_gpu)
+            || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
+    }
+
+    /// Whether every lane that does anything has so much to do that a nap makes nobody wait.
+    pub(super) fn lanes_in_bulk(&self) -> bool {
+        let mut active = self.slots.iter().flatten().filter(|slot| slot.channel.lane_active()).peekable();
+        self.abandoning.is_empty()
+            && active.peek().is_some()
+            && active.all(|slot| slot.channel.lane_bytes_in_flight() >= NAP_BYTES)
+    }
+
+    /// Whether every channel that waits for something has so much under way that its thread need not watch.
+    pub(super) fn in_deep_bulk(&self) -> bool {
+        let channels = || self.slots.iter().flatten().map(|slot| &slot.channel);
+        channels().any(|channel| channel.in_deep_bulk())
+            && channels().all(|channel| channel.in_deep_bulk() || !channel.outstanding())
+    }
+
+    /// How long to rest after a turn in vain, where an active lane says so.
+    pub(super) fn lanes_pause(&self) -> Option<Duration> {
+        self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
+    }
+
+    /// Whether a channel has no lane.
+    pub(super) fn has_plain(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| !slot.channel.has_lane())
+    }
+
+    fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
+        let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.slots.push(None);
+            self.slots.len() - 1
+        });
+        let fd = channel.conn().fd();
+        self.polled += usize::from(fd.is_none());
+        let has_lane = channel.has_lane();
+        self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
+        if has_lane {
+            worker.lanes.fetch_add(1, Ordering::SeqCst);
+            if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
+                engine.workers.iter().for_each(|each| each.command(Command::KeepToCore));
+            }
+        }
+        if let Some(fd) = fd
+            && let Err(error) = worker.poller.add(fd, place as u64, Interest::READ)
+        {
+            self.lose(worker, engine, place, error.to_string());
+        }
+    }
+
+    fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
+        let Some(slot) = self.slots[place].take() else {
+            return;
+        };
+        worker.lanes.fetch_sub(usize::from(slot.channel.has_lane()), Ordering::SeqCst);
+        #[cfg(test)]
+        let slot = self.handed_over(slot);
+        match slot.channel.conn().fd() {
+            Some(fd) => drop(worker.poller.remove(fd)),
+            None => self.polled -= 1,
+        }
+        let (peer, index, generation) =
+            (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
+        let mut remains = slot.channel.end();
+        if let Some(closed) = remains.unreleased.take() {
+            let ops = remains.entries.iter().filter_map(|(_, entry)| entry.op.clone()).collect();
+            self.unreleased.push(Closed { unreleased: closed, ops, since: engine.transport.now() });
+        }
+        peer.note_cut_off();
+        worker.step();
+        engine.lost(peer, index, generation, why, remains);
+    }
+
+    /// A channel that goes, after it has sent all there is where its peer is to vanish.
+    #[cfg(test)]
+    fn handed_over(&mut self, mut slot: Slot) -> Slot {
+        if slot.channel.peer.vanishes.load(Ordering::SeqCst) {
+            slot.channel.hand_over(&mut self.space);
+        }
+        slot
+    }
+
+    fn fail(&mut self, worker: &Worker, engine: &Engine, place: usize, error: &io::Error) {
+        self.lose(worker, engine, place, error.to_string());
+    }
+
+    fn receive(&mut self, worker: &Worker, engine: &Engine) -> bool {
+        if let Some(worked) = self.receive_hot(worker, engine) {
+            return worked;
+        }
+        let mut worked = false;
+        let mut ready = std::mem::take(&mut self.ready);
+        if self.slots.len() > self.polled {
+            if let Err(error) = worker.poller.wait(&mut ready, Some(Duration::ZERO)) {
+                tracing::error!(%error, "looking at sockets failed");
+            }
+            for event in &ready {
+                worked |= self.react(worker, engine, *event);
+            }
+        }
+        self.ready = ready;
+        if self.polled > 0 {
+            for place in 0..self.slots.len() {
+                if self.slots[place].as_ref().is_some_and(|slot| slot.polled) {
+                    worked |= self.receive_at(worker, engine, place);
+                }
+            }
+        }
+        worked
+    }
+
+    /// Asks the channel that received last before asking the kernel about all: while messages go to and
+    /// fro, that spares a system call. `None` when it is the others' turn.
+    fn receive_hot(&mut self, worker: &Worker, engine: &Engine) -> Option<bool> {
+        self.turns = self.turns.wrapping_add(1);
+        let place = self.hot.filter(|_| !self.turns.is_multiple_of(HOT_TURNS))?;
+        let slot = self.slots.get(place)?.as_ref()?;
+        if slot.waits_for != Interest::READ || slot.polled {
+            return None;
+        }
+        match self.receive_at(worker, engine, place) {
+            false if self.turns.is_multiple_of(2) => None,
+            worked => Some(worked),
+        }
+    }
+
+    fn react(&mut self, worker: &Worker, engine: &Engine, event: Ready) -> bool {
+        if event.token == WAKE_TOKEN {
+            return false;
+        }
+        let place = event.token as usize;
+        let Some(Some(slot)) = self.slots.get_mut(place) else {
+            return false;
+        };
+        if event.writable {
+            slot.channel.unblock();
+        }
+        if event.error {
+            slot.channel.read_notices();
+        }
+        if event.readable || event.hangup || event.error {
+            return self.receive_at(worker, engine, place);
+        }
+        true
+    }
+
+    fn receive_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        let received = slot.channel.receive(&mut self.space);
+        worker.step();
+        match received {
+            Ok(bytes) => {
+                self.moved += bytes as u64;
+                if bytes > 0 {
+                    self.hot = Some(place);
+                }
+                bytes > 0
+            }
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    fn send(&mut self, worker: &Worker, engine: &Engine, flush: bool) -> bool {
+        let mut worked = false;
+        // Each turn begins with another channel: where they share what may be in flight, the first takes it.
+        self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
+        for place in (self.first..self.slots.len()).chain(0..self.first) {
+            worked |= self.send_at(worker, engine, place, flush);
+        }
+        worked
+    }
+
+    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize, flush: bool) -> bool {
+        let Some(slot) = &mut self.slots[place] else {
+            return false;
+        };
+        if slot.polled {
+            slot.channel.unblock();
+        }
+        let sent = slot.channel.send(flush, &mut self.space);
+        worker.step();
+        match sent {
+            Ok(bytes) => {
+                slot.watch(worker, place);
+                self.moved += bytes as u64;
+                bytes > 0
+            }
+            Err(error) => {
+                self.fail(worker, engine, place, &error);
+                true
+            }
+        }
+    }
+
+    /// Sends what waits for one peer.
+    pub(super) fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
+        let _moving = deferred_free::moving();
+        for place in 0..self.slots.len() {
+            if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
+                self.send_at(worker, engine, place, false);
+            }
+        }
+    }
+
+    fn check_paths(&mut self, worker: &Worker, engine: &Engine) {
+        self.has_released(engine.transport.now());
+        for place in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[place] else {
+                continue;
+            };
+            slot.channel.let_go_held();
+            if !slot.channel.outstanding() && !slot.channel.blocked() {
+                continue;
+            }
+            if let Some(why) = slot.channel.path_trouble() {
+                self.lose(worker, engine, place, why);
+            }
+        }
+    }
+
+    /// Whether something waits that a socket will not tell us of.
+    pub(super) fn has_work(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| {
+            let channel = &slot.channel;
+            !channel.blocked() && channel.may_pull()
+        })
+    }
+
+    pub(super) fn acks_due(&self) -> bool {
+        self.slots.iter().flatten().any(|slot| slot.channel.ack_due())
+    }
+
+    /// How long the owner may sleep without looking at anything.
+    pub(super) fn sleep_limit(&self) -> Option<Duration> {
+        if self.staging_active() {
+            return Some(COPY_NAP);
+        }
+        if self.polled > 0 {
+            return Some(Duration::from_millis(1));
+        }
+        let outstanding = self.slots.iter().flatten().any(|slot| slot.channel.outstanding());
+        (outstanding || !self.unreleased.is_empty()).then_some(limits::PATH_CHECK_INTERVAL)
+    }
+}
+
+impl Closed {
+    /// Its memory has not been released in time: operations of what was dropped fail, whatever the peer has placed of them.
+    fn give_up(&self) {
+        tracing::error!("a NIC may still send of memory of a connection or lane that is closed");
+        let dropped = |op: &&Arc<Op>| op.memory.as_ref().is_some_and(|memory| memory.is_gone());
+        self.ops.iter().filter(dropped).for_each(|op| op.fail(Error::invalid("region", DROPPED)));
+    }
+}
+
+impl Slot {
+    /// Waits for room in the socket only while there is none, and for bytes only while they can be taken.
+    fn watch(&mut self, worker: &Worker, place: usize) {
+        let interest = Interest { read: !self.channel.stalled(), write: self.channel.blocked() };
+        if interest == self.waits_for {
+            return;
+        }
+        if let Some(fd) = self.channel.conn().fd()
+            && let Err(error) = worker.poller.modify(fd, place as u64, interest)
+        {
+            tracing::error!(%error, "changing what to wait for failed");
+        }
+        self.waits_for = interest;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Endpoint;
+    use crate::core::ordering::Ready as WhenReady;
+    use ferrywire_memory::sim::SimGpu;
+    use ferrywire_net::{Conn, IoVec, PathHealth};
+    use std::net::SocketAddr;
+    use std::os::fd::RawFd;
+    use std::sync::MutexGuard;
+    use std::sync::atomic::AtomicUsize;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Two endpoints of one thread each, the first of which has connected.
+    fn connected(channels: usize) -> (Endpoint, Endpoint, crate::Peer) {
+        let builder = || Endpoint::builder().threads(1).channels(channels);
+        let far = builder().listen("127.0.0.1:0".parse().unwrap()).build().unwrap();
+        let near = builder().build().unwrap();
+        let peer = near.connect(far.listen_addresses()[0], LONG).unwrap();
+        (near, far, peer)
+    }
+
+    /// The crank, once it has so many channels.
+    fn crank_of<'a>(worker: &'a Worker, engine: &Engine, channels: usize) -> MutexGuard<'a, Crank> {
+        let since = Instant::now();
+        loop {
+            if let Some(mut crank) = worker.try_crank() {
+                crank.run_commands(worker, engine);
+                if crank.slots.iter().flatten().count() == channels {
+                    return crank;
+                }
+            }
+            assert!(since.elapsed() < LONG, "it is held all the time, or lacks channels");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Notes how often something was sent by a thread that is known to move data, and how often by one that is not.
+    struct Watched {
+        conn: Box<dyn Conn>,
+        sends: Arc<[AtomicUsize; 2]>,
+    }
+
+    impl Conn for Watched {
+        unsafe fn send(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            self.sends[usize::from(deferred_free::moves())].fetch_add(1, Ordering::SeqCst);
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.send(pieces) }
+        }
+
+        unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize> {
+            // SAFETY: promised by the caller.
+            unsafe { self.conn.recv(pieces) }
+        }
+
+        fn health(&self) -> PathHealth {
+            self.conn.health()
+        }
+
+        fn shutdown(&mut self) {
+            self.conn.shutdown();
+        }
+
+        fn fd(&self) -> Option<RawFd> {
+            self.conn.fd()
+        }
+
+        fn local(&self) -> SocketAddr {
+            self.conn.local()
+        }
+
+        fn remote(&self) -> SocketAddr {
+            self.conn.remote()
+        }
+    }
+
+    /// A caller that sent at once, and lost the connection over it, freed its rings there and then: with the crank in its
+    /// hands it waited for all that the GPU had to do.
+    #[test]
+    fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
+        let (near, _far, peer) = connected(1);
+        let engine = near.downgrade().upgrade().unwrap();
+        let worker = engine.workers[0].clone();
+        let mut crank = crank_of(&worker, &engine, 1);
+        let sends: Arc<[AtomicUsize; 2]> = Arc::default();
+        let slot = crank.slots[0].take().expect("it has a channel");
+        let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
+        crank.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
+        let notified = peer.notify(b"at once").unwrap();
+        crank.send_for(&worker, &engine, &peer.state);
+        assert_eq!([0, 1].map(|moves| sends[moves].load(Ordering::SeqCst)), [0, 1]);
+        drop(crank);
+        notified.wait(LONG).unwrap();
+    }
+
+    /// A call of the driver for each operation that waits, and that for each channel.
+    #[test]
+    fn what_waits_for_a_gpu_is_asked_after_once_a_turn() {
+        let (near, _far, peer) = connected(3);
+        let engine = near.downgrade().upgrade().unwrap();
+        let worker = engine.workers[0].clone();
+        let stream = SimGpu::open(1).unwrap().stream();
+        let gate = stream.hold().unwrap();
+        let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
+        let mut crank = crank_of(&worker, &engine, 3);
+        let looks = || peer.state.held.looks.load(Ordering::SeqCst);
+        let before = looks();
+        crank.turn(&worker, &engine, &mut || false);
+        assert_eq!(looks() - before, 1);
+        gate.open();
+        drop(crank);
+        waits.wait(LONG).unwrap();
+    }
+}

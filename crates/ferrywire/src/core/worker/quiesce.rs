@@ -1,0 +1,198 @@
+//! Making every worker let go of some memory, so that it can be given back.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::{Command, SPIN};
+use crate::core::context::Engine;
+use crate::core::peer::Landing;
+use crate::error::{Error, Result};
+use ferrywire_memory::{Memory, Place};
+use ferrywire_proto::limits;
+use ferrywire_proto::stall_timer::StallTimer;
+
+/// How long whoever waits for an answer sleeps, once it has not come at once: one who asks again and again, with yields in
+/// between, takes so much of a small host that the worker is kept from answering, for seconds on an overloaded one.
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// A request to all workers to let go of some memory, and which of them have answered.
+pub(crate) struct Abandon {
+    pub(super) gone: Box<dyn Fn(&Landing) -> bool + Send + Sync>,
+    /// Channels may be lost for it: its user has the memory back, whatever comes of this.
+    pub(super) force: bool,
+    /// Nothing may be sent of the memory any more either.
+    pub(super) sources: bool,
+    pub(super) answered: Box<[AtomicBool]>,
+    /// For whose copies each worker waits, if for nothing else.
+    gpus: Box<[Mutex<Option<Place>>]>,
+}
+
+impl Abandon {
+    /// The first worker that has not answered.
+    fn missing(&self) -> Option<usize> {
+        self.answered.iter().position(|answered| !answered.load(Ordering::Acquire))
+    }
+
+    /// A worker waits for nothing but copies of this GPU, or not.
+    pub(super) fn note_gpu(&self, worker: usize, gpu: Option<Place>) {
+        *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner) = gpu;
+    }
+
+    fn gpu(&self, worker: usize) -> Option<Place> {
+        *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether all have.
+    pub fn is_answered(&self) -> bool {
+        self.missing().is_none()
+    }
+}
+
+/// How long a worker that has not answered stands still. One that gets on is waited for: before it answers it may have
+/// megabytes to bring to their place, on a host that has no time for it.
+struct Standstill {
+    patience: StallTimer,
+    /// The worker, and its steps when it was last looked at.
+    seen: Option<(usize, u64)>,
+}
+
+impl Standstill {
+    fn new() -> Standstill {
+        Standstill { patience: StallTimer::new(limits::ABANDON_DEADLINE), seen: None }
+    }
+
+    /// Whether that is too long, now. Ask often.
+    fn is_over(&mut self, worker: usize, steps: u64, now: Duration) -> bool {
+        if self.seen.replace((worker, steps)) != Some((worker, steps)) {
+            self.patience = StallTimer::new(limits::ABANDON_DEADLINE);
+        }
+        self.patience.is_over(now)
+    }
+}
+
+/// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
+///
+/// # Errors
+/// [`Error::HeldUp`] about `what` when a worker that has not answered does nothing at all for
+/// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
+/// has not made its copies in `limits::GPU_ABANDON_DEADLINE`.
+pub(crate) fn abandon(
+    engine: &Engine,
+    what: impl FnOnce() -> String,
+    force: bool,
+    gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
+) -> Result<()> {
+    wait_for(engine, &ask(engine, force, false, gone), what)
+}
+
+/// Returns when every worker has answered.
+fn wait_for(engine: &Engine, request: &Abandon, what: impl FnOnce() -> String) -> Result<()> {
+    let force = request.force;
+    let mut standstill = Standstill::new();
+    let start = Instant::now();
+    // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
+    while let Some(missing) = request.missing() {
+        let (stuck, steps) = (engine.workers[missing].stuck(), engine.workers[missing].steps());
+        if stuck || standstill.is_over(missing, steps, start.elapsed()) {
+            let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
+            let (what, by) = (what(), format!("progress thread {missing}{why}"));
+            return Err(Error::HeldUp { what, by, waited: standstill.patience.waited() });
+        }
+        let late = !force && start.elapsed() >= limits::GPU_ABANDON_DEADLINE;
+        if let Some(place) = request.gpu(missing).filter(|_| late) {
+            let by = format!("copies to {place}, which stands still or is slow");
+            return Err(Error::HeldUp { what: what(), by, waited: start.elapsed() });
+        }
+        let mut worked = false;
+        for worker in &engine.workers {
+            worked |= worker.turn_once(engine);
+        }
+        match worked || start.elapsed() < SPIN {
+            true => thread::yield_now(),
+            false => thread::sleep(PAUSE),
+        }
+    }
+    Ok(())
+}
+
+/// Asks every worker to stop placing bytes where `gone` says, and with `sources` to wait for what is still sent of memory of
+/// connections that are closed.
+fn ask(
+    engine: &Engine,
+    force: bool,
+    sources: bool,
+    gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
+) -> Arc<Abandon> {
+    let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
+    let gpus = engine.workers.iter().map(|_| Mutex::default()).collect();
+    let request = Arc::new(Abandon { gone: Box::new(gone), force, sources, answered, gpus });
+    for worker in &engine.workers {
+        worker.command(Command::Abandon(request.clone()));
+    }
+    request
+}
+
+/// Asks every worker to place nothing more into a region that peers name, while operations of ours may go on
+/// there; who asks looks for the answers.
+pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Abandon> {
+    let memory = memory.clone();
+    ask(engine, false, true, move |landing| !landing.once() && landing.is_in(&memory))
+}
+
+/// Makes every worker let go of a span of memory.
+pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>, force: bool) -> Result<()> {
+    let (what, memory) = (memory.describe(), memory.clone());
+    let request = ask(engine, force, true, move |landing| landing.is_in(&memory));
+    wait_for(engine, &request, || what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOOK: Duration = Duration::from_millis(50);
+
+    /// Looks until it is over, or long after; when that was.
+    fn given_up_at(mut seen: impl FnMut(Duration) -> (usize, u64)) -> Option<Duration> {
+        let mut standstill = Standstill::new();
+        (0..20_000).map(|look| look * LOOK).find(|now| {
+            let (worker, steps) = seen(*now);
+            standstill.is_over(worker, steps, *now)
+        })
+    }
+
+    #[test]
+    fn who_gets_on_slowly_is_waited_for() {
+        assert_eq!(given_up_at(|now| (1, now.as_secs() / 4)), None, "a step every four seconds");
+    }
+
+    #[test]
+    fn who_stands_still_is_not() {
+        assert_eq!(given_up_at(|_| (1, 7)), Some(limits::ABANDON_DEADLINE));
+        let since = Duration::from_secs(60);
+        let gave_up = given_up_at(|now| (1, now.min(since).as_secs()));
+        assert_eq!(gave_up, Some(since + limits::ABANDON_DEADLINE), "after the last step");
+        // The first one answers after four seconds; from then on it is the second one that is waited for.
+        let answered = Duration::from_secs(4);
+        let gave_up = given_up_at(|now| (usize::from(now >= answered), 7));
+        assert_eq!(gave_up, Some(answered + limits::ABANDON_DEADLINE));
+    }
+
+    #[test]
+    fn every_turn_and_what_it_does_are_steps() {
+        let endpoint = crate::Endpoint::builder().threads(0).build().unwrap();
+        let engine = endpoint.downgrade().upgrade().unwrap();
+        let worker = &engine.workers[0];
+        let turned = |before: u64| {
+            worker.turn_once(&engine);
+            worker.steps() - before
+        };
+        let idle = turned(worker.steps());
+        assert!(idle > 0);
+        worker.command(Command::KeepToCore);
+        worker.command(Command::KeepToCore);
+        assert!(turned(worker.steps()) >= idle + 2, "a step for each command");
+    }
+}
