@@ -161,7 +161,7 @@ impl Dial {
         let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
         let offered = match (without, &engine.carrier, &engine.no_carrier) {
             (Some(why), ..) => terms::without(why),
-            (None, Some(carrier), _) => carrier.offer(address, engine)?,
+            (None, Some(carrier), _) => carrier.offer(address, &*engine.transport)?,
             (None, None, Some(why)) => terms::without(&format!("at the end that connects: {why}")),
             (None, None, None) => Vec::new(),
         };

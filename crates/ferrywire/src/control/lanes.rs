@@ -148,7 +148,8 @@ impl Link {
         now: Duration,
     ) {
         self.set_slot(index, Slot::Lane, generation);
-        match carrier.begin(engine, &*conn, self.dials(), now) {
+        let (transport, waker) = (&*engine.transport, engine.control_waker());
+        match carrier.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
                 self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
             }

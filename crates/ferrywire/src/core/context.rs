@@ -191,6 +191,14 @@ impl Engine {
         }
     }
 
+    /// Wakes the control side, for as long as anybody keeps it.
+    pub fn control_waker(&self) -> Waker {
+        match self.control_waker.get() {
+            Some(waker) => waker.clone(),
+            None => unreachable!("the control side is attached before it turns"),
+        }
+    }
+
     pub fn wake_control(&self) {
         if let Some(waker) = self.control_waker.get() {
             waker.wake();

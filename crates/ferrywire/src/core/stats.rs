@@ -1,6 +1,7 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
-use crate::payload::devmem::{DevmemCounters, DevmemStats};
+use crate::payload::devmem::DevmemStats;
+use crate::payload::lane::LaneBy;
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
@@ -88,17 +89,6 @@ pub(crate) struct LaneCounters {
     pub moved: AtomicU64,
     /// What carries it; nothing without a lane.
     pub by: Mutex<Option<LaneBy>>,
-}
-
-/// Which plugin and device carry a lane.
-#[derive(Clone, Debug)]
-pub(crate) struct LaneBy {
-    pub plugin: String,
-    pub version: String,
-    pub device: i32,
-    pub device_name: String,
-    /// What it counts, where it is of devmem TCP.
-    pub devmem: Option<Arc<DevmemCounters>>,
 }
 
 impl LaneCounters {

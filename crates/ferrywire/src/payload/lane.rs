@@ -2,15 +2,15 @@
 //! receiver has posted for it.
 //!
 //! A *posted* transport gives each channel a [`Lane`]; the channel's connection (its companion) goes on to
-//! carry heads, acknowledgements and small messages. A lane is driven by `posted/`, which holds all the
+//! carry heads, acknowledgements and small messages. A lane is driven by `core/posted/`, which holds all the
 //! rules: order, windows, credit, what an error means. An implementation only does what it is told and
 //! says what it saw.
 //!
 //! Invariant: of each direction only the oldest request is ever tested, and nothing is posted beyond
 //! [`Lane::window`].
-//! Read next: `plugin/lane.rs`, then `posted/mod.rs`.
+//! Read next: `plugin/lane.rs`, then `core/posted/mod.rs`.
 
-use crate::core::stats::LaneBy;
+use super::devmem::DevmemCounters;
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
@@ -20,6 +20,20 @@ use std::task::Poll;
 use std::time::Duration;
 
 const _: () = assert!(HANDLE_BYTES == ferrywire_proto::limits::LANE_HANDLE_BYTES);
+
+/// Why the kernel or a NIC cannot read memory that its owner has not taken back: what a failed operation says of its region.
+pub(crate) const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
+
+/// Which plugin and device carry a lane.
+#[derive(Clone, Debug)]
+pub(crate) struct LaneBy {
+    pub plugin: String,
+    pub version: String,
+    pub device: i32,
+    pub device_name: String,
+    /// Counters of the lane, where devmem TCP carries it.
+    pub devmem: Option<Arc<DevmemCounters>>,
+}
 
 /// A posted request, as its lane knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,11 +8,11 @@
 use super::lane::Setup;
 use super::terms::{Terms, reason_without, without};
 use super::{devmem, plugin};
-use crate::core::context::Engine;
 use crate::error::{Error, Result};
 use ferrywire_memory::Place;
-use ferrywire_net::Conn;
+use ferrywire_net::{Conn, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_sys::poll::Waker;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,9 +29,9 @@ impl PayloadBackend {
     ///
     /// # Errors
     /// Why there can be none, and there has to be one.
-    pub fn offer(&self, address: SocketAddr, engine: &Engine) -> Result<Vec<u8>> {
+    pub fn offer(&self, address: SocketAddr, transport: &dyn Transport) -> Result<Vec<u8>> {
         let PayloadBackend::Devmem(host) = self else { return Ok(self.terms().encode()) };
-        match host.crosses_nic(address, engine) {
+        match host.crosses_nic(address, transport) {
             Ok(()) => Ok(self.terms().encode()),
             Err(why) if host.required() => Err(Error::Unreachable { address: address.to_string(), why }),
             Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
@@ -108,31 +108,30 @@ impl PayloadBackend {
         }
     }
 
-    /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session.
+    /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session. `waker` is used
+    /// whenever polling the set-up would tell something new.
+    ///
+    /// # Errors
+    /// Why there can be no lane.
     pub fn begin(
         &self,
-        engine: &Engine,
+        transport: &dyn Transport,
         conn: &dyn Conn,
         dials: bool,
         now: Duration,
+        waker: Waker,
     ) -> Result<Box<dyn Setup>, String> {
-        let weak = Arc::downgrade(&engine.shared());
-        let wake = Box::new(move || {
-            if let Some(engine) = weak.upgrade() {
-                engine.wake_control();
-            }
-        });
         match self {
             PayloadBackend::Plugin(host) => {
-                let nics = engine.transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+                let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
                 let device = host.device_at(conn.local().ip(), &nics)?;
-                Ok(Box::new(plugin::PluginSetup::start(host, device, now, wake)?))
+                Ok(Box::new(plugin::PluginSetup::start(host, device, now, waker)?))
             }
             PayloadBackend::Devmem(host) => {
-                let nic = engine.transport.nic_name(conn.local().ip()).ok_or_else(|| {
+                let nic = transport.nic_name(conn.local().ip()).ok_or_else(|| {
                     format!("no NIC of this host has the address {} any more", conn.local().ip())
                 })?;
-                Ok(Box::new(devmem::DevmemSetup::start(host, &nic, dials, now, wake)?))
+                Ok(Box::new(devmem::DevmemSetup::start(host, &nic, dials, now, waker)?))
             }
         }
     }

@@ -20,10 +20,11 @@ pub(crate) use dropped::Unreleased;
 
 use crate::core::peer::PeerState;
 use crate::core::posted::Posted;
-use crate::core::queue::{DROPPED, Entry, Pull, UNREADABLE};
+use crate::core::queue::{DROPPED, Entry, Pull};
 use crate::core::staging::Staging;
 use crate::core::stats::{ChannelCounters, NO_BACKLOG};
 use crate::error::Error;
+use crate::payload::lane::UNREADABLE;
 use ferrywire_memory::Place;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;

@@ -27,8 +27,6 @@ pub(crate) struct Entry {
 
 /// Why nothing of some memory is sent any more.
 pub(crate) const DROPPED: &str = "it was dropped before the operation had ended";
-/// Why the kernel reads nothing there, where nobody has taken it back.
-pub(crate) const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
 
 /// Where a frame's payload comes from.
 pub(crate) enum Body {

@@ -10,7 +10,7 @@ mod entry;
 mod read_flow_control;
 mod sequencer;
 
-pub(crate) use entry::{Body, DROPPED, Entry, UNREADABLE};
+pub(crate) use entry::{Body, DROPPED, Entry};
 
 use crate::core::operation::{NO_EPOCH, Op, Verb};
 use crate::core::staging::Sending;

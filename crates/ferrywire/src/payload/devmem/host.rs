@@ -10,12 +10,11 @@ use super::pool::Pool;
 use super::sources::Bindings;
 use super::steering::Steering;
 use crate::config::Config;
-use crate::core::context::Engine;
 use crate::error::{Error, Result};
 use crate::payload::terms::Terms;
 use ferrywire_memory::unpack::{GatherDevice, Mapped, UnpackMode};
 use ferrywire_memory::{Gpu, Memory, Place};
-use ferrywire_net::Nic;
+use ferrywire_net::{Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_proto::limits;
 use std::net::SocketAddr;
@@ -169,8 +168,8 @@ impl Host {
     }
 
     /// Whether packets to an address leave this host.
-    pub fn crosses_nic(&self, address: SocketAddr, engine: &Engine) -> Result<(), String> {
-        let nics = engine.transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+    pub fn crosses_nic(&self, address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
+        let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
         let ip = address.ip().to_canonical();
         match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
             true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),

@@ -17,6 +17,7 @@ use super::lane::DevmemLane;
 use crate::payload::lane::{Progress, Setup};
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
+use ferrywire_sys::poll::Waker;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -38,7 +39,8 @@ pub(crate) struct DevmemSetup {
 
 struct Shared {
     made: Mutex<Option<Result<DevmemLane, String>>>,
-    wake: Box<dyn Fn() + Send + Sync>,
+    /// Wakes whoever polls the set-up.
+    waker: Waker,
 }
 
 impl DevmemSetup {
@@ -48,7 +50,7 @@ impl DevmemSetup {
         nic: &str,
         dials: bool,
         now: Duration,
-        wake: Box<dyn Fn() + Send + Sync>,
+        waker: Waker,
     ) -> Result<DevmemSetup, String> {
         let device = host.device(nic)?;
         Ok(DevmemSetup {
@@ -59,7 +61,7 @@ impl DevmemSetup {
             connected: false,
             told: false,
             peer_ready: false,
-            shared: Arc::new(Shared { made: Mutex::new(None), wake }),
+            shared: Arc::new(Shared { made: Mutex::new(None), waker }),
         })
     }
 
@@ -82,7 +84,7 @@ impl Setup for DevmemSetup {
             let made = make(host, device, conn);
             // Where nobody waits any more, what was made goes with the last one that shares it.
             *shared.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
-            (shared.wake)();
+            shared.waker.wake();
         });
         thread.map(drop).map_err(|error| format!("no thread to set up a lane: {error}"))
     }

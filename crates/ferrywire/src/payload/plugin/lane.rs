@@ -5,10 +5,9 @@
 
 use super::host::Host;
 use super::registration::Registrations;
-use crate::core::stats::LaneBy;
 use crate::error::{Error, Result};
 use crate::payload::copying::Copiers;
-use crate::payload::lane::{InFlight, Lane, Post, Run, Step, Ticket, Ungathered, Way};
+use crate::payload::lane::{InFlight, Lane, LaneBy, Post, Run, Step, Ticket, Ungathered, Way};
 use ferrywire_memory::unpack::{Gather, SLOTS};
 use ferrywire_memory::{Memory, Place};
 use ferrywire_ncclnet::abi::ResultCode;

@@ -26,6 +26,7 @@ use ferrywire_memory::unpack::Gather;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_ncclnet::{Call, CallError, Handle, RecvComm, SendComm, log};
 use ferrywire_proto::limits;
+use ferrywire_sys::poll::Waker;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -49,7 +50,8 @@ struct Shared {
     given_up: AtomicBool,
     /// Lines of the plugin's log from this number on are about the set-up.
     log_began: u64,
-    wake: Box<dyn Fn() + Send + Sync>,
+    /// Wakes whoever polls the set-up.
+    waker: Waker,
 }
 
 #[derive(Default)]
@@ -79,16 +81,11 @@ impl From<String> for Failed {
 }
 
 impl PluginSetup {
-    /// Begins to listen on a device; `wake` is called whenever there is something new.
-    pub fn start(
-        host: &Arc<Host>,
-        device: i32,
-        now: Duration,
-        wake: Box<dyn Fn() + Send + Sync>,
-    ) -> Result<PluginSetup, String> {
+    /// Begins to listen on a device; `waker` is used whenever there is something new.
+    pub fn start(host: &Arc<Host>, device: i32, now: Duration, waker: Waker) -> Result<PluginSetup, String> {
         let (state, told, given_up) = Default::default();
         let log_began = log::next_sequence();
-        let shared = Arc::new(Shared { state, told, given_up, log_began, wake });
+        let shared = Arc::new(Shared { state, told, given_up, log_began, waker });
         let setup = PluginSetup {
             host: host.clone(),
             device,
@@ -118,7 +115,7 @@ impl PluginSetup {
                     state.failed = Some(failed);
                 }
             }
-            (shared.wake)();
+            shared.waker.wake();
         });
         thread.map(drop).map_err(|error| format!("no thread for {what}: {error}"))
     }
@@ -237,7 +234,7 @@ fn accept(host: &Host, device: i32, shared: &Shared) -> Result<(), Failed> {
         (state.handle, state.listens) = (Some(handle), true);
     }
     shared.told.notify_all();
-    (shared.wake)();
+    shared.waker.wake();
     let accepted = match shared.wait_until(|state| state.accept) {
         true => until_ended(host, shared, || in_turn(host, listener.is_accepting(), || listener.accept())),
         false => Ok(None),
