@@ -87,7 +87,7 @@ fn no_more_is_sent_ahead_of_a_missing_number_than_a_peer_takes() {
     assert!(numbers.into_iter().eq(0..(early + more) as u64));
     eventually("all have ended", || {
         (0..2).for_each(|channel| acknowledge(&mut evil, channel));
-        !evil.here.state.in_flight()
+        !evil.here.state().in_flight()
     });
     scene.unharmed();
 }
@@ -207,7 +207,7 @@ fn numbers_that_never_come_are_not_waited_for_without_end() {
         header.transfer = index;
     });
     assert_eq!(limited(&evil.data[0].answers()), 1000);
-    let waiting = evil.here.state.queue.waiting();
+    let waiting = evil.here.state().queue.waiting();
     assert!(waiting <= limits::ANSWERS_WAITING_MAX, "{waiting} answers wait");
     scene.unharmed();
 }
@@ -220,7 +220,7 @@ fn matches_of_nothing_are_not_answered_without_end() {
     // The answers are never acknowledged, so that they stay with the victim.
     evil.data[0].flood(Header::new(Kind::Match), &[], count, |index, header| header.transfer = index);
     assert_eq!(evil.data[0].answers(), []);
-    let waiting = evil.here.state.queue.waiting();
+    let waiting = evil.here.state().queue.waiting();
     assert!(waiting <= limits::ANSWERS_WAITING_MAX, "{waiting} answers wait");
     scene.unharmed();
 }

@@ -9,11 +9,13 @@ pub use builder::Builder;
 
 use crate::api::peer::Peer;
 use crate::api::region::{Region, RegionHome};
+use crate::api::running::Running;
 use crate::api::wakeup::Wakeup;
 use crate::config::Config;
-use crate::control::{self, AcceptQueue, ConnectTarget, Control};
-use crate::core::context::Engine;
-use crate::core::worker::{TurnedBy, Worker};
+use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
+use crate::core::context::Context;
+use crate::core::peer::PeerHandle;
+use crate::core::worker::{LostChannels, TurnedBy, Worker, Workers};
 use crate::error::{Error, Result};
 use crate::payload::payload_backend::PayloadBackend;
 use crate::payload::plugin::Variable;
@@ -21,13 +23,13 @@ use ferrywire_memory::cuda::{CudaGpu, deferred_free};
 use ferrywire_memory::host::HostBuffer;
 use ferrywire_memory::sim::SimGpu;
 use ferrywire_memory::{Owned, Owner, Place};
-use ferrywire_net::{SharedTransport, Transport};
+use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
-use ferrywire_proto::handshake::ListenAddress;
 use ferrywire_proto::limits;
 use ferrywire_proto::schedule;
 use ferrywire_proto::stall_timer::StallTimer;
 use ferrywire_sys::affinity;
+use ferrywire_sys::poll::Poller;
 use ferrywire_sys::random::random_bytes;
 use std::any::Any;
 use std::fmt;
@@ -45,7 +47,8 @@ pub struct Endpoint {
 }
 
 struct Inner {
-    engine: Arc<Engine>,
+    running: Arc<Running>,
+    control: Arc<Mutex<Control>>,
     home: Arc<dyn RegionHome>,
     listen_addresses: Vec<SocketAddr>,
     lobby: Arc<AcceptQueue>,
@@ -69,8 +72,14 @@ impl Endpoint {
 
     /// Tells tests when its last user is gone.
     #[cfg(test)]
-    pub(crate) fn downgrade(&self) -> std::sync::Weak<Engine> {
-        Arc::downgrade(&self.inner.engine)
+    pub(crate) fn downgrade(&self) -> std::sync::Weak<Context> {
+        Arc::downgrade(&self.inner.running.workers.context)
+    }
+
+    /// What runs it, for tests.
+    #[cfg(test)]
+    pub(crate) fn running(&self) -> &Arc<Running> {
+        &self.inner.running
     }
 
     fn start(
@@ -91,46 +100,54 @@ impl Endpoint {
         };
         let cores = affinity::cores_with_time();
         let spin = schedule::spin(cores, config.threads);
-        let workers: std::io::Result<Vec<_>> = (0..config.threads.max(1))
-            .map(|index| Worker::new(index, threaded, turned_by, spin).map(Arc::new))
+        let no_poller = |error: std::io::Error| Error::io("make a poller", &error);
+        let poller = Arc::new(Poller::new().map_err(no_poller)?);
+        let lost = Arc::new(LostChannels::new(poller.waker()));
+        let workers: std::io::Result<Box<[_]>> = (0..config.threads.max(1))
+            .map(|index| Worker::new(index, threaded, turned_by, spin, lost.clone()).map(Arc::new))
             .collect();
-        let workers = workers.map_err(|error| Error::io("make a poller", &error))?;
-        let engine = Engine::new(identity, config, transport, workers, threaded, carrier, no_carrier);
+        let workers = workers.map_err(no_poller)?;
+        let sleepers = workers.iter().map(|worker| worker.sleeper().clone()).collect();
+        let context =
+            Context::new(identity, config, transport, sleepers, poller.waker(), carrier, no_carrier);
+        let workers = Arc::new(Workers::new(Arc::new(context), workers, lost));
         let lobby = Arc::new(AcceptQueue::default());
         let boot_id = affinity::boot_id().unwrap_or_default();
-        let control = Control::new(&engine, listeners, addresses, boot_id, lobby.clone())
-            .map_err(|error| Error::io("make a poller", &error))?;
-        let waker = control.waker();
-        let control = Arc::new(Mutex::new(control));
-        engine.attach_control(control.clone(), waker);
-        let home: Arc<dyn RegionHome> = engine.clone();
+        let control = Control::new(workers.clone(), poller, listeners, addresses, boot_id, lobby.clone());
+        let control = Arc::new(Mutex::new(control.map_err(no_poller)?));
+        let running = Running::new(workers, control.clone());
+        let home: Arc<dyn RegionHome> = running.clone();
         let (threads, closed, closes) = (Mutex::default(), Mutex::default(), Condvar::new());
-        let inner = Inner { engine, home, listen_addresses, lobby, threads, closed, closes };
+        let inner = Inner { running, control, home, listen_addresses, lobby, threads, closed, closes };
         if threaded {
             // Where one does not start the rest goes with the endpoint: threads, and who listens.
-            inner.spawn(&control)?;
+            inner.spawn()?;
         }
         Ok(Endpoint { inner: Arc::new(inner) })
     }
 
+    fn context(&self) -> &Context {
+        self.inner.context()
+    }
+
     /// The endpoint's random name, new at each start.
     pub fn identity(&self) -> Identity {
-        self.inner.engine.identity
+        self.context().identity
     }
 
     /// How payload moves: `tcp`, `plugin`, `sim`.
     pub fn transport(&self) -> &'static str {
-        self.inner.engine.payload_name()
+        self.context().payload_name()
     }
 
     /// The variables that the plugin was loaded with and who set them; empty without a plugin.
     pub fn effective_environment(&self) -> Vec<Variable> {
-        self.inner.engine.plugin().map(|host| host.environment().to_vec()).unwrap_or_default()
+        self.context().plugin().map(|host| host.environment().to_vec()).unwrap_or_default()
     }
 
     /// The configuration in force.
     pub fn config(&self) -> &Config {
-        &self.inner.engine.config
+        &self.context().config
     }
 
     /// The addresses listened on, with their real port.
@@ -140,7 +157,7 @@ impl Endpoint {
 
     /// The transport's clock.
     pub fn now(&self) -> Duration {
-        self.inner.engine.transport.now()
+        self.context().transport.now()
     }
 
     /// Connects to an endpoint that listens on `address`.
@@ -171,16 +188,16 @@ impl Endpoint {
     pub fn start_connect(&self, target: ConnectTarget) -> Result<Connecting> {
         self.check_origin()?;
         let lobby = Arc::new(AcceptQueue::default());
-        let engine = &self.inner.engine;
-        if engine.closing.load(Ordering::SeqCst) {
+        let context = self.context();
+        if context.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
         if let Some(secret) = &target.secret {
             secret.check()?;
         }
         let address = target.address;
-        engine.with_control(|control| control.connect(engine, target, lobby.clone()));
-        Ok(Connecting { engine: engine.clone(), lobby, address })
+        self.inner.running.with_control(|control| control.connect(target, lobby.clone()));
+        Ok(Connecting { running: self.inner.running.clone(), lobby, address })
     }
 
     /// Connects to the endpoint that made this metadata, at the first of its addresses that answers. Each has its share
@@ -268,8 +285,8 @@ impl Endpoint {
 
     /// The addresses under which peers can reach this endpoint: one for each NIC it listens on.
     pub fn reachable_addresses(&self) -> Vec<SocketAddr> {
-        let engine = &self.inner.engine;
-        advertised(&engine.config, &*engine.transport, &self.inner.listen_addresses)
+        let context = self.context();
+        advertised(&context.config, &*context.transport, &self.inner.listen_addresses)
             .map(|list| list.into_iter().map(|each| each.address).collect())
             .unwrap_or_default()
     }
@@ -280,14 +297,14 @@ impl Endpoint {
     /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Deadline`].
     pub fn accept(&self, deadline: Duration) -> Result<Peer> {
         self.check_origin()?;
-        let engine = &self.inner.engine;
+        let context = self.context();
         if self.inner.listen_addresses.is_empty() {
             return Err(Error::invalid("accept", "this endpoint does not listen: build it with an address"));
         }
-        if engine.closing.load(Ordering::SeqCst) {
+        if context.closing.load(Ordering::SeqCst) {
             return Err(Error::Closed);
         }
-        self.inner.lobby.wait(engine, deadline).unwrap_or_else(|| {
+        self.inner.next_peer(deadline).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
             Err(Error::Deadline { what, peer: None, waited: deadline })
         })
@@ -296,14 +313,14 @@ impl Endpoint {
     /// The next peer that has connected, if there is one. In an endpoint without threads everything is turned once.
     pub fn try_accept(&self) -> Option<Result<Peer>> {
         match self.check_origin() {
-            Ok(()) => self.inner.lobby.take().or_else(|| {
-                if self.inner.engine.caller_driven() {
-                    self.inner.engine.progress();
-                    if let Some(peer) = self.inner.lobby.take() {
+            Ok(()) => self.inner.take_peer().or_else(|| {
+                if self.context().is_caller_driven() {
+                    self.inner.running.poll_once();
+                    if let Some(peer) = self.inner.take_peer() {
                         return Some(peer);
                     }
                 }
-                let closed = self.inner.engine.closing.load(Ordering::SeqCst);
+                let closed = self.context().closing.load(Ordering::SeqCst);
                 closed.then_some(Err(Error::Closed))
             }),
             Err(error) => Some(Err(error)),
@@ -312,7 +329,7 @@ impl Endpoint {
 
     /// In a forked child nothing here works: neither threads nor connections are there.
     fn check_origin(&self) -> Result<()> {
-        Ok(self.inner.engine.origin.check()?)
+        Ok(self.context().origin.check()?)
     }
 
     /// Makes `wakeup` readable once there is a peer to [`accept`](Endpoint::try_accept), or the endpoint is closed.
@@ -322,7 +339,7 @@ impl Endpoint {
             return wakeup.wake();
         }
         self.inner.lobby.wake_at_arrival(wakeup.handle());
-        if self.inner.engine.closing.load(Ordering::SeqCst) {
+        if self.inner.context().closing.load(Ordering::SeqCst) {
             wakeup.wake();
         }
     }
@@ -356,7 +373,7 @@ impl Endpoint {
     pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
-        self.inner.engine.prepared.prepare(Place::Cuda(index));
+        self.context().prepared.prepare(Place::Cuda(index));
         Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
     }
 
@@ -397,7 +414,7 @@ impl Endpoint {
         owner: Box<dyn Any + Send + Sync>,
     ) -> Result<Region> {
         self.check_origin()?;
-        self.inner.engine.start_releaser()?;
+        self.inner.running.start_releaser()?;
         // SAFETY: the caller's promise.
         unsafe { self.register_user(base, bytes, Some(owner)) }
     }
@@ -412,14 +429,14 @@ impl Endpoint {
         let place = Place::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the place is what the address says.
         let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place, owner) }?;
-        self.inner.engine.prepared.prepare(place);
+        self.context().prepared.prepare(place);
         Ok(region)
     }
 
     /// Turns everything once that no thread turns; true if anything happened. Only needed in an
     /// endpoint without threads.
     pub fn progress(&self) -> bool {
-        self.check_origin().is_ok() && self.inner.engine.progress()
+        self.check_origin().is_ok() && self.inner.running.poll_once()
     }
 
     /// Number of peers, those that are being set up or closed included.
@@ -427,7 +444,7 @@ impl Endpoint {
         if self.check_origin().is_err() {
             return 0;
         }
-        self.inner.engine.with_control(|control| control.peer_count()).unwrap_or(0)
+        self.inner.running.with_control(|control| control.peer_count())
     }
 
     /// How many connections were refused because whoever made them held another secret, or none.
@@ -435,7 +452,7 @@ impl Endpoint {
         if self.check_origin().is_err() {
             return 0;
         }
-        self.inner.engine.with_control(|control| control.wrong_secrets()).unwrap_or(0)
+        self.inner.running.with_control(|control| control.wrong_secrets())
     }
 
     /// Stops listening, finishes with all peers, and ends the threads. A second call waits for the first, as long as its
@@ -453,7 +470,7 @@ impl Endpoint {
 
 /// A connection on its way.
 pub struct Connecting {
-    engine: Arc<Engine>,
+    running: Arc<Running>,
     lobby: Arc<AcceptQueue>,
     address: SocketAddr,
 }
@@ -467,8 +484,9 @@ impl fmt::Debug for Connecting {
 impl Connecting {
     /// Waits until the peer is up.
     pub fn wait(&self, deadline: Duration) -> Result<Peer> {
-        self.engine.origin.check()?;
-        self.lobby.wait(&self.engine, deadline).unwrap_or_else(|| {
+        self.running.context().origin.check()?;
+        let peer = self.running.next_of(&self.lobby, deadline).map(|result| self.peer(result));
+        peer.unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
             Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
         })
@@ -476,27 +494,30 @@ impl Connecting {
 
     /// Whether there is somebody at the address. If not, nobody is waited for there any more.
     fn has_answered(&self) -> bool {
-        let withdrawn = self.engine.with_control(|control| control.withdraw_dial(&self.lobby));
-        !withdrawn.unwrap_or(true)
+        !self.running.with_control(|control| control.withdraw_dial(&self.lobby))
+    }
+
+    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
+        result.map(|handle| Peer::new(self.running.clone(), handle))
     }
 
     /// Gives up: a peer of which nobody would know does not come about. The result, if it came in the last moment.
     fn withdraw(&self) -> Option<Result<Peer>> {
-        self.engine.with_control(|control| control.withdraw(&self.engine, &self.lobby));
-        self.lobby.take()
+        self.running.with_control(|control| control.withdraw(&self.lobby));
+        self.lobby.take().map(|result| self.peer(result))
     }
 
     /// The result, if it is there.
     pub fn poll(&self) -> Option<Result<Peer>> {
-        match self.engine.origin.check() {
-            Ok(()) => self.lobby.take(),
+        match self.running.context().origin.check() {
+            Ok(()) => self.lobby.take().map(|result| self.peer(result)),
             Err(error) => Some(Err(error.into())),
         }
     }
 
     /// Makes `wakeup` readable once the result is there, also when it already is.
     pub fn wake(&self, wakeup: &Wakeup) {
-        if self.engine.origin.is_elsewhere() {
+        if self.running.context().origin.is_elsewhere() {
             return wakeup.wake();
         }
         self.lobby.wake_at_arrival(wakeup.handle());
@@ -505,13 +526,30 @@ impl Connecting {
 
 impl Inner {
     /// Starts its threads. They stop when it is closed.
-    fn spawn(&self, control: &Arc<Mutex<Control>>) -> Result<()> {
-        for worker in &self.engine.workers {
-            let (worker, engine) = (worker.clone(), self.engine.clone());
-            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(&engine))?;
+    fn spawn(&self) -> Result<()> {
+        for worker in self.running.workers.iter() {
+            let (worker, context) = (worker.clone(), self.running.workers.context.clone());
+            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(&context))?;
         }
-        let (engine, control) = (self.engine.clone(), control.clone());
-        self.start_thread("ferrywire-ctl".into(), move || control::run(&engine, &control))
+        let (workers, control) = (self.running.workers.clone(), self.control.clone());
+        self.start_thread("ferrywire-ctl".into(), move || control::run(&workers, &control))
+    }
+
+    fn context(&self) -> &Context {
+        self.running.context()
+    }
+
+    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
+        result.map(|handle| Peer::new(self.running.clone(), handle))
+    }
+
+    /// The next peer that has connected, if one has.
+    fn take_peer(&self) -> Option<Result<Peer>> {
+        self.lobby.take().map(|result| self.peer(result))
+    }
+
+    fn next_peer(&self, limit: Duration) -> Option<Result<Peer>> {
+        self.running.next_of(&self.lobby, limit).map(|result| self.peer(result))
     }
 
     fn start_thread(&self, name: String, body: impl FnOnce() + Send + 'static) -> Result<()> {
@@ -523,29 +561,28 @@ impl Inner {
 
     /// Turns, or lets turn, until no peer is left or so long has passed; where `drains`, without anything getting on.
     fn wait_idle(&self, limit: Duration, drains: bool) -> bool {
-        let engine = &self.engine;
+        let (running, context) = (&self.running, self.context());
         let (mut patience, mut before) = (StallTimer::new(limit), None);
         loop {
-            let seen = engine.with_control(|control| (control.idle(), control.drained()));
-            let (idle, drained) = seen.unwrap_or((true, 0));
+            let (idle, drained) = running.with_control(|control| (control.idle(), control.drained()));
             if idle {
                 return true;
             }
             if drains && before.replace(drained) != Some(drained) {
                 patience = StallTimer::new(limit);
             }
-            if patience.is_over(engine.transport.now()) {
+            if patience.is_over(context.transport.now()) {
                 return false;
             }
-            match engine.caller_driven() {
-                true => drop(engine.progress()),
+            match context.is_caller_driven() {
+                true => _ = running.poll_once(),
                 false => thread::sleep(Duration::from_micros(500)),
             }
         }
     }
 
     fn close(&self, deadline: Duration) -> Result<()> {
-        if self.engine.closing.swap(true, Ordering::SeqCst) {
+        if self.context().closing.swap(true, Ordering::SeqCst) {
             return self.closed_elsewhere(deadline);
         }
         let outcome = self.finish(Some(deadline));
@@ -562,7 +599,7 @@ impl Inner {
             if let Some(outcome) = &*closed {
                 return outcome.clone();
             }
-            if patience.is_over(self.engine.transport.now()) {
+            if patience.is_over(self.context().transport.now()) {
                 return Err(not_closed(Error::Closed, deadline));
             }
             // The transport's clock need not be the host's.
@@ -573,38 +610,38 @@ impl Inner {
 
     /// Without a deadline what was posted is finished as long as it gets on.
     fn finish(&self, deadline: Option<Duration>) -> Result<()> {
-        let engine = &self.engine;
+        let running = &self.running;
         // The host's clock: so long it takes others to be done with a NIC.
         let began = Instant::now();
         let left = || deadline.map_or(Duration::MAX, |deadline| deadline.saturating_sub(began.elapsed()));
         self.lobby.close();
-        engine.with_control(|control| match deadline {
-            Some(deadline) => control.close_all(engine, deadline),
-            None => control.drain_all(engine),
+        running.with_control(|control| match deadline {
+            Some(deadline) => control.close_all(deadline),
+            None => control.drain_all(),
         });
         let (drains, limit) = (deadline.is_none(), deadline.unwrap_or(limits::DRAIN_DEADLINE));
         let mut is_idle = self.wait_idle(limit.saturating_add(limits::HEARTBEAT_INTERVAL), drains);
         if !is_idle {
             // Nothing may wait for this endpoint for ever, however its peers are.
-            engine.with_control(|control| control.abort_all(engine));
+            running.with_control(|control| control.abort_all());
             is_idle = self.wait_idle(limits::HEARTBEAT_INTERVAL, false);
         }
-        let unfinished = engine.with_control(|control| control.unfinished()).flatten();
-        // Nobody accepts them any more; they would keep the engine, which keeps them.
+        let unfinished = running.with_control(|control| control.unfinished());
+        // No caller accepts them any more.
         self.lobby.clear();
-        engine.workers.iter().for_each(|worker| worker.stop());
-        engine.wake_control();
+        running.workers.iter().for_each(|worker| worker.stop());
+        running.context().wake_control();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         for (index, thread) in threads.into_iter().enumerate() {
             // A thread that is in a call that does not return is left behind.
-            let stuck = engine.workers.get(index).is_some_and(|worker| worker.stuck());
+            let stuck = running.workers.get(index).is_some_and(|worker| worker.stuck());
             if is_idle && !stuck && thread.thread().id() != thread::current().id() {
                 let _ = thread.join();
             }
         }
         // What the threads left to somebody who may wait.
         deferred_free::clear();
-        if let Some(carrier) = &engine.carrier {
+        if let Some(carrier) = &running.context().carrier {
             carrier.end(left());
         }
         match unfinished {
@@ -621,44 +658,20 @@ fn not_closed(how: Error, deadline: Duration) -> Error {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.engine.origin.is_elsewhere() {
+        if self.context().origin.is_elsewhere() {
             // All of it is the parent's. Even to close a copy of a descriptor would tell its pollers.
-            std::mem::forget((self.engine.clone(), self.lobby.clone()));
+            std::mem::forget((self.running.clone(), self.control.clone(), self.lobby.clone()));
             return std::mem::forget(std::mem::take(
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));
         }
         // Whoever has closed it was told.
-        if !self.engine.closing.swap(true, Ordering::SeqCst)
+        if !self.context().closing.swap(true, Ordering::SeqCst)
             && let Err(error) = self.finish(None)
         {
             tracing::warn!(%error, "an endpoint was dropped before its peers had finished");
         }
     }
-}
-
-/// What peers are told: the listening address of each NIC.
-pub(crate) fn advertised(
-    config: &Config,
-    transport: &dyn Transport,
-    listening: &[SocketAddr],
-) -> Result<Vec<ListenAddress>> {
-    let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
-    // A link that is still coming up is better than no address at all.
-    let all = !nics.iter().any(|nic| nic.up && !nic.loopback);
-    let mut out = Vec::new();
-    for address in listening {
-        for nic in &nics {
-            let covered = address.ip() == nic.address
-                || (address.ip().is_unspecified() && (address.is_ipv6() || nic.address.is_ipv4()));
-            let wanted = config.nics.is_empty() || config.nics.contains(&nic.name);
-            if covered && wanted && (nic.up || all) && out.len() < limits::ADDRESSES_MAX {
-                let name = nic.name.chars().take(15).collect();
-                out.push(ListenAddress { address: SocketAddr::new(nic.address, address.port()), nic: name });
-            }
-        }
-    }
-    Ok(out)
 }
 
 /// Alignment of memory that we allocate on a GPU: the page in which drivers hand it to NICs.

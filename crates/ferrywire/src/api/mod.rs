@@ -1,10 +1,13 @@
 //! What users hold: endpoints, peers, regions, transfers.
 //!
-//! Read next: `endpoint.rs`, `peer/`, `region/`.
+//! Invariant: what users hold keeps [`running::Running`] alive, and nothing below does.
+//! Read next: `endpoint.rs`, `peer/`, `transfer.rs`, `running/`.
 
 pub mod endpoint;
 pub mod orchestrator;
 pub(crate) mod peer;
 pub mod region;
-pub(crate) mod releaser;
+mod releaser;
+mod running;
+pub(crate) mod transfer;
 pub(crate) mod wakeup;

@@ -14,7 +14,7 @@ use std::sync::{Arc, Weak};
 use std::thread;
 use std::time::Duration;
 
-use crate::core::context::Engine;
+use super::running::Running;
 use crate::core::worker::{self, Abandon};
 use ferrywire_memory::Memory;
 
@@ -22,14 +22,14 @@ use ferrywire_memory::Memory;
 const LOOK_MIN: Duration = Duration::from_micros(100);
 const LOOK_MAX: Duration = Duration::from_millis(20);
 
-/// The thread that drops owners. It ends with its engine, once it has dropped them all.
+/// The thread that drops owners. It ends with [`Running`], once it has dropped them all.
 pub(crate) struct Releaser(Sender<Arc<Memory>>);
 
 impl Releaser {
-    pub fn start(engine: Weak<Engine>) -> io::Result<Releaser> {
+    pub fn start(running: Weak<Running>) -> io::Result<Releaser> {
         let (sender, receiver) = mpsc::channel();
         let name = "ferrywire-own".into();
-        thread::Builder::new().name(name).spawn(move || run(&engine, &receiver))?;
+        thread::Builder::new().name(name).spawn(move || run(&running, &receiver))?;
         Ok(Releaser(sender))
     }
 
@@ -40,7 +40,7 @@ impl Releaser {
     }
 }
 
-fn run(engine: &Weak<Engine>, given: &Receiver<Arc<Memory>>) {
+fn run(running: &Weak<Running>, given: &Receiver<Arc<Memory>>) {
     let mut draining: Vec<Draining> = Vec::new();
     let mut pause = LOOK_MIN;
     loop {
@@ -55,11 +55,11 @@ fn run(engine: &Weak<Engine>, given: &Receiver<Arc<Memory>>) {
             }
             Err(RecvTimeoutError::Timeout) => pause = LOOK_MAX.min(pause * 2),
             Err(RecvTimeoutError::Disconnected) if draining.is_empty() => return,
-            // The engine is on its way out.
+            // The endpoint is on its way out.
             Err(RecvTimeoutError::Disconnected) => thread::sleep(LOOK_MIN),
         }
         draining.retain_mut(|each| {
-            let free = engine.upgrade().is_none_or(|engine| each.is_free(&engine));
+            let free = running.upgrade().is_none_or(|running| each.is_free(&running));
             if free {
                 drop_owner(&each.memory);
             }
@@ -83,19 +83,17 @@ impl Draining {
         Draining { was_used: memory.used(), memory, asked: None, last: false }
     }
 
-    /// Whether nothing of the engine touches the memory; if not, asks for it.
-    fn is_free(&mut self, engine: &Engine) -> bool {
-        let asked = self.asked.get_or_insert_with(|| worker::ask_for_region(engine, &self.memory));
-        if engine.closing.load(Ordering::SeqCst) {
+    /// Whether nothing of the endpoint touches the memory; if not, asks for it.
+    fn is_free(&mut self, running: &Running) -> bool {
+        let asked = self.asked.get_or_insert_with(|| worker::ask_for_region(&running.workers, &self.memory));
+        if running.context().closing.load(Ordering::SeqCst) {
             // Its threads may have ended, and answer no more.
-            for worker in &engine.workers {
-                worker.turn_once(engine);
-            }
+            running.workers.poll_once();
         }
         if !asked.is_answered() || self.memory.used() {
             return false;
         }
-        if !self.last && (self.was_used || engine.workers.iter().any(|worker| worker.may_have_lanes())) {
+        if !self.last && (self.was_used || running.may_have_lanes()) {
             (self.asked, self.last) = (None, true);
             return false;
         }

@@ -15,7 +15,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::core::worker::{PassiveWaiter, WakeHandle, Worker};
+use crate::core::sleeper::{PassiveWaiter, Sleeper};
+use crate::core::waiting::WakeHandle;
 use crate::error::{Error, Result};
 use ferrywire_sys::fork::Origin;
 use ferrywire_sys::poll::Wake;
@@ -87,13 +88,13 @@ impl Wakeup {
 
     /// What goes into a list of those who wait.
     pub(crate) fn handle(&self) -> WakeHandle {
-        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _nobody_drives: None }
+        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: None }
     }
 
     /// Likewise of somebody who waits for work that this worker has to do.
-    pub(crate) fn handle_on(&self, worker: &Arc<Worker>) -> WakeHandle {
-        let drives = Some(PassiveWaiter::on(worker));
-        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _nobody_drives: drives }
+    pub(crate) fn handle_on(&self, sleeper: &Arc<Sleeper>) -> WakeHandle {
+        let passive = Some(PassiveWaiter::on(sleeper));
+        WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: passive }
     }
 }
 
@@ -112,7 +113,7 @@ impl AsRawFd for Wakeup {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::worker::WaitList;
+    use crate::core::waiting::WaitList;
 
     const SOON: Duration = Duration::from_secs(60);
 

@@ -5,21 +5,18 @@
 //! endpoint that never accepts anybody holds no more than that.
 //! Read next: `admission.rs`, which asks for seats.
 
-use crate::api::peer::Peer;
-use crate::core::context::Engine;
-use crate::core::worker::{WaitList, WakeHandle};
+use crate::core::peer::PeerHandle;
+use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::time::Duration;
 
 /// Somebody waits for a peer: the result of a connect, or the next accepted one.
 #[derive(Default)]
 pub(crate) struct AcceptQueue {
-    arrived: Mutex<VecDeque<Result<Peer>>>,
+    arrived: Mutex<VecDeque<Result<PeerHandle>>>,
     seats: AtomicUsize,
     /// Nobody is waited for any more.
     closed: AtomicBool,
@@ -36,11 +33,11 @@ impl Drop for Seat {
 }
 
 impl AcceptQueue {
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Result<Peer>>> {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Result<PeerHandle>>> {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub fn put(&self, result: Result<Peer>) {
+    pub fn put(&self, result: Result<PeerHandle>) {
         let mut arrived = self.lock();
         arrived.retain(|waiting| !ended(waiting) || left_something(waiting));
         arrived.push_back(result);
@@ -48,7 +45,7 @@ impl AcceptQueue {
         self.waiters.wake();
     }
 
-    pub fn take(&self) -> Option<Result<Peer>> {
+    pub fn take(&self) -> Option<Result<PeerHandle>> {
         self.lock().pop_front()
     }
 
@@ -58,8 +55,9 @@ impl AcceptQueue {
         self.waiters.wake();
     }
 
-    fn closed(&self) -> Option<Result<Peer>> {
-        self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed))
+    /// The next result, or that none will come any more.
+    pub fn take_or_closed(&self) -> Option<Result<PeerHandle>> {
+        self.take().or_else(|| self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed)))
     }
 
     /// Lets go of everybody: the endpoint is closed.
@@ -74,6 +72,11 @@ impl AcceptQueue {
         if !self.lock().is_empty() {
             self.waiters.wake();
         }
+    }
+
+    /// A waiter waits no more.
+    pub fn forget_waiter(&self, handle: &WakeHandle) {
+        self.waiters.remove(handle);
     }
 
     /// A seat for one more peer; the oldest that has ended makes room for it. `None` when all are taken.
@@ -96,56 +99,26 @@ impl AcceptQueue {
         self.seats.fetch_add(1, Ordering::SeqCst);
         Seat(self.clone())
     }
-
-    /// Waits for the next result; `None` when the time is up.
-    pub fn wait(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
-        let result = self.wait_listed(engine, limit);
-        // Whoever waited in vain was not woken, and nobody may ever come.
-        self.waiters.remove(&WakeHandle::Thread(thread::current()));
-        result
-    }
-
-    fn wait_listed(&self, engine: &Engine, limit: Duration) -> Option<Result<Peer>> {
-        let until = engine.transport.now().saturating_add(limit);
-        let over = || self.take().or_else(|| self.closed());
-        loop {
-            if let Some(result) = over() {
-                return Some(result);
-            }
-            let rest = until.saturating_sub(engine.transport.now());
-            if rest.is_zero() {
-                return None;
-            }
-            if engine.caller_driven() {
-                if !engine.progress() {
-                    thread::sleep(Duration::from_micros(100));
-                }
-                continue;
-            }
-            self.waiters.add(WakeHandle::Thread(thread::current()));
-            if let Some(result) = over() {
-                return Some(result);
-            }
-            thread::park_timeout(rest.min(Duration::from_millis(100)));
-        }
-    }
 }
 
-fn ended(waiting: &Result<Peer>) -> bool {
-    waiting.as_ref().is_ok_and(|peer| peer.error().is_some())
+fn ended(waiting: &Result<PeerHandle>) -> bool {
+    waiting.as_ref().is_ok_and(|peer| peer.0.failure().is_some())
 }
 
 /// Whether something of the peer can still be received.
-fn left_something(waiting: &Result<Peer>) -> bool {
-    waiting.as_ref().is_ok_and(|peer| peer.state.inbound.holds_anything())
+fn left_something(waiting: &Result<PeerHandle>) -> bool {
+    waiting.as_ref().is_ok_and(|peer| peer.0.inbound.holds_anything())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Endpoint;
+    use crate::{Endpoint, Peer};
     use ferrywire_proto::stall_timer::StallTimer;
     use std::time::Instant;
+
+    use std::thread;
+    use std::time::Duration;
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -215,10 +188,10 @@ mod tests {
     fn who_has_waited_in_vain_for_a_peer_is_forgotten() {
         let (acceptor, _dialler) = ends();
         let lobby = AcceptQueue::default();
-        let engine = acceptor.downgrade().upgrade().unwrap();
+        let running = acceptor.running().clone();
         thread::scope(|scope| {
             for _ in 0..20 {
-                let waiting = scope.spawn(|| lobby.wait(&engine, Duration::from_millis(1)).is_none());
+                let waiting = scope.spawn(|| running.next_of(&lobby, Duration::from_millis(1)).is_none());
                 assert!(waiting.join().unwrap());
             }
         });
@@ -229,9 +202,9 @@ mod tests {
     fn a_closed_endpoint_is_not_kept_alive_by_peers_nobody_accepted() {
         let (acceptor, dialler) = ends();
         let peer = connect(&dialler, &acceptor).unwrap();
-        let engine = acceptor.downgrade();
+        let context = acceptor.downgrade();
         acceptor.close(LIMIT).unwrap();
         drop((acceptor, peer, dialler));
-        eventually("its engine is gone", || engine.strong_count() == 0);
+        eventually("all of it is gone", || context.strong_count() == 0);
     }
 }

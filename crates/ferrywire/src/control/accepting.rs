@@ -3,12 +3,12 @@
 //! Invariant: what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`; whoever has waited longest makes room.
 //! Read next: `admission.rs`, who is let in.
 
+use super::addresses::advertised;
 use super::admission::Admitter;
 use super::lanes::LANE;
 use super::link::Link;
 use super::{Control, LISTENER_TOKEN, read_in, write_out};
-use crate::api::endpoint::advertised;
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use ferrywire_net::Conn;
 use ferrywire_proto::handshake::{HandshakeError, Outcome, Refusal, RefusalCode, Responder};
 use ferrywire_proto::limits;
@@ -30,7 +30,7 @@ pub(super) struct Incoming {
 }
 
 impl Control {
-    pub(super) fn accept(&mut self, engine: &Engine, now: Duration) -> bool {
+    pub(super) fn accept(&mut self, context: &Context, now: Duration) -> bool {
         if self.accept_at.is_some_and(|at| now < at) {
             return false;
         }
@@ -43,7 +43,7 @@ impl Control {
             for _ in 0..limits::HANDSHAKES_PENDING_MAX {
                 match self.listeners[index].accept() {
                     Ok(Some(conn)) => {
-                        self.look_at_nics(engine, now);
+                        self.look_at_nics(context, now);
                         self.greet(conn, now);
                     }
                     Ok(None) => break,
@@ -81,13 +81,13 @@ impl Control {
     }
 
     /// Finds out again under which addresses peers can reach us, but not for each stranger.
-    fn look_at_nics(&mut self, engine: &Engine, now: Duration) {
+    fn look_at_nics(&mut self, context: &Context, now: Duration) {
         if now.saturating_sub(self.nics_seen) < limits::REDIAL_INTERVAL {
             return;
         }
         self.nics_seen = now;
         let listening: Vec<SocketAddr> = self.listeners.iter().map(|listener| listener.local()).collect();
-        if let Ok(addresses) = advertised(&engine.config, &*engine.transport, &listening) {
+        if let Ok(addresses) = advertised(&context.config, &*context.transport, &listening) {
             self.me.addresses = addresses.clone();
             self.book.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
         }
@@ -115,7 +115,7 @@ impl Control {
         self.tell_refusal(oldest.conn.remote(), &error, now);
     }
 
-    pub(super) fn advance_incoming(&mut self, engine: &Engine, now: Duration) -> bool {
+    pub(super) fn advance_incoming(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let mut rest = VecDeque::with_capacity(self.incoming.len());
         for mut incoming in std::mem::take(&mut self.incoming) {
@@ -124,7 +124,7 @@ impl Control {
                 Ok(None) => rest.push_back(incoming),
                 Ok(Some(outcome)) => {
                     worked = true;
-                    self.settle(engine, incoming, outcome, now);
+                    self.settle(context, incoming, outcome, now);
                 }
                 Err(error) => {
                     worked = true;
@@ -165,7 +165,7 @@ impl Control {
         }
     }
 
-    fn settle(&mut self, engine: &Engine, incoming: Incoming, outcome: Outcome, now: Duration) {
+    fn settle(&mut self, context: &Context, incoming: Incoming, outcome: Outcome, now: Duration) {
         self.unwatch(&*incoming.conn);
         // Its seat in the lobby goes with the responder, when the link has taken its own.
         let Incoming { conn, output, responder: _responder, .. } = incoming;
@@ -177,8 +177,8 @@ impl Control {
                     return;
                 };
                 match channel & LANE {
-                    0 => link.channel_accepted(engine, conn, channel, generation, now),
-                    _ => link.lane_connected(engine, conn, channel & !LANE, generation, now),
+                    0 => link.channel_accepted(context, conn, channel, generation, now),
+                    _ => link.lane_connected(context, conn, channel & !LANE, generation, now),
                 }
             }
             Outcome::Control(established) => {
@@ -191,7 +191,7 @@ impl Control {
                     None => {
                         self.enter(&established, false);
                         let link = Link::accepted(
-                            engine,
+                            self.workers.clone(),
                             conn,
                             remote,
                             *established,

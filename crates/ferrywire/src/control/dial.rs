@@ -3,7 +3,7 @@
 use super::link::Link;
 use super::{AcceptQueue, read_in, write_out};
 use crate::config::Secret;
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::peer::PeerState;
 use crate::error::{Error, Result};
 use crate::payload::terms;
@@ -56,8 +56,8 @@ impl ConnectTarget {
     }
 
     /// The secret that both ends prove.
-    pub(super) fn secret_of<'a>(&'a self, engine: &'a Engine) -> Option<&'a [u8]> {
-        self.secret.as_ref().or(engine.config.secret.as_ref()).map(|secret| secret.0.as_slice())
+    pub(super) fn secret_of<'a>(&'a self, context: &'a Context) -> Option<&'a [u8]> {
+        self.secret.as_ref().or(context.config.secret.as_ref()).map(|secret| secret.0.as_slice())
     }
 }
 
@@ -101,7 +101,7 @@ impl Announced {
         options: &ConnOptions,
     ) -> Result<Announced> {
         let to = named(nic, address);
-        let bound = peer.engine().transport.bind(nic, address, options);
+        let bound = peer.context().transport.bind(nic, address, options);
         let bound = bound.map_err(|error| unreachable_at(&to, &error))?;
         Ok(Announced { bound, to })
     }
@@ -141,27 +141,27 @@ pub(super) struct Dial {
 impl Dial {
     /// The first control connection to a peer; `without`: why nothing is to carry payload beside the connections.
     pub fn control(
-        engine: &Engine,
+        context: &Context,
         me: &Hello,
         target: &ConnectTarget,
         without: Option<&str>,
     ) -> Result<Dial> {
-        let (config, address) = (&engine.config, target.address);
-        let secret = target.secret_of(engine);
-        if secret.is_none() && !address.ip().is_loopback() && engine.transport.name() != "sim" {
+        let (config, address) = (&context.config, target.address);
+        let secret = target.secret_of(context);
+        if secret.is_none() && !address.ip().is_loopback() && context.transport.name() != "sim" {
             let why =
                 format!("needed to connect to {address}, beyond loopback: give both ends the same secret");
             return Err(Error::invalid("secret", why));
         }
         let nic = match config.nics.is_empty() {
             true => None,
-            false => Some(named_nic(engine, address)?),
+            false => Some(named_nic(context, address)?),
         };
         let cores = affinity::cores_with_time();
-        let default = || schedule::channels_default(cores, super::pairs_expected(engine, address));
-        let offered = match (without, &engine.carrier, &engine.no_carrier) {
+        let default = || schedule::channels_default(cores, super::pairs_expected(context, address));
+        let offered = match (without, &context.carrier, &context.no_carrier) {
             (Some(why), ..) => terms::without(why),
-            (None, Some(carrier), _) => carrier.offer(address, &*engine.transport)?,
+            (None, Some(carrier), _) => carrier.offer(address, &*context.transport)?,
             (None, None, Some(why)) => terms::without(&format!("at the end that connects: {why}")),
             (None, None, None) => Vec::new(),
         };
@@ -174,24 +174,24 @@ impl Dial {
         };
         let purpose = Purpose::New { config: session };
         let dial =
-            Dial::open(engine, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_DEADLINE)?;
+            Dial::open(context, me, nic.as_ref(), address, secret, purpose, limits::HANDSHAKE_DEADLINE)?;
         Ok(Dial { initiator: dial.initiator.of_one_end(target.identity), ..dial })
     }
 
     /// A control connection that resumes a session.
     pub fn resume(
-        engine: &Engine,
+        context: &Context,
         me: &Hello,
         nic: Option<&Nic>,
         address: SocketAddr,
         secret: Option<&[u8]>,
         purpose: Purpose,
     ) -> Result<Dial> {
-        Dial::open(engine, me, nic, address, secret, purpose, limits::DIAL_DEADLINE)
+        Dial::open(context, me, nic, address, secret, purpose, limits::DIAL_DEADLINE)
     }
 
     fn open(
-        engine: &Engine,
+        context: &Context,
         me: &Hello,
         nic: Option<&Nic>,
         address: SocketAddr,
@@ -202,7 +202,7 @@ impl Dial {
         let initiator = Initiator::control(secret, me.clone(), purpose)
             .map_err(|error| Error::of_handshake(&error, address))?;
         let to = named(nic, address);
-        let dialled = engine.transport.dial(nic, address, &ConnOptions::default());
+        let dialled = context.transport.dial(nic, address, &ConnOptions::default());
         let conn = dialled.map_err(|error| unreachable_at(&to, &error))?;
         Ok(Dial::over(conn, initiator, limit, to))
     }
@@ -306,12 +306,12 @@ impl Dial {
 
 /// Options of a peer's data connections, with what its control connection says of the path.
 pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> ConnOptions {
-    let engine = peer.engine();
+    let context = peer.context();
     ConnOptions {
         same_host: peer.same_host,
         round_trip: control.map_or(Duration::ZERO, |conn| conn.health().min_rtt),
         per_thread: peer.channels_per_thread(),
-        ..engine.config.bulk_options()
+        ..context.config.bulk_options()
     }
 }
 
@@ -336,9 +336,9 @@ pub(crate) fn check_names(names: &[String], nics: &[Nic]) -> Result<()> {
 }
 
 /// The first NIC that the user named and that can be used towards an address.
-fn named_nic(engine: &Engine, address: SocketAddr) -> Result<Nic> {
-    let nics = engine.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
-    let names = &engine.config.nics;
+fn named_nic(context: &Context, address: SocketAddr) -> Result<Nic> {
+    let nics = context.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+    let names = &context.config.nics;
     check_names(names, &nics)?;
     let fits = |nic: &&Nic| names.contains(&nic.name) && nic.address.is_ipv4() == address.is_ipv4();
     let best = nics.iter().filter(fits).max_by_key(|nic| (nic.reaches(address.ip()), nic.up));

@@ -7,7 +7,7 @@
 use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
 use super::link::Link;
 use super::{AcceptQueue, Control};
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::error::Error;
 use ferrywire_proto::handshake::{Outcome, RefusalCode};
 use ferrywire_proto::limits;
@@ -17,9 +17,10 @@ use std::time::Duration;
 
 impl Control {
     /// Starts to connect; the result comes to the lobby.
-    pub fn connect(&mut self, engine: &Engine, target: ConnectTarget, lobby: Arc<AcceptQueue>) {
+    pub fn connect(&mut self, target: ConnectTarget, lobby: Arc<AcceptQueue>) {
+        let context = &*self.context();
         // Since whoever closes has told all dials, one more would not be told.
-        if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
+        if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return lobby.put(Err(Error::Closed));
         }
         if self.links.len() >= limits::PEERS_MAX {
@@ -27,25 +28,25 @@ impl Control {
             lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
             return;
         }
-        let now = self.now(engine);
+        let now = self.now(context);
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { target, lobby, until, without: None }, now);
+        self.dial_new(context, DialFor::New { target, lobby, until, without: None }, now);
     }
 
     /// Connects once more, over the connections alone: the lanes of the session before did not come about.
     pub(super) fn connect_without(
         &mut self,
-        engine: &Engine,
+        context: &Context,
         target: ConnectTarget,
         lobby: Arc<AcceptQueue>,
         why: String,
         now: Duration,
     ) {
-        if engine.closing.load(std::sync::atomic::Ordering::SeqCst) {
+        if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return lobby.put(Err(Error::Closed));
         }
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(engine, DialFor::New { target, lobby, until, without: Some(why) }, now);
+        self.dial_new(context, DialFor::New { target, lobby, until, without: Some(why) }, now);
     }
 
     /// Gives up a connect that nobody has answered; false when there is none.
@@ -59,26 +60,26 @@ impl Control {
     }
 
     /// Gives up a connect, however far it is.
-    pub fn withdraw(&mut self, engine: &Engine, lobby: &Arc<AcceptQueue>) {
-        let now = self.now(engine);
+    pub fn withdraw(&mut self, lobby: &Arc<AcceptQueue>) {
+        let now = self.now(&self.context());
         if !self.withdraw_dial(lobby) {
             self.attention.touch_all();
             self.links.values_mut().for_each(|link| link.withdraw(lobby, now));
         }
     }
 
-    fn dial_new(&mut self, engine: &Engine, what: DialFor, now: Duration) {
+    fn dial_new(&mut self, context: &Context, what: DialFor, now: Duration) {
         let DialFor::New { target, lobby, without, .. } = &what else { return };
-        match Dial::control(engine, &self.me, target, without.as_deref()) {
+        match Dial::control(context, &self.me, target, without.as_deref()) {
             Ok(dial) => self.start(dial, what, now),
             Err(error) => lobby.put(Err(error)),
         }
     }
 
-    pub(super) fn redial(&mut self, engine: &Engine, now: Duration) {
+    pub(super) fn redial(&mut self, context: &Context, now: Duration) {
         let due = self.redials.extract_if(.., |(at, _)| *at <= now);
         for (_, what) in due.collect::<Vec<_>>() {
-            self.dial_new(engine, what, now);
+            self.dial_new(context, what, now);
         }
     }
 
@@ -88,7 +89,7 @@ impl Control {
         self.dials.push(dial);
     }
 
-    pub(super) fn advance_dials(&mut self, engine: &Engine, now: Duration) -> bool {
+    pub(super) fn advance_dials(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let mut rest = Vec::new();
         for mut dial in std::mem::take(&mut self.dials) {
@@ -103,7 +104,7 @@ impl Control {
                 None => rest.push(dial),
                 Some(result) => {
                     worked = true;
-                    self.dialled(engine, dial, result, now);
+                    self.dialled(context, dial, result, now);
                 }
             }
         }
@@ -112,7 +113,13 @@ impl Control {
         worked
     }
 
-    fn dialled(&mut self, engine: &Engine, dial: Dial, result: Result<Outcome, DialFailure>, now: Duration) {
+    fn dialled(
+        &mut self,
+        context: &Context,
+        dial: Dial,
+        result: Result<Outcome, DialFailure>,
+        now: Duration,
+    ) {
         let Dial { conn, what, .. } = dial;
         match (what, result) {
             (DialFor::New { target, lobby, .. }, Ok(Outcome::Control(established))) => {
@@ -122,7 +129,17 @@ impl Control {
                     return lobby.put(Err(Error::Refused { address: target.address.to_string(), why }));
                 }
                 self.enter(&established, true);
-                let link = Link::connected(engine, conn, target, *established, lobby, &self.me, now);
+                let before = self.count_dialled(target.address.port());
+                let link = Link::connected(
+                    self.workers.clone(),
+                    before,
+                    conn,
+                    target,
+                    *established,
+                    lobby,
+                    &self.me,
+                    now,
+                );
                 self.attention.touch(session);
                 self.links.insert(session, link);
             }
@@ -155,7 +172,7 @@ impl Control {
                 match result {
                     Ok(_) => {
                         drop(conn.fd().map(|fd| self.poller.remove(fd)));
-                        link.lane_connected(engine, conn, index, generation, now);
+                        link.lane_connected(context, conn, index, generation, now);
                     }
                     Err(failure) => link.lane_not_connected(index, generation, &failure.error, now),
                 }
@@ -168,7 +185,7 @@ impl Control {
                 match result {
                     Ok(_) => {
                         drop(conn.fd().map(|fd| self.poller.remove(fd)));
-                        link.channel_dialled(engine, conn, index, generation, now);
+                        link.channel_dialled(context, conn, index, generation, now);
                     }
                     Err(failure) => link.channel_failed(index, generation, failure.error, now),
                 }
@@ -197,8 +214,7 @@ mod tests {
         let _first = TcpStream::connect(address).unwrap();
         let near = Endpoint::builder().threads(0).build().unwrap();
         let connecting = near.connecting(address).unwrap();
-        let engine = near.downgrade().upgrade().unwrap();
-        let poller = engine.with_control(|control| control.poller.clone()).unwrap();
+        let poller = near.running().with_control(|control| control.poller.clone());
         let told = |limit| {
             let mut ready = Vec::new();
             poller.wait(&mut ready, Some(limit)).unwrap();

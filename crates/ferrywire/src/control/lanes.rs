@@ -14,7 +14,7 @@
 use super::dial::{Announced, Dial, DialFor};
 use super::link::{Link, Slot};
 use crate::core::channel::Channel;
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::posted::Posted;
 use crate::error::Error;
 use crate::payload::lane::{Progress, Setup};
@@ -141,14 +141,14 @@ impl Link {
     pub(super) fn start_lane(
         &mut self,
         carrier: PayloadBackend,
-        engine: &Engine,
+        context: &Context,
         conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
         now: Duration,
     ) {
         self.set_slot(index, Slot::Lane, generation);
-        let (transport, waker) = (&*engine.transport, engine.control_waker());
+        let (transport, waker) = (&*context.transport, context.control_waker());
         match carrier.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
                 self.lanes.waiting.insert(index, Waiting { generation, conn, setup });
@@ -185,7 +185,7 @@ impl Link {
     }
 
     /// Moves all set-ups on; true if anything happened.
-    pub(super) fn advance_lanes(&mut self, engine: &Engine, now: Duration) -> bool {
+    pub(super) fn advance_lanes(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let indices: Vec<u16> = self.lanes.waiting.keys().copied().collect();
         for index in indices {
@@ -208,7 +208,7 @@ impl Link {
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
                     let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);
-                    self.carries_data(engine, channel, now);
+                    self.carries_data(context, channel, now);
                 }
                 Progress::Failed(why) => self.lane_given_up(index, generation, why, now),
             }
@@ -244,8 +244,8 @@ impl Link {
         local: SocketAddr,
         remote: SocketAddr,
     ) -> Result<(Dial, DialFor), Error> {
-        let engine = self.peer().engine();
-        let nics = engine.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
+        let context = self.peer().context();
+        let nics = context.transport.nics().map_err(|error| Error::io("list NICs", &error))?;
         let nic = nics.iter().find(|nic| nic.address == local.ip());
         let announced = Announced::new(self.peer(), nic, remote, &self.bulk_options())?;
         let (session, key) = self.keys();
@@ -256,7 +256,7 @@ impl Link {
     /// The connection of a lane: dialled by us, or come in.
     pub(super) fn lane_connected(
         &mut self,
-        engine: &Engine,
+        context: &Context,
         mut conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
@@ -272,7 +272,7 @@ impl Link {
             );
             return;
         };
-        engine.transport.tune(&mut *conn, &options);
+        context.transport.tune(&mut *conn, &options);
         if let Err(why) = waiting.setup.connected(conn) {
             self.lane_given_up(index, generation, why, now);
         }

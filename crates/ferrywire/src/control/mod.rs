@@ -9,6 +9,7 @@
 
 mod accept_queue;
 mod accepting;
+mod addresses;
 mod admission;
 mod dial;
 mod dialling;
@@ -17,12 +18,13 @@ mod link;
 mod pairs;
 mod ready_set;
 
-use crate::core::context::{Engine, Event};
-use crate::core::peer::PeerState;
-use crate::error::{Error, Result};
+use crate::core::context::Context;
+use crate::core::worker::Workers;
+use crate::error::Error;
 use crate::payload::plugin::CallWatch;
 pub(crate) use accept_queue::AcceptQueue;
 use accepting::Incoming;
+pub(crate) use addresses::advertised;
 use admission::SessionTable;
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
@@ -54,6 +56,10 @@ const LISTENER_TOKEN: u64 = 0;
 
 /// The control side's state.
 pub(crate) struct Control {
+    workers: Arc<Workers>,
+    /// Peers that were connected to, and the port of the first.
+    dialled: usize,
+    first_port: Option<u16>,
     listeners: Vec<Box<dyn Listener>>,
     incoming: VecDeque<Incoming>,
     dials: Vec<Dial>,
@@ -85,30 +91,35 @@ pub(crate) struct Control {
 
 impl Control {
     pub fn new(
-        engine: &Engine,
+        workers: Arc<Workers>,
+        poller: Arc<Poller>,
         listeners: Vec<Box<dyn Listener>>,
         addresses: Vec<ListenAddress>,
         boot_id: [u8; 16],
         lobby: Arc<AcceptQueue>,
     ) -> io::Result<Control> {
+        let context = &*workers.context;
         let me = Hello {
-            identity: engine.identity.0,
+            identity: context.identity.0,
             boot_id,
-            label: engine.config.label.clone(),
+            label: context.config.label.clone(),
             addresses,
-            heartbeat_limit_ms: engine.config.heartbeat_limit.as_millis().min(u128::from(u32::MAX)) as u32,
+            heartbeat_limit_ms: context.config.heartbeat_limit.as_millis().min(u128::from(u32::MAX)) as u32,
         };
-        let secret = engine.config.secret.clone();
+        let secret = context.config.secret.clone();
         let needed = listeners.iter().any(|listener| !listener.local().ip().is_loopback());
-        let poller = Arc::new(Poller::new()?);
         for listener in &listeners {
             if let Some(fd) = listener.fd() {
                 poller.add(fd, LISTENER_TOKEN, Interest::READ)?;
             }
         }
-        let (carrier, none) = (engine.carrier.clone(), engine.no_carrier.clone());
+        let (carrier, none) = (context.carrier.clone(), context.no_carrier.clone());
         let book = SessionTable::new(me.clone(), secret, needed, carrier, none, lobby.clone());
+        let clock = Clock::new(context.transport.now());
         Ok(Control {
+            workers,
+            dialled: 0,
+            first_port: None,
             listeners,
             incoming: VecDeque::new(),
             dials: Vec::new(),
@@ -118,7 +129,7 @@ impl Control {
             book: Arc::new(Mutex::new(book)),
             lobby,
             poller,
-            clock: Clock::new(engine.transport.now()),
+            clock,
             me,
             nics_seen: Duration::ZERO,
             calls_seen: Duration::ZERO,
@@ -133,46 +144,56 @@ impl Control {
         })
     }
 
-    pub fn waker(&self) -> ferrywire_sys::poll::Waker {
-        self.poller.waker()
-    }
-
-    fn now(&mut self, engine: &Engine) -> Duration {
-        self.clock.look(engine.transport.now())
+    fn now(&mut self, context: &Context) -> Duration {
+        self.clock.look(context.transport.now())
     }
 
     /// One turn; true if anything happened.
-    pub fn turn(&mut self, engine: &Engine) -> bool {
+    pub fn turn(&mut self) -> bool {
         self.attention.touch_all();
-        self.turn_where_due(engine)
+        self.turn_where_due()
+    }
+
+    /// The endpoint's facts.
+    fn context(&self) -> Arc<Context> {
+        self.workers.context.clone()
+    }
+
+    /// How many peers were connected to before this one, counted from a number that differs among the endpoints of a
+    /// process which each dial one.
+    fn count_dialled(&mut self, port: u16) -> usize {
+        let first = *self.first_port.get_or_insert(port);
+        self.dialled += 1;
+        usize::from(first) + self.dialled - 1
     }
 
     /// One turn, which passes over the links that rest; what the poller reports has to be told before.
-    fn turn_where_due(&mut self, engine: &Engine) -> bool {
+    fn turn_where_due(&mut self) -> bool {
+        let context = &*self.context();
         let _moving = deferred_free::moving();
-        let now = self.now(engine);
-        let mut worked = self.take_events(engine, now);
+        let now = self.now(context);
+        let mut worked = self.take_lost_channels(now);
         // Before others come, which may take the places of those that have not said anything yet.
-        worked |= self.advance_incoming(engine, now);
-        worked |= self.accept(engine, now);
-        worked |= self.advance_incoming(engine, now);
-        self.redial(engine, now);
-        worked |= self.advance_dials(engine, now);
-        worked |= self.advance_links(engine, now);
-        self.watch_calls(engine, now);
-        engine.workers.iter().for_each(|worker| worker.look_after());
+        worked |= self.advance_incoming(context, now);
+        worked |= self.accept(context, now);
+        worked |= self.advance_incoming(context, now);
+        self.redial(context, now);
+        worked |= self.advance_dials(context, now);
+        worked |= self.advance_links(context, now);
+        self.watch_calls(context, now);
+        self.workers.iter().for_each(|worker| worker.look_after());
         worked
     }
 
     /// A call of a plugin that does not return holds its worker for good: the peers behind it are lost.
-    fn watch_calls(&mut self, engine: &Engine, now: Duration) {
-        let Some(host) = engine.plugin() else { return };
+    fn watch_calls(&mut self, context: &Context, now: Duration) {
+        let Some(host) = context.plugin() else { return };
         if now.saturating_sub(self.calls_seen) < limits::PATH_CHECK_INTERVAL {
             return;
         }
         self.calls_seen = now;
         for call in self.call_watch.overdue(host.inflight_calls(), host.config.stall_limit, now) {
-            let worker = engine.workers.iter().find(|worker| worker.thread_id() == call.thread);
+            let worker = self.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = host.describe_call(&call);
                 tracing::error!("{why}; its thread is left behind");
@@ -237,21 +258,20 @@ impl Control {
 
     // ---- peers ----
 
-    fn take_events(&mut self, engine: &Engine, now: Duration) -> bool {
+    fn take_lost_channels(&mut self, now: Duration) -> bool {
         let mut worked = false;
-        while let Some(event) = engine.events.pop() {
+        while let Some(lost) = self.workers.lost().pop() {
             worked = true;
-            let Event::Lost { peer, index, generation, why, remains } = event;
-            self.attention.touch(peer.session);
-            match self.links.get_mut(&peer.session) {
-                Some(link) => link.channel_lost(index, generation, why, *remains, now),
-                None => peer.drop_entries(remains.entries.into_iter().map(|(_, entry)| entry).collect()),
+            self.attention.touch(lost.peer.session);
+            match self.links.get_mut(&lost.peer.session) {
+                Some(link) => link.channel_lost(lost.index, lost.generation, lost.why, *lost.remains, now),
+                None => lost.drop_entries(),
             }
         }
         worked
     }
 
-    fn advance_links(&mut self, engine: &Engine, now: Duration) -> bool {
+    fn advance_links(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let due = self.attention.take(now);
         let due = due.unwrap_or_else(|| self.links.keys().copied().collect());
@@ -263,9 +283,9 @@ impl Control {
             if link.disowned() && !self.dials.iter().any(|dial| dial.resumes(session)) {
                 link.give_up();
             }
-            worked |= link.turn(engine, now);
+            worked |= link.turn(context, now);
             let received = link.received();
-            let mut dials = link.take_dials(engine, &self.me, now);
+            let mut dials = link.take_dials(context, &self.me, now);
             dials.extend(link.take_lane_dials(now));
             // What was announced is to be heard now, not after the next sleep.
             worked |= link.write(now);
@@ -285,7 +305,7 @@ impl Control {
                 let all_close = self.all_close;
                 self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
                 if let Some((target, lobby, why)) = link.take_retry() {
-                    self.connect_without(engine, target, lobby, why, now);
+                    self.connect_without(context, target, lobby, why, now);
                 }
             }
         }
@@ -293,8 +313,8 @@ impl Control {
     }
 
     /// Asks a peer's link to finish and close.
-    pub fn close(&mut self, engine: &Engine, session: u64, deadline: Duration) {
-        let now = self.now(engine);
+    pub fn close(&mut self, session: u64, deadline: Duration) {
+        let now = self.now(&self.context());
         self.attention.touch(session);
         if let Some(link) = self.links.get_mut(&session) {
             link.close_alone(now.saturating_add(deadline));
@@ -311,16 +331,16 @@ impl Control {
     }
 
     /// Closes all peers, at the latest after so long.
-    pub fn close_all(&mut self, engine: &Engine, deadline: Duration) {
-        let now = self.now(engine);
+    pub fn close_all(&mut self, deadline: Duration) {
+        let now = self.now(&self.context());
         self.take_no_more();
         self.attention.touch_all();
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 
     /// Closes all peers, each once what was posted to it does not get on any more.
-    pub fn drain_all(&mut self, engine: &Engine) {
-        let now = self.now(engine);
+    pub fn drain_all(&mut self) {
+        let now = self.now(&self.context());
         self.take_no_more();
         self.attention.touch_all();
         self.links.values_mut().for_each(|link| link.drain(now));
@@ -348,9 +368,9 @@ impl Control {
     }
 
     /// Ends what has not finished in time, without a farewell.
-    pub fn abort_all(&mut self, engine: &Engine) {
+    pub fn abort_all(&mut self) {
         self.attention.touch_all();
-        self.links.values_mut().for_each(|link| link.abort(engine));
+        self.links.values_mut().for_each(|link| link.abort());
     }
 
     /// How a peer ended that was closed and had not finished, if there was one.
@@ -383,9 +403,9 @@ fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> 
 }
 
 /// NIC pairs that a connection to this address can be expected to have, before the peer has said more.
-fn pairs_expected(engine: &Engine, address: SocketAddr) -> usize {
-    let nics = engine.transport.nics().unwrap_or_default();
-    let chosen = &engine.config.nics;
+fn pairs_expected(context: &Context, address: SocketAddr) -> usize {
+    let nics = context.transport.nics().unwrap_or_default();
+    let chosen = &context.config.nics;
     let fits = |nic: &&ferrywire_net::Nic| {
         let wanted = chosen.is_empty() || chosen.contains(&nic.name);
         nic.up && wanted && nic.loopback == address.ip().is_loopback()
@@ -399,7 +419,7 @@ fn full(why: &str) -> Refusal {
 }
 
 /// The control thread's whole life.
-pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
+pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
     let _moving = deferred_free::moving();
     let mut ready = Vec::new();
     loop {
@@ -407,15 +427,15 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
             let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
             control.attention.reported(&ready);
             ready.clear();
-            if control.turn_where_due(engine) {
+            if control.turn_where_due() {
                 // Callers get in between turns, however many strangers keep us busy.
                 drop(control);
                 thread::yield_now();
                 continue;
             }
-            if engine.closing.load(std::sync::atomic::Ordering::SeqCst) && control.idle() {
+            if workers.context.closing.load(Ordering::SeqCst) && control.idle() {
                 drop(control);
-                return engine.hear_no_more();
+                return workers.lost().close();
             }
             (control.poller.clone(), control.sleep_limit())
         };
@@ -424,32 +444,6 @@ pub(crate) fn run(engine: &Engine, control: &Mutex<Control>) {
             thread::sleep(limit);
         }
     }
-}
-
-/// Closes a peer in an orderly way; see [`Peer::close`].
-pub(crate) fn close_peer(peer: &Arc<PeerState>, deadline: Duration) -> Result<()> {
-    let engine = peer.engine();
-    let now = engine.transport.now();
-    engine.with_control(|control| control.close(engine, peer.session, deadline));
-    let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
-    while !peer.is_over() && engine.transport.now() < until {
-        if engine.caller_driven() {
-            engine.progress();
-        } else {
-            thread::sleep(Duration::from_micros(200));
-        }
-    }
-    let (over, name) = (peer.is_over(), peer.name());
-    let failure = match peer.failure() {
-        Some(Error::Closed | Error::PeerClosed { .. }) if over && !peer.unfinished.load(Ordering::SeqCst) => {
-            return Ok(());
-        }
-        // What becomes of what was posted is not known yet.
-        Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
-        failure => failure.unwrap_or(Error::Closed),
-    };
-    engine.with_control(|control| control.note_told(peer.session));
-    Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
 }
 
 /// What whoever closes is told when not all was finished, and it ended like this: for [`Error::Closed`], by us.

@@ -9,7 +9,7 @@
 
 use crate::core::operation::Op;
 use crate::core::queue::WITHDRAWN;
-use crate::core::worker::{WaitList, WakeHandle};
+use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;

@@ -11,6 +11,8 @@ pub(crate) mod ordering;
 pub(crate) mod peer;
 pub(crate) mod posted;
 pub(crate) mod queue;
+pub(crate) mod sleeper;
 pub(crate) mod staging;
 pub(crate) mod stats;
+pub(crate) mod waiting;
 pub(crate) mod worker;

@@ -7,19 +7,14 @@
 //!
 //! Read next: `queue/`, where operations wait to be cut.
 
-use crate::api::wakeup::Wakeup;
 use crate::core::ordering::Gate;
-use crate::core::peer::PeerState;
-use crate::core::worker::{self, WaitList, WakeHandle};
+use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
-use ferrywire_memory::cuda::{CudaGpu, CudaStream, RawStream};
-use ferrywire_memory::sim::SimStream;
 use ferrywire_memory::{Memory, Place};
 use ferrywire_proto::transfer::Pieces;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
-use std::time::Duration;
 
 /// What an operation does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -256,16 +251,21 @@ impl Op {
         self.moved.load(Ordering::Relaxed)
     }
 
-    fn stirred(&self) -> u64 {
+    pub fn stirred(&self) -> u64 {
         self.stirred.load(Ordering::Relaxed)
     }
 
-    fn outcome(&self) -> Option<Result<u64>> {
+    pub fn outcome(&self) -> Option<Result<u64>> {
         match self.state.load(Ordering::Acquire) {
             RUNNING => None,
             DONE => Some(Ok(self.moved())),
             _ => Some(Err(self.error.get().cloned().unwrap_or(Error::Cancelled))),
         }
+    }
+
+    /// A waiter waits no more.
+    pub fn forget_waiter(&self, handle: &WakeHandle) {
+        self.waiters.remove(handle);
     }
 
     /// Asks to be woken at the end.
@@ -284,250 +284,5 @@ impl Drop for Op {
             self.memory.iter().for_each(|memory| memory.leave());
             self.open_gates();
         }
-    }
-}
-
-/// An operation as its caller sees it. Dropping it lets the operation run on.
-///
-/// The memory it uses stays registered, and alive if the engine owns it, until the operation ends.
-#[derive(Clone)]
-pub struct Transfer {
-    pub(crate) op: Arc<Op>,
-    pub(crate) peer: Arc<PeerState>,
-}
-
-impl fmt::Debug for Transfer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Transfer({} {} of {} bytes)", self.op.verb, self.op.moved(), self.op.total)
-    }
-}
-
-impl Transfer {
-    /// The outcome, or `None` while it is under way. Drives progress a little where needed.
-    ///
-    /// The value is the number of bytes moved; for `recv`, the length of the message.
-    pub fn poll(&self) -> Option<Result<u64>> {
-        self.outcome().or_else(|| {
-            worker::nudge(&self.peer);
-            self.outcome()
-        })
-    }
-
-    /// How it ended, or that it never will.
-    fn outcome(&self) -> Option<Result<u64>> {
-        let elsewhere = || self.peer.engine().origin.check().err().map(|forked| Err(forked.into()));
-        self.op.outcome().or_else(|| self.peer.lost_to_a_call().map(Err)).or_else(elsewhere)
-    }
-
-    /// Waits for the end; `deadline` is the longest time without progress.
-    ///
-    /// # Errors
-    /// The operation's own error, or [`Error::Deadline`]: then it is still under way, and can be waited
-    /// for again or cancelled.
-    pub fn wait(&self, deadline: Duration) -> Result<u64> {
-        self.wait_for(Duration::MAX, deadline)
-    }
-
-    /// Waits for the end, at most `total` altogether and `stall` without progress. Time in which the process is
-    /// stopped counts towards `total`.
-    ///
-    /// # Errors
-    /// As [`Transfer::wait`], and [`Error::TimedOut`]: then too it is still under way.
-    pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
-        // Without a limit on the whole nobody asks for the time.
-        let until = (total < Duration::MAX).then(|| self.peer.now().saturating_add(total));
-        let mut stirred = self.op.stirred();
-        loop {
-            if let Some(outcome) = self.outcome() {
-                return outcome;
-            }
-            let left = until.map_or(Duration::MAX, |until| until.saturating_sub(self.peer.now()));
-            if left.is_zero() {
-                let timed_out =
-                    || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
-                // Who asks again and again without waiting may be the only one who drives.
-                return self.poll().unwrap_or_else(timed_out);
-            }
-            let ended = worker::wait(
-                &self.peer,
-                stall.min(left),
-                |handle| self.op.wake_at_end(handle),
-                |handle| self.op.waiters.remove(handle),
-                || self.outcome().is_some(),
-            );
-            let now = self.op.stirred();
-            if !ended && now == stirred && stall <= left {
-                return Err(Error::Deadline {
-                    what: self.describe(),
-                    peer: self.peer_named(),
-                    waited: stall,
-                });
-            }
-            stirred = now;
-        }
-    }
-
-    /// Waits until one of several transfers with one peer has ended, well or not, and gives its place among them:
-    /// for those who keep a number of them in flight. `deadline` is the longest time in which none of them moves.
-    ///
-    /// # Errors
-    /// [`Error::Deadline`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
-    pub fn wait_any<'a>(
-        transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
-        deadline: Duration,
-    ) -> Result<usize> {
-        Transfer::wait_any_for(transfers, Duration::MAX, deadline)
-    }
-
-    /// The same, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without
-    /// waiting.
-    ///
-    /// # Errors
-    /// As [`Transfer::wait_any`], and [`Error::TimedOut`]: then too all are still under way.
-    pub fn wait_any_for<'a>(
-        transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
-        total: Duration,
-        stall: Duration,
-    ) -> Result<usize> {
-        let transfers = transfers.into_iter();
-        let Some(first) = transfers.clone().next() else {
-            return Err(Error::invalid("transfers", "there are none: give one at least"));
-        };
-        if let Some(other) = transfers.clone().find(|other| !Arc::ptr_eq(&first.peer, &other.peer)) {
-            let why = format!(
-                "they are of several peers, {} and {}: give those of one",
-                first.peer.name(),
-                other.peer.name()
-            );
-            return Err(Error::invalid("transfers", why));
-        }
-        let ended = || transfers.clone().position(|transfer| transfer.op.ended());
-        let lost = || first.outcome().is_some().then_some(0);
-        let stirred =
-            || transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.stirred()));
-        let until = (total < Duration::MAX).then(|| first.peer.now().saturating_add(total));
-        let mut before = stirred();
-        loop {
-            if let Some(at) = ended().or_else(lost) {
-                return Ok(at);
-            }
-            let left = until.map_or(Duration::MAX, |until| until.saturating_sub(first.peer.now()));
-            if left.is_zero() {
-                worker::nudge(&first.peer);
-                let timed_out = || {
-                    let (what, peer) = (first.describe(), first.peer_named());
-                    Error::TimedOut { what, peer, limit: total }
-                };
-                return ended().or_else(lost).ok_or_else(timed_out);
-            }
-            let ended = worker::wait(
-                &first.peer,
-                stall.min(left),
-                |handle| transfers.clone().for_each(|transfer| transfer.op.wake_at_end(handle.clone())),
-                |handle| transfers.clone().for_each(|transfer| transfer.op.waiters.remove(handle)),
-                || ended().or_else(lost).is_some(),
-            );
-            let now = stirred();
-            if !ended && now == before && stall <= left {
-                return Err(Error::Deadline {
-                    what: first.describe(),
-                    peer: first.peer_named(),
-                    waited: stall,
-                });
-            }
-            before = now;
-        }
-    }
-
-    /// Makes `wakeup` readable once the transfer has ended, also when it already has. Costs nothing that others'
-    /// transfers would notice; attached twice it is attached once.
-    pub fn wake(&self, wakeup: &Wakeup) {
-        if self.peer.engine().origin.is_elsewhere() {
-            return wakeup.wake();
-        }
-        self.peer.wake_at_loss(wakeup);
-        self.op.wake_at_end(wakeup.handle_on(self.peer.home()));
-    }
-
-    /// Lets a stream wait, on the device, until the transfer has ended: what is enqueued from here on finds what was
-    /// received. It goes on after a failure too; the outcome says which it was. Only a call of a plugin that never
-    /// returns keeps it waiting.
-    ///
-    /// While a stream waits, no memory of a GPU may be freed or unpinned in the process (`cudaFree`, PyTorch's
-    /// `empty_cache`): the driver would wait for the stream, and with it all that could end the transfer. And a copy
-    /// between host and GPU that is enqueued behind the wait holds up others, those of transfers among them, since the
-    /// hardware has few queues for copies (8 each way unless `CUDA_DEVICE_MAX_COPY_CONNECTIONS` says more, up to 32):
-    /// enqueue kernels there, and copies when the transfer has ended.
-    ///
-    /// What the multiprocessors do stands behind the wait where streams that wait fill all their queues: some dozens do, and with
-    /// `CUDA_DEVICE_MAX_CONNECTIONS=1` a single one. Over a plugin or devmem that is all that is gathered on the GPU: wait for
-    /// those transfers on the host there, or they wait for the stream in turn. Over TCP it is what is short, since a driver has
-    /// the multiprocessors copy 24 KiB and less to a GPU; while a stream waits that goes as rectangles instead, by copy engines,
-    /// except where it is a single byte. (Tried with a stand-in for the driver; on an H200 the calls by themselves.)
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn hold(&self, stream: &CudaStream) -> Result<()> {
-        // SAFETY: a stream that lives.
-        unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
-    }
-
-    /// The same with somebody else's stream, such as PyTorch's; null is the default one.
-    ///
-    /// # Errors
-    /// The driver's.
-    ///
-    /// # Safety
-    /// A live stream of this GPU's primary context, or null.
-    pub unsafe fn hold_raw(&self, gpu: &Arc<CudaGpu>, stream: RawStream) -> Result<()> {
-        self.peer.engine().origin.check()?;
-        // SAFETY: by the caller's promise.
-        let gate = unsafe { self.peer.engine().gates.hold(gpu, stream) }?;
-        self.op.open_at_end(gate);
-        Ok(())
-    }
-
-    /// The same with a stream of a simulated GPU.
-    ///
-    /// # Errors
-    /// The stream's, when it has failed.
-    pub fn hold_sim(&self, stream: &SimStream) -> Result<()> {
-        self.peer.engine().origin.check()?;
-        self.op.open_at_end(Gate::Sim(stream.hold()?));
-        Ok(())
-    }
-
-    /// Bytes that have arrived so far, in pieces of up to the chunk size.
-    pub fn bytes_moved(&self) -> u64 {
-        self.op.moved()
-    }
-
-    /// Changes as long as anything of it moves, of a piece too that is not whole yet: for whoever waits in slices, with a
-    /// limit of its own on standing still.
-    pub fn activity(&self) -> u64 {
-        self.op.stirred()
-    }
-
-    /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait
-    /// gives [`Error::Cancelled`], or success if everything had arrived.
-    pub fn cancel(&self) {
-        if !self.peer.engine().origin.is_elsewhere() {
-            self.peer.cancel(&self.op);
-        }
-    }
-
-    fn peer_named(&self) -> Option<String> {
-        Some(self.peer.name().to_string())
-    }
-
-    fn describe(&self) -> String {
-        format!(
-            "{} with {}: {} of {} bytes moved; {}",
-            self.op.verb,
-            self.peer.name(),
-            self.op.moved(),
-            self.op.total,
-            self.peer.describe()
-        )
     }
 }

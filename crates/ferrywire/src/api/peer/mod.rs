@@ -13,13 +13,17 @@ mod tests;
 
 pub use blocks::{Block, BlockList, Lengths};
 
+use super::running::Running;
+use super::transfer::Transfer;
 use crate::api::region::{Region, RemoteRegion};
 use crate::api::wakeup::Wakeup;
+use crate::core::context::Context;
 use crate::core::inbound::Reply;
-use crate::core::operation::{Op, Transfer, Verb};
+use crate::core::operation::{Op, Verb};
 use crate::core::ordering::Ready;
-use crate::core::peer::PeerState;
+use crate::core::peer::{Landing, PeerHandle, PeerState};
 use crate::core::stats::PeerStats;
+use crate::core::waiting::WakeHandle;
 use crate::core::worker;
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, Place, check_range};
@@ -37,32 +41,112 @@ use std::time::Duration;
 /// after what was posted has been sent, or nothing of it has got on for 5 s.
 #[derive(Clone)]
 pub struct Peer {
-    pub(crate) state: Arc<PeerState>,
-    _handle: Arc<Handle>,
+    pub(crate) connection: Arc<Connection>,
+    _handle: Arc<PeerHandle>,
     /// When what is posted through this handle may begin.
     after: Option<Ready>,
 }
 
-struct Handle(Arc<PeerState>);
+/// A peer's state, with what runs its endpoint.
+pub(crate) struct Connection {
+    pub state: Arc<PeerState>,
+    pub running: Arc<Running>,
+}
 
-impl Drop for Handle {
-    fn drop(&mut self) {
-        if !self.0.engine.origin.is_elsewhere() {
-            self.0.abandoned.store(true, Ordering::SeqCst);
-            self.0.engine.wake_control();
+impl Connection {
+    /// The endpoint's facts.
+    pub fn context(&self) -> &Context {
+        self.running.context()
+    }
+
+    /// Waits until `done`; see [`Running::wait`].
+    pub fn wait(
+        &self,
+        limit: Duration,
+        register: impl FnMut(WakeHandle),
+        forget: impl FnOnce(&WakeHandle),
+        done: impl FnMut() -> bool,
+    ) -> bool {
+        self.running.wait(&self.state, limit, register, forget, done)
+    }
+
+    /// Something was posted; see [`Running::kick`].
+    pub fn kick(&self, bytes: u64) {
+        self.running.kick(&self.state, bytes);
+    }
+
+    /// A caller asks without waiting; see [`Running::nudge`].
+    pub fn nudge(&self) {
+        self.running.nudge(&self.state);
+    }
+
+    /// Ends an operation early, if it is not too late.
+    pub fn cancel(&self, op: &Arc<Op>) {
+        let state = &self.state;
+        if op.ended() {
+            return;
+        }
+        op.cancel();
+        let parts: Vec<_> = op.parts().filter(|part| !part.ended()).collect();
+        let reads = op.verb == Verb::Read && !parts.iter().any(|part| state.held.knows(part));
+        match reads {
+            // The workers are asked once for all.
+            true => parts.iter().for_each(|part| {
+                part.cancel();
+                state.end_sink(part);
+            }),
+            false => parts.iter().for_each(|part| self.cancel(part)),
+        }
+        match op.verb {
+            Verb::Read if op.is_whole() && (parts.is_empty() || !reads) => {}
+            _ if state.held.knows(op) => {
+                state.release_held();
+            }
+            Verb::Recv if state.inbound.unpost(op) => state.cut_short(op),
+            Verb::Recv | Verb::Read => {
+                if !op.is_whole() {
+                    state.end_sink(op);
+                }
+                let op = op.clone();
+                let what = || format!("the memory of a cancelled operation with {}", state.name());
+                // The operation ends when the thread comes back; its memory is not free before.
+                let is_its = move |landing: &Landing| landing.is_sink(&op);
+                if let Err(error) = worker::abandon(&self.running.workers, what, false, is_its) {
+                    tracing::error!("{error}");
+                }
+            }
+            _ => {
+                if state.queue.take_back(op) || state.queue.take_out(op) {
+                    state.cut_short(op);
+                }
+                self.kick(0);
+            }
         }
     }
 }
 
 impl fmt::Debug for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Peer({})", self.state.name)
+        write!(f, "Peer({})", self.state().name)
     }
 }
 
 impl Peer {
-    pub(crate) fn new(state: Arc<PeerState>) -> Peer {
-        Peer { _handle: Arc::new(Handle(state.clone())), state, after: None }
+    pub(crate) fn new(running: Arc<Running>, handle: PeerHandle) -> Peer {
+        let connection = Arc::new(Connection { state: handle.0.clone(), running });
+        Peer { connection, _handle: Arc::new(handle), after: None }
+    }
+
+    pub(crate) fn state(&self) -> &Arc<PeerState> {
+        &self.connection.state
+    }
+
+    fn context(&self) -> &Context {
+        self.connection.context()
+    }
+
+    fn transfer(&self, op: Arc<Op>) -> Transfer {
+        Transfer { op, connection: self.connection.clone() }
     }
 
     /// The same peer; what is posted through this handle uses memory only once `ready` is so: a write or send
@@ -78,33 +162,33 @@ impl Peer {
 
     /// Its address and label, for people.
     pub fn name(&self) -> String {
-        self.state.name.clone()
+        self.state().name.clone()
     }
 
     /// The label that it was given where it was built; empty without one.
     pub fn label(&self) -> &str {
-        &self.state.label
+        &self.state().label
     }
 
     /// The other end of its control connection, as it was set up: where it listens, if we connected, else a port that
     /// it has just for this.
     pub fn address(&self) -> SocketAddr {
-        self.state.address
+        self.state().address
     }
 
     /// The remote endpoint's identity: another one after a restart.
     pub fn identity(&self) -> Identity {
-        self.state.identity
+        self.state().identity
     }
 
     /// Whether the peer runs on this host.
     pub fn same_host(&self) -> bool {
-        self.state.same_host
+        self.state().same_host
     }
 
     /// Why the peer is lost, if it is.
     pub fn error(&self) -> Option<Error> {
-        self.state.failure()
+        self.state().failure()
     }
 
     /// Writes `bytes` of `source` into the peer's region. Complete when they are in its memory.
@@ -179,17 +263,32 @@ impl Peer {
     /// Whether bytes may go this way; notes what the peer will have to stage.
     fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
         self.check(source, target)?;
-        if target.place() != Place::Host && !self.state.writes_to_gpus() {
-            self.state.writes_to_gpus.store(true, Ordering::Relaxed);
+        if target.place() != Place::Host && !self.state().writes_to_gpus() {
+            self.state().writes_to_gpus.store(true, Ordering::Relaxed);
         }
         Ok(())
     }
 
     fn post(&self, op: Op) -> Result<Transfer> {
         match &self.after {
-            None => self.state.post(Arc::new(op)),
-            Some(ready) => self.state.post_after(ready.clone(), Arc::new(op)),
+            None => self.post_now(Arc::new(op)),
+            Some(ready) => {
+                let op = Arc::new(op);
+                self.state().post_after(ready.clone(), op.clone())?;
+                Ok(self.transfer(op))
+            }
         }
+    }
+
+    fn post_now(&self, op: Arc<Op>) -> Result<Transfer> {
+        let state = self.state();
+        state.begin_posted(&op)?;
+        if !state.queue.post(op.clone()) {
+            state.end(&op);
+            return Err(state.gone());
+        }
+        self.connection.kick(op.total);
+        Ok(self.transfer(op))
     }
 
     /// Reads `bytes` of the peer's region into `target`.
@@ -223,14 +322,14 @@ impl Peer {
     }
 
     fn post_read(&self, op: Arc<Op>) -> Result<Transfer> {
-        let transfer = Transfer { op: op.clone(), peer: self.state.clone() };
+        let transfer = self.transfer(op.clone());
         if let Some(error) = self.error() {
             return Err(error);
         }
-        self.state.begin_posted(&op)?;
-        self.state.queue.join(&op);
+        self.state().begin_posted(&op)?;
+        self.state().queue.join(&op);
         if op.total == 0 {
-            self.state.let_go(&op);
+            self.state().let_go(&op);
             return Ok(transfer);
         }
         let start = |state: &Arc<PeerState>, op: Arc<Op>| {
@@ -249,13 +348,14 @@ impl Peer {
             state.let_go(&op);
         };
         if let Some(ready) = &self.after {
-            return self.state.hold(ready.clone(), op, move |state, op| {
+            self.state().hold(ready.clone(), op, move |state, op| {
                 start(state, op);
                 state.wake_home_worker();
-            });
+            })?;
+            return Ok(transfer);
         }
-        start(&self.state, op.clone());
-        worker::kick(&self.state, op.total);
+        start(self.state(), op.clone());
+        self.connection.kick(op.total);
         Ok(transfer)
     }
 
@@ -269,7 +369,7 @@ impl Peer {
         self.check_there()?;
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
-        let state = &self.state;
+        let state = self.state();
         let posted = state.queue.post_send(self.after.is_some(), |number| {
             let mut op = self.op(Verb::Send, pieces, memory, tag);
             op.number = number;
@@ -278,10 +378,11 @@ impl Peer {
         });
         let op = posted.ok_or_else(|| state.gone())?;
         if let Some(ready) = &self.after {
-            return state.hold(ready.clone(), op, |state, op| state.start(op));
+            state.hold(ready.clone(), op.clone(), |state, op| state.start(op))?;
+        } else {
+            self.connection.kick(op.total);
         }
-        worker::kick(state, op.total);
-        Ok(Transfer { op, peer: state.clone() })
+        Ok(self.transfer(op))
     }
 
     /// Receives the next message with this tag. The outcome is the message's length.
@@ -294,9 +395,9 @@ impl Peer {
         self.check_local(target)?;
         let pieces = lined_up("target", target, blocks)?;
         let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
-        self.state.begin(&op);
+        self.state().begin(&op);
         if let Some(ready) = &self.after {
-            return self.state.hold(ready.clone(), op, |state, op| {
+            self.state().hold(ready.clone(), op.clone(), |state, op| {
                 let replies = state.inbound.post(op.clone());
                 state.reply(replies);
                 // Whoever cancelled it in between has found it nowhere.
@@ -306,22 +407,23 @@ impl Peer {
                     state.cut_short(&op);
                 }
                 state.wake_home_worker();
-            });
+            })?;
+            return Ok(self.transfer(op));
         }
-        let replies = self.state.inbound.post(op.clone());
+        let replies = self.state().inbound.post(op.clone());
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
-        self.state.reply(replies);
+        self.state().reply(replies);
         if let Some(error) = self.error()
-            && self.state.inbound.unpost(&op)
+            && self.state().inbound.unpost(&op)
         {
             op.fail(error.clone());
-            self.state.let_go(&op);
+            self.state().let_go(&op);
             return Err(error);
         }
         if answer {
-            worker::kick(&self.state, 0);
+            self.connection.kick(0);
         }
-        Ok(Transfer { op, peer: self.state.clone() })
+        Ok(self.transfer(op))
     }
 
     /// Delivers a small message after everything posted to this peer before it.
@@ -336,12 +438,12 @@ impl Peer {
 
     /// The next notification, if one is here. Those that came before a peer was lost are still given.
     pub fn poll_notification(&self) -> Result<Option<Vec<u8>>> {
-        self.state.engine.origin.check()?;
-        if let Some(message) = self.state.inbound.take_notification() {
+        self.context().origin.check()?;
+        if let Some(message) = self.state().inbound.take_notification() {
             return Ok(Some(message));
         }
-        worker::nudge(&self.state);
-        match (self.state.inbound.take_notification(), self.error()) {
+        self.connection.nudge();
+        match (self.state().inbound.take_notification(), self.error()) {
             (None, Some(error)) => Err(error),
             (message, _) => Ok(message),
         }
@@ -349,9 +451,9 @@ impl Peer {
 
     /// Waits for the next notification.
     pub fn wait_notification(&self, deadline: Duration) -> Result<Vec<u8>> {
-        self.state.engine.origin.check()?;
-        let inbound = &self.state.inbound;
-        let start = self.state.engine.transport.now();
+        self.context().origin.check()?;
+        let inbound = &self.state().inbound;
+        let start = self.context().transport.now();
         loop {
             if let Some(message) = inbound.take_notification() {
                 return Ok(message);
@@ -359,16 +461,15 @@ impl Peer {
             if let Some(error) = self.error() {
                 return Err(error);
             }
-            let waited = self.state.engine.transport.now().saturating_sub(start);
+            let waited = self.context().transport.now().saturating_sub(start);
             let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
-                let what = format!("a notification from {}: {}", self.state.name, self.state.describe());
+                let what = format!("a notification from {}: {}", self.state().name, self.state().describe());
                 // As it took no time where none was given.
                 let waited = if deadline.is_zero() { deadline } else { waited };
-                let peer = Some(self.state.name.to_string());
+                let peer = Some(self.state().name.to_string());
                 return Err(Error::Deadline { what, peer, waited });
             };
-            worker::wait(
-                &self.state,
+            self.connection.wait(
                 rest,
                 |handle| inbound.wake_at_notification(handle),
                 |handle| inbound.forget_waiter(handle),
@@ -380,11 +481,11 @@ impl Peer {
     /// Makes `wakeup` readable once [`Peer::poll_notification`] has something to give: a notification, or why none
     /// will come any more. Also when it already has.
     pub fn wake(&self, wakeup: &Wakeup) {
-        if self.state.engine.origin.is_elsewhere() {
+        if self.context().origin.is_elsewhere() {
             return wakeup.wake();
         }
-        self.state.wake_at_loss(wakeup);
-        self.state.inbound.wake_at_notification(wakeup.handle());
+        self.state().wake_at_loss(wakeup.handle());
+        self.state().inbound.wake_at_notification(wakeup.handle());
         if self.error().is_some() {
             wakeup.wake();
         }
@@ -392,17 +493,17 @@ impl Peer {
 
     /// Counters and configuration in force.
     pub fn stats(&self) -> PeerStats {
-        let channels = self.state.counters.iter().enumerate();
+        let channels = self.state().counters.iter().enumerate();
         PeerStats {
-            transport: self.state.transport,
-            transport_why: self.state.transport_why.clone(),
+            transport: self.state().transport,
+            transport_why: self.state().transport_why.clone(),
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
-            resent_chunks: self.state.resent.load(Ordering::Relaxed),
-            lost_channels: self.state.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            setup: *self.state.setup.lock().unwrap_or_else(PoisonError::into_inner),
-            chunk_bytes: self.state.queue.chunk_bytes,
-            window: self.state.window_frames,
-            crc: self.state.queue.crc,
+            resent_chunks: self.state().resent.load(Ordering::Relaxed),
+            lost_channels: self.state().lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            setup: *self.state().setup.lock().unwrap_or_else(PoisonError::into_inner),
+            chunk_bytes: self.state().queue.chunk_bytes,
+            window: self.state().window_frames,
+            crc: self.state().queue.crc,
         }
     }
 
@@ -412,19 +513,19 @@ impl Peer {
     /// [`Error::Deadline`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
     /// what was posted to it had finished; it is closed all the same.
     pub fn close(&self, deadline: Duration) -> Result<()> {
-        self.state.engine.origin.check()?;
-        crate::control::close_peer(&self.state, deadline)
+        self.context().origin.check()?;
+        self.connection.running.close_peer(self.state(), deadline)
     }
 
     fn op(&self, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
-        Op::new(self.state.engine.next_id(), verb, pieces, memory, key)
+        Op::new(self.context().next_id(), verb, pieces, memory, key)
     }
 
     /// Whether this process may post anything.
     fn check_open(&self) -> Result<()> {
-        self.state.engine.origin.check()?;
-        match self.state.closing.load(Ordering::SeqCst) {
-            true => Err(self.state.gone()),
+        self.context().origin.check()?;
+        match self.state().closing.load(Ordering::SeqCst) {
+            true => Err(self.state().gone()),
             false => Ok(()),
         }
     }
@@ -432,8 +533,8 @@ impl Peer {
     /// Whether the region is ours, and the transport gets there.
     fn check_local(&self, local: &Region) -> Result<()> {
         self.check_open()?;
-        local.belongs_to(self.state.engine.identity)?;
-        self.state.engine.check_reach(local.place(), "local")
+        local.belongs_to(self.context().identity)?;
+        self.context().check_reach(local.place(), "local")
     }
 
     /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.
@@ -444,12 +545,12 @@ impl Peer {
     fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
         self.check_local(local)?;
         self.check_there()?;
-        if remote.owner() != self.state.identity {
+        if remote.owner() != self.state().identity {
             let why = format!(
                 "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
                 remote.owner(),
-                self.state.name,
-                self.state.identity
+                self.state().name,
+                self.state().identity
             );
             return Err(Error::invalid("remote region", why));
         }

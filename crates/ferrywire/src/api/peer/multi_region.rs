@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use super::blocks::Part;
 use super::{Peer, message_behind_bytes};
-use crate::core::operation::{Op, Transfer, Verb};
+use crate::api::transfer::Transfer;
+use crate::core::operation::{Op, Verb};
 use crate::core::peer::PeerState;
-use crate::core::worker;
 use crate::error::{Error, Result};
 use ferrywire_proto::transfer::{Piece, Pieces};
 
@@ -28,29 +28,30 @@ impl Peer {
             self.check_write(&part.local, &part.remote)?;
         }
         let (whole, parts) = self.joined(Verb::Write, parts, message_behind_bytes(message)?);
-        self.state.begin_posted(&whole)?;
-        self.state.queue.join(&whole);
+        self.state().begin_posted(&whole)?;
+        self.state().queue.join(&whole);
         for (index, part) in parts.iter().enumerate() {
             let posted = match &self.after {
-                None => self.state.queue_part(part),
-                Some(ready) => self.state.post_after(ready.clone(), part.clone()).map(drop),
+                None => self.state().queue_part(part),
+                Some(ready) => self.state().post_after(ready.clone(), part.clone()),
             };
             if let Err(error) = posted {
-                return self.state.give_up_whole(&whole, &parts[index..], error);
+                return Err(self.state().give_up_whole(&whole, &parts[index..], error));
             }
         }
         if whole.message.is_empty() {
-            self.state.let_go(&whole);
+            self.state().let_go(&whole);
         } else if let Some(ready) = &self.after {
-            return self.state.hold(ready.clone(), whole, |state, whole| {
+            self.state().hold(ready.clone(), whole.clone(), |state, whole| {
                 state.tell_behind_parts(&whole);
                 state.wake_home_worker();
-            });
+            })?;
+            return Ok(self.transfer(whole));
         } else {
-            self.state.tell_behind_parts(&whole);
+            self.state().tell_behind_parts(&whole);
         }
-        worker::kick(&self.state, whole.total);
-        Ok(Transfer { op: whole, peer: self.state.clone() })
+        self.connection.kick(whole.total);
+        Ok(self.transfer(whole))
     }
 
     /// Reads blocks of several pairs of regions.
@@ -63,15 +64,15 @@ impl Peer {
             self.check(&part.local, &part.remote)?;
         }
         let (whole, parts) = self.joined(Verb::Read, parts, Box::default());
-        self.state.begin_posted(&whole)?;
-        self.state.queue.join(&whole);
+        self.state().begin_posted(&whole)?;
+        self.state().queue.join(&whole);
         for (index, part) in parts.iter().enumerate() {
             if let Err(error) = self.post_read(part.clone()) {
-                return self.state.give_up_whole(&whole, &parts[index..], error);
+                return Err(self.state().give_up_whole(&whole, &parts[index..], error));
             }
         }
-        self.state.let_go(&whole);
-        Ok(Transfer { op: whole, peer: self.state.clone() })
+        self.state().let_go(&whole);
+        Ok(self.transfer(whole))
     }
 
     /// The whole, which its maker holds, and its parts, each with a token of it.
@@ -116,10 +117,10 @@ impl PeerState {
     }
 
     /// The peer is gone: these parts do not begin, the first of which may have ended for that.
-    fn give_up_whole(&self, whole: &Arc<Op>, parts: &[Arc<Op>], error: Error) -> Result<Transfer> {
+    fn give_up_whole(&self, whole: &Arc<Op>, parts: &[Arc<Op>], error: Error) -> Error {
         whole.fail(error.clone());
         parts.iter().filter(|part| !part.ended()).for_each(|_| self.let_go(whole));
         self.let_go(whole);
-        Err(error)
+        error
     }
 }

@@ -16,12 +16,12 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
         Arc::new(near.op(verb, pieces, Some(region.memory().clone()), 7))
     };
-    near.state.closing.store(true, Ordering::SeqCst);
+    near.state().closing.store(true, Ordering::SeqCst);
     let read = near.post_read(op(Verb::Read));
-    for posted in [near.state.post(op(Verb::Write)), read] {
+    for posted in [near.post_now(op(Verb::Write)), read] {
         assert_eq!(posted.unwrap_err(), Error::Closed);
     }
-    assert!(!near.state.in_flight() && !near.state.in_bulk());
+    assert!(!near.state().in_flight() && !near.state().in_bulk());
     assert_eq!(near.close(LONG), Ok(()));
 }
 
@@ -37,10 +37,10 @@ fn a_receive_that_nobody_meets_is_no_deep_bulk() {
     let (source, target) =
         (connecting.register_zeroed(BYTES).unwrap(), accepting.register_zeroed(BYTES).unwrap());
     let received = far.recv(1, &target, 0, BYTES as u64).unwrap();
-    assert!(far.state.in_bulk() && far.state.is_deep_bulk(BYTES as u64));
-    assert!(!far.state.in_deep_bulk(), "nothing is under way");
+    assert!(far.state().in_bulk() && far.state().is_deep_bulk(BYTES as u64));
+    assert!(!far.state().in_deep_bulk(), "nothing is under way");
     let sent = near.send(1, &source, 0, BYTES as u64).unwrap();
     sent.wait(LONG).unwrap();
     received.wait(LONG).unwrap();
-    assert!(!near.state.in_deep_bulk() && !far.state.in_bulk());
+    assert!(!near.state().in_deep_bulk() && !far.state().in_bulk());
 }

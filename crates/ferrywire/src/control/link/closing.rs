@@ -3,7 +3,6 @@
 use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
 use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
-use crate::core::context::Engine;
 use crate::error::Error;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
@@ -170,13 +169,13 @@ impl Link {
     }
 
     /// It has had its time, the farewell's too.
-    pub fn abort(&mut self, engine: &Engine) {
+    pub fn abort(&mut self) {
         self.peer.unfinished.store(true, Ordering::SeqCst);
-        self.die(engine, Error::Closed);
+        self.die(Error::Closed);
     }
 
     /// The session is over: first the channels close, then what waits for the peer fails.
-    pub fn die(&mut self, engine: &Engine, error: Error) {
+    pub fn die(&mut self, error: Error) {
         if matches!(self.stage, Stage::Dying | Stage::Over) {
             return;
         }
@@ -189,7 +188,7 @@ impl Link {
         self.lanes.drop_all();
         for (index, (slot, generation)) in self.slots.iter().enumerate() {
             if *slot == Slot::Up {
-                self.drop_channel(engine, index as u16, *generation, "the session is over".into());
+                self.drop_channel(index as u16, *generation, "the session is over".into());
             }
         }
     }
@@ -256,13 +255,13 @@ mod tests {
             }
         };
         let why = Error::PeerLost { peer: peer.name(), why: "its lanes are no good".into() };
-        let engine = peer.state.engine();
+        let running = near.running();
         let part = |control: &mut crate::control::Control| {
-            let link = control.links.get_mut(&peer.state.session).unwrap();
-            link.part_with(why.clone(), engine.transport.now());
-            link.drop_channel(engine, lost as u16, link.slots[lost].1, "it stalled as well".into());
+            let link = control.links.get_mut(&peer.state().session).unwrap();
+            link.part_with(why.clone(), near.now());
+            link.drop_channel(lost as u16, link.slots[lost].1, "it stalled as well".into());
         };
-        engine.with_control(part).unwrap();
+        running.with_control(part);
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
         assert_eq!(again.unwrap_err(), why, "there are channels still, and nothing is accepted for them");
         assert!(peer.stats().channels[1 - lost].alive);

@@ -3,9 +3,8 @@
 
 use super::{Link, Slot, Stage};
 use crate::core::channel::Remains;
-use crate::core::context::Engine;
 use crate::core::posted::SENT_UNREADABLE;
-use crate::core::worker::{self, Command};
+use crate::core::worker::Command;
 use crate::error::Error;
 use ferrywire_proto::limits;
 use ferrywire_proto::session::ControlMessage;
@@ -75,9 +74,9 @@ impl Link {
     }
 
     /// Ends one of our channels; [`Link::channel_lost`] follows.
-    pub(super) fn drop_channel(&self, engine: &Engine, index: u16, generation: u32, why: String) {
+    pub(super) fn drop_channel(&self, index: u16, generation: u32, why: String) {
         let command = Command::Drop { session: self.session.id(), index, generation, why };
-        engine.workers[self.peer.engine_worker(index)].command(command);
+        self.workers[self.peer.engine_worker(index)].command(command);
     }
 
     /// No connection of this generation may come up any more.
@@ -93,7 +92,6 @@ impl Link {
 
     pub(super) fn fenced_by_peer(
         &mut self,
-        engine: &Engine,
         index: u16,
         generation: u32,
         theirs: (u64, Vec<(u64, u8)>),
@@ -109,7 +107,7 @@ impl Link {
         let never_came = fence.ours.is_none();
         if slot == Slot::Up && ours == generation {
             let why = format!("{THE_PEER_LOST_IT}{}", ferrywire_proto::handshake::clean(reason));
-            self.drop_channel(engine, index, generation, why);
+            self.drop_channel(index, generation, why);
             return;
         }
         self.close_generation(index, generation);
@@ -174,7 +172,7 @@ impl Link {
             let why = format!("{why}; at the peer: {theirs}; {last}");
             return self.part_with(Error::PeerLost { peer: self.peer.name().into(), why }, now);
         }
-        worker::kick(&self.peer, u64::MAX);
+        self.peer.rouse_for(u64::MAX);
         let slot = &mut self.slots[usize::from(index)];
         if slot.1 == generation && slot.0 == Slot::Fencing {
             // One that did not last is not dialled in a hot loop.

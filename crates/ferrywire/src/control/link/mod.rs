@@ -21,9 +21,10 @@ use super::dial::{Announced, ConnectTarget, bulk_options};
 use super::lanes::Lanes;
 use super::pairs::{Pair, leads_to_us, pairs};
 use super::{read_in, write_out};
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::peer::{PeerInfo, PeerState};
 use crate::core::queue::Entry;
+use crate::core::worker::Workers;
 use crate::error::Error;
 use crate::payload::payload_backend::PayloadBackend;
 use crate::payload::terms::{Terms, reason_without};
@@ -108,6 +109,7 @@ struct Fence {
 }
 
 pub(super) struct Link {
+    workers: Arc<Workers>,
     peer: Arc<PeerState>,
     session: Session,
     conn: Option<Box<dyn Conn>>,
@@ -176,8 +178,10 @@ pub(super) struct Link {
 
 impl Link {
     /// The connecting end's link, right after its handshake.
+    #[expect(clippy::too_many_arguments, reason = "each is a different fact, and one caller names them")]
     pub fn connected(
-        engine: &Engine,
+        workers: Arc<Workers>,
+        dialled_before: usize,
         conn: Box<dyn Conn>,
         target: ConnectTarget,
         established: Established,
@@ -185,22 +189,22 @@ impl Link {
         me: &Hello,
         now: Duration,
     ) -> Link {
+        let context = &*workers.context;
         let address = target.address;
-        let nics = engine.transport.nics().unwrap_or_default();
-        let (chosen, there) = (&engine.config.nics, &established.peer_hello);
+        let nics = context.transport.nics().unwrap_or_default();
+        let (chosen, there) = (&context.config.nics, &established.peer_hello);
         let is_ours = |listed| leads_to_us(&nics, me, there, listed);
         let pairs = pairs(&nics, chosen, address, &there.addresses, is_ours);
         let speeds: Vec<Option<u32>> = pairs.iter().map(|pair| pair.nic.as_ref()?.speed_mbps).collect();
         // With little in flight the first channels carry it all: of several peers on different NICs.
-        let first = engine.count_dialled(address.port());
-        let dealt = spread(&speeds, first, usize::from(established.config.channels));
+        let dealt = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let role = Role::Connector { target, pairs, dealt };
-        Link::new(engine, conn, address, established, role, lobby, me, now)
+        Link::new(workers, conn, address, established, role, lobby, me, now)
     }
 
     /// The accepting end's link.
     pub fn accepted(
-        engine: &Engine,
+        workers: Arc<Workers>,
         conn: Box<dyn Conn>,
         remote: SocketAddr,
         established: Established,
@@ -209,13 +213,13 @@ impl Link {
         now: Duration,
     ) -> Link {
         let seat = lobby.sit();
-        let link = Link::new(engine, conn, remote, established, Role::Acceptor, lobby, me, now);
+        let link = Link::new(workers, conn, remote, established, Role::Acceptor, lobby, me, now);
         Link { seat: Some(seat), ..link }
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
     fn new(
-        engine: &Engine,
+        workers: Arc<Workers>,
         conn: Box<dyn Conn>,
         remote: SocketAddr,
         established: Established,
@@ -224,6 +228,7 @@ impl Link {
         me: &Hello,
         now: Duration,
     ) -> Link {
+        let context = &workers.context;
         let Established { secure, peer_hello, session: id, data_key, config, .. } = established;
         let name = match peer_hello.label.is_empty() {
             true => remote.to_string(),
@@ -231,8 +236,8 @@ impl Link {
         };
         // Two ends that cannot tell are reckoned to share a host where their addresses say so: some plugins end the process there.
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
-        let (carrier, refused) = carrier_of(engine, &config, same_host);
-        let (transport, transport_why) = transport_of(engine, carrier.as_ref(), &config);
+        let (carrier, refused) = carrier_of(context, &config, same_host);
+        let (transport, transport_why) = transport_of(context, carrier.as_ref(), &config);
         let lanes_optional =
             carrier.as_ref().is_some_and(PayloadBackend::optional) && Terms::decode(&config.extra).optional();
         let info = PeerInfo {
@@ -251,7 +256,8 @@ impl Link {
             transport_why,
         };
         let refused = refused.map(|why| Error::Refused { address: info.name.clone(), why });
-        let peer = Arc::new(PeerState::new(engine.shared(), info));
+        let peer = Arc::new(PeerState::new(context.clone(), info));
+        let limit = silence_max(context.config.heartbeat_limit);
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
         let attached = session.attach(secure, 0, now);
@@ -270,7 +276,8 @@ impl Link {
             listens: true,
             role,
             data_key,
-            limit: silence_max(engine.config.heartbeat_limit),
+            limit,
+            workers,
             stage: Stage::Settling,
             fences: BTreeMap::new(),
             lanes: Lanes::new(carrier),
@@ -363,8 +370,8 @@ impl Link {
     }
 
     /// Whether a channel has yet to end that will: one whose worker is stuck stays as it is.
-    fn open_channels(&self, engine: &Engine) -> bool {
-        let workers = engine.workers.iter().filter(|worker| !worker.stuck());
+    fn open_channels(&self) -> bool {
+        let workers = self.workers.iter().filter(|worker| !worker.stuck());
         workers.into_iter().any(|worker| self.channels_of(worker.index).next().is_some())
     }
 
@@ -403,23 +410,23 @@ impl Link {
 
     // ---- a turn ----
 
-    pub fn turn(&mut self, engine: &Engine, now: Duration) -> bool {
-        let mut worked = self.read(engine, now);
-        worked |= self.advance_lanes(engine, now);
+    pub fn turn(&mut self, context: &Context, now: Duration) -> bool {
+        let mut worked = self.read(now);
+        worked |= self.advance_lanes(context, now);
         self.look_after_session(now);
         self.settle(now);
         self.look_after_closing(now);
         if let Some(error) = self.error.take() {
-            self.die(engine, error);
+            self.die(error);
         }
-        if self.stage == Stage::Dying && !self.open_channels(engine) {
+        if self.stage == Stage::Dying && !self.open_channels() {
             self.finish();
             worked = true;
         }
         worked | self.write(now)
     }
 
-    fn read(&mut self, engine: &Engine, now: Duration) -> bool {
+    fn read(&mut self, now: Duration) -> bool {
         let mut buffer = [0u8; 16 << 10];
         let mut messages = Vec::new();
         let mut worked = self.hear_candidates(&mut buffer, now, &mut messages);
@@ -447,7 +454,7 @@ impl Link {
             }
         }
         for message in messages {
-            self.run_commands(engine, message, now);
+            self.take_message(message, now);
         }
         worked
     }
@@ -508,10 +515,10 @@ impl Link {
         }
     }
 
-    fn run_commands(&mut self, engine: &Engine, message: ControlMessage, now: Duration) {
+    fn take_message(&mut self, message: ControlMessage, now: Duration) {
         match message {
             ControlMessage::Fence { channel, generation, placed, refused, reason } => {
-                self.fenced_by_peer(engine, channel, generation, (placed, refused), &reason, now);
+                self.fenced_by_peer(channel, generation, (placed, refused), &reason, now);
             }
             ControlMessage::Drain => self.peer_drains = true,
             ControlMessage::Drained => self.peer_drained = true,
@@ -529,11 +536,11 @@ impl Link {
 
 /// What carries the payload of a session, and why it cannot.
 fn carrier_of(
-    engine: &Engine,
+    context: &Context,
     config: &SessionConfig,
     same_host: bool,
 ) -> (Option<PayloadBackend>, Option<String>) {
-    let Some(carrier) = engine.carrier.clone() else { return (None, None) };
+    let Some(carrier) = context.carrier.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
         let refused = !carrier.optional();
@@ -548,18 +555,18 @@ fn carrier_of(
 
 /// How the payload of a session travels, and why so where that was a choice.
 fn transport_of(
-    engine: &Engine,
+    context: &Context,
     carrier: Option<&PayloadBackend>,
     config: &SessionConfig,
 ) -> (&'static str, String) {
-    match (carrier, &engine.carrier) {
-        (Some(_), Some(PayloadBackend::Devmem(_))) => (engine.payload_name(), "both ends can".into()),
+    match (carrier, &context.carrier) {
+        (Some(_), Some(PayloadBackend::Devmem(_))) => (context.payload_name(), "both ends can".into()),
         (None, Some(PayloadBackend::Devmem(_))) => {
             let why =
                 reason_without(&config.extra).unwrap_or_else(|| "the other end did not offer devmem".into());
             tracing::info!("payload goes over tcp: {why}");
             ("tcp", why)
         }
-        _ => (engine.payload_name(), engine.no_carrier.clone().unwrap_or_default()),
+        _ => (context.payload_name(), context.no_carrier.clone().unwrap_or_default()),
     }
 }

@@ -213,10 +213,10 @@ mod tests {
             let accepted = scope.spawn(|| far.accept(LIMIT).unwrap());
             (near.connect(address, LIMIT).unwrap(), accepted.join().unwrap())
         });
-        let engine = peer.state.engine();
-        let disowned = engine.with_control(|control| {
-            let heard = control.now(engine);
-            let link = control.links.get_mut(&peer.state.session).unwrap();
+        let running = near.running();
+        let disowned = running.with_control(|control| {
+            let heard = control.now(running.context());
+            let link = control.links.get_mut(&peer.state().session).unwrap();
             link.session.not_heard_until(heard);
             let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
             link.look_after_session(silence);
@@ -228,6 +228,6 @@ mod tests {
             link.look_after_session(silence + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL);
             (before, link.needs_resume(), link.disowned())
         });
-        assert_eq!(disowned, Some((true, true, false)));
+        assert_eq!(disowned, (true, true, false));
     }
 }

@@ -1,11 +1,11 @@
 //! Channels on their way: announced, dialled, accepted, and when the peer is up.
 
 use super::{Link, Role, Slot, Stage};
-use crate::api::peer::Peer;
 use crate::control::dial::{Announced, Dial, DialFor, bulk_options};
 use crate::control::pairs::{Pair, by_route};
 use crate::core::channel::Channel;
-use crate::core::context::Engine;
+use crate::core::context::Context;
+use crate::core::peer::PeerHandle;
 use crate::core::worker::Command;
 use crate::error::Error;
 use ferrywire_net::Conn;
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 impl Link {
     /// Connections that have to be made now.
-    pub fn take_dials(&mut self, engine: &Engine, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
+    pub fn take_dials(&mut self, context: &Context, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
         let Role::Connector { target, pairs, dealt } = &self.role else {
             return out;
@@ -31,11 +31,11 @@ impl Link {
             self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
             let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
             paths.push((None, address));
-            let secret = target.secret_of(engine);
+            let secret = target.secret_of(context);
             for (nic, remote) in paths {
                 let (received, data_key) = (self.session.received(), self.data_key.clone());
                 let purpose = Purpose::Resume { session: id, received, data_key };
-                match Dial::resume(engine, me, nic.as_ref(), remote, secret, purpose) {
+                match Dial::resume(context, me, nic.as_ref(), remote, secret, purpose) {
                     Ok(dial) => out.push((dial, DialFor::Resume { session: id })),
                     Err(error) => self.last_trouble = Some(error),
                 }
@@ -135,7 +135,7 @@ impl Link {
 
     pub fn channel_dialled(
         &mut self,
-        engine: &Engine,
+        context: &Context,
         conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
@@ -143,19 +143,19 @@ impl Link {
     ) {
         // The peer may have lost, and fenced, the connection before its handshake ended here.
         if self.slots[usize::from(index)] == (Slot::Dialling, generation) {
-            self.channel_up(engine, conn, index, generation, now);
+            self.channel_up(context, conn, index, generation, now);
         }
     }
 
     pub fn channel_accepted(
         &mut self,
-        engine: &Engine,
+        context: &Context,
         mut conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
         now: Duration,
     ) {
-        engine.transport.tune(&mut *conn, &bulk_options(&self.peer, self.conn.as_deref()));
+        context.transport.tune(&mut *conn, &bulk_options(&self.peer, self.conn.as_deref()));
         self.compare_source(conn.remote(), index, generation);
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Lane && generation > current {
@@ -168,13 +168,13 @@ impl Link {
         let (slot, current) = self.slots[usize::from(index)];
         if slot == Slot::Up && generation > current {
             // The peer has given up the connection that we still hold; it will dial once more.
-            self.drop_channel(engine, index, current, "the peer dialled it again".into());
+            self.drop_channel(index, current, "the peer dialled it again".into());
         }
         if !matches!(slot, Slot::Down { .. }) || generation < self.least[usize::from(index)] {
             tracing::debug!(peer = self.peer.name(), channel = index, "a stale data connection was dropped");
             return;
         }
-        self.channel_up(engine, conn, index, generation, now);
+        self.channel_up(context, conn, index, generation, now);
     }
 
     /// The proof of membership is what lets a connection in. Its address may have been translated on the
@@ -192,7 +192,7 @@ impl Link {
 
     pub(super) fn channel_up(
         &mut self,
-        engine: &Engine,
+        context: &Context,
         conn: Box<dyn Conn>,
         index: u16,
         generation: u32,
@@ -200,20 +200,20 @@ impl Link {
     ) {
         match self.lanes.carrier() {
             _ if self.dying() => {}
-            Some(carrier) => self.start_lane(carrier, engine, conn, index, generation, now),
-            None => self.carries_data(engine, Channel::new(conn, self.peer.clone(), index, generation), now),
+            Some(carrier) => self.start_lane(carrier, context, conn, index, generation, now),
+            None => self.carries_data(context, Channel::new(conn, self.peer.clone(), index, generation), now),
         }
     }
 
     /// Nothing is missing any more: the channel goes to its worker.
-    pub(in crate::control) fn carries_data(&mut self, engine: &Engine, channel: Channel, now: Duration) {
+    pub(in crate::control) fn carries_data(&mut self, context: &Context, channel: Channel, now: Duration) {
         let (index, generation) = (channel.index, channel.generation);
         self.note_host(channel.conn().remote().ip());
         self.slots[usize::from(index)] = (Slot::Up, generation);
         self.up_since[usize::from(index)] = now;
-        let worker = &engine.workers[self.peer.engine_worker(index)];
+        let worker = &self.workers[self.peer.engine_worker(index)];
         let address = channel.conn().local().ip();
-        let nic = engine.transport.nic_name(address).unwrap_or_else(|| address.to_string());
+        let nic = context.transport.nic_name(address).unwrap_or_else(|| address.to_string());
         self.peer.counters(index).runs_over(nic);
         // The home first: the worker that gets the channel sends small operations only if it is that.
         self.peer.choose_home();
@@ -265,7 +265,7 @@ impl Link {
                 self.peer.note_lost(line);
             }
             if let Some(lobby) = self.lobby.take() {
-                lobby.put(Ok(Peer::new(self.peer.clone())));
+                lobby.put(Ok(PeerHandle(self.peer.clone())));
                 self.seat = None;
             }
         } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.go_where_it_was_dialled() {

@@ -54,12 +54,12 @@ impl Ends {
 
     /// The near end's connections end once all that was posted is sent, and the far end is told nothing.
     fn vanish(&self) {
-        let state = &self.near.state;
+        let state = self.near.state();
         state.vanishes.store(true, Ordering::SeqCst);
         let end = |control: &mut crate::control::Control| {
             control.links.get_mut(&state.session).unwrap().error.get_or_insert(Error::Closed);
         };
-        state.engine().with_control(end).unwrap();
+        self.near_end.running().with_control(end);
     }
 
     /// Results of a closing peer that the far end's channel has had.

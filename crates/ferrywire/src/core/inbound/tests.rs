@@ -90,7 +90,7 @@ fn who_has_waited_in_vain_for_a_notification_is_forgotten() {
             assert!(waiting.join().unwrap());
         }
     });
-    let left = peer.state.inbound.arrivals.len();
+    let left = peer.state().inbound.arrivals.len();
     assert!(left <= 1, "{left} of 20 threads that are gone, and of one worker, wait still");
 }
 

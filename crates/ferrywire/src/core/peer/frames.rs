@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use super::serving::Request;
 use super::state::{Landing, PeerState};
-use crate::api::region::RegionHome;
 use crate::core::inbound::Reply;
 use crate::core::operation::{Op, Verb};
 use crate::error::Error;
@@ -49,8 +48,8 @@ impl PeerState {
 
     /// The region that the peer names by its key, if the transport gets there.
     fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
-        let memory = self.engine.regions().find(key)?;
-        self.engine.check_reach(memory.place(), "local").map_err(|_| Refusal::OutOfReach)?;
+        let memory = self.context().regions.find(key)?;
+        self.context().check_reach(memory.place(), "local").map_err(|_| Refusal::OutOfReach)?;
         Ok(memory)
     }
 
@@ -209,8 +208,13 @@ impl PeerState {
         }
         // The answer's chunks lie at their position in the sink, from there on.
         header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
-        let mut op =
-            Op::new(self.engine.next_id(), Verb::Serve, Pieces::joined(pieces), Some(memory), header.total);
+        let mut op = Op::new(
+            self.context().next_id(),
+            Verb::Serve,
+            Pieces::joined(pieces),
+            Some(memory),
+            header.total,
+        );
         op.number = header.offset;
         Ok(Arc::new(op))
     }
@@ -227,8 +231,8 @@ impl PeerState {
     /// So many bytes wait now: bulk is for the channels of all workers, which may be asleep.
     pub fn rouse_for(&self, bytes: u64) {
         match bytes > crate::core::queue::SMALL_BYTES_MAX {
-            true => self.engine.workers.iter().for_each(|worker| {
-                worker.rouse();
+            true => self.context().sleepers.iter().for_each(|sleeper| {
+                sleeper.rouse();
             }),
             false => self.wake_home_worker(),
         }

@@ -4,9 +4,11 @@
 //! Read next: `state.rs`; `frames.rs`, for what arrives; `../queue/`, for what leaves.
 
 mod frames;
+mod handle;
 mod read_requests;
 mod serving;
 mod state;
 mod stream_queue;
 
+pub(crate) use handle::PeerHandle;
 pub(crate) use state::{Landing, PeerInfo, PeerState};

@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use crate::api::wakeup::Wakeup;
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::inbound::{Inbound, Sink};
-use crate::core::operation::{Op, Transfer, Verb};
+use crate::core::operation::{Op, Verb};
 use crate::core::queue::{Body, Entry, SendQueue, WITHDRAWN};
+use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
-use crate::core::worker::{self, WaitList, Worker};
+use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_memory::Memory;
 use ferrywire_proto::Identity;
@@ -97,7 +97,7 @@ pub(crate) struct PeerInfo {
 
 /// The shared state of a connected peer.
 pub(crate) struct PeerState {
-    pub engine: Arc<Engine>,
+    context: Arc<Context>,
     pub session: u64,
     pub identity: Identity,
     pub name: String,
@@ -149,10 +149,10 @@ pub(crate) struct PeerState {
 }
 
 impl PeerState {
-    pub fn new(engine: Arc<Engine>, info: PeerInfo) -> PeerState {
+    pub fn new(context: Arc<Context>, info: PeerInfo) -> PeerState {
         let queue = SendQueue::new(info.chunk_bytes, info.crc);
         PeerState {
-            engine,
+            context,
             session: info.session,
             identity: info.identity,
             name: info.name,
@@ -190,8 +190,9 @@ impl PeerState {
         }
     }
 
-    pub fn engine(&self) -> &Arc<Engine> {
-        &self.engine
+    /// The endpoint's facts.
+    pub fn context(&self) -> &Context {
+        &self.context
     }
 
     pub fn name(&self) -> &str {
@@ -199,7 +200,7 @@ impl PeerState {
     }
 
     pub fn now(&self) -> Duration {
-        self.engine.transport.now()
+        self.context.transport.now()
     }
 
     pub fn counters(&self, index: u16) -> Arc<ChannelCounters> {
@@ -212,8 +213,13 @@ impl PeerState {
     }
 
     /// The worker whose channels small operations prefer.
-    pub fn home(&self) -> &Arc<Worker> {
-        &self.engine.workers[self.home.load(Ordering::Relaxed) % self.engine.workers.len()]
+    pub fn home(&self) -> &Arc<Sleeper> {
+        &self.context.sleepers[self.home_index()]
+    }
+
+    /// That worker's number.
+    pub fn home_index(&self) -> usize {
+        self.home.load(Ordering::Relaxed) % self.context.sleepers.len()
     }
 
     /// Finds the home again after channels came or went: the worker of the first live channel.
@@ -224,7 +230,7 @@ impl PeerState {
 
     /// The worker that a channel belongs to, the same on both sides where they have as many.
     pub fn engine_worker(&self, index: u16) -> usize {
-        usize::from(index) % self.engine.workers.len()
+        usize::from(index) % self.context.sleepers.len()
     }
 
     /// Whether anything posted has not ended, receives apart: those may wait for ever.
@@ -289,7 +295,7 @@ impl PeerState {
 
     /// How many of them share a thread.
     pub fn channels_per_thread(&self) -> usize {
-        self.counters.len().div_ceil(self.engine.workers.len())
+        self.counters.len().div_ceil(self.context.sleepers.len())
     }
 
     /// Channels that it was set up with: the worker of each is told by its number.
@@ -364,11 +370,11 @@ impl PeerState {
     }
 
     /// Asks to be woken when operations are lost to such a call.
-    pub fn wake_at_loss(&self, wakeup: &Wakeup) {
-        if self.engine.plugin().is_none() {
+    pub fn wake_at_loss(&self, handle: WakeHandle) {
+        if self.context.plugin().is_none() {
             return;
         }
-        self.lost_waiters.add(wakeup.handle());
+        self.lost_waiters.add(handle);
         if self.lost_to_a_call().is_some() {
             self.lost_waiters.wake();
         }
@@ -429,16 +435,6 @@ impl PeerState {
         if header.transfer != 0 {
             self.queue.push_own(header);
         }
-    }
-
-    pub fn post(self: &Arc<Self>, op: Arc<Op>) -> Result<Transfer> {
-        self.begin_posted(&op)?;
-        if !self.queue.post(op.clone()) {
-            self.end(&op);
-            return Err(self.gone());
-        }
-        worker::kick(self, op.total);
-        Ok(Transfer { op, peer: self.clone() })
     }
 
     pub fn gone(&self) -> Error {
@@ -522,48 +518,6 @@ impl PeerState {
             self.cut_short(op);
         }
         self.stop_asking(op);
-    }
-
-    pub fn cancel(self: &Arc<Self>, op: &Arc<Op>) {
-        if op.ended() {
-            return;
-        }
-        op.cancel();
-        let parts: Vec<_> = op.parts().filter(|part| !part.ended()).collect();
-        let reads = op.verb == Verb::Read && !parts.iter().any(|part| self.held.knows(part));
-        match reads {
-            // The workers are asked once for all.
-            true => parts.iter().for_each(|part| {
-                part.cancel();
-                self.end_sink(part);
-            }),
-            false => parts.iter().for_each(|part| self.cancel(part)),
-        }
-        match op.verb {
-            Verb::Read if op.is_whole() && (parts.is_empty() || !reads) => {}
-            _ if self.held.knows(op) => {
-                self.release_held();
-            }
-            Verb::Recv if self.inbound.unpost(op) => self.cut_short(op),
-            Verb::Recv | Verb::Read => {
-                if !op.is_whole() {
-                    self.end_sink(op);
-                }
-                let op = op.clone();
-                let what = || format!("the memory of a cancelled operation with {}", self.name);
-                // The operation ends when the thread comes back; its memory is not free before.
-                let is_its = move |landing: &Landing| landing.is_sink(&op);
-                if let Err(error) = worker::abandon(&self.engine, what, false, is_its) {
-                    tracing::error!("{error}");
-                }
-            }
-            _ => {
-                if self.queue.take_back(op) || self.queue.take_out(op) {
-                    self.cut_short(op);
-                }
-                worker::kick(self, 0);
-            }
-        }
     }
 
     /// The peer is gone, or about to be: nothing more is accepted for it, and what ends from now on has failed for this

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::state::PeerState;
-use crate::core::operation::{Op, Transfer, Verb};
+use crate::core::operation::{Op, Verb};
 use crate::core::ordering::Ready;
 use crate::error::{Error, Result};
 
@@ -136,18 +136,18 @@ impl PeerState {
         ready: Ready,
         op: Arc<Op>,
         start: impl FnOnce(&Arc<PeerState>, Arc<Op>) + Send + 'static,
-    ) -> Result<Transfer> {
+    ) -> Result<()> {
         if !self.held.add(Waiting { ready, op: op.clone(), start: Box::new(start) }) {
             op.fail(self.gone());
             self.let_go(&op);
             return Err(self.gone());
         }
         self.home().rouse();
-        Ok(Transfer { op, peer: self.clone() })
+        Ok(())
     }
 
     /// Queues an operation once memory may be used; what is posted behind it knows of it already.
-    pub fn post_after(self: &Arc<Self>, ready: Ready, op: Arc<Op>) -> Result<Transfer> {
+    pub fn post_after(self: &Arc<Self>, ready: Ready, op: Arc<Op>) -> Result<()> {
         self.begin_posted(&op)?;
         if op.verb != Verb::Notify {
             self.queue.join(&op);

@@ -15,27 +15,28 @@
 mod inline;
 mod progress;
 mod quiesce;
+mod workers;
 
 use crate::core::channel::{Channel, Unreleased, Workspace};
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::operation::Op;
+use crate::core::sleeper::{Activity, Sleeper};
 use crossbeam_queue::SegQueue;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::schedule::Spin;
 use ferrywire_sys::affinity;
-use ferrywire_sys::poll::{Event as Ready, Poller, Wake, Waker};
+use ferrywire_sys::poll::{Event as Ready, Poller};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
-use std::thread::{self, Thread};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::thread;
 use std::time::{Duration, Instant};
 
-pub(crate) use inline::{kick, nudge, wait};
+pub(crate) use inline::{SPIN, Wait};
 use progress::{Slot, Turn};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
+pub(crate) use workers::{LostChannel, LostChannels, Workers};
 
-/// How long a caller that drives spins without work before it sleeps in the kernel.
-const SPIN: Duration = Duration::from_micros(50);
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
 const NAP: Duration = Duration::from_micros(150);
 /// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
@@ -53,123 +54,11 @@ const LONG_TICK: Duration = Duration::from_millis(100);
 /// Ticks without a caller after which the thread takes over again.
 const TICKS_WITHOUT_CALLER: u32 = 5;
 
-/// Who is to be woken when something has happened.
-#[derive(Clone)]
-pub(crate) enum WakeHandle {
-    /// A parked thread.
-    Thread(Thread),
-    /// A caller that sleeps in this worker's poller.
-    Owner(Arc<Worker>),
-    /// A descriptor that somebody may look at, if it is still there.
-    Descriptor { wake: Weak<Wake>, _nobody_drives: Option<PassiveWaiter> },
-}
-
-/// While this lives somebody waits without driving: the worker's thread does not stand back for callers.
-pub(crate) struct PassiveWaiter(Arc<Worker>);
-
-impl PassiveWaiter {
-    pub fn on(worker: &Arc<Worker>) -> PassiveWaiter {
-        worker.left_behind.fetch_add(1, Ordering::SeqCst);
-        if worker.state.load(Ordering::SeqCst) == PARKED && !worker.driven_by_caller.load(Ordering::SeqCst) {
-            worker.unpark();
-        }
-        PassiveWaiter(worker.clone())
-    }
-}
-
-impl Clone for PassiveWaiter {
-    fn clone(&self) -> PassiveWaiter {
-        PassiveWaiter::on(&self.0)
-    }
-}
-
-impl Drop for PassiveWaiter {
-    fn drop(&mut self) {
-        self.0.left_behind.fetch_sub(1, Ordering::SeqCst);
-    }
-}
-
-impl WakeHandle {
-    fn is(&self, other: &WakeHandle) -> bool {
-        match (self, other) {
-            (WakeHandle::Thread(one), WakeHandle::Thread(two)) => one.id() == two.id(),
-            (WakeHandle::Owner(one), WakeHandle::Owner(two)) => Arc::ptr_eq(one, two),
-            (WakeHandle::Descriptor { wake: one, .. }, WakeHandle::Descriptor { wake: two, .. }) => {
-                one.ptr_eq(two)
-            }
-            _ => false,
-        }
-    }
-
-    pub fn wake(&self) {
-        match self {
-            WakeHandle::Thread(thread) => thread.unpark(),
-            WakeHandle::Owner(worker) => worker.wake_owner(),
-            WakeHandle::Descriptor { wake, .. } => {
-                if let Some(wake) = wake.upgrade() {
-                    wake.wake();
-                }
-            }
-        }
-    }
-
-    /// Whether nobody is left to be woken.
-    fn is_gone(&self) -> bool {
-        matches!(self, WakeHandle::Descriptor { wake, .. } if wake.strong_count() == 0)
-    }
-}
-
-/// Those who wait for one thing.
-#[derive(Default)]
-pub(crate) struct WaitList {
-    any: AtomicBool,
-    list: Mutex<Vec<WakeHandle>>,
-}
-
-impl WaitList {
-    /// Adds somebody; check the condition again afterwards. Who is there already is there once.
-    pub fn add(&self, handle: WakeHandle) {
-        let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        list.retain(|other| !other.is_gone());
-        if !list.iter().any(|other| other.is(&handle)) {
-            list.push(handle);
-        }
-        drop(list);
-        self.any.store(true, Ordering::SeqCst);
-    }
-
-    /// Takes somebody out that waits no more and was not woken.
-    pub fn remove(&self, handle: &WakeHandle) {
-        if self.any.load(Ordering::SeqCst) {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-            list.retain(|other| !other.is(handle));
-        }
-    }
-
-    #[cfg(test)]
-    pub fn len(&self) -> usize {
-        self.list.lock().unwrap_or_else(PoisonError::into_inner).len()
-    }
-
-    /// Wakes everybody, once. Costs one load when nobody waits.
-    pub fn wake(&self) {
-        if self.any.load(Ordering::SeqCst) {
-            let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-            self.any.store(false, Ordering::SeqCst);
-            let waiting = std::mem::take(&mut *list);
-            drop(list);
-            waiting.iter().for_each(WakeHandle::wake);
-        }
-    }
-}
-
 /// What others ask of a worker.
 pub(crate) enum Command {
     Add(Box<Channel>),
     /// Stops placing bytes where the question says yes.
     Abandon(Arc<Abandon>),
-    /// Every worker has lanes: each keeps to its core.
-    KeepToCore,
     /// Ends one channel, if it is still of this generation.
     Drop {
         session: u64,
@@ -179,29 +68,16 @@ pub(crate) enum Command {
     },
 }
 
-const RUNNING: u8 = 0;
-const IN_POLL: u8 = 1;
-const PARKED: u8 = 2;
-const NO_THREAD: u8 = 3;
-
 /// One crank and, unless callers drive everything, its thread.
 pub(crate) struct Worker {
     pub index: usize,
     crank: Mutex<Crank>,
     poller: Poller,
-    waker: Waker,
     commands: SegQueue<Command>,
-    state: AtomicU8,
-    owner_asleep: AtomicBool,
-    /// The parked thread looks in rarely, because a caller sleeps as the owner.
-    long_park: AtomicBool,
-    driven_by_caller: AtomicBool,
+    sleeper: Arc<Sleeper>,
+    lost: Arc<LostChannels>,
     wanted: AtomicU32,
     drives: AtomicU64,
-    left_behind: AtomicU32,
-    /// The thread sleeps, and nothing but an event will wake it.
-    dozes: AtomicBool,
-    thread: OnceLock<Thread>,
     /// The thread as the kernel numbers it; 0 before it runs.
     thread_id: AtomicI32,
     stop: AtomicBool,
@@ -210,8 +86,6 @@ pub(crate) struct Worker {
     stuck: AtomicBool,
     /// Grows with whatever its owner has done, or looked at.
     steps: AtomicU64,
-    /// Channels with lanes that it has.
-    lanes: AtomicUsize,
     /// The thread keeps to one core.
     kept: AtomicBool,
     spin: Spin,
@@ -267,9 +141,15 @@ struct Abandoning {
 
 impl Worker {
     /// Its thread spins so long without work before it sleeps in the kernel.
-    pub fn new(index: usize, threaded: bool, turned_by: TurnedBy, spin: Spin) -> io::Result<Worker> {
+    pub fn new(
+        index: usize,
+        threaded: bool,
+        turned_by: TurnedBy,
+        spin: Spin,
+        lost: Arc<LostChannels>,
+    ) -> io::Result<Worker> {
         let poller = Poller::new()?;
-        let waker = poller.waker();
+        let sleeper = Arc::new(Sleeper::new(index, poller.waker(), threaded));
         let crank = Crank {
             slots: Vec::new(),
             space: Workspace::new(),
@@ -287,23 +167,16 @@ impl Worker {
             index,
             crank: Mutex::new(crank),
             poller,
-            waker,
             commands: SegQueue::new(),
-            state: AtomicU8::new(if threaded { RUNNING } else { NO_THREAD }),
-            owner_asleep: AtomicBool::new(false),
-            long_park: AtomicBool::new(false),
-            driven_by_caller: AtomicBool::new(false),
+            sleeper,
+            lost,
             wanted: AtomicU32::new(0),
             drives: AtomicU64::new(0),
-            left_behind: AtomicU32::new(0),
-            dozes: AtomicBool::new(false),
-            thread: OnceLock::new(),
             thread_id: AtomicI32::new(0),
             stop: AtomicBool::new(false),
             turned_by,
             stuck: AtomicBool::new(false),
             steps: AtomicU64::new(0),
-            lanes: AtomicUsize::new(0),
             kept: AtomicBool::new(false),
             spin,
         })
@@ -320,57 +193,26 @@ impl Worker {
     /// Gives the worker something to do, and wakes whoever owns it.
     pub fn command(&self, command: Command) {
         self.commands.push(command);
-        self.rouse();
+        self.sleeper.rouse();
     }
 
-    /// Makes sure that somebody looks at the worker soon. True if its thread slept.
-    pub fn rouse(&self) -> bool {
-        let slept = match self.state.load(Ordering::SeqCst) {
-            IN_POLL => {
-                self.waker.wake();
-                true
-            }
-            PARKED if !self.driven_by_caller.load(Ordering::SeqCst) => {
-                self.unpark();
-                true
-            }
-            _ => false,
-        };
-        self.wake_owner();
-        slept
+    /// Whether something was asked of it that it has not begun yet.
+    fn has_commands(&self) -> bool {
+        !self.commands.is_empty() || self.sleeper.is_to_keep_to_core()
     }
 
-    /// Whether what is posted now may be left: a caller has the crank, or had it just now, and nobody sleeps on
-    /// it; and should no caller come back, the thread looks within a tick.
-    fn may_leave_behind(&self) -> bool {
-        if self.state.load(Ordering::SeqCst) != PARKED || self.owner_asleep.load(Ordering::SeqCst) {
-            return false;
-        }
-        if self.long_park.load(Ordering::SeqCst) {
-            self.unpark();
-        }
-        true
+    /// How others wake it.
+    pub fn sleeper(&self) -> &Arc<Sleeper> {
+        &self.sleeper
     }
 
     /// Wakes a thread that sleeps for as long as it likes although something has been sent since: a caller
     /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
     pub fn look_after(&self) {
-        if self.dozes.load(Ordering::SeqCst)
+        if self.sleeper.dozes.load(Ordering::SeqCst)
             && self.try_crank().is_some_and(|crank| crank.sleep_limit().is_some())
         {
-            self.waker.wake();
-        }
-    }
-
-    fn wake_owner(&self) {
-        if self.owner_asleep.load(Ordering::SeqCst) {
-            self.waker.wake();
-        }
-    }
-
-    fn unpark(&self) {
-        if let Some(thread) = self.thread.get() {
-            thread.unpark();
+            self.sleeper.wake();
         }
     }
 
@@ -383,10 +225,10 @@ impl Worker {
     fn thread_alone(&self) -> bool {
         let alone = match self.turned_by {
             TurnedBy::All => false,
-            TurnedBy::ThreadWithLanes => self.lanes.load(Ordering::SeqCst) > 0,
+            TurnedBy::ThreadWithLanes => self.sleeper.has_lanes(),
             TurnedBy::Thread => true,
         };
-        alone && self.state.load(Ordering::SeqCst) != NO_THREAD
+        alone && self.sleeper.activity() != Activity::NoThread
     }
 
     /// Whether its channels may have lanes.
@@ -415,19 +257,19 @@ impl Worker {
 
     pub fn stop(&self) {
         self.stop.store(true, Ordering::SeqCst);
-        self.waker.wake();
-        self.unpark();
+        self.sleeper.wake();
+        self.sleeper.unpark();
     }
 
     // ---- the thread ----
 
     /// The worker thread's whole life.
-    pub fn run(self: &Arc<Worker>, engine: &Engine) {
+    pub fn run(self: &Arc<Worker>, context: &Context) {
         let _moving = deferred_free::moving();
-        let _ = self.thread.set(thread::current());
+        self.sleeper.set_thread(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
         if self.turned_by != TurnedBy::Thread {
-            self.keep_to_core(engine);
+            self.keep_to_core(context);
         }
         if let Err(error) = affinity::sharpen_timers(COPY_NAP / 10) {
             tracing::debug!(%error, "naps of a progress thread are longer than they should be");
@@ -435,42 +277,42 @@ impl Worker {
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
             let Some(mut crank) = self.try_crank() else {
-                self.park(engine);
+                self.park(context);
                 continue;
             };
-            if self.drive_until_idle(&mut crank, engine) {
+            if self.drive_until_idle(&mut crank, context) {
                 drop(crank);
-                self.park(engine);
+                self.park(context);
                 continue;
             }
-            self.state.store(IN_POLL, Ordering::SeqCst);
+            self.sleeper.set_activity(Activity::InPoll);
             // The last turn may have swallowed the wake of whoever wants it to stop.
             let stop = self.stop.load(Ordering::SeqCst);
-            if stop || crank.has_work() || crank.lanes_active() || !self.commands.is_empty() {
-                self.state.store(RUNNING, Ordering::SeqCst);
+            if stop || crank.has_work() || crank.lanes_active() || self.has_commands() {
+                self.sleeper.set_activity(Activity::Running);
                 continue;
             }
             let timeout = crank.sleep_limit();
-            self.dozes.store(timeout.is_none(), Ordering::SeqCst);
+            self.sleeper.dozes.store(timeout.is_none(), Ordering::SeqCst);
             drop(crank);
             // What is ready is reported again to whoever takes the crank.
             if let Err(error) = self.poller.wait(&mut ignored, timeout) {
                 tracing::error!(%error, "waiting for sockets failed");
                 thread::sleep(TICK);
             }
-            self.dozes.store(false, Ordering::SeqCst);
-            self.state.store(RUNNING, Ordering::SeqCst);
+            self.sleeper.dozes.store(false, Ordering::SeqCst);
+            self.sleeper.set_activity(Activity::Running);
         }
-        self.obey_the_last(engine);
-        self.state.store(NO_THREAD, Ordering::SeqCst);
+        self.obey_the_last(context);
+        self.sleeper.set_activity(Activity::NoThread);
     }
 
     /// What it was told before it was to stop counts: a channel that nobody ends keeps its peer, and that all else. A caller
     /// that has the crank, or had it when others gave this worker up, gives it back late, but it does.
-    fn obey_the_last(&self, engine: &Engine) {
-        while !self.commands.is_empty() {
+    fn obey_the_last(&self, context: &Context) {
+        while self.has_commands() {
             match self.try_crank() {
-                Some(mut crank) => _ = crank.run_commands(self, engine),
+                Some(mut crank) => _ = crank.run_commands(self, context),
                 None => thread::park_timeout(TICK),
             }
         }
@@ -479,9 +321,9 @@ impl Worker {
     /// One thread per core: each keeps to its own. Where both ends are on one host, a channel's two
     /// threads then share a core, and its payload stays in that core's cache. A plugin's threads are started
     /// by ours and held to the same core, so with lanes that waits until every core has some.
-    fn keep_to_core(&self, engine: &Engine) {
+    fn keep_to_core(&self, context: &Context) {
         let cores = affinity::allowed_cores().unwrap_or_default();
-        if cores.len() != engine.workers.len() {
+        if cores.len() != context.sleepers.len() {
             return;
         }
         match affinity::pin_current_thread(cores[self.index]) {
@@ -491,14 +333,14 @@ impl Worker {
     }
 
     /// Drives until there is nothing to do; true when a caller wants the crank.
-    fn drive_until_idle(&self, crank: &mut Crank, engine: &Engine) -> bool {
+    fn drive_until_idle(&self, crank: &mut Crank, context: &Context) -> bool {
         let mut idle_since: Option<Instant> = None;
         let mut nap = NAP;
         loop {
             if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
                 return true;
             }
-            if crank.turn(self, engine, &mut || false) == Turn::Worked {
+            if crank.turn(self, context, &mut || false) == Turn::Worked {
                 (idle_since, nap) = (None, NAP);
                 continue;
             }
@@ -537,9 +379,9 @@ impl Worker {
     /// burns by asking again and again, they lack. Whoever has something new ends the nap. A thread that keeps to
     /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
     fn nap(&self, crank: &mut Crank, limit: Duration) {
-        self.state.store(IN_POLL, Ordering::SeqCst);
+        self.sleeper.set_activity(Activity::InPoll);
         let mut ready = std::mem::take(&mut crank.ready);
-        let nothing_new = self.commands.is_empty() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
+        let nothing_new = !self.has_commands() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
         let waited = if nothing_new { self.poller.wait(&mut ready, Some(limit)) } else { Ok(()) };
         if let Err(error) = waited {
             tracing::error!(%error, "waiting for sockets failed");
@@ -549,22 +391,22 @@ impl Worker {
             thread::yield_now();
         }
         crank.ready = ready;
-        self.state.store(RUNNING, Ordering::SeqCst);
+        self.sleeper.set_activity(Activity::Running);
     }
 
     /// Stands back while callers drive.
-    fn park(&self, engine: &Engine) {
-        self.state.store(PARKED, Ordering::SeqCst);
+    fn park(&self, context: &Context) {
+        self.sleeper.set_activity(Activity::Parked);
         let mut quiet = 0;
         let mut drives = self.drives.load(Ordering::SeqCst);
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
-            let long = self.owner_asleep.load(Ordering::SeqCst);
-            self.long_park.store(long, Ordering::SeqCst);
+            let long = self.sleeper.owner_asleep.load(Ordering::SeqCst);
+            self.sleeper.long_park.store(long, Ordering::SeqCst);
             // An owner who has woken meanwhile may not have seen how long we are about to sleep.
-            let long = long && self.owner_asleep.load(Ordering::SeqCst);
+            let long = long && self.sleeper.owner_asleep.load(Ordering::SeqCst);
             thread::park_timeout(if long { LONG_TICK } else { TICK });
-            self.long_park.store(false, Ordering::SeqCst);
-            if self.left_behind.load(Ordering::SeqCst) > 0 && !self.driven_by_caller.load(Ordering::SeqCst) {
+            self.sleeper.long_park.store(false, Ordering::SeqCst);
+            if self.sleeper.has_passive_waiters() && !self.sleeper.driven_by_caller.load(Ordering::SeqCst) {
                 break;
             }
             let now = self.drives.load(Ordering::SeqCst);
@@ -573,13 +415,13 @@ impl Worker {
             match self.try_crank() {
                 // Sends what the last caller left behind.
                 Some(mut crank) if self.wanted.load(Ordering::SeqCst) == 0 => {
-                    crank.turn(self, engine, &mut || false);
+                    crank.turn(self, context, &mut || false);
                 }
                 Some(_) => {}
                 None => quiet = 0,
             }
         }
-        self.state.store(RUNNING, Ordering::SeqCst);
+        self.sleeper.set_activity(Activity::Running);
     }
 }
 
@@ -602,8 +444,8 @@ mod tests {
             // Nobody receives it.
             let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
             let left = near.downgrade();
-            let engine = left.upgrade().unwrap();
-            let worker = engine.workers[0].clone();
+            let running = near.running().clone();
+            let worker = running.workers[0].clone();
             let since = Instant::now();
             let crank = loop {
                 if let Some(crank) = worker.try_crank() {
@@ -618,7 +460,7 @@ mod tests {
             let closed = near.close(Duration::from_millis(1));
             assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
             drop(crank);
-            drop((worker, engine, sent, source, peer, near));
+            drop((worker, running, sent, source, peer, near));
             while left.strong_count() > 0 {
                 assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: it is never gone");
                 thread::sleep(Duration::from_millis(1));

@@ -8,9 +8,9 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Abandoning, COPY_NAP, Closed, Command, Crank, Worker};
+use super::{Abandoning, COPY_NAP, Closed, Command, Crank, LostChannel, Worker};
 use crate::core::channel::Channel;
-use crate::core::context::Engine;
+use crate::core::context::Context;
 use crate::core::operation::Op;
 use crate::core::peer::PeerState;
 use crate::core::queue::DROPPED;
@@ -45,43 +45,49 @@ pub(super) enum Turn {
 
 impl Crank {
     /// One turn: commands, what can be received, then, unless `done`, what can be sent.
-    pub(super) fn turn(&mut self, worker: &Worker, engine: &Engine, done: &mut dyn FnMut() -> bool) -> Turn {
+    pub(super) fn turn(
+        &mut self,
+        worker: &Worker,
+        context: &Context,
+        done: &mut dyn FnMut() -> bool,
+    ) -> Turn {
         let _moving = deferred_free::moving();
         worker.step();
-        let mut worked = self.run_commands(worker, engine);
-        worked |= self.receive(worker, engine);
-        worked |= self.turn_lanes(worker, engine);
-        worked |= self.turn_staging(worker, engine);
+        let mut worked = self.run_commands(worker, context);
+        worked |= self.receive(worker, context);
+        worked |= self.turn_lanes(worker, context);
+        worked |= self.turn_staging(worker, context);
         if done() {
             return Turn::Done;
         }
         // While more comes in, acknowledgements that are not urgent wait for company.
         let quiet = !worked || self.turns.is_multiple_of(ACK_TURNS);
-        worked |= self.send(worker, engine, quiet);
+        worked |= self.send(worker, context, quiet);
         if done() {
             return Turn::Done;
         }
-        let now = engine.transport.now();
+        let now = context.transport.now();
         if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
             self.last_check = now;
-            self.check_paths(worker, engine);
+            self.check_paths(worker, context);
         }
         if worked { Turn::Worked } else { Turn::Idle }
     }
 
-    pub(super) fn run_commands(&mut self, worker: &Worker, engine: &Engine) -> bool {
-        let mut worked = false;
+    pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
+        let mut worked = worker.sleeper.take_keep_to_core();
+        if worked && worker.thread_alone() {
+            worker.keep_to_core(context);
+        }
         while let Some(command) = worker.commands.pop() {
             worked = true;
             worker.step();
             match command {
-                Command::Add(channel) => self.add(worker, engine, channel),
-                Command::KeepToCore if worker.thread_alone() => worker.keep_to_core(engine),
-                Command::KeepToCore => {}
+                Command::Add(channel) => self.add(worker, context, channel),
                 Command::Abandon(request) => {
-                    let since = engine.transport.now();
+                    let since = context.transport.now();
                     self.abandoning.push(Abandoning { request, since, by_gpu: false });
-                    self.let_go(worker, engine);
+                    self.let_go(worker, context);
                 }
                 Command::Drop { session, index, generation, why } => {
                     let place = self.slots.iter().position(|slot| {
@@ -93,7 +99,7 @@ impl Crank {
                         })
                     });
                     if let Some(place) = place {
-                        self.lose(worker, engine, place, why);
+                        self.lose(worker, context, place, why);
                     }
                 }
             }
@@ -103,7 +109,7 @@ impl Crank {
 
     /// Loses the channels whose connections still send of memory that its user has dropped, once the kernel has released it,
     /// or has not in time. All of them are waited for together.
-    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, engine: &Engine) {
+    fn lose_senders_of_dropped_memory(&mut self, worker: &Worker, context: &Context) {
         let sends = |slot: &mut Option<Slot>| {
             slot.as_mut().is_some_and(|slot| slot.channel.abort_sending_of_dropped_memory())
         };
@@ -120,16 +126,16 @@ impl Crank {
                 }
                 thread::sleep(RELEASE_PAUSE);
             }
-            self.lose(worker, engine, place, SENDS_DROPPED.into());
+            self.lose(worker, context, place, SENDS_DROPPED.into());
         }
     }
 
     /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what was being
     /// sent over a lane or connection that is closed. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
     /// memory is wanted at any cost.
-    fn let_go(&mut self, worker: &Worker, engine: &Engine) {
-        self.lose_senders_of_dropped_memory(worker, engine);
-        let now = engine.transport.now();
+    fn let_go(&mut self, worker: &Worker, context: &Context) {
+        self.lose_senders_of_dropped_memory(worker, context);
+        let now = context.transport.now();
         for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
             let waited = now.saturating_sub(since);
             let late = waited > limits::LANE_ABANDON_DEADLINE;
@@ -140,10 +146,10 @@ impl Crank {
                 let touched = slot.channel.abandon(&request.gone);
                 worker.step();
                 if slot.channel.lane_sends_what_is_gone() {
-                    self.lose(worker, engine, place, SENDS_DROPPED.into());
+                    self.lose(worker, context, place, SENDS_DROPPED.into());
                 } else if (touched.lane && late) || (touched.gpu.is_some() && cut) {
                     let why = "memory was taken back while a message was being received into it";
-                    self.lose(worker, engine, place, why.into());
+                    self.lose(worker, context, place, why.into());
                 } else if touched.lane || touched.gpu.is_some() {
                     lane |= touched.lane;
                     gpu = gpu.or(touched.gpu);
@@ -176,7 +182,7 @@ impl Crank {
     }
 
     /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
-    fn turn_lanes(&mut self, worker: &Worker, engine: &Engine) -> bool {
+    fn turn_lanes(&mut self, worker: &Worker, context: &Context) -> bool {
         if !worker.may_have_lanes() {
             return false;
         }
@@ -184,7 +190,7 @@ impl Crank {
         for place in 0..self.slots.len() {
             let Some(slot) = &mut self.slots[place] else { continue };
             // Lanes may copy megabytes, and somebody waits for the answer.
-            if worked && !worker.commands.is_empty() {
+            if worked && worker.has_commands() {
                 break;
             }
             let turned = slot.channel.turn_lane();
@@ -192,19 +198,19 @@ impl Crank {
             match turned {
                 Ok(moved) => worked |= moved,
                 Err(error) => {
-                    self.fail(worker, engine, place, &error);
+                    self.fail(worker, context, place, &error);
                     worked = true;
                 }
             }
         }
         if !self.abandoning.is_empty() {
-            self.let_go(worker, engine);
+            self.let_go(worker, context);
         }
         worked
     }
 
     /// Looks what GPUs have copied, and places it.
-    fn turn_staging(&mut self, worker: &Worker, engine: &Engine) -> bool {
+    fn turn_staging(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
             worked |= self.begin_held(place);
@@ -216,17 +222,17 @@ impl Crank {
             match turned {
                 Ok(placed) => worked |= placed,
                 Err(error) => {
-                    self.fail(worker, engine, place, &error);
+                    self.fail(worker, context, place, &error);
                     worked = true;
                     continue;
                 }
             }
             if slot.channel.holds_back() {
-                worked |= self.receive_at(worker, engine, place);
+                worked |= self.receive_at(worker, context, place);
             }
         }
         if !self.abandoning.is_empty() && !worker.may_have_lanes() {
-            self.let_go(worker, engine);
+            self.let_go(worker, context);
         }
         worked
     }
@@ -278,7 +284,7 @@ impl Crank {
         self.slots.iter().flatten().any(|slot| !slot.channel.has_lane())
     }
 
-    fn add(&mut self, worker: &Worker, engine: &Engine, channel: Box<Channel>) {
+    fn add(&mut self, worker: &Worker, context: &Context, channel: Box<Channel>) {
         let place = self.slots.iter().position(Option::is_none).unwrap_or_else(|| {
             self.slots.push(None);
             self.slots.len() - 1
@@ -288,23 +294,25 @@ impl Crank {
         let has_lane = channel.has_lane();
         self.slots[place] = Some(Slot { channel, waits_for: Interest::READ, polled: fd.is_none() });
         if has_lane {
-            worker.lanes.fetch_add(1, Ordering::SeqCst);
-            if engine.workers.iter().all(|each| each.lanes.load(Ordering::SeqCst) > 0) {
-                engine.workers.iter().for_each(|each| each.command(Command::KeepToCore));
+            worker.sleeper.add_lane();
+            if context.sleepers.iter().all(|each| each.has_lanes()) {
+                context.sleepers.iter().for_each(|each| each.ask_to_keep_to_core());
             }
         }
         if let Some(fd) = fd
             && let Err(error) = worker.poller.add(fd, place as u64, Interest::READ)
         {
-            self.lose(worker, engine, place, error.to_string());
+            self.lose(worker, context, place, error.to_string());
         }
     }
 
-    fn lose(&mut self, worker: &Worker, engine: &Engine, place: usize, why: String) {
+    fn lose(&mut self, worker: &Worker, context: &Context, place: usize, why: String) {
         let Some(slot) = self.slots[place].take() else {
             return;
         };
-        worker.lanes.fetch_sub(usize::from(slot.channel.has_lane()), Ordering::SeqCst);
+        if slot.channel.has_lane() {
+            worker.sleeper.remove_lane();
+        }
         #[cfg(test)]
         let slot = self.handed_over(slot);
         match slot.channel.conn().fd() {
@@ -316,11 +324,11 @@ impl Crank {
         let mut remains = slot.channel.end();
         if let Some(closed) = remains.unreleased.take() {
             let ops = remains.entries.iter().filter_map(|(_, entry)| entry.op.clone()).collect();
-            self.unreleased.push(Closed { unreleased: closed, ops, since: engine.transport.now() });
+            self.unreleased.push(Closed { unreleased: closed, ops, since: context.transport.now() });
         }
         peer.note_cut_off();
         worker.step();
-        engine.lost(peer, index, generation, why, remains);
+        worker.lost.push(LostChannel { peer, index, generation, why, remains: Box::new(remains) });
     }
 
     /// A channel that goes, after it has sent all there is where its peer is to vanish.
@@ -332,12 +340,12 @@ impl Crank {
         slot
     }
 
-    fn fail(&mut self, worker: &Worker, engine: &Engine, place: usize, error: &io::Error) {
-        self.lose(worker, engine, place, error.to_string());
+    fn fail(&mut self, worker: &Worker, context: &Context, place: usize, error: &io::Error) {
+        self.lose(worker, context, place, error.to_string());
     }
 
-    fn receive(&mut self, worker: &Worker, engine: &Engine) -> bool {
-        if let Some(worked) = self.receive_hot(worker, engine) {
+    fn receive(&mut self, worker: &Worker, context: &Context) -> bool {
+        if let Some(worked) = self.receive_hot(worker, context) {
             return worked;
         }
         let mut worked = false;
@@ -347,14 +355,14 @@ impl Crank {
                 tracing::error!(%error, "looking at sockets failed");
             }
             for event in &ready {
-                worked |= self.react(worker, engine, *event);
+                worked |= self.react(worker, context, *event);
             }
         }
         self.ready = ready;
         if self.polled > 0 {
             for place in 0..self.slots.len() {
                 if self.slots[place].as_ref().is_some_and(|slot| slot.polled) {
-                    worked |= self.receive_at(worker, engine, place);
+                    worked |= self.receive_at(worker, context, place);
                 }
             }
         }
@@ -363,20 +371,20 @@ impl Crank {
 
     /// Asks the channel that received last before asking the kernel about all: while messages go to and
     /// fro, that spares a system call. `None` when it is the others' turn.
-    fn receive_hot(&mut self, worker: &Worker, engine: &Engine) -> Option<bool> {
+    fn receive_hot(&mut self, worker: &Worker, context: &Context) -> Option<bool> {
         self.turns = self.turns.wrapping_add(1);
         let place = self.hot.filter(|_| !self.turns.is_multiple_of(HOT_TURNS))?;
         let slot = self.slots.get(place)?.as_ref()?;
         if slot.waits_for != Interest::READ || slot.polled {
             return None;
         }
-        match self.receive_at(worker, engine, place) {
+        match self.receive_at(worker, context, place) {
             false if self.turns.is_multiple_of(2) => None,
             worked => Some(worked),
         }
     }
 
-    fn react(&mut self, worker: &Worker, engine: &Engine, event: Ready) -> bool {
+    fn react(&mut self, worker: &Worker, context: &Context, event: Ready) -> bool {
         if event.token == WAKE_TOKEN {
             return false;
         }
@@ -391,12 +399,12 @@ impl Crank {
             slot.channel.read_notices();
         }
         if event.readable || event.hangup || event.error {
-            return self.receive_at(worker, engine, place);
+            return self.receive_at(worker, context, place);
         }
         true
     }
 
-    fn receive_at(&mut self, worker: &Worker, engine: &Engine, place: usize) -> bool {
+    fn receive_at(&mut self, worker: &Worker, context: &Context, place: usize) -> bool {
         let Some(slot) = &mut self.slots[place] else {
             return false;
         };
@@ -411,23 +419,23 @@ impl Crank {
                 bytes > 0
             }
             Err(error) => {
-                self.fail(worker, engine, place, &error);
+                self.fail(worker, context, place, &error);
                 true
             }
         }
     }
 
-    fn send(&mut self, worker: &Worker, engine: &Engine, flush: bool) -> bool {
+    fn send(&mut self, worker: &Worker, context: &Context, flush: bool) -> bool {
         let mut worked = false;
         // Each turn begins with another channel: where they share what may be in flight, the first takes it.
         self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
         for place in (self.first..self.slots.len()).chain(0..self.first) {
-            worked |= self.send_at(worker, engine, place, flush);
+            worked |= self.send_at(worker, context, place, flush);
         }
         worked
     }
 
-    fn send_at(&mut self, worker: &Worker, engine: &Engine, place: usize, flush: bool) -> bool {
+    fn send_at(&mut self, worker: &Worker, context: &Context, place: usize, flush: bool) -> bool {
         let Some(slot) = &mut self.slots[place] else {
             return false;
         };
@@ -443,24 +451,24 @@ impl Crank {
                 bytes > 0
             }
             Err(error) => {
-                self.fail(worker, engine, place, &error);
+                self.fail(worker, context, place, &error);
                 true
             }
         }
     }
 
     /// Sends what waits for one peer.
-    pub(super) fn send_for(&mut self, worker: &Worker, engine: &Engine, peer: &Arc<PeerState>) {
+    pub(super) fn send_for(&mut self, worker: &Worker, context: &Context, peer: &Arc<PeerState>) {
         let _moving = deferred_free::moving();
         for place in 0..self.slots.len() {
             if self.slots[place].as_ref().is_some_and(|slot| Arc::ptr_eq(&slot.channel.peer, peer)) {
-                self.send_at(worker, engine, place, false);
+                self.send_at(worker, context, place, false);
             }
         }
     }
 
-    fn check_paths(&mut self, worker: &Worker, engine: &Engine) {
-        self.has_released(engine.transport.now());
+    fn check_paths(&mut self, worker: &Worker, context: &Context) {
+        self.has_released(context.transport.now());
         for place in 0..self.slots.len() {
             let Some(slot) = &mut self.slots[place] else {
                 continue;
@@ -470,7 +478,7 @@ impl Crank {
                 continue;
             }
             if let Some(why) = slot.channel.path_trouble() {
-                self.lose(worker, engine, place, why);
+                self.lose(worker, context, place, why);
             }
         }
     }
@@ -549,11 +557,11 @@ mod tests {
     }
 
     /// The crank, once it has so many channels.
-    fn crank_of<'a>(worker: &'a Worker, engine: &Engine, channels: usize) -> MutexGuard<'a, Crank> {
+    fn crank_of<'a>(worker: &'a Worker, context: &Context, channels: usize) -> MutexGuard<'a, Crank> {
         let since = Instant::now();
         loop {
             if let Some(mut crank) = worker.try_crank() {
-                crank.run_commands(worker, engine);
+                crank.run_commands(worker, context);
                 if crank.slots.iter().flatten().count() == channels {
                     return crank;
                 }
@@ -607,15 +615,15 @@ mod tests {
     #[test]
     fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
         let (near, _far, peer) = connected(1);
-        let engine = near.downgrade().upgrade().unwrap();
-        let worker = engine.workers[0].clone();
-        let mut crank = crank_of(&worker, &engine, 1);
+        let running = near.running().clone();
+        let worker = running.workers[0].clone();
+        let mut crank = crank_of(&worker, running.context(), 1);
         let sends: Arc<[AtomicUsize; 2]> = Arc::default();
         let slot = crank.slots[0].take().expect("it has a channel");
         let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
         crank.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
         let notified = peer.notify(b"at once").unwrap();
-        crank.send_for(&worker, &engine, &peer.state);
+        crank.send_for(&worker, running.context(), peer.state());
         assert_eq!([0, 1].map(|moves| sends[moves].load(Ordering::SeqCst)), [0, 1]);
         drop(crank);
         notified.wait(LONG).unwrap();
@@ -625,15 +633,15 @@ mod tests {
     #[test]
     fn what_waits_for_a_gpu_is_asked_after_once_a_turn() {
         let (near, _far, peer) = connected(3);
-        let engine = near.downgrade().upgrade().unwrap();
-        let worker = engine.workers[0].clone();
+        let running = near.running().clone();
+        let worker = running.workers[0].clone();
         let stream = SimGpu::open(1).unwrap().stream();
         let gate = stream.hold().unwrap();
         let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
-        let mut crank = crank_of(&worker, &engine, 3);
-        let looks = || peer.state.held.looks.load(Ordering::SeqCst);
+        let mut crank = crank_of(&worker, running.context(), 3);
+        let looks = || peer.state().held.looks.load(Ordering::SeqCst);
         let before = looks();
-        crank.turn(&worker, &engine, &mut || false);
+        crank.turn(&worker, running.context(), &mut || false);
         assert_eq!(looks() - before, 1);
         gate.open();
         drop(crank);

@@ -5,8 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Command, SPIN};
-use crate::core::context::Engine;
+use super::{Command, SPIN, Workers};
 use crate::core::peer::Landing;
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, Place};
@@ -79,22 +78,22 @@ impl Standstill {
 /// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
 /// has not made its copies in `limits::GPU_ABANDON_DEADLINE`.
 pub(crate) fn abandon(
-    engine: &Engine,
+    workers: &Workers,
     what: impl FnOnce() -> String,
     force: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Result<()> {
-    wait_for(engine, &ask(engine, force, false, gone), what)
+    wait_for(workers, &ask(workers, force, false, gone), what)
 }
 
 /// Returns when every worker has answered.
-fn wait_for(engine: &Engine, request: &Abandon, what: impl FnOnce() -> String) -> Result<()> {
+fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String) -> Result<()> {
     let force = request.force;
     let mut standstill = Standstill::new();
     let start = Instant::now();
     // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
     while let Some(missing) = request.missing() {
-        let (stuck, steps) = (engine.workers[missing].stuck(), engine.workers[missing].steps());
+        let (stuck, steps) = (workers[missing].stuck(), workers[missing].steps());
         if stuck || standstill.is_over(missing, steps, start.elapsed()) {
             let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
@@ -105,10 +104,7 @@ fn wait_for(engine: &Engine, request: &Abandon, what: impl FnOnce() -> String) -
             let by = format!("copies to {place}, which stands still or is slow");
             return Err(Error::HeldUp { what: what(), by, waited: start.elapsed() });
         }
-        let mut worked = false;
-        for worker in &engine.workers {
-            worked |= worker.turn_once(engine);
-        }
+        let worked = workers.poll_once();
         match worked || start.elapsed() < SPIN {
             true => thread::yield_now(),
             false => thread::sleep(PAUSE),
@@ -120,15 +116,15 @@ fn wait_for(engine: &Engine, request: &Abandon, what: impl FnOnce() -> String) -
 /// Asks every worker to stop placing bytes where `gone` says, and with `sources` to wait for what is still sent of memory of
 /// connections that are closed.
 fn ask(
-    engine: &Engine,
+    workers: &Workers,
     force: bool,
     sources: bool,
     gone: impl Fn(&Landing) -> bool + Send + Sync + 'static,
 ) -> Arc<Abandon> {
-    let answered = engine.workers.iter().map(|_| AtomicBool::new(false)).collect();
-    let gpus = engine.workers.iter().map(|_| Mutex::default()).collect();
+    let answered = workers.iter().map(|_| AtomicBool::new(false)).collect();
+    let gpus = workers.iter().map(|_| Mutex::default()).collect();
     let request = Arc::new(Abandon { gone: Box::new(gone), force, sources, answered, gpus });
-    for worker in &engine.workers {
+    for worker in workers.iter() {
         worker.command(Command::Abandon(request.clone()));
     }
     request
@@ -136,16 +132,16 @@ fn ask(
 
 /// Asks every worker to place nothing more into a region that peers name, while operations of ours may go on
 /// there; who asks looks for the answers.
-pub(crate) fn ask_for_region(engine: &Engine, memory: &Arc<Memory>) -> Arc<Abandon> {
+pub(crate) fn ask_for_region(workers: &Workers, memory: &Arc<Memory>) -> Arc<Abandon> {
     let memory = memory.clone();
-    ask(engine, false, true, move |landing| !landing.once() && landing.is_in(&memory))
+    ask(workers, false, true, move |landing| !landing.once() && landing.is_in(&memory))
 }
 
 /// Makes every worker let go of a span of memory.
-pub(crate) fn abandon_memory(engine: &Engine, memory: &Arc<Memory>, force: bool) -> Result<()> {
+pub(crate) fn abandon_memory(workers: &Workers, memory: &Arc<Memory>, force: bool) -> Result<()> {
     let (what, memory) = (memory.describe(), memory.clone());
-    let request = ask(engine, force, true, move |landing| landing.is_in(&memory));
-    wait_for(engine, &request, || what)
+    let request = ask(workers, force, true, move |landing| landing.is_in(&memory));
+    wait_for(workers, &request, || what)
 }
 
 #[cfg(test)]
@@ -183,16 +179,18 @@ mod tests {
     #[test]
     fn every_turn_and_what_it_does_are_steps() {
         let endpoint = crate::Endpoint::builder().threads(0).build().unwrap();
-        let engine = endpoint.downgrade().upgrade().unwrap();
-        let worker = &engine.workers[0];
+        let running = endpoint.running().clone();
+        let worker = &running.workers[0];
         let turned = |before: u64| {
-            worker.turn_once(&engine);
+            worker.poll_once(running.context());
             worker.steps() - before
         };
         let idle = turned(worker.steps());
         assert!(idle > 0);
-        worker.command(Command::KeepToCore);
-        worker.command(Command::KeepToCore);
+        for index in 0..2 {
+            let (session, generation, why) = (0, 0, String::new());
+            worker.command(Command::Drop { session, index, generation, why });
+        }
         assert!(turned(worker.steps()) >= idle + 2, "a step for each command");
     }
 }

@@ -1,0 +1,196 @@
+//! What runs an endpoint: its workers, its control side, and the thread that drops owners of memory.
+//!
+//! Ownership is a tree: users' handles hold [`Running`], that owns workers and control, workers own channels, and channels refer
+//! to the state of their peer and to the [`Context`]. Nothing below refers back up, so what is dropped is gone.
+//!
+//! Read next: `inline.rs`, callers that post and wait; `../../core/worker/`, `../../control/`.
+
+mod inline;
+
+use super::region::RegionHome;
+use super::releaser::Releaser;
+use crate::control::{AcceptQueue, Control, ended_early};
+use crate::core::context::Context;
+use crate::core::peer::{PeerHandle, PeerState};
+use crate::core::waiting::WakeHandle;
+use crate::core::worker::{self, Workers};
+use crate::error::{Error, Result};
+use ferrywire_memory::{Memory, RegionTable};
+use ferrywire_proto::Identity;
+use ferrywire_proto::limits;
+use ferrywire_proto::stall_timer::StallTimer;
+use ferrywire_sys::fork::Origin;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, TryLockError, Weak};
+use std::thread;
+use std::time::Duration;
+
+/// All that moves one endpoint's bytes.
+pub(crate) struct Running {
+    pub workers: Arc<Workers>,
+    control: Arc<Mutex<Control>>,
+    /// Drops owners of memory; started with the first of them.
+    releaser: OnceLock<Releaser>,
+    this: Weak<Running>,
+}
+
+impl Running {
+    pub fn new(workers: Arc<Workers>, control: Arc<Mutex<Control>>) -> Arc<Running> {
+        Arc::new_cyclic(|this| Running { workers, control, releaser: OnceLock::new(), this: this.clone() })
+    }
+
+    /// The endpoint's facts.
+    pub fn context(&self) -> &Context {
+        &self.workers.context
+    }
+
+    /// Runs `body` on the control side.
+    pub fn with_control<T>(&self, body: impl FnOnce(&mut Control) -> T) -> T {
+        let result = body(&mut self.control.lock().unwrap_or_else(PoisonError::into_inner));
+        self.context().wake_control();
+        result
+    }
+
+    /// Polls once everything that no other thread polls; true if anything happened.
+    pub fn poll_once(&self) -> bool {
+        let control = match self.control.try_lock() {
+            Ok(control) => Some(control),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        };
+        let worked = control.is_some_and(|mut control| control.turn());
+        self.workers.poll_once() | worked
+    }
+
+    /// Makes sure that a thread drops owners of memory.
+    pub fn start_releaser(&self) -> Result<()> {
+        if self.releaser.get().is_none() {
+            let started = Releaser::start(self.this.clone());
+            // Where two start one, the second ends at once.
+            drop(self.releaser.set(started.map_err(|error| Error::io("start a thread", &error))?));
+        }
+        Ok(())
+    }
+
+    /// Whether a worker may have channels with lanes.
+    pub fn may_have_lanes(&self) -> bool {
+        self.workers.iter().any(|worker| worker.may_have_lanes())
+    }
+
+    /// Waits for the next peer of this queue; `None` when the time is up.
+    pub fn next_of(&self, queue: &AcceptQueue, limit: Duration) -> Option<Result<PeerHandle>> {
+        let result = self.next_listed(queue, limit);
+        // A caller that waited in vain was not woken, and no peer may ever come.
+        queue.forget_waiter(&WakeHandle::Thread(thread::current()));
+        result
+    }
+
+    fn next_listed(&self, queue: &AcceptQueue, limit: Duration) -> Option<Result<PeerHandle>> {
+        let context = self.context();
+        let until = context.transport.now().saturating_add(limit);
+        loop {
+            if let Some(result) = queue.take_or_closed() {
+                return Some(result);
+            }
+            let rest = until.saturating_sub(context.transport.now());
+            if rest.is_zero() {
+                return None;
+            }
+            if context.is_caller_driven() {
+                if !self.poll_once() {
+                    thread::sleep(Duration::from_micros(100));
+                }
+                continue;
+            }
+            queue.wake_at_arrival(WakeHandle::Thread(thread::current()));
+            if let Some(result) = queue.take_or_closed() {
+                return Some(result);
+            }
+            thread::park_timeout(rest.min(Duration::from_millis(100)));
+        }
+    }
+
+    /// Finishes what was posted to a peer, on both sides, then closes it.
+    pub fn close_peer(&self, peer: &PeerState, deadline: Duration) -> Result<()> {
+        let transport = &self.context().transport;
+        let now = transport.now();
+        self.with_control(|control| control.close(peer.session, deadline));
+        let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
+        while !peer.is_over() && transport.now() < until {
+            if self.context().is_caller_driven() {
+                self.poll_once();
+            } else {
+                thread::sleep(Duration::from_micros(200));
+            }
+        }
+        let (over, name) = (peer.is_over(), peer.name());
+        let unfinished = peer.unfinished.load(Ordering::SeqCst);
+        let failure = match peer.failure() {
+            Some(Error::Closed | Error::PeerClosed { .. }) if over && !unfinished => return Ok(()),
+            // What becomes of what was posted is not known yet.
+            Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
+            failure => failure.unwrap_or(Error::Closed),
+        };
+        self.with_control(|control| control.note_told(peer.session));
+        Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
+    }
+}
+
+impl RegionHome for Running {
+    fn identity(&self) -> Identity {
+        self.context().identity
+    }
+
+    fn regions(&self) -> &RegionTable {
+        &self.context().regions
+    }
+
+    fn release(&self, memory: &Arc<Memory>, force: bool) -> Result<()> {
+        // Operations that are under way now may lose their connections while they are waited for.
+        let was_used = memory.user_owned() && memory.used();
+        worker::abandon_memory(&self.workers, memory, force)?;
+        // Operations that read from the user's memory hold it too; what is queued will not be sent any more.
+        let in_use = || if memory.user_owned() { memory.used() } else { memory.in_call() };
+        let mut patience = StallTimer::new(limits::DRAIN_DEADLINE);
+        while in_use() {
+            if patience.is_over(self.context().transport.now()) {
+                let why = match memory.user_owned() {
+                    true => "operations still use it: wait for them, or cancel them, first",
+                    false => "a message is still being placed into it: its GPU stands still",
+                };
+                return Err(Error::invalid("region", why));
+            }
+            // Whoever places a message may hold what a poll of ours would wait for.
+            if !memory.user_owned() || !self.context().is_caller_driven() || !self.poll_once() {
+                thread::sleep(Duration::from_micros(100));
+            }
+        }
+        // Lanes have no message of it any more, and so nothing that keeps it registered. What a lost connection was sending of it
+        // is waited for.
+        match was_used || (memory.user_owned() && self.may_have_lanes()) {
+            true => worker::abandon_memory(&self.workers, memory, force),
+            false => Ok(()),
+        }
+    }
+
+    fn interrupt(&self, memory: &Arc<Memory>, force: bool) -> Result<()> {
+        worker::abandon_memory(&self.workers, memory, force)
+    }
+
+    fn origin(&self) -> Origin {
+        self.context().origin
+    }
+
+    fn release_later(&self, memory: Arc<Memory>) {
+        // A lane forgets what it has registered when nothing uses it any more, so a thread has to wait for that.
+        if self.may_have_lanes()
+            && let Err(error) = self.start_releaser()
+        {
+            tracing::warn!(%error, "memory stays registered until its lanes end");
+        }
+        match self.releaser.get() {
+            Some(releaser) => releaser.give(memory),
+            None => drop(worker::ask_for_region(&self.workers, &memory)),
+        }
+    }
+}
