@@ -66,6 +66,10 @@ pub const FLAG_COUNTED: u8 = 2;
 pub const FLAG_SINK: u8 = 4;
 /// The payload does not follow here: it is the next message of the channel's lane.
 pub const FLAG_POSTED: u8 = 8;
+/// The `total` of an announcement whose send was cancelled before it was met, and of a notification whose transfer has
+/// failed.
+pub const WITHDRAWN: u64 = u64::MAX;
+
 const FLAGS_KNOWN: u8 = FLAG_CRC | FLAG_COUNTED | FLAG_SINK | FLAG_POSTED;
 
 /// The fixed part of a frame. The meaning of `transfer`, `key`, `offset`, `total` is the [`Kind`]'s.

@@ -11,40 +11,10 @@ use crate::core::ordering::Gate;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, Place};
+pub(crate) use ferrywire_proto::operation::Verb;
 use ferrywire_proto::transfer::Pieces;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
-
-/// What an operation does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verb {
-    /// Writes to a region of the peer.
-    Write,
-    /// Sends a tagged message.
-    Send,
-    /// Answers a peer's read: writes to its sink.
-    Serve,
-    /// Sends a notification alone.
-    Notify,
-    /// Waits for a peer's data, asked for by us.
-    Read,
-    /// Waits for a tagged message.
-    Recv,
-}
-
-impl fmt::Display for Verb {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Verb::Write => "write",
-            Verb::Send => "send",
-            Verb::Serve => "answer to a read",
-            Verb::Notify => "notify",
-            Verb::Read => "read",
-            Verb::Recv => "recv",
-        })
-    }
-}
 
 /// No standalone notification waits for the operation.
 pub(crate) const NO_EPOCH: u64 = u64::MAX;

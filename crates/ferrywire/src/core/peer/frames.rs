@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use super::serving::Request;
 use super::state::{Landing, PeerState};
-use crate::core::inbound::Reply;
+use crate::core::inbound::{Reply, place as place_message};
 use crate::core::operation::{Op, Verb};
+use crate::core::queued::Queued;
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
@@ -137,14 +138,20 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
-                Reply::Place(op, message) => {
-                    if !message.place(&op) {
+                Reply::Place(Queued(op), message) => {
+                    if !place_message(&message, &op) {
                         // Before the receive ends: a receive that its user posts then has this message, not a later one.
                         replies.extend(self.inbound.return_message(message));
                     }
                     self.let_go(&op);
                 }
-                Reply::Ended(op) => self.ended(&op),
+                Reply::Received(Queued(op)) => self.let_go(&op),
+                Reply::Truncated { op: Queued(op), message_bytes } => {
+                    op.fail(Error::Truncated { tag: op.key, message_bytes, buffer_bytes: op.total });
+                    self.let_go(&op);
+                }
+                Reply::Cancelled(Queued(op)) => self.cut_short(&op),
+                Reply::Open { .. } => debug_assert!(false, "sinks are opened with the inbox locked"),
             }
         }
     }
