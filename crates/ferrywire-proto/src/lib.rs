@@ -1,7 +1,7 @@
 //! ferrywire's protocol without a socket, a thread or a clock: bytes and times come in, bytes come out.
 //!
 //! [`wire`] is what travels on a channel, [`window`] and [`transfer`] count it at both ends, [`schedule`] says how large
-//! the next chunk is and who may take it. [`inbox`] is what comes from a peer. [`handshake`] opens a connection,
+//! the next chunk is and who may take it. [`outbox`] and [`inbox`] are what a peer is to be sent and what comes from it. [`handshake`] opens a connection,
 //! [`session`] is the control session on it.
 //! Invariant: nothing here does I/O, reads a clock or knows an address of memory; what a peer sends can only become an
 //! error. Read next: `wire.rs`, then `window.rs`.
@@ -20,6 +20,7 @@ mod identity;
 pub mod inbox;
 pub mod limits;
 pub mod operation;
+pub mod outbox;
 pub mod schedule;
 pub mod session;
 pub mod stall_timer;

@@ -4,7 +4,7 @@
 //! a slow one less, with no plan to go wrong. Two rules keep the end of a transfer short: chunks shrink
 //! as the rest shrinks, and a channel whose backlog is longer than the others' leaves the rest to them.
 //!
-//! Pure: numbers in, numbers out. Read next: the engine's `queue/`, which applies the rules.
+//! Pure: numbers in, numbers out. Read next: `outbox/`, which applies the rules.
 
 use crate::limits;
 use std::time::Duration;

@@ -6,7 +6,7 @@
 //! ranges of local memory.
 //!
 //! Invariant: the chunks of a message cover each of its bytes exactly once, in order.
-//! Pure: numbers only. Read next: `schedule.rs` (how large a chunk), the engine's `queue/` (who cuts).
+//! Pure: numbers only. Read next: `schedule.rs` (how large a chunk), `outbox/` (who cuts).
 
 use crate::wire::Placement;
 use std::sync::Arc;

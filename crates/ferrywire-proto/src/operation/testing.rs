@@ -25,7 +25,6 @@ pub(crate) struct Facts {
     pub epoch: Cell<Option<u64>>,
     pub sink: Cell<u64>,
     pub uncut: Cell<bool>,
-    pub moved: Cell<u64>,
     /// Handles that are not dropped yet.
     pub tokens: Cell<usize>,
 }
@@ -46,11 +45,6 @@ impl Facts {
         self.has_failed()
             || self.cancelled.get()
             || self.parent.as_ref().is_some_and(|parent| parent.is_failing())
-    }
-
-    pub fn count(&self, bytes: u64) {
-        self.moved.set(self.moved.get() + bytes);
-        self.parent.iter().for_each(|parent| parent.count(bytes));
     }
 }
 
@@ -81,7 +75,6 @@ impl Model {
             epoch: Cell::new(None),
             sink: Cell::new(0),
             uncut: Cell::new(false),
-            moved: Cell::new(0),
             tokens: Cell::new(1),
         }))
     }

@@ -229,7 +229,7 @@ impl Op {
         match self.state.load(Ordering::Acquire) {
             RUNNING => None,
             DONE => Some(Ok(self.moved())),
-            _ => Some(Err(self.error.get().cloned().unwrap_or(Error::Cancelled))),
+            _ => Some(Err(self.failure().unwrap_or(Error::Cancelled))),
         }
     }
 

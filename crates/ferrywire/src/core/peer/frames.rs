@@ -15,6 +15,7 @@ use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
+use ferrywire_proto::outbox::Matched;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::wire::{self, Header, Kind, Refusal};
 
@@ -72,9 +73,9 @@ impl PeerState {
             }
             Kind::Match => {
                 match self.queue.matched(header.transfer, header.key) {
-                    Some(op) if op.total == 0 => self.let_go(&op),
-                    Some(op) => self.rouse_for(op.total),
-                    None => {
+                    Matched::Empty(Queued(op)) => self.let_go(&op),
+                    Matched::Queued(bytes) => self.rouse_for(bytes),
+                    Matched::Unknown => {
                         let mut refuse = Header::new(Kind::Refuse);
                         refuse.transfer = header.key;
                         refuse.key = Refusal::NoSink as u64;

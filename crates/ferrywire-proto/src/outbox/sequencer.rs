@@ -4,16 +4,16 @@
 //! has to hold meanwhile is bounded, and what it refused would be lost: so it is not sent before the missing one is there.
 //!
 //! Invariant: from the first number that the peer is not known to have, no more are sent than it holds.
-//! Read next: `inbound.rs`, which holds them.
+//! Read next: `inbox/`, which holds them.
 
-use crate::core::operation::Op;
-use ferrywire_proto::limits;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::sync::Arc;
+
+use crate::limits;
+use crate::operation::Operation;
 
 /// The numbers of one kind, from 0.
-#[derive(Default)]
-pub(super) struct Sequencer {
+#[derive(Debug)]
+pub(super) struct Sequencer<O> {
     /// The first that the peer is not known to have, and those behind it that it has.
     first: u64,
     had: BTreeSet<u64>,
@@ -23,25 +23,39 @@ pub(super) struct Sequencer {
     end: u64,
     next: u64,
     /// Too far ahead, each with the end of its bytes.
-    late: BTreeMap<u64, (u64, Arc<Op>)>,
+    late: BTreeMap<u64, (u64, O)>,
 }
 
-impl Sequencer {
+impl<O> Default for Sequencer<O> {
+    fn default() -> Sequencer<O> {
+        Sequencer {
+            first: 0,
+            had: BTreeSet::new(),
+            sizes: VecDeque::new(),
+            begin: 0,
+            end: 0,
+            next: 0,
+            late: BTreeMap::new(),
+        }
+    }
+}
+
+impl<O: Operation> Sequencer<O> {
     /// Gives an operation its number, if it may go out now.
-    pub fn number(&mut self, op: Arc<Op>) -> Option<(u64, Arc<Op>)> {
+    pub fn number(&mut self, op: O) -> Option<(u64, O)> {
         let number = self.next;
         self.next += 1;
-        self.sizes.push_back(op.message.len());
-        self.end += op.message.len() as u64;
+        self.sizes.push_back(op.message_bytes());
+        self.end += op.message_bytes() as u64;
         self.admit(number, self.end, op).map(|op| (number, op))
     }
 
     /// Gives an operation that has its number back, if it may go out now.
-    pub fn admit_numbered(&mut self, op: Arc<Op>) -> Option<Arc<Op>> {
-        self.admit(op.number, 0, op)
+    pub fn admit_numbered(&mut self, op: O) -> Option<O> {
+        self.admit(op.number(), 0, op)
     }
 
-    fn admit(&mut self, number: u64, end: u64, op: Arc<Op>) -> Option<Arc<Op>> {
+    fn admit(&mut self, number: u64, end: u64, op: O) -> Option<O> {
         if self.fits(number, end) {
             return Some(op);
         }
@@ -56,7 +70,7 @@ impl Sequencer {
     }
 
     /// The peer has this one: gives back those that may go out now.
-    pub fn had(&mut self, number: u64) -> Vec<(u64, Arc<Op>)> {
+    pub fn had(&mut self, number: u64) -> Vec<(u64, O)> {
         match number == self.first {
             true => self.pass(),
             false => drop((number > self.first).then(|| self.had.insert(number))),
@@ -81,7 +95,7 @@ impl Sequencer {
     }
 
     /// The peer is gone.
-    pub fn close(&mut self) -> impl Iterator<Item = Arc<Op>> + use<> {
+    pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         std::mem::take(&mut self.late).into_values().map(|(_, op)| op)
     }
 }
@@ -89,46 +103,41 @@ impl Sequencer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::operation::Verb;
-    use ferrywire_proto::transfer::{Piece, Pieces};
+    use crate::operation::Verb;
+    use crate::operation::testing::Model;
 
-    fn note(bytes: usize) -> Arc<Op> {
-        let mut op = Op::new(1, Verb::Notify, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0);
-        op.message = vec![0; bytes].into();
-        Arc::new(op)
+    fn note(bytes: usize) -> Model {
+        Model::new(1, Verb::Notify, 0, 0).with(|facts| facts.message = vec![0; bytes])
     }
 
     #[test]
     fn no_more_bytes_go_ahead_of_a_missing_one_than_a_peer_holds() {
-        let mut turns = Sequencer::default();
+        let mut sequencer = Sequencer::default();
         let fit = (limits::NOTIFICATION_BYTES_MAX / limits::NOTIFY_BYTES_MAX) as u64;
         for number in 0..fit + 10 {
-            assert_eq!(turns.number(note(limits::NOTIFY_BYTES_MAX)).is_some(), number < fit, "{number}");
+            let goes_out = sequencer.number(note(limits::NOTIFY_BYTES_MAX)).is_some();
+            assert_eq!(goes_out, number < fit, "{number}");
         }
         // Those behind the missing one make no room.
-        assert!((1..5).all(|number| turns.had(number).is_empty()));
-        let numbers = |admitted: Vec<(u64, Arc<Op>)>| -> Vec<u64> {
+        assert!((1..5).all(|number| sequencer.had(number).is_empty()));
+        let numbers = |admitted: Vec<(u64, Model)>| -> Vec<u64> {
             admitted.into_iter().map(|(number, _)| number).collect()
         };
-        assert_eq!(numbers(turns.had(0)), [0, 1, 2, 3, 4].map(|at| fit + at));
+        assert_eq!(numbers(sequencer.had(0)), [0, 1, 2, 3, 4].map(|at| fit + at));
         // One that is said to be there again changes nothing.
-        assert!(turns.had(0).is_empty() && turns.had(4).is_empty());
-        assert_eq!(numbers(turns.had(5)), [fit + 5]);
-        assert_eq!(turns.close().count(), 4);
+        assert!(sequencer.had(0).is_empty() && sequencer.had(4).is_empty());
+        assert_eq!(numbers(sequencer.had(5)), [fit + 5]);
+        assert_eq!(sequencer.close().count(), 4);
     }
 
     #[test]
     fn one_that_is_due_goes_out_however_many_are_behind_it() {
-        let mut turns = Sequencer::default();
-        let sent = |number| {
-            let mut op = Op::new(1, Verb::Send, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None, 0);
-            op.number = number;
-            Arc::new(op)
-        };
+        let mut sequencer = Sequencer::default();
+        let sent = |number| Model::new(1, Verb::Send, 0, 0).with(|facts| facts.number = number);
         let far = limits::EARLY_FRAMES_MAX as u64;
-        assert!(turns.admit_numbered(sent(far)).is_none());
-        assert!(turns.admit_numbered(sent(far - 1)).is_some());
-        assert!(turns.admit_numbered(sent(0)).is_some());
-        assert_eq!(turns.had(0).len(), 1);
+        assert!(sequencer.admit_numbered(sent(far)).is_none());
+        assert!(sequencer.admit_numbered(sent(far - 1)).is_some());
+        assert!(sequencer.admit_numbered(sent(0)).is_some());
+        assert_eq!(sequencer.had(0).len(), 1);
     }
 }

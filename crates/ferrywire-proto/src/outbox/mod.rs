@@ -1,0 +1,531 @@
+//! What a peer's channels have yet to send. All channels of a peer pull from one outbox.
+//!
+//! In this order: frames of lost channels, the engine's own frames (behind them notifications that were held back), and the
+//! two queue classes, small operations and bulk. Small operations do not wait behind bulk, nor starve it.
+//!
+//! Invariant: each frame pulled is in exactly one window, or back here, until the peer has acknowledged it; each handle that
+//! comes in leaves once, in a frame, among those dropped, or given back.
+//! Pure: no lock, no memory, no clock. Read next: `frame.rs`, what is pulled; `window.rs`, where it goes.
+
+mod epochs;
+mod frame;
+mod read_flow_control;
+mod sequencer;
+#[cfg(test)]
+mod tests;
+
+pub use frame::{Body, Frame, withdrawn};
+pub use read_flow_control::Read;
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::limits;
+use crate::operation::{Operation, Verb};
+use crate::schedule;
+use crate::transfer::{ChunkLimits, Cutter};
+use crate::wire::{Header, Kind, WITHDRAWN};
+use epochs::Epochs;
+use frame::{chunk_frame, eager_cost, message_frame, small_frame, whole};
+use read_flow_control::ReadFlowControl;
+use sequencer::Sequencer;
+
+/// An operation of at most this many bytes travels as one frame, ahead of bulk.
+pub const SMALL_BYTES_MAX: u64 = 64 << 10;
+/// Bytes of small operations after which a bulk chunk has its turn.
+const SMALL_RUN_BYTES: u64 = 512 << 10;
+
+const _: () = assert!(SMALL_BYTES_MAX <= limits::STAGING_SLOT_BYTES as u64);
+
+/// What a channel may take in one pull.
+#[derive(Clone, Copy, Debug)]
+pub struct Pull {
+    /// Bytes of frames.
+    pub bytes: u64,
+    /// Channels among which bulk is cut.
+    pub channels: usize,
+    /// The longest chunk.
+    pub chunk_bytes: usize,
+    /// The shortest and the longest, of payload that is staged.
+    pub staged_bytes: (usize, usize),
+    /// Bytes of small operations that may be taken.
+    pub small: u64,
+    /// Whether bulk may be taken: not by a channel that is too far ahead of the others.
+    pub bulk: bool,
+    /// Messages that the channel's lane has room for; `None` without a lane.
+    pub messages: Option<usize>,
+}
+
+#[derive(Debug)]
+struct Bulk<O> {
+    op: O,
+    /// The region or sink that it goes to.
+    key: u64,
+    cutter: Cutter,
+}
+
+impl<O: Operation> Bulk<O> {
+    fn bytes_left(&self) -> u64 {
+        self.op.bytes_to_cut() - self.cutter.position()
+    }
+
+    /// It leaves before it is cut to its end.
+    fn leave(self) -> O {
+        if self.cutter.position() == 0 {
+            self.op.set_uncut();
+        }
+        self.op
+    }
+}
+
+/// What the peer's answer to an announced send leads to.
+#[derive(Debug)]
+pub enum Matched<O> {
+    /// So many bytes of the send are queued.
+    Queued(u64),
+    /// The send has no bytes, and has ended.
+    Empty(O),
+    /// It is not announced, or was withdrawn.
+    Unknown,
+}
+
+/// The sending side of one peer.
+#[derive(Debug)]
+pub struct Outbox<O> {
+    resend: VecDeque<Frame<O>>,
+    own: VecDeque<Frame<O>>,
+    /// Notifications that were too far ahead: no frames of our own, which are counted, and in their turn before small ones.
+    admitted: VecDeque<(u64, O)>,
+    small: VecDeque<O>,
+    bulk: VecDeque<Bulk<O>>,
+    small_run: u64,
+    /// Bytes of bulk operations that are not cut yet.
+    bulk_bytes: u64,
+    epochs: Epochs<O>,
+    next_number: u64,
+    messages: Sequencer<O>,
+    notifications: Sequencer<O>,
+    credit: usize,
+    /// Sends that are announced and not matched.
+    announced: HashMap<u64, O>,
+    reads: ReadFlowControl<O>,
+    /// Bytes up to which an operation travels as one frame.
+    small_bytes_max: u64,
+    closed: bool,
+}
+
+impl<O> Outbox<O> {
+    /// An empty one, which sends operations of up to so many bytes as one frame.
+    pub fn new(small_bytes_max: u64) -> Outbox<O> {
+        Outbox {
+            resend: VecDeque::new(),
+            own: VecDeque::new(),
+            admitted: VecDeque::new(),
+            small: VecDeque::new(),
+            bulk: VecDeque::new(),
+            small_run: 0,
+            bulk_bytes: 0,
+            epochs: Epochs::default(),
+            next_number: 0,
+            messages: Sequencer::default(),
+            notifications: Sequencer::default(),
+            credit: limits::EAGER_CREDIT_BYTES,
+            announced: HashMap::new(),
+            reads: ReadFlowControl::default(),
+            small_bytes_max,
+            closed: false,
+        }
+    }
+
+    /// Items that wait to be pulled.
+    pub fn len(&self) -> usize {
+        self.resend.len() + self.own.len() + self.admitted.len() + self.small.len() + self.bulk.len()
+    }
+
+    /// Whether nothing waits to be pulled.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Small operations that wait to be pulled.
+    pub fn small_len(&self) -> usize {
+        self.small.len()
+    }
+
+    /// Bulk operations that wait to be pulled.
+    pub fn bulk_len(&self) -> usize {
+        self.bulk.len()
+    }
+
+    /// Bytes of bulk operations that are not cut yet.
+    pub fn bulk_bytes(&self) -> u64 {
+        self.bulk_bytes
+    }
+
+    /// Frames of our own that wait, such as answers to the peer.
+    pub fn answers_len(&self) -> usize {
+        self.own.len()
+    }
+
+    /// Whether requests of reads wait for others to be answered.
+    pub fn keeps_back(&self) -> bool {
+        self.reads.keeps_back()
+    }
+
+    /// Bytes of eager messages that the peer takes now.
+    pub fn eager_credit_bytes(&self) -> usize {
+        self.credit
+    }
+}
+
+impl<O: Operation> Outbox<O> {
+    /// Queues an operation.
+    ///
+    /// # Errors
+    /// The operation, when the peer is gone.
+    pub fn post(&mut self, op: O) -> Result<(), O> {
+        if self.closed {
+            return Err(op);
+        }
+        // What the peer reads is no matter of our notifications.
+        if !matches!(op.verb(), Verb::Notify | Verb::Serve) {
+            self.join(&op);
+        }
+        self.post_joined(op)
+    }
+
+    /// Queues an operation that joined its epoch before.
+    ///
+    /// # Errors
+    /// The operation, when the peer is gone.
+    pub fn post_joined(&mut self, op: O) -> Result<(), O> {
+        if self.closed {
+            return Err(op);
+        }
+        match op.verb() {
+            Verb::Notify => {
+                self.epochs.fence(op);
+                self.release_fences();
+            }
+            Verb::Send => self.small.push_back(op),
+            _ => self.enqueue(op),
+        }
+        Ok(())
+    }
+
+    /// Queues what follows the children of an operation, which are queued or done: its notification.
+    ///
+    /// # Errors
+    /// The operation, when the peer is gone.
+    pub fn post_behind_children(&mut self, parent: O) -> Result<(), O> {
+        if self.closed {
+            return Err(parent);
+        }
+        let key = parent.key();
+        self.push_bulk(parent, key);
+        Ok(())
+    }
+
+    /// Lets later notifications wait for an operation that is not queued itself.
+    pub fn join(&mut self, op: &O) {
+        op.set_epoch(self.epochs.join());
+    }
+
+    /// Numbers a send, which `make` makes, and lets later notifications wait for it. It is not queued by this. `None` when
+    /// the peer is gone, or `make` makes nothing.
+    pub fn number_send(&mut self, make: impl FnOnce(u64) -> Option<O>) -> Option<O> {
+        if self.closed {
+            return None;
+        }
+        let op = make(self.next_number)?;
+        self.next_number += 1;
+        self.join(&op);
+        Some(op)
+    }
+
+    /// Queues a frame of the engine's own.
+    ///
+    /// # Errors
+    /// The frame, when the peer is gone.
+    pub fn push_own(&mut self, frame: Frame<O>) -> Result<(), Frame<O>> {
+        if self.closed {
+            return Err(frame);
+        }
+        self.own.push_back(frame);
+        Ok(())
+    }
+
+    /// Queues a request of a read, or keeps it back while the peer has so many.
+    ///
+    /// # Errors
+    /// The request, when the peer is gone.
+    pub fn ask(&mut self, request: Frame<O>, read: Read) -> Result<(), Frame<O>> {
+        if self.closed {
+            return Err(request);
+        }
+        self.reads.keep(request, read);
+        self.ask_on();
+        Ok(())
+    }
+
+    /// So many bytes of a read are here: the next requests may go out.
+    pub fn answered(&mut self, read: Read, moved: u64) {
+        self.reads.answered(read, moved);
+        self.ask_on();
+    }
+
+    /// A read asks for nothing more: gives back what it has not asked for, and others have its room.
+    pub fn forget_requests(&mut self, read: Read) -> Vec<Frame<O>> {
+        let kept = self.reads.forget(read);
+        self.ask_on();
+        kept
+    }
+
+    /// Takes back what a lost channel did not deliver, oldest first, ahead of everything else. Not once it is closed: what
+    /// comes then is given back by nothing.
+    pub fn resend(&mut self, frames: impl DoubleEndedIterator<Item = Frame<O>>) {
+        debug_assert!(!self.closed, "nothing is sent again to a peer that is gone");
+        frames.rev().for_each(|frame| self.resend.push_front(frame));
+    }
+
+    /// Whether the peer is gone.
+    pub fn is_closed(&self) -> bool {
+        self.closed
+    }
+
+    /// An operation of this epoch has ended: releases the notifications that waited for it alone.
+    pub fn leave_epoch(&mut self, epoch: u64) {
+        self.epochs.leave(epoch);
+        self.release_fences();
+    }
+
+    /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
+    pub fn had(&mut self, header: &Header) -> bool {
+        if !is_numbered(header) {
+            return false;
+        }
+        let message = header.kind != Kind::Notify;
+        let admitted = match message {
+            true => self.messages.had(header.offset),
+            false => self.notifications.had(header.transfer),
+        };
+        let any = !admitted.is_empty();
+        for (number, op) in admitted {
+            match message {
+                true => self.small.push_back(op),
+                false => self.admitted.push_back((number, op)),
+            }
+        }
+        any
+    }
+
+    /// The peer has consumed eager messages, or a frame was given up that had taken credit.
+    pub fn return_credit(&mut self, bytes: u64) {
+        self.credit = limits::EAGER_CREDIT_BYTES.min(self.credit.saturating_add(bytes as usize));
+    }
+
+    /// The peer has matched an announced send: its data go to this sink, if it has any.
+    pub fn matched(&mut self, transfer: u64, sink: u64) -> Matched<O> {
+        let Some(op) = self.announced.remove(&transfer) else { return Matched::Unknown };
+        op.set_sink(sink);
+        let bytes = op.total();
+        if bytes == 0 {
+            return Matched::Empty(op);
+        }
+        self.push_bulk(op, sink);
+        Matched::Queued(bytes)
+    }
+
+    /// Takes an announced send out that is cancelled before a receive has met it, and tells the peer, which holds it.
+    pub fn take_back(&mut self, transfer: u64) -> Option<O> {
+        let op = self.announced.remove(&transfer)?;
+        let mut header = Header::new(Kind::Announce);
+        (header.transfer, header.key, header.offset, header.total) =
+            (op.id(), op.key(), op.number(), WITHDRAWN);
+        self.own.push_back(Frame::bare(header));
+        Some(op)
+    }
+
+    /// Takes an announced send out, because it is refused.
+    pub fn withdraw(&mut self, transfer: u64) -> Option<O> {
+        self.announced.remove(&transfer)
+    }
+
+    /// Takes out what is not cut yet of an operation with this verb.
+    pub fn take_out(&mut self, verb: Verb, is_it: impl Fn(&O) -> bool) -> Option<O> {
+        if let Some(at) = self.bulk.iter().position(|bulk| is_it(&bulk.op)) {
+            let bulk = self.bulk.remove(at)?;
+            self.bulk_bytes -= bulk.bytes_left();
+            return Some(bulk.leave());
+        }
+        // A send keeps its turn, and is withdrawn in it; so does what waits as a notification.
+        if verb != Verb::Write && verb != Verb::Serve {
+            return None;
+        }
+        let at = self.small.iter().position(is_it)?;
+        self.small.remove(at)
+    }
+
+    /// Closes the outbox for good and gives all operations back.
+    pub fn close(&mut self) -> Vec<O> {
+        self.closed = true;
+        self.bulk_bytes = 0;
+        let mut ops: Vec<O> = self.small.drain(..).collect();
+        ops.extend(self.bulk.drain(..).map(|bulk| bulk.op));
+        ops.extend(self.announced.drain().map(|(_, op)| op));
+        ops.extend(self.epochs.close());
+        ops.extend(self.resend.drain(..).filter_map(|frame| frame.op));
+        ops.extend(self.own.drain(..).filter_map(|frame| frame.op));
+        ops.extend(self.admitted.drain(..).map(|(_, op)| op));
+        ops.extend(self.messages.close().chain(self.notifications.close()));
+        ops.extend(self.reads.close().filter_map(|frame| frame.op));
+        ops
+    }
+
+    /// The next frame; with `gpu`, also one whose payload is in memory of a GPU. Operations that ended without needing a
+    /// frame are added to `dropped`.
+    pub fn next(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
+        if let Some(mut frame) = self.resend.pop_front_if(|frame| gpu || !frame.is_staged()) {
+            let credit = frame.withdraw_if_forbidden();
+            self.return_credit(credit);
+            return Some(frame);
+        }
+        if let Some(frame) = self.own.pop_front() {
+            return Some(frame);
+        }
+        if let Some((number, op)) = self.admitted.pop_front() {
+            return Some(message_frame(op, number, 0));
+        }
+        let bulk_waits = pull.bulk && !self.bulk.is_empty();
+        if pull.small > 0
+            && (self.small_run < SMALL_RUN_BYTES || !bulk_waits)
+            && let Some(frame) = self.next_small(pull, gpu, dropped)
+        {
+            self.small_run += frame.bytes() as u64;
+            return Some(frame);
+        }
+        self.small_run = 0;
+        if bulk_waits { self.next_bulk(pull, gpu, dropped) } else { None }
+    }
+
+    fn next_small(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
+        while let Some(op) = self.small.pop_front_if(|op| gpu || !op.on_gpu()) {
+            if op.is_unsendable() && op.verb() != Verb::Send {
+                dropped.push(op);
+                continue;
+            }
+            let frame = match op.verb() {
+                Verb::Send => {
+                    let op = self.messages.admit_numbered(op);
+                    op.map(|op| self.send_frame(op, pull.messages.is_some(), dropped))
+                }
+                Verb::Notify => {
+                    let numbered = self.notifications.number(op);
+                    numbered.map(|(number, op)| message_frame(op, number, 0))
+                }
+                _ => Some(small_frame(op)),
+            };
+            if frame.is_some() {
+                return frame;
+            }
+        }
+        None
+    }
+
+    /// A send goes out whole if it is small and credit allows; else it is announced and waits.
+    fn send_frame(&mut self, op: O, lane: bool, dropped: &mut Vec<O>) -> Frame<O> {
+        let mut header = Header::new(Kind::Announce);
+        header.transfer = op.id();
+        header.key = op.key();
+        header.offset = op.number();
+        header.total = op.total();
+        if op.is_unsendable() {
+            header.total = WITHDRAWN;
+            dropped.push(op);
+            return Frame::bare(header);
+        }
+        let cost = eager_cost(op.total());
+        if op.total() > limits::EAGER_BYTES_MAX as u64
+            // What a lane could reach itself is not staged.
+            || (lane && op.on_gpu() && op.total() > 0)
+            || cost > self.credit
+            || op.pieces().len() > limits::SEGMENTS_PER_CHUNK_MAX
+        {
+            self.announced.insert(op.id(), op);
+            return Frame::bare(header);
+        }
+        self.credit -= cost;
+        header.kind = Kind::Send;
+        header.len = op.total() as u32;
+        Frame { header, placements: Box::default(), body: Body::Chunk(whole(&op)), op: Some(op) }
+    }
+
+    fn next_bulk(&mut self, pull: Pull, gpu: bool, dropped: &mut Vec<O>) -> Option<Frame<O>> {
+        loop {
+            let bulk = self.bulk.front_mut().filter(|bulk| gpu || !bulk.op.on_gpu())?;
+            let (min, max) = match bulk.op.on_gpu() && pull.messages.is_none() {
+                true => (pull.staged_bytes.0, pull.chunk_bytes.min(pull.staged_bytes.1)),
+                false => (limits::CHUNK_BYTES_MIN, pull.chunk_bytes),
+            };
+            let bytes = schedule::chunk_bytes(self.bulk_bytes, pull.channels, min, max);
+            let limits = ChunkLimits { bytes, segments: limits::SEGMENTS_PER_CHUNK_MAX };
+            let chunk = match bulk.op.is_unsendable() {
+                true => None,
+                false => bulk.cutter.next(bulk.op.pieces(), limits),
+            };
+            let Some(chunk) = chunk else {
+                let bulk = self.bulk.pop_front()?;
+                self.bulk_bytes -= bulk.bytes_left();
+                let op = bulk.leave();
+                if op.is_failing() {
+                    dropped.push(op);
+                    continue;
+                }
+                let (id, total) = (op.id(), op.total());
+                return Some(message_frame(op, id, total));
+            };
+            self.bulk_bytes -= u64::from(chunk.bytes);
+            let (key, last) = (bulk.key, bulk.cutter.position() == bulk.op.total());
+            // Its own token goes with the last frame of it, be that a chunk or its notification.
+            if last && bulk.op.message_bytes() == 0 {
+                return self.bulk.pop_front().map(|bulk| chunk_frame(bulk.op, chunk, key));
+            }
+            return Some(chunk_frame(bulk.op.retain(), chunk, key));
+        }
+    }
+
+    /// Requests of reads that need not be kept back any longer go out.
+    fn ask_on(&mut self) {
+        while let Some(frame) = self.reads.next() {
+            self.own.push_back(frame);
+        }
+    }
+
+    fn enqueue(&mut self, op: O) {
+        if op.total() <= self.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
+            self.small.push_back(op);
+        } else {
+            let key = op.key();
+            self.push_bulk(op, key);
+        }
+    }
+
+    fn push_bulk(&mut self, op: O, key: u64) {
+        self.bulk_bytes += op.bytes_to_cut();
+        self.bulk.push_back(Bulk { op, key, cutter: Cutter::default() });
+    }
+
+    fn release_fences(&mut self) {
+        while let Some(op) = self.epochs.next() {
+            self.small.push_back(op);
+        }
+    }
+}
+
+/// Whether a frame has a number that others wait for.
+pub fn is_numbered(header: &Header) -> bool {
+    match header.kind {
+        Kind::Send | Kind::Announce => true,
+        Kind::Notify => header.total == 0,
+        _ => false,
+    }
+}

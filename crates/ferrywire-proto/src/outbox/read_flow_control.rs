@@ -1,0 +1,195 @@
+//! Requests of reads: so many are with the peer at once, and the rest is kept back.
+//!
+//! A request counts from when it may be sent until its bytes are here, or its read has ended. A peer answers the requests
+//! of one read in their order, so that the bytes that are here are taken for the answers to the first of them.
+//!
+//! Short reads go before long ones, and neither kind takes all the room: a short one does not wait behind many long ones, as
+//! nothing short waits behind bulk.
+//!
+//! Invariant: what is counted, or kept, is of a read under way: it leaves with its read, however that ends.
+//! Read next: the engine's `peer/read_requests.rs`, which makes requests.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{Frame, SMALL_BYTES_MAX};
+use crate::limits;
+use crate::wire;
+
+/// Requests of one kind, short or long, that are with the peer at once.
+const OF_A_KIND_MAX: usize = limits::READS_ASKED_MAX / 4 * 3;
+
+/// A read as its requests know it.
+#[derive(Clone, Copy, Debug)]
+pub struct Read {
+    /// The operation's id.
+    pub id: u64,
+    /// Bytes of the whole read.
+    pub total: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct ReadFlowControl<O> {
+    short: Requests<O>,
+    long: Requests<O>,
+}
+
+#[derive(Debug)]
+struct Requests<O> {
+    /// By read and place in it: what was posted first goes first.
+    kept: BTreeMap<(u64, u64), Frame<O>>,
+    /// The read of each request that counts, and where its bytes end there.
+    asked: BTreeSet<(u64, u64)>,
+}
+
+impl<O> Default for ReadFlowControl<O> {
+    fn default() -> ReadFlowControl<O> {
+        let none = || Requests { kept: BTreeMap::new(), asked: BTreeSet::new() };
+        ReadFlowControl { short: none(), long: none() }
+    }
+}
+
+impl<O> ReadFlowControl<O> {
+    fn of(&mut self, read: Read) -> &mut Requests<O> {
+        if read.total <= SMALL_BYTES_MAX { &mut self.short } else { &mut self.long }
+    }
+
+    pub fn keep(&mut self, frame: Frame<O>, read: Read) {
+        self.of(read).kept.insert((frame.header.transfer, frame.header.offset), frame);
+    }
+
+    pub fn keeps_back(&self) -> bool {
+        !self.short.kept.is_empty() || !self.long.kept.is_empty()
+    }
+
+    /// The next request that may be sent; from here on it counts.
+    pub fn next(&mut self) -> Option<Frame<O>> {
+        if self.short.asked.len() + self.long.asked.len() >= limits::READS_ASKED_MAX {
+            return None;
+        }
+        self.short.next().or_else(|| self.long.next())
+    }
+
+    /// What so many bytes of a read answer, which are here, counts no longer.
+    pub fn answered(&mut self, read: Read, moved: u64) {
+        self.of(read).uncount(read.id, moved);
+    }
+
+    /// A read has ended, or asks for no more: gives back what it has not sent.
+    pub fn forget(&mut self, read: Read) -> Vec<Frame<O>> {
+        self.of(read).forget(read.id)
+    }
+
+    /// The peer is gone.
+    pub fn close(&mut self) -> impl Iterator<Item = Frame<O>> + use<O> {
+        let ReadFlowControl { short, long } = std::mem::take(self);
+        short.kept.into_values().chain(long.kept.into_values())
+    }
+
+    /// Requests that count.
+    #[cfg(test)]
+    pub fn asked(&self) -> (usize, usize) {
+        (self.short.asked.len(), self.long.asked.len())
+    }
+}
+
+impl<O> Requests<O> {
+    fn next(&mut self) -> Option<Frame<O>> {
+        if self.asked.len() >= OF_A_KIND_MAX {
+            return None;
+        }
+        let ((read, start), frame) = self.kept.pop_first()?;
+        let bytes: u64 = wire::placements(&frame.placements).map(|range| u64::from(range.len)).sum();
+        self.asked.insert((read, start + bytes));
+        Some(frame)
+    }
+
+    fn forget(&mut self, read: u64) -> Vec<Frame<O>> {
+        self.uncount(read, u64::MAX);
+        let mut kept = Vec::new();
+        while let Some(place) = self.kept.range((read, 0)..=(read, u64::MAX)).next().map(|(place, _)| *place)
+        {
+            kept.extend(self.kept.remove(&place));
+        }
+        kept
+    }
+
+    fn uncount(&mut self, read: u64, end: u64) {
+        while let Some(request) = self.asked.range((read, 0)..=(read, end)).next().copied() {
+            self.asked.remove(&request);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{Header, Kind, Placement};
+
+    /// Of a long read the requests are of ten thousand bytes each.
+    fn read(id: u64, requests: u64) -> Read {
+        Read { id, total: if requests == 1 { 10 } else { LONG * requests } }
+    }
+
+    const LONG: u64 = 10_000;
+
+    fn keep(control: &mut ReadFlowControl<()>, read: Read, requests: u64) {
+        let len = read.total / requests;
+        for request in 0..requests {
+            let header = Header { transfer: read.id, offset: len * request, ..Header::new(Kind::Read) };
+            let mut placements = Vec::new();
+            Placement { offset: 0, len: len as u32 }.encode_into(&mut placements);
+            control.keep(Frame { placements: placements.into(), ..Frame::bare(header) }, read);
+        }
+    }
+
+    fn sent(control: &mut ReadFlowControl<()>) -> usize {
+        std::iter::from_fn(|| control.next()).count()
+    }
+
+    /// One read of so many would wait for its own end.
+    #[test]
+    fn a_read_of_more_requests_than_are_asked_at_once_goes_on_as_they_are_answered() {
+        let (mut control, many) = (ReadFlowControl::default(), 3 * OF_A_KIND_MAX as u64);
+        let read = read(1, many);
+        keep(&mut control, read, many);
+        assert_eq!(sent(&mut control), OF_A_KIND_MAX);
+        let mut moved = 0;
+        for (bytes, requests) in
+            [(5 * LONG / 2, 2), (LONG / 2, 1), (LONG * OF_A_KIND_MAX as u64, OF_A_KIND_MAX)]
+        {
+            moved += bytes;
+            control.answered(read, moved);
+            assert_eq!(sent(&mut control), requests);
+        }
+    }
+
+    #[test]
+    fn a_read_that_ends_makes_room_for_all_that_it_had_asked_for() {
+        let (mut control, many) = (ReadFlowControl::default(), OF_A_KIND_MAX as u64 + 5);
+        let [first, second] = [1, 2].map(|id| read(id, many));
+        keep(&mut control, first, many);
+        keep(&mut control, second, many);
+        assert_eq!(sent(&mut control), OF_A_KIND_MAX);
+        assert_eq!(control.forget(first).len(), 5);
+        assert_eq!(sent(&mut control), OF_A_KIND_MAX);
+        assert_eq!(control.forget(first).len(), 0);
+        assert_eq!(sent(&mut control), 0);
+        assert_eq!(control.forget(second).len(), 5);
+        assert!(!control.keeps_back() && control.asked() == (0, 0));
+    }
+
+    #[test]
+    fn a_short_read_waits_behind_no_long_ones_and_leaves_room_for_them() {
+        let (mut control, many) = (ReadFlowControl::default(), 2 * limits::READS_ASKED_MAX as u64);
+        keep(&mut control, read(0, many), many);
+        assert_eq!(sent(&mut control), OF_A_KIND_MAX);
+        keep(&mut control, read(1, 1), 1);
+        assert_eq!(control.next().map(|frame| frame.header.transfer), Some(1));
+        (2..=many).for_each(|id| keep(&mut control, read(id, 1), 1));
+        assert_eq!(sent(&mut control), limits::READS_ASKED_MAX - OF_A_KIND_MAX - 1);
+        // As the long ones end, short ones take their room, but for what is left to them.
+        control.answered(read(0, many), many * LONG);
+        assert_eq!(sent(&mut control), limits::READS_ASKED_MAX - (limits::READS_ASKED_MAX - OF_A_KIND_MAX));
+        assert_eq!(control.asked(), (OF_A_KIND_MAX, limits::READS_ASKED_MAX - OF_A_KIND_MAX));
+    }
+}

@@ -1,0 +1,157 @@
+//! The order in which frames leave, and the handles that they take along.
+
+use super::*;
+use crate::operation::testing::Model;
+use crate::transfer::{Piece, Pieces};
+
+fn pull() -> Pull {
+    Pull {
+        bytes: u64::MAX,
+        channels: 1,
+        chunk_bytes: limits::CHUNK_BYTES_MIN,
+        staged_bytes: (limits::STAGING_CHUNK_BYTES_MIN, limits::STAGING_SLOT_BYTES),
+        small: u64::MAX,
+        bulk: true,
+        messages: None,
+    }
+}
+
+fn outbox() -> Outbox<Model> {
+    Outbox::new(SMALL_BYTES_MAX)
+}
+
+/// All frames there are; nothing is dropped.
+fn frames(outbox: &mut Outbox<Model>) -> Vec<Frame<Model>> {
+    let mut dropped = Vec::new();
+    let frames = std::iter::from_fn(|| outbox.next(pull(), true, &mut dropped)).collect();
+    assert!(dropped.is_empty());
+    frames
+}
+
+fn kinds(frames: &[Frame<Model>]) -> Vec<(Kind, u64, u64)> {
+    frames.iter().map(|frame| (frame.header.kind, frame.header.transfer, frame.header.total)).collect()
+}
+
+fn notify(id: u64) -> Model {
+    Model::new(id, Verb::Notify, 0, 0).with(|facts| facts.message = vec![1])
+}
+
+fn write(id: u64, bytes: u64) -> Model {
+    Model::new(id, Verb::Write, 9, bytes)
+}
+
+fn epoch(op: &Model) -> u64 {
+    op.0.epoch.get().expect("it has joined one")
+}
+
+/// While many were released an answer to the peer was dropped, as if those were answers that it does not read.
+#[test]
+fn notifications_that_go_out_late_are_no_answers() {
+    let mut outbox = outbox();
+    let sent = (0..=limits::EARLY_FRAMES_MAX).filter_map(|id| outbox.notifications.number(notify(id as u64)));
+    assert_eq!(sent.count(), limits::EARLY_FRAMES_MAX);
+    assert!(outbox.had(&Header::new(Kind::Notify)));
+    assert_eq!((outbox.len(), outbox.answers_len()), (1, 0));
+    assert_eq!(outbox.len() - outbox.bulk_len(), 1);
+    assert_eq!(outbox.close().len(), 1);
+}
+
+/// D6: it says that everything before it is there.
+#[test]
+fn a_standalone_notification_waits_for_all_that_was_posted_before_it_and_for_nothing_else() {
+    let mut outbox = outbox();
+    let [first, second, third] = [1, 2, 3].map(|id| write(id, 10));
+    let copies = [first.retain(), second.retain(), third.retain()];
+    outbox.post(first).unwrap();
+    outbox.post(second).unwrap();
+    outbox.post(notify(10)).unwrap();
+    outbox.post(third).unwrap();
+    outbox.post(notify(11)).unwrap();
+    outbox.post(notify(12)).unwrap();
+    assert_eq!(kinds(&frames(&mut outbox)), [(Kind::Data, 1, 10), (Kind::Data, 2, 10), (Kind::Data, 3, 10)]);
+    // Behind the last write of all, but the first two are not there yet.
+    outbox.leave_epoch(epoch(&copies[2]));
+    outbox.leave_epoch(epoch(&copies[1]));
+    assert!(frames(&mut outbox).is_empty());
+    outbox.leave_epoch(epoch(&copies[0]));
+    let ids: Vec<_> = frames(&mut outbox).iter().map(|frame| frame.op.as_ref().unwrap().id()).collect();
+    assert_eq!(ids, [10, 11, 12]);
+    // With nothing before it, at once; a serve is none of ours.
+    outbox.post(Model::new(4, Verb::Serve, 5, 10)).unwrap();
+    outbox.post(notify(13)).unwrap();
+    assert_eq!(kinds(&frames(&mut outbox)), [(Kind::Data, 4, 10), (Kind::Notify, 3, 0)]);
+}
+
+#[test]
+fn what_a_lost_channel_did_not_deliver_goes_first_and_in_its_order() {
+    let mut outbox = outbox();
+    for id in 1..=4 {
+        outbox.post(write(id, 10)).unwrap();
+    }
+    let mut sent = frames(&mut outbox);
+    let later = sent.split_off(2);
+    outbox.post(write(5, 10)).unwrap();
+    outbox.push_own(Frame::bare(Header::new(Kind::Credit))).unwrap();
+    outbox.resend(later.into_iter());
+    outbox.resend(sent.into_iter());
+    let order: Vec<_> = frames(&mut outbox).iter().map(|frame| frame.header.transfer).collect();
+    assert_eq!(order, [1, 2, 3, 4, 0, 5]);
+}
+
+/// Newer bytes may be at its target by now.
+#[test]
+fn of_a_cancelled_write_nothing_is_sent_again_and_a_failed_message_keeps_its_turn() {
+    let mut outbox = outbox();
+    let op = write(1, 10);
+    let cancelled = op.retain();
+    outbox.post(op).unwrap();
+    let send =
+        outbox.number_send(|number| Some(Model::new(2, Verb::Send, 7, 10).with(|f| f.number = number)));
+    let send = send.unwrap();
+    let failed = send.retain();
+    outbox.post_joined(send).unwrap();
+    let credit = outbox.eager_credit_bytes();
+    let sent = frames(&mut outbox);
+    assert_eq!(kinds(&sent), [(Kind::Data, 1, 10), (Kind::Send, 2, 10)]);
+    assert!(outbox.eager_credit_bytes() < credit);
+    cancelled.0.cancelled.set(true);
+    failed.0.fail("its memory is gone");
+    outbox.resend(sent.into_iter());
+    let again = frames(&mut outbox);
+    assert_eq!(kinds(&again), [(Kind::Credit, 0, 0), (Kind::Announce, 2, WITHDRAWN)]);
+    assert_eq!(outbox.eager_credit_bytes(), credit);
+    assert!(again.iter().all(|frame| frame.header.len == 0 && matches!(frame.body, Body::None)));
+    assert!(cancelled.0.has_failed());
+}
+
+/// Each chunk has a token of its own, and the last one the operation's.
+#[test]
+fn every_handle_that_comes_in_leaves_once() {
+    let mut outbox = outbox();
+    let bytes = 5 * limits::CHUNK_BYTES_MIN as u64;
+    let pieces = Pieces::One(Piece { local: 0, remote: 0, len: bytes });
+    let op = Model::over(1, Verb::Write, 9, pieces).with(|facts| facts.message = vec![1]);
+    let facts = op.0.clone();
+    outbox.post(op).unwrap();
+    assert_eq!((facts.tokens.get(), outbox.bulk_bytes()), (1, bytes));
+    let sent = frames(&mut outbox);
+    assert_eq!((sent.len(), outbox.bulk_bytes()), (6, 0));
+    assert_eq!(kinds(&sent)[5], (Kind::Notify, 1, bytes));
+    assert_eq!(facts.tokens.get(), 6);
+    drop(sent);
+    assert_eq!(facts.tokens.get(), 0);
+    // One that is taken out, and one that the closed outbox gives back.
+    let [first, second] = [2, 3].map(|id| write(id, bytes));
+    let copies = [first.retain(), second.retain()];
+    outbox.post(first).unwrap();
+    outbox.post(second).unwrap();
+    let mut dropped = Vec::new();
+    drop(outbox.next(pull(), true, &mut dropped));
+    let taken = outbox.take_out(Verb::Write, |op| op.id() == 3).unwrap();
+    assert!(taken.0.uncut.get() && outbox.bulk_bytes() == bytes - limits::CHUNK_BYTES_MIN as u64);
+    drop(taken);
+    assert_eq!(outbox.close().iter().map(Operation::id).collect::<Vec<_>>(), [2]);
+    assert!(!copies[0].0.uncut.get() && dropped.is_empty());
+    assert_eq!(copies.map(|op| op.0.tokens.get()), [1, 1]);
+    assert!(outbox.post(write(4, 1)).is_err());
+}
