@@ -25,7 +25,7 @@ pub struct Transfer {
 
 impl fmt::Debug for Transfer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Transfer({} {} of {} bytes)", self.op.verb, self.op.moved(), self.op.total)
+        write!(f, "Transfer({} {} of {} bytes)", self.op.verb(), self.op.moved(), self.op.total)
     }
 }
 
@@ -63,7 +63,7 @@ impl Transfer {
     pub fn wait_for(&self, total: Duration, stall: Duration) -> Result<u64> {
         // Without a limit on the whole nobody asks for the time.
         let until = (total < Duration::MAX).then(|| self.peer().now().saturating_add(total));
-        let mut stirred = self.op.stirred();
+        let mut stirred = self.op.activity();
         loop {
             if let Some(outcome) = self.outcome() {
                 return outcome;
@@ -81,7 +81,7 @@ impl Transfer {
                 |handle| self.op.forget_waiter(handle),
                 || self.outcome().is_some(),
             );
-            let now = self.op.stirred();
+            let now = self.op.activity();
             if !ended && now == stirred && stall <= left {
                 return Err(Error::Deadline {
                     what: self.describe(),
@@ -130,7 +130,7 @@ impl Transfer {
         let ended = || transfers.clone().position(|transfer| transfer.op.ended());
         let lost = || first.outcome().is_some().then_some(0);
         let stirred =
-            || transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.stirred()));
+            || transfers.clone().fold(0, |sum: u64, transfer| sum.wrapping_add(transfer.op.activity()));
         let until = (total < Duration::MAX).then(|| first.peer().now().saturating_add(total));
         let mut before = stirred();
         loop {
@@ -230,7 +230,7 @@ impl Transfer {
     /// Changes as long as anything of it moves, of a piece too that is not whole yet: for whoever waits in slices, with a
     /// limit of its own on standing still.
     pub fn activity(&self) -> u64 {
-        self.op.stirred()
+        self.op.activity()
     }
 
     /// Ends the operation early, if it is not too late: it still has to be waited for, and the wait
@@ -252,7 +252,7 @@ impl Transfer {
     fn describe(&self) -> String {
         format!(
             "{} with {}: {} of {} bytes moved; {}",
-            self.op.verb,
+            self.op.verb(),
             self.peer().name(),
             self.op.moved(),
             self.op.total,

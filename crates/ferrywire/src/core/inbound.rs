@@ -7,8 +7,7 @@
 //! Invariant: an operation that waits for data is in the inbox or has a sink, under every lock that others can take.
 //! Read next: `ferrywire-proto`'s `inbox/`; `peer/`, which calls this for each frame.
 
-use crate::core::operation::Op;
-use crate::core::queued::Queued;
+use crate::core::operation::{Hold, Op};
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::Error;
 use ferrywire_memory::Memory;
@@ -21,14 +20,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 #[cfg(test)]
 mod tests;
 
-/// A receive or read that waits for its data.
+/// A receive or read that waits for its data. While one lives, in the table or under a frame, the operation does not end.
 pub(crate) struct Sink {
-    pub op: Arc<Op>,
+    pub op: Hold,
     target: Reassembly,
 }
 
 impl Sink {
-    fn new(op: Arc<Op>, bytes: u64) -> Sink {
+    fn new(op: Hold, bytes: u64) -> Sink {
         let target =
             Reassembly::new(op.pieces.as_slice().iter().map(|piece| (piece.local, piece.len)), bytes);
         Sink { op, target }
@@ -60,32 +59,29 @@ impl Sink {
 }
 
 /// What has to be done because of something that arrived; no sink has to be opened any more.
-pub(crate) type Reply = ferrywire_proto::inbox::Reply<Queued>;
+pub(crate) type Reply = ferrywire_proto::inbox::Reply<Hold>;
 
 /// The receiving side of one peer.
 #[derive(Default)]
 pub(crate) struct Inbound {
-    inbox: Mutex<Inbox<Queued>>,
+    inbox: Mutex<Inbox<Hold>>,
     sinks: RwLock<HashMap<u64, Arc<Sink>>>,
     arrivals: WaitList,
 }
 
 impl Inbound {
-    fn lock(&self) -> MutexGuard<'_, Inbox<Queued>> {
+    fn lock(&self) -> MutexGuard<'_, Inbox<Hold>> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The sink with this key, with a token of its operation.
-    pub fn hold_sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
+    /// The sink with this key.
+    pub fn sink(&self, key: u64) -> Result<Arc<Sink>, Refusal> {
         let sinks = self.sinks.read().unwrap_or_else(PoisonError::into_inner);
-        let sink = sinks.get(&key).ok_or(Refusal::NoSink)?;
-        // Under the lock: whoever takes the sink away may give back the operation's last token then.
-        sink.op.hold();
-        Ok(sink.clone())
+        sinks.get(&key).cloned().ok_or(Refusal::NoSink)
     }
 
     /// Makes a sink for an operation of ours; its key is the operation's id.
-    pub fn open_sink(&self, op: Arc<Op>, bytes: u64) {
+    pub fn open_sink(&self, op: Hold, bytes: u64) {
         let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
         sinks.insert(op.id, Arc::new(Sink::new(op, bytes)));
     }
@@ -94,8 +90,8 @@ impl Inbound {
         self.sinks.write().unwrap_or_else(PoisonError::into_inner).remove(&key)
     }
 
-    /// Closes a sink: nothing new is placed into it, and frames of it that are not counted yet are refused. Gives it to
-    /// the caller, who returns the operation's token. `None` for one whose data is all counted: `filled` ends that one.
+    /// Closes a sink: nothing new is placed into it, and frames of it that are not counted yet are refused. `None`
+    /// for one whose data is all counted: [`Inbound::filled`] takes that one out.
     pub fn close_sink(&self, key: u64) -> Option<Arc<Sink>> {
         let mut sinks = self.sinks.write().unwrap_or_else(PoisonError::into_inner);
         if !sinks.get(&key)?.target.close() {
@@ -104,13 +100,13 @@ impl Inbound {
         sinks.remove(&key)
     }
 
-    /// Bytes were placed into a sink; returns its operation when that completed it.
-    pub fn filled(&self, sink: &Sink, bytes: u64) -> Result<Option<Arc<Op>>, Refusal> {
-        if !sink.fill(bytes)? {
-            return Ok(None);
+    /// Bytes were placed into a sink; true when that was all of its data.
+    pub fn filled(&self, sink: &Sink, bytes: u64) -> Result<bool, Refusal> {
+        let is_full = sink.fill(bytes)?;
+        if is_full {
+            drop(self.remove_sink(sink.op.id));
         }
-        self.remove_sink(sink.op.id);
-        Ok(sink.op.let_go().then(|| sink.op.clone()))
+        Ok(is_full)
     }
 
     /// Bytes of a transfer with a notification were placed.
@@ -164,9 +160,9 @@ impl Inbound {
     }
 
     /// Posts a receive.
-    pub fn post(&self, op: Arc<Op>) -> Vec<Reply> {
+    pub fn post(&self, op: Hold) -> Vec<Reply> {
         let mut inbox = self.lock();
-        let replies = inbox.post(Queued(op));
+        let replies = inbox.post(op);
         self.open_sinks(replies)
     }
 
@@ -178,31 +174,33 @@ impl Inbound {
     }
 
     /// Posts a receive whose message was taken back, ahead of those that were posted after it.
-    pub fn post_again(&self, op: Arc<Op>) -> Vec<Reply> {
+    pub fn post_again(&self, op: Hold) -> Vec<Reply> {
         let mut inbox = self.lock();
-        let replies = inbox.post_again(Queued(op));
+        let replies = inbox.post_again(op);
         self.open_sinks(replies)
     }
 
     /// Takes a posted receive out that has met no message yet.
-    pub fn unpost(&self, op: &Arc<Op>) -> bool {
-        self.lock().unpost(op.key, |posted| Arc::ptr_eq(&posted.0, op)).is_some()
+    pub fn unpost(&self, op: &Arc<Op>) -> Option<Hold> {
+        self.lock().unpost(op.key(), |posted| Arc::ptr_eq(posted, op))
     }
 
     /// Opens the sinks of receives that have met their messages, with the inbox locked: else a receive would be nowhere for
     /// a moment, and whoever cancels it or closes the peer would not find it.
-    fn open_sinks(&self, mut replies: Vec<Reply>) -> Vec<Reply> {
-        replies.retain_mut(|reply| {
-            let Reply::Open { op, bytes } = reply else { return true };
-            self.open_sink(op.0.clone(), *bytes);
-            false
-        });
-        replies
+    fn open_sinks(&self, replies: Vec<Reply>) -> Vec<Reply> {
+        let open = |reply| match reply {
+            Reply::Open { op, bytes } => {
+                self.open_sink(op, bytes);
+                None
+            }
+            other => Some(other),
+        };
+        replies.into_iter().filter_map(open).collect()
     }
 
-    /// The peer is gone: ends everything that waits for it. Returns the operations that ended.
-    pub fn close(&self, why: &Error) -> Vec<Arc<Op>> {
-        let mut ops: Vec<Arc<Op>> = self.lock().close().into_iter().map(|op| op.0).collect();
+    /// The peer is gone: gives back everything that waits for it, failed.
+    pub fn close(&self, why: &Error) -> Vec<Hold> {
+        let mut ops = self.lock().close();
         let sinks = std::mem::take(&mut *self.sinks.write().unwrap_or_else(PoisonError::into_inner));
         ops.extend(sinks.into_values().filter(|sink| sink.target.close()).map(|sink| sink.op.clone()));
         ops.iter().for_each(|op| op.fail(why.clone()));

@@ -11,7 +11,6 @@ pub(crate) mod ordering;
 pub(crate) mod peer;
 pub(crate) mod posted;
 pub(crate) mod queue;
-pub(crate) mod queued;
 pub(crate) mod sleeper;
 pub(crate) mod staging;
 pub(crate) mod stats;

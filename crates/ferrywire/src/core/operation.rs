@@ -1,55 +1,70 @@
-//! One operation under way, and the handle by which its caller follows it.
+//! One operation, and the token that keeps its memory.
 //!
-//! An operation's life: `queued -> cut into chunks -> in flight -> done | failed`. It ends when nothing
-//! can touch its memory any more: a failure is noted at once but shown only when the last chunk has
-//! left the last window. Operations that wait for the peer's data (`recv`, `read`) hold one token until
-//! their sink is full or taken away.
+//! An operation's life: `queued -> cut into chunks -> in flight -> done | failed`. It ends when the last [`Hold`] is dropped,
+//! so when nothing can touch its memory any more: a failure is noted at once but shown only then. The queue has a hold, each
+//! frame in a window has one, and so has the sink of an operation that waits for the peer's data (`recv`, `read`).
 //!
-//! Read next: `queue/`, where operations wait to be cut.
+//! Invariant: an operation ends once. Read next: `queue/`, where operations wait to be cut.
 
 use crate::core::ordering::Gate;
+use crate::core::peer::PeerState;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, Place};
+use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
-use ferrywire_proto::transfer::Pieces;
+use ferrywire_proto::transfer::{Piece, Pieces};
+use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// No standalone notification waits for the operation.
 pub(crate) const NO_EPOCH: u64 = u64::MAX;
 
-const RUNNING: u8 = 0;
-const DONE: u8 = 1;
-const FAILED: u8 = 2;
+/// What an operation does, with what only that needs.
+pub(crate) enum Task {
+    /// Writes to a region of the peer.
+    Write { region: u64 },
+    /// Sends a message.
+    Send {
+        tag: u64,
+        /// Its number among the messages to the peer.
+        number: u64,
+        /// The peer's sink, once an announced send is matched; 0 before.
+        sink: AtomicU64,
+        /// It has left the queue before a byte of it was cut.
+        uncut: AtomicBool,
+    },
+    /// Answers a peer's read: writes to its sink, from this position on.
+    Serve { sink: u64, start: u64 },
+    /// Sends a notification alone.
+    Notify,
+    /// Reads from a region of the peer.
+    Read { region: u64 },
+    /// Waits for a message.
+    Recv { tag: u64 },
+}
 
-/// An operation: immutable description, atomic state.
-pub(crate) struct Op {
-    pub id: u64,
-    pub verb: Verb,
-    pub pieces: Pieces,
-    pub total: u64,
-    pub memory: Option<Arc<Memory>>,
-    /// Target region or sink; for `send` and `recv` the tag.
-    pub key: u64,
-    /// Notification that goes with it.
-    pub message: Box<[u8]>,
-    /// For `send`: its number among the peer's messages. For `Serve`: where the answer starts in the sink.
-    pub number: u64,
-    /// Which fence of standalone notifications it belongs to; [`NO_EPOCH`] if none waits for it.
-    pub epoch: AtomicU64,
-    /// The peer's sink, once an announced send is matched.
-    pub sink: AtomicU64,
-    /// It has left the queue before a byte of it was cut.
-    pub uncut: AtomicBool,
-    /// The operation that it is a part of; see `api/peer/multi_region.rs`.
-    pub whole: Option<Arc<Op>>,
-    /// Its own parts, if it is a whole.
-    parts: OnceLock<Box<[Weak<Op>]>>,
-    tokens: AtomicU32,
-    moved: AtomicU64,
-    /// Changes with each part of it that moves, of frames too that are not whole yet.
-    stirred: AtomicU64,
+impl Task {
+    pub fn send(tag: u64, number: u64) -> Task {
+        Task::Send { tag, number, sink: AtomicU64::new(0), uncut: AtomicBool::new(false) }
+    }
+}
+
+/// Operations over several pairs of regions have a parent for the whole and a child for each pair; see
+/// `api/peer/multi_region.rs`.
+pub(crate) enum Family {
+    Single,
+    /// With the children that still run, once they are made.
+    Parent(OnceLock<Box<[Weak<Op>]>>),
+    /// The parent ends after its children: each keeps it.
+    Child(Hold),
+}
+
+/// What is known of an operation's end.
+#[derive(Default)]
+struct End {
+    /// `running -> done | failed`.
     state: AtomicU8,
     cancelled: AtomicBool,
     error: OnceLock<Error>,
@@ -59,91 +74,142 @@ pub(crate) struct Op {
     gated: AtomicBool,
 }
 
+const RUNNING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// An operation: immutable description, atomic state.
+pub(crate) struct Op {
+    pub id: u64,
+    /// The peer that hears of the end.
+    peer: Weak<PeerState>,
+    pub task: Task,
+    pub pieces: Pieces,
+    pub total: u64,
+    pub memory: Option<Arc<Memory>>,
+    /// Notification that goes with it.
+    pub message: Box<[u8]>,
+    pub family: Family,
+    /// Which fence of standalone notifications it belongs to; [`NO_EPOCH`] if none waits for it.
+    pub epoch: AtomicU64,
+    holds: AtomicU32,
+    moved: AtomicU64,
+    /// Changes with each part of it that moves, of frames too that are not whole yet.
+    activity: AtomicU64,
+    end: End,
+}
+
 impl Op {
-    pub fn new(id: u64, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
+    /// One that `peer` hears the end of.
+    pub fn new(
+        peer: Weak<PeerState>,
+        id: u64,
+        task: Task,
+        pieces: Pieces,
+        memory: Option<Arc<Memory>>,
+    ) -> Op {
         memory.iter().for_each(|memory| memory.enter());
         Op {
             id,
-            verb,
+            peer,
+            task,
             total: pieces.total(),
             pieces,
             memory,
-            key,
             message: Box::default(),
-            number: 0,
+            family: Family::Single,
             epoch: AtomicU64::new(NO_EPOCH),
-            sink: AtomicU64::new(0),
-            uncut: AtomicBool::new(false),
-            whole: None,
-            parts: OnceLock::new(),
-            tokens: AtomicU32::new(1),
+            holds: AtomicU32::new(0),
             moved: AtomicU64::new(0),
-            stirred: AtomicU64::new(0),
-            state: AtomicU8::new(RUNNING),
-            cancelled: AtomicBool::new(false),
-            error: OnceLock::new(),
-            waiters: WaitList::default(),
-            gates: Mutex::default(),
-            gated: AtomicBool::new(false),
+            activity: AtomicU64::new(0),
+            end: End::default(),
         }
     }
 
-    /// Bytes that are cut for it: a whole leaves them to its parts.
+    pub fn verb(&self) -> Verb {
+        match self.task {
+            Task::Write { .. } => Verb::Write,
+            Task::Send { .. } => Verb::Send,
+            Task::Serve { .. } => Verb::Serve,
+            Task::Notify => Verb::Notify,
+            Task::Read { .. } => Verb::Read,
+            Task::Recv { .. } => Verb::Recv,
+        }
+    }
+
+    /// Target region or sink; of a send and a receive the tag.
+    pub fn key(&self) -> u64 {
+        match self.task {
+            Task::Write { region } | Task::Read { region } => region,
+            Task::Send { tag, .. } | Task::Recv { tag } => tag,
+            Task::Serve { sink, .. } => sink,
+            Task::Notify => 0,
+        }
+    }
+
+    /// The operation that it is a child of.
+    pub fn parent(&self) -> Option<&Hold> {
+        match &self.family {
+            Family::Child(parent) => Some(parent),
+            Family::Single | Family::Parent(_) => None,
+        }
+    }
+
+    /// Whether its bytes are those of its children.
+    pub fn is_parent(&self) -> bool {
+        matches!(self.family, Family::Parent(_))
+    }
+
+    /// Tells a parent of its children.
+    pub fn set_children(&self, children: &[Hold]) {
+        if let Family::Parent(known) = &self.family {
+            let _ = known.set(children.iter().map(|child| Arc::downgrade(child)).collect());
+        }
+    }
+
+    /// Its children that still run.
+    pub fn children(&self) -> impl Iterator<Item = Arc<Op>> + '_ {
+        let known = match &self.family {
+            Family::Parent(known) => known.get(),
+            Family::Single | Family::Child(_) => None,
+        };
+        known.into_iter().flatten().filter_map(Weak::upgrade)
+    }
+
+    /// Bytes that are cut for it: a parent leaves them to its children.
     pub fn bytes_to_cut(&self) -> u64 {
-        if self.is_whole() { 0 } else { self.total }
+        if self.is_parent() { 0 } else { self.total }
     }
 
-    /// Makes it the whole of these.
-    pub fn set_parts(&self, parts: &[Arc<Op>]) {
-        let _ = self.parts.set(parts.iter().map(Arc::downgrade).collect());
-    }
-
-    /// Its parts that are still under way.
-    pub fn parts(&self) -> impl Iterator<Item = Arc<Op>> + '_ {
-        self.parts.get().into_iter().flatten().filter_map(Weak::upgrade)
-    }
-
-    /// Whether it is nothing but its parts.
-    pub fn is_whole(&self) -> bool {
-        self.parts.get().is_some()
-    }
-
-    /// Whether a notification of its own follows its bytes, or those of the whole.
+    /// Whether a notification of its own follows its bytes, or those of the parent.
     pub fn notifies(&self) -> bool {
-        !self.message.is_empty() || self.whole.as_ref().is_some_and(|whole| !whole.message.is_empty())
+        !self.message.is_empty() || self.parent().is_some_and(|parent| !parent.message.is_empty())
     }
 
-    /// Takes a token: something more holds the operation's memory.
-    pub fn hold(&self) {
-        self.tokens.fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// Gives a token back; true when it was the last and the operation has ended.
-    #[must_use]
-    pub fn let_go(&self) -> bool {
-        if self.tokens.fetch_sub(1, Ordering::AcqRel) != 1 {
-            return false;
-        }
+    /// The last hold is gone: nothing touches the memory any more.
+    fn finish(self: &Arc<Op>) {
         self.memory.iter().for_each(|memory| memory.leave());
         let state = if self.failed() { FAILED } else { DONE };
-        self.state.store(state, Ordering::SeqCst);
+        self.end.state.store(state, Ordering::SeqCst);
         self.open_gates();
-        self.waiters.wake();
-        true
+        self.end.waiters.wake();
+        if let Some(peer) = self.peer.upgrade() {
+            peer.ended(self);
+        }
     }
 
     /// Opens a gate at the end, which may have been.
     pub fn open_at_end(&self, gate: Gate) {
-        self.gates.lock().unwrap_or_else(PoisonError::into_inner).push(gate);
-        self.gated.store(true, Ordering::SeqCst);
+        self.end.gates.lock().unwrap_or_else(PoisonError::into_inner).push(gate);
+        self.end.gated.store(true, Ordering::SeqCst);
         if self.ended() {
             self.open_gates();
         }
     }
 
     fn open_gates(&self) {
-        if self.gated.swap(false, Ordering::SeqCst) {
-            let gates = std::mem::take(&mut *self.gates.lock().unwrap_or_else(PoisonError::into_inner));
+        if self.end.gated.swap(false, Ordering::SeqCst) {
+            let gates = std::mem::take(&mut *self.end.gates.lock().unwrap_or_else(PoisonError::into_inner));
             gates.into_iter().for_each(Gate::open);
         }
     }
@@ -156,47 +222,42 @@ impl Op {
     /// Counts bytes that arrived.
     pub fn count(&self, bytes: u64) {
         self.moved.fetch_add(bytes, Ordering::Relaxed);
-        self.whole.iter().for_each(|whole| whole.count(bytes));
+        self.parent().into_iter().for_each(|parent| parent.count(bytes));
     }
 
-    /// Some of it moves: whoever waits for it waits on.
-    pub fn stir(&self) {
-        self.stirred.fetch_add(1, Ordering::Relaxed);
-        self.whole.iter().for_each(|whole| whole.stir());
+    /// Some of it moves: callers that wait for it wait on.
+    pub fn note_activity(&self) {
+        self.activity.fetch_add(1, Ordering::Relaxed);
+        self.parent().into_iter().for_each(|parent| parent.note_activity());
     }
 
     /// Notes a failure; the first one stays.
     pub fn fail(&self, error: Error) {
-        self.whole.iter().for_each(|whole| whole.fail(error.clone()));
-        let _ = self.error.set(error);
+        self.parent().into_iter().for_each(|parent| parent.fail(error.clone()));
+        let _ = self.end.error.set(error);
     }
 
     /// Asks for an early end. It becomes a failure where something is held back because of it; when
     /// everything was on its way already, the operation succeeds.
     pub fn cancel(&self) {
-        self.cancelled.store(true, Ordering::SeqCst);
-    }
-
-    /// Something was held back: the operation was cancelled, unless it has failed before.
-    pub fn cut_short(&self) {
-        self.fail(Error::Cancelled);
+        self.end.cancelled.store(true, Ordering::SeqCst);
     }
 
     /// The failure that is noted.
     pub fn failure(&self) -> Option<Error> {
-        self.error.get().cloned()
+        self.end.error.get().cloned()
     }
 
     /// Whether a failure is noted.
     pub fn failed(&self) -> bool {
-        self.error.get().is_some()
+        self.end.error.get().is_some()
     }
 
     /// Whether it has failed or is to end early, so that no further chunk should be cut.
     pub fn failing(&self) -> bool {
         self.failed()
-            || self.cancelled.load(Ordering::SeqCst)
-            || self.whole.as_ref().is_some_and(|whole| whole.failing())
+            || self.end.cancelled.load(Ordering::SeqCst)
+            || self.parent().is_some_and(|parent| parent.failing())
     }
 
     /// Whether it must not be sent: it has failed, or the user has taken its memory back.
@@ -208,12 +269,12 @@ impl Op {
     }
 
     pub fn ended(&self) -> bool {
-        self.state.load(Ordering::SeqCst) != RUNNING
+        self.end.state.load(Ordering::SeqCst) != RUNNING
     }
 
-    /// Whether nothing has come of what it waits for, nor is being placed; whoever asks has its only token otherwise.
-    pub fn untouched(&self) -> bool {
-        self.moved() == 0 && self.tokens.load(Ordering::Acquire) == 1
+    /// Whether nothing has come of what it waits for, and the caller has its only hold.
+    pub fn is_untouched(&self) -> bool {
+        self.moved() == 0 && self.holds.load(Ordering::Acquire) == 1
     }
 
     /// Bytes that have arrived.
@@ -221,12 +282,13 @@ impl Op {
         self.moved.load(Ordering::Relaxed)
     }
 
-    pub fn stirred(&self) -> u64 {
-        self.stirred.load(Ordering::Relaxed)
+    /// Changes as long as some of it moves.
+    pub fn activity(&self) -> u64 {
+        self.activity.load(Ordering::Relaxed)
     }
 
     pub fn outcome(&self) -> Option<Result<u64>> {
-        match self.state.load(Ordering::Acquire) {
+        match self.end.state.load(Ordering::Acquire) {
             RUNNING => None,
             DONE => Some(Ok(self.moved())),
             _ => Some(Err(self.failure().unwrap_or(Error::Cancelled))),
@@ -235,24 +297,157 @@ impl Op {
 
     /// A waiter waits no more.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
-        self.waiters.remove(handle);
+        self.end.waiters.remove(handle);
     }
 
     /// Asks to be woken at the end.
     pub fn wake_at_end(&self, handle: WakeHandle) {
-        self.waiters.add(handle);
+        self.end.waiters.add(handle);
         if self.ended() {
-            self.waiters.wake();
+            self.end.waiters.wake();
         }
     }
 }
 
 impl Drop for Op {
     fn drop(&mut self) {
-        // One that was never posted has no other end.
+        // An operation that was never begun has no other end.
         if !self.ended() {
             self.memory.iter().for_each(|memory| memory.leave());
             self.open_gates();
         }
+    }
+}
+
+/// Keeps an operation from ending, and so its memory: the one token for "something may still touch this memory".
+///
+/// The last one dropped ends the operation, which takes the locks of its peer. So none may be dropped while a lock of its peer
+/// is held: what is taken out under a lock is given to the caller.
+pub(crate) struct Hold(Arc<Op>);
+
+impl Hold {
+    /// The first of an operation that has begun.
+    pub fn new(op: Op) -> Hold {
+        op.holds.store(1, Ordering::Relaxed);
+        Hold(Arc::new(op))
+    }
+
+    /// A part of the operation will not be moved.
+    pub fn cut_short(self) {
+        self.0.fail(Error::Cancelled);
+    }
+}
+
+impl Deref for Hold {
+    type Target = Arc<Op>;
+
+    fn deref(&self) -> &Arc<Op> {
+        &self.0
+    }
+}
+
+impl Clone for Hold {
+    fn clone(&self) -> Hold {
+        // The count cannot reach 0 meanwhile: this one is in it.
+        self.0.holds.fetch_add(1, Ordering::Relaxed);
+        Hold(self.0.clone())
+    }
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        if self.0.holds.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.finish();
+        }
+    }
+}
+
+impl Operation for Hold {
+    fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    fn verb(&self) -> Verb {
+        self.0.verb()
+    }
+
+    fn key(&self) -> u64 {
+        self.0.key()
+    }
+
+    fn number(&self) -> u64 {
+        match self.0.task {
+            Task::Send { number, .. } => number,
+            Task::Serve { start, .. } => start,
+            _ => 0,
+        }
+    }
+
+    fn total(&self) -> u64 {
+        self.0.total
+    }
+
+    fn bytes_to_cut(&self) -> u64 {
+        self.0.bytes_to_cut()
+    }
+
+    fn pieces(&self) -> &[Piece] {
+        self.0.pieces.as_slice()
+    }
+
+    fn message_bytes(&self) -> usize {
+        self.0.message.len()
+    }
+
+    fn is_counted(&self) -> bool {
+        self.0.notifies()
+    }
+
+    fn is_child(&self) -> bool {
+        self.0.parent().is_some()
+    }
+
+    fn on_gpu(&self) -> bool {
+        self.0.on_gpu()
+    }
+
+    fn is_failing(&self) -> bool {
+        self.0.failing()
+    }
+
+    fn is_unsendable(&self) -> bool {
+        self.0.unsendable()
+    }
+
+    /// The operation's memory may be what ended the connection that the frame was sent over, or the user's again. Of a
+    /// write that is cancelled nothing is sent again: newer bytes may be at its target by now.
+    fn forbids_resend(&self) -> bool {
+        if !self.0.unsendable() {
+            return false;
+        }
+        if !self.0.failed() && self.0.verb() == Verb::Write {
+            self.0.fail(Error::Cancelled);
+        }
+        self.0.failed()
+    }
+
+    fn set_epoch(&self, epoch: u64) {
+        self.0.epoch.store(epoch, Ordering::Relaxed);
+    }
+
+    fn set_sink(&self, sink: u64) {
+        if let Task::Send { sink: known, .. } = &self.0.task {
+            known.store(sink, Ordering::Relaxed);
+        }
+    }
+
+    fn set_uncut(&self) {
+        if let Task::Send { uncut, .. } = &self.0.task {
+            uncut.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn retain(&self) -> Hold {
+        self.clone()
     }
 }

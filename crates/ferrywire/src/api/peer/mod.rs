@@ -19,7 +19,7 @@ use crate::api::region::{Region, RemoteRegion};
 use crate::api::wakeup::Wakeup;
 use crate::core::context::Context;
 use crate::core::inbound::Reply;
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Hold, Op, Task, Verb};
 use crate::core::ordering::Ready;
 use crate::core::peer::{Landing, PeerHandle, PeerState};
 use crate::core::stats::PeerStats;
@@ -87,24 +87,28 @@ impl Connection {
             return;
         }
         op.cancel();
-        let parts: Vec<_> = op.parts().filter(|part| !part.ended()).collect();
-        let reads = op.verb == Verb::Read && !parts.iter().any(|part| state.held.knows(part));
+        let children: Vec<_> = op.children().filter(|child| !child.ended()).collect();
+        let reads = op.verb() == Verb::Read && !children.iter().any(|child| state.held.knows(child));
         match reads {
             // The workers are asked once for all.
-            true => parts.iter().for_each(|part| {
-                part.cancel();
-                state.end_sink(part);
+            true => children.iter().for_each(|child| {
+                child.cancel();
+                state.end_sink(child);
             }),
-            false => parts.iter().for_each(|part| self.cancel(part)),
+            false => children.iter().for_each(|child| self.cancel(child)),
         }
-        match op.verb {
-            Verb::Read if op.is_whole() && (parts.is_empty() || !reads) => {}
+        match op.verb() {
+            Verb::Read if op.is_parent() && (children.is_empty() || !reads) => {}
             _ if state.held.knows(op) => {
                 state.release_held();
             }
-            Verb::Recv if state.inbound.unpost(op) => state.cut_short(op),
             Verb::Recv | Verb::Read => {
-                if !op.is_whole() {
+                if op.verb() == Verb::Recv
+                    && let Some(op) = state.inbound.unpost(op)
+                {
+                    return op.cut_short();
+                }
+                if !op.is_parent() {
                     state.end_sink(op);
                 }
                 let op = op.clone();
@@ -116,9 +120,8 @@ impl Connection {
                 }
             }
             _ => {
-                if state.queue.take_back(op) || state.queue.take_out(op) {
-                    state.cut_short(op);
-                }
+                let taken = state.queue.take_back(op).or_else(|| state.queue.take_out(op));
+                taken.into_iter().for_each(Hold::cut_short);
                 self.kick(0);
             }
         }
@@ -145,8 +148,8 @@ impl Peer {
         self.connection.context()
     }
 
-    fn transfer(&self, op: Arc<Op>) -> Transfer {
-        Transfer { op, connection: self.connection.clone() }
+    fn transfer(&self, op: &Arc<Op>) -> Transfer {
+        Transfer { op: op.clone(), connection: self.connection.clone() }
     }
 
     /// The same peer; what is posted through this handle uses memory only once `ready` is so: a write or send
@@ -255,7 +258,7 @@ impl Peer {
         message: Option<&[u8]>,
     ) -> Result<Transfer> {
         self.check_write(source, target)?;
-        let mut op = self.op(Verb::Write, pieces, Some(source.memory().clone()), target.key);
+        let mut op = self.op(Task::Write { region: target.key }, pieces, Some(source.memory().clone()));
         op.message = message_behind_bytes(message)?;
         self.post(op)
     }
@@ -270,25 +273,21 @@ impl Peer {
     }
 
     fn post(&self, op: Op) -> Result<Transfer> {
-        match &self.after {
-            None => self.post_now(Arc::new(op)),
-            Some(ready) => {
-                let op = Arc::new(op);
-                self.state().post_after(ready.clone(), op.clone())?;
-                Ok(self.transfer(op))
-            }
+        let op = self.begin_posted(op)?;
+        let transfer = self.transfer(&op);
+        if let Some(ready) = &self.after {
+            self.state().post_after(ready.clone(), op)?;
+            return Ok(transfer);
         }
+        if !self.state().queue.post(op) {
+            return Err(self.state().gone());
+        }
+        self.connection.kick(transfer.op.total);
+        Ok(transfer)
     }
 
-    fn post_now(&self, op: Arc<Op>) -> Result<Transfer> {
-        let state = self.state();
-        state.begin_posted(&op)?;
-        if !state.queue.post(op.clone()) {
-            state.end(&op);
-            return Err(state.gone());
-        }
-        self.connection.kick(op.total);
-        Ok(self.transfer(op))
+    fn begin_posted(&self, op: Op) -> Result<Hold> {
+        self.state().begin_posted(op).map_err(|_refused| self.state().gone())
     }
 
     /// Reads `bytes` of the peer's region into `target`.
@@ -317,46 +316,43 @@ impl Peer {
 
     fn read_pieces(&self, target: &Region, source: &RemoteRegion, pieces: Pieces) -> Result<Transfer> {
         self.check(target, source)?;
-        let op = self.op(Verb::Read, pieces, Some(target.memory().clone()), source.key);
-        self.post_read(Arc::new(op))
+        self.check_there()?;
+        let op = self.op(Task::Read { region: source.key }, pieces, Some(target.memory().clone()));
+        let op = self.begin_posted(op)?;
+        let transfer = self.transfer(&op);
+        self.start_read(op)?;
+        Ok(transfer)
     }
 
-    fn post_read(&self, op: Arc<Op>) -> Result<Transfer> {
-        let transfer = self.transfer(op.clone());
-        if let Some(error) = self.error() {
-            return Err(error);
-        }
-        self.state().begin_posted(&op)?;
+    /// Asks for the bytes of a read that has begun.
+    fn start_read(&self, op: Hold) -> Result<()> {
         self.state().queue.join(&op);
-        if op.total == 0 {
-            self.state().let_go(&op);
-            return Ok(transfer);
+        let bytes = op.total;
+        if bytes == 0 {
+            return Ok(());
         }
-        let start = |state: &Arc<PeerState>, op: Arc<Op>| {
+        let start = |state: &Arc<PeerState>, op: Hold| {
             // From here on the sink may be taken away at any moment, and the first request answered before the last.
-            op.hold();
             state.inbound.open_sink(op.clone(), op.total);
-            state.ask(&op, op.key);
+            state.ask(&op, op.key());
             if op.failing() {
-                // Whoever cancelled it may have come before the last request.
+                // A caller that cancelled it may have come before the last request.
                 state.stop_asking(&op);
             }
             if let Some(error) = state.failure() {
                 op.fail(error);
                 state.end_sink(&op);
             }
-            state.let_go(&op);
         };
         if let Some(ready) = &self.after {
-            self.state().hold(ready.clone(), op, move |state, op| {
+            return self.state().hold(ready.clone(), op, move |state, op| {
                 start(state, op);
                 state.wake_home_worker();
-            })?;
-            return Ok(transfer);
+            });
         }
-        start(self.state(), op.clone());
-        self.connection.kick(op.total);
-        Ok(transfer)
+        start(self.state(), op);
+        self.connection.kick(bytes);
+        Ok(())
     }
 
     /// Sends a message with a tag; it meets the peer's receives of that tag in the order of posting.
@@ -370,19 +366,18 @@ impl Peer {
         let pieces = lined_up("source", source, blocks)?;
         let memory = Some(source.memory().clone());
         let state = self.state();
+        // What is refused ends when the queue is not locked any more.
+        let mut refused = None;
         let posted = state.queue.post_send(self.after.is_some(), |number| {
-            let mut op = self.op(Verb::Send, pieces, memory, tag);
-            op.number = number;
-            state.begin_posted(&op).ok()?;
-            Some(Arc::new(op))
+            let op = self.op(Task::send(tag, number), pieces, memory);
+            state.begin_posted(op).map_err(|op| refused = Some(op)).ok()
         });
-        let op = posted.ok_or_else(|| state.gone())?;
-        if let Some(ready) = &self.after {
-            state.hold(ready.clone(), op.clone(), |state, op| state.start(op))?;
-        } else {
-            self.connection.kick(op.total);
+        let (op, held) = posted.ok_or_else(|| state.gone())?;
+        match (&self.after, held) {
+            (Some(ready), Some(held)) => state.hold(ready.clone(), held, |state, op| state.start(op))?,
+            _ => self.connection.kick(op.total),
         }
-        Ok(self.transfer(op))
+        Ok(self.transfer(&op))
     }
 
     /// Receives the next message with this tag. The outcome is the message's length.
@@ -394,36 +389,39 @@ impl Peer {
     pub fn recv_blocks(&self, tag: u64, target: &Region, blocks: &[(u64, u64)]) -> Result<Transfer> {
         self.check_local(target)?;
         let pieces = lined_up("target", target, blocks)?;
-        let op = Arc::new(self.op(Verb::Recv, pieces, Some(target.memory().clone()), tag));
-        self.state().begin(&op);
+        let state = self.state();
+        let op = state.begin(self.op(Task::Recv { tag }, pieces, Some(target.memory().clone())));
+        let transfer = self.transfer(&op);
         if let Some(ready) = &self.after {
-            self.state().hold(ready.clone(), op.clone(), |state, op| {
-                let replies = state.inbound.post(op.clone());
+            state.hold(ready.clone(), op, |state, op| {
+                let shared = Arc::clone(&op);
+                let replies = state.inbound.post(op);
                 state.reply(replies);
-                // Whoever cancelled it in between has found it nowhere.
+                // A caller that cancelled it in between has found it nowhere.
                 let error = state.failure();
-                if (error.is_some() || op.unsendable()) && state.inbound.unpost(&op) {
+                if (error.is_some() || shared.unsendable())
+                    && let Some(op) = state.inbound.unpost(&shared)
+                {
                     error.into_iter().for_each(|error| op.fail(error));
-                    state.cut_short(&op);
+                    op.cut_short();
                 }
                 state.wake_home_worker();
             })?;
-            return Ok(self.transfer(op));
+            return Ok(transfer);
         }
-        let replies = self.state().inbound.post(op.clone());
+        let replies = state.inbound.post(op);
         let answer = replies.iter().any(|reply| matches!(reply, Reply::Frame(_)));
-        self.state().reply(replies);
+        state.reply(replies);
         if let Some(error) = self.error()
-            && self.state().inbound.unpost(&op)
+            && let Some(op) = state.inbound.unpost(&transfer.op)
         {
             op.fail(error.clone());
-            self.state().let_go(&op);
             return Err(error);
         }
         if answer {
             self.connection.kick(0);
         }
-        Ok(self.transfer(op))
+        Ok(transfer)
     }
 
     /// Delivers a small message after everything posted to this peer before it.
@@ -431,7 +429,7 @@ impl Peer {
         self.check_open()?;
         self.check_there()?;
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
-        let mut op = self.op(Verb::Notify, pieces, None, 0);
+        let mut op = self.op(Task::Notify, pieces, None);
         op.message = checked_message(message)?;
         self.post(op)
     }
@@ -517,8 +515,8 @@ impl Peer {
         self.connection.running.close_peer(self.state(), deadline)
     }
 
-    fn op(&self, verb: Verb, pieces: Pieces, memory: Option<Arc<Memory>>, key: u64) -> Op {
-        Op::new(self.context().next_id(), verb, pieces, memory, key)
+    fn op(&self, task: Task, pieces: Pieces, memory: Option<Arc<Memory>>) -> Op {
+        Op::new(Arc::downgrade(self.state()), self.context().next_id(), task, pieces, memory)
     }
 
     /// Whether this process may post anything.

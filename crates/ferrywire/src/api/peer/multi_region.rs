@@ -1,20 +1,19 @@
-//! One operation over several pairs of regions: a *whole*, and a part for each pair.
+//! One operation over several pairs of regions: a *parent*, and a child for each pair.
 //!
-//! Parts are operations as any others. The whole has no memory of its own: it ends with the last part, fails with the
-//! first that fails, and what it tells the peer is queued behind its parts.
+//! Children are operations as any others. The parent has no memory of its own: it ends after the last child, fails with the
+//! first that fails, and its notification is queued behind its children.
 //!
-//! Invariant: the parts of a write travel under the number of the whole, so that the peer counts their bytes together
-//! and gives out the notification when it has all of them. Read next: `queue/`, where they wait in this order.
-
-use std::sync::Arc;
+//! Invariant: the children of a write travel under the number of the parent, so that the peer counts their bytes together
+//! and gives out the notification when it has all of them. Read next: `../../core/queue/`, where they wait in this order.
 
 use super::blocks::Part;
 use super::{Peer, message_behind_bytes};
 use crate::api::transfer::Transfer;
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Family, Hold, Op, Task};
 use crate::core::peer::PeerState;
 use crate::error::{Error, Result};
 use ferrywire_proto::transfer::{Piece, Pieces};
+use std::sync::{Arc, OnceLock};
 
 impl Peer {
     /// Writes blocks of several pairs of regions.
@@ -27,31 +26,30 @@ impl Peer {
         for (part, _) in &parts {
             self.check_write(&part.local, &part.remote)?;
         }
-        let (whole, parts) = self.joined(Verb::Write, parts, message_behind_bytes(message)?);
-        self.state().begin_posted(&whole)?;
-        self.state().queue.join(&whole);
-        for (index, part) in parts.iter().enumerate() {
+        let task = |region| Task::Write { region };
+        let (parent, children) = self.begin_joined(task, parts, message_behind_bytes(message)?)?;
+        let transfer = self.transfer(&parent);
+        let state = self.state();
+        for child in children {
             let posted = match &self.after {
-                None => self.state().queue_part(part),
-                Some(ready) => self.state().post_after(ready.clone(), part.clone()),
+                None => state.queue.post(child).then_some(()).ok_or_else(|| state.gone()),
+                Some(ready) => state.post_after(ready.clone(), child),
             };
-            if let Err(error) = posted {
-                return Err(self.state().give_up_whole(&whole, &parts[index..], error));
-            }
+            posted.map_err(|error| failed(&parent, error))?;
         }
-        if whole.message.is_empty() {
-            self.state().let_go(&whole);
+        if parent.message.is_empty() {
+            drop(parent);
         } else if let Some(ready) = &self.after {
-            self.state().hold(ready.clone(), whole.clone(), |state, whole| {
-                state.tell_behind_parts(&whole);
+            state.hold(ready.clone(), parent, |state, parent| {
+                state.post_behind_children(parent);
                 state.wake_home_worker();
             })?;
-            return Ok(self.transfer(whole));
+            return Ok(transfer);
         } else {
-            self.state().tell_behind_parts(&whole);
+            state.post_behind_children(parent);
         }
-        self.connection.kick(whole.total);
-        Ok(self.transfer(whole))
+        self.connection.kick(transfer.op.total);
+        Ok(transfer)
     }
 
     /// Reads blocks of several pairs of regions.
@@ -63,64 +61,57 @@ impl Peer {
         for (part, _) in &parts {
             self.check(&part.local, &part.remote)?;
         }
-        let (whole, parts) = self.joined(Verb::Read, parts, Box::default());
-        self.state().begin_posted(&whole)?;
-        self.state().queue.join(&whole);
-        for (index, part) in parts.iter().enumerate() {
-            if let Err(error) = self.post_read(part.clone()) {
-                return Err(self.state().give_up_whole(&whole, &parts[index..], error));
-            }
+        let task = |region| Task::Read { region };
+        let (parent, children) = self.begin_joined(task, parts, Box::default())?;
+        let transfer = self.transfer(&parent);
+        for child in children {
+            let started = self.check_there().and_then(|()| self.start_read(child));
+            started.map_err(|error| failed(&parent, error))?;
         }
-        self.state().let_go(&whole);
-        Ok(self.transfer(whole))
+        Ok(transfer)
     }
 
-    /// The whole, which its maker holds, and its parts, each with a token of it.
-    fn joined(&self, verb: Verb, parts: Vec<(&Part, Pieces)>, message: Box<[u8]>) -> (Arc<Op>, Vec<Arc<Op>>) {
+    /// Begins a parent and its children. What is dropped of them ends without having moved.
+    fn begin_joined(
+        &self,
+        task: impl Fn(u64) -> Task,
+        parts: Vec<(&Part, Pieces)>,
+        message: Box<[u8]>,
+    ) -> Result<(Hold, Vec<Hold>)> {
         let nothing = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
-        let mut whole = self.op(verb, nothing, None, 0);
-        whole.total = parts.iter().map(|(_, pieces)| pieces.total()).sum();
-        whole.message = message;
-        let whole = Arc::new(whole);
-        let part_of = |(part, pieces): (&Part, Pieces)| {
-            let mut op = self.op(verb, pieces, Some(part.local.memory().clone()), part.remote.key);
-            if verb == Verb::Write {
-                op.id = whole.id;
+        let mut parent = self.op(task(0), nothing, None);
+        parent.total = parts.iter().map(|(_, pieces)| pieces.total()).sum();
+        parent.message = message;
+        parent.family = Family::Parent(OnceLock::new());
+        let parent = self.begin_posted(parent)?;
+        self.state().queue.join(&parent);
+        let child_of = |(part, pieces): (&Part, Pieces)| {
+            let task = task(part.remote.key);
+            let is_write = matches!(task, Task::Write { .. });
+            let mut op = self.op(task, pieces, Some(part.local.memory().clone()));
+            if is_write {
+                op.id = parent.id;
             }
-            whole.hold();
-            op.whole = Some(whole.clone());
-            Arc::new(op)
+            op.family = Family::Child(parent.clone());
+            self.state().begin(op)
         };
-        let parts: Vec<_> = parts.into_iter().map(part_of).collect();
-        whole.set_parts(&parts);
-        (whole, parts)
+        let children: Vec<_> = parts.into_iter().map(child_of).collect();
+        parent.set_children(&children);
+        Ok((parent, children))
     }
 }
 
 impl PeerState {
-    /// Queues a part of a write; whoever does it sees to it that they are sent.
-    fn queue_part(self: &Arc<Self>, part: &Arc<Op>) -> Result<()> {
-        self.begin(part);
-        if self.queue.post(part.clone()) {
-            return Ok(());
-        }
-        self.end(part);
-        Err(self.gone())
-    }
-
-    /// Queues the notification of a whole.
-    fn tell_behind_parts(self: &Arc<Self>, whole: &Arc<Op>) {
-        if !self.queue.post_behind_parts(whole.clone()) {
-            whole.fail(self.gone());
-            self.let_go(whole);
+    /// Queues the notification of a parent.
+    fn post_behind_children(self: &Arc<Self>, parent: Hold) {
+        if let Err(parent) = self.queue.post_behind_children(parent) {
+            parent.fail(self.gone());
         }
     }
+}
 
-    /// The peer is gone: these parts do not begin, the first of which may have ended for that.
-    fn give_up_whole(&self, whole: &Arc<Op>, parts: &[Arc<Op>], error: Error) -> Error {
-        whole.fail(error.clone());
-        parts.iter().filter(|part| !part.ended()).for_each(|_| self.let_go(whole));
-        self.let_go(whole);
-        error
-    }
+/// The peer is gone: the parent fails, and the children that have not begun to move end with it.
+fn failed(parent: &Op, error: Error) -> Error {
+    parent.fail(error.clone());
+    error
 }

@@ -12,13 +12,10 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     let connecting = builder().build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let region = connecting.register_zeroed(64).unwrap();
-    let op = |verb| {
-        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
-        Arc::new(near.op(verb, pieces, Some(region.memory().clone()), 7))
-    };
     near.state().closing.store(true, Ordering::SeqCst);
-    let read = near.post_read(op(Verb::Read));
-    for posted in [near.post_now(op(Verb::Write)), read] {
+    for task in [Task::Read { region: 7 }, Task::Write { region: 7 }] {
+        let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
+        let posted = near.post(near.op(task, pieces, Some(region.memory().clone())));
         assert_eq!(posted.unwrap_err(), Error::Closed);
     }
     assert!(!near.state().in_flight() && !near.state().in_bulk());

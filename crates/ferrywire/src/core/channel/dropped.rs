@@ -83,6 +83,6 @@ impl Channel {
         let window = ends.zip(self.window.from(0)).map(|(end, entry)| (end, &*entry));
         let held = self.held.iter().map(|(end, entry)| (*end, entry));
         let read = window.chain(held).filter(|(end, entry)| is_read(*end, entry));
-        read.filter_map(|(_, entry)| entry.op.clone()).collect()
+        read.filter_map(|(_, entry)| entry.op.as_deref().cloned()).collect()
     }
 }

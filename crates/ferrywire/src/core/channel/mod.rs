@@ -18,6 +18,7 @@ mod staged;
 
 pub(crate) use dropped::Unreleased;
 
+use crate::core::operation::Hold;
 use crate::core::peer::PeerState;
 use crate::core::posted::Posted;
 use crate::core::queue::{DROPPED, Entry, Pull};
@@ -350,7 +351,7 @@ impl Channel {
                 }
             }
         }
-        dropped.into_iter().for_each(|op| self.peer.cut_short(&op));
+        dropped.into_iter().for_each(Hold::cut_short);
         self.tell_backlog();
     }
 

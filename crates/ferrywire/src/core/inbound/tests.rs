@@ -1,9 +1,10 @@
 //! Sinks, and what waits for a peer, without a network.
 
 use super::*;
-use crate::core::operation::Verb;
+use crate::core::operation::Task;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::wire::Kind;
+use std::sync::Weak;
 use std::thread;
 use std::time::Duration;
 
@@ -12,16 +13,17 @@ use std::time::Duration;
 fn an_operation_that_is_cancelled_as_its_bytes_come_ends_once() {
     let memory = Memory::private(4096).unwrap();
     let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
-    let op = Arc::new(Op::new(1, Verb::Recv, pieces, Some(memory.clone()), 0));
+    let op = Hold::new(Op::new(Weak::new(), 1, Task::Recv { tag: 0 }, pieces, Some(memory.clone())));
     let inbound = Inbound::default();
-    inbound.open_sink(op.clone(), 4096);
-    let filling = inbound.hold_sink(1).unwrap();
-    let cancelled = inbound.close_sink(1).unwrap();
-    assert!(!cancelled.op.let_go(), "its memory is being found");
+    let shared = Arc::clone(&op);
+    inbound.open_sink(op, 4096);
+    let filling = inbound.sink(1).unwrap();
+    drop(inbound.close_sink(1).unwrap());
+    assert!(!shared.ended() && memory.used(), "its memory is being found");
     assert!(filling.locate(0, 4096, &mut Vec::new()).is_err());
-    assert!(filling.op.let_go());
-    assert!(!memory.used());
-    assert!(matches!(inbound.hold_sink(1), Err(Refusal::NoSink)));
+    drop(filling);
+    assert!(shared.ended() && !memory.used());
+    assert!(matches!(inbound.sink(1), Err(Refusal::NoSink)));
 }
 
 /// The sender was told that the receive had the message, and the receive that it was cancelled.
@@ -30,21 +32,24 @@ fn the_last_frame_of_a_cancelled_receive_is_refused_and_a_counted_one_cannot_be_
     let memory = Memory::private(4096).unwrap();
     let receive = |id| {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 4096 });
-        Arc::new(Op::new(id, Verb::Recv, pieces, Some(memory.clone()), 0))
+        Hold::new(Op::new(Weak::new(), id, Task::Recv { tag: 0 }, pieces, Some(memory.clone())))
     };
     let inbound = Inbound::default();
     // Cancelled when all bytes are in their place, and before they are counted.
     inbound.open_sink(receive(1), 4096);
-    let placing = inbound.hold_sink(1).unwrap();
+    let placing = inbound.sink(1).unwrap();
     assert!(inbound.close_sink(1).is_some());
     assert!(matches!(inbound.filled(&placing, 4096), Err(Refusal::NoSink)));
     assert_eq!(placing.op.moved(), 0);
     // Cancelled when they are counted: too late, and the operation ends once.
     inbound.open_sink(receive(2), 4096);
-    let placing = inbound.hold_sink(2).unwrap();
-    assert!(matches!(inbound.filled(&placing, 4096), Ok(None)), "the frame holds the operation");
+    let placing = inbound.sink(2).unwrap();
+    assert!(matches!(inbound.filled(&placing, 4096), Ok(true)));
     assert!(inbound.close_sink(2).is_none());
-    assert!(placing.op.let_go() && !placing.op.failed() && placing.op.moved() == 4096);
+    let shared = Arc::clone(&placing.op);
+    assert!(!shared.ended(), "the frame holds the operation");
+    drop(placing);
+    assert!(shared.ended() && !shared.failed() && shared.moved() == 4096);
 }
 
 /// It was placed with the peer's messages and receives locked, for as long as a GPU took.
@@ -54,23 +59,26 @@ fn a_message_is_placed_when_nothing_is_locked_any_more() {
     let inbound = Inbound::default();
     let receive = |id| {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 8 });
-        Arc::new(Op::new(id, Verb::Recv, pieces, Some(memory.clone()), 7))
+        Hold::new(Op::new(Weak::new(), id, Task::Recv { tag: 7 }, pieces, Some(memory.clone())))
     };
     let arrives = |number: u64| {
         let header = Header { offset: number, key: 7, ..Header::new(Kind::Send) };
         inbound.message(&header, vec![9; 8]).unwrap()
     };
-    let [first, second] = [1, 2].map(receive);
-    assert!(inbound.post(first.clone()).is_empty());
+    let receives = [1, 2].map(receive);
+    let shared = receives.each_ref().map(|op| Arc::clone(op));
+    let [first, second] = receives;
+    assert!(inbound.post(first).is_empty());
     let met_by_message = arrives(0);
     assert!(arrives(1).is_empty());
-    let met_by_receive = inbound.post(second.clone());
-    for (op, mut replies) in [(&first, met_by_message), (&second, met_by_receive)] {
+    let met_by_receive = inbound.post(second);
+    for (op, mut replies) in shared.iter().zip([met_by_message, met_by_receive]) {
         assert!(op.moved() == 0 && !op.ended());
-        let Some(Reply::Place(Queued(placed), message)) = replies.pop() else { panic!("it is to be placed") };
+        let Some(Reply::Place(placed, message)) = replies.pop() else { panic!("it is to be placed") };
         assert!(Arc::ptr_eq(&placed, op) && replies.is_empty());
         assert!(place(&message, &placed));
-        assert!(placed.let_go() && placed.moved() == 8);
+        drop(placed);
+        assert!(op.ended() && op.moved() == 8);
     }
 }
 

@@ -9,8 +9,7 @@ use std::sync::Arc;
 use super::serving::Request;
 use super::state::{Landing, PeerState};
 use crate::core::inbound::{Reply, place as place_message};
-use crate::core::operation::{Op, Verb};
-use crate::core::queued::Queued;
+use crate::core::operation::{Op, Task, Verb};
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_net::IoVec;
@@ -29,8 +28,8 @@ impl PeerState {
         last: Option<Landing>,
     ) -> Result<Landing, Refusal> {
         if header.flags & wire::FLAG_SINK != 0 {
-            let landing = Landing::Sink { sink: self.inbound.hold_sink(header.key)?, peer: self.clone() };
-            if let Landing::Sink { sink, .. } = &landing {
+            let landing = Landing::Sink { sink: self.inbound.sink(header.key)? };
+            if let Landing::Sink { sink } = &landing {
                 sink.locate(header.offset, u64::from(header.len), pieces)?;
             }
             return Ok(landing);
@@ -73,7 +72,7 @@ impl PeerState {
             }
             Kind::Match => {
                 match self.queue.matched(header.transfer, header.key) {
-                    Matched::Empty(Queued(op)) => self.let_go(&op),
+                    Matched::Empty(op) => drop(op),
                     Matched::Queued(bytes) => self.rouse_for(bytes),
                     Matched::Unknown => {
                         let mut refuse = Header::new(Kind::Refuse);
@@ -103,18 +102,17 @@ impl PeerState {
         landing: Option<&Landing>,
         message: Vec<u8>,
     ) -> Result<(), Refusal> {
-        if let Some(Landing::Sink { sink, .. }) = landing {
+        if let Some(Landing::Sink { sink }) = landing {
             if header.len > 0 {
                 self.note_moved(&sink.op);
             }
             match self.inbound.filled(sink, u64::from(header.len)) {
-                Ok(Some(op)) => self.ended(&op),
-                Ok(None) if sink.op.verb == Verb::Read => self.note_answered(&sink.op),
-                Ok(None) => {}
+                Ok(false) if sink.op.verb() == Verb::Read => self.note_answered(&sink.op),
+                Ok(_) => {}
                 // The receive or read has ended without this frame: its sender is told so.
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
-                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb);
+                    let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
                     sink.op.fail(Error::PeerMisbehaved { peer: self.name.clone(), why });
                     self.end_sink(&sink.op);
                     return Err(refusal);
@@ -139,19 +137,17 @@ impl PeerState {
                     if header.kind == Kind::Refuse
                         && self.queue.answers_waiting() >= limits::ANSWERS_WAITING_MAX => {}
                 Reply::Frame(header) => self.queue.push_own(header),
-                Reply::Place(Queued(op), message) => {
+                Reply::Place(op, message) => {
                     if !place_message(&message, &op) {
                         // Before the receive ends: a receive that its user posts then has this message, not a later one.
                         replies.extend(self.inbound.return_message(message));
                     }
-                    self.let_go(&op);
                 }
-                Reply::Received(Queued(op)) => self.let_go(&op),
-                Reply::Truncated { op: Queued(op), message_bytes } => {
-                    op.fail(Error::Truncated { tag: op.key, message_bytes, buffer_bytes: op.total });
-                    self.let_go(&op);
+                Reply::Received(op) => drop(op),
+                Reply::Truncated { op, message_bytes } => {
+                    op.fail(Error::Truncated { tag: op.key(), message_bytes, buffer_bytes: op.total });
                 }
-                Reply::Cancelled(Queued(op)) => self.cut_short(&op),
+                Reply::Cancelled(op) => op.cut_short(),
                 Reply::Open { .. } => debug_assert!(false, "sinks are opened with the inbox locked"),
             }
         }
@@ -162,25 +158,24 @@ impl PeerState {
         let refusal = Refusal::parse(header.key as u8);
         if let Some(op) = self.queue.withdraw(header.transfer) {
             self.refused(&op, refusal);
-            self.let_go(&op);
         } else if let Some(sink) = self.inbound.close_sink(header.transfer) {
-            if refusal == Refusal::NoSink && sink.op.verb == Verb::Recv && sink.op.untouched() {
+            let is_untouched = Arc::strong_count(&sink) == 1 && sink.op.is_untouched();
+            if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
                 // It was taken back before a byte of it was sent: the receive is for the next message.
                 let replies = self.inbound.post_again(sink.op.clone());
                 return self.reply(replies);
             }
-            let why = match refusal != Refusal::Other && sink.op.untouched() {
+            let why = match refusal != Refusal::Other && is_untouched {
                 true => refusal.text().into(),
                 false => "it gave the operation up half-way".into(),
             };
             sink.op.fail(Error::AccessRefused { peer: self.name.clone(), why });
             self.stop_asking(&sink.op);
-            self.let_go(&sink.op);
         }
     }
 
     /// The peer reads from a region of ours: answers like a write to its sink, once there is a place.
-    fn serve(&self, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
+    fn serve(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<(), Refusal> {
         let answer = self.answer(header, placements)?;
         if self.places.admit(header, placements)? {
             self.begin_answer(answer);
@@ -189,8 +184,11 @@ impl PeerState {
     }
 
     /// An answer has ended: its place is for a request that waits, whose region may be gone by now.
-    pub fn served(&self) {
-        while let Some(Request { header, placements }) = self.places.next() {
+    pub fn served(self: &Arc<Self>) {
+        // A peer that is over needs no places any more.
+        while let Some(Request { header, placements }) =
+            self.places.next().filter(|_| self.failure().is_none())
+        {
             match self.answer(&header, &placements) {
                 Ok(answer) => return self.begin_answer(answer),
                 Err(refusal) => {
@@ -204,7 +202,7 @@ impl PeerState {
         }
     }
 
-    fn answer(&self, header: &Header, placements: &[u8]) -> Result<Arc<Op>, Refusal> {
+    fn answer(self: &Arc<Self>, header: &Header, placements: &[u8]) -> Result<Op, Refusal> {
         let memory = self.named(header.key)?;
         let mut position = 0;
         let mut pieces = Vec::new();
@@ -216,23 +214,15 @@ impl PeerState {
         }
         // The answer's chunks lie at their position in the sink, from there on.
         header.offset.checked_add(position).ok_or(Refusal::OutOfRegion)?;
-        let mut op = Op::new(
-            self.context().next_id(),
-            Verb::Serve,
-            Pieces::joined(pieces),
-            Some(memory),
-            header.total,
-        );
-        op.number = header.offset;
-        Ok(Arc::new(op))
+        let task = Task::Serve { sink: header.total, start: header.offset };
+        let (peer, id) = (Arc::downgrade(self), self.context().next_id());
+        Ok(Op::new(peer, id, task, Pieces::joined(pieces), Some(memory)))
     }
 
-    fn begin_answer(&self, op: Arc<Op>) {
-        self.begin(&op);
-        match self.queue.post(op.clone()) {
-            true => self.rouse_for(op.total),
-            // The peer is over, and needs no places any more.
-            false => self.end(&op),
+    fn begin_answer(self: &Arc<Self>, op: Op) {
+        let bytes = op.total;
+        if self.queue.post(self.begin(op)) {
+            self.rouse_for(bytes);
         }
     }
 

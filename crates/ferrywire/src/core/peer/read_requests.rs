@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use super::state::PeerState;
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Hold, Op, Verb};
 use crate::core::queue::Entry;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, Header, Kind};
@@ -16,7 +16,7 @@ const READ_REQUEST_BYTES: u64 = 64 << 20;
 
 impl PeerState {
     /// Queues the requests of a read, which somebody holds; each names a bounded number of ranges and bytes.
-    pub fn ask(&self, op: &Arc<Op>, key: u64) {
+    pub fn ask(&self, op: &Hold, key: u64) {
         let mut position = 0;
         let mut ranges = Vec::new();
         let mut start = 0;
@@ -39,7 +39,7 @@ impl PeerState {
         }
     }
 
-    fn ask_one(&self, op: &Arc<Op>, key: u64, start: u64, ranges: &[wire::Placement]) {
+    fn ask_one(&self, op: &Hold, key: u64, start: u64, ranges: &[wire::Placement]) {
         let mut header = Header::new(Kind::Read);
         header.transfer = op.id;
         header.key = key;
@@ -50,7 +50,6 @@ impl PeerState {
         let mut placements = Vec::new();
         ranges.iter().for_each(|range| range.encode_into(&mut placements));
         entry.placements = placements.into();
-        op.hold();
         entry.op = Some(op.clone());
         self.drop_entries(self.queue.ask(entry, op));
     }
@@ -66,12 +65,11 @@ impl PeerState {
 
     /// A read asks for nothing more.
     pub fn stop_asking(&self, op: &Arc<Op>) {
-        if op.verb != Verb::Read {
+        if op.verb() != Verb::Read {
             return;
         }
-        let kept = self.queue.forget_requests(op);
+        drop(self.queue.forget_requests(op));
         // Others ask for theirs now.
         self.wake_home_worker();
-        kept.iter().for_each(|_| self.let_go(op));
     }
 }

@@ -9,12 +9,12 @@ use std::time::Duration;
 
 use crate::core::context::Context;
 use crate::core::inbound::{Inbound, Sink};
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Hold, Op, Task, Verb};
 use crate::core::queue::{Body, Entry, SendQueue, WITHDRAWN};
 use crate::core::sleeper::Sleeper;
 use crate::core::stats::ChannelCounters;
 use crate::core::waiting::{WaitList, WakeHandle};
-use crate::error::{Error, Result};
+use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
@@ -26,8 +26,14 @@ use super::stream_queue::StreamQueue;
 
 /// Where the payload of a frame goes, kept alive while it is filled.
 pub(crate) enum Landing {
-    Region { key: u64, memory: Arc<Memory> },
-    Sink { sink: Arc<Sink>, peer: Arc<PeerState> },
+    Region {
+        key: u64,
+        memory: Arc<Memory>,
+    },
+    /// An operation whose memory is being filled cannot end before this is dropped.
+    Sink {
+        sink: Arc<Sink>,
+    },
 }
 
 impl Landing {
@@ -39,9 +45,7 @@ impl Landing {
     pub fn is_in(&self, memory: &Arc<Memory>) -> bool {
         match self {
             Landing::Region { memory: mine, .. } => Arc::ptr_eq(mine, memory),
-            Landing::Sink { sink, .. } => {
-                sink.op.memory.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, memory))
-            }
+            Landing::Sink { sink } => sink.op.memory.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, memory)),
         }
     }
 
@@ -49,30 +53,21 @@ impl Landing {
     pub fn memory(&self) -> Option<&Arc<Memory>> {
         match self {
             Landing::Region { memory, .. } => Some(memory),
-            Landing::Sink { sink, .. } => sink.op.memory.as_ref(),
+            Landing::Sink { sink } => sink.op.memory.as_ref(),
         }
     }
 
     /// The operation that waits for the payload fails, if it is one of ours.
     pub fn fail(&self, error: &Error) {
-        if let Landing::Sink { sink, .. } = self {
+        if let Landing::Sink { sink } = self {
             sink.op.fail(error.clone());
         }
     }
 
     /// Whether it is of this operation, or of a part of it.
     pub fn is_sink(&self, op: &Arc<Op>) -> bool {
-        let Landing::Sink { sink, .. } = self else { return false };
-        Arc::ptr_eq(&sink.op, op) || sink.op.whole.as_ref().is_some_and(|whole| Arc::ptr_eq(whole, op))
-    }
-}
-
-impl Drop for Landing {
-    fn drop(&mut self) {
-        // An operation whose memory is being filled cannot end before this.
-        if let Landing::Sink { sink, peer } = self {
-            peer.let_go(&sink.op);
-        }
+        let Landing::Sink { sink } = self else { return false };
+        Arc::ptr_eq(&sink.op, op) || sink.op.parent().is_some_and(|parent| Arc::ptr_eq(parent, op))
     }
 }
 
@@ -268,29 +263,28 @@ impl PeerState {
         self.engine_worker(index) == self.home.load(Ordering::Relaxed)
     }
 
-    /// An operation of ours that somebody posts begins, unless the peer is being closed: who closes it sees this one, or it sees
-    /// that. A part belongs to a whole that has begun.
-    pub fn begin_posted(&self, op: &Op) -> Result<()> {
-        self.begin(op);
-        if op.whole.is_none() && self.closing.load(Ordering::SeqCst) {
-            self.end(op);
-            return Err(self.gone());
-        }
-        Ok(())
+    /// An operation of ours that a caller posts begins.
+    ///
+    /// # Errors
+    /// The operation, when the peer is being closed: the caller that closes it sees this one in flight, or this one sees that.
+    /// A child belongs to a parent that has begun.
+    pub fn begin_posted(&self, op: Op) -> std::result::Result<Hold, Hold> {
+        let op = self.begin(op);
+        if op.parent().is_none() && self.closing.load(Ordering::SeqCst) { Err(op) } else { Ok(op) }
     }
 
-    /// An operation begins.
-    pub fn begin(&self, op: &Op) {
+    /// An operation begins, and ends with the last hold of it.
+    pub fn begin(&self, op: Op) -> Hold {
         self.in_flight_bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.fetch_add(u64::from(op.verb != Verb::Recv), Ordering::SeqCst);
-        self.serving.fetch_add(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+        self.in_flight.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
+        self.serving.fetch_add(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        Hold::new(op)
     }
 
-    /// It has ended, or could not begin.
-    pub fn end(&self, op: &Op) {
+    fn count_ended(&self, op: &Op) {
         self.in_flight_bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.fetch_sub(u64::from(op.verb != Verb::Recv), Ordering::Relaxed);
-        self.serving.fetch_sub(u64::from(op.verb == Verb::Serve), Ordering::Relaxed);
+        self.in_flight.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
+        self.serving.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
     }
 
     /// How many of them share a thread.
@@ -382,49 +376,34 @@ impl PeerState {
 
     // ---- operations ----
 
-    /// An operation's token comes back; if it was the last, the operation has ended.
-    pub fn let_go(&self, op: &Arc<Op>) {
-        if op.let_go() {
-            self.ended(op);
-        }
-    }
-
-    /// A part of an operation will not be moved.
-    pub fn cut_short(&self, op: &Arc<Op>) {
-        op.cut_short();
-        self.let_go(op);
-    }
-
-    pub fn ended(&self, op: &Arc<Op>) {
-        self.end(op);
+    /// An operation of this peer has ended: its last hold is dropped. No lock of the peer is held.
+    pub fn ended(self: &Arc<Self>, op: &Op) {
+        self.count_ended(op);
         if op.failed() {
             self.tell_failure(op);
         }
-        if op.verb == Verb::Serve {
+        if op.verb() == Verb::Serve {
             self.served();
         }
         self.queue.ended(op);
         // A notification may have waited for this one.
         self.wake_home_worker();
-        if let Some(whole) = &op.whole {
-            self.let_go(whole);
-        }
     }
 
     /// The peer may hold something that waits for the rest of an operation of ours: it will not come.
     fn tell_failure(&self, op: &Op) {
         let mut header = Header::new(Kind::Refuse);
         header.key = Refusal::Other as u64;
-        match op.verb {
-            Verb::Send => {
-                header.transfer = op.sink.load(Ordering::Relaxed);
-                if op.uncut.load(Ordering::Relaxed) {
+        match &op.task {
+            Task::Send { sink, uncut, .. } => {
+                header.transfer = sink.load(Ordering::Relaxed);
+                if uncut.load(Ordering::Relaxed) {
                     // The receive is for the next message.
                     header.key = Refusal::NoSink as u64;
                 }
             }
-            Verb::Serve => header.transfer = op.key,
-            Verb::Write if !op.message.is_empty() => {
+            Task::Serve { sink, .. } => header.transfer = *sink,
+            Task::Write { .. } if !op.message.is_empty() => {
                 header = Header::new(Kind::Notify);
                 header.transfer = op.id;
                 header.total = WITHDRAWN;
@@ -457,7 +436,6 @@ impl PeerState {
             Kind::Read => {}
             _ => self.count(op, u64::from(entry.header.len) * u64::from(!matches!(entry.body, Body::None))),
         }
-        self.let_go(op);
     }
 
     fn count(&self, op: &Op, bytes: u64) {
@@ -488,8 +466,8 @@ impl PeerState {
 
     /// What the peer reads of us is none of ours: it could go on for ever.
     fn note(&self, op: &Op) {
-        op.stir();
-        if self.abandoned.load(Ordering::Relaxed) && op.verb != Verb::Serve {
+        op.note_activity();
+        if self.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
             self.drained.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -500,7 +478,7 @@ impl PeerState {
     }
 
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
-        let why = match (op.verb, refusal) {
+        let why = match (op.verb(), refusal) {
             (Verb::Read, Refusal::Limit) => {
                 "it has as many reads to serve as it takes (READS_SERVED_MAX): wait for some before posting more"
             }
@@ -514,8 +492,8 @@ impl PeerState {
     }
 
     pub fn end_sink(&self, op: &Arc<Op>) {
-        if self.inbound.close_sink(op.id).is_some() {
-            self.cut_short(op);
+        if let Some(sink) = self.inbound.close_sink(op.id) {
+            sink.op.fail(Error::Cancelled);
         }
         self.stop_asking(op);
     }
@@ -535,14 +513,12 @@ impl PeerState {
         let error = self.gone();
         for op in self.held.close().into_iter().chain(self.queue.close()) {
             self.fail_with_peer(&op, &error);
-            self.let_go(&op);
         }
         for op in self.inbound.close(&error) {
             // One that had failed before, or was cancelled, is not there any more.
-            if op.verb == Verb::Read {
+            if op.verb() == Verb::Read {
                 self.unfinished.store(true, Ordering::SeqCst);
             }
-            self.let_go(&op);
         }
         let ours = self.in_flight.load(Ordering::SeqCst) > self.serving.load(Ordering::SeqCst);
         if ours && self.stuck.load(Ordering::SeqCst) {
@@ -554,7 +530,7 @@ impl PeerState {
     /// An operation fails because the peer has ended. To answer the peer's reads is not asked for any more, and a
     /// receive may be one that was never to be met.
     fn fail_with_peer(&self, op: &Op, error: &Error) {
-        if !matches!(op.verb, Verb::Serve | Verb::Recv) && !op.failing() {
+        if !matches!(op.verb(), Verb::Serve | Verb::Recv) && !op.failing() {
             self.unfinished.store(true, Ordering::SeqCst);
         }
         op.fail(error.clone());
@@ -570,10 +546,9 @@ impl PeerState {
         let error = self.gone();
         for op in entries.into_iter().filter_map(|entry| entry.op) {
             self.fail_with_peer(&op, &error);
-            if matches!(op.verb, Verb::Read) {
+            if matches!(op.verb(), Verb::Read) {
                 self.end_sink(&op);
             }
-            self.let_go(&op);
         }
     }
 }

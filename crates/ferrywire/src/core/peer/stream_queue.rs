@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::state::PeerState;
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Hold, Op, Verb};
 use crate::core::ordering::Ready;
 use crate::error::{Error, Result};
 
 /// What begins an operation.
-type Start = Box<dyn FnOnce(&Arc<PeerState>, Arc<Op>) + Send>;
+type Start = Box<dyn FnOnce(&Arc<PeerState>, Hold) + Send>;
 
 struct Waiting {
     ready: Ready,
-    op: Arc<Op>,
+    op: Hold,
     start: Start,
 }
 
@@ -53,13 +53,13 @@ impl Order {
     fn is_behind(&self, waiting: &Waiting) -> bool {
         let op = &waiting.op;
         self.last.as_ref().is_some_and(|last| last.is_same(&waiting.ready))
-            || (op.verb == Verb::Recv && self.tags.contains(&op.key))
-            || (op.verb == Verb::Notify && self.notification)
+            || (op.verb() == Verb::Recv && self.tags.contains(&op.key()))
+            || (op.verb() == Verb::Notify && self.notification)
     }
 
     fn stays(&mut self, waiting: &Waiting) {
-        match waiting.op.verb {
-            Verb::Recv => drop(self.tags.insert(waiting.op.key)),
+        match waiting.op.verb() {
+            Verb::Recv => drop(self.tags.insert(waiting.op.key())),
             Verb::Notify => self.notification = true,
             _ => {}
         }
@@ -82,15 +82,15 @@ impl StreamQueue {
         self.any() && self.lock().waiting.iter().any(|waiting| Arc::ptr_eq(&waiting.op, op))
     }
 
-    /// Adds one; false when the peer is gone.
-    fn add(&self, waiting: Waiting) -> bool {
+    /// Adds one; gives it back when the peer is gone.
+    fn add(&self, waiting: Waiting) -> std::result::Result<(), Waiting> {
         let mut list = self.lock();
         if list.closed {
-            return false;
+            return Err(waiting);
         }
         list.waiting.push(waiting);
         self.any.store(true, Ordering::SeqCst);
-        true
+        Ok(())
     }
 
     /// Takes out those that wait no longer, in their order, with the reason if they must not begin.
@@ -121,7 +121,7 @@ impl StreamQueue {
     }
 
     /// The peer is gone: gives all operations back, which hold a token.
-    pub fn close(&self) -> Vec<Arc<Op>> {
+    pub fn close(&self) -> Vec<Hold> {
         let mut list = self.lock();
         list.closed = true;
         self.any.store(false, Ordering::SeqCst);
@@ -134,12 +134,11 @@ impl PeerState {
     pub fn hold(
         self: &Arc<Self>,
         ready: Ready,
-        op: Arc<Op>,
-        start: impl FnOnce(&Arc<PeerState>, Arc<Op>) + Send + 'static,
+        op: Hold,
+        start: impl FnOnce(&Arc<PeerState>, Hold) + Send + 'static,
     ) -> Result<()> {
-        if !self.held.add(Waiting { ready, op: op.clone(), start: Box::new(start) }) {
+        if let Err(Waiting { op, .. }) = self.held.add(Waiting { ready, op, start: Box::new(start) }) {
             op.fail(self.gone());
-            self.let_go(&op);
             return Err(self.gone());
         }
         self.home().rouse();
@@ -147,23 +146,19 @@ impl PeerState {
     }
 
     /// Queues an operation once memory may be used; what is posted behind it knows of it already.
-    pub fn post_after(self: &Arc<Self>, ready: Ready, op: Arc<Op>) -> Result<()> {
-        self.begin_posted(&op)?;
-        if op.verb != Verb::Notify {
+    pub fn post_after(self: &Arc<Self>, ready: Ready, op: Hold) -> Result<()> {
+        if op.verb() != Verb::Notify {
             self.queue.join(&op);
         }
         self.hold(ready, op, |state, op| state.start(op))
     }
 
     /// Queues an operation that waited.
-    pub fn start(self: &Arc<Self>, op: Arc<Op>) {
+    pub fn start(self: &Arc<Self>, op: Hold) {
         let bytes = op.total;
-        match self.queue.post_held(op.clone()) {
-            true => self.rouse_for(bytes),
-            false => {
-                op.fail(self.gone());
-                self.let_go(&op);
-            }
+        match self.queue.post_held(op) {
+            Ok(()) => self.rouse_for(bytes),
+            Err(op) => op.fail(self.gone()),
         }
     }
 
@@ -180,10 +175,10 @@ impl PeerState {
             if let Some(error) = error {
                 op.fail(error);
             }
-            match op.verb {
+            match op.verb() {
                 // It has its number, which the peer waits for: it is withdrawn in its turn.
                 Verb::Send => start(self, op),
-                _ if op.failing() => self.cut_short(&op),
+                _ if op.failing() => op.cut_short(),
                 _ => start(self, op),
             }
         }

@@ -3,7 +3,7 @@
 mod standstill;
 
 use super::{Arrival, Posted, SENT_UNREADABLE, Turned};
-use crate::core::operation::{Op, Verb};
+use crate::core::operation::{Hold, Op, Task};
 use crate::core::peer::Landing;
 use crate::core::queue::{Entry, Pull, SendQueue};
 use crate::core::stats::LaneCounters;
@@ -15,6 +15,7 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{FLAG_POSTED, Header, Kind, Refusal};
 use std::collections::VecDeque;
+use std::sync::Weak;
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::Duration;
@@ -241,7 +242,7 @@ fn queue_of(chunks: usize) -> (SendQueue, Vec<u8>) {
 
 fn queue_with(memory: Arc<Memory>, pieces: Pieces) -> SendQueue {
     let queue = SendQueue::new(CHUNK, false).with_lanes();
-    assert!(queue.post(Arc::new(Op::new(1, Verb::Write, pieces, Some(memory), 9))));
+    assert!(queue.post(Hold::new(Op::new(Weak::new(), 1, Task::Write { region: 9 }, pieces, Some(memory)))));
     queue
 }
 
@@ -355,7 +356,13 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
     let memory = filled(&(0..200u8).collect::<Vec<u8>>());
     let pieces = [(10, 0, 5), (100, 50, 7)].map(|(local, remote, len)| Piece { local, remote, len });
     let queue = queue_with(memory.clone(), Pieces::Many(Arc::new(pieces)));
-    assert!(queue.post(Arc::new(Op::new(2, Verb::Write, Pieces::One(pieces[1]), Some(memory), 9))));
+    assert!(queue.post(Hold::new(Op::new(
+        Weak::new(),
+        2,
+        Task::Write { region: 9 },
+        Pieces::One(pieces[1]),
+        Some(memory)
+    ))));
     let (mut bench, mut window) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut window), 2);
     assert_eq!([0, 1].map(|frame| bench.posted.holds_head(frame)), [true, false]);
@@ -415,8 +422,9 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     let (unread, read) = (filled(&[1; 100]), filled(&[2; 100]));
     let piece = Pieces::One(Piece { local: 0, remote: 0, len: 100 });
     let queue = queue_with(read, piece.clone());
-    let op = Arc::new(Op::new(2, Verb::Write, piece, Some(unread), 9));
-    assert!(queue.post(op.clone()));
+    let op = Hold::new(Op::new(Weak::new(), 2, Task::Write { region: 9 }, piece, Some(unread)));
+    let shared = Arc::clone(&op);
+    assert!(queue.post(op));
     let (mut bench, mut first) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut first), 2);
     bench.turn().unwrap();
@@ -437,7 +445,7 @@ fn memory_that_cannot_be_read_fails_its_operation_and_ends_one_lane() {
     bench.take(&queue, &mut second);
     bench.turn().unwrap();
     bench.script(|script| assert_eq!(script.sent, [vec![2; 100]], "the other one, and nothing else"));
-    assert_eq!(op.failure(), Some(why));
+    assert_eq!(shared.failure(), Some(why));
 }
 
 #[test]

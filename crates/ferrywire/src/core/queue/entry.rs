@@ -2,8 +2,7 @@
 //!
 //! Invariant: the pieces of a frame are exactly the bytes that its header announces. Read next: `mod.rs`.
 
-use crate::core::operation::Op;
-use crate::core::queued::Queued;
+use crate::core::operation::Hold;
 use crate::core::staging::Staged;
 use crate::error::Error;
 use ferrywire_memory::{Memory, Place};
@@ -17,7 +16,7 @@ pub(crate) struct Entry {
     pub head: [u8; HEADER_BYTES],
     pub placements: Box<[u8]>,
     pub body: Body,
-    pub op: Option<Arc<Op>>,
+    pub op: Option<Hold>,
     /// Where the payload waits to be sent, if it comes from a GPU.
     pub staged: Option<Staged>,
 }
@@ -121,16 +120,15 @@ impl Entry {
     }
 }
 
-impl From<Frame<Queued>> for Entry {
-    fn from(Frame { header, placements, body, op }: Frame<Queued>) -> Entry {
-        let op = op.map(|op| op.0);
+impl From<Frame<Hold>> for Entry {
+    fn from(Frame { header, placements, body, op }: Frame<Hold>) -> Entry {
         Entry { head: header.encode(), header, placements, body, op, staged: None }
     }
 }
 
-impl From<Entry> for Frame<Queued> {
+impl From<Entry> for Frame<Hold> {
     /// Over another channel it is staged again.
-    fn from(Entry { header, placements, body, op, .. }: Entry) -> Frame<Queued> {
-        Frame { header, placements, body, op: op.map(Queued) }
+    fn from(Entry { header, placements, body, op, .. }: Entry) -> Frame<Hold> {
+        Frame { header, placements, body, op }
     }
 }

@@ -9,8 +9,7 @@ pub(crate) use entry::{DROPPED, Entry};
 pub(crate) use ferrywire_proto::outbox::{Body, Pull, SMALL_BYTES_MAX};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
-use crate::core::operation::{NO_EPOCH, Op, Verb};
-use crate::core::queued::Queued;
+use crate::core::operation::{Hold, NO_EPOCH, Op, Verb};
 use crate::core::staging::Sending;
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered};
 use ferrywire_proto::window::Window;
@@ -20,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The queue of one peer.
 pub(crate) struct SendQueue {
-    outbox: Mutex<Outbox<Queued>>,
+    outbox: Mutex<Outbox<Hold>>,
     /// Items that wait, and those of them that are not small operations, or not bulk.
     waiting: AtomicUsize,
     waiting_beside_small: AtomicUsize,
@@ -32,6 +31,9 @@ pub(crate) struct SendQueue {
     pub chunk_bytes: usize,
     pub crc: bool,
 }
+
+/// An operation that was numbered, with its hold where that is not queued.
+type Posted = (Arc<Op>, Option<Hold>);
 
 fn read_of(op: &Op) -> Read {
     Read { id: op.id, total: op.total }
@@ -57,7 +59,7 @@ impl SendQueue {
         self
     }
 
-    fn lock(&self) -> MutexGuard<'_, Outbox<Queued>> {
+    fn lock(&self) -> MutexGuard<'_, Outbox<Hold>> {
         self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -91,7 +93,7 @@ impl SendQueue {
         self.lock().answers_len()
     }
 
-    fn publish(&self, outbox: &Outbox<Queued>) {
+    fn publish(&self, outbox: &Outbox<Hold>) {
         let waiting = outbox.len();
         self.waiting.store(waiting, Ordering::SeqCst);
         self.waiting_beside_small.store(waiting - outbox.small_len(), Ordering::SeqCst);
@@ -104,7 +106,7 @@ impl SendQueue {
     }
 
     /// Changes the outbox, and publishes what others see of it.
-    fn change<T>(&self, change: impl FnOnce(&mut Outbox<Queued>) -> T) -> T {
+    fn change<T>(&self, change: impl FnOnce(&mut Outbox<Hold>) -> T) -> T {
         let mut outbox = self.lock();
         let changed = change(&mut outbox);
         self.publish(&outbox);
@@ -113,38 +115,38 @@ impl SendQueue {
 
     /// Queues an operation; false when the peer is gone.
     #[must_use]
-    pub fn post(&self, op: Arc<Op>) -> bool {
-        self.change(|outbox| outbox.post(Queued(op))).is_ok()
+    pub fn post(&self, op: Hold) -> bool {
+        self.change(|outbox| outbox.post(op)).is_ok()
     }
 
-    /// Queues what follows the parts of an operation, which are queued or done: its notification. False when the
+    /// Queues what follows the children of an operation, which are queued or done: its notification. False when the
     /// peer is gone.
-    #[must_use]
-    pub fn post_behind_parts(&self, whole: Arc<Op>) -> bool {
-        self.change(|outbox| outbox.post_behind_children(Queued(whole))).is_ok()
+    pub fn post_behind_children(&self, parent: Hold) -> Result<(), Hold> {
+        self.change(|outbox| outbox.post_behind_children(parent))
     }
 
     /// Lets later notifications wait for an operation that is not queued itself.
-    pub fn join(&self, op: &Arc<Op>) {
-        self.lock().join(&Queued(op.clone()));
+    pub fn join(&self, op: &Hold) {
+        self.lock().join(op);
     }
 
-    /// Numbers a send that `make` makes, and queues it, unless it is held.
+    /// Numbers a send that `make` makes, and queues it, unless it is held: then its hold is given back.
     #[must_use]
-    pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Option<Arc<Op>>) -> Option<Arc<Op>> {
+    pub fn post_send(&self, held: bool, make: impl FnOnce(u64) -> Option<Hold>) -> Option<Posted> {
         let mut outbox = self.lock();
-        let Queued(op) = outbox.number_send(|number| make(number).map(Queued))?;
-        if !held {
-            let _is_open = outbox.post_joined(Queued(op.clone()));
-            self.publish(&outbox);
+        let op = outbox.number_send(make)?;
+        let shared = Arc::clone(&op);
+        if held {
+            return Some((shared, Some(op)));
         }
-        Some(op)
+        let _is_open = outbox.post_joined(op);
+        self.publish(&outbox);
+        Some((shared, None))
     }
 
-    /// Queues an operation that was held, with all that was done for it before; false when the peer is gone.
-    #[must_use]
-    pub fn post_held(&self, op: Arc<Op>) -> bool {
-        self.change(|outbox| outbox.post_joined(Queued(op))).is_ok()
+    /// Queues an operation that was held, with all that was done for it before; gives it back when the peer is gone.
+    pub fn post_held(&self, op: Hold) -> Result<(), Hold> {
+        self.change(|outbox| outbox.post_joined(op))
     }
 
     /// Queues a frame of the engine's own.
@@ -160,7 +162,7 @@ impl SendQueue {
 
     /// Queues a request of a read, or keeps it back while the peer has so many; gives it back when the peer is gone.
     pub fn ask(&self, entry: Entry, op: &Op) -> Vec<Entry> {
-        let closed: Result<(), Frame<Queued>> = self.change(|outbox| {
+        let closed: Result<(), Frame<Hold>> = self.change(|outbox| {
             outbox.ask(entry.into(), read_of(op))?;
             if outbox.keeps_back() {
                 // Whoever places bytes of the read from here on, and says so, sees that somebody waits; the others we see.
@@ -206,7 +208,7 @@ impl SendQueue {
             return;
         }
         self.change(|outbox| {
-            if op.verb == Verb::Read {
+            if op.verb() == Verb::Read {
                 let _none_is_left = outbox.forget_requests(read_of(op));
             }
             outbox.leave_epoch(epoch);
@@ -235,30 +237,29 @@ impl SendQueue {
     }
 
     /// The peer has matched an announced send: its data go to this sink, if it has any.
-    pub fn matched(&self, transfer: u64, sink: u64) -> Matched<Queued> {
+    pub fn matched(&self, transfer: u64, sink: u64) -> Matched<Hold> {
         self.change(|outbox| outbox.matched(transfer, sink))
     }
 
-    /// Takes an announced send out that is cancelled before anybody has received it, and tells the peer, which holds it; true
-    /// if it was here.
-    pub fn take_back(&self, op: &Op) -> bool {
-        self.change(|outbox| outbox.take_back(op.id)).is_some()
+    /// Takes an announced send out that is cancelled before it was received, and tells the peer, which holds it.
+    pub fn take_back(&self, op: &Op) -> Option<Hold> {
+        self.change(|outbox| outbox.take_back(op.id))
     }
 
     /// Takes an announced send out, because it is refused.
     #[must_use]
-    pub fn withdraw(&self, transfer: u64) -> Option<Arc<Op>> {
-        self.lock().withdraw(transfer).map(|op| op.0)
+    pub fn withdraw(&self, transfer: u64) -> Option<Hold> {
+        self.lock().withdraw(transfer)
     }
 
-    /// Takes out what is not cut yet of an operation; true if there was any.
-    pub fn take_out(&self, op: &Arc<Op>) -> bool {
-        self.change(|outbox| outbox.take_out(op.verb, |queued| Arc::ptr_eq(&queued.0, op))).is_some()
+    /// Takes out what is not cut yet of an operation.
+    pub fn take_out(&self, op: &Arc<Op>) -> Option<Hold> {
+        self.change(|outbox| outbox.take_out(op.verb(), |queued| Arc::ptr_eq(queued, op)))
     }
 
-    /// Closes the queue for good and returns the operations that hold a token here.
-    pub fn close(&self) -> Vec<Arc<Op>> {
-        self.change(Outbox::close).into_iter().map(|op| op.0).collect()
+    /// Closes the queue for good and gives its operations back.
+    pub fn close(&self) -> Vec<Hold> {
+        self.change(Outbox::close)
     }
 
     /// Fills a window from the outbox, up to a number of bytes, and reserves room for payload of GPUs that goes
@@ -268,7 +269,7 @@ impl SendQueue {
         window: &mut Window<Entry>,
         staging: &mut Sending,
         mut pull: Pull,
-    ) -> (u64, Vec<Arc<Op>>) {
+    ) -> (u64, Vec<Hold>) {
         let mut outbox = self.lock();
         let mut taken = 0;
         let mut dropped = Vec::new();
@@ -294,7 +295,7 @@ impl SendQueue {
             window.post(entry, bytes);
         }
         self.publish(&outbox);
-        (taken, dropped.into_iter().map(|op| op.0).collect())
+        (taken, dropped)
     }
 }
 

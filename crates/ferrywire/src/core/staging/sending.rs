@@ -232,13 +232,13 @@ fn copy_out(line: &mut Pipeline, entry: &Entry, mut host: usize) {
 mod tests {
     use super::super::{ALONE, alone};
     use super::*;
-    use crate::core::operation::{Op, Verb};
+    use crate::core::operation::{Hold, Op, Task};
     use crate::core::queue::{Pull, SendQueue};
     use ferrywire_memory::sim::SimGpu;
     use ferrywire_memory::{Gpu, Memory};
     use ferrywire_proto::transfer::{Piece, Pieces};
     use ferrywire_proto::window::Window;
-    use std::sync::Arc;
+    use std::sync::{Arc, Weak};
 
     /// Has a write of all of the memory taken, as a channel does.
     fn take(memory: &Arc<Memory>, window: &mut Window<Entry>, sending: &mut Sending) -> Arc<Op> {
@@ -253,8 +253,9 @@ mod tests {
         sending: &mut Sending,
     ) -> Arc<Op> {
         let queue = SendQueue::new(limits::STAGING_CHUNK_BYTES_MIN, false);
-        let op = Arc::new(Op::new(1, Verb::Write, pieces, Some(memory.clone()), 9));
-        assert!(queue.post(op.clone()));
+        let op = Hold::new(Op::new(Weak::new(), 1, Task::Write { region: 9 }, pieces, Some(memory.clone())));
+        let shared = Arc::clone(&op);
+        assert!(queue.post(op));
         let pull = Pull {
             bytes: u64::MAX,
             channels: 1,
@@ -266,7 +267,7 @@ mod tests {
         };
         let (_, dropped) = queue.pull(window, sending, pull);
         assert!(dropped.is_empty());
-        op
+        shared
     }
 
     /// No list held them: each run of them was a call of the driver.

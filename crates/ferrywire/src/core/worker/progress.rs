@@ -323,7 +323,7 @@ impl Crank {
             (slot.channel.peer.clone(), slot.channel.index, slot.channel.generation);
         let mut remains = slot.channel.end();
         if let Some(closed) = remains.unreleased.take() {
-            let ops = remains.entries.iter().filter_map(|(_, entry)| entry.op.clone()).collect();
+            let ops = remains.entries.iter().filter_map(|(_, entry)| entry.op.as_deref().cloned()).collect();
             self.unreleased.push(Closed { unreleased: closed, ops, since: context.transport.now() });
         }
         peer.note_cut_off();
