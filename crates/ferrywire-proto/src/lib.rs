@@ -21,6 +21,8 @@ pub mod inbox;
 pub mod limits;
 pub mod operation;
 pub mod outbox;
+#[cfg(test)]
+mod pair;
 pub mod schedule;
 pub mod session;
 pub mod stall_timer;

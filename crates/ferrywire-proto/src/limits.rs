@@ -49,6 +49,8 @@ pub const READS_SERVED_MAX: usize = 16 << 10;
 pub const READS_ASKED_MAX: usize = READS_SERVED_MAX / 2;
 /// Reads of one peer that wait while `READS_SERVED_MAX` are answered: as many as a peer may have that are not answered yet.
 pub const READS_WAITING_MAX: usize = READS_ASKED_MAX;
+/// An operation of at most this many bytes travels as one frame, ahead of bulk.
+pub const SMALL_BYTES_MAX: u64 = 64 << 10;
 /// Frames in flight (sent, not yet acknowledged) per channel.
 pub const WINDOW_FRAMES_MAX: usize = 1024;
 /// Bytes in flight per channel before it takes no further chunk.
@@ -250,6 +252,39 @@ pub const LANE_LINGER_INTERVAL: Duration = Duration::from_millis(20);
 /// See [`LANE_LINGER_INTERVAL`].
 pub const LANE_LINGER_DEADLINE: Duration = Duration::from_secs(60);
 
+/// The limits that an outbox and the inbox at its other end keep to, as values: both have the same.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerLimits {
+    /// See [`EARLY_FRAMES_MAX`].
+    pub early_frames_max: usize,
+    /// See [`NOTIFICATION_BYTES_MAX`].
+    pub notification_bytes_max: usize,
+    /// See [`EAGER_BYTES_MAX`].
+    pub eager_bytes_max: usize,
+    /// See [`EAGER_CREDIT_BYTES`].
+    pub eager_credit_bytes: usize,
+    /// See [`READS_ASKED_MAX`].
+    pub reads_asked_max: usize,
+    /// An operation of at most this many bytes travels as one frame, ahead of bulk.
+    pub small_bytes_max: u64,
+    /// A read of at most this many bytes goes before longer ones.
+    pub short_read_bytes_max: u64,
+}
+
+impl Default for PeerLimits {
+    fn default() -> PeerLimits {
+        PeerLimits {
+            early_frames_max: EARLY_FRAMES_MAX,
+            notification_bytes_max: NOTIFICATION_BYTES_MAX,
+            eager_bytes_max: EAGER_BYTES_MAX,
+            eager_credit_bytes: EAGER_CREDIT_BYTES,
+            reads_asked_max: READS_ASKED_MAX,
+            small_bytes_max: SMALL_BYTES_MAX,
+            short_read_bytes_max: SMALL_BYTES_MAX,
+        }
+    }
+}
+
 const _: () = assert!(PLUGIN_LOG_LINES_TOLD <= PLUGIN_LOG_LINES_KEPT);
 /// A lane over devmem TCP that fails within this time did not last.
 pub const LANE_SHORT_LIVED: Duration = Duration::from_secs(1);
@@ -283,6 +318,7 @@ const _: () = assert!(
         && STAGING_BATCH_BYTES <= STAGING_SLOT_BYTES
         && 2 * STAGING_SLOT_BYTES <= STAGING_SMALL_RING_BYTES
 );
+const _: () = assert!(SMALL_BYTES_MAX <= STAGING_SLOT_BYTES as u64);
 const _: () = assert!(CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT);
 const _: () = assert!(CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX);
 const _: () = assert!(CHUNK_BYTES_MAX <= WINDOW_BYTES_MAX);

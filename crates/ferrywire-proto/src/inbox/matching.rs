@@ -10,7 +10,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use super::{Message, Reply};
-use crate::limits;
+use crate::limits::{self, PeerLimits};
 use crate::operation::Operation;
 use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 
@@ -49,10 +49,11 @@ pub(super) struct Matching<O> {
     /// What the peer was given back for messages that are held again: it is taken off what is given back next.
     pub(super) credit_owed: usize,
     pub(super) consumed: usize,
+    limits: PeerLimits,
 }
 
-impl<O> Default for Matching<O> {
-    fn default() -> Matching<O> {
+impl<O> Matching<O> {
+    pub fn new(limits: PeerLimits) -> Matching<O> {
         Matching {
             posted: HashMap::new(),
             unexpected: HashMap::new(),
@@ -62,6 +63,7 @@ impl<O> Default for Matching<O> {
             eager_held: 0,
             credit_owed: 0,
             consumed: 0,
+            limits,
         }
     }
 }
@@ -88,8 +90,8 @@ impl<O: Operation> Matching<O> {
         // The one that is due makes room: those that wait for it do not count against it.
         let ahead = if number > self.next_number { self.early.len() } else { 0 };
         // Only a peer that disregards its credit, or how far ahead it may be, gets here.
-        if self.eager_held + cost > limits::EAGER_CREDIT_BYTES + self.credit_owed
-            || ahead >= limits::EARLY_FRAMES_MAX
+        if self.eager_held + cost > self.limits.eager_credit_bytes + self.credit_owed
+            || ahead >= self.limits.early_frames_max
         {
             return Err(Refusal::Limit);
         }
@@ -200,7 +202,7 @@ impl<O: Operation> Matching<O> {
         self.credit_owed -= owed;
         self.eager_held -= cost;
         self.consumed += cost - owed;
-        if self.consumed >= limits::EAGER_CREDIT_BYTES / 4 {
+        if self.consumed >= self.limits.eager_credit_bytes / 4 {
             let mut credit = Header::new(Kind::Credit);
             credit.total = std::mem::take(&mut self.consumed) as u64;
             replies.push(Reply::Frame(credit));
@@ -217,6 +219,12 @@ impl<O: Operation> Matching<O> {
         self.unexpected.retain(|_, list| !list.is_empty());
         self.early.clear();
         ops
+    }
+
+    #[cfg(test)]
+    pub fn check_idle(&self) {
+        assert!(self.posted.is_empty() && self.unexpected.is_empty() && self.early.is_empty());
+        assert_eq!((self.announced_held, self.eager_held, self.credit_owed), (0, 0, 0));
     }
 
     /// The peer takes a message back: true if its number has been heard of, so that nothing waits for that. One that a

@@ -15,7 +15,7 @@ mod tests;
 
 pub use reassembly::Reassembly;
 
-use crate::limits;
+use crate::limits::{self, PeerLimits};
 use crate::operation::Operation;
 use crate::wire::{Header, Refusal};
 use matching::Matching;
@@ -76,7 +76,14 @@ pub struct Inbox<O> {
 
 impl<O> Default for Inbox<O> {
     fn default() -> Inbox<O> {
-        Inbox { notifications: Notifications::default(), messages: Matching::default(), closed: false }
+        Inbox::new(PeerLimits::default())
+    }
+}
+
+impl<O> Inbox<O> {
+    /// An empty one, for a peer with the same limits.
+    pub fn new(limits: PeerLimits) -> Inbox<O> {
+        Inbox { notifications: Notifications::new(limits), messages: Matching::new(limits), closed: false }
     }
 }
 
@@ -151,5 +158,24 @@ impl<O: Operation> Inbox<O> {
         self.closed = true;
         self.notifications.close();
         self.messages.close()
+    }
+
+    /// Tags of messages that no receive has met.
+    #[cfg(test)]
+    pub(crate) fn unexpected_tags(&self) -> Vec<u64> {
+        self.messages.unexpected.keys().copied().collect()
+    }
+
+    /// Credit of the peer that is free and was not given back yet.
+    #[cfg(test)]
+    pub(crate) fn consumed_bytes(&self) -> usize {
+        self.messages.consumed
+    }
+
+    /// Nothing is held that waits for a frame or a receive.
+    #[cfg(test)]
+    pub(crate) fn check_idle(&self) {
+        self.notifications.check_idle();
+        self.messages.check_idle();
     }
 }

@@ -8,10 +8,10 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use crate::limits;
+use crate::limits::{self, PeerLimits};
 use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Notifications {
     /// Those that the user may take.
     ready: VecDeque<Vec<u8>>,
@@ -26,9 +26,23 @@ pub(super) struct Notifications {
     /// Those that came before their turn; nothing where one was refused.
     early: BTreeMap<u64, Option<Vec<u8>>>,
     next: u64,
+    limits: PeerLimits,
 }
 
 impl Notifications {
+    pub fn new(limits: PeerLimits) -> Notifications {
+        Notifications {
+            ready: VecDeque::new(),
+            held_bytes: 0,
+            early_bytes: 0,
+            counted: HashMap::new(),
+            following: HashMap::new(),
+            early: BTreeMap::new(),
+            next: 0,
+            limits,
+        }
+    }
+
     /// Bytes of a transfer with a notification were placed; true if that released the notification.
     pub fn count(&mut self, header: &Header) -> Result<bool, Refusal> {
         if self.counted.len() >= limits::COUNTED_TRANSFERS_MAX && !self.counted.contains_key(&header.transfer)
@@ -66,7 +80,7 @@ impl Notifications {
         // The user cannot take those that are early: while a lost connection is noticed there may be very many. So they
         // count apart, and do not hold up the one that they wait for.
         let early = alone && header.transfer > self.next;
-        if early && self.early.len() >= limits::EARLY_FRAMES_MAX {
+        if early && self.early.len() >= self.limits.early_frames_max {
             return Err(Refusal::Limit);
         }
         let fits = self.has_room(early, message.len());
@@ -106,10 +120,10 @@ impl Notifications {
     /// Whether one of so many bytes may be held.
     fn has_room(&self, early: bool, bytes: usize) -> bool {
         if early {
-            return self.early_bytes + bytes <= limits::NOTIFICATION_BYTES_MAX;
+            return self.early_bytes + bytes <= self.limits.notification_bytes_max;
         }
         self.ready.len() + self.following.len() < limits::NOTIFICATIONS_HELD_MAX
-            && self.held_bytes + bytes <= limits::NOTIFICATION_BYTES_MAX
+            && self.held_bytes + bytes <= self.limits.notification_bytes_max
     }
 
     /// Those that have waited for one before them can be taken.
@@ -141,5 +155,11 @@ impl Notifications {
         if let Some((_, message)) = self.following.remove(&transfer) {
             self.held_bytes -= message.len();
         }
+    }
+
+    #[cfg(test)]
+    pub fn check_idle(&self) {
+        assert!(self.early.is_empty() && self.following.is_empty() && self.counted.is_empty(), "{self:?}");
+        assert!(self.ready.is_empty() && self.held_bytes == 0 && self.early_bytes == 0, "{self:?}");
     }
 }

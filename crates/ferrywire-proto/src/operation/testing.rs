@@ -25,6 +25,11 @@ pub(crate) struct Facts {
     pub epoch: Cell<Option<u64>>,
     pub sink: Cell<u64>,
     pub uncut: Cell<bool>,
+    /// A receive whose memory is gone when a short message comes.
+    pub is_unplaceable: bool,
+    pub children: RefCell<Vec<Rc<Facts>>>,
+    pub moved: Cell<u64>,
+    pub has_ended: Cell<bool>,
     /// Handles that are not dropped yet.
     pub tokens: Cell<usize>,
 }
@@ -45,6 +50,11 @@ impl Facts {
         self.has_failed()
             || self.cancelled.get()
             || self.parent.as_ref().is_some_and(|parent| parent.is_failing())
+    }
+
+    pub fn count(&self, bytes: u64) {
+        self.moved.set(self.moved.get() + bytes);
+        self.parent.iter().for_each(|parent| parent.count(bytes));
     }
 }
 
@@ -75,6 +85,10 @@ impl Model {
             epoch: Cell::new(None),
             sink: Cell::new(0),
             uncut: Cell::new(false),
+            is_unplaceable: false,
+            children: RefCell::default(),
+            moved: Cell::new(0),
+            has_ended: Cell::new(false),
             tokens: Cell::new(1),
         }))
     }

@@ -64,4 +64,9 @@ impl<O> Epochs<O> {
         self.first = closed.first + closed.epochs.len() as u64;
         closed.epochs.into_iter().filter_map(|epoch| epoch.then)
     }
+
+    #[cfg(test)]
+    pub fn is_idle(&self) -> bool {
+        self.epochs.len() == 1 && self.epochs.iter().all(|epoch| epoch.outstanding == 0)
+    }
 }

@@ -19,7 +19,7 @@ pub use read_flow_control::Read;
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::limits;
+use crate::limits::{self, PeerLimits};
 use crate::operation::{Operation, Verb};
 use crate::schedule;
 use crate::transfer::{ChunkLimits, Cutter};
@@ -29,12 +29,8 @@ use frame::{chunk_frame, eager_cost, message_frame, small_frame, whole};
 use read_flow_control::ReadFlowControl;
 use sequencer::Sequencer;
 
-/// An operation of at most this many bytes travels as one frame, ahead of bulk.
-pub const SMALL_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of small operations after which a bulk chunk has its turn.
 const SMALL_RUN_BYTES: u64 = 512 << 10;
-
-const _: () = assert!(SMALL_BYTES_MAX <= limits::STAGING_SLOT_BYTES as u64);
 
 /// What a channel may take in one pull.
 #[derive(Clone, Copy, Debug)]
@@ -108,14 +104,13 @@ pub struct Outbox<O> {
     /// Sends that are announced and not matched.
     announced: HashMap<u64, O>,
     reads: ReadFlowControl<O>,
-    /// Bytes up to which an operation travels as one frame.
-    small_bytes_max: u64,
+    limits: PeerLimits,
     closed: bool,
 }
 
 impl<O> Outbox<O> {
-    /// An empty one, which sends operations of up to so many bytes as one frame.
-    pub fn new(small_bytes_max: u64) -> Outbox<O> {
+    /// An empty one, for a peer with the same limits.
+    pub fn new(limits: PeerLimits) -> Outbox<O> {
         Outbox {
             resend: VecDeque::new(),
             own: VecDeque::new(),
@@ -126,12 +121,12 @@ impl<O> Outbox<O> {
             bulk_bytes: 0,
             epochs: Epochs::default(),
             next_number: 0,
-            messages: Sequencer::default(),
-            notifications: Sequencer::default(),
-            credit: limits::EAGER_CREDIT_BYTES,
+            messages: Sequencer::new(limits),
+            notifications: Sequencer::new(limits),
+            credit: limits.eager_credit_bytes,
             announced: HashMap::new(),
-            reads: ReadFlowControl::default(),
-            small_bytes_max,
+            reads: ReadFlowControl::new(limits),
+            limits,
             closed: false,
         }
     }
@@ -320,7 +315,7 @@ impl<O: Operation> Outbox<O> {
 
     /// The peer has consumed eager messages, or a frame was given up that had taken credit.
     pub fn return_credit(&mut self, bytes: u64) {
-        self.credit = limits::EAGER_CREDIT_BYTES.min(self.credit.saturating_add(bytes as usize));
+        self.credit = self.limits.eager_credit_bytes.min(self.credit.saturating_add(bytes as usize));
     }
 
     /// The peer has matched an announced send: its data go to this sink, if it has any.
@@ -444,7 +439,7 @@ impl<O: Operation> Outbox<O> {
             return Frame::bare(header);
         }
         let cost = eager_cost(op.total());
-        if op.total() > limits::EAGER_BYTES_MAX as u64
+        if op.total() > self.limits.eager_bytes_max as u64
             // What a lane could reach itself is not staged.
             || (lane && op.on_gpu() && op.total() > 0)
             || cost > self.credit
@@ -501,7 +496,7 @@ impl<O: Operation> Outbox<O> {
     }
 
     fn enqueue(&mut self, op: O) {
-        if op.total() <= self.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
+        if op.total() <= self.limits.small_bytes_max && op.pieces().len() <= limits::SEGMENTS_PER_CHUNK_MAX {
             self.small.push_back(op);
         } else {
             let key = op.key();
@@ -512,6 +507,15 @@ impl<O: Operation> Outbox<O> {
     fn push_bulk(&mut self, op: O, key: u64) {
         self.bulk_bytes += op.bytes_to_cut();
         self.bulk.push_back(Bulk { op, key, cutter: Cutter::default() });
+    }
+
+    /// Nothing is held that waits for the peer or for an operation.
+    #[cfg(test)]
+    pub(crate) fn check_idle(&self) {
+        assert!(self.is_empty() && self.announced.is_empty() && self.bulk_bytes == 0);
+        assert!(!self.reads.keeps_back() && self.reads.asked() == (0, 0), "requests of reads are left");
+        assert!(self.messages.is_idle() && self.notifications.is_idle(), "numbers are not known to be there");
+        assert!(self.epochs.is_idle(), "a fence is closed");
     }
 
     fn release_fences(&mut self) {

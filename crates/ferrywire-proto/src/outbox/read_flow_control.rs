@@ -11,12 +11,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Frame, SMALL_BYTES_MAX};
-use crate::limits;
+use super::Frame;
+use crate::limits::PeerLimits;
 use crate::wire;
-
-/// Requests of one kind, short or long, that are with the peer at once.
-const OF_A_KIND_MAX: usize = limits::READS_ASKED_MAX / 4 * 3;
 
 /// A read as its requests know it.
 #[derive(Clone, Copy, Debug)]
@@ -31,6 +28,7 @@ pub struct Read {
 pub(super) struct ReadFlowControl<O> {
     short: Requests<O>,
     long: Requests<O>,
+    limits: PeerLimits,
 }
 
 #[derive(Debug)]
@@ -41,16 +39,19 @@ struct Requests<O> {
     asked: BTreeSet<(u64, u64)>,
 }
 
-impl<O> Default for ReadFlowControl<O> {
-    fn default() -> ReadFlowControl<O> {
-        let none = || Requests { kept: BTreeMap::new(), asked: BTreeSet::new() };
-        ReadFlowControl { short: none(), long: none() }
+impl<O> Default for Requests<O> {
+    fn default() -> Requests<O> {
+        Requests { kept: BTreeMap::new(), asked: BTreeSet::new() }
     }
 }
 
 impl<O> ReadFlowControl<O> {
+    pub fn new(limits: PeerLimits) -> ReadFlowControl<O> {
+        ReadFlowControl { short: Requests::default(), long: Requests::default(), limits }
+    }
+
     fn of(&mut self, read: Read) -> &mut Requests<O> {
-        if read.total <= SMALL_BYTES_MAX { &mut self.short } else { &mut self.long }
+        if read.total <= self.limits.short_read_bytes_max { &mut self.short } else { &mut self.long }
     }
 
     pub fn keep(&mut self, frame: Frame<O>, read: Read) {
@@ -63,10 +64,11 @@ impl<O> ReadFlowControl<O> {
 
     /// The next request that may be sent; from here on it counts.
     pub fn next(&mut self) -> Option<Frame<O>> {
-        if self.short.asked.len() + self.long.asked.len() >= limits::READS_ASKED_MAX {
+        if self.short.asked.len() + self.long.asked.len() >= self.limits.reads_asked_max {
             return None;
         }
-        self.short.next().or_else(|| self.long.next())
+        let of_a_kind_max = of_a_kind_max(self.limits.reads_asked_max);
+        self.short.next(of_a_kind_max).or_else(|| self.long.next(of_a_kind_max))
     }
 
     /// What so many bytes of a read answer, which are here, counts no longer.
@@ -81,7 +83,7 @@ impl<O> ReadFlowControl<O> {
 
     /// The peer is gone.
     pub fn close(&mut self) -> impl Iterator<Item = Frame<O>> + use<O> {
-        let ReadFlowControl { short, long } = std::mem::take(self);
+        let (short, long) = (std::mem::take(&mut self.short), std::mem::take(&mut self.long));
         short.kept.into_values().chain(long.kept.into_values())
     }
 
@@ -92,9 +94,14 @@ impl<O> ReadFlowControl<O> {
     }
 }
 
+/// Requests of one kind, short or long, that are with the peer at once, of so many together.
+const fn of_a_kind_max(reads_asked_max: usize) -> usize {
+    reads_asked_max / 4 * 3
+}
+
 impl<O> Requests<O> {
-    fn next(&mut self) -> Option<Frame<O>> {
-        if self.asked.len() >= OF_A_KIND_MAX {
+    fn next(&mut self, asked_max: usize) -> Option<Frame<O>> {
+        if self.asked.len() >= asked_max {
             return None;
         }
         let ((read, start), frame) = self.kept.pop_first()?;
@@ -123,6 +130,7 @@ impl<O> Requests<O> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits;
     use crate::wire::{Header, Kind, Placement};
 
     /// Of a long read the requests are of ten thousand bytes each.
@@ -131,6 +139,7 @@ mod tests {
     }
 
     const LONG: u64 = 10_000;
+    const OF_A_KIND_MAX: usize = of_a_kind_max(limits::READS_ASKED_MAX);
 
     fn keep(control: &mut ReadFlowControl<()>, read: Read, requests: u64) {
         let len = read.total / requests;
@@ -149,7 +158,7 @@ mod tests {
     /// One read of so many would wait for its own end.
     #[test]
     fn a_read_of_more_requests_than_are_asked_at_once_goes_on_as_they_are_answered() {
-        let (mut control, many) = (ReadFlowControl::default(), 3 * OF_A_KIND_MAX as u64);
+        let (mut control, many) = (ReadFlowControl::new(PeerLimits::default()), 3 * OF_A_KIND_MAX as u64);
         let read = read(1, many);
         keep(&mut control, read, many);
         assert_eq!(sent(&mut control), OF_A_KIND_MAX);
@@ -165,7 +174,7 @@ mod tests {
 
     #[test]
     fn a_read_that_ends_makes_room_for_all_that_it_had_asked_for() {
-        let (mut control, many) = (ReadFlowControl::default(), OF_A_KIND_MAX as u64 + 5);
+        let (mut control, many) = (ReadFlowControl::new(PeerLimits::default()), OF_A_KIND_MAX as u64 + 5);
         let [first, second] = [1, 2].map(|id| read(id, many));
         keep(&mut control, first, many);
         keep(&mut control, second, many);
@@ -180,7 +189,8 @@ mod tests {
 
     #[test]
     fn a_short_read_waits_behind_no_long_ones_and_leaves_room_for_them() {
-        let (mut control, many) = (ReadFlowControl::default(), 2 * limits::READS_ASKED_MAX as u64);
+        let (mut control, many) =
+            (ReadFlowControl::new(PeerLimits::default()), 2 * limits::READS_ASKED_MAX as u64);
         keep(&mut control, read(0, many), many);
         assert_eq!(sent(&mut control), OF_A_KIND_MAX);
         keep(&mut control, read(1, 1), 1);

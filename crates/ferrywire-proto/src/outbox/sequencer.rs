@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::limits;
+use crate::limits::PeerLimits;
 use crate::operation::Operation;
 
 /// The numbers of one kind, from 0.
@@ -24,10 +24,11 @@ pub(super) struct Sequencer<O> {
     next: u64,
     /// Too far ahead, each with the end of its bytes.
     late: BTreeMap<u64, (u64, O)>,
+    limits: PeerLimits,
 }
 
-impl<O> Default for Sequencer<O> {
-    fn default() -> Sequencer<O> {
+impl<O> Sequencer<O> {
+    pub fn new(limits: PeerLimits) -> Sequencer<O> {
         Sequencer {
             first: 0,
             had: BTreeSet::new(),
@@ -36,6 +37,7 @@ impl<O> Default for Sequencer<O> {
             end: 0,
             next: 0,
             late: BTreeMap::new(),
+            limits,
         }
     }
 }
@@ -65,8 +67,8 @@ impl<O: Operation> Sequencer<O> {
 
     fn fits(&self, number: u64, end: u64) -> bool {
         number <= self.first
-            || (number - self.first < limits::EARLY_FRAMES_MAX as u64
-                && end.saturating_sub(self.begin) <= limits::NOTIFICATION_BYTES_MAX as u64)
+            || (number - self.first < self.limits.early_frames_max as u64
+                && end.saturating_sub(self.begin) <= self.limits.notification_bytes_max as u64)
     }
 
     /// The peer has this one: gives back those that may go out now.
@@ -94,6 +96,11 @@ impl<O: Operation> Sequencer<O> {
         self.begin += self.sizes.pop_front().unwrap_or(0) as u64;
     }
 
+    #[cfg(test)]
+    pub fn is_idle(&self) -> bool {
+        self.late.is_empty() && self.had.is_empty() && self.begin == self.end
+    }
+
     /// The peer is gone.
     pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
         std::mem::take(&mut self.late).into_values().map(|(_, op)| op)
@@ -103,6 +110,7 @@ impl<O: Operation> Sequencer<O> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::limits;
     use crate::operation::Verb;
     use crate::operation::testing::Model;
 
@@ -112,7 +120,7 @@ mod tests {
 
     #[test]
     fn no_more_bytes_go_ahead_of_a_missing_one_than_a_peer_holds() {
-        let mut sequencer = Sequencer::default();
+        let mut sequencer = Sequencer::new(PeerLimits::default());
         let fit = (limits::NOTIFICATION_BYTES_MAX / limits::NOTIFY_BYTES_MAX) as u64;
         for number in 0..fit + 10 {
             let goes_out = sequencer.number(note(limits::NOTIFY_BYTES_MAX)).is_some();
@@ -132,7 +140,7 @@ mod tests {
 
     #[test]
     fn one_that_is_due_goes_out_however_many_are_behind_it() {
-        let mut sequencer = Sequencer::default();
+        let mut sequencer = Sequencer::new(PeerLimits::default());
         let sent = |number| Model::new(1, Verb::Send, 0, 0).with(|facts| facts.number = number);
         let far = limits::EARLY_FRAMES_MAX as u64;
         assert!(sequencer.admit_numbered(sent(far)).is_none());

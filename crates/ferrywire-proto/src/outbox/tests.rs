@@ -17,7 +17,7 @@ fn pull() -> Pull {
 }
 
 fn outbox() -> Outbox<Model> {
-    Outbox::new(SMALL_BYTES_MAX)
+    Outbox::new(PeerLimits::default())
 }
 
 /// All frames there are; nothing is dropped.

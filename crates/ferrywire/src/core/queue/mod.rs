@@ -6,11 +6,13 @@
 mod entry;
 
 pub(crate) use entry::{DROPPED, Entry};
-pub(crate) use ferrywire_proto::outbox::{Body, Pull, SMALL_BYTES_MAX};
+pub(crate) use ferrywire_proto::limits::SMALL_BYTES_MAX;
+pub(crate) use ferrywire_proto::outbox::{Body, Pull};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
 use crate::core::operation::{Hold, NO_EPOCH, Op, Verb};
 use crate::core::staging::Sending;
+use ferrywire_proto::limits::PeerLimits;
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered};
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{self, Header, Kind};
@@ -42,7 +44,7 @@ fn read_of(op: &Op) -> Read {
 impl SendQueue {
     pub fn new(chunk_bytes: usize, crc: bool) -> SendQueue {
         SendQueue {
-            outbox: Mutex::new(Outbox::new(SMALL_BYTES_MAX)),
+            outbox: Mutex::new(Outbox::new(PeerLimits::default())),
             waiting: AtomicUsize::new(0),
             waiting_beside_small: AtomicUsize::new(0),
             waiting_beside_bulk: AtomicUsize::new(0),
@@ -55,7 +57,8 @@ impl SendQueue {
 
     /// Of a peer whose channels have lanes: no message is larger than a chunk.
     pub fn with_lanes(mut self) -> SendQueue {
-        self.outbox = Mutex::new(Outbox::new(SMALL_BYTES_MAX.min(self.chunk_bytes as u64)));
+        let small_bytes_max = SMALL_BYTES_MAX.min(self.chunk_bytes as u64);
+        self.outbox = Mutex::new(Outbox::new(PeerLimits { small_bytes_max, ..PeerLimits::default() }));
         self
     }
 

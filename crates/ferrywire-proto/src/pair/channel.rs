@@ -1,0 +1,58 @@
+//! One end of one channel: its window, and what it has received.
+//!
+//! Invariant: a side that is not up neither sends nor places anything.
+
+use crate::operation::testing::Model;
+use crate::outbox::Frame;
+use crate::window::Window;
+use crate::wire::Refusal;
+
+/// A frame's number, and why it was refused.
+pub(super) type Refused = (u64, Refusal);
+
+pub(super) struct Side {
+    pub is_up: bool,
+    pub window: Window<Frame<Model>>,
+    /// Number of the first frame that the socket has not taken.
+    pub sent: u64,
+    /// When what was sent last arrives.
+    pub last_arrival: u64,
+    /// Frames received and placed, or refused.
+    pub received: u64,
+    /// Refused ones that the peer was not told of, and those that it was.
+    pub refused: Vec<Refused>,
+    pub told: Vec<Refused>,
+    pub ack_is_due: bool,
+    /// What was in the window when the channel was closed.
+    pub ours: Option<Vec<(u64, Frame<Model>)>>,
+    /// What the peer had placed and refused.
+    pub theirs: Option<(u64, Vec<Refused>)>,
+    pub is_resolved: bool,
+}
+
+impl Side {
+    pub fn new(window_frames: usize, window_bytes: usize) -> Side {
+        Side {
+            is_up: true,
+            window: Window::new(window_frames, window_bytes),
+            sent: 0,
+            last_arrival: 0,
+            received: 0,
+            refused: Vec::new(),
+            told: Vec::new(),
+            ack_is_due: false,
+            ours: None,
+            theirs: None,
+            is_resolved: false,
+        }
+    }
+
+    /// The count that a frame may carry: refused frames are covered only once their refusals are told.
+    pub fn acknowledges(&self) -> u32 {
+        self.refused.first().map_or(self.received, |(number, _)| *number) as u32
+    }
+
+    pub fn has_unsent(&self) -> bool {
+        self.sent < self.window.next()
+    }
+}

@@ -1,0 +1,390 @@
+//! Two ends of a peer in virtual time: outboxes, inboxes and a window per channel, over channels that are slow and get lost.
+//!
+//! A [`Pair`] delivers frames. Each channel keeps its order and has a delay of its own, so frames of different channels
+//! overtake each other. A channel may be lost at any moment; each end then tells the other how many frames it had placed, and
+//! the rest goes over the others. `plan.rs` posts random operations, and knows what has to come of each.
+//!
+//! Invariant: a seed says everything that happens. Read next: `end.rs`, then `plan.rs`.
+
+mod channel;
+mod end;
+mod plan;
+mod rng;
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::limits::{self, PeerLimits};
+use crate::outbox::Pull;
+use crate::schedule;
+use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
+use channel::{Refused, Side};
+use end::End;
+use rng::Rng;
+
+/// What a seed chooses of the two ends and the network between them.
+struct Settings {
+    limits: PeerLimits,
+    channels: usize,
+    chunk_bytes: usize,
+    window_frames: usize,
+    window_bytes: usize,
+    /// Longest delay of each channel.
+    delays: Vec<u64>,
+    /// Of a hundred, how often a socket takes a frame at once.
+    socket_percent: u64,
+}
+
+/// A frame on its way.
+struct Packet {
+    header: [u8; HEADER_BYTES],
+    placements: Box<[u8]>,
+    body: Vec<u8>,
+}
+
+enum Event {
+    /// Random operations are posted.
+    Act,
+    /// Something waits for a socket, for room or for a GPU.
+    Tick,
+    Arrive {
+        to: usize,
+        channel: usize,
+        generation: u32,
+        packet: Packet,
+    },
+    /// An acknowledgement has waited long enough for a frame to ride on.
+    Acknowledge {
+        end: usize,
+        channel: usize,
+        generation: u32,
+    },
+    /// An end notices that a channel is lost.
+    Close {
+        end: usize,
+        channel: usize,
+        generation: u32,
+    },
+    /// The other end has said what it had placed.
+    Fence {
+        to: usize,
+        channel: usize,
+        generation: u32,
+        placed: u64,
+        refused: Vec<Refused>,
+    },
+    Reopen {
+        channel: usize,
+    },
+}
+
+/// Events by time; those of one time in the order in which they were made.
+struct Timed(u64, u64, Event);
+
+impl PartialEq for Timed {
+    fn eq(&self, other: &Timed) -> bool {
+        (self.0, self.1) == (other.0, other.1)
+    }
+}
+
+impl Eq for Timed {}
+
+impl PartialOrd for Timed {
+    fn partial_cmp(&self, other: &Timed) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for Timed {
+    fn cmp(&self, other: &Timed) -> std::cmp::Ordering {
+        (self.0, self.1).cmp(&(other.0, other.1))
+    }
+}
+
+struct Pair {
+    rng: Rng,
+    settings: Settings,
+    now: u64,
+    made: u64,
+    events: BinaryHeap<Reverse<Timed>>,
+    ticks: bool,
+    ends: [End; 2],
+    /// By end and channel.
+    sides: [Vec<Side>; 2],
+    generations: Vec<u32>,
+    /// Frames that were sent again.
+    resent: u64,
+}
+
+impl Pair {
+    fn new(rng: Rng, settings: Settings) -> Pair {
+        let side = || Side::new(settings.window_frames, settings.window_bytes);
+        let sides = || (0..settings.channels).map(|_| side()).collect();
+        Pair {
+            ends: [End::new(settings.limits), End::new(settings.limits)],
+            sides: [sides(), sides()],
+            generations: vec![0; settings.channels],
+            now: 0,
+            made: 0,
+            events: BinaryHeap::new(),
+            ticks: false,
+            rng,
+            settings,
+            resent: 0,
+        }
+    }
+
+    fn after(&mut self, delay: u64, event: Event) {
+        self.made += 1;
+        self.events.push(Reverse(Timed(self.now + delay, self.made, event)));
+    }
+
+    /// Something is lost on this channel; its ends notice it one after the other.
+    fn lose(&mut self, channel: usize) {
+        let generation = self.generations[channel];
+        if !self.sides.iter().all(|sides| sides[channel].is_up) {
+            return;
+        }
+        let first = self.rng.below(2) as usize;
+        let later = self.rng.below(100);
+        self.after(0, Event::Close { end: first, channel, generation });
+        self.after(later, Event::Close { end: 1 - first, channel, generation });
+    }
+
+    /// Lets the next thing happen; `None` when nothing is left that could.
+    fn step(&mut self) -> Option<Event> {
+        self.pump();
+        let Reverse(Timed(at, _, event)) = self.events.pop()?;
+        self.now = at;
+        match event {
+            Event::Arrive { to, channel, generation, packet } => {
+                if self.is_up(to, channel, generation) {
+                    self.receive(to, channel, packet);
+                }
+            }
+            Event::Acknowledge { end, channel, generation } => {
+                if self.is_up(end, channel, generation) {
+                    self.send_ack(end, channel);
+                }
+            }
+            Event::Close { end, channel, generation } => {
+                if self.is_up(end, channel, generation) {
+                    self.close(end, channel);
+                }
+            }
+            Event::Fence { to, channel, generation, placed, refused } => {
+                assert_eq!(generation, self.generations[channel]);
+                if self.sides[to][channel].is_up {
+                    self.close(to, channel);
+                }
+                self.sides[to][channel].theirs = Some((placed, refused));
+                self.resolve(to, channel);
+            }
+            Event::Reopen { channel } => {
+                self.generations[channel] += 1;
+                for sides in &mut self.sides {
+                    sides[channel] = Side::new(self.settings.window_frames, self.settings.window_bytes);
+                }
+            }
+            Event::Tick => self.ticks = false,
+            Event::Act => return Some(Event::Act),
+        }
+        Some(Event::Tick)
+    }
+
+    fn is_up(&self, end: usize, channel: usize, generation: u32) -> bool {
+        self.generations[channel] == generation && self.sides[end][channel].is_up
+    }
+
+    // ---- sending ----
+
+    /// Channels take what they have room for, and sockets what they want to.
+    fn pump(&mut self) {
+        let mut waits = false;
+        for end in 0..2 {
+            let first = self.rng.below(self.settings.channels as u64) as usize;
+            for step in 0..self.settings.channels {
+                let channel = (first + step) % self.settings.channels;
+                if self.sides[end][channel].is_up {
+                    self.pull(end, channel);
+                    self.send(end, channel);
+                    waits |= self.sides[end][channel].has_unsent();
+                }
+            }
+            waits |= !self.ends[end].outbox.is_empty();
+        }
+        if waits && !self.ticks {
+            self.ticks = true;
+            let delay = self.rng.between(1, 30);
+            self.after(delay, Event::Tick);
+        }
+    }
+
+    fn pull(&mut self, end: usize, channel: usize) {
+        let live = self.sides[end].iter().filter(|side| side.is_up);
+        let least = live.clone().map(|side| side.window.bytes() as u64).min().unwrap_or(0);
+        let channels = live.count();
+        let side = &mut self.sides[end][channel];
+        let backlog = side.window.bytes() as u64;
+        let mut pull = Pull {
+            bytes: self.rng.between(1, 2000),
+            channels,
+            chunk_bytes: self.settings.chunk_bytes,
+            staged_bytes: (self.settings.chunk_bytes / 2, self.settings.chunk_bytes),
+            small: schedule::small_share(backlog, least).min(self.rng.below(1000)),
+            bulk: schedule::may_take(backlog, least, self.settings.chunk_bytes),
+            messages: None,
+        };
+        let (mut taken, mut dropped) = (0, Vec::new());
+        while taken < pull.bytes && side.window.has_room() {
+            let gpu = self.rng.percent(80);
+            let Some(frame) = self.ends[end].outbox.next(pull, gpu, &mut dropped) else { break };
+            let bytes = frame.bytes();
+            taken += bytes as u64;
+            pull.small = pull.small.saturating_sub(bytes as u64);
+            side.window.post(frame, bytes);
+        }
+        let in_flight = (side.window.next() - side.window.first()) as usize;
+        assert!(in_flight <= self.settings.window_frames, "{in_flight} frames in a window");
+        dropped.into_iter().for_each(|op| self.ends[end].dropped(op));
+    }
+
+    fn send(&mut self, end: usize, channel: usize) {
+        let side = &mut self.sides[end][channel];
+        let mut packets = Vec::new();
+        let ack = side.acknowledges();
+        while self.rng.percent(self.settings.socket_percent)
+            && let Some(frame) = side.window.get_mut(side.sent)
+        {
+            let mut header = frame.header.encode();
+            Header::patch_counts(&mut header, ack, 0);
+            let body = self.ends[end].body(frame);
+            assert_eq!(body.len(), frame.header.len as usize + usize::from(frame.header.notify));
+            packets.push(Packet { header, placements: frame.placements.clone(), body });
+            side.sent += 1;
+        }
+        packets.into_iter().for_each(|packet| self.transmit(end, channel, packet));
+    }
+
+    fn send_ack(&mut self, end: usize, channel: usize) {
+        let side = &mut self.sides[end][channel];
+        side.ack_is_due = false;
+        let refused = std::mem::take(&mut side.refused);
+        let body = wire::encode_refusals(&refused);
+        side.told.extend(refused);
+        let header = Header { ack: side.received as u32, len: body.len() as u32, ..Header::new(Kind::Ack) };
+        let packet = Packet { header: header.encode(), placements: Box::default(), body };
+        self.transmit(end, channel, packet);
+    }
+
+    /// Channels are independent, and each keeps its order.
+    fn transmit(&mut self, from: usize, channel: usize, packet: Packet) {
+        let delay = self.rng.below(self.settings.delays[channel] + 1);
+        let side = &mut self.sides[from][channel];
+        side.last_arrival = side.last_arrival.max(self.now + delay);
+        let delay = side.last_arrival - self.now;
+        let generation = self.generations[channel];
+        self.after(delay, Event::Arrive { to: 1 - from, channel, generation, packet });
+    }
+
+    // ---- receiving ----
+
+    fn receive(&mut self, end: usize, channel: usize, packet: Packet) {
+        let header = Header::decode(&packet.header).expect("frames keep to the limits of the wire");
+        if header.kind == Kind::Ack {
+            for (low, refusal) in wire::refusals(&packet.body) {
+                let side = &mut self.sides[end][channel];
+                let number = wire::widen(low, side.window.first());
+                let frame = side.window.get_mut(number).expect("what is refused is in the window");
+                frame.op.iter().for_each(|op| end::refused(&op.0, refusal));
+            }
+            return self.acknowledged(end, channel, header.ack);
+        }
+        self.acknowledged(end, channel, header.ack);
+        assert_eq!(packet.placements.len(), header.placement_bytes());
+        let result = self.ends[end].arrived(&header, &packet.placements, &packet.body);
+        let side = &mut self.sides[end][channel];
+        if let Err(refusal) = result {
+            // Both ends keep to the same limits, and all regions are there. What is left are data for receives and reads that
+            // are cancelled, and announcements that come after the word that takes them back.
+            let may_be = match header.kind {
+                Kind::Data => Refusal::NoSink,
+                _ => Refusal::Other,
+            };
+            let may_come_late = header.kind == Kind::Announce || header.kind == Kind::Data;
+            assert!(may_come_late && refusal == may_be, "{refusal:?} for {header:?}");
+            side.refused.push((side.received, refusal));
+        }
+        side.received += 1;
+        if !std::mem::replace(&mut side.ack_is_due, true) {
+            let (delay, generation) = (self.rng.below(60), self.generations[channel]);
+            self.after(delay, Event::Acknowledge { end, channel, generation });
+        }
+    }
+
+    fn acknowledged(&mut self, end: usize, channel: usize, low: u32) {
+        let side = &mut self.sides[end][channel];
+        let count = wire::widen(low, side.window.first());
+        assert!(side.window.may_acknowledge(count, side.sent), "acknowledged what was not sent");
+        while let Some((_, frame)) = side.window.release(count) {
+            self.ends[end].delivered(frame, None);
+        }
+    }
+
+    // ---- lost channels ----
+
+    fn close(&mut self, end: usize, channel: usize) {
+        let side = &mut self.sides[end][channel];
+        side.is_up = false;
+        side.ours = Some(side.window.drain());
+        let mut refused = std::mem::take(&mut side.told);
+        refused.append(&mut side.refused);
+        let (placed, generation) = (side.received, self.generations[channel]);
+        let delay = self.rng.between(1, 150);
+        self.after(delay, Event::Fence { to: 1 - end, channel, generation, placed, refused });
+        self.resolve(end, channel);
+    }
+
+    /// Both ends have closed the connection and said what they placed: the rest travels again.
+    fn resolve(&mut self, end: usize, channel: usize) {
+        let side = &mut self.sides[end][channel];
+        let (Some(ours), Some((placed, refused))) =
+            (side.ours.take_if(|_| side.theirs.is_some()), &side.theirs)
+        else {
+            return;
+        };
+        let mut again = Vec::new();
+        for (number, frame) in ours {
+            if number >= *placed {
+                again.push(frame);
+                continue;
+            }
+            let refusal = refused.iter().find(|(each, _)| *each == number).map(|(_, why)| *why);
+            self.ends[end].delivered(frame, refusal);
+        }
+        self.resent += again.len() as u64;
+        self.ends[end].outbox.resend(again.into_iter());
+        side.is_resolved = true;
+        if self.sides.iter().all(|sides| sides[channel].is_resolved) {
+            let delay = self.rng.between(1, 200);
+            self.after(delay, Event::Reopen { channel });
+        }
+    }
+
+    /// Everything has come to rest.
+    fn check_idle(&self) {
+        assert!(self.events.is_empty());
+        for (end, sides) in self.ends.iter().zip(&self.sides) {
+            end.check_idle();
+            for side in sides {
+                assert!(side.window.is_empty() && side.refused.is_empty(), "frames are left in a window");
+            }
+        }
+        for [from, to] in [[0, 1], [1, 0]] {
+            let credit = self.ends[from].outbox.eager_credit_bytes() + self.ends[to].inbox.consumed_bytes();
+            assert_eq!(credit, self.settings.limits.eager_credit_bytes, "credit of end {from}");
+        }
+    }
+}
+
+const _: () = assert!(limits::WINDOW_FRAMES_MAX >= 16);
