@@ -7,7 +7,9 @@
 //! token, as each chunk of it does, that comes from [`Operation::retain`]. Read next: `outbox/mod.rs`.
 
 use std::fmt;
+use std::sync::Arc;
 
+use crate::outbox::Epoch;
 use crate::transfer::Piece;
 
 /// What an operation does.
@@ -70,8 +72,8 @@ pub trait Operation: Sized {
     fn is_unsendable(&self) -> bool;
     /// Whether a frame of it that was sent before must not be sent again. That is then noted as its failure.
     fn forbids_resend(&self) -> bool;
-    /// The epoch of standalone notifications that it belongs to.
-    fn set_epoch(&self, epoch: u64);
+    /// The epoch that it has joined, and leaves at its end.
+    fn set_epoch(&self, epoch: Arc<Epoch>);
     /// The peer's sink that an announced send has met.
     fn set_sink(&self, sink: u64);
     /// It left the queue before a byte of it was cut.

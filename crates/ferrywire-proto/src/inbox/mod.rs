@@ -166,6 +166,12 @@ impl<O: Operation> Inbox<O> {
         self.messages.unexpected.keys().copied().collect()
     }
 
+    /// Announcements that no receive has met.
+    #[cfg(test)]
+    pub(crate) fn announced_len(&self) -> usize {
+        self.messages.announced_held
+    }
+
     /// Credit of the peer that is free and was not given back yet.
     #[cfg(test)]
     pub(crate) fn consumed_bytes(&self) -> usize {

@@ -2,8 +2,10 @@
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use super::{Operation, Verb};
+use crate::outbox::Epoch;
 use crate::transfer::{Piece, Pieces};
 
 /// What a test says of an operation, and what is noted of it.
@@ -22,7 +24,7 @@ pub(crate) struct Facts {
     pub cancelled: Cell<bool>,
     /// Why it failed, if it did; the first reason stays.
     pub failure: RefCell<Option<String>>,
-    pub epoch: Cell<Option<u64>>,
+    pub epoch: RefCell<Option<Arc<Epoch>>>,
     pub sink: Cell<u64>,
     pub uncut: Cell<bool>,
     /// A receive whose memory is gone when a short message comes.
@@ -82,7 +84,7 @@ impl Model {
             on_gpu: false,
             cancelled: Cell::new(false),
             failure: RefCell::new(None),
-            epoch: Cell::new(None),
+            epoch: RefCell::new(None),
             sink: Cell::new(0),
             uncut: Cell::new(false),
             is_unplaceable: false,
@@ -174,8 +176,8 @@ impl Operation for Model {
         cancelled
     }
 
-    fn set_epoch(&self, epoch: u64) {
-        self.0.epoch.set(Some(epoch));
+    fn set_epoch(&self, epoch: Arc<Epoch>) {
+        assert!(self.0.epoch.replace(Some(epoch)).is_none(), "it joins one epoch");
     }
 
     fn set_sink(&self, sink: u64) {

@@ -1,72 +1,151 @@
-//! Fences of standalone notifications: each goes out when everything posted before it has ended.
+//! When a standalone notification may go out: once everything posted before it has ended.
 //!
-//! Operations posted between two standalone notifications are an *epoch*. The fence behind an epoch opens when the
-//! operations of that epoch, and of all epochs before it, have ended.
+//! Operations posted between two standalone notifications are an *epoch*, which ends when they have. The notification behind
+//! an epoch goes out at the end of that epoch and of all before it. An operation keeps its [`Epoch`], a counter, and leaves
+//! it at its end without the outbox; only the last of an epoch that a notification waits for has something to do there.
 //!
-//! Invariant: fences open in the order in which they were posted. Read next: `sequencer.rs`, which numbers what they let out.
+//! An epoch's life: `open -> closed -> over`. Operations join while it is open, and leave at any time; a notification closes
+//! it. Invariant: notifications go out in the order in which they were posted, each after all operations of the epochs before
+//! it. Read next: `sequencer.rs`, which numbers them.
 
 use std::collections::VecDeque;
+use std::mem;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Operations posted between two standalone notifications.
-#[derive(Debug)]
-struct Epoch<O> {
-    outstanding: u64,
-    then: Option<O>,
+/// Set in an epoch's counter once a notification waits for its end: nothing joins it any more.
+const CLOSED: u64 = 1;
+/// One operation in an epoch's counter.
+const OPERATION: u64 = 2;
+
+/// How many operations of an epoch have not ended, and whether a notification waits for them.
+#[derive(Debug, Default)]
+pub struct Epoch(AtomicU64);
+
+impl Epoch {
+    fn join(&self) {
+        let before = self.0.fetch_add(OPERATION, Ordering::Relaxed);
+        debug_assert!(before & CLOSED == 0, "an operation joins an epoch that is closed");
+    }
+
+    /// An operation of this epoch has ended. True if the epoch is over with it and a notification waits for that: then the
+    /// outbox has to be asked for it, with [`Outbox::release_notifications`](super::Outbox::release_notifications).
+    #[must_use]
+    pub fn leave(&self) -> bool {
+        self.0.fetch_sub(OPERATION, Ordering::AcqRel) == OPERATION | CLOSED
+    }
+
+    /// A notification waits from now on. One counter decides whether it finds the epoch over, or the last that leaves finds it.
+    fn close(&self) {
+        self.0.fetch_or(CLOSED, Ordering::AcqRel);
+    }
+
+    fn is_empty(&self) -> bool {
+        self.0.load(Ordering::Acquire) < OPERATION
+    }
 }
 
 #[derive(Debug)]
 pub(super) struct Epochs<O> {
-    epochs: VecDeque<Epoch<O>>,
-    first: u64,
+    open: Arc<Epoch>,
+    /// Closed epochs, each with the notification that waits for it.
+    closed: VecDeque<(Arc<Epoch>, O)>,
 }
 
 impl<O> Default for Epochs<O> {
     fn default() -> Epochs<O> {
-        Epochs { epochs: VecDeque::from([Epoch { outstanding: 0, then: None }]), first: 0 }
+        Epochs { open: Arc::default(), closed: VecDeque::new() }
     }
 }
 
 impl<O> Epochs<O> {
-    /// An operation begins; the next fence waits for it. Returns what [`Epochs::leave`] has to be told at its end.
-    pub fn join(&mut self) -> u64 {
-        let last = self.epochs.len() - 1;
-        self.epochs[last].outstanding += 1;
-        self.first + last as u64
+    /// An operation begins. It has to leave the epoch at its end.
+    pub fn join(&mut self) -> Arc<Epoch> {
+        self.open.join();
+        self.open.clone()
     }
 
-    /// An operation of this epoch has ended.
-    pub fn leave(&mut self, epoch: u64) {
-        let index = epoch.checked_sub(self.first).and_then(|index| usize::try_from(index).ok());
-        if let Some(epoch) = index.and_then(|index| self.epochs.get_mut(index)) {
-            epoch.outstanding -= 1;
+    /// A standalone notification is posted: gives it back if it may go out at once, and keeps it until [`Epochs::next`] else.
+    pub fn post(&mut self, notification: O) -> Option<O> {
+        if self.closed.is_empty() && self.open.is_empty() {
+            return Some(notification);
         }
+        let epoch = mem::take(&mut self.open);
+        epoch.close();
+        self.closed.push_back((epoch, notification));
+        // The last operation may have left before the epoch was closed.
+        self.next()
     }
 
-    /// A standalone notification is posted behind what has begun.
-    pub fn fence(&mut self, op: O) {
-        if let Some(last) = self.epochs.back_mut() {
-            last.then = Some(op);
-        }
-        self.epochs.push_back(Epoch { outstanding: 0, then: None });
-    }
-
-    /// The next notification whose fence is open.
+    /// The next notification that may go out.
     pub fn next(&mut self) -> Option<O> {
-        let op = self.epochs.front_mut().filter(|epoch| epoch.outstanding == 0)?.then.take()?;
-        self.epochs.pop_front();
-        self.first += 1;
-        Some(op)
+        let (_, notification) = self.closed.pop_front_if(|(epoch, _)| epoch.is_empty())?;
+        Some(notification)
     }
 
-    /// The peer is gone: gives all notifications back. What ends later belongs to no epoch.
-    pub fn close(&mut self) -> impl Iterator<Item = O> {
-        let closed = std::mem::take(self);
-        self.first = closed.first + closed.epochs.len() as u64;
-        closed.epochs.into_iter().filter_map(|epoch| epoch.then)
+    /// The peer is gone: gives all notifications back.
+    pub fn close(&mut self) -> impl Iterator<Item = O> + use<O> {
+        mem::take(&mut self.closed).into_iter().map(|(_, notification)| notification)
     }
 
     #[cfg(test)]
     pub fn is_idle(&self) -> bool {
-        self.epochs.len() == 1 && self.epochs.iter().all(|epoch| epoch.outstanding == 0)
+        self.closed.is_empty() && self.open.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Barrier;
+    use std::thread;
+
+    /// One that each took for the other's would wait for ever.
+    #[test]
+    fn an_epoch_that_ends_as_it_is_closed_is_found_over_by_the_one_or_the_other() {
+        const ROUNDS: usize = 20_000;
+        let mut epochs = Epochs::default();
+        let (joined, left) = std::sync::mpsc::channel::<Arc<Epoch>>();
+        let (told, tells) = std::sync::mpsc::channel();
+        let together = Arc::new(Barrier::new(2));
+        let both = together.clone();
+        let leaving = thread::spawn(move || {
+            for epoch in left {
+                both.wait();
+                told.send(epoch.leave()).expect("it is heard");
+            }
+        });
+        for round in 0..ROUNDS {
+            joined.send(epochs.join()).expect("it is taken");
+            together.wait();
+            let at_once = epochs.post(round);
+            let is_last = tells.recv().expect("it has left");
+            let released = at_once.or_else(|| if is_last { epochs.next() } else { None });
+            assert_eq!(released, Some(round));
+            assert!(epochs.is_idle());
+        }
+        drop(joined);
+        leaving.join().expect("it has left all");
+    }
+
+    #[test]
+    fn a_notification_waits_for_its_epoch_and_for_those_before() {
+        let mut epochs = Epochs::default();
+        assert_eq!(epochs.post(0), Some(0), "nothing is before it");
+        let first = epochs.join();
+        assert_eq!(epochs.post(1), None);
+        let second = epochs.join();
+        assert_eq!(epochs.post(2), None);
+        assert_eq!(epochs.post(3), None, "its own epoch is empty, and those before are not over");
+        assert!(second.leave());
+        assert_eq!(epochs.next(), None);
+        assert!(first.leave());
+        let released: Vec<_> = std::iter::from_fn(|| epochs.next()).collect();
+        assert_eq!(released, [1, 2, 3]);
+        // Without a notification behind it the last has nothing to do.
+        let [third, fourth] = [epochs.join(), epochs.join()];
+        assert!(!third.leave());
+        assert!(!fourth.leave());
+        assert!(epochs.is_idle());
     }
 }

@@ -14,6 +14,7 @@ mod sequencer;
 #[cfg(test)]
 mod tests;
 
+pub use epochs::Epoch;
 pub use frame::{Body, Frame, withdrawn};
 pub use read_flow_control::Read;
 
@@ -197,10 +198,7 @@ impl<O: Operation> Outbox<O> {
             return Err(op);
         }
         match op.verb() {
-            Verb::Notify => {
-                self.epochs.fence(op);
-                self.release_fences();
-            }
+            Verb::Notify => self.small.extend(self.epochs.post(op)),
             Verb::Send => self.small.push_back(op),
             _ => self.enqueue(op),
         }
@@ -287,10 +285,11 @@ impl<O: Operation> Outbox<O> {
         self.closed
     }
 
-    /// An operation of this epoch has ended: releases the notifications that waited for it alone.
-    pub fn leave_epoch(&mut self, epoch: u64) {
-        self.epochs.leave(epoch);
-        self.release_fences();
+    /// An operation was the last of its epoch: the notification that waited for it may go out, and others behind it.
+    pub fn release_notifications(&mut self) {
+        while let Some(op) = self.epochs.next() {
+            self.small.push_back(op);
+        }
     }
 
     /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
@@ -509,19 +508,19 @@ impl<O: Operation> Outbox<O> {
         self.bulk.push_back(Bulk { op, key, cutter: Cutter::default() });
     }
 
+    /// Announced sends that are not matched.
+    #[cfg(test)]
+    pub(crate) fn announced_len(&self) -> usize {
+        self.announced.len()
+    }
+
     /// Nothing is held that waits for the peer or for an operation.
     #[cfg(test)]
     pub(crate) fn check_idle(&self) {
         assert!(self.is_empty() && self.announced.is_empty() && self.bulk_bytes == 0);
         assert!(!self.reads.keeps_back() && self.reads.asked() == (0, 0), "requests of reads are left");
         assert!(self.messages.is_idle() && self.notifications.is_idle(), "numbers are not known to be there");
-        assert!(self.epochs.is_idle(), "a fence is closed");
-    }
-
-    fn release_fences(&mut self) {
-        while let Some(op) = self.epochs.next() {
-            self.small.push_back(op);
-        }
+        assert!(self.epochs.is_idle(), "a notification waits");
     }
 }
 

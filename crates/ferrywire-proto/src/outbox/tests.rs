@@ -40,8 +40,11 @@ fn write(id: u64, bytes: u64) -> Model {
     Model::new(id, Verb::Write, 9, bytes)
 }
 
-fn epoch(op: &Model) -> u64 {
-    op.0.epoch.get().expect("it has joined one")
+/// The operation has ended.
+fn leave(outbox: &mut Outbox<Model>, op: &Model) {
+    if op.0.epoch.borrow().as_ref().expect("it has joined one").leave() {
+        outbox.release_notifications();
+    }
 }
 
 /// While many were released an answer to the peer was dropped, as if those were answers that it does not read.
@@ -70,10 +73,10 @@ fn a_standalone_notification_waits_for_all_that_was_posted_before_it_and_for_not
     outbox.post(notify(12)).unwrap();
     assert_eq!(kinds(&frames(&mut outbox)), [(Kind::Data, 1, 10), (Kind::Data, 2, 10), (Kind::Data, 3, 10)]);
     // Behind the last write of all, but the first two are not there yet.
-    outbox.leave_epoch(epoch(&copies[2]));
-    outbox.leave_epoch(epoch(&copies[1]));
+    leave(&mut outbox, &copies[2]);
+    leave(&mut outbox, &copies[1]);
     assert!(frames(&mut outbox).is_empty());
-    outbox.leave_epoch(epoch(&copies[0]));
+    leave(&mut outbox, &copies[0]);
     let ids: Vec<_> = frames(&mut outbox).iter().map(|frame| frame.op.as_ref().unwrap().id()).collect();
     assert_eq!(ids, [10, 11, 12]);
     // With nothing before it, at once; a serve is none of ours.

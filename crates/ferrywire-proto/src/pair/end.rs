@@ -94,8 +94,8 @@ impl End {
             let kept = self.outbox.forget_requests(read_of(facts));
             assert!(kept.is_empty(), "a request of an ended read holds it");
         }
-        if let Some(epoch) = facts.epoch.get() {
-            self.outbox.leave_epoch(epoch);
+        if facts.epoch.borrow().as_ref().is_some_and(|epoch| epoch.leave()) {
+            self.outbox.release_notifications();
         }
         if let Some(parent) = &facts.parent {
             self.release(Model(parent.clone()));

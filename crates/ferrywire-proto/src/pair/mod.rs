@@ -12,10 +12,12 @@ mod plan;
 mod rng;
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, VecDeque};
+use std::rc::Rc;
 
 use crate::limits::{self, PeerLimits};
-use crate::outbox::Pull;
+use crate::operation::testing::{Facts, Model};
+use crate::outbox::{Body, Frame, Pull};
 use crate::schedule;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use channel::{Refused, Side};
@@ -101,6 +103,32 @@ impl Ord for Timed {
     }
 }
 
+/// A frame that an end has to send again, before anything else.
+struct Again {
+    op: Option<*const Facts>,
+    header: Header,
+    on_gpu: bool,
+}
+
+impl Again {
+    fn of(frame: &Frame<Model>) -> Again {
+        let op = frame.op.as_ref();
+        Again {
+            op: op.map(|op| Rc::as_ptr(&op.0)),
+            header: frame.header,
+            on_gpu: matches!(frame.body, Body::Chunk(_))
+                && frame.header.len > 0
+                && op.is_some_and(|op| op.0.on_gpu),
+        }
+    }
+
+    /// Whether it is this one, perhaps without its payload.
+    fn is(&self, frame: &Frame<Model>) -> bool {
+        let now = Again::of(frame);
+        self.op == now.op && (self.header == now.header || (self.op.is_some() && now.header.len == 0))
+    }
+}
+
 struct Pair {
     rng: Rng,
     settings: Settings,
@@ -112,6 +140,8 @@ struct Pair {
     /// By end and channel.
     sides: [Vec<Side>; 2],
     generations: Vec<u32>,
+    /// By end: what was in lost channels, and was not pulled since.
+    again: [VecDeque<Again>; 2],
     /// Frames that were sent again.
     resent: u64,
 }
@@ -124,6 +154,7 @@ impl Pair {
             ends: [End::new(settings.limits), End::new(settings.limits)],
             sides: [sides(), sides()],
             generations: vec![0; settings.channels],
+            again: Default::default(),
             now: 0,
             made: 0,
             events: BinaryHeap::new(),
@@ -239,6 +270,14 @@ impl Pair {
         while taken < pull.bytes && side.window.has_room() {
             let gpu = self.rng.percent(80);
             let Some(frame) = self.ends[end].outbox.next(pull, gpu, &mut dropped) else { break };
+            if let Some(again) = self.again[end].pop_front_if(|again| gpu || !again.on_gpu) {
+                assert!(
+                    again.is(&frame),
+                    "{:?} before {:?}, which is sent again",
+                    frame.header,
+                    again.header
+                );
+            }
             let bytes = frame.bytes();
             taken += bytes as u64;
             pull.small = pull.small.saturating_sub(bytes as u64);
@@ -363,11 +402,20 @@ impl Pair {
             self.ends[end].delivered(frame, refusal);
         }
         self.resent += again.len() as u64;
+        again.iter().rev().for_each(|frame| self.again[end].push_front(Again::of(frame)));
         self.ends[end].outbox.resend(again.into_iter());
         side.is_resolved = true;
         if self.sides.iter().all(|sides| sides[channel].is_resolved) {
             let delay = self.rng.between(1, 200);
             self.after(delay, Event::Reopen { channel });
+        }
+    }
+
+    /// Nothing is on its way: both ends know the same of each other.
+    fn check_quiet(&self) {
+        for [from, to] in [[0, 1], [1, 0]] {
+            let (told, known) = (self.ends[from].outbox.announced_len(), self.ends[to].inbox.announced_len());
+            assert_eq!(told, known, "sends that end {from} has announced, and end {to} holds");
         }
     }
 

@@ -62,7 +62,7 @@ impl Plan {
         let limits = PeerLimits {
             early_frames_max: rng.between(1, 8) as usize,
             // What follows bytes is held as long as those take, and is refused past this: a matter of its own.
-            notification_bytes_max: if notified_writes { 1 << 16 } else { rng.between(60, 300) as usize },
+            notification_bytes_max: if notified_writes { 1 << 16 } else { rng.between(44, 150) as usize },
             eager_bytes_max: eager_bytes_max as usize,
             eager_credit_bytes: (eager_bytes_max + 128 + rng.below(1500)) as usize,
             reads_asked_max: rng.between(4, 12) as usize,
@@ -180,9 +180,15 @@ impl Plan {
     }
 
     fn cancel_one(&mut self) {
-        let open: Vec<_> = (0..self.records.len()).filter(|at| !self.has_ended(*at)).collect();
+        let mut open: Vec<_> = (0..self.records.len()).filter(|at| !self.has_ended(*at)).collect();
         if open.is_empty() {
             return;
+        }
+        // Those of which some bytes are here and some on their way have most to go wrong.
+        let half: Vec<_> =
+            open.iter().copied().filter(|at| self.records[*at].facts.moved.get() > 0).collect();
+        if !half.is_empty() && self.rng().percent(60) {
+            open = half;
         }
         let at = open[self.rng().below(open.len() as u64) as usize];
         self.cancel(at);
@@ -359,7 +365,10 @@ impl Plan {
     fn run(&mut self) {
         for _ in 0..EVENTS_MAX {
             match self.pair.step() {
-                None => return self.observe(),
+                None => {
+                    self.observe();
+                    return self.pair.check_quiet();
+                }
                 Some(Event::Act) => {
                     self.act();
                     self.mix.actions -= 1;

@@ -13,13 +13,11 @@ use crate::error::{Error, Result};
 use ferrywire_memory::{Memory, Place};
 use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
+use ferrywire_proto::outbox::Epoch;
 use ferrywire_proto::transfer::{Piece, Pieces};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
-
-/// No standalone notification waits for the operation.
-pub(crate) const NO_EPOCH: u64 = u64::MAX;
 
 /// What an operation does, with what only that needs.
 pub(crate) enum Task {
@@ -90,8 +88,8 @@ pub(crate) struct Op {
     /// Notification that goes with it.
     pub message: Box<[u8]>,
     pub family: Family,
-    /// Which fence of standalone notifications it belongs to; [`NO_EPOCH`] if none waits for it.
-    pub epoch: AtomicU64,
+    /// What standalone notifications that are posted later wait for; nothing if they do not wait for it.
+    pub epoch: OnceLock<Arc<Epoch>>,
     holds: AtomicU32,
     moved: AtomicU64,
     /// Changes with each part of it that moves, of frames too that are not whole yet.
@@ -118,7 +116,7 @@ impl Op {
             memory,
             message: Box::default(),
             family: Family::Single,
-            epoch: AtomicU64::new(NO_EPOCH),
+            epoch: OnceLock::new(),
             holds: AtomicU32::new(0),
             moved: AtomicU64::new(0),
             activity: AtomicU64::new(0),
@@ -431,8 +429,9 @@ impl Operation for Hold {
         self.0.failed()
     }
 
-    fn set_epoch(&self, epoch: u64) {
-        self.0.epoch.store(epoch, Ordering::Relaxed);
+    fn set_epoch(&self, epoch: Arc<Epoch>) {
+        let joined = self.0.epoch.set(epoch);
+        debug_assert!(joined.is_ok(), "an operation joins one epoch");
     }
 
     fn set_sink(&self, sink: u64) {

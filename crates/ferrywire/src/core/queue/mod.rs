@@ -10,7 +10,7 @@ pub(crate) use ferrywire_proto::limits::SMALL_BYTES_MAX;
 pub(crate) use ferrywire_proto::outbox::{Body, Pull};
 pub(crate) use ferrywire_proto::wire::WITHDRAWN;
 
-use crate::core::operation::{Hold, NO_EPOCH, Op, Verb};
+use crate::core::operation::{Hold, Op, Verb};
 use crate::core::staging::Sending;
 use ferrywire_proto::limits::PeerLimits;
 use ferrywire_proto::outbox::{Frame, Matched, Outbox, Read, is_numbered};
@@ -204,18 +204,16 @@ impl SendQueue {
         Vec::new()
     }
 
-    /// The operation has ended: releases the notifications that waited for it alone.
+    /// The operation has ended: releases the notifications that waited for it alone. A write that none waits for takes no lock.
     pub fn ended(&self, op: &Op) {
-        let epoch = op.epoch.load(Ordering::Relaxed);
-        if epoch == NO_EPOCH {
-            return;
+        let Some(epoch) = op.epoch.get() else { return };
+        let is_waited_for = epoch.leave();
+        if op.verb() == Verb::Read {
+            let _none_is_left = self.forget_requests(op);
         }
-        self.change(|outbox| {
-            if op.verb() == Verb::Read {
-                let _none_is_left = outbox.forget_requests(read_of(op));
-            }
-            outbox.leave_epoch(epoch);
-        });
+        if is_waited_for {
+            self.change(Outbox::release_notifications);
+        }
     }
 
     /// The peer has this frame: if it has a number, those may go out that were too far ahead of it. True if there are any.
@@ -307,5 +305,45 @@ fn post(header: &mut Header, lane: bool) {
     let posted = lane && header.kind == Kind::Data && header.len > 0;
     if posted != header.is_posted() {
         header.flags ^= wire::FLAG_POSTED;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::core::operation::Task;
+    use ferrywire_proto::transfer::{Piece, Pieces};
+    use std::sync::{Weak, mpsc};
+    use std::thread;
+    use std::time::Duration;
+
+    /// Every write that ended kept channels from taking frames meanwhile.
+    #[test]
+    fn the_end_of_a_write_that_no_notification_waits_for_takes_no_lock() {
+        const LIMIT: Duration = Duration::from_secs(60);
+        let op = |id, task| {
+            let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 0 });
+            Hold::new(Op::new(Weak::new(), id, task, pieces, None))
+        };
+        let queue = Arc::new(SendQueue::new(1 << 20, false));
+        let writes = [1, 2, 3].map(|id| op(id, Task::Write { region: 9 }));
+        writes.iter().for_each(|write| queue.join(write));
+        let [first, second, third] = writes;
+        let locked = queue.lock();
+        let (told, hears) = mpsc::channel();
+        let ending = queue.clone();
+        let thread = thread::spawn(move || {
+            ending.ended(&first);
+            told.send(()).expect("it is heard");
+        });
+        hears.recv_timeout(LIMIT).expect("it ends while the queue is locked");
+        drop(locked);
+        thread.join().expect("it has ended");
+        // The last one that a notification waits for lets it out.
+        assert!(queue.post(op(4, Task::Notify)));
+        queue.ended(&second);
+        assert!(!queue.has_work());
+        queue.ended(&third);
+        assert_eq!(queue.waiting(), 1);
     }
 }
