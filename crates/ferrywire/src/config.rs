@@ -78,7 +78,7 @@ impl Default for Config {
 
 impl Config {
     /// Names of the NICs that channels may run over: those that were named, else the one listened on, else all.
-    pub(crate) fn chosen_nics(&self, nics: &[Nic]) -> Vec<String> {
+    pub fn chosen_nics(&self, nics: &[Nic]) -> Vec<String> {
         let fits = |nic: &&Nic| match self.listen.map(|address| address.ip()) {
             _ if !self.nics.is_empty() => self.nics.contains(&nic.name),
             Some(address) if !address.is_unspecified() => nic.address == address,

@@ -4,7 +4,6 @@
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
-use crate::payload::devmem::DevmemError;
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::sim::SimGpuError;
 use ferrywire_memory::unpack::UnpackError;
@@ -91,9 +90,6 @@ pub enum Error {
     /// A plugin said something about a scattered receive that cannot be true.
     #[error("{0}")]
     Unpack(Box<UnpackError>),
-    /// Device memory could not be received into or sent from.
-    #[error("{0}")]
-    Devmem(Box<DevmemError>),
     /// A system call on this host failed.
     #[error("{what}: {message}")]
     Io {
@@ -265,7 +261,6 @@ impl Error {
             }
             Error::SimGpu(_) | Error::Cuda(_) => Fault::Gpu,
             Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
-            Error::Devmem(error) => error.fault(),
             Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
             Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
             Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } => Fault::Peer,
@@ -356,12 +351,6 @@ impl From<LoadError> for Error {
 impl From<CallError> for Error {
     fn from(error: CallError) -> Error {
         Error::PluginCall(Box::new(error))
-    }
-}
-
-impl From<DevmemError> for Error {
-    fn from(error: DevmemError) -> Error {
-        Error::Devmem(Box::new(error))
     }
 }
 

@@ -72,5 +72,6 @@ pub use ferrywire_memory::{self as memory, Place};
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
-pub use payload::devmem::{DevmemConfig, DevmemStats};
+pub use payload::DevmemStats;
+pub use payload::devmem::DevmemConfig;
 pub use payload::plugin::PluginConfig;

@@ -80,7 +80,7 @@ pub fn builder(plan: &EnginePlan, listen: Option<SocketAddr>) -> Outcome<Builder
         builder = builder.plugin(plugin.config());
     }
     if let Some(devmem) = &plan.devmem {
-        builder = builder.devmem(devmem.config());
+        builder = builder.payload_backend(devmem.config());
     }
     Ok(builder)
 }

@@ -17,7 +17,7 @@ use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
 use crate::core::worker::{LostChannels, TurnedBy, Worker, Workers};
 use crate::error::{Error, Result};
-use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::payload_backend::SharedBackend;
 use crate::payload::plugin::Variable;
 use ferrywire_memory::cuda::{CudaGpu, deferred_free};
 use ferrywire_memory::host::HostBuffer;
@@ -85,7 +85,7 @@ impl Endpoint {
     fn start(
         config: Config,
         transport: SharedTransport,
-        carrier: Option<PayloadBackend>,
+        carrier: Option<SharedBackend>,
         no_carrier: Option<String>,
     ) -> Result<Endpoint> {
         let identity = Identity(random_bytes().map_err(|error| Error::io("random bytes", &error))?);
@@ -95,8 +95,8 @@ impl Endpoint {
         let threaded = config.threads > 0;
         let turned_by = match &carrier {
             None => TurnedBy::All,
-            Some(PayloadBackend::Devmem(_)) => TurnedBy::ThreadWithLanes,
-            Some(PayloadBackend::Plugin(_)) => TurnedBy::Thread,
+            Some(backend) if backend.calls_may_block() => TurnedBy::Thread,
+            Some(_) => TurnedBy::ThreadWithLanes,
         };
         let cores = affinity::cores_with_time();
         let spin = schedule::spin(cores, config.threads);
@@ -142,7 +142,8 @@ impl Endpoint {
 
     /// The variables that the plugin was loaded with and who set them; empty without a plugin.
     pub fn effective_environment(&self) -> Vec<Variable> {
-        self.context().plugin().map(|host| host.environment().to_vec()).unwrap_or_default()
+        let backend = self.context().carrier.as_ref();
+        backend.map(|backend| backend.environment().to_vec()).unwrap_or_default()
     }
 
     /// The configuration in force.

@@ -4,7 +4,7 @@ use super::accept_queue::{AcceptQueue, Seat};
 use super::full;
 use super::lanes::LANE;
 use crate::config::Secret;
-use crate::payload::payload_backend::{self, PayloadBackend};
+use crate::payload::payload_backend::{self, SharedBackend};
 use ferrywire_proto::handshake::{
     Admission, Config, DataKey, Established, Hello, KnownSession, ListenAddress, Refusal, RefusalCode,
 };
@@ -19,7 +19,7 @@ pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
     secret_needed: bool,
-    carrier: Option<PayloadBackend>,
+    carrier: Option<SharedBackend>,
     /// Why there is none, where one was tried.
     no_carrier: Option<String>,
     sessions: HashMap<u64, Known>,
@@ -40,7 +40,7 @@ impl SessionTable {
         me: Hello,
         secret: Option<Secret>,
         secret_needed: bool,
-        carrier: Option<PayloadBackend>,
+        carrier: Option<SharedBackend>,
         no_carrier: Option<String>,
         lobby: Arc<AcceptQueue>,
     ) -> SessionTable {
@@ -50,7 +50,7 @@ impl SessionTable {
     /// The session as we take it: whether payload goes over lanes is settled here.
     fn agree(&self, peer: &Hello, config: &Config) -> Result<Config, String> {
         let same_host = peer.shares_host(&self.me) == Some(true);
-        let (carrier, none) = (self.carrier.as_ref(), self.no_carrier.as_deref());
+        let (carrier, none) = (self.carrier.as_deref(), self.no_carrier.as_deref());
         let extra = payload_backend::answer(carrier, none, &config.extra, same_host, config)?;
         Ok(Config { extra, ..config.clone() })
     }

@@ -9,7 +9,7 @@
 //!
 //! Invariant: a lane that does not come about costs its channel, and before the peer is up the session, with
 //! the same reason at both ends.
-//! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`, `payload/devmem/setup.rs`.
+//! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`.
 
 use super::dial::{Announced, Dial, DialFor};
 use super::link::{Link, Slot};
@@ -18,7 +18,7 @@ use crate::core::context::Context;
 use crate::core::posted::Posted;
 use crate::error::Error;
 use crate::payload::lane::{Progress, Setup};
-use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::payload_backend::SharedBackend;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
 use ferrywire_net::Conn;
 use ferrywire_proto::limits;
@@ -44,7 +44,7 @@ struct Waiting {
 /// All of one peer's.
 pub(super) struct Lanes {
     /// What they are of; without, there are none.
-    carrier: Option<PayloadBackend>,
+    carrier: Option<SharedBackend>,
     waiting: BTreeMap<u16, Waiting>,
     /// Handles that came before our end of the connection stood.
     early: BTreeMap<u16, (u32, [u8; HANDLE_BYTES])>,
@@ -61,7 +61,7 @@ struct InVain {
 }
 
 impl Lanes {
-    pub fn new(carrier: Option<PayloadBackend>) -> Lanes {
+    pub fn new(carrier: Option<SharedBackend>) -> Lanes {
         Lanes {
             carrier,
             waiting: BTreeMap::new(),
@@ -71,9 +71,9 @@ impl Lanes {
         }
     }
 
-    /// Whether a plugin's fail for good: connections of the kernel's are made anew, as over TCP.
-    pub fn are_a_plugins(&self) -> bool {
-        self.carrier.as_ref().is_some_and(|carrier| carrier.plugin().is_some())
+    /// Whether one that has failed says of the next one that it would fail too: else it is made anew, as a TCP connection is.
+    pub fn fail_for_good(&self) -> bool {
+        self.carrier.as_ref().is_some_and(|carrier| carrier.fails_for_good())
     }
 
     /// A lane has failed after such a time, or has not come about within it; `moved`: messages that all of the peer's
@@ -105,7 +105,7 @@ impl Lanes {
         self.waiting.get(&index).map(|waiting| waiting.setup.age(now)).unwrap_or_default()
     }
 
-    pub fn carrier(&self) -> Option<PayloadBackend> {
+    pub fn carrier(&self) -> Option<SharedBackend> {
         self.carrier.clone()
     }
 
@@ -131,7 +131,7 @@ impl Lanes {
     /// How long channels may take until a peer is taken as it is, with some and with none of them: longer
     /// where lanes are set up.
     pub fn settle_limits(&self, some: Duration, none: Duration) -> (Duration, Duration) {
-        let more = self.carrier.as_ref().map(PayloadBackend::setup_limit).unwrap_or_default();
+        let more = self.carrier.as_ref().map(|carrier| carrier.setup_limit()).unwrap_or_default();
         (some + more, none + more)
     }
 }
@@ -140,7 +140,7 @@ impl Link {
     /// The connection of a channel stands: begins to set up its lane.
     pub(super) fn start_lane(
         &mut self,
-        carrier: PayloadBackend,
+        carrier: SharedBackend,
         context: &Context,
         conn: Box<dyn Conn>,
         index: u16,
@@ -204,7 +204,7 @@ impl Link {
                     let setup_us = setup.age(now).as_micros() as u64;
                     counters.lane.setup_us.store(setup_us, Ordering::Relaxed);
                     *counters.lane.by.lock().unwrap_or_else(PoisonError::into_inner) = Some(by);
-                    let limit = self.lanes.carrier.as_ref().map(PayloadBackend::stall_limit);
+                    let limit = self.lanes.carrier.as_ref().map(|carrier| carrier.stall_limit());
                     let limit = limit.unwrap_or(limits::LANE_STALL_LIMIT_DEFAULT);
                     let posted = Posted::new(lane, limit, counters.lane.clone());
                     let channel = Channel::new(conn, peer, index, generation).with_lane(posted);

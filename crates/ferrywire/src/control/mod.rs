@@ -187,15 +187,15 @@ impl Control {
 
     /// A call of a plugin that does not return holds its worker for good: the peers behind it are lost.
     fn watch_calls(&mut self, context: &Context, now: Duration) {
-        let Some(host) = context.plugin() else { return };
+        let Some(backend) = context.blocking_backend() else { return };
         if now.saturating_sub(self.calls_seen) < limits::PATH_CHECK_INTERVAL {
             return;
         }
         self.calls_seen = now;
-        for call in self.call_watch.overdue(host.inflight_calls(), host.config.stall_limit, now) {
+        for call in self.call_watch.overdue(backend.inflight_calls(), backend.stall_limit(), now) {
             let worker = self.workers.iter().find(|worker| worker.thread_id() == call.thread);
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
-                let why = host.describe_call(&call);
+                let why = backend.describe_call(&call);
                 tracing::error!("{why}; its thread is left behind");
                 self.attention.touch_all();
                 self.links.values_mut().for_each(|link| link.worker_stuck(worker.index, &why, now));

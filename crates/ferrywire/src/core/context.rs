@@ -8,9 +8,7 @@ use crate::core::ordering::Gates;
 use crate::core::sleeper::Sleeper;
 use crate::core::staging::Prepared;
 use crate::error::{Error, Result};
-use crate::payload::devmem;
-use crate::payload::payload_backend::PayloadBackend;
-use crate::payload::plugin;
+use crate::payload::payload_backend::SharedBackend;
 use ferrywire_memory::{Gpu, Place, RegionTable};
 use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
@@ -30,7 +28,7 @@ pub(crate) struct Context {
     pub sleepers: Box<[Arc<Sleeper>]>,
     pub closing: AtomicBool,
     /// What carries payload beside connections, where anything does.
-    pub carrier: Option<PayloadBackend>,
+    pub carrier: Option<SharedBackend>,
     /// Why nothing does, where it was to be tried.
     pub no_carrier: Option<String>,
     pub prepared: Prepared,
@@ -48,7 +46,7 @@ impl Context {
         transport: SharedTransport,
         sleepers: Box<[Arc<Sleeper>]>,
         control: Waker,
-        carrier: Option<PayloadBackend>,
+        carrier: Option<SharedBackend>,
         no_carrier: Option<String>,
     ) -> Context {
         Context {
@@ -70,11 +68,7 @@ impl Context {
 
     /// What moves payload, as reports name it.
     pub fn payload_name(&self) -> &'static str {
-        match &self.carrier {
-            Some(PayloadBackend::Plugin(_)) => "plugin",
-            Some(PayloadBackend::Devmem(_)) => devmem::NAME,
-            None => self.transport.name(),
-        }
+        self.carrier.as_ref().map_or(self.transport.name(), |backend| backend.transport())
     }
 
     /// Refuses memory that payload does not reach, before anything moves; `side` says whose memory it is.
@@ -94,9 +88,9 @@ impl Context {
         }
     }
 
-    /// The plugin that carries payload, if one does.
-    pub fn plugin(&self) -> Option<&Arc<plugin::Host>> {
-        self.carrier.as_ref().and_then(PayloadBackend::plugin)
+    /// What carries payload by calls that may block, if anything does.
+    pub fn blocking_backend(&self) -> Option<&SharedBackend> {
+        self.carrier.as_ref().filter(|backend| backend.calls_may_block())
     }
 
     /// A number for a transfer, never used before.

@@ -1,6 +1,6 @@
 //! Counters that channels keep and reports read: plain atomics, no locks.
 
-use crate::payload::devmem::DevmemStats;
+use crate::payload::DevmemStats;
 use crate::payload::lane::LaneBy;
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;

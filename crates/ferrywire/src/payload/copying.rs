@@ -9,7 +9,7 @@ use ferrywire_memory::{self as memory, Gpu, GpuCopy, Place};
 use std::task::Poll;
 
 /// What copies each way, once something had to be copied. Dropped, it is done with all memory.
-pub(crate) struct Copiers {
+pub struct Copiers {
     gpu: Option<Gpu>,
     queues: [Option<CopyQueue>; 2],
 }

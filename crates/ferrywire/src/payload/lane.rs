@@ -10,7 +10,7 @@
 //! [`Lane::window`].
 //! Read next: `plugin/lane.rs`, then `core/posted/mod.rs`.
 
-use super::devmem::DevmemCounters;
+use super::counters::DevmemCounters;
 use crate::error::Error;
 use ferrywire_memory::Memory;
 use ferrywire_ncclnet::abi::HANDLE_BYTES;
@@ -22,14 +22,18 @@ use std::time::Duration;
 const _: () = assert!(HANDLE_BYTES == ferrywire_proto::limits::LANE_HANDLE_BYTES);
 
 /// Why the kernel or a NIC cannot read memory that its owner has not taken back: what a failed operation says of its region.
-pub(crate) const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
+pub const UNREADABLE: &str = "it cannot be read any more: unmapped, or of a file that is shorter now";
 
 /// Which plugin and device carry a lane.
 #[derive(Clone, Debug)]
-pub(crate) struct LaneBy {
+pub struct LaneBy {
+    /// Name of the plugin, or of what else carries it.
     pub plugin: String,
+    /// Version of the plugin's interface.
     pub version: String,
+    /// Index of the device here.
     pub device: i32,
+    /// The device's own name.
     pub device_name: String,
     /// Counters of the lane, where devmem TCP carries it.
     pub devmem: Option<Arc<DevmemCounters>>,
@@ -37,11 +41,15 @@ pub(crate) struct LaneBy {
 
 /// A posted request, as its lane knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Ticket(pub usize);
+pub struct Ticket(
+    /// The lane's own number of it.
+    pub usize,
+);
 
 /// What came of posting.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Post {
+pub enum Post {
+    /// It is posted.
     Posted(Ticket),
     /// Not now: too many are posted, or the peer is not ready. With what was seen.
     Full(&'static str),
@@ -51,8 +59,10 @@ pub(crate) enum Post {
 
 /// What came of testing the oldest request.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub enum Step {
+    /// It is not done.
     Pending,
+    /// It is done.
     Done,
     /// The peer may be closing, or gone: what is under way may still arrive.
     Closing(String),
@@ -65,13 +75,28 @@ pub(crate) enum Step {
 
 /// A run of bytes that one message moves from or to.
 #[derive(Clone)]
-pub(crate) struct Run {
-    pub memory: Arc<Memory>,
-    pub offset: u64,
-    pub bytes: usize,
+pub struct Run {
+    pub(crate) memory: Arc<Memory>,
+    pub(crate) offset: u64,
+    pub(crate) bytes: usize,
 }
 
 impl Run {
+    /// The memory that it is part of.
+    pub fn memory(&self) -> &Arc<Memory> {
+        &self.memory
+    }
+
+    /// Where in that memory it begins.
+    pub fn offset(&self) -> u64 {
+        self.offset
+    }
+
+    /// How long it is.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     /// Its first byte; only to be touched where the memory may be.
     pub fn base(&self) -> *mut u8 {
         // What is made into a run was checked against its memory.
@@ -81,14 +106,16 @@ impl Run {
 
 /// Which way bytes are copied, between a slot and the ranges of one message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub enum Way {
+    /// From the ranges to the slot.
     Pack,
+    /// From the slot to the ranges.
     Unpack,
 }
 
 /// Why a receive is not gathered.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Ungathered {
+pub enum Ungathered {
     /// Its bytes cannot go where they belong; the lane goes on.
     Target(Error),
     /// The lane is of no use any more, and why.
@@ -116,31 +143,37 @@ pub(crate) fn copy_on_host(way: Way, slot: &Run, ranges: &[Run]) {
 
 /// Which directions of a lane have requests that are posted and not given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct InFlight {
+pub struct InFlight {
+    /// Sends.
     pub sends: bool,
+    /// Receives.
     pub receives: bool,
 }
 
 impl InFlight {
+    /// None.
     pub const NOTHING: InFlight = InFlight { sends: false, receives: false };
 
+    /// Whether neither direction has any.
     pub fn is_nothing(self) -> bool {
         self == InFlight::NOTHING
     }
 }
 
 /// Where the set-up of a lane stands.
-pub(crate) enum Progress {
+pub enum Progress {
+    /// It goes on.
     Pending,
     /// For the other end, once.
     Handle(Box<[u8; HANDLE_BYTES]>),
     /// It stands, and this carries it.
     Ready(Box<dyn Lane>, LaneBy),
+    /// There will be no lane, and why.
     Failed(String),
 }
 
 /// The set-up of one lane, turned by the control side: nothing here blocks.
-pub(crate) trait Setup: Send {
+pub trait Setup: Send {
     /// Whether a connection of its own has to be dialled for it: by the end that opened the session, once.
     fn wants_connection(&mut self) -> bool {
         false
@@ -162,7 +195,7 @@ pub(crate) trait Setup: Send {
 }
 
 /// Both directions of one channel's payload. Used by one thread at a time.
-pub(crate) trait Lane: Send {
+pub trait Lane: Send {
     /// Requests per direction that may be posted and not given back.
     fn window(&self) -> usize;
 

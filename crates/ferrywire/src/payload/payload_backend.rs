@@ -1,149 +1,156 @@
-//! What carries payload beside a channel's connection, where anything does: a plugin, or the kernel's devmem TCP.
+//! What moves the payload of an endpoint's channels over lanes beside their connections: a plugin, or a crate above.
 //!
-//! The rest of the engine knows lanes ([`lane`](super::lane)), their set-up, and what both ends have to agree on; this
-//! is where the kinds part.
-//! Invariant: a session has one carrier or none, decided when it is opened and the same at both ends.
-//! Read next: `plugin/mod.rs`, `devmem/mod.rs`.
+//! The rest of the engine knows a backend by the trait [`PayloadBackend`]: what both ends of a session have to agree on, and
+//! how a channel gets its lane. `plugin/` implements it here, `ferrywire-devmem` does outside of the engine.
+//! Invariant: a session has one backend or none, decided when it is opened and the same at both ends.
+//! Read next: `lane.rs`, then `plugin/host.rs`.
 
 use super::lane::Setup;
-use super::terms::{Terms, reason_without, without};
-use super::{devmem, plugin};
-use crate::error::{Error, Result};
+use super::plugin::Variable;
+use super::terms::{DEVMEM, Terms, reason_without, without};
+use crate::config::Config;
+use crate::error::Result;
 use ferrywire_memory::Place;
-use ferrywire_net::{Conn, Transport};
+use ferrywire_ncclnet::InflightCall;
+use ferrywire_net::{Conn, Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_sys::poll::Waker;
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// An endpoint's own.
-#[derive(Clone, Debug)]
-pub(crate) enum PayloadBackend {
-    Plugin(Arc<plugin::Host>),
-    Devmem(Arc<devmem::Host>),
-}
+/// A backend as all parts of an endpoint share it.
+pub type SharedBackend = Arc<dyn PayloadBackend>;
 
-impl PayloadBackend {
-    /// What the end that connects offers, as bytes; where none will do, why there is none.
+/// What a user says about a backend: [`Builder::payload_backend`](crate::Builder::payload_backend) takes it.
+pub trait BackendConfig: fmt::Debug + Send + Sync {
+    /// What the backend is called, in errors.
+    fn name(&self) -> &str;
+
+    /// Whether an endpoint that cannot have the backend is built without.
+    fn optional(&self) -> bool;
+
+    /// Makes the backend of an endpoint with this configuration, on a host with these NICs.
     ///
     /// # Errors
-    /// Why there can be none, and there has to be one.
-    pub fn offer(&self, address: SocketAddr, transport: &dyn Transport) -> Result<Vec<u8>> {
-        let PayloadBackend::Devmem(host) = self else { return Ok(self.terms().encode()) };
-        match host.crosses_nic(address, transport) {
-            Ok(()) => Ok(self.terms().encode()),
-            Err(why) if host.required() => Err(Error::Unreachable { address: address.to_string(), why }),
-            Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
-        }
-    }
+    /// Why the endpoint cannot have it.
+    fn open(&self, endpoint: &Config, nics: &[Nic]) -> Result<SharedBackend>;
+}
+
+/// What moves the payload of an endpoint's channels beside their connections.
+///
+/// What is told by default is told of lanes that are connections of the kernel's.
+pub trait PayloadBackend: fmt::Debug + Send + Sync {
+    /// What the backend is called, in errors and between the ends.
+    fn name(&self) -> &str;
+
+    /// How payload moves, as reports name it.
+    fn transport(&self) -> &'static str;
 
     /// The GPU whose memory it moves, beside the host's.
-    pub fn gpu(&self) -> Option<Place> {
-        match self {
-            PayloadBackend::Plugin(host) => host.gpu(),
-            PayloadBackend::Devmem(host) => host.config.gpu,
-        }
+    fn gpu(&self) -> Option<Place>;
+
+    /// Largest message, and so the largest chunk, in bytes.
+    fn message_bytes_max(&self) -> usize;
+
+    /// NICs that channels have to keep to, by name; `None`: to those that the endpoint has chosen.
+    fn nics(&self) -> Option<Vec<String>> {
+        None
     }
 
-    /// What the other end has to have alike.
-    pub fn terms(&self) -> Terms {
-        match self {
-            PayloadBackend::Plugin(host) => host.terms(),
-            PayloadBackend::Devmem(host) => host.terms(),
-        }
-    }
-
-    /// Refuses a session with these terms of the other end, with the reason.
-    pub fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
-        match self {
-            PayloadBackend::Plugin(host) => host.agree(theirs, same_host, session),
-            PayloadBackend::Devmem(host) => host.agree(theirs, session),
-        }
+    /// Variables of the environment that it was loaded with, and who set them.
+    fn environment(&self) -> &[Variable] {
+        &[]
     }
 
     /// Whether sessions may do without it.
-    pub fn optional(&self) -> bool {
-        matches!(self, PayloadBackend::Devmem(host) if !host.required())
+    fn optional(&self) -> bool {
+        false
     }
 
-    /// Longest that the oldest message of a lane may stand still.
-    pub fn stall_limit(&self) -> Duration {
-        match self {
-            PayloadBackend::Plugin(host) => host.config.stall_limit,
-            PayloadBackend::Devmem(host) => host.stall_limit(),
-        }
+    /// Whether the ends of a session find out if both can, so that reports say why payload goes over the backend, or over
+    /// TCP in its place.
+    fn is_negotiated(&self) -> bool {
+        false
     }
 
-    /// Longest that a lane may take to come about.
-    pub fn setup_limit(&self) -> Duration {
-        match self {
-            PayloadBackend::Plugin(host) => host.config.setup_limit,
-            PayloadBackend::Devmem(host) => host.setup_limit(),
-        }
+    /// What the other end has to have alike.
+    fn terms(&self) -> Terms;
+
+    /// What the end that connects to an address offers, as bytes; where the backend cannot be used, why not.
+    ///
+    /// # Errors
+    /// Why the backend cannot be used, where the endpoint has no use for a session without it.
+    fn offer(&self, _address: SocketAddr, _transport: &dyn Transport) -> Result<Vec<u8>> {
+        Ok(self.terms().encode())
     }
 
-    /// The endpoint is closed: what was set at NICs for it is undone, though somebody may hold the endpoint for ever.
-    /// Waits about so long at most for others who change those NICs.
-    pub fn end(&self, limit: Duration) {
-        match self {
-            PayloadBackend::Plugin(_) => {}
-            PayloadBackend::Devmem(host) => host.end(limit),
-        }
-    }
-
-    /// The plugin, if it is one.
-    pub fn plugin(&self) -> Option<&Arc<plugin::Host>> {
-        match self {
-            PayloadBackend::Plugin(host) => Some(host),
-            PayloadBackend::Devmem(_) => None,
-        }
-    }
-
-    /// What it is called.
-    pub fn name(&self) -> &str {
-        match self {
-            PayloadBackend::Plugin(host) => host.plugin.name(),
-            PayloadBackend::Devmem(_) => devmem::NAME,
-        }
-    }
+    /// Compares with the other end's terms.
+    ///
+    /// # Errors
+    /// Why the ends cannot have a session over the backend.
+    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String>;
 
     /// Begins to set up the lane of a channel whose connection stands. `dials`: this end opened the session. `waker` is used
     /// whenever polling the set-up would tell something new.
     ///
     /// # Errors
     /// Why there can be no lane.
-    pub fn begin(
-        &self,
+    fn begin(
+        self: Arc<Self>,
         transport: &dyn Transport,
         conn: &dyn Conn,
         dials: bool,
         now: Duration,
         waker: Waker,
-    ) -> Result<Box<dyn Setup>, String> {
-        match self {
-            PayloadBackend::Plugin(host) => {
-                let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
-                let device = host.device_at(conn.local().ip(), &nics)?;
-                Ok(Box::new(plugin::PluginSetup::start(host, device, now, waker)?))
-            }
-            PayloadBackend::Devmem(host) => {
-                let nic = transport.nic_name(conn.local().ip()).ok_or_else(|| {
-                    format!("no NIC of this host has the address {} any more", conn.local().ip())
-                })?;
-                Ok(Box::new(devmem::DevmemSetup::start(host, &nic, dials, now, waker)?))
-            }
-        }
+    ) -> Result<Box<dyn Setup>, String>;
+
+    /// Longest that a lane may take to come about.
+    fn setup_limit(&self) -> Duration;
+
+    /// Longest that the oldest message of a lane may stand still.
+    fn stall_limit(&self) -> Duration;
+
+    /// Whether lanes make calls that may block, or never return. Then a worker's own thread alone turns it, lanes or not;
+    /// else that holds only while it has lanes, and for the reason that nothing wakes a caller for what they bring.
+    fn calls_may_block(&self) -> bool {
+        false
     }
+
+    /// Calls that have not returned yet, where calls may block.
+    fn inflight_calls(&self) -> Vec<InflightCall> {
+        Vec::new()
+    }
+
+    /// Such a call in words.
+    fn describe_call(&self, call: &InflightCall) -> String {
+        format!("{}: {}", self.name(), call.call)
+    }
+
+    /// Whether a lane that has failed says of the next one that it would fail too. Else a failed lane is dialled again, as a
+    /// TCP connection is.
+    fn fails_for_good(&self) -> bool {
+        false
+    }
+
+    /// Whether it ends its process where it cannot go on, and tells nobody at this end.
+    fn ends_process(&self) -> bool {
+        false
+    }
+
+    /// The endpoint is closed: what was set at NICs for it is undone, though somebody may hold the endpoint for ever.
+    /// Waits about so long at most for others who change those NICs.
+    fn end(&self, _limit: Duration) {}
 }
 
-/// What becomes of an offer at the end that accepts: the session's carrier goes by what is left of it. `none`: why this
-/// end has no carrier, where it would have taken one.
+/// What becomes of an offer at the end that accepts: the session's backend goes by what is left of it. `none`: why this
+/// end has no backend, where it would have taken one.
 ///
 /// # Errors
 /// Why the two ends cannot have a session.
 pub(crate) fn answer(
-    ours: Option<&PayloadBackend>,
+    ours: Option<&dyn PayloadBackend>,
     none: Option<&str>,
     offered: &[u8],
     same_host: bool,
@@ -154,46 +161,147 @@ pub(crate) fn answer(
     let declines = |why: &str| Ok(without(&format!("at the end that accepts: {why}")));
     match (ours, theirs) {
         (None, None) => Ok(offered.to_vec()),
-        (Some(carrier), None) if carrier.optional() => Ok(offered.to_vec()),
-        (Some(carrier), Some(theirs)) if carrier.name() == theirs.plugin() => {
-            match carrier.agree(&theirs, same_host, session) {
-                Err(why) if carrier.optional() && theirs.optional() => declines(&why),
+        (Some(ours), None) if ours.optional() => Ok(offered.to_vec()),
+        (Some(ours), Some(theirs)) if ours.name() == theirs.plugin() => {
+            match ours.agree(&theirs, same_host, session) {
+                Err(why) if ours.optional() && theirs.optional() => declines(&why),
                 agreed => agreed.map(|()| offered.to_vec()),
             }
         }
-        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(PayloadBackend::optional) => {
+        (ours, Some(theirs)) if theirs.optional() && ours.is_none_or(|ours| ours.optional()) => {
             declines(none.unwrap_or("payload goes over tcp"))
         }
-        (Some(carrier), Some(theirs)) if carrier.plugin().is_some() => {
-            carrier.agree(&theirs, same_host, session).map(|()| offered.to_vec())
-        }
-        (here, there) => {
-            let devmem = matches!(here, Some(PayloadBackend::Devmem(_)))
-                || there.as_ref().is_some_and(|terms| terms.plugin() == devmem::NAME);
-            let none = if devmem { "tcp" } else { "no plugin" };
-            let here = here.map_or(none, PayloadBackend::name);
-            let there = there.as_ref().map_or(none, Terms::plugin);
+        (Some(ours), Some(theirs)) => ours.agree(&theirs, same_host, session).map(|()| offered.to_vec()),
+        (Some(ours), None) => {
             let why = declined.map(|why| format!(" ({why})")).unwrap_or_default();
-            Err(format!(
-                "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \
-                 the same{why}"
-            ))
+            Err(different(ours.name(), beside(ours.name())) + &why)
         }
+        (None, Some(theirs)) => Err(different(beside(theirs.plugin()), theirs.plugin())),
     }
+}
+
+/// Why ends whose payload goes over different things have no session.
+pub fn different(here: &str, there: &str) -> String {
+    format!(
+        "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need the same"
+    )
+}
+
+/// What an end without a backend is said to have, beside one that has this backend.
+fn beside(backend: &str) -> &'static str {
+    if backend == DEVMEM { "tcp" } else { "no plugin" }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const SESSION: SessionConfig =
+        SessionConfig { channels: 1, chunk_bytes: 1, window: 1, crc: false, extra: Vec::new() };
+
+    /// A backend that has terms, and no lanes.
+    #[derive(Debug)]
+    struct Named(&'static str, bool);
+
+    impl PayloadBackend for Named {
+        fn name(&self) -> &str {
+            self.0
+        }
+
+        fn transport(&self) -> &'static str {
+            self.0
+        }
+
+        fn gpu(&self) -> Option<Place> {
+            None
+        }
+
+        fn message_bytes_max(&self) -> usize {
+            1
+        }
+
+        fn optional(&self) -> bool {
+            self.1
+        }
+
+        fn terms(&self) -> Terms {
+            let terms = Terms::new(self.0, &[], false);
+            if self.1 { terms.if_possible() } else { terms }
+        }
+
+        fn agree(&self, theirs: &Terms, _same_host: bool, _session: &SessionConfig) -> Result<(), String> {
+            self.terms().difference(theirs).map_or(Ok(()), Err)
+        }
+
+        fn begin(
+            self: Arc<Self>,
+            _transport: &dyn Transport,
+            _conn: &dyn Conn,
+            _dials: bool,
+            _now: Duration,
+            _waker: Waker,
+        ) -> Result<Box<dyn Setup>, String> {
+            Err("it has no lanes".into())
+        }
+
+        fn setup_limit(&self) -> Duration {
+            Duration::ZERO
+        }
+
+        fn stall_limit(&self) -> Duration {
+            Duration::ZERO
+        }
+    }
+
     fn answered(none: Option<&str>, offered: &[u8]) -> Result<Option<String>, String> {
-        let session = SessionConfig { channels: 1, chunk_bytes: 1, window: 1, crc: false, extra: Vec::new() };
-        answer(None, none, offered, false, &session).map(|extra| reason_without(&extra))
+        answer(None, none, offered, false, &SESSION).map(|extra| reason_without(&extra))
+    }
+
+    /// What becomes of the offer of `theirs`, at an end that has `ours`.
+    fn between(ours: Option<&Named>, theirs: Option<&Named>) -> Result<Vec<u8>, String> {
+        let ours = ours.map(|ours| ours as &dyn PayloadBackend);
+        let offered = theirs.map_or_else(Vec::new, |theirs| theirs.terms().encode());
+        answer(ours, None, &offered, false, &SESSION)
+    }
+
+    #[test]
+    fn ends_that_both_need_what_the_other_lacks_are_told_what_each_has() {
+        let over = |here: &str, there: &str| {
+            Err(format!(
+                "payload goes over {here} at the end that accepts and over {there} at the end that connects; both need \
+                 the same"
+            ))
+        };
+        let (devmem, plugin) = (Named(DEVMEM, false), Named("Sockets", false));
+        assert_eq!(between(Some(&devmem), None), over("devmem", "tcp"));
+        assert_eq!(between(None, Some(&devmem)), over("tcp", "devmem"));
+        assert_eq!(between(Some(&plugin), None), over("Sockets", "no plugin"));
+        assert_eq!(between(None, Some(&plugin)), over("no plugin", "Sockets"));
+        // The backend itself says where two that are there differ.
+        let differ = "plugin is Sockets at the end that accepts and devmem at the end that connects";
+        assert!(between(Some(&plugin), Some(&devmem)).is_err_and(|why| why.starts_with(differ)));
+        let declined = answer(Some(&devmem), None, &without("no NIC"), false, &SESSION).unwrap_err();
+        assert!(
+            declined.ends_with("over tcp at the end that connects; both need the same (no NIC)"),
+            "{declined}"
+        );
+    }
+
+    #[test]
+    fn a_session_goes_without_only_where_both_ends_can() {
+        let (needed, optional) = (Named(DEVMEM, false), Named(DEVMEM, true));
+        assert_eq!(between(Some(&optional), None), Ok(Vec::new()));
+        assert_eq!(between(Some(&needed), Some(&optional)), Ok(optional.terms().encode()));
+        let other = Named("Sockets", true);
+        let declined = between(Some(&optional), Some(&other)).map(|extra| reason_without(&extra));
+        assert_eq!(declined, Ok(Some("at the end that accepts: payload goes over tcp".into())));
+        assert!(between(Some(&needed), Some(&other)).is_err(), "this end needs devmem");
+        assert!(between(Some(&other), Some(&needed)).is_err(), "the other end needs devmem");
     }
 
     #[test]
     fn an_end_without_a_carrier_declines_with_the_reason_and_takes_one() {
-        let terms = Terms::new(devmem::NAME, &[], false);
+        let terms = Terms::new(DEVMEM, &[], false);
         let optional = terms.clone().if_possible().encode();
         let declined = answered(Some("NIC eth1 has no queue to spare"), &optional);
         assert_eq!(declined, Ok(Some("at the end that accepts: NIC eth1 has no queue to spare".into())));

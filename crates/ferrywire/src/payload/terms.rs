@@ -5,20 +5,23 @@
 
 use ferrywire_proto::handshake::{EXTRA_BYTES_MAX, WITHOUT, clean, clip};
 
+/// What an end calls the kernel's devmem TCP in place of a plugin's name.
+pub const DEVMEM: &str = "devmem";
+
 /// One end's terms: names with values, in a fixed order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Terms(Vec<(String, String)>);
+pub struct Terms(Vec<(String, String)>);
 
 /// Longest plugin name that is told; the rest is cut off.
 const NAME_BYTES_MAX: usize = 64;
 
 /// The name under which an end says whether it moves memory of a GPU; ends may differ in it.
 const GPU: &str = "gpu";
-/// The name under which the end that connects says that without its carrier will do.
+/// The name under which the end that connects says that without its backend will do.
 const OPTIONAL: &str = "optional";
 
-/// What an end says in place of terms, which goes without for this reason. As bytes of the handshake.
-pub(crate) fn without(why: &str) -> Vec<u8> {
+/// What an end that goes without a backend for this reason says in place of terms. As bytes of the handshake.
+pub fn without(why: &str) -> Vec<u8> {
     let mut why = clean(why);
     clip(&mut why, EXTRA_BYTES_MAX - WITHOUT.len());
     [WITHOUT, why.as_bytes()].concat()
@@ -30,6 +33,7 @@ pub(crate) fn reason_without(bytes: &[u8]) -> Option<String> {
 }
 
 impl Terms {
+    /// Terms of a backend of this name; `list`: what else has to be alike; `gpu`: whether this end moves memory of one.
     pub fn new(plugin: &str, list: &[(&str, String)], gpu: bool) -> Terms {
         let name: String = plugin.chars().take(NAME_BYTES_MAX).collect();
         let mut all = vec![("plugin".to_owned(), name)];
@@ -49,6 +53,7 @@ impl Terms {
         self.value(OPTIONAL) == Some("1")
     }
 
+    /// As bytes of the handshake.
     pub fn encode(&self) -> Vec<u8> {
         let lines: Vec<String> = self.0.iter().map(|(name, value)| format!("{name}={value}")).collect();
         lines.join("\n").into_bytes()

@@ -27,7 +27,7 @@ pub struct Ends {
 
 impl Ends {
     fn new(hosts: &Hosts, gpu: Option<u32>, adapt: impl Fn(DevmemConfig) -> DevmemConfig) -> Ends {
-        let builder = |index| hosts.plain(index).channels(4).devmem(adapt(hosts.devmem(gpu)));
+        let builder = |index| hosts.plain(index).channels(4).payload_backend(adapt(hosts.devmem(gpu)));
         Ends::build(hosts, [gpu; 2], builder)
     }
 
@@ -208,8 +208,8 @@ fn several_queues_share_the_lanes() {
 #[test]
 fn a_gpu_at_one_end_only() {
     let Some(hosts) = Hosts::here() else { return };
-    let near = hosts.plain(0).channels(2).devmem(hosts.devmem(Some(0))).build().unwrap();
-    let far = hosts.plain(1).channels(2).devmem(hosts.devmem(None));
+    let near = hosts.plain(0).channels(2).payload_backend(hosts.devmem(Some(0))).build().unwrap();
+    let far = hosts.plain(1).channels(2).payload_backend(hosts.devmem(None));
     let far = hosts.on(1, || far.build()).unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let bytes = 3_000_001;
@@ -229,7 +229,7 @@ fn a_gpu_at_one_end_only() {
 #[test]
 fn tcp_and_devmem_share_a_port() {
     let Some(hosts) = Hosts::here() else { return };
-    let serving = hosts.plain(1).channels(2).devmem(hosts.devmem(None).if_possible());
+    let serving = hosts.plain(1).channels(2).payload_backend(hosts.devmem(None).if_possible());
     let serving = hosts.on(1, || serving.build()).unwrap();
     let address = serving.listen_addresses()[0];
     let over = |builder: Builder| {
@@ -237,7 +237,7 @@ fn tcp_and_devmem_share_a_port() {
         let peer = end.connect(address, LIMIT).unwrap();
         (peer.stats(), peer, end)
     };
-    let (one, by_devmem, first) = over(hosts.plain(0).devmem(hosts.devmem(None).if_possible()));
+    let (one, by_devmem, first) = over(hosts.plain(0).payload_backend(hosts.devmem(None).if_possible()));
     let (other, by_tcp, second) = over(hosts.plain(0));
     assert_eq!((one.transport, other.transport), ("devmem", "tcp"));
     assert_eq!(one.transport_why, "both ends can");
@@ -288,7 +288,7 @@ impl Drop for Full<'_> {
 #[test]
 fn a_session_whose_lanes_do_not_come_about_goes_over_tcp_where_both_ends_can_do_without() {
     let Some(hosts) = Hosts::here() else { return };
-    let optional = |index| hosts.plain(index).channels(2).devmem(hosts.devmem(None).if_possible());
+    let optional = |index| hosts.plain(index).channels(2).payload_backend(hosts.devmem(None).if_possible());
     let ends = [0, 1].map(|index| hosts.on(index, || optional(index).build()).unwrap());
     let address = ends[1].listen_addresses()[0];
     let bytes = 3_000_001;
@@ -314,7 +314,7 @@ fn a_session_whose_lanes_do_not_come_about_goes_over_tcp_where_both_ends_can_do_
         kept.extend(again);
     }
     // An end that cannot do without says why the other one could not.
-    let strict = hosts.plain(1).devmem(hosts.devmem(None));
+    let strict = hosts.plain(1).payload_backend(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();
     let _full = Full::new(&hosts, 0);
     let error = ends[0].connect(strict.listen_addresses()[0], LIMIT).unwrap_err().to_string();
@@ -326,10 +326,10 @@ fn an_end_that_cannot_is_named() {
     let Some(hosts) = Hosts::here() else { return };
     // Nothing is set up, and nothing may be: each says so, and what is missing.
     let only_if_ready = DevmemConfig::default();
-    let refused = hosts.plain(0).devmem(only_if_ready.clone()).build().unwrap_err().to_string();
+    let refused = hosts.plain(0).payload_backend(only_if_ready.clone()).build().unwrap_err().to_string();
     assert!(refused.contains("dm0") && refused.contains("allow"), "{refused}");
-    let near = hosts.plain(0).devmem(only_if_ready.if_possible()).build().unwrap();
-    let far = hosts.plain(1).devmem(hosts.devmem(None).if_possible());
+    let near = hosts.plain(0).payload_backend(only_if_ready.if_possible()).build().unwrap();
+    let far = hosts.plain(1).payload_backend(hosts.devmem(None).if_possible());
     let far = hosts.on(1, || far.build()).unwrap();
     let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
     let stats = peer.stats();
@@ -337,12 +337,12 @@ fn an_end_that_cannot_is_named() {
     let told = far.accept(LIMIT).unwrap().stats();
     assert!(told.transport == "tcp" && told.transport_why.contains("dm0"), "{}", told.transport_why);
     // An end that needs it refuses one that has none.
-    let strict = hosts.plain(1).devmem(hosts.devmem(None));
+    let strict = hosts.plain(1).payload_backend(hosts.devmem(None));
     let strict = hosts.on(1, || strict.build()).unwrap();
     let error = near.connect(strict.listen_addresses()[0], LIMIT).unwrap_err();
     assert!(matches!(&error, Error::Refused { why, .. } if why.contains("devmem")), "{error}");
     // And packets that never cross a NIC are no use.
-    let beside = hosts.plain(0).devmem(hosts.devmem(None)).build().unwrap();
+    let beside = hosts.plain(0).payload_backend(hosts.devmem(None)).build().unwrap();
     let error = beside.connect(near.listen_addresses()[0], LIMIT).unwrap_err().to_string();
     assert!(error.contains("stay on this host"), "{error}");
 }

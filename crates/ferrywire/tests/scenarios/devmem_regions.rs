@@ -47,7 +47,7 @@ fn nothing_is_sent_of_memory_that_its_user_has_dropped_though_the_peer_was_slow(
     let builder = |index: usize| {
         let devmem = hosts.devmem(gpus[index]).window(WINDOW as usize);
         // So little room that most of what is begun stays with the sender.
-        hosts.plain(index).channels(1).socket_buffer_bytes(64 << 10).devmem(devmem)
+        hosts.plain(index).channels(1).socket_buffer_bytes(64 << 10).payload_backend(devmem)
     };
     let ends = Ends::build(&hosts, gpus, builder);
     let target = ends.region(1, &vec![0; 2 * BYTES]);
@@ -105,8 +105,9 @@ fn a_region_is_dropped_only_once_no_nic_holds_packets_of_it() {
     let [lanes, others, all] = HELD;
     let Some(hosts) = Hosts::here() else { return };
     let gpus = [Some(0), None];
-    let ends =
-        Ends::build(&hosts, gpus, |index| hosts.plain(index).channels(1).devmem(hosts.devmem(gpus[index])));
+    let ends = Ends::build(&hosts, gpus, |index| {
+        hosts.plain(index).channels(1).payload_backend(hosts.devmem(gpus[index]))
+    });
     let mut memory = Raw::new(Some(0), BYTES);
     memory.bytes().fill(SENT);
     // SAFETY: it stays until the end.
@@ -150,8 +151,9 @@ fn nothing_is_placed_into_memory_of_a_gpu_whose_region_is_taken_back() {
     let gpu = SimGpu::open(1).unwrap();
     for mode in [UnpackMode::Kernel, UnpackMode::Host] {
         let gpus = [None, Some(1)];
-        let builder =
-            |index: usize| hosts.plain(index).channels(1).devmem(hosts.devmem(gpus[index]).unpack(mode));
+        let builder = |index: usize| {
+            hosts.plain(index).channels(1).payload_backend(hosts.devmem(gpus[index]).unpack(mode))
+        };
         let ends = Ends::build(&hosts, gpus, builder);
         let source = ends.region(0, &vec![SENT; BYTES]);
         ends.exchange(BYTES);
@@ -207,8 +209,9 @@ fn a_message_that_waits_for_a_gpu_whose_receive_is_cancelled_is_refused_to_its_s
     let Some(hosts) = Hosts::here() else { return };
     let gpu = SimGpu::open(1).unwrap();
     let gpus = [Some(0), Some(1)];
-    let ends =
-        Ends::build(&hosts, gpus, |index| hosts.plain(index).channels(1).devmem(hosts.devmem(gpus[index])));
+    let ends = Ends::build(&hosts, gpus, |index| {
+        hosts.plain(index).channels(1).payload_backend(hosts.devmem(gpus[index]))
+    });
     let source = ends.region(0, &vec![SENT; BYTES]);
     let target = ends.region(1, &vec![0; BYTES]);
     ends.exchange(BYTES);

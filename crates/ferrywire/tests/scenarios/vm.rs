@@ -54,7 +54,7 @@ impl Hosts {
 
     /// An endpoint on the host of this index, with both.
     pub fn builder(&self, index: usize, gpu: Option<u32>) -> Builder {
-        self.plain(index).channels(3).devmem(self.devmem(gpu))
+        self.plain(index).channels(3).payload_backend(self.devmem(gpu))
     }
 
     /// Does something on that host.

@@ -6,8 +6,7 @@ use super::Endpoint;
 use crate::config::{Config, Secret};
 use crate::control::check_names;
 use crate::error::{Error, Result};
-use crate::payload::devmem::{self, DevmemConfig};
-use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::payload_backend::{BackendConfig, SharedBackend};
 use crate::payload::plugin::{self, PluginConfig, Variable, environment_for};
 use ferrywire_net::tcp::TcpTransport;
 use ferrywire_net::{Nic, SharedTransport, Transport};
@@ -23,13 +22,13 @@ pub struct Builder {
     config: Config,
     transport: Option<SharedTransport>,
     plugin: Option<PluginConfig>,
-    devmem: Option<DevmemConfig>,
+    backend: Option<Arc<dyn BackendConfig>>,
     cores: Vec<usize>,
 }
 
 impl Builder {
     pub(super) fn new() -> Builder {
-        Builder { config: Config::default(), transport: None, plugin: None, devmem: None, cores: Vec::new() }
+        Builder { config: Config::default(), transport: None, plugin: None, backend: None, cores: Vec::new() }
     }
 
     /// Listens on this address; port 0 chooses one, an unspecified address listens on every NIC.
@@ -125,10 +124,10 @@ impl Builder {
         self
     }
 
-    /// Moves payload over the kernel's devmem TCP where the NICs can; everything else goes over the transport beside it.
-    /// Both ends of a session need it, unless both say [`if_possible`](DevmemConfig::if_possible).
-    pub fn devmem(mut self, devmem: DevmemConfig) -> Builder {
-        self.devmem = Some(devmem);
+    /// Moves payload over a backend of a crate above this one, as devmem TCP is; everything else goes over the transport
+    /// beside it. Both ends of a session need the same backend, unless both say that they can do without.
+    pub fn payload_backend(mut self, backend: impl BackendConfig + 'static) -> Builder {
+        self.backend = Some(Arc::new(backend));
         self
     }
 
@@ -177,40 +176,25 @@ impl Builder {
         let options = self.config.bulk_options();
         transport.check(&options).map_err(|error| Error::invalid("congestion control", error.to_string()))?;
         let nics = transport.nics().map_err(|error| Error::io("list NICs", &error))?;
-        match (self.plugin, self.devmem) {
-            (None, None) => Endpoint::start(self.config, transport, None, None),
-            (Some(_), Some(_)) => {
-                Err(Error::invalid("transport", "a plugin and devmem: payload takes one way, choose one"))
+        let backend: SharedBackend = match (self.plugin, self.backend) {
+            (None, None) => return Endpoint::start(self.config, transport, None, None),
+            (Some(_), Some(backend)) => {
+                let why = format!("a plugin and {}: payload takes one way, choose one", backend.name());
+                return Err(Error::invalid("transport", why));
             }
-            (Some(plugin), None) => {
-                // SAFETY: whoever made the configuration has promised it.
-                let host = unsafe { plugin::Host::load(plugin, &self.config, &nics) }?;
-                self.config.chunk_bytes = self.config.chunk_bytes.min(host.message_bytes_max);
-                Endpoint::start(self.config, transport, Some(PayloadBackend::Plugin(Arc::new(host))), None)
-            }
-            (None, Some(devmem)) => start_devmem(self.config, devmem, transport, &nics),
+            // SAFETY: whoever made the configuration has promised it.
+            (Some(plugin), None) => Arc::new(unsafe { plugin::Host::load(plugin, &self.config, &nics) }?),
+            (None, Some(backend)) => match backend.open(&self.config, &nics) {
+                Err(error) if backend.optional() => {
+                    return Endpoint::start(self.config, transport, None, Some(error.to_string()));
+                }
+                opened => opened?,
+            },
+        };
+        self.config.chunk_bytes = self.config.chunk_bytes.min(backend.message_bytes_max());
+        if let Some(nics) = backend.nics() {
+            self.config.nics = nics;
         }
+        Endpoint::start(self.config, transport, Some(backend), None)
     }
-}
-
-fn start_devmem(
-    mut config: Config,
-    devmem: DevmemConfig,
-    transport: SharedTransport,
-    nics: &[Nic],
-) -> Result<Endpoint> {
-    let required = devmem.required;
-    let host = match devmem::Host::open(devmem, &config, nics) {
-        Ok(host) => host,
-        Err(error) if !required => {
-            return Endpoint::start(config, transport, None, Some(error.to_string()));
-        }
-        Err(error) => return Err(error),
-    };
-    config.chunk_bytes = config.chunk_bytes.min(host.config.message_bytes_max);
-    if required {
-        // A channel over another NIC would have no lane.
-        config.nics = host.nics();
-    }
-    Endpoint::start(config, transport, Some(PayloadBackend::Devmem(Arc::new(host))), None)
 }

@@ -131,7 +131,7 @@ impl Link {
     /// A lane of ours has failed: why the session ends with it, if it does.
     fn given_up_with(&mut self, index: u16, now: Duration) -> Option<String> {
         let any_is_up = self.any_is_up();
-        if self.lanes.are_a_plugins() {
+        if self.lanes.fail_for_good() {
             return (!any_is_up).then(|| "no channel is left".to_owned());
         }
         let stood = now.saturating_sub(self.up_since[usize::from(index)]);

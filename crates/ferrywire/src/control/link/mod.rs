@@ -26,7 +26,7 @@ use crate::core::peer::{PeerInfo, PeerState};
 use crate::core::queue::Entry;
 use crate::core::worker::Workers;
 use crate::error::Error;
-use crate::payload::payload_backend::PayloadBackend;
+use crate::payload::payload_backend::SharedBackend;
 use crate::payload::terms::{Terms, reason_without};
 use ferrywire_net::{Conn, ConnOptions};
 use ferrywire_proto::Identity;
@@ -238,8 +238,8 @@ impl Link {
         let same_host = peer_hello.shares_host(me).unwrap_or_else(|| conn.within_host());
         let (carrier, refused) = carrier_of(context, &config, same_host);
         let (transport, transport_why) = transport_of(context, carrier.as_ref(), &config);
-        let lanes_optional =
-            carrier.as_ref().is_some_and(PayloadBackend::optional) && Terms::decode(&config.extra).optional();
+        let lanes_optional = carrier.as_ref().is_some_and(|carrier| carrier.optional())
+            && Terms::decode(&config.extra).optional();
         let info = PeerInfo {
             session: id,
             identity: Identity(peer_hello.identity),
@@ -539,7 +539,7 @@ fn carrier_of(
     context: &Context,
     config: &SessionConfig,
     same_host: bool,
-) -> (Option<PayloadBackend>, Option<String>) {
+) -> (Option<SharedBackend>, Option<String>) {
     let Some(carrier) = context.carrier.clone() else { return (None, None) };
     let declined = reason_without(&config.extra);
     if config.extra.is_empty() || declined.is_some() {
@@ -556,14 +556,14 @@ fn carrier_of(
 /// How the payload of a session travels, and why so where that was a choice.
 fn transport_of(
     context: &Context,
-    carrier: Option<&PayloadBackend>,
+    carrier: Option<&SharedBackend>,
     config: &SessionConfig,
 ) -> (&'static str, String) {
     match (carrier, &context.carrier) {
-        (Some(_), Some(PayloadBackend::Devmem(_))) => (context.payload_name(), "both ends can".into()),
-        (None, Some(PayloadBackend::Devmem(_))) => {
-            let why =
-                reason_without(&config.extra).unwrap_or_else(|| "the other end did not offer devmem".into());
+        (Some(_), Some(ours)) if ours.is_negotiated() => (context.payload_name(), "both ends can".into()),
+        (None, Some(ours)) if ours.is_negotiated() => {
+            let no_offer = || format!("the other end did not offer {}", ours.name());
+            let why = reason_without(&config.extra).unwrap_or_else(no_offer);
             tracing::info!("payload goes over tcp: {why}");
             ("tcp", why)
         }

@@ -135,9 +135,9 @@ impl Link {
 
     /// What is to be said of a process that has ended: a plugin does that in its own, and tells nobody here.
     fn plugin_note(&self) -> String {
-        let plugin =
-            self.lanes.carrier().and_then(|carrier| Some(carrier.plugin()?.plugin.name().to_owned()));
-        plugin.map_or_else(String::new, |name| {
+        let plugin = self.lanes.carrier().filter(|carrier| carrier.ends_process());
+        plugin.map_or_else(String::new, |plugin| {
+            let name = plugin.name();
             format!(
                 "; {name} ends its process where it cannot go on: what that end, or what supervises it, printed last says \
                  why"

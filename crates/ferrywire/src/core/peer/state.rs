@@ -365,7 +365,7 @@ impl PeerState {
 
     /// Asks to be woken when operations are lost to such a call.
     pub fn wake_at_loss(&self, handle: WakeHandle) {
-        if self.context.plugin().is_none() {
+        if self.context.blocking_backend().is_none() {
             return;
         }
         self.lost_waiters.add(handle);

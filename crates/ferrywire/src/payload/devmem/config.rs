@@ -1,9 +1,15 @@
 //! What a user says about devmem TCP.
 
+use super::NAME;
+use super::host::Host;
+use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::payload::payload_backend::{BackendConfig, SharedBackend};
 use ferrywire_memory::Place;
 use ferrywire_memory::unpack::UnpackMode;
+use ferrywire_net::Nic;
 use ferrywire_proto::limits;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How an endpoint uses the kernel's devmem TCP.
@@ -131,5 +137,19 @@ impl DevmemConfig {
             Some(Place::Host) => Err(Error::invalid("GPU of devmem", "host memory needs no GPU")),
             _ => Ok(()),
         }
+    }
+}
+
+impl BackendConfig for DevmemConfig {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn optional(&self) -> bool {
+        !self.required
+    }
+
+    fn open(&self, endpoint: &Config, nics: &[Nic]) -> Result<SharedBackend> {
+        Ok(Arc::new(Host::open(self.clone(), endpoint, nics)?))
     }
 }

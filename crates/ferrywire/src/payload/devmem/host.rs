@@ -7,16 +7,20 @@ use super::config::DevmemConfig;
 use super::gather::Gatherer;
 use super::nic::{Claim, Rule, Wish};
 use super::pool::Pool;
+use super::setup::DevmemSetup;
 use super::sources::Bindings;
 use super::steering::Steering;
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::payload::terms::Terms;
+use crate::payload::lane::Setup;
+use crate::payload::payload_backend::{PayloadBackend, different};
+use crate::payload::terms::{Terms, without};
 use ferrywire_memory::unpack::{GatherDevice, Mapped, UnpackMode};
 use ferrywire_memory::{Gpu, Memory, Place};
-use ferrywire_net::{Nic, Transport};
+use ferrywire_net::{Conn, Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_proto::limits;
+use ferrywire_sys::poll::Waker;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -139,73 +143,22 @@ impl Host {
     }
 
     /// The NICs it has queues of.
-    pub fn nics(&self) -> Vec<String> {
+    fn device_names(&self) -> Vec<String> {
         self.devices.iter().map(|device| device.name.clone()).collect()
     }
 
-    /// Gives the queues back, and undoes what was set for them. Waits about so long at most for others who change NICs.
-    pub fn end(&self, limit: Duration) {
-        let by = Instant::now() + limit.min(limits::NIC_LOCK_DEADLINE);
-        for device in &self.devices {
-            device.steering.end(by.max(Instant::now() + limits::NIC_END_MIN));
-        }
-    }
-
-    pub fn required(&self) -> bool {
-        self.config.required
-    }
-
-    pub fn stall_limit(&self) -> Duration {
-        self.config.stall_limit
-    }
-
-    pub fn setup_limit(&self) -> Duration {
-        self.config.setup_limit
-    }
-
-    pub fn gpu(&self) -> Option<&Gpu> {
+    /// Its GPU, opened.
+    pub fn opened_gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref()
-    }
-
-    /// Whether packets to an address leave this host.
-    pub fn crosses_nic(&self, address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
-        let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
-        let ip = address.ip().to_canonical();
-        match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
-            true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
-            false => Ok(()),
-        }
-    }
-
-    /// What the other end has to have alike.
-    pub fn terms(&self) -> Terms {
-        let list = [
-            ("message", self.config.message_bytes_max.to_string()),
-            ("window", self.config.window.to_string()),
-        ];
-        let terms = Terms::new(NAME, &list, self.gpu.is_some());
-        if self.config.required { terms } else { terms.if_possible() }
-    }
-
-    /// Refuses a session with these terms of the other end, with the reason.
-    pub fn agree(&self, theirs: &Terms, session: &SessionConfig) -> Result<(), String> {
-        if let Some(difference) = self.terms().difference(theirs) {
-            return Err(difference);
-        }
-        if session.chunk_bytes as usize > self.config.message_bytes_max {
-            let (chunk, most) = (session.chunk_bytes, self.config.message_bytes_max);
-            return Err(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
-        }
-        if (self.gpu.is_some() || theirs.gpu()) && session.crc {
-            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
-        }
-        Ok(())
     }
 
     /// The device that is a NIC.
     pub fn device(&self, nic: &str) -> Result<Arc<Device>, String> {
         self.devices.iter().find(|device| device.name == nic).cloned().ok_or_else(|| {
-            format!("{nic} has no queue for {NAME}, only {}: name NICs that have", self.nics().join(", "))
+            format!(
+                "{nic} has no queue for {NAME}, only {}: name NICs that have",
+                self.device_names().join(", ")
+            )
         })
     }
 
@@ -243,5 +196,109 @@ impl Host {
             None => return Err(format!("no slots in {place}")),
         };
         made.map_err(|error| format!("memory for slots: {error}"))
+    }
+}
+
+impl PayloadBackend for Host {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn transport(&self) -> &'static str {
+        NAME
+    }
+
+    fn gpu(&self) -> Option<Place> {
+        self.config.gpu
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        self.config.message_bytes_max
+    }
+
+    fn nics(&self) -> Option<Vec<String>> {
+        // A channel over another NIC would have no lane.
+        self.config.required.then(|| self.device_names())
+    }
+
+    fn optional(&self) -> bool {
+        !self.config.required
+    }
+
+    fn is_negotiated(&self) -> bool {
+        true
+    }
+
+    fn offer(&self, address: SocketAddr, transport: &dyn Transport) -> Result<Vec<u8>> {
+        match crosses_nic(address, transport) {
+            Ok(()) => Ok(self.terms().encode()),
+            Err(why) if self.config.required => Err(Error::Unreachable { address: address.to_string(), why }),
+            Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
+        }
+    }
+
+    fn terms(&self) -> Terms {
+        let list = [
+            ("message", self.config.message_bytes_max.to_string()),
+            ("window", self.config.window.to_string()),
+        ];
+        let terms = Terms::new(NAME, &list, self.gpu.is_some());
+        if self.config.required { terms } else { terms.if_possible() }
+    }
+
+    fn agree(&self, theirs: &Terms, _same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        if theirs.plugin() != NAME {
+            return Err(different(NAME, theirs.plugin()));
+        }
+        if let Some(difference) = self.terms().difference(theirs) {
+            return Err(difference);
+        }
+        if session.chunk_bytes as usize > self.config.message_bytes_max {
+            let (chunk, most) = (session.chunk_bytes, self.config.message_bytes_max);
+            return Err(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
+        }
+        if (self.gpu.is_some() || theirs.gpu()) && session.crc {
+            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        Ok(())
+    }
+
+    fn begin(
+        self: Arc<Self>,
+        transport: &dyn Transport,
+        conn: &dyn Conn,
+        dials: bool,
+        now: Duration,
+        waker: Waker,
+    ) -> Result<Box<dyn Setup>, String> {
+        let address = conn.local().ip();
+        let nic = transport.nic_name(address);
+        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
+        Ok(Box::new(DevmemSetup::start(&self, &nic, dials, now, waker)?))
+    }
+
+    fn setup_limit(&self) -> Duration {
+        self.config.setup_limit
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.config.stall_limit
+    }
+
+    fn end(&self, limit: Duration) {
+        let by = Instant::now() + limit.min(limits::NIC_LOCK_DEADLINE);
+        for device in &self.devices {
+            device.steering.end(by.max(Instant::now() + limits::NIC_END_MIN));
+        }
+    }
+}
+
+/// Whether packets to an address leave this host.
+fn crosses_nic(address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
+    let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+    let ip = address.ip().to_canonical();
+    match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
+        true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
+        false => Ok(()),
     }
 }

@@ -4,12 +4,13 @@
 //! payload it reads from memory of a GPU: the socket stays open until the kernel has reported all of them.
 //! Read next: `receiving.rs`, `sending.rs`.
 
+use super::NAME;
 use super::host::{Device, Host};
 use super::receiving::Receiving;
 use super::sending::Sending;
-use super::{DevmemCounters, NAME};
 use crate::error::{Error, Result};
 use crate::payload::copying::Copiers;
+use crate::payload::counters::DevmemCounters;
 use crate::payload::devmem::nic::Rule;
 use crate::payload::lane::{InFlight, Lane, LaneBy, Post, Run, Step, Ticket, Ungathered, Way};
 use ferrywire_memory::cuda::CudaError;
@@ -57,7 +58,7 @@ impl DevmemLane {
         Ok(DevmemLane {
             sending,
             receiving,
-            copiers: Copiers::new(host.gpu().cloned()),
+            copiers: Copiers::new(host.opened_gpu().cloned()),
             conn: Some(conn),
             unreported: None,
             rule: Some(rule),

@@ -13,7 +13,6 @@
 //! Read next: `config.rs`, `host.rs` (NICs and pools), `setup.rs`, `lane.rs`, then `receiving.rs` and `sending.rs`.
 
 mod config;
-mod counters;
 mod errors;
 mod gather;
 mod host;
@@ -30,14 +29,10 @@ mod sources;
 mod steering;
 
 pub use config::DevmemConfig;
-pub(crate) use counters::DevmemCounters;
-pub use counters::DevmemStats;
 pub use errors::{BindCause, DevmemError, Direction, SendCause};
-pub(crate) use host::Host;
 pub use nic::Possible;
-pub(crate) use setup::DevmemSetup;
 #[doc(hidden)]
 pub use steering::let_go_of_nics;
 
 /// What it is called, in reports and between the ends.
-pub(crate) const NAME: &str = "devmem";
+const NAME: &str = crate::payload::DEVMEM;

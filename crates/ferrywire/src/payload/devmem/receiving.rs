@@ -14,12 +14,12 @@
 //! Invariant: no call asks for more bytes than the message lacks; no fragment is believed that leaves the pool.
 //! Read next: `gather.rs`; `ferrywire_sys::devmem`, the calls.
 
-use super::counters::add;
+use super::NAME;
 use super::errors::DevmemError;
 use super::gather::{Gatherer, Run as GatherRun};
 use super::host::{Device, Host};
 use super::rooms::{Buffer, Stages};
-use super::{DevmemCounters, NAME};
+use crate::payload::counters::{DevmemCounters, add};
 use crate::payload::lane::Run;
 use ferrywire_memory::unpack::Fragment;
 use ferrywire_memory::{GpuCopy, Memory, Place};
@@ -140,11 +140,11 @@ impl Receiving {
 
     /// The next message; its number, unless memory that it passes through is still being made.
     pub fn expect(&mut self, run: &Run) -> Result<Poll<u64>, String> {
-        let route = self.route(&run.memory);
+        let route = self.route(run.memory());
         if route != Route::Direct && self.gatherer.is_none() {
             return Err(format!(
                 "{} is not memory that this endpoint's {NAME} was given",
-                run.memory.place()
+                run.memory().place()
             ));
         }
         if run.bytes > self.message_bytes_max {

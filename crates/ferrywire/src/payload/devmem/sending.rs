@@ -8,14 +8,14 @@
 //! Read next: `sources.rs`; `ferrywire_sys::zerocopy`, the reports.
 
 use super::NAME;
-use super::counters::add;
 use super::errors::{DevmemError, SendCause};
 use super::gather::Gatherer;
 use super::host::Device;
+use super::host::Host;
 use super::making::Making;
 use super::sources::{Binding, Sources};
-use super::{DevmemCounters, host::Host};
 use crate::error::Error;
+use crate::payload::counters::{DevmemCounters, add};
 use crate::payload::lane::{Run, UNREADABLE};
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::unpack::{Mapped, UnpackMode};
@@ -121,11 +121,11 @@ impl Sending {
 
     fn source_of(&mut self, run: &Run, number: u64) -> Result<Poll<Source>, String> {
         let address = run.base() as u64;
-        if run.memory.place() == Place::Host {
+        if run.memory().place() == Place::Host {
             add(&self.counters.host_sent_bytes, run.bytes);
             return Ok(Poll::Ready(Source::Host(address)));
         }
-        let Poll::Ready(binding) = self.sources.of(&self.device, &run.memory) else {
+        let Poll::Ready(binding) = self.sources.of(&self.device, run.memory()) else {
             return Ok(Poll::Pending);
         };
         if let Some(binding) = binding.filter(|_| self.asks_for_reports()) {

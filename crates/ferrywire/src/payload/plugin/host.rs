@@ -4,18 +4,22 @@
 
 use super::config::{File, PluginConfig};
 use super::environment::{self, Facts, SetBy, Variable};
+use super::setup::PluginSetup;
 use super::tcpx;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::payload::lane::Setup;
+use crate::payload::payload_backend::PayloadBackend;
 use crate::payload::terms::Terms;
 use ferrywire_memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
 use ferrywire_memory::{Gpu, Memory, Place};
 use ferrywire_ncclnet::abi::PointerType;
 use ferrywire_ncclnet::{CallError, CommId, InflightCall, Library, Plugin, Properties, RecvComm, log};
-use ferrywire_net::Nic;
+use ferrywire_net::{Conn, Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_proto::limits;
 use ferrywire_sys::affinity;
+use ferrywire_sys::poll::Waker;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -136,16 +140,6 @@ impl Host {
         tcpx::takes_turns(self.plugin.name())
     }
 
-    /// Whose memory it moves, beside the host's.
-    pub fn gpu(&self) -> Option<Place> {
-        self.config.gpu
-    }
-
-    /// The variables it was loaded with.
-    pub fn environment(&self) -> &[Variable] {
-        &self.environment
-    }
-
     /// The device that is this host's NIC with an address.
     pub fn device_at(&self, address: IpAddr, nics: &[Nic]) -> Result<i32, String> {
         let nic = nics.iter().find(|nic| nic.address == address);
@@ -185,54 +179,7 @@ impl Host {
         self.devices.get(usize::try_from(index).ok()?)
     }
 
-    /// What the other end has to have alike.
-    pub fn terms(&self) -> Terms {
-        let scattered = self.devices.iter().any(Properties::unpacks);
-        let recv_sync = self.environment.iter().find(|variable| variable.name == environment::RECV_SYNC);
-        let recv_sync = recv_sync.map_or("0".to_owned(), |set| set.value.chars().take(8).collect());
-        let inline = environment::inline_bytes(&self.environment);
-        let inline = inline.map_or_else(|_| "unreadable".to_owned(), |bytes| bytes.to_string());
-        let list = [
-            ("version", self.plugin.version().to_string()),
-            (environment::CHUNK_BYTES, self.message_bytes_max.to_string()),
-            ("window", self.config.window.to_string()),
-            ("unpacks", u8::from(scattered).to_string()),
-            (environment::RECV_SYNC, recv_sync),
-            (environment::INLINE, inline),
-        ];
-        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
-    }
-
-    /// Refuses a session with these terms of the other end, with the reason.
-    pub fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
-        if let Some(difference) = self.terms().difference(theirs) {
-            return Err(difference);
-        }
-        if session.chunk_bytes as usize > self.message_bytes_max {
-            let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
-            return Err(format!("chunks of {chunk} bytes, and the plugin's messages have at most {most}"));
-        }
-        let gpu = self.config.gpu.is_some() || theirs.gpu();
-        let name = self.plugin.name();
-        if gpu && session.crc {
-            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
-        }
-        if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
-            let inline = environment::INLINE;
-            return Err(format!(
-                "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
-            ));
-        }
-        if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
-            return Err(format!(
-                "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
-                 cross a NIC; use another transport here, or allow it for a simulator or namespaces"
-            ));
-        }
-        Ok(())
-    }
-
-    /// The same, opened.
+    /// Its GPU, opened.
     pub fn opened_gpu(&self) -> Option<&Gpu> {
         self.gpu.as_ref()
     }
@@ -303,24 +250,6 @@ impl Host {
         self.config.setup_limit.saturating_mul(5).min(limits::LANE_LINGER_DEADLINE)
     }
 
-    /// Calls that have not returned yet.
-    pub fn inflight_calls(&self) -> Vec<InflightCall> {
-        self.plugin.inflight_calls()
-    }
-
-    /// Such a call in words.
-    pub fn describe_call(&self, call: &InflightCall) -> String {
-        let device = call.device.and_then(|index| self.device(index).map(|device| (index, &device.name)));
-        let device = device.map(|(index, name)| format!(" on device {index} ({name})")).unwrap_or_default();
-        format!(
-            "plugin {} ({}): {}{device} has not returned for {:.1} s",
-            self.plugin.name(),
-            self.plugin.version(),
-            call.call,
-            call.since.as_secs_f64()
-        )
-    }
-
     /// Why a set-up call failed, with what the plugin has warned of since line `began` of its log, and the fix where the
     /// cause is known; and whether it is.
     pub fn explain_failure(&self, error: &CallError, began: u64) -> (String, bool) {
@@ -354,6 +283,122 @@ impl Host {
             plugin = self.plugin.name(), %comm, all,
             "{count} registrations of memory stay until this process ends: a request was in flight"
         );
+    }
+}
+
+impl PayloadBackend for Host {
+    fn name(&self) -> &str {
+        self.plugin.name()
+    }
+
+    fn transport(&self) -> &'static str {
+        "plugin"
+    }
+
+    fn gpu(&self) -> Option<Place> {
+        self.config.gpu
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        self.message_bytes_max
+    }
+
+    fn environment(&self) -> &[Variable] {
+        &self.environment
+    }
+
+    fn terms(&self) -> Terms {
+        let scattered = self.devices.iter().any(Properties::unpacks);
+        let recv_sync = self.environment.iter().find(|variable| variable.name == environment::RECV_SYNC);
+        let recv_sync = recv_sync.map_or("0".to_owned(), |set| set.value.chars().take(8).collect());
+        let inline = environment::inline_bytes(&self.environment);
+        let inline = inline.map_or_else(|_| "unreadable".to_owned(), |bytes| bytes.to_string());
+        let list = [
+            ("version", self.plugin.version().to_string()),
+            (environment::CHUNK_BYTES, self.message_bytes_max.to_string()),
+            ("window", self.config.window.to_string()),
+            ("unpacks", u8::from(scattered).to_string()),
+            (environment::RECV_SYNC, recv_sync),
+            (environment::INLINE, inline),
+        ];
+        Terms::new(self.plugin.name(), &list, self.config.gpu.is_some())
+    }
+
+    fn agree(&self, theirs: &Terms, same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        if let Some(difference) = self.terms().difference(theirs) {
+            return Err(difference);
+        }
+        if session.chunk_bytes as usize > self.message_bytes_max {
+            let (chunk, most) = (session.chunk_bytes, self.message_bytes_max);
+            return Err(format!("chunks of {chunk} bytes, and the plugin's messages have at most {most}"));
+        }
+        let gpu = self.config.gpu.is_some() || theirs.gpu();
+        let name = self.plugin.name();
+        if gpu && session.crc {
+            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        if gpu && tcpx::is(name) && environment::inline_bytes(&self.environment) != Ok(0) {
+            let inline = environment::INLINE;
+            return Err(format!(
+                "{inline} is not 0, and one end has a GPU: set it to 0 at both, or not at all"
+            ));
+        }
+        if gpu && same_host && tcpx::is(name) && !self.config.allow_same_host_gpu {
+            return Err(format!(
+                "both ends are on one host, and {name} ends the process when it receives GPU memory that did not \
+                 cross a NIC; use another transport here, or allow it for a simulator or namespaces"
+            ));
+        }
+        Ok(())
+    }
+
+    fn begin(
+        self: Arc<Self>,
+        transport: &dyn Transport,
+        conn: &dyn Conn,
+        _dials: bool,
+        now: Duration,
+        waker: Waker,
+    ) -> Result<Box<dyn Setup>, String> {
+        let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+        let device = self.device_at(conn.local().ip(), &nics)?;
+        Ok(Box::new(PluginSetup::start(&self, device, now, waker)?))
+    }
+
+    fn setup_limit(&self) -> Duration {
+        self.config.setup_limit
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.config.stall_limit
+    }
+
+    fn calls_may_block(&self) -> bool {
+        true
+    }
+
+    fn inflight_calls(&self) -> Vec<InflightCall> {
+        self.plugin.inflight_calls()
+    }
+
+    fn describe_call(&self, call: &InflightCall) -> String {
+        let device = call.device.and_then(|index| self.device(index).map(|device| (index, &device.name)));
+        let device = device.map(|(index, name)| format!(" on device {index} ({name})")).unwrap_or_default();
+        format!(
+            "plugin {} ({}): {}{device} has not returned for {:.1} s",
+            self.plugin.name(),
+            self.plugin.version(),
+            call.call,
+            call.since.as_secs_f64()
+        )
+    }
+
+    fn fails_for_good(&self) -> bool {
+        true
+    }
+
+    fn ends_process(&self) -> bool {
+        true
     }
 }
 

@@ -26,5 +26,4 @@ mod watch;
 pub use config::PluginConfig;
 pub use environment::{SetBy, Variable};
 pub(crate) use host::{Host, environment_for};
-pub(crate) use setup::PluginSetup;
 pub(crate) use watch::CallWatch;

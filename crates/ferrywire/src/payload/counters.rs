@@ -1,23 +1,40 @@
-//! What a lane has done, for reports: plain atomics, written by the lane's thread.
+//! What a lane over devmem TCP has done, for reports: plain atomics, written by the lane's thread.
+//!
+//! The backend is a crate above. What it counts is plain data, and is here so that a channel's statistics name every number.
+//! Invariant: one thread writes, any thread reads. Read next: `lane.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Counters of one channel's lane, of its current connection.
+/// Counters of one channel's lane, of its current connection: the numbers of [`DevmemStats`].
 #[derive(Debug, Default)]
-pub(crate) struct DevmemCounters {
+pub struct DevmemCounters {
+    /// [`DevmemStats::pool_bytes`].
     pub pool_bytes: AtomicU64,
+    /// [`DevmemStats::receive_calls`].
     pub receive_calls: AtomicU64,
+    /// [`DevmemStats::release_calls`].
     pub release_calls: AtomicU64,
+    /// [`DevmemStats::send_calls`].
     pub send_calls: AtomicU64,
+    /// [`DevmemStats::fragments`].
     pub fragments: AtomicU64,
+    /// [`DevmemStats::fragment_bytes`].
     pub fragment_bytes: AtomicU64,
+    /// [`DevmemStats::released`].
     pub released: AtomicU64,
+    /// [`DevmemStats::linear_bytes`].
     pub linear_bytes: AtomicU64,
+    /// [`DevmemStats::plain_bytes`].
     pub plain_bytes: AtomicU64,
+    /// [`DevmemStats::gathers`].
     pub gathers: AtomicU64,
+    /// [`DevmemStats::device_sent_bytes`].
     pub device_sent_bytes: AtomicU64,
+    /// [`DevmemStats::staged_sent_bytes`].
     pub staged_sent_bytes: AtomicU64,
+    /// [`DevmemStats::host_sent_bytes`].
     pub host_sent_bytes: AtomicU64,
+    /// [`DevmemStats::waits`].
     pub waits: AtomicU64,
 }
 
@@ -56,6 +73,7 @@ pub struct DevmemStats {
 }
 
 impl DevmemCounters {
+    /// The numbers as they are now.
     pub fn snapshot(&self) -> DevmemStats {
         DevmemStats {
             pool_bytes: self.pool_bytes.load(Relaxed),
@@ -77,6 +95,6 @@ impl DevmemCounters {
 }
 
 /// Adds, without a locked instruction's cost where only one thread writes.
-pub(super) fn add(counter: &AtomicU64, count: usize) {
+pub fn add(counter: &AtomicU64, count: usize) {
     counter.store(counter.load(Relaxed) + count as u64, Relaxed);
 }
