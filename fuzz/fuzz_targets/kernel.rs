@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire_sys::fuzzing::kernel(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ferrywire_devmem::sys::fuzzing::kernel(data));

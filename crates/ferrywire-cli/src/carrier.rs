@@ -7,7 +7,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrywire::{DevmemConfig, Place, PluginConfig, limits};
+use ferrywire::{Place, PluginConfig, limits};
+use ferrywire_devmem::DevmemConfig;
 use ferrywire_memory::unpack::UnpackMode;
 
 use crate::args::{ConnectFlags, ServeFlags, Transport, Unpack, Verify};

@@ -119,7 +119,7 @@ pub fn tell_panics() {
 pub fn attend(name: &str, body: impl FnOnce() + Send + 'static) -> Outcome {
     let guarded = move || {
         if panic::catch_unwind(AssertUnwindSafe(body)).is_err() {
-            ferrywire::payload::devmem::let_go_of_nics();
+            ferrywire_devmem::release_nics();
             sys::exit_now(1);
         }
     };

@@ -32,7 +32,7 @@ fn main() -> ExitCode {
     exit::tell_panics();
     let outcome = catch_unwind(run);
     // Threads may still hold endpoints, which end with the process: what was set at NICs would not.
-    ferrywire::payload::devmem::let_go_of_nics();
+    ferrywire_devmem::release_nics();
     // What it panicked with is told.
     outcome.map_or(ExitCode::FAILURE, exit::report)
 }

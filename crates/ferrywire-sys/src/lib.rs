@@ -8,19 +8,10 @@
 
 pub mod affinity;
 pub mod cmsg;
-pub mod devmem;
-pub mod dmabuf;
-pub mod ethtool;
-pub mod flow;
 pub mod fork;
-#[cfg(any(test, fuzzing))]
-#[doc(hidden)]
-pub mod fuzzing;
 mod iovec;
 pub mod lending;
 pub mod mapping;
-pub mod netdev;
-pub mod netlink;
 pub mod nics;
 pub mod numa;
 pub mod poll;
@@ -37,12 +28,12 @@ pub use iovec::{IOVECS_PER_CALL_MAX, IoVec};
 use std::io;
 
 /// The result of a call that returns -1 and sets `errno` when it fails.
-fn checked(result: libc::ssize_t) -> io::Result<usize> {
+pub fn checked(result: libc::ssize_t) -> io::Result<usize> {
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
 /// Repeats a call that was interrupted by a signal.
-fn uninterrupted(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
+pub fn uninterrupted(mut call: impl FnMut() -> libc::ssize_t) -> io::Result<usize> {
     loop {
         match checked(call()) {
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}

@@ -70,7 +70,7 @@ fn as_bytes(words: &[u64; CONTROL_BYTES / mem::size_of::<u64>()]) -> &[u8; CONTR
 }
 
 /// The completion in a control message, if it is one.
-pub(crate) fn parse(message: ControlMessage<'_>) -> Option<Completion> {
+pub fn parse(message: ControlMessage<'_>) -> Option<Completion> {
     let about = (message.level, message.kind);
     if !matches!(about, (libc::SOL_IP, libc::IP_RECVERR) | (libc::SOL_IPV6, libc::IPV6_RECVERR)) {
         return None;

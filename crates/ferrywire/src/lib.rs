@@ -39,7 +39,7 @@
 //!
 //! # The way of a transfer, in reading order
 //!
-//! [`endpoint`] takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
+//! `endpoint` takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
 //! network of [`net`], `progress` turns the crank; the completion comes back the same way. Lost NICs and closing are
 //! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
 //! of Linux are `ferrywire-sys`.
@@ -73,5 +73,4 @@ pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;
 pub use payload::DevmemStats;
-pub use payload::devmem::DevmemConfig;
 pub use payload::plugin::PluginConfig;

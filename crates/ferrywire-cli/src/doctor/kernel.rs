@@ -4,7 +4,7 @@
 
 use super::files::{last_number, line, number, size};
 use super::finding::{Finding, Level};
-use ferrywire_sys::ethtool;
+use ferrywire_devmem::sys::ethtool;
 
 const SUBJECT: &str = "kernel";
 /// A round trip of a data centre: how much is on its way to keep a NIC busy.

@@ -17,8 +17,8 @@ mod report;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
+use ferrywire_devmem::sys::ethtool::Ethtool;
 use ferrywire_host::topology::{Topology, Wishes};
-use ferrywire_sys::ethtool::Ethtool;
 
 use crate::exit::{self, Failure, Outcome};
 use crate::nics;

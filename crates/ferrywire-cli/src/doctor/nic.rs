@@ -2,8 +2,8 @@
 //!
 //! Invariant: [`judge`] reads nothing; a value that is `None` the driver does not tell.
 
+use ferrywire_devmem::sys::ethtool::{Ethtool, Feature};
 use ferrywire_host::topology::{Nic, Topology};
-use ferrywire_sys::ethtool::{Ethtool, Feature};
 
 use super::files::{line, number};
 use super::finding::{Finding, Level};

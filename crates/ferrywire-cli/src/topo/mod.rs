@@ -5,7 +5,7 @@
 
 mod report;
 
-use ferrywire::payload::devmem::nic;
+use ferrywire_devmem::nic;
 use ferrywire_host::topology::{Plan, PlanError, Source, Topology};
 
 use crate::exit::{self, Failure, Outcome};

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 
 use comfy_table::{Table, presets};
-use ferrywire::payload::devmem::Possible;
+use ferrywire_devmem::Possible;
 use ferrywire_host::topology::{Cpus, Gpu, GpuPlan, Nic, PciPath, PciRoot, Plan, Topology};
 use serde_json::{Value, json};
 

@@ -8,13 +8,14 @@ use std::process::Command;
 use serde_json::Value;
 
 /// From the lowest on. All others are faces, which nothing imports but tests.
-const LAYERS: [&str; 7] = [
+const LAYERS: [&str; 8] = [
     "ferrywire-proto",
     "ferrywire-sys",
     "ferrywire-ncclnet",
     "ferrywire-memory",
     "ferrywire-net",
     "ferrywire",
+    "ferrywire-devmem",
     "ferrywire-host",
 ];
 

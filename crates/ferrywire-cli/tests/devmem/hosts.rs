@@ -1,8 +1,8 @@
 //! The two hosts of the VM, with their NICs as they are found on most hosts, and the command on them.
 
-use ferrywire_sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
-use ferrywire_sys::flow::{Flow, Flows};
-use ferrywire_sys::netdev::Netdev;
+use ferrywire_devmem::sys::ethtool::{Ethtool, NTUPLE, Rings, Split};
+use ferrywire_devmem::sys::flow::{Flow, Flows};
+use ferrywire_devmem::sys::netdev::Netdev;
 use ferrywire_sys::nics;
 use std::env;
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! Runs that are asked to end, and runs that are killed.
 
 use crate::hosts::{self, Running, Seen, connect, ferrywire, find, seen, until};
-use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire_devmem::sys::flow::{Flow, Flows};
 use std::env;
 use std::thread;
 use std::time::Duration;

@@ -6,7 +6,7 @@
 //! Read next: [`hosts`].
 
 #[allow(dead_code, reason = "the engine's own tests use all of it")]
-#[path = "../../../ferrywire/tests/devmem/boot.rs"]
+#[path = "../../../ferrywire-devmem/tests/devmem/boot.rs"]
 mod boot;
 mod hosts;
 mod kills;

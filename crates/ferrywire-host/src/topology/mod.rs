@@ -28,8 +28,8 @@ use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
 
-use ferrywire::payload::devmem::Possible;
-use ferrywire::payload::devmem::nic::possible;
+use ferrywire_devmem::Possible;
+use ferrywire_devmem::nic::possible;
 
 pub use cpus::Cpus;
 pub use locality::Nearness;

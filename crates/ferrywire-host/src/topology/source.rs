@@ -11,9 +11,10 @@ use std::str::FromStr;
 
 use super::{Address, Cpus, PciAddress};
 use ferrywire::{Error, Result};
+use ferrywire_devmem::sys::ethtool;
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_proto::limits::{CUDA_GPUS_MAX, NICS_LISTED_MAX};
-use ferrywire_sys::{affinity, ethtool, nics};
+use ferrywire_sys::{affinity, nics};
 
 /// Where a topology is read from.
 #[derive(Clone, Debug)]

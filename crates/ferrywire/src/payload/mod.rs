@@ -8,7 +8,6 @@
 
 mod copying;
 mod counters;
-pub mod devmem;
 pub(crate) mod lane;
 pub(crate) mod payload_backend;
 pub mod plugin;

@@ -26,7 +26,7 @@ mod outcomes;
 #[path = "../plugin/gpu.rs"]
 mod over_plugin;
 mod pattern;
-#[path = "../devmem/recorded.rs"]
+#[path = "../../../ferrywire-devmem/tests/devmem/recorded.rs"]
 mod recorded;
 mod rounds;
 mod without;

@@ -1,9 +1,9 @@
 //! Memory of a GPU for the NICs of this host.
 
 use crate::{gpu, is_real};
-use ferrywire::payload::devmem::{BindCause, DevmemError};
-use ferrywire_sys::ethtool::Ethtool;
-use ferrywire_sys::netdev::Netdev;
+use ferrywire_devmem::sys::ethtool::Ethtool;
+use ferrywire_devmem::sys::netdev::Netdev;
+use ferrywire_devmem::{BindCause, DevmemError};
 use std::os::fd::AsFd;
 
 /// Kernel, driver or right may refuse, but not because of what was given.

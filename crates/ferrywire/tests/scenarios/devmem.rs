@@ -5,8 +5,9 @@
 use crate::nics::{Counter, Knob, counted};
 use crate::vm::{HERE, Hosts, LIMIT, THERE};
 use crate::world::{assert_same, contents, pattern};
-use ferrywire::{Builder, DevmemConfig, DevmemStats, Endpoint, Error, Peer, Place, Region};
-use ferrywire_sys::flow::{Flow, Flows};
+use ferrywire::{Builder, DevmemStats, Endpoint, Error, Peer, Place, Region};
+use ferrywire_devmem::DevmemConfig;
+use ferrywire_devmem::sys::flow::{Flow, Flows};
 use std::fs;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;

@@ -8,7 +8,7 @@
 //! `FERRYWIRE_SEEDS=n` runs more seeds, `FERRYWIRE_SEED=n` repeats the one that a failure printed.
 
 mod basics;
-#[path = "../devmem/boot.rs"]
+#[path = "../../../ferrywire-devmem/tests/devmem/boot.rs"]
 mod boot;
 mod callers;
 #[allow(dead_code, reason = "the plugin's own tests use all of it")]

@@ -4,7 +4,8 @@
 //! the first crosses a NIC. Whatever opens sockets for an endpoint has to be called on its host.
 
 use crate::boot;
-use ferrywire::{Builder, DevmemConfig, Endpoint, Place};
+use ferrywire::{Builder, Endpoint, Place};
+use ferrywire_devmem::DevmemConfig;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::AsRawFd;

@@ -1,0 +1,260 @@
+//! Devmem TCP as a backend of an endpoint: its NICs that move payload without copies, its terms, its lanes.
+//!
+//! Invariant: an endpoint that needs the backend has channels over NICs that can alone; one that does not has it only where
+//! every NIC that it may use can.
+//! Read next: `device.rs`, one of those NICs; `setup.rs`, how a channel gets its lane.
+
+use super::NAME;
+use super::config::DevmemConfig;
+use super::device::Device;
+use super::gather::Gatherer;
+use super::setup::DevmemSetup;
+use ferrywire::payload::{PayloadBackend, Setup, Terms, different, without};
+use ferrywire::{Config, Error, Result};
+use ferrywire_memory::unpack::{GatherDevice, Mapped};
+use ferrywire_memory::{Gpu, Memory, Place};
+use ferrywire_net::{Conn, Nic, Transport};
+use ferrywire_proto::handshake::Config as SessionConfig;
+use ferrywire_proto::limits;
+use ferrywire_sys::poll::Waker;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// What an endpoint has.
+#[derive(Debug)]
+pub(crate) struct Backend {
+    pub config: DevmemConfig,
+    gpu: Option<Gpu>,
+    devices: Vec<Arc<Device>>,
+}
+
+impl Backend {
+    /// Takes queues of every NIC that the endpoint may use: of those that were named, of all of them.
+    pub fn open(config: DevmemConfig, endpoint: &Config, nics: &[Nic]) -> Result<Backend> {
+        config.check()?;
+        if endpoint.threads == 0 {
+            let why = format!("{NAME} needs a progress thread: give at least 1");
+            return Err(Error::invalid("threads", why));
+        }
+        let gpu = config.gpu.map(Gpu::open).transpose()?;
+        let mut devices = Vec::new();
+        let mut trouble = Vec::new();
+        let loopback = |name: &str| nics.iter().any(|nic| nic.name == *name && nic.loopback);
+        for name in endpoint.chosen_nics(nics) {
+            if loopback(&name) && endpoint.nics.is_empty() {
+                continue;
+            }
+            let opened = match loopback(&name) {
+                true => Err("packets of loopback never reach a NIC".to_owned()),
+                false => Device::open(&name, &config, gpu.as_ref()),
+            };
+            match opened {
+                Ok(device) => devices.push(Arc::new(device)),
+                Err(why) => trouble.push(format!("{name}: {why}")),
+            }
+        }
+        // Whoever can do without is not to have channels that would lack their lane.
+        let incomplete = !trouble.is_empty() && (!config.required || !endpoint.nics.is_empty());
+        if devices.is_empty() || incomplete {
+            let why = match trouble.is_empty() {
+                true => "packets of loopback never reach a NIC: listen on the address of one, or name one"
+                    .to_owned(),
+                false => trouble.join("; "),
+            };
+            return Err(Error::invalid(NAME, why));
+        }
+        trouble.iter().for_each(|why| tracing::info!("no {NAME} on {why}"));
+        Ok(Backend { config, gpu, devices })
+    }
+
+    /// The NICs it has queues of.
+    fn device_names(&self) -> Vec<String> {
+        self.devices.iter().map(|device| device.name().to_owned()).collect()
+    }
+
+    /// Its GPU, opened.
+    pub fn opened_gpu(&self) -> Option<&Gpu> {
+        self.gpu.as_ref()
+    }
+
+    /// The device that is a NIC.
+    pub fn device(&self, nic: &str) -> Result<Arc<Device>, String> {
+        self.devices.iter().find(|device| device.name() == nic).cloned().ok_or_else(|| {
+            format!(
+                "{nic} has no queue for {NAME}, only {}: name NICs that have",
+                self.device_names().join(", ")
+            )
+        })
+    }
+
+    /// Does something with its GPU current on this thread, if it has one.
+    pub fn with_gpu_current<T>(&self, body: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+        match &self.gpu {
+            Some(gpu) => gpu.with_current(body).map_err(|error| error.to_string())?,
+            None => body(),
+        }
+    }
+
+    /// A queue of work of its GPU. May wait for the GPU.
+    pub fn gpu_queue(&self) -> Result<Box<dyn GatherDevice>, String> {
+        let gpu = self.gpu.as_ref().ok_or_else(|| format!("{NAME} was given no GPU"))?;
+        gpu.queue().map_err(|error| error.to_string())
+    }
+
+    /// Host memory that its GPU reaches. May wait for the GPU.
+    pub(super) fn map(&self, bytes: usize) -> Result<Mapped, String> {
+        self.with_gpu_current(|| self.gpu_queue()?.map(bytes).map_err(|error| error.to_string()))
+    }
+
+    /// What gathers a lane's messages, where a GPU has a part in it. May wait for the GPU.
+    pub(super) fn gatherer(&self) -> Result<Option<Gatherer>, String> {
+        let Some(gpu) = &self.gpu else { return Ok(None) };
+        let queue = gpu.queue().map_err(|error| error.to_string())?;
+        Gatherer::new(queue, self.config.unpack).map(Some).map_err(|error| error.to_string())
+    }
+
+    /// Memory of the engine's own, of its GPU if the place is one.
+    pub fn memory(&self, place: Place, bytes: usize) -> Result<Arc<Memory>, String> {
+        let made = match &self.gpu {
+            _ if place == Place::Host => Memory::private(bytes),
+            Some(gpu) => Memory::private_on(gpu, bytes),
+            None => return Err(format!("no slots in {place}")),
+        };
+        made.map_err(|error| format!("memory for slots: {error}"))
+    }
+}
+
+impl PayloadBackend for Backend {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn transport(&self) -> &'static str {
+        NAME
+    }
+
+    fn gpu(&self) -> Option<Place> {
+        self.config.gpu
+    }
+
+    fn message_bytes_max(&self) -> usize {
+        self.config.message_bytes_max
+    }
+
+    fn nics(&self) -> Option<Vec<String>> {
+        // A channel over another NIC would have no lane.
+        self.config.required.then(|| self.device_names())
+    }
+
+    fn optional(&self) -> bool {
+        !self.config.required
+    }
+
+    fn is_negotiated(&self) -> bool {
+        true
+    }
+
+    fn offer(&self, address: SocketAddr, transport: &dyn Transport) -> Result<Vec<u8>> {
+        match crosses_nic(address, transport) {
+            Ok(()) => Ok(self.terms().encode()),
+            Err(why) if self.config.required => Err(Error::Unreachable { address: address.to_string(), why }),
+            Err(why) => Ok(without(&format!("at the end that connects: {why}"))),
+        }
+    }
+
+    fn terms(&self) -> Terms {
+        let list = [
+            ("message", self.config.message_bytes_max.to_string()),
+            ("window", self.config.window.to_string()),
+        ];
+        let terms = Terms::new(NAME, &list, self.gpu.is_some());
+        if self.config.required { terms } else { terms.if_possible() }
+    }
+
+    fn agree(&self, theirs: &Terms, _same_host: bool, session: &SessionConfig) -> Result<(), String> {
+        if theirs.plugin() != NAME {
+            return Err(different(NAME, theirs.plugin()));
+        }
+        if let Some(difference) = self.terms().difference(theirs) {
+            return Err(difference);
+        }
+        if session.chunk_bytes as usize > self.config.message_bytes_max {
+            let (chunk, most) = (session.chunk_bytes, self.config.message_bytes_max);
+            return Err(format!("chunks of {chunk} bytes, and messages over {NAME} have at most {most}"));
+        }
+        if (self.gpu.is_some() || theirs.gpu()) && session.crc {
+            return Err("checksums need host memory at both ends: leave them off with a GPU".into());
+        }
+        Ok(())
+    }
+
+    fn begin(
+        self: Arc<Self>,
+        transport: &dyn Transport,
+        conn: &dyn Conn,
+        dials: bool,
+        now: Duration,
+        waker: Waker,
+    ) -> Result<Box<dyn Setup>, String> {
+        let address = conn.local().ip();
+        let nic = transport.nic_name(address);
+        let nic = nic.ok_or_else(|| format!("no NIC of this host has the address {address} any more"))?;
+        Ok(Box::new(DevmemSetup::start(&self, &nic, dials, now, waker)?))
+    }
+
+    fn setup_limit(&self) -> Duration {
+        self.config.setup_limit
+    }
+
+    fn stall_limit(&self) -> Duration {
+        self.config.stall_limit
+    }
+
+    fn end(&self, limit: Duration) {
+        let by = Instant::now() + limit.min(limits::NIC_LOCK_DEADLINE);
+        for device in &self.devices {
+            device.end(by.max(Instant::now() + limits::NIC_END_MIN));
+        }
+    }
+}
+
+/// Whether packets to an address leave this host.
+fn crosses_nic(address: SocketAddr, transport: &dyn Transport) -> Result<(), String> {
+    let nics = transport.nics().map_err(|error| format!("listing NICs: {error}"))?;
+    let ip = address.ip().to_canonical();
+    match ip.is_loopback() || nics.iter().any(|nic| nic.address == ip) {
+        true => Err(format!("packets to {ip} stay on this host, and {NAME} needs them to cross a NIC")),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn session(chunk_bytes: u32, crc: bool) -> SessionConfig {
+        SessionConfig { channels: 1, chunk_bytes, window: 1, crc, extra: Vec::new() }
+    }
+
+    #[test]
+    fn a_session_is_refused_with_the_difference() {
+        let backend = Backend { config: DevmemConfig::default(), gpu: None, devices: Vec::new() };
+        let plugin = Terms::new("Sockets", &[], false);
+        let why = "payload goes over devmem at the end that accepts and over Sockets at the end that connects; both need \
+                   the same";
+        assert_eq!(backend.agree(&plugin, false, &session(1, false)), Err(why.to_owned()));
+        let larger = Backend {
+            config: DevmemConfig::default().message_bytes_max(1 << 20),
+            gpu: None,
+            devices: Vec::new(),
+        };
+        let refused = backend.agree(&larger.terms(), false, &session(1, false)).unwrap_err();
+        assert!(refused.starts_with("message is 524288 at the end that accepts and 1048576"), "{refused}");
+        assert_eq!(backend.agree(&backend.terms(), false, &session(512 << 10, true)), Ok(()));
+        let refused = backend.agree(&backend.terms(), false, &session(1 << 20, false)).unwrap_err();
+        assert!(refused.contains("messages over devmem have at most 524288"), "{refused}");
+        let gpu = Terms::new(NAME, &[("message", "524288".into()), ("window", "16".into())], true);
+        assert!(backend.agree(&gpu, false, &session(1, true)).is_err_and(|why| why.contains("checksums")));
+    }
+}

@@ -1,0 +1,368 @@
+//! What can go wrong with device memory over TCP: the kernel's numbers and words, as what happened and what to do.
+//!
+//! The kernel has a handful of numbers for several dozen reasons. [`BindCause::of`] and [`SendCause::of`] tell them
+//! apart, by the kernel's words where it has any; what it said is always kept beside the cause.
+//! Invariant: no number without a sentence about whose turn it is. What is not known is told in the kernel's words.
+//! Read next: `nic.rs`, where most of them come from.
+
+use std::fmt;
+use std::io;
+
+use crate::sys::devmem::ReceiveFault;
+use crate::sys::netlink::NetlinkError;
+use ferrywire::Fault;
+
+/// Why device memory is not received into, or sent from.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum DevmemError {
+    /// Memory could not be bound to a NIC.
+    #[error("NIC {nic}{}: {cause}{} [{said}]", listed(queues), by_hand(cause.command(nic)))]
+    Bind {
+        /// The NIC.
+        nic: String,
+        /// Its queues that were asked for; none to send.
+        queues: Vec<u32>,
+        /// Why, as far as it is known.
+        cause: BindCause,
+        /// The kernel's words.
+        said: String,
+    },
+    /// A setting of a NIC could not be read or changed.
+    #[error("NIC {nic}: cannot {what}: {said}{}", by_hand(hint.clone()))]
+    Setting {
+        /// The NIC.
+        nic: String,
+        /// What was to be done.
+        what: String,
+        /// The kernel's words.
+        said: String,
+        /// A command that does it by hand, or nothing.
+        hint: String,
+    },
+    /// A send from device memory was refused. Nothing of it has left.
+    #[error("NIC {nic}: nothing was sent from dma-buf {dmabuf}: {cause} [{said}]")]
+    Send {
+        /// The NIC that the dma-buf is bound to.
+        nic: String,
+        /// The number of the binding.
+        dmabuf: u32,
+        /// Why, as far as it is known.
+        cause: SendCause,
+        /// The system's words.
+        said: String,
+    },
+    /// What was received cannot be used.
+    #[error("NIC {nic}: cannot receive from {peer}: {fault}")]
+    Receive {
+        /// The NIC.
+        nic: String,
+        /// The other end.
+        peer: String,
+        /// What the kernel did.
+        fault: ReceiveFault,
+    },
+    /// A fragment lies in memory that is not the pool of this connection, or leaves it.
+    #[error(
+        "NIC {nic}: {bytes} bytes at {offset} of dma-buf {dmabuf} are not in the pool ({pool_bytes} bytes, \
+         dma-buf {pool})"
+    )]
+    OutsidePool {
+        /// The NIC.
+        nic: String,
+        /// Where the kernel says that they are.
+        dmabuf: u32,
+        /// From which byte of it.
+        offset: u64,
+        /// How many.
+        bytes: u32,
+        /// The pool's own number.
+        pool: u32,
+        /// Its size.
+        pool_bytes: u64,
+    },
+    /// The kernel did not take fragments back, so that the pool would dry up.
+    #[error("NIC {nic}: {unknown} of {told} fragments were given back that this connection did not have")]
+    UnknownTokens {
+        /// The NIC.
+        nic: String,
+        /// Fragments that the kernel did not know.
+        unknown: usize,
+        /// All that were told.
+        told: usize,
+    },
+}
+
+impl DevmemError {
+    /// Queues of a NIC could not be bound to a pool.
+    pub fn bind_rx(nic: &str, queues: &[u32], error: &NetlinkError) -> DevmemError {
+        let cause = BindCause::of(Direction::Receive, error);
+        DevmemError::Bind { nic: nic.into(), queues: queues.into(), cause, said: error.to_string() }
+    }
+
+    /// A NIC could not be bound to memory to send from.
+    pub fn bind_tx(nic: &str, error: &NetlinkError) -> DevmemError {
+        let cause = BindCause::of(Direction::Send, error);
+        DevmemError::Bind { nic: nic.into(), queues: Vec::new(), cause, said: error.to_string() }
+    }
+
+    /// A send failed. Not for the errors of any connection (reset, would block), which are no fault of devmem's.
+    pub fn send(nic: &str, dmabuf: u32, error: &io::Error) -> DevmemError {
+        let cause = SendCause::of(error);
+        DevmemError::Send { nic: nic.into(), dmabuf, cause, said: error.to_string() }
+    }
+
+    /// A receive failed for a reason of devmem's; `None` for those of any connection.
+    pub fn receive(nic: &str, peer: &str, error: &io::Error) -> Option<DevmemError> {
+        let fault = error.get_ref()?.downcast_ref::<ReceiveFault>()?.clone();
+        Some(DevmemError::Receive { nic: nic.into(), peer: peer.into(), fault })
+    }
+
+    /// Whose fault it is.
+    pub fn fault(&self) -> Fault {
+        match self {
+            DevmemError::Bind { .. } | DevmemError::Setting { .. } => Fault::Local,
+            DevmemError::Send { cause, .. } => cause.fault(),
+            DevmemError::Receive { fault: ReceiveFault::NoRoom, .. } => Fault::Bug,
+            DevmemError::Receive { .. } | DevmemError::OutsidePool { .. } => Fault::Local,
+            DevmemError::UnknownTokens { .. } => Fault::Bug,
+        }
+    }
+}
+
+/// What memory is bound for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// To receive into.
+    Receive,
+    /// To send from.
+    Send,
+}
+
+/// Why memory could not be bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BindCause {
+    /// The kernel has no such request, or not even its netlink family.
+    NoKernel,
+    /// No such NIC.
+    NoNic,
+    /// No right.
+    NotAllowed,
+    /// The driver cannot receive.
+    CannotReceive,
+    /// The driver cannot send.
+    CannotSend,
+    /// Headers are not split from payload.
+    SplitOff,
+    /// They are not split from short packets.
+    SplitThreshold,
+    /// No such queue, none at all, or no dma-buf.
+    NoSuchQueue,
+    /// What was to be bound is no dma-buf.
+    NoDmabuf,
+    /// Somebody else's memory is bound to the queue.
+    QueueTaken,
+    /// An AF_XDP socket has it.
+    XdpSocket,
+    /// An XDP program has the NIC.
+    XdpProgram,
+    /// The memory is in pieces that are too small.
+    Scattered,
+    /// The memory's size is not whole pages.
+    OddSize,
+    /// The kernel has no larger buffers.
+    NoLargeBuffers,
+    /// The driver has none.
+    DriverNoLargeBuffers,
+    /// Their size is no power of 2.
+    OddBuffers,
+    /// The NIC reads and writes no memory by itself.
+    NoDma,
+    /// The NIC cannot reach this memory.
+    OutOfReach,
+    /// Something else: see the kernel's words.
+    Other,
+}
+
+/// Words of the kernel's that tell a cause, whatever the number. The first that match count.
+const WORDS: [(&str, BindCause); 16] = [
+    ("tcp-data-split is disabled", BindCause::SplitOff),
+    ("hds-thresh is not zero", BindCause::SplitThreshold),
+    ("already memory provider bound", BindCause::QueueTaken),
+    ("in use by AF_XDP", BindCause::XdpSocket),
+    ("XDP program", BindCause::XdpProgram),
+    // The rest of it is often cut off.
+    ("dmabuf sg entry", BindCause::Scattered),
+    ("must be a multiple of PAGE_SIZE", BindCause::OddSize),
+    ("Unknown attribute type", BindCause::NoLargeBuffers),
+    ("does not support: rx_page_size", BindCause::DriverNoLargeBuffers),
+    // Ours: the kernel has none for it.
+    ("is not a power of 2", BindCause::OddBuffers),
+    // Ours too.
+    ("kernel has no such request", BindCause::NoKernel),
+    ("does not support netmem TX", BindCause::CannotSend),
+    ("doesn't support DMA", BindCause::NoDma),
+    ("Failed to bind dmabuf to device", BindCause::OutOfReach),
+    ("Failed to map dmabuf attachment", BindCause::OutOfReach),
+    ("queue index out of range", BindCause::NoSuchQueue),
+];
+
+impl BindCause {
+    /// Told by what the kernel said.
+    pub fn of(direction: Direction, error: &NetlinkError) -> BindCause {
+        let text = error.text.as_deref().unwrap_or("");
+        if let Some((_, cause)) = WORDS.iter().find(|(words, _)| text.contains(words)) {
+            return *cause;
+        }
+        match (error.errno, direction) {
+            (libc::ENOENT, _) => BindCause::NoKernel,
+            (libc::ENODEV, _) => BindCause::NoNic,
+            (libc::EPERM | libc::EACCES, _) => BindCause::NotAllowed,
+            (libc::EOPNOTSUPP, Direction::Receive) => BindCause::CannotReceive,
+            (libc::EOPNOTSUPP, Direction::Send) => BindCause::CannotSend,
+            (libc::EEXIST, Direction::Receive) => BindCause::QueueTaken,
+            (libc::EBUSY, Direction::Receive) => BindCause::XdpSocket,
+            // Without words.
+            (libc::EINVAL | libc::ERANGE, Direction::Receive) if text.is_empty() => BindCause::NoSuchQueue,
+            (libc::EINVAL, Direction::Send) if text.is_empty() => BindCause::NoDmabuf,
+            _ => BindCause::Other,
+        }
+    }
+
+    /// What helps, as a command.
+    fn command(self, nic: &str) -> String {
+        match self {
+            BindCause::SplitOff => format!("ethtool -G {nic} tcp-data-split on hds-thresh 0"),
+            BindCause::SplitThreshold => format!("ethtool -G {nic} hds-thresh 0"),
+            BindCause::XdpProgram => format!("ip link set {nic} xdp off"),
+            _ => String::new(),
+        }
+    }
+}
+
+impl fmt::Display for BindCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            BindCause::NoKernel => {
+                "this kernel is too old: it takes Linux 6.12 to receive into device memory (before: use --transport tcp), \
+                 6.16 to send from it (before: it is copied to the host first)"
+            }
+            BindCause::NoNic => "there is no such NIC in this network namespace",
+            BindCause::NotAllowed => {
+                "not allowed: it takes CAP_NET_ADMIN (root, or setcap cap_net_admin+ep) in the user namespace that the \
+                 network namespace belongs to; older kernels, 6.18 among them, want it outside of any container's"
+            }
+            BindCause::CannotReceive => {
+                "its driver cannot receive into device memory: gve (DQO), bnxt, mlx5 and fbnic can, in newer kernels; \
+                 use --transport tcp"
+            }
+            BindCause::CannotSend => "its driver cannot send device memory: it is copied to the host first",
+            BindCause::SplitOff => "headers are not split from payload: allow it (--allow-nic-setup)",
+            BindCause::SplitThreshold => {
+                "headers of short packets are not split from payload: allow it (--allow-nic-setup)"
+            }
+            BindCause::NoSuchQueue => {
+                "there is no such queue, or the memory is no dma-buf: did somebody change the number of queues?"
+            }
+            BindCause::NoDmabuf => "the memory is no dma-buf: was it exported by its GPU, or by udmabuf?",
+            BindCause::QueueTaken => {
+                "memory is bound to a queue already: another run's or another program's; choose other queues, or end it"
+            }
+            BindCause::XdpSocket => "an AF_XDP socket has a queue: choose other queues, or end its program",
+            BindCause::XdpProgram => "an XDP program is attached, which cannot read device memory: detach it",
+            BindCause::Scattered => {
+                "the memory is in pieces smaller than the NIC's buffers: allocate it in one, aligned to 2 MiB"
+            }
+            BindCause::OddSize => "the memory's size is not a multiple of 4096 bytes",
+            BindCause::NoLargeBuffers => "this kernel (before 7.3) has no larger receive buffers: ask for none",
+            BindCause::DriverNoLargeBuffers => {
+                "its driver has no receive buffers of this size (bnxt and mlx5 have some): ask for none"
+            }
+            BindCause::OddBuffers => {
+                "the size of receive buffers has to be a power of 2, at least 4096 bytes: ask for such, or for none"
+            }
+            BindCause::NoDma => "it reads and writes no memory by itself: use a physical NIC",
+            BindCause::OutOfReach => {
+                "it cannot reach this memory: NIC and GPU need a common PCIe tree (or an IOMMU that lets them talk), \
+                 room in the GPU's BAR1, and the open GPU kernel modules"
+            }
+            BindCause::Other => "the kernel refuses",
+        })
+    }
+}
+
+/// Why a send from device memory was refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum SendCause {
+    /// The binding is gone, was made to receive, or the socket has no zero copy.
+    NotBound,
+    /// Bytes that the dma-buf does not have.
+    Outside,
+    /// The connection leaves by another device.
+    OtherRoute,
+    /// It leaves nowhere.
+    NoRoute,
+    /// Too many sends have not been finished.
+    Unfinished,
+    /// Something else: see the system's words.
+    Other,
+}
+
+impl SendCause {
+    /// Told by what the system said.
+    pub fn of(error: &io::Error) -> SendCause {
+        match error.raw_os_error() {
+            Some(libc::EINVAL) => SendCause::NotBound,
+            Some(libc::EFAULT) => SendCause::Outside,
+            Some(libc::ENODEV) => SendCause::OtherRoute,
+            Some(libc::EHOSTUNREACH) => SendCause::NoRoute,
+            Some(libc::ENOBUFS) => SendCause::Unfinished,
+            _ => SendCause::Other,
+        }
+    }
+
+    fn fault(self) -> Fault {
+        match self {
+            SendCause::NotBound | SendCause::Outside => Fault::Bug,
+            _ => Fault::Local,
+        }
+    }
+}
+
+impl fmt::Display for SendCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SendCause::NotBound => "it is not bound to send any more, or the socket was not set up for zero copy",
+            SendCause::Outside => "the bytes are not all inside of it",
+            SendCause::OtherRoute => {
+                "the connection leaves by another device (loopback, a bridge, a changed route?): the memory is bound \
+                 to this NIC alone"
+            }
+            SendCause::NoRoute => "there is no route to the peer any more",
+            SendCause::Unfinished => {
+                "too many sends are unfinished: raise net.core.optmem_max, or wait for the peer"
+            }
+            SendCause::Other => "the system refuses",
+        })
+    }
+}
+
+fn listed(queues: &[u32]) -> String {
+    match queues {
+        [] => String::new(),
+        [one] => format!(", queue {one}"),
+        several => {
+            let numbers: Vec<_> = several.iter().map(u32::to_string).collect();
+            format!(", queues {}", numbers.join(", "))
+        }
+    }
+}
+
+fn by_hand(command: String) -> String {
+    if command.is_empty() { command } else { format!(" (by hand: {command})") }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,54 @@
+//! The kernel's devmem TCP: payload goes from the NIC into GPU memory, and from there to the NIC, without a copy by the CPU.
+//!
+//! ```text
+//!   NIC queue ── payload ──> pool (a dma-buf) ── gather ──> destination      fragments: recvmsg; given back when gathered
+//!   source (a dma-buf) ── sendmsg, MSG_ZEROCOPY ──> NIC                      host memory: a plain send
+//! ```
+//!
+//! [`DevmemConfig`] makes an endpoint use it:
+//!
+//! ```no_run
+//! use ferrywire::{Endpoint, Place};
+//! use ferrywire_devmem::DevmemConfig;
+//!
+//! # fn main() -> ferrywire::Result<()> {
+//! let devmem = DevmemConfig::default().gpu(Place::Cuda(0)).if_possible();
+//! let endpoint = Endpoint::builder().payload_backend(devmem).build()?;
+//! # Ok(()) }
+//! ```
+//!
+//! Each channel has a lane: one TCP connection more, used both ways, that carries nothing but payload, in the order of the
+//! heads that travel on the channel's own connection. At each end a rule of the NIC steers it to a queue that the
+//! endpoint's pool is bound to. Where a packet went another way its bytes arrive as plain ones, and are copied.
+//!
+//! Invariant: a fragment is given back to the kernel only after what it holds was copied out of the pool.
+//! Read next: `config.rs`, `backend.rs` and `device.rs` (NICs and pools), `setup.rs`, `lane.rs`, then `receiving.rs` and
+//! `sending.rs`. Beside them stand `nic.rs`, which settings of a NIC are changed and undone, and `sys/`, the kernel's calls.
+
+mod backend;
+mod background_init;
+mod bounce_buffers;
+mod config;
+mod device;
+mod errors;
+mod gather;
+mod lane;
+#[doc(hidden)]
+pub mod nic;
+mod pool;
+mod receiving;
+mod sending;
+mod setup;
+mod sources;
+mod steering;
+#[doc(hidden)]
+pub mod sys;
+
+pub use config::DevmemConfig;
+pub use errors::{BindCause, DevmemError, Direction, SendCause};
+pub use ferrywire::DevmemStats;
+pub use nic::Possible;
+pub use steering::release_nics;
+
+/// What it is called, in reports and between the ends.
+const NAME: &str = ferrywire::payload::DEVMEM;

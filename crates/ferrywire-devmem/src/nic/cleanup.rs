@@ -1,0 +1,170 @@
+//! What processes that are gone have left at NICs.
+//!
+//! Rules are removed only where the rule at that place is still exactly theirs; what is anybody else's, and what a claim
+//! that lives has, stays.
+//! Read next: `../nic.rs`, what claims are.
+
+use std::path::Path;
+
+use super::error::{NicError, queues_in_words};
+use super::journal::{self, Journal};
+use super::kernel::Host;
+use super::record::Claimed;
+use super::settings::{Bench, Others};
+use crate::sys::flow::Flow;
+use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::nics;
+
+/// Undoes what earlier runs have left in this network namespace; says what that was. For whoever has just started,
+/// or wants to know: every claim does the same for its own NIC.
+pub fn clean_up() -> Vec<String> {
+    clean_up_in(&journal::directory())
+}
+
+/// The same for journals in a directory of one's own.
+pub fn clean_up_in(directory: &Path) -> Vec<String> {
+    let mut told = Vec::new();
+    for nic in journal::nics(directory) {
+        if nics::index(&nic).is_none() {
+            told.extend(
+                journal::forget(directory, &nic)
+                    .then(|| format!("NIC {nic} is gone, and with it what earlier runs have left there")),
+            );
+            continue;
+        }
+        match clean_nic(directory, &nic) {
+            Ok(lines) => told.extend(lines),
+            Err(error) => told.push(format!("NIC {nic}: what earlier runs have left is not undone: {error}")),
+        }
+    }
+    told.iter().for_each(|line| tracing::warn!("{line}"));
+    told
+}
+
+fn clean_nic(directory: &Path, nic: &str) -> Result<Vec<String>, String> {
+    let index = nics::index(nic).ok_or("the NIC is gone")?;
+    let journal = Journal::open(directory, nic, index).map_err(|error| error.to_string())?;
+    let mut kernel = Host::open(nic, index).map_err(|error| error.to_string())?;
+    let mut locked = journal.lock().map_err(|error| error.to_string())?;
+    let mut bench = Bench { nic, kernel: &mut kernel, journal: &mut locked };
+    Ok(bench.clean().map_err(|error| error.to_string())?.told)
+}
+
+/// What was found in a journal.
+#[derive(Debug, Default)]
+pub(super) struct Cleaned {
+    pub told: Vec<String>,
+    /// Queues of claims that live.
+    pub live: Vec<u32>,
+    /// No claim was written down, alive or dead.
+    pub nobody: bool,
+}
+
+impl Bench<'_, '_> {
+    /// Undoes what the dead have left; nothing where it is not known what that is, and what others need.
+    pub fn clean(&mut self) -> Result<Cleaned, NicError> {
+        let mut cleaned = Cleaned::default();
+        let found = self.journal.claims()?;
+        // Before anything is undone: without them it could be only by half.
+        self.journal.settings(found.iter().any(|claim| claim.dead.is_none()))?;
+        cleaned.nobody = found.is_empty();
+        let live = found.iter().filter(|claim| claim.dead.is_none());
+        let live: Vec<&Claimed> = live.filter_map(|claim| claim.claimed.as_ref()).collect();
+        cleaned.live = live.iter().flat_map(|claim| claim.queues.iter().copied()).collect();
+        let in_use: Vec<Flow> =
+            live.iter().flat_map(|claim| claim.rules.iter().map(|(flow, _)| *flow)).collect();
+        let mut any_dead = false;
+        for claim in found.iter().filter(|claim| claim.dead.is_some()) {
+            any_dead = true;
+            let claimed = claim.claimed.clone().unwrap_or_default();
+            let left = self.delete_rules(&claimed, &in_use);
+            let name = &claim.name;
+            let nic = self.nic;
+            let rules =
+                |count: usize| if count == 1 { "1 rule".to_owned() } else { format!("{count} rules") };
+            match left {
+                Ok(count) => {
+                    cleaned.told.push(format!(
+                        "NIC {nic}: {name} ended without undoing its work: {} removed",
+                        rules(count)
+                    ));
+                    self.journal.remove_claim(name);
+                }
+                Err(error) => {
+                    cleaned.told.push(format!("NIC {nic}: {name} has left rules, not removed: {error}"))
+                }
+            }
+        }
+        // Also where none is dead: one may have been killed after its files were removed, before its queues were given
+        // back to the spread.
+        let live = cleaned.live.clone();
+        cleaned.told.extend(self.let_go(&live, if any_dead { Others::MayBeDying } else { Others::Live })?);
+        cleaned.told.append(&mut self.journal.told);
+        Ok(cleaned)
+    }
+
+    /// What to say of queues that are bound where no claim was written down: maybe by runs with a journal elsewhere, with
+    /// which no setting can be shared.
+    pub fn strangers(&mut self) -> Option<String> {
+        let queues = self.kernel.queues().unwrap_or_default();
+        let bound: Vec<u32> =
+            queues.iter().filter(|(_, state)| state.dmabuf.is_some()).map(|(queue, _)| *queue).collect();
+        (!bound.is_empty()).then(|| {
+            format!(
+                "NIC {}: {} bound to device memory, by a program that is not in the journal here. If that is ferrywire in \
+                 another container, let both have the same /run/ferrywire: else the NIC is not put back as it was",
+                self.nic,
+                if let [one] = bound[..] { format!("queue {one} is") } else { format!("{} are", queues_in_words(&bound)) },
+            )
+        })
+    }
+
+    /// Queues of claims that live.
+    pub fn live(&mut self) -> Result<Vec<u32>, NicError> {
+        let found = self.journal.claims()?.into_iter().filter(|claim| claim.dead.is_none());
+        Ok(found.filter_map(|claim| claim.claimed).flat_map(|claimed| claimed.queues).collect())
+    }
+
+    /// Removes the rules of a claim that are there and still the same; gives their number. One that cannot be removed is
+    /// an error, once all the others were looked at.
+    pub fn delete_rules(&mut self, claimed: &Claimed, in_use: &[Flow]) -> Result<usize, String> {
+        let (mut removed, mut failed) = (0, None);
+        for (flow, location) in claimed.rules.iter().filter(|(flow, _)| !in_use.contains(flow)) {
+            let places = match location {
+                Some(location) => Ok(vec![*location]),
+                // Written down, and maybe done: it would be somewhere.
+                None => self.kernel.rules(),
+            };
+            for place in places.unwrap_or_else(|error| {
+                failed.get_or_insert(error);
+                Vec::new()
+            }) {
+                match self.delete_if_at(place, flow) {
+                    Ok(was_there) => removed += usize::from(was_there),
+                    Err(error) => {
+                        failed.get_or_insert(error);
+                    }
+                }
+            }
+        }
+        failed.map_or(Ok(removed), |error| Err(error.to_string()))
+    }
+
+    fn delete_if_at(&mut self, place: u32, flow: &Flow) -> Result<bool, NetlinkError> {
+        let was_there = self.flow_at(place)?.as_ref() == Some(flow);
+        if was_there {
+            self.kernel.delete(place)?;
+        }
+        Ok(was_there)
+    }
+
+    /// The connection that the rule at a place is about, if there is one and it is about one.
+    pub fn flow_at(&mut self, place: u32) -> Result<Option<Flow>, NetlinkError> {
+        match self.kernel.rule(place) {
+            Err(error) if matches!(error.errno, libc::ENOENT | libc::EOPNOTSUPP) => Ok(None),
+            // How some drivers (gve, bnxt, fbnic) say that there is none. It may mean more: the list tells.
+            Err(error) if error.errno == libc::EINVAL && !self.kernel.rules()?.contains(&place) => Ok(None),
+            flow => flow,
+        }
+    }
+}

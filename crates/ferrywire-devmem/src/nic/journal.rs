@@ -1,0 +1,377 @@
+//! What was changed at NICs of this host, and by whom: files that outlive their process.
+//!
+//! ```text
+//!   /run/ferrywire/devmem/4026531840-eth1/       network namespace and NIC
+//!       lock                  held while anything here changes
+//!       settings              settings as they were, and what they were changed to
+//!       claim-812-0.lock      held as long as the claim lives; free: its process is gone
+//!       claim-812-0           its queues and rules
+//! ```
+//!
+//! Everything is written before it is done, so what a killed process leaves is known to the next one. A file is replaced
+//! as a whole, by renaming, so there is never half of one.
+//! Invariant: nobody but the holder of `lock` writes `settings` or removes a claim's files; a claim's own file is written
+//! by its owner alone.
+//! Read next: `record.rs`, what is in the files, and `cleanup.rs`, who reads them.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::error::NicError;
+use super::record::{self, Claimed, Header, Settings};
+use ferrywire_proto::limits;
+
+const LOCK_INTERVAL: Duration = Duration::from_millis(10);
+const SETTINGS: &str = "settings";
+const LOCK: &str = "lock";
+const LOCK_SUFFIX: &str = ".lock";
+const CLAIM_PREFIX: &str = "claim-";
+/// What is being written, and what made no sense.
+const NEW_SUFFIX: &str = ".new";
+const BROKEN_SUFFIX: &str = ".broken";
+/// A record is not longer.
+const RECORD_BYTES_MAX: u64 = 16 << 20;
+
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
+/// Tells claims of one process apart.
+static CLAIMS: AtomicU64 = AtomicU64::new(0);
+
+/// Where journals are kept: the first of these that can be written to.
+pub(super) fn directory() -> PathBuf {
+    let system = PathBuf::from("/run/ferrywire/devmem");
+    let own = std::env::var_os("XDG_RUNTIME_DIR").map(|run| Path::new(&run).join("ferrywire/devmem"));
+    match own {
+        Some(own) if make(&system).is_err() => own,
+        _ => system,
+    }
+}
+
+fn make(folder: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    // One that is somebody else's is not trusted, writable or not.
+    match fs::metadata(folder)?.uid() == rustix::process::geteuid().as_raw() {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user")),
+    }
+}
+
+/// The network namespace of this thread.
+pub(super) fn namespace() -> io::Result<u64> {
+    Ok(fs::metadata("/proc/thread-self/ns/net")?.ino())
+}
+
+/// Changes with each start of the host. Who does not know it would take everybody's records for those of an earlier one.
+fn boot() -> io::Result<String> {
+    Ok(fs::read_to_string(BOOT_ID)?.trim().to_owned())
+}
+
+/// NICs of this network namespace that have journals, by name.
+pub(super) fn nics(directory: &Path) -> Vec<String> {
+    let Ok(namespace) = namespace() else { return Vec::new() };
+    let Ok(folders) = fs::read_dir(directory) else { return Vec::new() };
+    let names = folders.flatten().filter_map(|folder| folder.file_name().into_string().ok());
+    let mut nics: Vec<String> =
+        names.filter_map(|name| Some(name.strip_prefix(&format!("{namespace}-"))?.to_owned())).collect();
+    nics.sort_unstable();
+    nics
+}
+
+/// Forgets what was noted about a NIC that is gone; whether that was anything.
+pub(super) fn forget(directory: &Path, nic: &str) -> bool {
+    let Ok(namespace) = namespace() else { return false };
+    let folder = directory.join(format!("{namespace}-{nic}"));
+    let noted = fs::read_dir(&folder).is_ok_and(|files| files.flatten().any(|file| file.file_name() != LOCK));
+    noted && fs::remove_dir_all(&folder).is_ok()
+}
+
+/// The journal of one NIC.
+#[derive(Debug)]
+pub(super) struct Journal {
+    folder: PathBuf,
+    header: Header,
+}
+
+/// A journal that nobody else may change now.
+#[derive(Debug)]
+pub(super) struct Locked<'a> {
+    journal: &'a Journal,
+    /// Freed when it is closed.
+    _lock: File,
+    /// What was found broken, for people.
+    pub told: Vec<String>,
+}
+
+/// Until when a claim waits for the lock at most: may become known while another thread waits.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct EndBy(Arc<Mutex<Option<Instant>>>);
+
+impl EndBy {
+    /// Not after this. The earliest counts.
+    pub fn set(&self, by: Instant) {
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        *known = Some(known.map_or(by, |known| known.min(by)));
+    }
+
+    fn is_over(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|by| Instant::now() >= by)
+    }
+}
+
+/// A claim's file, which says that it lives as long as this does.
+#[derive(Debug)]
+pub(super) struct ClaimFile {
+    path: PathBuf,
+    _lock: File,
+}
+
+/// A claim that was found.
+#[derive(Debug)]
+pub(super) struct Found {
+    pub name: String,
+    pub claimed: Option<Claimed>,
+    /// The lock of one whose process is gone.
+    pub dead: Option<File>,
+}
+
+impl Journal {
+    /// Of a NIC of this network namespace.
+    pub fn open(directory: &Path, nic: &str, index: u32) -> Result<Journal, NicError> {
+        let failed = |path: &Path, error: &io::Error| NicError::Journal {
+            nic: nic.to_owned(),
+            path: path.to_owned(),
+            why: format!("{error}; root can write to /run, others to XDG_RUNTIME_DIR"),
+        };
+        let namespace = namespace().map_err(|error| failed(Path::new("/proc/thread-self/ns/net"), &error))?;
+        let folder = directory.join(format!("{namespace}-{nic}"));
+        make(&folder).map_err(|error| failed(&folder, &error))?;
+        let boot = boot().map_err(|error| failed(Path::new(BOOT_ID), &error))?;
+        Ok(Journal { folder, header: Header { boot, namespace, nic: nic.to_owned(), index } })
+    }
+
+    fn failed(&self, what: &str, error: &io::Error) -> NicError {
+        let nic = self.header.nic.clone();
+        NicError::Journal { nic, path: self.folder.clone(), why: format!("{what}: {error}") }
+    }
+
+    /// Waits until nobody else changes it.
+    pub fn lock(&self) -> Result<Locked<'_>, NicError> {
+        self.lock_by(&EndBy::default())
+    }
+
+    /// The same, for somebody who may have to end. Looks once, however late it is.
+    pub fn lock_by(&self, end: &EndBy) -> Result<Locked<'_>, NicError> {
+        self.lock_within(limits::NIC_LOCK_DEADLINE, end)
+    }
+
+    /// The same, for no longer than that.
+    pub fn lock_within(&self, limit: Duration, end: &EndBy) -> Result<Locked<'_>, NicError> {
+        let lock = open_lock(&self.folder.join(LOCK)).map_err(|error| self.failed(LOCK, &error))?;
+        let began = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Locked { journal: self, _lock: lock, told: Vec::new() }),
+                Err(TryLockError::WouldBlock) if began.elapsed() < limit && !end.is_over() => {
+                    thread::sleep(LOCK_INTERVAL)
+                }
+                Err(error) => return Err(self.failed(LOCK, &not_locked(error))),
+            }
+        }
+    }
+
+    /// Writes a claim's file, which must be its own.
+    pub fn write_claim(&self, file: &ClaimFile, claimed: &Claimed) -> Result<(), NicError> {
+        self.write(&file.path, &claimed.text(&self.header))
+    }
+
+    fn write(&self, path: &Path, text: &str) -> Result<(), NicError> {
+        let new = with_suffix(path, NEW_SUFFIX);
+        fs::write(&new, text)
+            .and_then(|()| fs::rename(&new, path))
+            .map_err(|error| self.failed("write", &error))
+    }
+
+    /// A record's text, unless it is about an earlier start of the host or another NIC of this name: then it is told
+    /// and forgotten, since what it speaks of is gone.
+    ///
+    /// # Errors
+    /// It is there, and what it says is not known. Whoever took that for nothing would undo what others need.
+    fn read<T>(
+        &self,
+        path: &Path,
+        parse: fn(&str) -> Option<(Header, T)>,
+        of_live_run: bool,
+        told: &mut Vec<String>,
+    ) -> Result<Option<T>, NicError> {
+        let text = match read_text(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(self.unread(path, &error)),
+        };
+        match parse(&text) {
+            Some((header, record)) if header == self.header => Ok(Some(record)),
+            // A run can outlive its NIC, not its host.
+            Some((header, _)) if of_live_run && header.index == self.header.index => Err(self.unread(
+                path,
+                &io::Error::other("it is of an earlier start of the host, and a run that needs it lives"),
+            )),
+            Some(_) => {
+                told.push(format!("{} is about a NIC that is gone: removed", path.display()));
+                let _ = fs::remove_file(path);
+                Ok(None)
+            }
+            None if of_live_run => {
+                Err(self.unread(path, &io::Error::other("it makes no sense, and a run that needs it lives")))
+            }
+            None => {
+                let aside = with_suffix(path, BROKEN_SUFFIX);
+                told.push(format!("{} makes no sense: set aside as {}", path.display(), aside.display()));
+                let _ = fs::rename(path, aside);
+                Ok(None)
+            }
+        }
+    }
+
+    fn unread(&self, path: &Path, error: &io::Error) -> NicError {
+        let what = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        self.failed(&format!("{what} cannot be read, so nothing is undone"), error)
+    }
+}
+
+impl Locked<'_> {
+    /// Settings that were changed, if any were.
+    ///
+    /// # Errors
+    /// They cannot be read: as they were before is known to nobody else.
+    pub fn settings(&mut self, any_run_lives: bool) -> Result<Settings, NicError> {
+        let path = self.journal.folder.join(SETTINGS);
+        Ok(self.journal.read(&path, record::settings, any_run_lives, &mut self.told)?.unwrap_or_default())
+    }
+
+    /// Notes them, before they are changed; forgets them when there are none.
+    pub fn write_settings(&self, settings: &Settings) -> Result<(), NicError> {
+        let path = self.journal.folder.join(SETTINGS);
+        if !settings.is_empty() {
+            return self.journal.write(&path, &settings.text(&self.journal.header));
+        }
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(self.journal.failed("remove", &error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// A new claim's file.
+    pub fn add_claim(&self, claimed: &Claimed) -> Result<ClaimFile, NicError> {
+        let (path, lock) = self.new_lock().map_err(|error| self.journal.failed("claim", &error))?;
+        let file = ClaimFile { path, _lock: lock };
+        self.journal.write_claim(&file, claimed)?;
+        Ok(file)
+    }
+
+    /// A name that nothing here has, not even what is left of another process of the same number.
+    fn new_lock(&self) -> io::Result<(PathBuf, File)> {
+        loop {
+            let number = CLAIMS.fetch_add(1, Ordering::Relaxed);
+            let path = self.journal.folder.join(format!("{CLAIM_PREFIX}{}-{number}", std::process::id()));
+            let file = with_suffix(&path, LOCK_SUFFIX);
+            match OpenOptions::new().create_new(true).write(true).mode(0o600).open(file) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(error),
+                Ok(lock) => {
+                    lock.try_lock()?;
+                    return Ok((path, lock));
+                }
+            }
+        }
+    }
+
+    /// All claims, dead or alive.
+    ///
+    /// # Errors
+    /// One is not known, nor what it has.
+    pub fn claims(&mut self) -> Result<Vec<Found>, NicError> {
+        let folder = &self.journal.folder;
+        let mut names = Vec::new();
+        for file in fs::read_dir(folder).map_err(|error| self.journal.unread(folder, &error))? {
+            let file = file.map_err(|error| self.journal.unread(folder, &error))?;
+            let Ok(name) = file.file_name().into_string() else { continue };
+            if name.starts_with(CLAIM_PREFIX) {
+                names.extend(name.strip_suffix(LOCK_SUFFIX).map(str::to_owned));
+            }
+        }
+        names.sort_unstable();
+        names.into_iter().map(|name| self.found(name)).collect()
+    }
+
+    fn found(&mut self, name: String) -> Result<Found, NicError> {
+        let path = self.journal.folder.join(&name);
+        let lock = open_lock(&with_suffix(&path, LOCK_SUFFIX)).ok();
+        let dead = lock.filter(|lock| lock.try_lock().is_ok());
+        let claimed = self.journal.read(&path, record::claimed, dead.is_none(), &mut self.told)?;
+        Ok(Found { name, claimed, dead })
+    }
+
+    /// Removes the files of a claim that is dead or one's own.
+    pub fn remove_claim(&self, name: &str) {
+        let path = self.journal.folder.join(name);
+        for file in [with_suffix(&path, NEW_SUFFIX), path.clone(), with_suffix(&path, LOCK_SUFFIX)] {
+            let _ = fs::remove_file(file);
+        }
+    }
+}
+
+impl ClaimFile {
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+/// Why there is no lock, and who is to act.
+fn not_locked(error: TryLockError) -> io::Error {
+    match error {
+        TryLockError::WouldBlock => {
+            io::Error::other(format!("{error}: another process holds it, maybe a stopped one"))
+        }
+        TryLockError::Error(error) => error,
+    }
+}
+
+fn open_lock(path: &Path) -> io::Result<File> {
+    OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(path)
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+fn read_text(path: &Path) -> io::Result<String> {
+    if fs::metadata(path)?.len() > RECORD_BYTES_MAX {
+        return Ok(String::new());
+    }
+    // What is no text makes no sense, which is said elsewhere.
+    Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_of_a_lock_that_is_held_it_is_said_that_somebody_holds_it() {
+        let held = not_locked(TryLockError::WouldBlock).to_string();
+        assert!(held.contains("another process holds it"), "{held}");
+        let broken = io::Error::from_raw_os_error(libc::ENOLCK);
+        let said = broken.to_string();
+        assert_eq!(not_locked(TryLockError::Error(broken)).to_string(), said);
+    }
+}

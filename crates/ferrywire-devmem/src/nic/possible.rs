@@ -1,0 +1,132 @@
+//! Whether a NIC can do devmem TCP, as far as it can be told without changing anything.
+//!
+//! Read next: `topology/` of `ferrywire-host`, which shows it.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use super::super::{BindCause, DevmemError};
+use super::error::{Missing, NicError};
+use super::kernel::{Host, Kernel};
+use crate::sys::ethtool::Split;
+use crate::sys::netdev::Netdev;
+use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::mapping;
+use ferrywire_sys::nics;
+
+/// What a NIC can do.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Possible {
+    /// It receives into device memory; `None`: that cannot be told, and `why_not` says why.
+    pub receives: Option<bool>,
+    /// It sends from device memory.
+    pub sends: Option<bool>,
+    /// Receive queues that nobody has, queue 0 left out.
+    pub free_queues: usize,
+    /// Settings that it would take, of which `--allow-nic-setup` takes care.
+    pub missing: Vec<String>,
+    /// What is in the way, in words.
+    pub why_not: Vec<String>,
+}
+
+impl Possible {
+    /// Whether a claim of a queue would work, as far as can be told.
+    pub fn is_possible(&self) -> bool {
+        self.receives == Some(true) && self.free_queues > 0
+    }
+}
+
+/// Asks the kernel about a NIC.
+pub fn possible(nic: &str) -> Possible {
+    let mut found = Possible::default();
+    let Some(index) = nics::index(nic) else {
+        found.why_not.push(NicError::NoNic { nic: nic.to_owned() }.to_string());
+        return found;
+    };
+    ask_driver(nic, index, &mut found);
+    if found.receives == Some(false) {
+        return found;
+    }
+    match Host::open(nic, index) {
+        Ok(mut kernel) => ask_settings(nic, &mut kernel, &mut found),
+        Err(error) => found.why_not.push(error.to_string()),
+    }
+    found
+}
+
+fn ask_driver(nic: &str, index: u32, found: &mut Possible) {
+    match refusal(nic, index) {
+        Ok(()) => found.receives = Some(true),
+        Err(error) => {
+            let unknown = matches!(&error, DevmemError::Bind { cause: BindCause::NotAllowed, .. });
+            found.receives = (!unknown).then_some(false);
+            found.why_not.push(error.to_string());
+        }
+    }
+    found.sends =
+        probe(|netdev, fd| netdev.bind_tx(index, fd)).map_or_else(|error| answer(error.errno), Some);
+}
+
+/// Whether memory could be bound to a NIC. Asks to bind what is no dma-buf: a driver that cannot bind refuses that before
+/// anybody looks at the memory, one that can leaves everything as it is.
+pub(super) fn refusal(nic: &str, index: u32) -> Result<(), DevmemError> {
+    match probe(|netdev, fd| netdev.bind_rx(index, &[0], fd)) {
+        Err(error) if answer(error.errno) != Some(true) => Err(DevmemError::bind_rx(nic, &[], &error)),
+        _ => Ok(()),
+    }
+}
+
+fn probe(
+    bind: impl FnOnce(&mut Netdev, BorrowedFd<'_>) -> Result<u32, NetlinkError>,
+) -> Result<bool, NetlinkError> {
+    let not_dmabuf = mapping::anonymous_file(mapping::PAGE_BYTES).map_err(|error| NetlinkError {
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        text: None,
+        call: "memory to ask with",
+    })?;
+    bind(&mut Netdev::open()?, not_dmabuf.as_fd()).map(|_| true)
+}
+
+/// `EINVAL` is about the memory, so the driver had no objection.
+fn answer(errno: i32) -> Option<bool> {
+    match errno {
+        libc::EINVAL | libc::EBADF => Some(true),
+        libc::EPERM | libc::EACCES => None,
+        _ => Some(false),
+    }
+}
+
+fn ask_settings(nic: &str, kernel: &mut dyn Kernel, found: &mut Possible) {
+    match kernel.queues() {
+        Ok(queues) => {
+            let free = queues.iter().filter(|(queue, state)| *queue != 0 && state.is_free());
+            let free: Vec<u32> = free.map(|(queue, _)| *queue).collect();
+            found.free_queues = free.len();
+            let spread = kernel.spread().unwrap_or_default();
+            let last = free.iter().max().filter(|_| free.iter().all(|queue| spread.contains(queue)));
+            let missing = last.map(|last| Missing::Spread { queues: vec![*last], others: *last });
+            found.missing.extend(missing.map(|missing| missing.to_string()));
+            if found.free_queues == 0 {
+                let up = if queues.is_empty() { "is it up?" } else { "the first one is everybody's" };
+                found.why_not.push(format!("NIC {nic} has no receive queue to spare: {up}"));
+            }
+        }
+        Err(error) => found.why_not.push(error.to_string()),
+    }
+    if let Ok(rings) = kernel.rings() {
+        let is = match (rings.split, rings.threshold_bytes) {
+            (Some(Split::Off), _) => Some("it is off"),
+            (_, Some(1..)) => Some("its threshold is not 0"),
+            _ => None,
+        };
+        found.missing.extend(is.map(|is| Missing::Split { is }.to_string()));
+    }
+    match kernel.ntuple() {
+        Ok(feature) if !feature.on && !feature.changeable => {
+            found
+                .why_not
+                .push(format!("NIC {nic} has no rules for flows (ntuple), and its driver offers none"));
+        }
+        Ok(feature) if !feature.on => found.missing.push(Missing::Ntuple.to_string()),
+        _ => {}
+    }
+}

@@ -1,0 +1,331 @@
+//! Settings of a NIC that claims share: what they need, changing it, and putting it back.
+//!
+//! Header split, its threshold and ntuple are changed by the first claim and put back by the last one. The spread of
+//! other flows keeps off the queues of all claims that live, so it changes with each.
+//! Invariant: a setting is in the journal before it is changed, as it was before the first change; and it is put back
+//! only if it still is what we made of it.
+//! Read next: `cleanup.rs`, for claims that ended without a word.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::error::{Missing, NicError, ntuple_command, split_command};
+use super::journal::Locked;
+use super::kernel::Kernel;
+use super::record::{Settings, Spread};
+use crate::sys::ethtool::{Rings, Split};
+use crate::sys::flow::Flow;
+use crate::sys::netlink::NetlinkError;
+
+/// A process that was killed lets its bindings go within this.
+const UNBIND_DEADLINE: Duration = Duration::from_secs(5);
+const UNBIND_INTERVAL: Duration = Duration::from_millis(20);
+
+/// A NIC and its journal, while nobody else changes it.
+pub(super) struct Bench<'a, 'j> {
+    pub nic: &'a str,
+    pub kernel: &'a mut dyn Kernel,
+    pub journal: &'a mut Locked<'j>,
+}
+
+impl Bench<'_, '_> {
+    /// What is not as claims of these queues need it, as far as the kernel tells.
+    pub fn missing(&mut self, queues: &[u32]) -> Result<Vec<Missing>, NicError> {
+        let mut missing = Vec::new();
+        if let Some(is) = split_is(self.rings()?) {
+            missing.push(Missing::Split { is });
+        }
+        if !self.ntuple()? {
+            missing.push(Missing::Ntuple);
+        }
+        let spread = self.spread()?;
+        if spread.iter().any(|queue| queues.contains(queue)) {
+            let others = queues.iter().copied().min().unwrap_or(0);
+            missing.push(Missing::Spread { queues: queues.to_vec(), others });
+        }
+        Ok(missing)
+    }
+
+    /// Makes it so.
+    pub fn set_up(&mut self, missing: &[Missing], queues: &[u32]) -> Result<(), NicError> {
+        for one in missing {
+            match one {
+                Missing::Split { .. } => self.split(false)?,
+                Missing::Ntuple => self.switch_ntuple_on()?,
+                Missing::Spread { .. } => self.keep_off(queues)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Header split on, with threshold 0. What is so already is not set, unless the kernel refuses to bind: it wants to
+    /// be asked for it even where the driver does it unasked.
+    pub fn split(&mut self, even_if_on: bool) -> Result<(), NicError> {
+        let is = self.rings()?;
+        let set = Rings {
+            split: (even_if_on || is.split == Some(Split::Off)).then_some(Split::On),
+            threshold_bytes: is.threshold_bytes.filter(|bytes| *bytes > 0).map(|_| 0),
+        };
+        // A driver that splits although it was not asked for it was left to itself.
+        let split = set.split.map(|_| if is.split == Some(Split::Off) { Split::Off } else { Split::Auto });
+        let mut settings = self.journal.settings(true)?;
+        let before = &mut settings.rings;
+        before.split = before.split.or(split);
+        before.threshold_bytes = before.threshold_bytes.or(set.threshold_bytes.and(is.threshold_bytes));
+        self.journal.write_settings(&settings)?;
+        let done = self.kernel.set_rings(set);
+        done.map_err(|error| self.refused("split headers from payload", split_command(self.nic), &error))?;
+        match split_is(self.rings()?) {
+            None => Ok(()),
+            Some(is) => Err(self.unheard("header split", is, split_command(self.nic))),
+        }
+    }
+
+    fn switch_ntuple_on(&mut self) -> Result<(), NicError> {
+        let mut settings = self.journal.settings(true)?;
+        settings.ntuple_was_off = true;
+        self.journal.write_settings(&settings)?;
+        let set = self.kernel.set_ntuple(true);
+        set.map_err(|error| self.refused("switch rules for flows on", ntuple_command(self.nic), &error))?;
+        match self.ntuple()? {
+            true => Ok(()),
+            false => Err(self.unheard("ntuple", "off", ntuple_command(self.nic))),
+        }
+    }
+
+    /// Spreads other flows over the other queues.
+    pub fn keep_off(&mut self, queues: &[u32]) -> Result<(), NicError> {
+        let is = self.spread()?;
+        let mut settings = self.journal.settings(true)?;
+        let known = settings.spread.take().filter(|spread| spread.ours.contains(&is));
+        // What somebody else made of it meanwhile is what it was before.
+        let mut spread = known.unwrap_or_else(|| Spread { before: is.clone(), ours: Vec::new() });
+        let wanted = without(&spread.before, queues);
+        if wanted == is {
+            return Ok(());
+        }
+        spread.ours.retain(|ours| *ours == is);
+        spread.ours.push(wanted.clone());
+        settings.spread = Some(spread);
+        self.journal.write_settings(&settings)?;
+        let hint = format!("ethtool -X {} equal {}", self.nic, queues.iter().min().unwrap_or(&1));
+        let set = self.kernel.set_spread(&wanted);
+        set.map_err(|error| self.refused("keep other flows off claimed queues", hint.clone(), &error))?;
+        match self.spread()? == wanted {
+            true => Ok(()),
+            false => Err(self.unheard("the spread of flows (RSS)", "something else", hint)),
+        }
+    }
+
+    /// Keeps other flows off no more queues than those, unless somebody else has changed the spread meanwhile.
+    fn narrow(&mut self, spread: &Spread, live: &[u32]) -> Result<(), NicError> {
+        if spread.ours.contains(&self.spread()?) { self.keep_off(live) } else { Ok(()) }
+    }
+
+    /// After a claim has ended: keeps what those that live need, or puts everything back. Says what it did.
+    ///
+    /// # Errors
+    /// What it was before cannot be read: nothing is put back.
+    pub fn let_go(&mut self, live: &[u32], others: Others) -> Result<Vec<String>, NicError> {
+        let settings = self.journal.settings(!live.is_empty())?;
+        if settings.is_empty() {
+            return Ok(Vec::new());
+        }
+        if !live.is_empty() {
+            let kept = settings.spread.map_or(Ok(()), |spread| self.narrow(&spread, live));
+            return Ok(kept.err().iter().map(ToString::to_string).collect());
+        }
+        Ok(self.put_back(settings, others))
+    }
+
+    fn put_back(&mut self, mut settings: Settings, others: Others) -> Vec<String> {
+        let mut told = Vec::new();
+        if let Some(spread) = settings.spread.take() {
+            let done = self.put_spread_back(&spread);
+            settings.spread = self.tell(&mut told, "the spread of flows (RSS)", done).then_some(spread);
+        }
+        if settings.ntuple_was_off {
+            let done = self.put_ntuple_back();
+            settings.ntuple_was_off = self.tell(&mut told, "rules for flows (ntuple)", done);
+        }
+        if settings.rings != Rings::default() {
+            let done = self.put_rings_back(settings.rings, others);
+            if !self.tell(&mut told, "header split", done) {
+                settings.rings = Rings::default();
+            }
+        }
+        if let Err(error) = self.journal.write_settings(&settings) {
+            told.push(error.to_string());
+        }
+        told
+    }
+
+    /// Whether it has to be tried again by a later start.
+    fn tell(&self, told: &mut Vec<String>, what: &str, done: Result<Back, NetlinkError>) -> bool {
+        let nic = self.nic;
+        let later = matches!(done, Err(_) | Ok(Back::Later(_)));
+        told.push(match &done {
+            Ok(Back::Done) => format!("NIC {nic}: {what} is as it was before"),
+            Ok(Back::Left(why)) => format!("NIC {nic}: {what} is left as it is: {why}"),
+            Ok(Back::Later(until)) => format!("NIC {nic}: {what} is left as it is until {until}"),
+            Err(error) => {
+                format!("NIC {nic}: {what} could not be put back ({error}); the next start tries again")
+            }
+        });
+        later
+    }
+
+    fn put_spread_back(&mut self, spread: &Spread) -> Result<Back, NetlinkError> {
+        let is = self.kernel.spread()?;
+        if is == spread.before {
+            return Ok(Back::Done);
+        }
+        if !spread.ours.contains(&is) {
+            return Ok(Back::Left("somebody else has changed it"));
+        }
+        // What is the kernel's default goes back to being that: it then follows the number of queues again.
+        let queues = self.kernel.queues()?.len() as u32;
+        let is_default =
+            queues > 0 && (0..).zip(&spread.before).all(|(i, queue): (u32, _)| i % queues == *queue);
+        if is_default && self.kernel.set_spread(&[]).is_ok() && self.kernel.spread()? == spread.before {
+            return Ok(Back::Done);
+        }
+        self.kernel.set_spread(&spread.before).map(|()| Back::Done)
+    }
+
+    fn put_ntuple_back(&mut self) -> Result<Back, NetlinkError> {
+        if !self.kernel.ntuple()?.on {
+            return Ok(Back::Done);
+        }
+        let left = self.kernel.rules()?;
+        match self.all_known(&left)? {
+            Some(true) => {}
+            Some(false) => return Ok(Back::Left("there are rules of others now, which need it")),
+            None => return Ok(Back::Later("it is known whose rules there are")),
+        }
+        if !left.is_empty() {
+            return Ok(Back::Later("rules of ours are gone that could not be removed"));
+        }
+        self.kernel.set_ntuple(false).map(|()| Back::Done)
+    }
+
+    /// Whether the rules at these places are those of claims that are still written down; `None` where that cannot be read.
+    fn all_known(&mut self, places: &[u32]) -> Result<Option<bool>, NetlinkError> {
+        if places.is_empty() {
+            return Ok(Some(true));
+        }
+        let Ok(claims) = self.journal.claims() else { return Ok(None) };
+        let claims = claims.into_iter().filter_map(|claim| claim.claimed);
+        let known: Vec<Flow> = claims.flat_map(|claim| claim.rules).map(|(flow, _)| flow).collect();
+        for place in places {
+            if !self.flow_at(*place)?.is_some_and(|flow| known.contains(&flow)) {
+                return Ok(Some(false));
+            }
+        }
+        Ok(Some(true))
+    }
+
+    fn put_rings_back(&mut self, before: Rings, others: Others) -> Result<Back, NetlinkError> {
+        let is = self.kernel.rings()?;
+        let is_before = Rings {
+            split: before.split.and(is.split),
+            threshold_bytes: before.threshold_bytes.and(is.threshold_bytes),
+        };
+        if is_before == before {
+            return Ok(Back::Done);
+        }
+        if split_is(is_before).is_some() {
+            return Ok(Back::Left("somebody else has changed it"));
+        }
+        let began = Instant::now();
+        let may_wait = |error: &NetlinkError| others == Others::MayBeDying && is_bound(error);
+        loop {
+            match self.kernel.set_rings(before) {
+                Ok(()) => return Ok(Back::Done),
+                // Bindings of a process that was killed a moment ago may be on their way out.
+                Err(error) if may_wait(&error) && began.elapsed() < UNBIND_DEADLINE => {
+                    thread::sleep(UNBIND_INTERVAL)
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn rings(&mut self) -> Result<Rings, NicError> {
+        match self.kernel.rings() {
+            // It has none to tell of: binding will say what it thinks of that.
+            Err(error) if error.errno == libc::EOPNOTSUPP => Ok(Rings::default()),
+            rings => rings.map_err(|error| self.refused("ask for header split", String::new(), &error)),
+        }
+    }
+
+    fn ntuple(&mut self) -> Result<bool, NicError> {
+        let feature = self.kernel.ntuple();
+        Ok(feature.map_err(|error| self.refused("ask for features", String::new(), &error))?.on)
+    }
+
+    fn spread(&mut self) -> Result<Vec<u32>, NicError> {
+        let spread = self.kernel.spread();
+        spread.map_err(|error| self.refused("ask how flows are spread (RSS)", String::new(), &error))
+    }
+
+    fn refused(&self, what: &str, hint: String, error: &NetlinkError) -> NicError {
+        NicError::setting(self.nic, what, hint, error)
+    }
+
+    /// The kernel said yes, and nothing came of it.
+    fn unheard(&self, what: &str, is: &str, hint: String) -> NicError {
+        let text = Some(format!("the driver took the change and did not make it: {what} is {is}"));
+        NicError::setting(
+            self.nic,
+            "change a setting",
+            hint,
+            &NetlinkError { errno: libc::EIO, text, call: "read back" },
+        )
+    }
+}
+
+/// Who else may have memory bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Others {
+    /// A process that was killed, a moment ago perhaps.
+    MayBeDying,
+    /// Somebody who uses it, if anybody.
+    Live,
+}
+
+/// What became of putting a setting back.
+enum Back {
+    Done,
+    Left(&'static str),
+    /// Not before this.
+    Later(&'static str),
+}
+
+/// What is wrong with rings; `None` where nothing is, as far as is told.
+fn split_is(rings: Rings) -> Option<&'static str> {
+    match rings {
+        Rings { split: Some(Split::Off), .. } => Some("it is off"),
+        Rings { threshold_bytes: Some(1..), .. } => Some("its threshold is not 0"),
+        _ => None,
+    }
+}
+
+/// Whether a change is refused because memory is bound.
+fn is_bound(error: &NetlinkError) -> bool {
+    error.text.as_deref().is_some_and(|text| text.contains("memory provider"))
+}
+
+/// A spread that keeps off some queues: entries of theirs go round the other queues that it has, or else to the first
+/// queue that is not among them.
+pub(super) fn without(spread: &[u32], queues: &[u32]) -> Vec<u32> {
+    let mut others: Vec<u32> = spread.iter().copied().filter(|queue| !queues.contains(queue)).collect();
+    others.sort_unstable();
+    others.dedup();
+    if others.is_empty() {
+        others.extend((0..).find(|queue| !queues.contains(queue)));
+    }
+    let mut turn = others.iter().cycle();
+    let mut next = || turn.next().copied().unwrap_or(0);
+    spread.iter().map(|queue| if queues.contains(queue) { next() } else { *queue }).collect()
+}

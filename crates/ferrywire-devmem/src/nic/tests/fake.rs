@@ -1,0 +1,404 @@
+//! A NIC that is a few variables, with a kernel that refuses as the real one does, and a journal in a folder of its own.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use super::super::journal::Journal;
+use super::super::kernel::Kernel;
+use super::super::settings::Bench;
+use super::super::{Claim, NicError, Wish};
+use crate::sys::ethtool::{Feature, Rings, Split};
+use crate::sys::flow::Flow;
+use crate::sys::netdev::QueueState;
+use crate::sys::netlink::NetlinkError;
+use ferrywire_sys::mapping;
+
+/// A NIC that every network namespace has.
+pub const NAME: &str = "lo";
+const INDEX: u32 = 1;
+const RULES_MAX: u32 = 64;
+
+type Result<T> = std::result::Result<T, NetlinkError>;
+
+/// What can be seen of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    pub queues: u32,
+    /// As it was asked for: told as on where nobody asked.
+    pub split: Split,
+    pub threshold_bytes: u32,
+    pub ntuple: Feature,
+    pub spread: Vec<u32>,
+    /// `None`: not about one connection.
+    pub rules: BTreeMap<u32, Option<Flow>>,
+    /// Queues and their bindings.
+    pub bound: BTreeMap<u32, u32>,
+}
+
+impl State {
+    /// All set, except that nothing is spread.
+    pub fn new(queues: u32) -> State {
+        State {
+            queues,
+            split: Split::On,
+            threshold_bytes: 0,
+            ntuple: Feature { on: true, changeable: true },
+            spread: Vec::new(),
+            rules: BTreeMap::new(),
+            bound: BTreeMap::new(),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Inside {
+    state: Option<State>,
+    /// What is refused, or not done in spite of a yes.
+    refused: &'static str,
+    lies: bool,
+    /// What is said of a place without a rule, where that is not `ENOENT`.
+    absent: Option<i32>,
+    changes: usize,
+    refusals: usize,
+    bindings: u32,
+    /// Copies of state and journal around each change.
+    recording: Option<Vec<Nic>>,
+}
+
+/// The NIC, with its journal.
+#[derive(Clone)]
+pub struct Nic {
+    inside: Arc<Mutex<Inside>>,
+    folder: Arc<tempfile::TempDir>,
+    told: Arc<Mutex<bool>>,
+}
+
+pub fn some_file() -> OwnedFd {
+    mapping::anonymous_file(mapping::PAGE_BYTES).expect("memory")
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a folder");
+    for file in fs::read_dir(from).expect("a folder").flatten() {
+        if file.path().is_dir() {
+            copy(&file.path(), &to.join(file.file_name()));
+        } else {
+            fs::copy(file.path(), to.join(file.file_name())).expect("copied");
+        }
+    }
+}
+
+impl Nic {
+    pub fn new(state: State) -> Nic {
+        let inside = Inside { state: Some(state), refused: "nothing", ..Inside::default() };
+        Nic {
+            inside: Arc::new(Mutex::new(inside)),
+            folder: Arc::new(tempfile::tempdir().expect("a folder")),
+            told: Arc::default(),
+        }
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().expect("no test failed while it had it")
+    }
+
+    pub fn state(&self) -> State {
+        self.inside().state.clone().expect("a state")
+    }
+
+    pub fn change(&self, change: impl FnOnce(&mut State)) {
+        change(self.inside().state.as_mut().expect("a state"));
+    }
+
+    /// Changes that were made through the kernel.
+    pub fn changes(&self) -> usize {
+        self.inside().changes
+    }
+
+    /// Changes that were refused.
+    pub fn refusals(&self) -> usize {
+        self.inside().refusals
+    }
+
+    /// Refuses one kind of change; or says yes and does nothing.
+    pub fn refuse(&self, what: &'static str, lies: bool) {
+        let mut inside = self.inside();
+        (inside.refused, inside.lies) = (what, lies);
+    }
+
+    /// From now on says this of a place without a rule, as some drivers do.
+    pub fn says_of_absent_rules(&self, errno: i32) {
+        self.inside().absent = Some(errno);
+    }
+
+    fn absent(&self) -> NetlinkError {
+        refusal(self.inside().absent.unwrap_or(libc::ENOENT), "")
+    }
+
+    pub fn kernel(&self) -> Box<FakeKernel> {
+        Box::new(FakeKernel { nic: self.clone(), bindings: Vec::new() })
+    }
+
+    pub fn claim(&self, wish: &Wish) -> std::result::Result<Claim, NicError> {
+        Claim::with(self.kernel(), self.folder.path(), NAME, INDEX, wish)
+    }
+
+    /// One of another NIC, to take the place of one of this.
+    pub fn claim_elsewhere(&self) -> Claim {
+        Nic::new(State { spread: vec![0], ..State::new(4) })
+            .claim(&super::wish(1, false))
+            .expect("it is set up")
+    }
+
+    /// Ends a claim as a kill does: its files are closed, its bindings go, and nothing else happens.
+    pub fn kill(&self, mut claim: Claim) {
+        claim.kernel.unbind();
+        drop(claim.file.take());
+        std::mem::forget(claim);
+    }
+
+    /// What a next start does; says what it tells.
+    pub fn clean(&self) -> Vec<String> {
+        let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
+        let mut kernel = self.kernel();
+        let mut locked = journal.lock().expect("nobody has it");
+        let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
+        let told = bench.clean().expect("it can be read").told;
+        *self.told.lock().expect("no test failed") |= !told.is_empty();
+        told
+    }
+
+    /// What a start says of others whose journal is elsewhere.
+    pub fn strangers(&self) -> Option<String> {
+        let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
+        let mut kernel = self.kernel();
+        let mut locked = journal.lock().expect("nobody has it");
+        let mut bench = Bench { nic: NAME, kernel: &mut *kernel, journal: &mut locked };
+        if bench.clean().expect("it can be read").nobody { bench.strangers() } else { None }
+    }
+
+    /// Does something while another run has the journal.
+    pub fn while_locked<T>(&self, body: impl FnOnce() -> T) -> T {
+        let journal = Journal::open(self.folder.path(), NAME, INDEX).expect("a journal");
+        let _locked = journal.lock().expect("nobody has it for long");
+        body()
+    }
+
+    /// Does something while a file of the journal is there and cannot be read, though it can be replaced.
+    pub fn while_unreadable<T>(&self, file: &str, body: impl FnOnce() -> T) -> T {
+        let [path, target, kept] =
+            ["", ".target", ".kept"].map(|end| self.journal_folder().join(format!("{file}{end}")));
+        fs::rename(&path, &kept).expect("renamed");
+        fs::create_dir(&target).expect("a folder");
+        std::os::unix::fs::symlink(&target, &path).expect("a link");
+        let done = body();
+        fs::remove_dir(&target).expect("removed");
+        match path.is_symlink() {
+            true => fs::rename(&kept, &path).expect("renamed"),
+            // It was written anew, or removed.
+            false => fs::remove_file(&kept).expect("removed"),
+        }
+        done
+    }
+
+    pub fn told_something(&self) -> bool {
+        *self.told.lock().expect("no test failed")
+    }
+
+    fn journal_folder(&self) -> PathBuf {
+        let mut folders = fs::read_dir(self.folder.path()).expect("a folder").flatten();
+        folders.next().expect("a journal").path()
+    }
+
+    /// Names of the journal's files, without the numbers of claims.
+    pub fn files(&self) -> Vec<String> {
+        let files = fs::read_dir(self.journal_folder()).expect("a folder").flatten();
+        let mut names: Vec<String> =
+            files.map(|file| file.file_name().to_string_lossy().into_owned()).collect();
+        let broken = |name: String| {
+            if name.ends_with(".broken") && name.starts_with("claim") { "claim-broken".into() } else { name }
+        };
+        names = names.into_iter().map(broken).collect();
+        names.sort();
+        names
+    }
+
+    pub fn read(&self, file: &str) -> String {
+        fs::read_to_string(self.journal_folder().join(file)).expect("a file")
+    }
+
+    pub fn overwrite(&self, file: &str, text: &str) {
+        fs::write(self.journal_folder().join(file), text).expect("written");
+    }
+
+    /// From now on, keeps what a kill would leave before and after each change.
+    pub fn record(&self) {
+        self.inside().recording = Some(Vec::new());
+    }
+
+    pub fn recorded(&self) -> Vec<Nic> {
+        self.inside().recording.take().expect("it was recording")
+    }
+
+    /// Holds the lock of a claim, as the process does whose claim it is.
+    pub fn keeps_alive(&self, claim: &str) -> fs::File {
+        let lock = fs::File::open(self.journal_folder().join(format!("{claim}.lock"))).expect("a lock");
+        lock.try_lock().expect("nobody has it");
+        lock
+    }
+
+    fn snapshot(&self) {
+        let mut inside = self.inside();
+        let Some(mut state) = inside.state.clone() else { return };
+        let Some(recording) = &mut inside.recording else { return };
+        // Bindings end with their process.
+        state.bound.clear();
+        let killed = Nic::new(state);
+        copy(self.folder.path(), killed.folder.path());
+        recording.push(killed);
+    }
+}
+
+/// The kernel's side of it, for one process.
+pub struct FakeKernel {
+    nic: Nic,
+    bindings: Vec<u32>,
+}
+
+fn refusal(errno: i32, text: &str) -> NetlinkError {
+    let text = (!text.is_empty()).then(|| text.to_owned());
+    NetlinkError { errno, text, call: "fake" }
+}
+
+impl FakeKernel {
+    fn change(&mut self, what: &str, change: impl FnOnce(&mut State) -> Result<()>) -> Result<()> {
+        self.nic.snapshot();
+        let mut inside = self.nic.inside();
+        if inside.refused == what {
+            inside.refusals += 1;
+            return if inside.lies { Ok(()) } else { Err(refusal(libc::ENOSPC, "not today")) };
+        }
+        inside.changes += 1;
+        change(inside.state.as_mut().expect("a state"))?;
+        drop(inside);
+        self.nic.snapshot();
+        Ok(())
+    }
+}
+
+impl Kernel for FakeKernel {
+    fn queues(&mut self) -> Result<Vec<(u32, QueueState)>> {
+        let state = self.nic.state();
+        let of = |queue| QueueState { dmabuf: state.bound.get(&queue).copied(), ..QueueState::default() };
+        Ok((0..state.queues).map(|queue| (queue, of(queue))).collect())
+    }
+
+    fn rings(&mut self) -> Result<Rings> {
+        let state = self.nic.state();
+        let split = if state.split == Split::Off { Split::Off } else { Split::On };
+        Ok(Rings { split: Some(split), threshold_bytes: Some(state.threshold_bytes) })
+    }
+
+    fn set_rings(&mut self, rings: Rings) -> Result<()> {
+        self.change("rings", |state| {
+            if rings.split.is_some_and(|split| split != Split::On) && !state.bound.is_empty() {
+                let text = "can't disable tcp-data-split while device has memory provider enabled";
+                return Err(refusal(libc::EINVAL, text));
+            }
+            state.split = rings.split.unwrap_or(state.split);
+            state.threshold_bytes = rings.threshold_bytes.unwrap_or(state.threshold_bytes);
+            Ok(())
+        })
+    }
+
+    fn ntuple(&mut self) -> Result<Feature> {
+        Ok(self.nic.state().ntuple)
+    }
+
+    fn set_ntuple(&mut self, on: bool) -> Result<()> {
+        self.change("ntuple", |state| {
+            state.ntuple.on = on;
+            state.rules.retain(|_, _| on);
+            Ok(())
+        })
+    }
+
+    fn spread(&mut self) -> Result<Vec<u32>> {
+        Ok(self.nic.state().spread)
+    }
+
+    fn set_spread(&mut self, table: &[u32]) -> Result<()> {
+        self.change("spread", |state| {
+            let default = (0..state.spread.len() as u32).map(|i| i % state.queues).collect();
+            state.spread = if table.is_empty() { default } else { table.to_vec() };
+            Ok(())
+        })
+    }
+
+    fn insert(&mut self, flow: &Flow) -> Result<u32> {
+        let mut place = None;
+        self.change("insert", |state| {
+            if !state.ntuple.on {
+                return Err(refusal(libc::EOPNOTSUPP, ""));
+            }
+            place = (0..RULES_MAX).rev().find(|place| !state.rules.contains_key(place));
+            let place = place.ok_or_else(|| refusal(libc::ENOSPC, ""))?;
+            state.rules.insert(place, Some(*flow));
+            Ok(())
+        })?;
+        place.ok_or_else(|| refusal(libc::ENOSPC, ""))
+    }
+
+    fn delete(&mut self, location: u32) -> Result<()> {
+        let absent = self.nic.absent();
+        self.change("delete", |state| state.rules.remove(&location).map(drop).ok_or(absent))
+    }
+
+    fn rule(&mut self, location: u32) -> Result<Option<Flow>> {
+        let mut inside = self.nic.inside();
+        if inside.refused == "rule" {
+            // Once.
+            inside.refused = "nothing";
+            return Err(refusal(libc::EIO, "not today"));
+        }
+        drop(inside);
+        self.nic.state().rules.get(&location).copied().ok_or_else(|| self.nic.absent())
+    }
+
+    fn rules(&mut self) -> Result<Vec<u32>> {
+        Ok(self.nic.state().rules.into_keys().collect())
+    }
+
+    fn bind(&mut self, queues: &[u32], _: BorrowedFd<'_>) -> Result<u32> {
+        let mut inside = self.nic.inside();
+        inside.bindings += 1;
+        let binding = inside.bindings;
+        drop(inside);
+        self.change("bind", |state| {
+            if state.split != Split::On {
+                return Err(refusal(libc::EINVAL, "tcp-data-split is disabled"));
+            }
+            if state.threshold_bytes != 0 {
+                return Err(refusal(libc::EINVAL, "hds-thresh is not zero"));
+            }
+            if queues.iter().any(|queue| state.bound.contains_key(queue)) {
+                return Err(refusal(libc::EEXIST, "designated queue already memory provider bound"));
+            }
+            state.bound.extend(queues.iter().map(|queue| (*queue, binding)));
+            Ok(())
+        })?;
+        self.bindings.push(binding);
+        Ok(binding)
+    }
+
+    fn unbind(&mut self) {
+        let ours = std::mem::take(&mut self.bindings);
+        if !ours.is_empty() {
+            self.nic.change(|state| state.bound.retain(|_, binding| !ours.contains(binding)));
+            self.nic.snapshot();
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Where payload lands: memory of a GPU, or of the host, that the NIC knows as a dma-buf.
+//!
+//! Invariant: it is whole pages, and lives until nothing is bound to it any more. Read next: `host.rs`.
+
+use ferrywire::{Error, Result};
+use ferrywire_memory::{Gpu, Memory, Place, dmabuf_fd};
+use ferrywire_sys::mapping::{Access, AddressRange, anonymous_file};
+use ferrywire_sys::udmabuf;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// Alignment of the pool: what drivers of GPUs and NICs agree on.
+const ALIGN_BYTES: usize = 2 << 20;
+
+/// A pool and its dma-buf.
+pub(super) struct Pool {
+    place: Place,
+    base: u64,
+    bytes: usize,
+    dmabuf: OwnedFd,
+    _keeper: Keeper,
+}
+
+enum Keeper {
+    Gpu { _memory: Arc<Memory> },
+    Host { _range: AddressRange },
+}
+
+impl Pool {
+    /// A pool of this GPU's memory, else of the host's.
+    pub fn new(gpu: Option<&Gpu>, bytes: usize) -> Result<Pool> {
+        let bytes = bytes.next_multiple_of(ALIGN_BYTES);
+        match gpu {
+            Some(gpu) => Pool::on(gpu, bytes),
+            None => Pool::of_host(bytes).map_err(|error| {
+                let what = format!("make a pool of {} MiB of host memory for devmem TCP", bytes >> 20);
+                Error::io(what, &error)
+            }),
+        }
+    }
+
+    fn on(gpu: &Gpu, bytes: usize) -> Result<Pool> {
+        let memory = Memory::private_on(gpu, bytes)?;
+        let base = memory.span(0, bytes as u64).map_or(0, |base| base as u64);
+        let dmabuf = dmabuf_fd(memory.place(), base, bytes as u64)?;
+        Ok(Pool { place: memory.place(), base, bytes, dmabuf, _keeper: Keeper::Gpu { _memory: memory } })
+    }
+
+    fn of_host(bytes: usize) -> std::io::Result<Pool> {
+        let file = anonymous_file(bytes)?;
+        let mut range = AddressRange::reserve(bytes, ALIGN_BYTES)?;
+        range.show(&file, Access::ReadWrite)?;
+        let dmabuf = udmabuf::from_memfd(file.as_fd(), 0, bytes as u64)?;
+        Ok(Pool {
+            place: Place::Host,
+            base: range.base() as u64,
+            bytes,
+            dmabuf,
+            _keeper: Keeper::Host { _range: range },
+        })
+    }
+
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub fn dmabuf(&self) -> BorrowedFd<'_> {
+        self.dmabuf.as_fd()
+    }
+
+    /// Where fragments count from, on the GPU or the host.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Whether a fragment is inside.
+    pub fn holds(&self, offset: u64, bytes: u32) -> bool {
+        offset.checked_add(bytes.into()).is_some_and(|end| end <= self.bytes as u64)
+    }
+}

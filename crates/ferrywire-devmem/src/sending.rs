@@ -1,0 +1,363 @@
+//! Messages on their way out, one behind the other on the lane's connection.
+//!
+//! Host memory is copied by the kernel as it is sent. Of GPU memory that is bound to the NIC only offsets are sent; the
+//! kernel numbers such calls and reports when the peer's has acknowledged them. Other GPU memory is copied to mapped
+//! memory first.
+//!
+//! Invariant: a message is done when nothing reads its memory any more; bytes go out in the order of messages.
+//! Read next: `sources.rs`; `ferrywire_sys::zerocopy`, the reports.
+
+use super::NAME;
+use super::backend::Backend;
+use super::background_init::BackgroundInit;
+use super::device::Device;
+use super::errors::{DevmemError, SendCause};
+use super::gather::Gatherer;
+use super::sources::{Binding, Sources};
+use crate::sys::devmem;
+use ferrywire::Error;
+use ferrywire::payload::{DevmemCounters, Run, UNREADABLE, add};
+use ferrywire_memory::cuda::CudaError;
+use ferrywire_memory::unpack::{Mapped, UnpackMode};
+use ferrywire_memory::{GpuCopy, Memory, Place};
+use ferrywire_net::IoVec;
+use ferrywire_sys::{socket, zerocopy};
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::RawFd;
+use std::sync::Arc;
+use std::task::Poll;
+
+struct Outgoing {
+    source: Source,
+    bytes: usize,
+    sent: usize,
+    /// Numbers of its calls that the kernel reports on: the first, and how many have no report yet.
+    first_call: u32,
+    calls: u32,
+    unreported: u32,
+}
+
+enum Source {
+    Host(u64),
+    Bound {
+        binding: Arc<Binding>,
+        offset: u64,
+    },
+    /// Copied to a stage, or being copied.
+    Staged {
+        stage: usize,
+        copied: bool,
+    },
+}
+
+/// One connection's sending half.
+pub(super) struct Sending {
+    fd: RawFd,
+    // Before what it reads and writes.
+    stager: Option<Stager>,
+    making: Option<Arc<BackgroundInit<Stager>>>,
+    backend: Arc<Backend>,
+    device: Arc<Device>,
+    sources: Sources,
+    messages: VecDeque<Outgoing>,
+    first: u64,
+    /// Of the messages, how many are all handed to the kernel.
+    handed: usize,
+    /// The number of the next call that is reported on.
+    next_call: u32,
+    /// Whether the kernel reports on this socket, once asked; and how many calls wait for a report.
+    reports: Option<bool>,
+    unreported: u64,
+    /// The message whose memory cannot be read, and why: nothing is sent from there on.
+    unreadable: Option<(u64, Error)>,
+    counters: Arc<DevmemCounters>,
+}
+
+/// What copies messages out of a GPU.
+struct Stager {
+    gatherer: Gatherer,
+    memory: Mapped,
+    slot_bytes: usize,
+    free: Vec<usize>,
+}
+
+impl Sending {
+    pub fn new(
+        fd: RawFd,
+        backend: Arc<Backend>,
+        device: Arc<Device>,
+        counters: Arc<DevmemCounters>,
+    ) -> Sending {
+        Sending {
+            fd,
+            stager: None,
+            making: None,
+            backend,
+            device,
+            sources: Sources::default(),
+            messages: VecDeque::new(),
+            first: 0,
+            handed: 0,
+            next_call: 0,
+            reports: None,
+            unreported: 0,
+            unreadable: None,
+            counters,
+        }
+    }
+
+    /// Takes over a message, and sends of it what the kernel takes; its number, unless what it needs is still being made.
+    pub fn post(&mut self, run: &Run) -> Result<Poll<u64>, String> {
+        let number = self.first + self.messages.len() as u64;
+        let Poll::Ready(source) = self.source_of(run, number)? else { return Ok(Poll::Pending) };
+        let (first_call, calls, unreported) = (0, 0, 0);
+        self.messages.push_back(Outgoing {
+            source,
+            bytes: run.bytes(),
+            sent: 0,
+            first_call,
+            calls,
+            unreported,
+        });
+        self.send()?;
+        Ok(Poll::Ready(number))
+    }
+
+    fn source_of(&mut self, run: &Run, number: u64) -> Result<Poll<Source>, String> {
+        let address = run.base() as u64;
+        if run.memory().place() == Place::Host {
+            add(&self.counters.host_sent_bytes, run.bytes());
+            return Ok(Poll::Ready(Source::Host(address)));
+        }
+        let Poll::Ready(binding) = self.sources.of(&self.device, run.memory()) else {
+            return Ok(Poll::Pending);
+        };
+        if let Some(binding) = binding.filter(|_| self.asks_for_reports()) {
+            add(&self.counters.device_sent_bytes, run.bytes());
+            let offset = binding.offset_of(address);
+            return Ok(Poll::Ready(Source::Bound { binding, offset }));
+        }
+        if self.stager.is_none() {
+            let backend = self.backend.clone();
+            let start =
+                || BackgroundInit::start("mapping memory to send from", move || Stager::new(&backend));
+            let Poll::Ready(made) = self.making.get_or_insert_with(start).take() else {
+                return Ok(Poll::Pending);
+            };
+            self.stager = Some(made?);
+        }
+        let Some(stager) = &mut self.stager else { return Err("no stage".into()) };
+        add(&self.counters.staged_sent_bytes, run.bytes());
+        let stage = stager.free.pop().ok_or("more messages are posted than there are stages")?;
+        let target = stager.address(stage);
+        stager.gatherer.begin_copy(number, GpuCopy { source: address, target, bytes: run.bytes() });
+        Ok(Poll::Ready(Source::Staged { stage, copied: false }))
+    }
+
+    fn asks_for_reports(&mut self) -> bool {
+        *self.reports.get_or_insert_with(|| match zerocopy::enable(self.fd) {
+            Ok(()) => true,
+            Err(error) => {
+                tracing::warn!(%error, "this kernel sends nothing without a copy");
+                false
+            }
+        })
+    }
+
+    /// Whether a message is done.
+    pub fn is_done(&mut self, number: u64) -> Result<bool, String> {
+        self.send()?;
+        self.hear_reports()?;
+        let at = number.wrapping_sub(self.first) as usize;
+        // The oldest is the one asked for.
+        let done = at < self.handed && self.messages[at].unreported == 0;
+        if done && at == 0 {
+            self.let_go();
+        }
+        Ok(done)
+    }
+
+    /// A message that is not done whose memory cannot be read, and why.
+    pub fn unreadable(&self) -> Option<(u64, Error)> {
+        self.unreadable.clone()
+    }
+
+    fn let_go(&mut self) {
+        let Some(message) = self.messages.pop_front() else { return };
+        (self.first, self.handed) = (self.first + 1, self.handed - 1);
+        if let (Source::Staged { stage, .. }, Some(stager)) = (message.source, &mut self.stager) {
+            stager.free.push(stage);
+        }
+    }
+
+    /// Hands to the kernel what it takes now.
+    fn send(&mut self) -> Result<(), String> {
+        while self.handed < self.messages.len() && self.unreadable.is_none() {
+            let number = self.first + self.handed as u64;
+            let message = &mut self.messages[self.handed];
+            if message.sent == message.bytes {
+                self.handed += 1;
+                continue;
+            }
+            let (at, left) = (message.sent, message.bytes - message.sent);
+            let reported = matches!(message.source, Source::Bound { .. });
+            let sent = match &mut message.source {
+                Source::Host(address) => send_bytes(self.fd, *address + at as u64, left),
+                Source::Bound { binding, offset } => {
+                    let piece = devmem::Piece { offset: *offset as usize + at, bytes: left };
+                    // SAFETY: offsets only; the pages stay with the binding, which lanes hold.
+                    unsafe { devmem::send(self.fd, binding.id, &[piece]) }
+                }
+                Source::Staged { stage, copied } => {
+                    let Some(stager) = &mut self.stager else { return Err("no stage".into()) };
+                    if !*copied {
+                        match stager.gatherer.poll(number) {
+                            Poll::Pending => return Ok(()),
+                            Poll::Ready(Err(error @ Error::Cuda(CudaError::Freed { .. }))) => {
+                                self.unreadable = Some((number, error));
+                                return Ok(());
+                            }
+                            Poll::Ready(result) => result.map_err(|error| error.to_string())?,
+                        }
+                        *copied = true;
+                    }
+                    send_bytes(self.fd, stager.address(*stage) + at as u64, left)
+                }
+            };
+            add(&self.counters.send_calls, 1);
+            let sent = match sent {
+                Ok(sent) => sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                // Too many calls wait for their report: those come first.
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && self.unreported > 0 => {
+                    return Ok(());
+                }
+                Err(error)
+                    if error.raw_os_error() == Some(libc::EFAULT)
+                        && matches!(message.source, Source::Host(_)) =>
+                {
+                    self.unreadable = Some((number, Error::invalid("region", UNREADABLE)));
+                    return Ok(());
+                }
+                Err(error) => return Err(refused(self.device.name(), &message.source, &error)),
+            };
+            message.sent += sent;
+            if reported {
+                if message.calls == 0 {
+                    message.first_call = self.next_call;
+                }
+                self.next_call = self.next_call.wrapping_add(1);
+                (message.calls, message.unreported) = (message.calls + 1, message.unreported + 1);
+                self.unreported += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes note of what the peer's kernel has acknowledged.
+    fn hear_reports(&mut self) -> Result<(), String> {
+        while self.unreported > 0 {
+            let report = match zerocopy::completion(self.fd) {
+                Ok(Some(report)) => report,
+                Ok(None) => continue,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                Err(error) => return Err(format!("reports of what was sent: {error}")),
+            };
+            for message in self.messages.iter_mut().filter(|message| message.unreported > 0) {
+                let count = common(message.first_call, message.calls, report.first, report.last);
+                let count = count.min(message.unreported);
+                message.unreported -= count;
+                self.unreported -= u64::from(count);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether no message is under way.
+    pub fn is_idle(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// Lets go of regions that are gone.
+    pub fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
+        self.sources.forget_revoked(busy);
+    }
+
+    /// Nothing of the GPU's touches memory any more after this.
+    pub fn stop(&mut self) {
+        (self.stager, self.making) = (None, None);
+    }
+
+    /// Whether the kernel reads nothing of GPU memory any more. Of a connection that is aborted it reports what NICs have sent.
+    pub fn has_released(&mut self) -> bool {
+        if let Err(why) = self.hear_reports() {
+            tracing::error!("the kernel may still send of GPU memory: {why}");
+            self.unreported = 0;
+        }
+        self.unreported == 0
+    }
+
+    /// Keeps no memory any more, nor its bindings.
+    pub fn clear(&mut self) {
+        self.messages.clear();
+        self.sources.clear();
+    }
+}
+
+impl Stager {
+    fn new(backend: &Backend) -> Result<Stager, String> {
+        let (slots, slot_bytes) = (backend.config.window, backend.config.message_bytes_max);
+        backend.with_gpu_current(|| {
+            let gatherer =
+                Gatherer::new(backend.gpu_queue()?, UnpackMode::Copy).map_err(|error| error.to_string())?;
+            let memory = gatherer.map(slots * slot_bytes).map_err(|error| error.to_string())?;
+            Ok(Stager { gatherer, memory, slot_bytes, free: (0..slots).rev().collect() })
+        })
+    }
+
+    fn address(&self, stage: usize) -> u64 {
+        self.memory.at(stage * self.slot_bytes, self.slot_bytes) as u64
+    }
+}
+
+/// Why the kernel takes nothing more, in words that say what to do where it is for memory of a GPU.
+fn refused(nic: &str, source: &Source, error: &io::Error) -> String {
+    match (source, SendCause::of(error)) {
+        (_, SendCause::Other) | (Source::Host(_) | Source::Staged { .. }, _) => {
+            format!("sending over {NAME} TCP: {error}")
+        }
+        (Source::Bound { binding, .. }, cause) => {
+            if cause == SendCause::NotBound {
+                binding.lose();
+            }
+            DevmemError::send(nic, binding.id, error).to_string()
+        }
+    }
+}
+
+fn send_bytes(fd: RawFd, address: u64, bytes: usize) -> io::Result<usize> {
+    // SAFETY: memory of a message that was posted, or of a stage: it stays until the message is done.
+    unsafe { socket::send(fd, &[IoVec::new(address as *mut u8, bytes)], 0) }
+}
+
+/// How many of `count` numbers from `first` on lie between two others, all of them wrapping.
+fn common(first: u32, count: u32, from: u32, to: u32) -> u32 {
+    let reported = to.wrapping_sub(from).wrapping_add(1);
+    (0..count).filter(|each| first.wrapping_add(*each).wrapping_sub(from) < reported).count() as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::common;
+
+    #[test]
+    fn reports_are_counted_for_the_calls_they_are_of() {
+        assert_eq!(common(5, 3, 0, 4), 0);
+        assert_eq!(common(5, 3, 0, 5), 1);
+        assert_eq!(common(5, 3, 6, 6), 1);
+        assert_eq!(common(5, 3, 0, 100), 3);
+        assert_eq!(common(u32::MAX, 3, u32::MAX, 0), 2);
+        assert_eq!(common(u32::MAX, 3, 1, 1), 1);
+    }
+}

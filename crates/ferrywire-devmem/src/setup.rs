@@ -1,0 +1,143 @@
+//! How a channel gets its lane: a second connection beside the channel's, proven like it, then steered at both ends.
+//!
+//! ```text
+//!   the end that opened the session:  dial ── proof ──┐
+//!   both:                     rule for this flow, memory ── told ──> both told: the lane carries payload
+//! ```
+//!
+//! A rule is made only for a connection that has proven to be the peer's, and nothing is sent before both ends have
+//! theirs, so that no payload misses the queue. Rules and memory take time, in the kernel and on the GPU: a thread of its
+//! own sees to that.
+//!
+//! Invariant: a set-up that is given up leaves no rule. Read next: `lane.rs`, what comes of it.
+
+use super::NAME;
+use super::backend::Backend;
+use super::device::Device;
+use super::lane::DevmemLane;
+use ferrywire::payload::{Progress, Setup};
+
+use ferrywire_net::Conn;
+use ferrywire_proto::limits::LANE_HANDLE_BYTES;
+use ferrywire_sys::poll::Waker;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// What an end tells when its part is done: nothing but that.
+const READY: [u8; LANE_HANDLE_BYTES] = [0; LANE_HANDLE_BYTES];
+
+pub(crate) struct DevmemSetup {
+    backend: Arc<Backend>,
+    device: Arc<Device>,
+    started: Duration,
+    /// To be dialled by this end, and not yet asked for.
+    to_dial: bool,
+    connected: bool,
+    told: bool,
+    peer_ready: bool,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    made: Mutex<Option<Result<DevmemLane, String>>>,
+    /// Wakes whoever polls the set-up.
+    waker: Waker,
+}
+
+impl DevmemSetup {
+    /// Of a channel over this NIC.
+    pub fn start(
+        backend: &Arc<Backend>,
+        nic: &str,
+        dials: bool,
+        now: Duration,
+        waker: Waker,
+    ) -> Result<DevmemSetup, String> {
+        let device = backend.device(nic)?;
+        Ok(DevmemSetup {
+            backend: backend.clone(),
+            device,
+            started: now,
+            to_dial: dials,
+            connected: false,
+            told: false,
+            peer_ready: false,
+            shared: Arc::new(Shared { made: Mutex::new(None), waker }),
+        })
+    }
+
+    fn made(&self) -> MutexGuard<'_, Option<Result<DevmemLane, String>>> {
+        self.shared.made.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Setup for DevmemSetup {
+    fn wants_connection(&mut self) -> bool {
+        std::mem::take(&mut self.to_dial)
+    }
+
+    fn connected(&mut self, conn: Box<dyn Conn>) -> Result<(), String> {
+        if std::mem::replace(&mut self.connected, true) {
+            return Err("the peer dialled two connections for one lane".into());
+        }
+        let (backend, device, shared) = (self.backend.clone(), self.device.clone(), self.shared.clone());
+        let thread = thread::Builder::new().name("ferrywire-steer".into()).spawn(move || {
+            let made = make(backend, device, conn);
+            // Where nobody waits any more, what was made goes with the last one that shares it.
+            *shared.made.lock().unwrap_or_else(PoisonError::into_inner) = Some(made);
+            shared.waker.wake();
+        });
+        thread.map(drop).map_err(|error| format!("no thread to set up a lane: {error}"))
+    }
+
+    fn peer_listens(&mut self, _handle: [u8; LANE_HANDLE_BYTES]) -> Result<(), String> {
+        match std::mem::replace(&mut self.peer_ready, true) {
+            false => Ok(()),
+            true => Err("the peer told twice that one lane is ready".into()),
+        }
+    }
+
+    fn poll(&mut self, now: Duration) -> Progress {
+        let mut made = self.made();
+        if let Some(Err(why)) = &*made {
+            return Progress::Failed(why.clone());
+        }
+        if made.is_some() && !self.told {
+            drop(made);
+            self.told = true;
+            return Progress::Handle(Box::new(READY));
+        }
+        if self.peer_ready
+            && let Some(Ok(lane)) = made.take()
+        {
+            let by = lane.by();
+            return Progress::Ready(Box::new(lane), by);
+        }
+        let is_made = made.is_some();
+        drop(made);
+        let limit = self.backend.config.setup_limit;
+        if self.age(now) <= limit {
+            return Progress::Pending;
+        }
+        let missing = match (self.connected, is_made) {
+            (false, _) => "its connection has not come about",
+            (true, false) => "the rule that steers it has not come about",
+            (true, true) => "the peer has not told that it is ready",
+        };
+        let (nic, seconds) = (self.device.name(), limit.as_secs_f64());
+        Progress::Failed(format!("{NAME} on {nic}: {missing} after {seconds:.0} s"))
+    }
+
+    fn age(&self, now: Duration) -> Duration {
+        now.saturating_sub(self.started)
+    }
+}
+
+fn make(backend: Arc<Backend>, device: Arc<Device>, conn: Box<dyn Conn>) -> Result<DevmemLane, String> {
+    let fd = conn.fd().ok_or_else(|| format!("{NAME} needs a connection of the kernel's"))?;
+    let rule = device.steer(conn.local(), conn.remote())?;
+    let made =
+        backend.clone().with_gpu_current(|| DevmemLane::new(backend.clone(), device.clone(), conn, fd, rule));
+    made.inspect_err(|_| device.unsteer_later(rule))
+}

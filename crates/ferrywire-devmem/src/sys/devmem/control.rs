@@ -1,0 +1,206 @@
+//! Where the bytes of one receive lie: the kernel's control messages, checked and told as fragments.
+//!
+//! Invariant: a [`Control`] holds only messages that were checked against what the call returned, so that whoever
+//! walks its fragments has nothing left to check but that the pool is the one that he knows.
+//! Read next: `tokens.rs`.
+
+use std::mem;
+
+use super::{DmabufCmsg, SCM_DEVMEM_DMABUF, SCM_DEVMEM_LINEAR};
+use ferrywire_sys::cmsg::{ControlMessage, ControlMessages, HEADER_BYTES};
+
+/// Words of one fragment's control message.
+const FRAGMENT_WORDS: usize = (HEADER_BYTES + size_of::<DmabufCmsg>()).div_ceil(size_of::<usize>());
+/// A call that may receive more stops there, and loses nothing.
+const FRAGMENTS_MAX: usize = 4096;
+
+/// Some of the bytes of one receive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fragment {
+    /// In the pool, until the token goes back.
+    Pool {
+        /// Number of the binding.
+        dmabuf: u32,
+        /// The first byte, counted in the dma-buf.
+        offset: u64,
+        /// How many.
+        bytes: u32,
+        /// By which the place is given back, on the socket that received it.
+        token: u32,
+    },
+    /// In the buffer of the call.
+    Linear {
+        /// The first byte, counted in the buffer.
+        at: usize,
+        /// How many.
+        bytes: u32,
+    },
+}
+
+impl Fragment {
+    /// How many bytes of the stream it is.
+    pub fn bytes(self) -> u32 {
+        match self {
+            Fragment::Pool { bytes, .. } | Fragment::Linear { bytes, .. } => bytes,
+        }
+    }
+}
+
+/// What the kernel said that cannot be true.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ControlFault {
+    /// The fragments are not what the call returned.
+    #[error("fragments of {fragments} bytes where the kernel says it received {received}")]
+    Sum {
+        /// Bytes of all fragments.
+        fragments: u64,
+        /// What the call returned.
+        received: usize,
+    },
+    /// Bytes are said to be in the buffer that have no room there.
+    #[error("{linear} bytes said to be in a buffer of {buffer}")]
+    Linear {
+        /// Bytes of the fragments in the buffer.
+        linear: u64,
+        /// Its size.
+        buffer: usize,
+    },
+    /// A control message of a fragment is too short for one.
+    #[error("a control message of {bytes} bytes, too short for a fragment")]
+    Short {
+        /// Bytes of its payload.
+        bytes: usize,
+    },
+}
+
+/// Room for the control messages of one receive, used again for the next.
+#[derive(Debug)]
+pub struct Control {
+    room: Box<[usize]>,
+    /// Bytes that were written and checked.
+    written: usize,
+}
+
+impl Control {
+    /// Room for so many fragments, one at least. 256 to 512 are right for a call; with fewer, calls return less.
+    pub fn new(fragments: usize) -> Control {
+        let room = vec![0; fragments.clamp(1, FRAGMENTS_MAX) * FRAGMENT_WORDS].into_boxed_slice();
+        Control { room, written: 0 }
+    }
+
+    /// What the last call received, in the order of the stream; nothing when it was plain, or failed.
+    pub fn fragments(&self) -> Fragments<'_> {
+        Fragments { messages: ControlMessages::new(&self.bytes()[..self.written]), linear: 0 }
+    }
+
+    /// The room, which holds nothing from here on.
+    pub(super) fn room(&mut self) -> &mut [usize] {
+        self.written = 0;
+        &mut self.room
+    }
+
+    /// Takes over what a call wrote; tells whether its bytes are all plain.
+    pub(super) fn accept(
+        &mut self,
+        written: usize,
+        received: usize,
+        buffer: usize,
+    ) -> Result<bool, ControlFault> {
+        self.written = 0;
+        let written = written.min(mem::size_of_val(&*self.room));
+        let plain = check(&self.bytes()[..written], received, buffer)?;
+        self.written = written;
+        Ok(plain)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the same bytes, initialised and borrowed alike; bytes need no alignment.
+        unsafe { std::slice::from_raw_parts(self.room.as_ptr().cast(), mem::size_of_val(&*self.room)) }
+    }
+
+    /// One that holds these bytes, as if a call had written them. For tests.
+    pub fn holding(control: &[u8], received: usize, buffer: usize) -> Result<Control, ControlFault> {
+        let words = control.len().div_ceil(size_of::<usize>());
+        let mut held = Control { room: vec![0; words].into_boxed_slice(), written: 0 };
+        for (word, bytes) in held.room.iter_mut().zip(control.chunks(size_of::<usize>())) {
+            let mut whole = [0; size_of::<usize>()];
+            whole[..bytes.len()].copy_from_slice(bytes);
+            *word = usize::from_ne_bytes(whole);
+        }
+        held.accept(control.len(), received, buffer)?;
+        Ok(held)
+    }
+}
+
+/// Whether `received` bytes are all plain. An error when the fragments are not these bytes, or leave the buffer.
+pub fn check(control: &[u8], received: usize, buffer: usize) -> Result<bool, ControlFault> {
+    let (mut fragments, mut linear, mut plain) = (0_u64, 0_u64, true);
+    for message in ControlMessages::new(control).filter(is_fragment) {
+        let payload = message.payload;
+        let cmsg = decoded(payload).ok_or(ControlFault::Short { bytes: payload.len() })?;
+        fragments = fragments.saturating_add(cmsg.frag_size.into());
+        if message.kind == SCM_DEVMEM_LINEAR {
+            linear = linear.saturating_add(cmsg.frag_size.into());
+        }
+        plain = false;
+    }
+    if linear > buffer as u64 {
+        return Err(ControlFault::Linear { linear, buffer });
+    }
+    if !plain && fragments != received as u64 {
+        return Err(ControlFault::Sum { fragments, received });
+    }
+    Ok(plain)
+}
+
+/// Bytes of all fragments, if there are any that can be read. For tests.
+pub fn sum(control: &[u8]) -> Option<usize> {
+    let sizes = ControlMessages::new(control).filter(is_fragment).map(|message| decoded(message.payload));
+    let sizes: Option<Vec<_>> = sizes.collect();
+    let sizes = sizes.filter(|sizes| !sizes.is_empty())?;
+    Some(sizes.iter().map(|cmsg| cmsg.frag_size as usize).sum())
+}
+
+fn is_fragment(message: &ControlMessage<'_>) -> bool {
+    message.level == libc::SOL_SOCKET && matches!(message.kind, SCM_DEVMEM_LINEAR | SCM_DEVMEM_DMABUF)
+}
+
+fn decoded(payload: &[u8]) -> Option<DmabufCmsg> {
+    let (offset, rest) = payload.split_first_chunk()?;
+    let (size, rest) = rest.split_first_chunk()?;
+    let (token, rest) = rest.split_first_chunk()?;
+    let (dmabuf, rest) = rest.split_first_chunk()?;
+    Some(DmabufCmsg {
+        frag_offset: u64::from_ne_bytes(*offset),
+        frag_size: u32::from_ne_bytes(*size),
+        frag_token: u32::from_ne_bytes(*token),
+        dmabuf_id: u32::from_ne_bytes(*dmabuf),
+        flags: u32::from_ne_bytes(*rest.first_chunk()?),
+    })
+}
+
+/// Walks the fragments of a [`Control`].
+#[derive(Clone, Debug)]
+pub struct Fragments<'a> {
+    messages: ControlMessages<'a>,
+    /// Bytes of the buffer that were told so far.
+    linear: usize,
+}
+
+impl Iterator for Fragments<'_> {
+    type Item = Fragment;
+
+    fn next(&mut self) -> Option<Fragment> {
+        let message = self.messages.find(is_fragment)?;
+        let cmsg = decoded(message.payload)?;
+        let bytes = cmsg.frag_size;
+        if message.kind == SCM_DEVMEM_LINEAR {
+            let at = self.linear;
+            self.linear = at.saturating_add(bytes as usize);
+            return Some(Fragment::Linear { at, bytes });
+        }
+        let (dmabuf, offset, token) = (cmsg.dmabuf_id, cmsg.frag_offset, cmsg.frag_token);
+        Some(Fragment::Pool { dmabuf, offset, bytes, token })
+    }
+}

@@ -1,0 +1,262 @@
+//! The kernel's `netdev` family: which dma-buf the queues of a NIC receive into, and which it may send from.
+//!
+//! A binding lives as long as the socket that made it: dropping a [`Netdev`] undoes all of its bindings, and so does
+//! the end of the process, however it ends. The right to receive (CAP_NET_ADMIN) is checked when binding: 6.18 wants it
+//! in the first user namespace, 7.3 in that of the network namespace. Everybody may send.
+//! Read next: `devmem.rs`, how the bytes of bound queues are received and sent.
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use rustix::io::Errno;
+
+use super::netlink::{self, AttributeList, Attributes, Family, NetlinkError, Reply};
+
+const FAMILY: &str = "netdev";
+
+const DEV_GET: u8 = 1;
+const QUEUE_GET: u8 = 10;
+const BIND_RX: u8 = 13;
+const BIND_TX: u8 = 15;
+
+const DEV_IFINDEX: u16 = 1;
+const DEV_XDP_FEATURES: u16 = 3;
+const DEV_XSK_FEATURES: u16 = 6;
+
+const QUEUE_ID: u16 = 1;
+const QUEUE_IFINDEX: u16 = 2;
+const QUEUE_TYPE: u16 = 3;
+const QUEUE_DMABUF: u16 = 5;
+const QUEUE_IO_URING: u16 = 6;
+const QUEUE_XSK: u16 = 7;
+const TYPE_RX: u32 = 0;
+
+const DMABUF_IFINDEX: u16 = 1;
+const DMABUF_QUEUES: u16 = 2;
+const DMABUF_FD: u16 = 3;
+const DMABUF_ID: u16 = 4;
+const DMABUF_RX_PAGE_SIZE: u16 = 5;
+
+/// What a queue that receives is used for besides packets for everybody.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueState {
+    /// Number of the dma-buf that it is bound to.
+    pub dmabuf: Option<u32>,
+    /// Somebody receives from it with io_uring, without copies.
+    pub io_uring: bool,
+    /// An AF_XDP socket has it.
+    pub xsk: bool,
+}
+
+impl QueueState {
+    /// Whether nobody has taken it.
+    pub fn is_free(self) -> bool {
+        self == QueueState::default()
+    }
+}
+
+/// What a device says of itself here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Device {
+    /// Bits of what it can do with XDP (`NETDEV_XDP_ACT_...`).
+    pub xdp_features: u64,
+    /// Bits of what it can do with AF_XDP.
+    pub xsk_features: u64,
+}
+
+/// A connection to the family, and all bindings that were made with it.
+#[derive(Debug)]
+pub struct Netdev {
+    family: Family,
+}
+
+impl Netdev {
+    /// Opens it. `ENOENT` where the kernel is older than the family (6.3).
+    pub fn open() -> Result<Netdev, NetlinkError> {
+        Ok(Netdev { family: Family::open(FAMILY)? })
+    }
+
+    /// Binds queues that receive to a dma-buf; gives its number, as fragments tell it. Headers must be split from
+    /// payload before, whatever their length. Each piece of the dma-buf's memory is whole pages.
+    pub fn bind_rx(
+        &mut self,
+        ifindex: u32,
+        queues: &[u32],
+        dmabuf: BorrowedFd<'_>,
+    ) -> Result<u32, NetlinkError> {
+        self.bind("netdev bind-rx", BIND_RX, rx_binding(ifindex, queues, dmabuf))
+    }
+
+    /// The same with buffers of `page_bytes`, a power of 2, in place of pages: kernels from 7.3, and some drivers. Other
+    /// sizes are refused here: by its source the kernel gives its number for anything, `EINVAL`, and no words.
+    pub fn bind_rx_pages(
+        &mut self,
+        ifindex: u32,
+        queues: &[u32],
+        dmabuf: BorrowedFd<'_>,
+        page_bytes: u32,
+    ) -> Result<u32, NetlinkError> {
+        let call = "netdev bind-rx";
+        if !page_bytes.is_power_of_two() {
+            let text = Some(format!("rx-page-size {page_bytes} is not a power of 2"));
+            return Err(NetlinkError { errno: Errno::INVAL.raw_os_error(), text, call });
+        }
+        self.bind(call, BIND_RX, rx_binding(ifindex, queues, dmabuf).u32(DMABUF_RX_PAGE_SIZE, page_bytes))
+    }
+
+    /// Lets a device send from a dma-buf; gives the number that sends name it by.
+    pub fn bind_tx(&mut self, ifindex: u32, dmabuf: BorrowedFd<'_>) -> Result<u32, NetlinkError> {
+        self.bind("netdev bind-tx", BIND_TX, tx_binding(ifindex, dmabuf))
+    }
+
+    /// What one queue that receives is used for.
+    pub fn queue(&mut self, ifindex: u32, queue: u32) -> Result<QueueState, NetlinkError> {
+        let question =
+            Attributes::new().u32(QUEUE_IFINDEX, ifindex).u32(QUEUE_TYPE, TYPE_RX).u32(QUEUE_ID, queue);
+        Ok(state_of(self.family.ask("netdev queue-get", QUEUE_GET, &question)?.attributes()))
+    }
+
+    /// The same for all queues of a device that receive, by number. A device that is down has none.
+    pub fn queues(&mut self, ifindex: u32) -> Result<Vec<(u32, QueueState)>, NetlinkError> {
+        let question = Attributes::new().u32(QUEUE_IFINDEX, ifindex);
+        let all = self.family.list("netdev queue-get", QUEUE_GET, &question)?;
+        Ok(all.iter().filter_map(|reply| rx_queue(reply.attributes())).collect())
+    }
+
+    /// What a device says of itself.
+    pub fn device(&mut self, ifindex: u32) -> Result<Device, NetlinkError> {
+        let question = Attributes::new().u32(DEV_IFINDEX, ifindex);
+        let reply = self.family.ask("netdev dev-get", DEV_GET, &question)?;
+        let features = |kind| reply.attributes().number(kind).unwrap_or(0);
+        Ok(Device { xdp_features: features(DEV_XDP_FEATURES), xsk_features: features(DEV_XSK_FEATURES) })
+    }
+
+    fn bind(&mut self, call: &'static str, command: u8, binding: Attributes) -> Result<u32, NetlinkError> {
+        let reply = self.family.ask(call, command, &binding).map_err(|error| told_apart(error, command))?;
+        number_of(&reply).ok_or(NetlinkError { errno: Errno::PROTO.raw_os_error(), text: None, call })
+    }
+}
+
+/// A kernel that does not know a request, and a device that cannot follow it, give one number and no words. The first
+/// gets some here.
+fn told_apart(error: NetlinkError, command: u8) -> NetlinkError {
+    let alike = error.errno == libc::EOPNOTSUPP && error.text.is_none();
+    match alike && netlink::knows(FAMILY, command) == Ok(false) {
+        true => NetlinkError { text: Some("this kernel has no such request".to_owned()), ..error },
+        false => error,
+    }
+}
+
+/// The number that a binding got, which is never 0.
+fn number_of(reply: &Reply) -> Option<u32> {
+    reply.attributes().u32(DMABUF_ID).filter(|&id| id != 0)
+}
+
+fn tx_binding(ifindex: u32, dmabuf: BorrowedFd<'_>) -> Attributes {
+    Attributes::new().u32(DMABUF_IFINDEX, ifindex).u32(DMABUF_FD, dmabuf.as_raw_fd() as u32)
+}
+
+fn rx_binding(ifindex: u32, queues: &[u32], dmabuf: BorrowedFd<'_>) -> Attributes {
+    let queue = |&id: &u32| Attributes::new().u32(QUEUE_ID, id).u32(QUEUE_TYPE, TYPE_RX);
+    queues.iter().fold(tx_binding(ifindex, dmabuf), |all, id| all.nest(DMABUF_QUEUES, queue(id)))
+}
+
+/// What a queue says of itself.
+pub fn state_of(queue: AttributeList<'_>) -> QueueState {
+    QueueState {
+        dmabuf: queue.u32(QUEUE_DMABUF),
+        io_uring: queue.find(QUEUE_IO_URING).is_some(),
+        xsk: queue.find(QUEUE_XSK).is_some(),
+    }
+}
+
+/// Number and state of a queue, if it receives.
+pub fn rx_queue(queue: AttributeList<'_>) -> Option<(u32, QueueState)> {
+    (queue.u32(QUEUE_TYPE)? == TYPE_RX).then_some((queue.u32(QUEUE_ID)?, state_of(queue)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    /// Loopback's number in every network namespace.
+    const LO: u32 = 1;
+
+    fn netdev() -> Option<Netdev> {
+        Netdev::open()
+            .inspect_err(|error| println!("SKIPPED: needs the kernel's netdev family: {error}"))
+            .ok()
+    }
+
+    fn some_file() -> std::os::fd::OwnedFd {
+        ferrywire_sys::mapping::anonymous_file(4096).expect("memory")
+    }
+
+    #[test]
+    fn a_request_to_bind_is_what_the_kernel_reads() {
+        let file = some_file();
+        let fd = file.as_raw_fd() as u32;
+        let request = rx_binding(7, &[3, 1], file.as_fd());
+        let list = AttributeList::new(request.bytes().expect("short"));
+        assert_eq!((list.u32(DMABUF_IFINDEX), list.u32(DMABUF_FD)), (Some(7), Some(fd)));
+        let nests = list.into_iter().filter(|(kind, _)| *kind == DMABUF_QUEUES);
+        let queues: Vec<_> = nests
+            .map(|(_, nest)| AttributeList::new(nest))
+            .map(|queue| (queue.u32(QUEUE_ID), queue.u32(QUEUE_TYPE)))
+            .collect();
+        assert_eq!(queues, [(Some(3), Some(0)), (Some(1), Some(0))]);
+    }
+
+    #[test]
+    fn a_queues_state_is_read() {
+        let told = |attributes: Attributes| {
+            rx_queue(AttributeList::new(attributes.bytes().expect("short"))).map(|(_, state)| state)
+        };
+        let queue = |kind| Attributes::new().u32(QUEUE_ID, 2).u32(QUEUE_IFINDEX, 7).u32(QUEUE_TYPE, kind);
+        let free = QueueState::default();
+        assert_eq!(told(queue(TYPE_RX)), Some(free));
+        assert_eq!(told(queue(1)), None, "one that sends");
+        let bound = told(queue(TYPE_RX).u32(QUEUE_DMABUF, 5)).expect("it receives");
+        assert_eq!((bound, bound.is_free()), (QueueState { dmabuf: Some(5), ..free }, false));
+        let nested = |kind| told(queue(TYPE_RX).nest(kind, Attributes::new()));
+        assert_eq!(nested(QUEUE_IO_URING), Some(QueueState { io_uring: true, ..free }));
+        assert_eq!(nested(QUEUE_XSK), Some(QueueState { xsk: true, ..free }));
+    }
+
+    // What loopback refuses to bind is in `tests/devmem/bind.rs`, beside what other NICs refuse.
+    #[test]
+    fn loopback_tells_what_it_is() {
+        let Some(mut netdev) = netdev() else { return };
+        if let Err(error) = netdev.device(LO) {
+            assert_eq!(error.errno, libc::EOPNOTSUPP, "{error}");
+        }
+        let missing = netdev.device(1 << 30).expect_err("there is none");
+        assert_eq!(missing.errno, libc::ENODEV, "{missing}");
+        let refused = netdev.bind_rx_pages(LO, &[0], some_file().as_fd(), 12288).expect_err("three pages");
+        assert_eq!(refused.errno, libc::EINVAL, "{refused}");
+        assert_eq!(refused.text.as_deref(), Some("rx-page-size 12288 is not a power of 2"));
+    }
+
+    #[test]
+    fn a_request_that_the_kernel_does_not_know_is_told_apart() {
+        let Some(mut netdev) = netdev() else { return };
+        let binding = || rx_binding(LO, &[0], some_file().as_fd());
+        let refused = netdev.bind("a binding of later kernels", 250, binding()).expect_err("no such command");
+        assert_eq!(refused.errno, libc::EOPNOTSUPP, "{refused}");
+        assert_eq!(refused.text.as_deref(), Some("this kernel has no such request"));
+        assert_eq!(netlink::knows(FAMILY, 250), Ok(false));
+        assert_eq!(netlink::knows(FAMILY, DEV_GET), Ok(true));
+    }
+
+    #[test]
+    fn queues_of_a_device_that_is_up_are_listed() {
+        let Some(mut netdev) = netdev() else { return };
+        let queues = match netdev.queues(LO) {
+            Ok(queues) => queues,
+            Err(error) => return println!("SKIPPED: needs a kernel that lists queues: {error}"),
+        };
+        for (index, state) in queues {
+            assert_eq!(netdev.queue(LO, index).map_err(|error| error.errno), Ok(state));
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! Generic netlink: questions and orders to one family of the kernel's, and its answers with its own words.
+//!
+//! Used by `ethtool.rs` and `netdev.rs`, which know what the numbers mean. The kernel's words matter: most of its
+//! refusals share one number, and only the text tells them apart, so it is asked for and kept in [`NetlinkError`].
+//! Invariant: what is read is checked at every length (`netlink/answer.rs`), so an answer that makes no sense is an
+//! error; and nothing blocks, since the kernel writes its answer while it takes the question.
+//! Read next: `netlink/attributes.rs`, what messages consist of.
+
+pub(crate) mod answer;
+mod attributes;
+
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use rustix::io::{Errno, retry_on_intr};
+use rustix::net::{self, AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
+
+pub use answer::Reply;
+use answer::{Answer, Wanted};
+pub use attributes::{AttributeList, Attributes};
+
+use ferrywire_sys::socket;
+
+/// `GENL_ID_CTRL`, which knows the other families; its question and the attributes of it.
+const CONTROL_FAMILY: u16 = 0x10;
+const CTRL_CMD_GETFAMILY: u8 = 3;
+const CTRL_CMD_GETPOLICY: u8 = 10;
+const CTRL_ATTR_FAMILY_ID: u16 = 1;
+const CTRL_ATTR_FAMILY_NAME: u16 = 2;
+const CTRL_ATTR_OP: u16 = 10;
+const FAMILY_VERSION: u8 = 1;
+
+const NLM_F_REQUEST: u16 = 0x001;
+const NLM_F_ACK: u16 = 0x004;
+const NLM_F_DUMP: u16 = 0x300;
+
+/// Bytes of the heads of a message: netlink's own, and with it the one of generic netlink.
+const HEAD_BYTES: usize = 16;
+const HEADS_BYTES: usize = HEAD_BYTES + 4;
+/// Room for one read: the kernel cuts long lists to at most this.
+const READ_BYTES: usize = 32 << 10;
+/// Longest request.
+const REQUEST_BYTES_MAX: usize = 64 << 10;
+/// A list that changed while it was told is asked for this often.
+const DUMPS_MAX: usize = 4;
+
+/// What the kernel refused, or could not be asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{call}: {}", self.reason())]
+pub struct NetlinkError {
+    /// The kernel's number. `EPROTO`: its answer made no sense; `EAGAIN`: it gave none.
+    pub errno: i32,
+    /// The kernel's own words, where it had any.
+    pub text: Option<String>,
+    /// What was asked of it.
+    pub call: &'static str,
+}
+
+impl NetlinkError {
+    fn new(call: &'static str, error: Errno) -> NetlinkError {
+        NetlinkError { errno: error.raw_os_error(), text: None, call }
+    }
+
+    /// The kernel's words if there are any, and what its number means.
+    fn reason(&self) -> String {
+        let number = io::Error::from_raw_os_error(self.errno);
+        match &self.text {
+            Some(text) => format!("{text}: {number}"),
+            None => number.to_string(),
+        }
+    }
+}
+
+impl From<NetlinkError> for io::Error {
+    fn from(error: NetlinkError) -> io::Error {
+        io::Error::new(io::Error::from_raw_os_error(error.errno).kind(), error)
+    }
+}
+
+/// A socket that talks to one family. What the kernel keeps for a socket ends when this is dropped.
+#[derive(Debug)]
+pub struct Family {
+    socket: OwnedFd,
+    id: u16,
+    /// Number of the last request, by which answers are known.
+    sequence: u32,
+}
+
+impl Family {
+    /// Opens a socket for the family of this name. `ENOENT` where the kernel has none.
+    pub fn open(name: &str) -> Result<Family, NetlinkError> {
+        const CALL: &str = "netlink family";
+        let socket = open_socket().map_err(|error| NetlinkError {
+            errno: error.raw_os_error().unwrap_or(libc::EIO),
+            text: None,
+            call: "netlink socket",
+        })?;
+        let mut family = Family { socket, id: CONTROL_FAMILY, sequence: 0 };
+        let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, name);
+        let reply = match family.ask(CALL, CTRL_CMD_GETFAMILY, &question) {
+            Err(NetlinkError { errno: libc::ENOENT, text: None, call }) => {
+                let text = Some(format!("this kernel has no family {name:?}"));
+                return Err(NetlinkError { errno: libc::ENOENT, text, call });
+            }
+            answer => answer?,
+        };
+        family.id =
+            reply.attributes().u16(CTRL_ATTR_FAMILY_ID).ok_or(NetlinkError::new(CALL, Errno::PROTO))?;
+        Ok(family)
+    }
+
+    /// Asks a question that has one reply.
+    pub fn ask(
+        &mut self,
+        call: &'static str,
+        command: u8,
+        question: &Attributes,
+    ) -> Result<Reply, NetlinkError> {
+        let replies = self.exchange(call, command, NLM_F_ACK, question)?.replies;
+        replies.into_iter().next().ok_or(NetlinkError::new(call, Errno::PROTO))
+    }
+
+    /// Gives an order, and waits until the kernel has followed it. Some orders have a reply, which may be dropped.
+    pub fn order(
+        &mut self,
+        call: &'static str,
+        command: u8,
+        order: &Attributes,
+    ) -> Result<Option<Reply>, NetlinkError> {
+        Ok(self.exchange(call, command, NLM_F_ACK, order)?.replies.into_iter().next())
+    }
+
+    /// Asks for a list: one reply for each of its items.
+    pub fn list(
+        &mut self,
+        call: &'static str,
+        command: u8,
+        question: &Attributes,
+    ) -> Result<Vec<Reply>, NetlinkError> {
+        for _ in 0..DUMPS_MAX {
+            let answer = self.exchange(call, command, NLM_F_DUMP, question)?;
+            if !answer.interrupted {
+                return Ok(answer.replies);
+            }
+        }
+        Err(NetlinkError::new(call, Errno::INTR))
+    }
+
+    fn exchange(
+        &mut self,
+        call: &'static str,
+        command: u8,
+        flags: u16,
+        attributes: &Attributes,
+    ) -> Result<Answer, NetlinkError> {
+        let failed = |error| NetlinkError::new(call, error);
+        self.sequence = self.sequence.wrapping_add(1);
+        let request = self.request(command, flags, attributes).ok_or(failed(Errno::MSGSIZE))?;
+        retry_on_intr(|| net::send(&self.socket, &request, SendFlags::empty())).map_err(failed)?;
+        let wanted = Wanted { family: self.id, sequence: self.sequence };
+        let mut answer = Answer::default();
+        let mut read = vec![0; READ_BYTES];
+        while !answer.complete {
+            let bytes = self.read(&mut read).map_err(failed)?;
+            answer.take(wanted, &read[..bytes]).map_err(|refusal| refusal.of(call))?;
+        }
+        Ok(answer)
+    }
+
+    fn request(&self, command: u8, flags: u16, attributes: &Attributes) -> Option<Vec<u8>> {
+        let attributes = attributes.bytes()?;
+        let len = HEADS_BYTES + attributes.len();
+        if len > REQUEST_BYTES_MAX {
+            return None;
+        }
+        let mut message = Vec::with_capacity(len);
+        message.extend((len as u32).to_ne_bytes());
+        message.extend(self.id.to_ne_bytes());
+        message.extend((NLM_F_REQUEST | flags).to_ne_bytes());
+        message.extend(self.sequence.to_ne_bytes());
+        // No port: the kernel knows who asks.
+        message.extend([0; 4]);
+        message.extend([command, FAMILY_VERSION, 0, 0]);
+        message.extend(attributes);
+        Some(message)
+    }
+
+    /// One read, which the kernel has had every occasion to answer: what is not there will not come.
+    fn read(&self, into: &mut [u8]) -> Result<usize, Errno> {
+        let room = into.len();
+        let (_, bytes) = retry_on_intr(|| net::recv(&self.socket, &mut *into, RecvFlags::TRUNC))?;
+        // Told with its whole length, though only what had room was written.
+        if bytes > room { Err(Errno::MSGSIZE) } else { Ok(bytes) }
+    }
+}
+
+/// Whether the kernel knows a command of a family that it has. By its number alone a refusal does not tell.
+pub fn knows(family: &str, command: u8) -> Result<bool, NetlinkError> {
+    let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, family).u32(CTRL_ATTR_OP, command.into());
+    match Family::open("nlctrl")?.list("netlink policy", CTRL_CMD_GETPOLICY, &question) {
+        Ok(_) => Ok(true),
+        Err(NetlinkError { errno: libc::ENOENT, .. }) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+fn open_socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = net::socket_with(AddressFamily::NETLINK, SocketType::RAW, flags, Some(netlink::GENERIC))?;
+    // The kernel's words with a refusal, and the request not repeated in it.
+    for option in [libc::NETLINK_EXT_ACK, libc::NETLINK_CAP_ACK] {
+        socket::set_int(socket.as_raw_fd(), libc::SOL_NETLINK, option, 1)?;
+    }
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CTRL_ATTR_VERSION: u16 = 3;
+
+    fn control() -> Option<Family> {
+        match Family::open("nlctrl") {
+            Ok(family) => Some(family),
+            Err(error) => {
+                println!("SKIPPED: needs generic netlink: {error}");
+                None
+            }
+        }
+    }
+
+    #[test]
+    fn a_family_that_is_not_there_is_named() {
+        if control().is_none() {
+            return;
+        }
+        let error = Family::open("no-such-family").expect_err("there is none");
+        assert_eq!(error.errno, libc::ENOENT);
+        assert!(error.to_string().contains("no-such-family"), "{error}");
+    }
+
+    #[test]
+    fn questions_lists_and_refusals_follow_each_other_on_one_socket() {
+        let Some(mut family) = control() else { return };
+        assert_eq!(family.id, CONTROL_FAMILY);
+        for _ in 0..3 {
+            let all = family.list("families", CTRL_CMD_GETFAMILY, &Attributes::new()).expect("a list");
+            let named = |reply: &Reply| {
+                reply.attributes().find(CTRL_ATTR_FAMILY_NAME).map(<[u8]>::to_vec)
+                    == Some(b"nlctrl\0".to_vec())
+            };
+            assert_eq!(all.iter().filter(|reply| named(reply)).count(), 1, "of {}", all.len());
+            let refusal = family.ask("nothing", 250, &Attributes::new()).expect_err("no such command");
+            assert_eq!((refusal.errno, refusal.call), (libc::EOPNOTSUPP, "nothing"));
+            let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, "nlctrl");
+            let one = family.ask("family", CTRL_CMD_GETFAMILY, &question).expect("it is there");
+            assert!(one.attributes().u32(CTRL_ATTR_VERSION).is_some());
+        }
+    }
+
+    #[test]
+    fn the_kernels_words_come_with_its_refusal() {
+        let Some(mut family) = control() else { return };
+        // The name of a family is text of at most 16 bytes, which the kernel says when there are more.
+        let question = Attributes::new().text(CTRL_ATTR_FAMILY_NAME, "a name of more than sixteen bytes");
+        let refusal = family.ask("family", CTRL_CMD_GETFAMILY, &question).expect_err("too long");
+        let text = refusal.text.clone().expect("words");
+        assert!(refusal.to_string().starts_with(&format!("family: {text}: ")), "{refusal}");
+        assert_eq!(io::Error::from(refusal.clone()).to_string(), refusal.to_string());
+    }
+
+    #[test]
+    fn a_request_that_is_too_long_is_refused_here() {
+        let Some(mut family) = control() else { return };
+        let long = Attributes::new().bytes_of(1, &vec![0; 70 << 10]);
+        let many = (0..20_000).fold(Attributes::new(), |list, n| list.u32(1, n));
+        for request in [long, many] {
+            assert_eq!(
+                family.order("too much", 1, &request).map_err(|e| e.errno).err(),
+                Some(libc::EMSGSIZE)
+            );
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! What goes wrong on the way: headers split badly, packets lost, pools that run dry, bindings that end.
+
+use crate::receive::hold;
+use crate::vm::{self, KIB, Knob, Link, MIB, Receiver, Sender, WAY, send_all, take};
+use ferrywire_devmem::sys::devmem::{Control, Fragment, Tokens};
+use std::os::fd::AsRawFd;
+use std::thread;
+
+/// Sends so much of the pattern while it is received.
+fn transfer(
+    (receiver, sender, link): (&Receiver, &Sender, &Link),
+    position: usize,
+    bytes: usize,
+) -> vm::Tally {
+    thread::scope(|scope| {
+        scope.spawn(move || send_all(link, sender.id, position, bytes, 256 * KIB));
+        take(link, receiver, position, bytes, WAY)
+    })
+}
+
+#[test]
+fn linear_and_plain_bytes_are_part_of_a_healthy_connection() {
+    if !vm::is_here() {
+        return;
+    }
+    let (receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
+    let _knob = Knob::set("split_linear", 100);
+    let tally = transfer((&receiver, &sender, &link), 0, 8 * MIB);
+    println!("{} linear, {} plain", tally.linear_bytes, tally.plain_bytes);
+    assert!(tally.linear_bytes > 0 && tally.pool_bytes > 0);
+    // Packets with no more than the linear part hold are plain altogether.
+    let short = transfer((&receiver, &sender, &link), 8 * MIB, 50);
+    assert_eq!((short.bytes(), short.pool_bytes), (50, 0));
+}
+
+#[test]
+fn lost_packets_change_nothing() {
+    if !vm::is_here() {
+        return;
+    }
+    let (receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
+    let _knob = Knob::set("drop_every", 97);
+    assert_eq!(transfer((&receiver, &sender, &link), 0, 8 * MIB).bytes(), 8 * MIB);
+}
+
+#[test]
+fn a_pool_that_ran_dry_goes_on_after_a_release() {
+    if !vm::is_here() {
+        return;
+    }
+    let (receiver, sender, link) = (Receiver::new(MIB), Sender::new(), Link::steered());
+    let bytes = 8 * MIB;
+    thread::scope(|scope| {
+        scope.spawn(|| send_all(&link, sender.id, 0, bytes, 256 * KIB));
+        let (got, mut held) = until_dry(&link, &receiver, bytes);
+        println!("dry after {got} bytes, with {} fragments held", held.fragments());
+        assert!(got < bytes && held.fragments() > 0);
+        let told = held.fragments();
+        assert_eq!(held.release(link.near.as_raw_fd()).expect("they go back").fragments, told);
+        let way = vm::Way { batch: 32, ..WAY };
+        assert_eq!(take(&link, &receiver, got, bytes - got, way).bytes(), bytes - got);
+    });
+}
+
+/// Receives and keeps what comes, until nothing has come for a second.
+fn until_dry(link: &Link, receiver: &Receiver, bytes: usize) -> (usize, Tokens) {
+    let (mut got, mut held) = (0, Tokens::new());
+    let (mut control, mut buffer) = (Control::new(256), vec![0; MIB]);
+    let mut quiet = 0;
+    while got < bytes && (quiet < 10 || held.is_empty()) {
+        // SAFETY: the buffer has as many bytes.
+        let received = unsafe {
+            let (into, len) = (buffer.as_mut_ptr(), buffer.len());
+            ferrywire_devmem::sys::devmem::receive(link.near.as_raw_fd(), into, len, &mut control)
+        };
+        let Ok(received) = received else {
+            vm::wait(link.near.as_raw_fd(), libc::POLLIN);
+            quiet += 1;
+            continue;
+        };
+        quiet = 0;
+        let mut position = got;
+        got += received.bytes;
+        for fragment in control.fragments() {
+            if let Fragment::Pool { offset, bytes, token, .. } = fragment {
+                vm::check(&receiver.pool.read(offset, bytes), position);
+                held.push(token);
+            }
+            position += fragment.bytes() as usize;
+        }
+    }
+    (got, held)
+}
+
+#[test]
+fn what_is_queued_outlives_the_binding_and_the_rest_is_plain() {
+    if !vm::is_here() {
+        return;
+    }
+    let (mut receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
+    // Less than the first window. Finished with its memory: acknowledged, and so queued.
+    send_all(&link, sender.id, 0, 32 * KIB, 8 * KIB);
+    // Another socket in its place: the first one ends, and its bindings with it.
+    receiver.netdev = ferrywire_devmem::sys::netdev::Netdev::open().expect("the family");
+    let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
+    assert!(state.is_free(), "{state:?}");
+    let queued = take(&link, &receiver, 0, 32 * KIB, WAY);
+    assert_eq!((queued.bytes(), queued.plain_bytes), (32 * KIB, 0));
+    let later = transfer((&receiver, &sender, &link), 32 * KIB, 2 * MIB);
+    assert_eq!(later.plain_bytes, 2 * MIB);
+}
+
+#[test]
+fn a_nic_that_went_down_and_up_goes_on() {
+    if !vm::is_here() {
+        return;
+    }
+    let (mut receiver, sender, link) = (Receiver::new(16 * MIB), Sender::new(), Link::steered());
+    let before = transfer((&receiver, &sender, &link), 0, MIB);
+    assert_eq!((before.bytes(), before.plain_bytes), (MIB, 0));
+    vm::send_plain(&link, MIB, 32 * KIB);
+    let mut held = Tokens::new();
+    hold(&link, 32 * KIB).into_iter().for_each(|token| held.push(token));
+    vm::set_up(vm::NEAR, false);
+    vm::set_up(vm::NEAR, true);
+    let state = receiver.netdev.queue(vm::index(vm::NEAR), vm::QUEUE).expect("it is there");
+    assert_eq!(state.dmabuf, Some(receiver.id), "the binding stays");
+    let told = held.fragments();
+    let released = held.release(link.near.as_raw_fd()).expect("their places were not lost");
+    assert_eq!((released.fragments, released.unknown), (told, 0));
+    let after = transfer((&receiver, &sender, &link), MIB + 32 * KIB, MIB);
+    assert_eq!((after.bytes(), after.plain_bytes), (MIB, 0));
+}
