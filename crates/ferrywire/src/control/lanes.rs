@@ -71,7 +71,7 @@ impl Lanes {
         }
     }
 
-    /// Whether one that has failed says of the next one that it would fail too: else it is made anew, as a TCP connection is.
+    /// Whether the lane after a failed one would fail too; if not, lanes are made anew, as TCP connections are.
     pub fn fail_for_good(&self) -> bool {
         self.carrier.as_ref().is_some_and(|carrier| carrier.fails_for_good())
     }

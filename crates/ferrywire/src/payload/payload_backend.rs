@@ -40,7 +40,7 @@ pub trait BackendConfig: fmt::Debug + Send + Sync {
 
 /// What moves the payload of an endpoint's channels beside their connections.
 ///
-/// What is told by default is told of lanes that are connections of the kernel's.
+/// Defaults describe a backend whose lanes are connections of the kernel's.
 pub trait PayloadBackend: fmt::Debug + Send + Sync {
     /// What the backend is called, in errors and between the ends.
     fn name(&self) -> &str;
@@ -112,8 +112,8 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     /// Longest that the oldest message of a lane may stand still.
     fn stall_limit(&self) -> Duration;
 
-    /// Whether lanes make calls that may block, or never return. Then a worker's own thread alone turns it, lanes or not;
-    /// else that holds only while it has lanes, and for the reason that nothing wakes a caller for what they bring.
+    /// Whether lanes make calls that may block, or never return. With such a backend a worker is turned by its own thread
+    /// alone; with another that holds while the worker has lanes, since nothing wakes a caller for what lanes bring.
     fn calls_may_block(&self) -> bool {
         false
     }
@@ -123,13 +123,12 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
         Vec::new()
     }
 
-    /// Such a call in words.
+    /// A call of [`inflight_calls`](PayloadBackend::inflight_calls) in words.
     fn describe_call(&self, call: &InflightCall) -> String {
         format!("{}: {}", self.name(), call.call)
     }
 
-    /// Whether a lane that has failed says of the next one that it would fail too. Else a failed lane is dialled again, as a
-    /// TCP connection is.
+    /// Whether the lane after a failed one would fail too. If not, the channel is dialled again, as one over TCP is.
     fn fails_for_good(&self) -> bool {
         false
     }

@@ -143,7 +143,9 @@ impl Link {
         }
         let end = if self.dials() { "connects" } else { "accepts" };
         let why = format!("at the end that {end}: {why}");
-        tracing::warn!(peer = self.peer.name(), "a session without devmem takes this one's place: {why}");
+        let carrier = self.lanes.carrier();
+        let name = carrier.as_ref().map_or("lanes", |carrier| carrier.name());
+        tracing::warn!(peer = self.peer.name(), "a session without {name} takes this one's place: {why}");
         self.leave_with(format!("{WITHOUT_LANES}{why}"), error, now);
         self.without = Some(why);
     }
