@@ -114,6 +114,18 @@ pub trait Conn: Send {
     /// Each piece must be writable for the length of the call.
     unsafe fn recv(&mut self, pieces: &[IoVec]) -> io::Result<usize>;
 
+    /// Sends from plain bytes; returns how many were taken, at least 1.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        // SAFETY: `send` reads its pieces only, and the borrow keeps these bytes readable for the length of the call.
+        unsafe { self.send(&[IoVec::new(bytes.as_ptr().cast_mut(), bytes.len())]) }
+    }
+
+    /// Receives into plain bytes; returns how many were placed, 0 at the end of the stream.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        // SAFETY: the exclusive borrow keeps these bytes writable for the length of the call.
+        unsafe { self.recv(&[IoVec::new(buffer.as_mut_ptr(), buffer.len())]) }
+    }
+
     /// Whether both ends have addresses of this host, and nothing slow between them.
     fn within_host(&self) -> bool {
         false

@@ -3,7 +3,8 @@
 //! Each test ends in a refusal, or in the loss of the channel or peer that misbehaved, with a cause that
 //! names what it did. [`Scene::unharmed`] then checks that nothing else changed: memory around and outside
 //! the region, and the work of a good peer.
-//! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `floods.rs`, `control.rs`, `answering.rs`.
+//! Read next: `scene.rs` and `evil.rs`, then the tests: `frames.rs`, `floods.rs`, `control.rs`, `answering.rs`,
+//! `vanishing.rs`.
 
 mod answering;
 mod control;
@@ -11,6 +12,7 @@ mod evil;
 mod floods;
 mod frames;
 mod scene;
+mod vanishing;
 
 use ferrywire_proto::stall_timer::StallTimer;
 use std::thread;

@@ -9,6 +9,7 @@
 //!
 //! Invariant: a phase that fails leaves nothing behind: endpoints that had started are closed, and so are peers that were
 //! connected in it. Read next: `endpoint.rs`.
+#![forbid(unsafe_code)]
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};

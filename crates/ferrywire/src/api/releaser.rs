@@ -5,6 +5,7 @@
 //!
 //! Invariant: an owner is dropped where that may block, by whoever deregisters or by the thread here, with no lock of
 //! ours held; never by a progress thread. Read next: `worker/quiesce.rs`, what workers answer.
+#![forbid(unsafe_code)]
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};

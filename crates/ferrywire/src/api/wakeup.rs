@@ -10,6 +10,7 @@
 //! Invariant: what happened before [`Wakeup::clear`] is there for those who look after it, and what was attached and
 //! has something since makes the descriptor readable again. It may be readable although nobody has anything: look.
 //! Read next: `worker/`, whose waiting lists hold it beside threads.
+#![forbid(unsafe_code)]
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::sync::Arc;

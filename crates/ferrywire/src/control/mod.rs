@@ -6,6 +6,7 @@
 //!
 //! Invariant: nothing here blocks, and what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`.
 //! Read next: `accepting.rs`, `dialling.rs`, `ready_set.rs`, `link/`.
+#![forbid(unsafe_code)]
 
 mod accept_queue;
 mod accepting;
@@ -30,7 +31,7 @@ pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
 use dial::{Dial, DialFor};
 use ferrywire_memory::cuda::deferred_free;
-use ferrywire_net::{Conn, IoVec, Listener};
+use ferrywire_net::{Conn, Listener};
 use ferrywire_proto::clock::Clock;
 use ferrywire_proto::handshake::{Hello, ListenAddress, Refusal, RefusalCode};
 use ferrywire_proto::limits;
@@ -373,6 +374,12 @@ impl Control {
         self.links.values_mut().for_each(|link| link.abort());
     }
 
+    /// Ends a session without a farewell, as a process that is killed does.
+    #[cfg(test)]
+    pub(crate) fn break_off(&mut self, session: u64) {
+        self.links.get_mut(&session).expect("the session has a link").break_off();
+    }
+
     /// How a peer ended that was closed and had not finished, if there was one.
     pub fn unfinished(&self) -> Option<Error> {
         self.unfinished.clone()
@@ -382,8 +389,7 @@ impl Control {
 /// Writes what it can; true when all is written.
 fn write_out(conn: &mut dyn Conn, output: &mut Vec<u8>) -> io::Result<bool> {
     while !output.is_empty() {
-        // SAFETY: the piece is the vector's own bytes.
-        match unsafe { conn.send(&[IoVec::new(output.as_mut_ptr(), output.len())]) } {
+        match conn.write(output) {
             Ok(count) => drop(output.drain(..count)),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
             Err(error) => return Err(error),
@@ -394,8 +400,7 @@ fn write_out(conn: &mut dyn Conn, output: &mut Vec<u8>) -> io::Result<bool> {
 
 /// Reads what is there: `None` when nothing is, 0 at the end of the stream.
 fn read_in(conn: &mut dyn Conn, buffer: &mut [u8]) -> io::Result<Option<usize>> {
-    // SAFETY: the piece is the buffer's own bytes.
-    match unsafe { conn.recv(&[IoVec::new(buffer.as_mut_ptr(), buffer.len())]) } {
+    match conn.read(buffer) {
         Ok(count) => Ok(Some(count)),
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
         Err(error) => Err(error),

@@ -2,6 +2,7 @@
 //!
 //! The kernel gives ports of its ephemeral range to connections that name none of their own, and keeps each for a minute
 //! after its connection has ended. A listener there can find its port taken by what no process has open any more.
+#![forbid(unsafe_code)]
 
 use crate::config::Config;
 use crate::error::{Error, Result};

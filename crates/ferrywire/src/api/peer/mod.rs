@@ -5,6 +5,7 @@
 //!
 //! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
 //! Read next: `state.rs`; `frames.rs`, for what arrives; `queue/`, for what leaves.
+#![forbid(unsafe_code)]
 
 mod blocks;
 mod multi_region;

@@ -1,6 +1,7 @@
 //! The descriptor of another endpoint's region.
 //!
 //! Invariant: what came as bytes is what this version wrote, or an error. Read next: `mod.rs`, the regions themselves.
+#![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
 use ferrywire_memory::Place;

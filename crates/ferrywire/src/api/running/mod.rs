@@ -4,6 +4,7 @@
 //! to the state of their peer and to the [`Context`]. Nothing below refers back up, so what is dropped is gone.
 //!
 //! Read next: `inline.rs`, callers that post and wait; `../../core/worker/`, `../../control/`.
+#![forbid(unsafe_code)]
 
 mod inline;
 

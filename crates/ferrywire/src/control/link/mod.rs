@@ -13,8 +13,6 @@ mod closing;
 mod fences;
 mod session;
 mod setup;
-#[cfg(test)]
-mod vanishing;
 
 use super::accept_queue::{AcceptQueue, Seat};
 use super::dial::{Announced, ConnectTarget, bulk_options};
@@ -326,6 +324,12 @@ impl Link {
     /// Changes as long as what was posted gets on, after [`Link::drain`].
     pub fn drained(&self) -> u64 {
         self.peer.drained()
+    }
+
+    /// Ends the session without a farewell, as a process that is killed does.
+    #[cfg(test)]
+    pub(super) fn break_off(&mut self) {
+        self.error.get_or_insert(Error::Closed);
     }
 
     pub(super) fn peer(&self) -> &Arc<PeerState> {

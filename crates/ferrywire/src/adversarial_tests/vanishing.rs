@@ -4,7 +4,7 @@
 //! The plugin's own log is read beside our count: what is not seen cannot be hidden.
 
 use crate::case::case;
-use crate::{Builder, Endpoint, Error, Peer, PluginConfig, Region};
+use crate::{Builder, Endpoint, Peer, PluginConfig, Region};
 use ferrywire_ncclnet::log;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -56,10 +56,7 @@ impl Ends {
     fn vanish(&self) {
         let state = self.near.state();
         state.vanishes.store(true, Ordering::SeqCst);
-        let end = |control: &mut crate::control::Control| {
-            control.links.get_mut(&state.session).unwrap().error.get_or_insert(Error::Closed);
-        };
-        self.near_end.running().with_control(end);
+        self.near_end.running().with_control(|control| control.break_off(state.session));
     }
 
     /// Results of a closing peer that the far end's channel has had.
