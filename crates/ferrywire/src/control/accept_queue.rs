@@ -1,9 +1,9 @@
-//! Where peers wait for the user: the result of a connect, or those that came to be accepted.
+//! Where peers wait for the user: the result of a connect, or the peers that an endpoint has yet to accept.
 //!
-//! Whoever has proven the secret takes a [`Seat`] before its session is opened, and keeps it until it is in
-//! the queue. Invariant: seats and queue together hold at most `limits::PEERS_UNACCEPTED_MAX`, so that an
-//! endpoint that never accepts anybody holds no more than that.
-//! Read next: `admission.rs`, which asks for seats.
+//! A peer that has proven the secret takes a [`Permit`] before its session is opened, and keeps the permit until the peer is in
+//! the queue. Invariant: permits and queued peers together number at most `limits::PEERS_UNACCEPTED_MAX`, so that an endpoint
+//! that never accepts a peer holds no more than that.
+//! Read next: `admission.rs`, which asks for permits.
 
 use crate::core::peer::PeerHandle;
 use crate::core::waiting::{WaitList, WakeHandle};
@@ -13,22 +13,22 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Somebody waits for a peer: the result of a connect, or the next accepted one.
+/// The results of one connect, or the accepted peers of one endpoint.
 #[derive(Default)]
 pub(crate) struct AcceptQueue {
     arrived: Mutex<VecDeque<Result<PeerHandle>>>,
-    seats: AtomicUsize,
-    /// Nobody is waited for any more.
+    permits: AtomicUsize,
+    /// No further peer will come.
     closed: AtomicBool,
     waiters: WaitList,
 }
 
-/// The place of a peer that is on its way into a lobby.
-pub(super) struct Seat(Arc<AcceptQueue>);
+/// A place in the queue for a peer that is being set up. Life: `taken -> sent | dropped`; either frees the permit.
+pub(super) struct Permit(Arc<AcceptQueue>);
 
-impl Drop for Seat {
+impl Drop for Permit {
     fn drop(&mut self) {
-        self.0.seats.fetch_sub(1, Ordering::SeqCst);
+        self.0.permits.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -49,7 +49,7 @@ impl AcceptQueue {
         self.lock().pop_front()
     }
 
-    /// The endpoint begins to close: whoever waits is told. Those who are here may still be taken.
+    /// The endpoint begins to close, and its waiting callers are told. Peers in the queue may still be taken.
     pub fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
         self.waiters.wake();
@@ -60,13 +60,13 @@ impl AcceptQueue {
         self.take().or_else(|| self.closed.load(Ordering::SeqCst).then_some(Err(Error::Closed)))
     }
 
-    /// Lets go of everybody: the endpoint is closed.
+    /// Drops every peer in the queue: the endpoint is closed.
     pub fn clear(&self) {
         self.lock().clear();
         self.waiters.wake();
     }
 
-    /// Asks to be woken when somebody is here.
+    /// Wakes the handle when the queue holds something.
     pub fn wake_at_arrival(&self, handle: WakeHandle) {
         self.waiters.add(handle);
         if !self.lock().is_empty() {
@@ -74,16 +74,16 @@ impl AcceptQueue {
         }
     }
 
-    /// A waiter waits no more.
+    /// The waiter has given up.
     pub fn forget_waiter(&self, handle: &WakeHandle) {
         self.waiters.remove(handle);
     }
 
-    /// A seat for one more peer; the oldest that has ended makes room for it. `None` when all are taken.
-    pub(super) fn seat(self: &Arc<AcceptQueue>) -> Option<Seat> {
+    /// A permit for one more peer; `None` when all are taken. The oldest queued peer that has ended makes room for it.
+    pub(super) fn try_permit(self: &Arc<AcceptQueue>) -> Option<Permit> {
         let mut arrived = self.lock();
         let full = |arrived: &VecDeque<_>| {
-            arrived.len() + self.seats.load(Ordering::SeqCst) >= limits::PEERS_UNACCEPTED_MAX
+            arrived.len() + self.permits.load(Ordering::SeqCst) >= limits::PEERS_UNACCEPTED_MAX
         };
         if full(&arrived)
             && let Some(oldest) = arrived.iter().position(ended)
@@ -91,13 +91,13 @@ impl AcceptQueue {
             arrived.remove(oldest);
         }
         let room = !full(&arrived);
-        room.then(|| self.sit())
+        room.then(|| self.permit())
     }
 
-    /// A seat for a peer that has one already.
-    pub(super) fn sit(self: &Arc<AcceptQueue>) -> Seat {
-        self.seats.fetch_add(1, Ordering::SeqCst);
-        Seat(self.clone())
+    /// One more permit for a peer whose handshake holds one until it ends.
+    pub(super) fn permit(self: &Arc<AcceptQueue>) -> Permit {
+        self.permits.fetch_add(1, Ordering::SeqCst);
+        Permit(self.clone())
     }
 }
 
@@ -105,7 +105,7 @@ fn ended(waiting: &Result<PeerHandle>) -> bool {
     waiting.as_ref().is_ok_and(|peer| peer.0.failure().is_some())
 }
 
-/// Whether something of the peer can still be received.
+/// Whether the peer has left messages that can still be received.
 fn left_something(waiting: &Result<PeerHandle>) -> bool {
     waiting.as_ref().is_ok_and(|peer| peer.0.inbound.holds_anything())
 }
@@ -185,17 +185,17 @@ mod tests {
     }
 
     #[test]
-    fn who_has_waited_in_vain_for_a_peer_is_forgotten() {
+    fn a_waiter_that_gave_up_is_forgotten() {
         let (acceptor, _dialler) = ends();
-        let lobby = AcceptQueue::default();
+        let queue = AcceptQueue::default();
         let running = acceptor.running().clone();
         thread::scope(|scope| {
             for _ in 0..20 {
-                let waiting = scope.spawn(|| running.next_of(&lobby, Duration::from_millis(1)).is_none());
+                let waiting = scope.spawn(|| running.next_of(&queue, Duration::from_millis(1)).is_none());
                 assert!(waiting.join().unwrap());
             }
         });
-        assert_eq!(lobby.waiters.len(), 0);
+        assert_eq!(queue.waiters.len(), 0);
     }
 
     #[test]

@@ -89,7 +89,7 @@ impl Control {
         let listening: Vec<SocketAddr> = self.listeners.iter().map(|listener| listener.local()).collect();
         if let Ok(addresses) = advertised(&context.config, &*context.transport, &listening) {
             self.me.addresses = addresses.clone();
-            self.book.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
+            self.session_table.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
         }
     }
 
@@ -98,7 +98,7 @@ impl Control {
             self.displace(now);
         }
         self.watch(&*conn, Interest::READ);
-        let responder = Responder::new(Admitter::new(self.book.clone()));
+        let responder = Responder::new(Admitter::new(self.session_table.clone()));
         let output = Vec::new();
         self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
@@ -167,12 +167,12 @@ impl Control {
 
     fn settle(&mut self, context: &Context, incoming: Incoming, outcome: Outcome, now: Duration) {
         self.unwatch(&*incoming.conn);
-        // Its seat in the lobby goes with the responder, when the link has taken its own.
+        // The responder's permit of the accept queue goes when the link has taken its own.
         let Incoming { conn, output, responder: _responder, .. } = incoming;
         debug_assert!(output.is_empty());
         match outcome {
             Outcome::Data { session, channel, generation } => {
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -185,7 +185,7 @@ impl Control {
                 let session = established.session;
                 let remote = conn.remote();
                 self.watch(&*conn, Interest::READ);
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 match self.links.get_mut(&session) {
                     Some(link) => link.attach(conn, *established, now),
                     None => {
@@ -195,7 +195,7 @@ impl Control {
                             conn,
                             remote,
                             *established,
-                            self.lobby.clone(),
+                            self.accept_queue.clone(),
                             &self.me,
                             now,
                         );

@@ -1,6 +1,6 @@
 //! Who may come in: the book of sessions that handshakes look things up in.
 
-use super::accept_queue::{AcceptQueue, Seat};
+use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
 use super::lanes::LANE;
 use crate::config::Secret;
@@ -23,7 +23,7 @@ pub(super) struct SessionTable {
     /// Why there is none, where one was tried.
     no_carrier: Option<String>,
     sessions: HashMap<u64, Known>,
-    lobby: Arc<AcceptQueue>,
+    accept_queue: Arc<AcceptQueue>,
 }
 
 struct Known {
@@ -42,9 +42,17 @@ impl SessionTable {
         secret_needed: bool,
         carrier: Option<SharedBackend>,
         no_carrier: Option<String>,
-        lobby: Arc<AcceptQueue>,
+        accept_queue: Arc<AcceptQueue>,
     ) -> SessionTable {
-        SessionTable { me, secret, secret_needed, carrier, no_carrier, sessions: HashMap::new(), lobby }
+        SessionTable {
+            me,
+            secret,
+            secret_needed,
+            carrier,
+            no_carrier,
+            sessions: HashMap::new(),
+            accept_queue,
+        }
     }
 
     /// The session as we take it: whether payload goes over lanes is settled here.
@@ -84,18 +92,18 @@ impl SessionTable {
 
 /// One handshake's view of the book.
 pub(super) struct Admitter {
-    book: Arc<Mutex<SessionTable>>,
+    table: Arc<Mutex<SessionTable>>,
     /// The new peer's place, until its link has one.
-    seat: Option<Seat>,
+    permit: Option<Permit>,
 }
 
 impl Admitter {
-    pub fn new(book: Arc<Mutex<SessionTable>>) -> Admitter {
-        Admitter { book, seat: None }
+    pub fn new(table: Arc<Mutex<SessionTable>>) -> Admitter {
+        Admitter { table, permit: None }
     }
 
-    fn book(&self) -> MutexGuard<'_, SessionTable> {
-        self.book.lock().unwrap_or_else(PoisonError::into_inner)
+    fn table(&self) -> MutexGuard<'_, SessionTable> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -107,19 +115,19 @@ impl fmt::Debug for Admitter {
 
 impl Admission for Admitter {
     fn hello(&self) -> Hello {
-        self.book().me.clone()
+        self.table().me.clone()
     }
 
     fn secret(&self) -> Option<Vec<u8>> {
-        self.book().secret.as_ref().map(|secret| secret.0.clone())
+        self.table().secret.as_ref().map(|secret| secret.0.clone())
     }
 
     fn secret_needed(&self) -> bool {
-        self.book().secret_needed
+        self.table().secret_needed
     }
 
     fn lookup(&self, session: u64) -> Option<KnownSession> {
-        self.book().sessions.get(&session).map(|known| KnownSession {
+        self.table().sessions.get(&session).map(|known| KnownSession {
             data_key: known.data_key.clone(),
             identity: known.identity,
             received: known.received,
@@ -128,33 +136,33 @@ impl Admission for Admitter {
     }
 
     fn decide_new(&mut self, peer: &Hello, config: &Config) -> Result<(u64, Config), Refusal> {
-        let book = self.book();
-        if book.sessions.len() >= limits::PEERS_MAX {
+        let table = self.table();
+        if table.sessions.len() >= limits::PEERS_MAX {
             return Err(full(&format!("PEERS_MAX = {} reached", limits::PEERS_MAX)));
         }
-        if peer.identity == book.me.identity {
+        if peer.identity == table.me.identity {
             return Err(Refusal::new(RefusalCode::Config, "an endpoint cannot connect to itself"));
         }
-        let config = book.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
+        let config = table.agree(peer, config).map_err(|why| Refusal::new(RefusalCode::Config, why))?;
         let mut session = random_u64();
-        while book.sessions.contains_key(&session) {
+        while table.sessions.contains_key(&session) {
             session = random_u64();
         }
-        let seat = book.lobby.seat();
-        drop(book);
-        if seat.is_none() {
+        let permit = table.accept_queue.try_permit();
+        drop(table);
+        if permit.is_none() {
             let name = "PEERS_UNACCEPTED_MAX";
             return Err(full(&format!(
                 "{name} = {} peers wait there to be accepted",
                 limits::PEERS_UNACCEPTED_MAX
             )));
         }
-        self.seat = seat;
+        self.permit = permit;
         Ok((session, config))
     }
 
     fn decide_data(&mut self, session: u64, channel: u16, generation: u32) -> Result<(), Refusal> {
-        match self.book().sessions.get(&session) {
+        match self.table().sessions.get(&session) {
             None => Err(Refusal::new(RefusalCode::UnknownSession, "the session is over")),
             Some(known) if known.dialled_by_us => {
                 let why = "the end that opened the session dials its connections, and is this one";

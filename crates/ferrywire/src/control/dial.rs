@@ -66,7 +66,7 @@ pub(super) enum DialFor {
     /// A new session; an end that is busy is asked again until then.
     New {
         target: ConnectTarget,
-        lobby: Arc<AcceptQueue>,
+        queue: Arc<AcceptQueue>,
         until: Duration,
         /// Why payload is to go over the connections alone, if it is.
         without: Option<String>,

@@ -16,21 +16,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 impl Control {
-    /// Starts to connect; the result comes to the lobby.
-    pub fn connect(&mut self, target: ConnectTarget, lobby: Arc<AcceptQueue>) {
+    /// Starts to connect; the result comes to `queue`.
+    pub fn connect(&mut self, target: ConnectTarget, queue: Arc<AcceptQueue>) {
         let context = &*self.context();
         // Since whoever closes has told all dials, one more would not be told.
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
-            return lobby.put(Err(Error::Closed));
+            return queue.put(Err(Error::Closed));
         }
         if self.links.len() >= limits::PEERS_MAX {
             let (name, limit) = ("PEERS_MAX", limits::PEERS_MAX as u64);
-            lobby.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
+            queue.put(Err(Error::Limit { name, limit, why: "close a peer first".into() }));
             return;
         }
         let now = self.now(context);
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(context, DialFor::New { target, lobby, until, without: None }, now);
+        self.dial_new(context, DialFor::New { target, queue, until, without: None }, now);
     }
 
     /// Connects once more, over the connections alone: the lanes of the session before did not come about.
@@ -38,21 +38,21 @@ impl Control {
         &mut self,
         context: &Context,
         target: ConnectTarget,
-        lobby: Arc<AcceptQueue>,
+        queue: Arc<AcceptQueue>,
         why: String,
         now: Duration,
     ) {
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
-            return lobby.put(Err(Error::Closed));
+            return queue.put(Err(Error::Closed));
         }
         let until = now.saturating_add(limits::HANDSHAKE_DEADLINE);
-        self.dial_new(context, DialFor::New { target, lobby, until, without: Some(why) }, now);
+        self.dial_new(context, DialFor::New { target, queue, until, without: Some(why) }, now);
     }
 
     /// Gives up a connect that nobody has answered; false when there is none.
-    pub fn withdraw_dial(&mut self, lobby: &Arc<AcceptQueue>) -> bool {
+    pub fn withdraw_dial(&mut self, queue: &Arc<AcceptQueue>) -> bool {
         let theirs =
-            |what: &DialFor| matches!(what, DialFor::New { lobby: one, .. } if Arc::ptr_eq(one, lobby));
+            |what: &DialFor| matches!(what, DialFor::New { queue: one, .. } if Arc::ptr_eq(one, queue));
         let before = self.dials.len() + self.redials.len();
         self.dials.retain(|dial| !theirs(&dial.what));
         self.redials.retain(|(_, what)| !theirs(what));
@@ -60,19 +60,19 @@ impl Control {
     }
 
     /// Gives up a connect, however far it is.
-    pub fn withdraw(&mut self, lobby: &Arc<AcceptQueue>) {
+    pub fn withdraw(&mut self, queue: &Arc<AcceptQueue>) {
         let now = self.now(&self.context());
-        if !self.withdraw_dial(lobby) {
-            self.attention.touch_all();
-            self.links.values_mut().for_each(|link| link.withdraw(lobby, now));
+        if !self.withdraw_dial(queue) {
+            self.ready_set.touch_all();
+            self.links.values_mut().for_each(|link| link.withdraw(queue, now));
         }
     }
 
     fn dial_new(&mut self, context: &Context, what: DialFor, now: Duration) {
-        let DialFor::New { target, lobby, without, .. } = &what else { return };
+        let DialFor::New { target, queue, without, .. } = &what else { return };
         match Dial::control(context, &self.me, target, without.as_deref()) {
             Ok(dial) => self.start(dial, what, now),
-            Err(error) => lobby.put(Err(error)),
+            Err(error) => queue.put(Err(error)),
         }
     }
 
@@ -122,11 +122,11 @@ impl Control {
     ) {
         let Dial { conn, what, .. } = dial;
         match (what, result) {
-            (DialFor::New { target, lobby, .. }, Ok(Outcome::Control(established))) => {
+            (DialFor::New { target, queue, .. }, Ok(Outcome::Control(established))) => {
                 let session = established.session;
                 if self.links.contains_key(&session) {
                     let why = "it gave the session a number that another peer's session has".into();
-                    return lobby.put(Err(Error::Refused { address: target.address.to_string(), why }));
+                    return queue.put(Err(Error::Refused { address: target.address.to_string(), why }));
                 }
                 self.enter(&established, true);
                 let before = self.count_dialled(target.address.port());
@@ -136,11 +136,11 @@ impl Control {
                     conn,
                     target,
                     *established,
-                    lobby,
+                    queue,
                     &self.me,
                     now,
                 );
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 self.links.insert(session, link);
             }
             (what @ DialFor::New { until, .. }, Err(failure))
@@ -148,13 +148,13 @@ impl Control {
             {
                 self.redials.push((now + limits::REDIAL_INTERVAL, what));
             }
-            (DialFor::New { lobby, .. }, Err(failure)) => lobby.put(Err(failure.error)),
-            (DialFor::New { target, lobby, .. }, Ok(Outcome::Data { .. })) => {
+            (DialFor::New { queue, .. }, Err(failure)) => queue.put(Err(failure.error)),
+            (DialFor::New { target, queue, .. }, Ok(Outcome::Data { .. })) => {
                 let why = "it answered as if a channel had been asked for".into();
-                lobby.put(Err(Error::Refused { address: target.address.to_string(), why }));
+                queue.put(Err(Error::Refused { address: target.address.to_string(), why }));
             }
             (DialFor::Resume { session }, result) => {
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -165,7 +165,7 @@ impl Control {
                 }
             }
             (DialFor::Lane { session, index, generation }, result) => {
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };
@@ -178,7 +178,7 @@ impl Control {
                 }
             }
             (DialFor::Channel { session, index, generation }, result) => {
-                self.attention.touch(session);
+                self.ready_set.touch(session);
                 let Some(link) = self.links.get_mut(&session) else {
                     return;
                 };

@@ -67,9 +67,9 @@ pub(crate) struct Control {
     /// Connects whose other end was busy, and when to dial again.
     redials: Vec<(Duration, DialFor)>,
     links: BTreeMap<u64, Link>,
-    attention: ReadySet,
-    book: Arc<Mutex<SessionTable>>,
-    lobby: Arc<AcceptQueue>,
+    ready_set: ReadySet,
+    session_table: Arc<Mutex<SessionTable>>,
+    accept_queue: Arc<AcceptQueue>,
     poller: Arc<Poller>,
     clock: Clock,
     me: Hello,
@@ -97,7 +97,7 @@ impl Control {
         listeners: Vec<Box<dyn Listener>>,
         addresses: Vec<ListenAddress>,
         boot_id: [u8; 16],
-        lobby: Arc<AcceptQueue>,
+        accept_queue: Arc<AcceptQueue>,
     ) -> io::Result<Control> {
         let context = &*workers.context;
         let me = Hello {
@@ -115,7 +115,8 @@ impl Control {
             }
         }
         let (carrier, none) = (context.carrier.clone(), context.no_carrier.clone());
-        let book = SessionTable::new(me.clone(), secret, needed, carrier, none, lobby.clone());
+        let session_table =
+            SessionTable::new(me.clone(), secret, needed, carrier, none, accept_queue.clone());
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,
@@ -126,9 +127,9 @@ impl Control {
             dials: Vec::new(),
             redials: Vec::new(),
             links: BTreeMap::new(),
-            attention: ReadySet::default(),
-            book: Arc::new(Mutex::new(book)),
-            lobby,
+            ready_set: ReadySet::default(),
+            session_table: Arc::new(Mutex::new(session_table)),
+            accept_queue,
             poller,
             clock,
             me,
@@ -151,7 +152,7 @@ impl Control {
 
     /// One turn; true if anything happened.
     pub fn turn(&mut self) -> bool {
-        self.attention.touch_all();
+        self.ready_set.touch_all();
         self.turn_where_due()
     }
 
@@ -198,7 +199,7 @@ impl Control {
             if let Some(worker) = worker.filter(|worker| worker.mark_stuck()) {
                 let why = backend.describe_call(&call);
                 tracing::error!("{why}; its thread is left behind");
-                self.attention.touch_all();
+                self.ready_set.touch_all();
                 self.links.values_mut().for_each(|link| link.worker_stuck(worker.index, &why, now));
             }
         }
@@ -207,13 +208,13 @@ impl Control {
     /// How long nothing has to be done, unless a connection says so.
     fn sleep_limit(&self) -> Duration {
         let busy = !self.incoming.is_empty() || !self.dials.is_empty() || !self.redials.is_empty();
-        let mut restless = self.attention.restless().filter_map(|session| self.links.get(&session));
+        let mut restless = self.ready_set.restless().filter_map(|session| self.links.get(&session));
         let busy = busy || restless.any(Link::busy);
         let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
         match (polled, busy || self.accept_at.is_some()) {
             (true, _) => Duration::from_millis(1),
             (_, true) => BUSY_SLEEP,
-            _ => self.attention.until_all(self.clock.now()),
+            _ => self.ready_set.until_all(self.clock.now()),
         }
     }
 
@@ -253,8 +254,8 @@ impl Control {
     }
 
     fn enter(&self, established: &ferrywire_proto::handshake::Established, dialled_by_us: bool) {
-        let mut book = self.book.lock().unwrap_or_else(PoisonError::into_inner);
-        book.enter(established, dialled_by_us);
+        let mut table = self.session_table.lock().unwrap_or_else(PoisonError::into_inner);
+        table.enter(established, dialled_by_us);
     }
 
     // ---- peers ----
@@ -263,7 +264,7 @@ impl Control {
         let mut worked = false;
         while let Some(lost) = self.workers.lost().pop() {
             worked = true;
-            self.attention.touch(lost.peer.session);
+            self.ready_set.touch(lost.peer.session);
             match self.links.get_mut(&lost.peer.session) {
                 Some(link) => link.channel_lost(lost.index, lost.generation, lost.why, *lost.remains, now),
                 None => lost.drop_entries(),
@@ -274,11 +275,11 @@ impl Control {
 
     fn advance_links(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
-        let due = self.attention.take(now);
+        let due = self.ready_set.take(now);
         let due = due.unwrap_or_else(|| self.links.keys().copied().collect());
         for session in due {
             let Some(link) = self.links.get_mut(&session) else {
-                self.attention.forget(session);
+                self.ready_set.forget(session);
                 continue;
             };
             if link.disowned() && !self.dials.iter().any(|dial| dial.resumes(session)) {
@@ -291,8 +292,8 @@ impl Control {
             // What was announced is to be heard now, not after the next sleep.
             worked |= link.write(now);
             let (over, interest) = (link.over(), link.changed_interest());
-            self.attention.looked(session, link.rests(), link.fd());
-            self.book.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
+            self.ready_set.looked(session, link.rests(), link.fd());
+            self.session_table.lock().unwrap_or_else(PoisonError::into_inner).update(session, received, over);
             for (dial, what) in dials {
                 self.start(dial, what, now);
             }
@@ -302,11 +303,11 @@ impl Control {
             if over {
                 worked = true;
                 let Some(mut link) = self.links.remove(&session) else { continue };
-                self.attention.forget(session);
+                self.ready_set.forget(session);
                 let all_close = self.all_close;
                 self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
-                if let Some((target, lobby, why)) = link.take_retry() {
-                    self.connect_without(context, target, lobby, why, now);
+                if let Some((target, queue, why)) = link.take_retry() {
+                    self.connect_without(context, target, queue, why, now);
                 }
             }
         }
@@ -316,7 +317,7 @@ impl Control {
     /// Asks a peer's link to finish and close.
     pub fn close(&mut self, session: u64, deadline: Duration) {
         let now = self.now(&self.context());
-        self.attention.touch(session);
+        self.ready_set.touch(session);
         if let Some(link) = self.links.get_mut(&session) {
             link.close_alone(now.saturating_add(deadline));
         }
@@ -335,7 +336,7 @@ impl Control {
     pub fn close_all(&mut self, deadline: Duration) {
         let now = self.now(&self.context());
         self.take_no_more();
-        self.attention.touch_all();
+        self.ready_set.touch_all();
         self.links.values_mut().for_each(|link| link.close(now.saturating_add(deadline)));
     }
 
@@ -343,7 +344,7 @@ impl Control {
     pub fn drain_all(&mut self) {
         let now = self.now(&self.context());
         self.take_no_more();
-        self.attention.touch_all();
+        self.ready_set.touch_all();
         self.links.values_mut().for_each(|link| link.drain(now));
     }
 
@@ -358,8 +359,8 @@ impl Control {
         self.incoming.clear();
         // Peers that are not there yet do not come any more.
         let comes = |what: &DialFor| match what {
-            DialFor::New { lobby, .. } => {
-                lobby.put(Err(Error::Closed));
+            DialFor::New { queue, .. } => {
+                queue.put(Err(Error::Closed));
                 false
             }
             _ => true,
@@ -370,7 +371,7 @@ impl Control {
 
     /// Ends what has not finished in time, without a farewell.
     pub fn abort_all(&mut self) {
-        self.attention.touch_all();
+        self.ready_set.touch_all();
         self.links.values_mut().for_each(|link| link.abort());
     }
 
@@ -430,7 +431,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
     loop {
         let (poller, limit) = {
             let mut control = control.lock().unwrap_or_else(PoisonError::into_inner);
-            control.attention.reported(&ready);
+            control.ready_set.reported(&ready);
             ready.clear();
             if control.turn_where_due() {
                 // Callers get in between turns, however many strangers keep us busy.

@@ -105,55 +105,55 @@ mod tests {
 
     /// Sessions 1 to 3 on descriptors 11 to 13, all at rest and just looked at.
     fn three_at_rest() -> ReadySet {
-        let mut attention = ReadySet::default();
-        assert_eq!(attention.take(NOW), None, "nobody has been looked at");
+        let mut ready_set = ReadySet::default();
+        assert_eq!(ready_set.take(NOW), None, "nobody has been looked at");
         for session in 1..=3 {
-            attention.looked(session, true, Some(10 + session as RawFd));
+            ready_set.looked(session, true, Some(10 + session as RawFd));
         }
-        attention
+        ready_set
     }
 
     #[test]
     fn who_speaks_is_looked_at_alone_and_once() {
-        let mut attention = three_at_rest();
-        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
-        attention.reported(&[said(token(12)), said(0), said(token(99))]);
-        assert_eq!(attention.take(NOW), Some(BTreeSet::from([2])));
-        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
+        let mut ready_set = three_at_rest();
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::new()));
+        ready_set.reported(&[said(token(12)), said(0), said(token(99))]);
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([2])));
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::new()));
     }
 
     #[test]
     fn who_is_at_something_is_looked_at_until_it_rests() {
-        let mut attention = three_at_rest();
-        attention.touch(3);
-        attention.looked(1, false, Some(11));
-        assert_eq!(attention.take(NOW), Some(BTreeSet::from([1, 3])));
-        attention.looked(1, true, Some(11));
-        attention.looked(3, false, None);
-        assert_eq!(attention.take(NOW), Some(BTreeSet::from([3])));
-        attention.forget(3);
-        attention.reported(&[said(token(13))]);
-        assert_eq!(attention.take(NOW), Some(BTreeSet::new()));
+        let mut ready_set = three_at_rest();
+        ready_set.touch(3);
+        ready_set.looked(1, false, Some(11));
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([1, 3])));
+        ready_set.looked(1, true, Some(11));
+        ready_set.looked(3, false, None);
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([3])));
+        ready_set.forget(3);
+        ready_set.reported(&[said(token(13))]);
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::new()));
     }
 
     #[test]
     fn all_are_looked_at_after_a_wake_and_after_a_while() {
-        let mut attention = three_at_rest();
-        attention.reported(&[said(WAKE_TOKEN)]);
-        assert_eq!(attention.take(NOW), None);
-        attention.touch_all();
-        assert_eq!(attention.take(NOW), None);
-        assert_eq!(attention.until_all(NOW), LOOK_AT_ALL);
-        assert_eq!(attention.take(NOW + LOOK_AT_ALL / 2), Some(BTreeSet::new()));
-        assert_eq!(attention.take(NOW + LOOK_AT_ALL), None);
+        let mut ready_set = three_at_rest();
+        ready_set.reported(&[said(WAKE_TOKEN)]);
+        assert_eq!(ready_set.take(NOW), None);
+        ready_set.touch_all();
+        assert_eq!(ready_set.take(NOW), None);
+        assert_eq!(ready_set.until_all(NOW), LOOK_AT_ALL);
+        assert_eq!(ready_set.take(NOW + LOOK_AT_ALL / 2), Some(BTreeSet::new()));
+        assert_eq!(ready_set.take(NOW + LOOK_AT_ALL), None);
     }
 
     /// A resumed session's connection, and another session's on a descriptor that was closed.
     #[test]
     fn a_descriptor_is_whose_it_was_last() {
-        let mut attention = three_at_rest();
-        attention.looked(1, true, Some(12));
-        attention.reported(&[said(token(12))]);
-        assert_eq!(attention.take(NOW), Some(BTreeSet::from([1])));
+        let mut ready_set = three_at_rest();
+        ready_set.looked(1, true, Some(12));
+        ready_set.reported(&[said(token(12))]);
+        assert_eq!(ready_set.take(NOW), Some(BTreeSet::from([1])));
     }
 }

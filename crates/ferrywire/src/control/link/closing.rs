@@ -34,14 +34,17 @@ impl Link {
     pub fn drain(&mut self, now: Duration) {
         self.peer.abandoned.store(true, Ordering::SeqCst);
         self.peer.closing.store(true, Ordering::SeqCst);
-        if self.lobby.is_some() {
+        if self.accept_queue.is_some() {
             self.close(now + limits::DRAIN_DEADLINE);
         }
     }
 
     /// When closing ends, whatever is left.
     fn close_by(&mut self, now: Duration) -> Option<Duration> {
-        if self.close_by.is_some() || !self.peer.abandoned.load(Ordering::SeqCst) || self.lobby.is_some() {
+        if self.close_by.is_some()
+            || !self.peer.abandoned.load(Ordering::SeqCst)
+            || self.accept_queue.is_some()
+        {
             return self.close_by;
         }
         let drained = self.peer.drained();
@@ -122,13 +125,13 @@ impl Link {
         self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
     }
 
-    /// Ends the session if it is not up and whoever waits for it in this lobby has given up.
-    pub(in crate::control) fn withdraw(&mut self, lobby: &Arc<AcceptQueue>, now: Duration) {
-        if !self.lobby.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, lobby)) {
+    /// Ends the session if it is not up and whoever waits for it in this queue has given up.
+    pub(in crate::control) fn withdraw(&mut self, queue: &Arc<AcceptQueue>, now: Duration) {
+        if !self.accept_queue.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, queue)) {
             return;
         }
         // Nor does another take its place.
-        self.lobby = None;
+        self.accept_queue = None;
         if !self.dying() {
             self.leave_with("given up before it was up".into(), Error::Closed, now);
         }
@@ -167,7 +170,7 @@ impl Link {
     /// Where to connect to once more, for whom, and why without lanes; once.
     pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<AcceptQueue>, String)> {
         let Role::Connector { target, .. } = &self.role else { return None };
-        Some((target.clone(), self.lobby.take()?, self.without.take()?))
+        Some((target.clone(), self.accept_queue.take()?, self.without.take()?))
     }
 
     /// It has had its time, the farewell's too.
@@ -204,14 +207,14 @@ impl Link {
             self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
         }
         self.peer.fail();
-        self.seat = None;
+        self.permit = None;
         if self.without.is_some() && self.dials() {
             return;
         }
-        if let Some(lobby) = self.lobby.take() {
+        if let Some(queue) = self.accept_queue.take() {
             // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
             if matches!(self.role, Role::Connector { .. }) {
-                lobby.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
+                queue.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
             }
         }
     }

@@ -14,7 +14,7 @@ mod fences;
 mod session;
 mod setup;
 
-use super::accept_queue::{AcceptQueue, Seat};
+use super::accept_queue::{AcceptQueue, Permit};
 use super::dial::{Announced, ConnectTarget, bulk_options};
 use super::lanes::Lanes;
 use super::pairs::{Pair, leads_to_us, pairs};
@@ -157,9 +157,9 @@ pub(super) struct Link {
     /// A resumption was refused because nobody there knows the session.
     disowned: Option<String>,
     /// Who waits for the peer to be up; `None` once told.
-    lobby: Option<Arc<AcceptQueue>>,
+    accept_queue: Option<Arc<AcceptQueue>>,
     /// Its place there, until it is in the queue.
-    seat: Option<Seat>,
+    permit: Option<Permit>,
     error: Option<Error>,
     peer_drains: bool,
     drain_told: bool,
@@ -183,7 +183,7 @@ impl Link {
         conn: Box<dyn Conn>,
         target: ConnectTarget,
         established: Established,
-        lobby: Arc<AcceptQueue>,
+        queue: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -197,7 +197,7 @@ impl Link {
         // With little in flight the first channels carry it all: of several peers on different NICs.
         let dealt = spread(&speeds, dialled_before, usize::from(established.config.channels));
         let role = Role::Connector { target, pairs, dealt };
-        Link::new(workers, conn, address, established, role, lobby, me, now)
+        Link::new(workers, conn, address, established, role, queue, me, now)
     }
 
     /// The accepting end's link.
@@ -206,13 +206,13 @@ impl Link {
         conn: Box<dyn Conn>,
         remote: SocketAddr,
         established: Established,
-        lobby: Arc<AcceptQueue>,
+        queue: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
-        let seat = lobby.sit();
-        let link = Link::new(workers, conn, remote, established, Role::Acceptor, lobby, me, now);
-        Link { seat: Some(seat), ..link }
+        let permit = queue.permit();
+        let link = Link::new(workers, conn, remote, established, Role::Acceptor, queue, me, now);
+        Link { permit: Some(permit), ..link }
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
@@ -222,7 +222,7 @@ impl Link {
         remote: SocketAddr,
         established: Established,
         role: Role,
-        lobby: Arc<AcceptQueue>,
+        queue: Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -292,8 +292,8 @@ impl Link {
             path_dead: false,
             last_trouble: None,
             disowned: None,
-            lobby: Some(lobby),
-            seat: None,
+            accept_queue: Some(queue),
+            permit: None,
             error: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
             dial_failed: false,
             peer_drains: false,
@@ -396,7 +396,7 @@ impl Link {
     /// and now and then.
     pub fn rests(&self) -> bool {
         let ends = self.error.is_some() || self.peer_drains || self.close_by.is_some();
-        let unsettled = self.lobby.is_some() || self.peer.abandoned.load(Ordering::SeqCst);
+        let unsettled = self.accept_queue.is_some() || self.peer.abandoned.load(Ordering::SeqCst);
         // Candidates, and what is still to be written, are not told of by the poller.
         let unheard = self.resuming || self.unread_since.is_some() || !self.candidates.is_empty();
         let told = self.fd().is_some() && self.output.is_empty();

@@ -264,9 +264,9 @@ impl Link {
                 tracing::warn!(peer = self.peer.name(), "{line}");
                 self.peer.note_lost(line);
             }
-            if let Some(lobby) = self.lobby.take() {
-                lobby.put(Ok(PeerHandle(self.peer.clone())));
-                self.seat = None;
+            if let Some(queue) = self.accept_queue.take() {
+                queue.put(Ok(PeerHandle(self.peer.clone())));
+                self.permit = None;
             }
         } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.go_where_it_was_dialled() {
             tracing::debug!(
