@@ -26,6 +26,13 @@ pub(crate) struct AcceptQueue {
 /// A place in the queue for a peer that is being set up. Life: `taken -> sent | dropped`; either frees the permit.
 pub(super) struct Permit(Arc<AcceptQueue>);
 
+impl Permit {
+    /// The peer is up: it takes its place in the queue.
+    pub fn send(self, peer: PeerHandle) {
+        self.0.put(Ok(peer));
+    }
+}
+
 impl Drop for Permit {
     fn drop(&mut self) {
         self.0.permits.fetch_sub(1, Ordering::SeqCst);

@@ -195,7 +195,7 @@ impl Control {
                             conn,
                             remote,
                             *established,
-                            self.accept_queue.clone(),
+                            &self.accept_queue,
                             &self.me,
                             now,
                         );

@@ -12,7 +12,7 @@
 //! Read next: `payload/payload_backend.rs`, `payload/plugin/setup.rs`.
 
 use super::dial::{Announced, Dial, DialFor};
-use super::link::{Link, Slot};
+use super::link::Link;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::posted::Posted;
@@ -147,7 +147,7 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        self.set_slot(index, Slot::Lane, generation);
+        self.lane_begins(index, generation);
         let (transport, waker) = (&*context.transport, context.control_waker());
         match carrier.begin(transport, &*conn, self.dials(), now, waker) {
             Ok(setup) => {
@@ -168,7 +168,7 @@ impl Link {
         handle: [u8; HANDLE_BYTES],
         now: Duration,
     ) {
-        if self.slot(index).is_none() {
+        if !self.has_channel(index) {
             return;
         }
         let result = match self.lanes.waiting.get_mut(&index) {

@@ -1,6 +1,7 @@
 //! The end of a session: asked for, agreed on, or forced by an error.
 
-use super::{GAVE_UP, Link, Role, Slot, Stage, WITHOUT_LANES};
+use super::stage::{Awaited, Retry, Settling};
+use super::{ControlConnection, GAVE_UP, Link, Role, Stage, WITHOUT_LANES};
 use crate::control::accept_queue::AcceptQueue;
 use crate::control::dial::ConnectTarget;
 use crate::error::Error;
@@ -10,98 +11,178 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+/// What the two ends have asked of each other, and what the user of this one has been told.
+#[derive(Default)]
+pub(super) struct Closing {
+    limit: CloseLimit,
+    caller: Caller,
+    peer: PeerDrain,
+}
+
+/// When a session that is being closed ends, whatever is left.
+#[derive(Clone, Copy, Default)]
+enum CloseLimit {
+    /// No caller has set a time. A peer that its users have dropped is closed once it does not get on.
+    #[default]
+    Unset,
+    /// Users have dropped the peer: `progress` has stood at that value since then.
+    Quiesce {
+        progress: u64,
+        since: Duration,
+    },
+    By(Duration),
+}
+
+/// The caller that closes this peer, and not the endpoint. Its life: `none -> waits -> told`.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Caller {
+    #[default]
+    None,
+    Waits,
+    /// It has been told that the peer did not finish.
+    Told,
+}
+
+/// What the peer asked: `not asked -> asked -> answered`.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum PeerDrain {
+    #[default]
+    NotAsked,
+    Asked,
+    /// This end has told the peer that it has finished.
+    Answered,
+}
+
+impl Closing {
+    /// Whether the peer has asked this end to finish.
+    pub fn peer_has_asked(&self) -> bool {
+        self.peer != PeerDrain::NotAsked
+    }
+
+    /// Whether the peer, or a caller, has asked for the end.
+    pub fn is_asked_for(&self) -> bool {
+        self.peer_has_asked() || matches!(self.limit, CloseLimit::By(_))
+    }
+}
+
 impl Link {
-    /// Finishes what was posted, then closes; at the latest by then. Of several who ask, the earliest deadline counts: else
+    /// Finishes what was posted, then closes; at the latest by then. Of several callers the earliest deadline counts: else
     /// an endpoint would break the session off at its own, and the other side would take that for a loss.
     pub fn close(&mut self, by: Duration) {
-        self.close_by = Some(self.close_by.map_or(by, |earlier| earlier.min(by)));
-        // Callers who go on posting would never let it be quiet.
+        self.closing.limit = match self.closing.limit {
+            CloseLimit::By(earlier) => CloseLimit::By(earlier.min(by)),
+            CloseLimit::Unset | CloseLimit::Quiesce { .. } => CloseLimit::By(by),
+        };
+        // Users that go on posting would never let the peer be quiet.
         self.peer.closing.store(true, Ordering::SeqCst);
     }
 
-    /// Likewise, for somebody who waits for this peer alone.
+    /// As [`Link::close`], for a caller that waits for this peer alone.
     pub fn close_alone(&mut self, by: Duration) {
-        self.closed_alone = true;
+        if self.closing.caller == Caller::None {
+            self.closing.caller = Caller::Waits;
+        }
         self.close(by);
     }
 
-    /// Who closed this peer alone does not wait any more, and knows that it has not finished.
+    /// The caller that closed this peer alone waits no longer, and knows that the peer has not finished.
     pub fn note_told(&mut self) {
-        self.told = true;
+        self.closing.caller = Caller::Told;
+    }
+
+    /// How the session ended, if it was to finish first and did not, for the caller that closes the endpoint: unless a caller that
+    /// closes this peer alone has been told, or will be.
+    pub fn unfinished(&self, endpoint_closes: bool) -> Option<Error> {
+        let peer = &self.peer;
+        let untold = match self.closing.caller {
+            Caller::None => endpoint_closes || peer.abandoned.load(Ordering::SeqCst),
+            Caller::Waits => endpoint_closes,
+            Caller::Told => false,
+        };
+        let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
+        unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
     /// Finishes what was posted as long as it gets on, then closes.
     pub fn drain(&mut self, now: Duration) {
         self.peer.abandoned.store(true, Ordering::SeqCst);
         self.peer.closing.store(true, Ordering::SeqCst);
-        if self.accept_queue.is_some() {
+        if self.stage.awaited().is_some() {
             self.close(now + limits::DRAIN_DEADLINE);
         }
     }
 
-    /// When closing ends, whatever is left.
+    /// When closing ends, whatever is left; `None` where nothing has asked for the end.
     fn close_by(&mut self, now: Duration) -> Option<Duration> {
-        if self.close_by.is_some()
-            || !self.peer.abandoned.load(Ordering::SeqCst)
-            || self.accept_queue.is_some()
-        {
-            return self.close_by;
+        if let CloseLimit::By(by) = self.closing.limit {
+            return Some(by);
         }
-        let drained = self.peer.drained();
-        match self.drained {
-            Some((before, since)) if before == drained => Some(since + limits::DRAIN_DEADLINE),
-            _ => {
-                self.drained = Some((drained, now));
-                Some(now + limits::DRAIN_DEADLINE)
-            }
+        if !self.peer.abandoned.load(Ordering::SeqCst) || self.stage.awaited().is_some() {
+            return None;
+        }
+        let progress = self.peer.drained();
+        let since = match self.closing.limit {
+            CloseLimit::Quiesce { progress: before, since } if before == progress => since,
+            _ => now,
+        };
+        self.closing.limit = CloseLimit::Quiesce { progress, since };
+        Some(since + limits::DRAIN_DEADLINE)
+    }
+
+    /// The peer asks this end to finish.
+    pub(super) fn peer_drains(&mut self) {
+        if self.closing.peer == PeerDrain::NotAsked {
+            self.closing.peer = PeerDrain::Asked;
         }
     }
 
-    pub(super) fn quiet(&self) -> bool {
+    /// The peer has finished, as this end asked it to. Before that the word means nothing.
+    pub(super) fn peer_is_drained(&mut self) {
+        if let Stage::Draining { peer_finished, .. } = &mut self.stage {
+            *peer_finished = true;
+        }
+    }
+
+    fn quiet(&self) -> bool {
         !self.peer.in_flight() && !self.peer.queue.has_work()
     }
 
     pub(super) fn look_after_closing(&mut self, now: Duration) {
-        if let Stage::Leaving { until } = self.stage {
-            return self.leave(until, now);
-        }
         if self.dying() {
-            return;
+            return self.leave(now);
         }
-        if self.peer_drains && !self.drained_told && self.quiet() {
-            self.drained_told = true;
+        if self.closing.peer == PeerDrain::Asked && self.quiet() {
+            self.closing.peer = PeerDrain::Answered;
             self.say(ControlMessage::Drained, now);
         }
         let Some(by) = self.close_by(now) else { return };
-        match self.stage {
-            Stage::Settling | Stage::Up => {
-                if !self.drain_told {
-                    self.drain_told = true;
-                    self.say(ControlMessage::Drain, now);
-                }
-                self.stage = Stage::Draining;
+        let Stage::Draining { peer_finished, .. } = self.stage else {
+            self.say(ControlMessage::Drain, now);
+            return self.stage.advance(|awaited| Stage::Draining { awaited, peer_finished: false });
+        };
+        // A peer that drains too says so all the same when it has finished.
+        let done = self.quiet() && peer_finished;
+        if done || now >= by {
+            if !done {
+                self.peer.unfinished.store(true, Ordering::SeqCst);
             }
-            Stage::Draining => {
-                // A peer that drains too says so all the same when it has finished.
-                let done = self.quiet() && self.peer_drained;
-                if done || now >= by {
-                    if !done {
-                        self.peer.unfinished.store(true, Ordering::SeqCst);
-                    }
-                    let reason = if done { "closed" } else { "closed before all was finished" };
-                    self.say(ControlMessage::Goodbye { reason: reason.into() }, now);
-                    self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
-                }
-            }
-            Stage::Leaving { .. } | Stage::Dying | Stage::Over => {}
+            let reason = if done { "closed" } else { "closed before all was finished" };
+            self.say_farewell(reason.into(), Error::Closed, now);
         }
     }
 
+    /// Says the last message of this end; `last_words` end the session once that has arrived, or its time is up.
+    fn say_farewell(&mut self, reason: String, last_words: Error, now: Duration) {
+        self.say(ControlMessage::Goodbye { reason }, now);
+        let until = now + limits::HEARTBEAT_INTERVAL;
+        self.stage.advance(|awaited| Stage::Leaving { awaited, until, last_words });
+    }
+
     /// The farewell is on its way: when it has arrived, or its time is up, this is the end.
-    pub(super) fn leave(&mut self, until: Duration, now: Duration) {
-        if self.session.unacknowledged() == 0 || self.conn.is_none() || now >= until {
-            let error = self.last_words.take().unwrap_or(Error::Closed);
-            self.error.get_or_insert(error);
+    fn leave(&mut self, now: Duration) {
+        let Stage::Leaving { until, last_words, .. } = &self.stage else { return };
+        if self.session.unacknowledged() == 0 || self.connection.is_lost() || now >= *until {
+            self.ending.get_or_insert(last_words.clone());
         }
     }
 
@@ -120,60 +201,62 @@ impl Link {
     fn leave_with(&mut self, reason: String, error: Error, now: Duration) {
         // Operations may end from now on, with the channels that go while the peer is told.
         self.peer.doom(error.clone());
-        self.say(ControlMessage::Goodbye { reason }, now);
-        self.last_words = Some(error);
-        self.stage = Stage::Leaving { until: now + limits::HEARTBEAT_INTERVAL };
+        self.say_farewell(reason, error, now);
     }
 
-    /// Ends the session if it is not up and whoever waits for it in this queue has given up.
+    /// Gives a connect up: ends the session if its result was to go to this queue and it is not up.
     pub(in crate::control) fn withdraw(&mut self, queue: &Arc<AcceptQueue>, now: Duration) {
-        if !self.accept_queue.as_ref().is_some_and(|mine| Arc::ptr_eq(mine, queue)) {
+        if !self.stage.awaited().is_some_and(|awaited| awaited.is_connect_of(queue)) {
             return;
         }
-        // Nor does another take its place.
-        self.accept_queue = None;
         if !self.dying() {
             self.leave_with("given up before it was up".into(), Error::Closed, now);
         }
+        // The queue gets no result, and no other session takes the place of this one.
+        self.stage.forget_awaited();
     }
 
     /// Lanes do not come about, before the peer is up. Where both ends could do without them, a session without takes
     /// this one's place: the end that connects opens it, and both tell why.
     pub(in crate::control) fn part_with_lanes(&mut self, why: String, now: Duration) {
         let error = Error::PeerLost { peer: self.peer.name().into(), why: why.clone() };
-        if !self.lanes_optional || self.dying() {
-            return self.part_with(error, now);
-        }
         let end = if self.dials() { "connects" } else { "accepts" };
+        let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage else {
+            return self.part_with(error, now);
+        };
         let why = format!("at the end that {end}: {why}");
+        awaited.go_without_lanes(why.clone());
         let carrier = self.lanes.carrier();
         let name = carrier.as_ref().map_or("lanes", |carrier| carrier.name());
         tracing::warn!(peer = self.peer.name(), "a session without {name} takes this one's place: {why}");
         self.leave_with(format!("{WITHOUT_LANES}{why}"), error, now);
-        self.without = Some(why);
     }
 
     /// The peer says farewell.
     pub(super) fn peer_leaves(&mut self, reason: &str) {
         let peer = self.peer.name().into();
-        let (why, again) = match reason.strip_prefix(WITHOUT_LANES) {
-            Some(why) => (Some(why), self.settling() && self.lanes_optional),
-            None => (reason.strip_prefix(GAVE_UP), false),
-        };
-        self.without = self.without.take().or(why.filter(|_| again).map(ferrywire_proto::handshake::clean));
-        self.error = Some(match why {
+        let without_lanes = reason.strip_prefix(WITHOUT_LANES);
+        if let Some(why) = without_lanes
+            && let Stage::Settling(Settling { awaited, lanes_optional: true, .. }) = &mut self.stage
+        {
+            awaited.go_without_lanes(ferrywire_proto::handshake::clean(why));
+        }
+        self.ending = Some(match without_lanes.or(reason.strip_prefix(GAVE_UP)) {
             Some(why) => Error::PeerLost { peer, why: format!("it gave up: {why}") },
             None => Error::PeerClosed { peer },
         });
     }
 
-    /// Where to connect to once more, for whom, and why without lanes; once.
+    /// Where to connect to once more, for which queue, and why without lanes; once.
     pub fn take_retry(&mut self) -> Option<(ConnectTarget, Arc<AcceptQueue>, String)> {
-        let Role::Connector { target, .. } = &self.role else { return None };
-        Some((target.clone(), self.accept_queue.take()?, self.without.take()?))
+        let (Role::Connector(connector), Stage::Over { retry }) = (&self.role, &mut self.stage) else {
+            return None;
+        };
+        let Retry { queue, why } = retry.take()?;
+        Some((connector.target.clone(), queue, why))
     }
 
-    /// It has had its time, the farewell's too.
+    /// Its time is up, and so is the farewell's.
     pub fn abort(&mut self) {
         self.peer.unfinished.store(true, Ordering::SeqCst);
         self.die(Error::Closed);
@@ -181,7 +264,7 @@ impl Link {
 
     /// The session is over: first the channels close, then what waits for the peer fails.
     pub fn die(&mut self, error: Error) {
-        if matches!(self.stage, Stage::Dying | Stage::Over) {
+        if matches!(self.stage, Stage::Dying { .. } | Stage::Over { .. }) {
             return;
         }
         match &error {
@@ -189,34 +272,21 @@ impl Link {
             error => tracing::debug!("{error}"),
         }
         self.peer.doom(error);
-        self.stage = Stage::Dying;
+        self.stage.advance(|awaited| Stage::Dying { awaited });
         self.lanes.drop_all();
-        for (index, (slot, generation)) in self.slots.iter().enumerate() {
-            if *slot == Slot::Up {
-                self.drop_channel(index as u16, *generation, "the session is over".into());
-            }
+        for (index, generation) in self.channels.up() {
+            self.drop_channel(index, generation, "the session is over".into());
         }
     }
 
+    /// The channels are closed: what waits for the peer fails.
     pub(super) fn finish(&mut self) {
-        self.stage = Stage::Over;
-        self.conn = None;
-        self.announced.clear();
-        for (_, fence) in std::mem::take(&mut self.fences) {
-            let entries = fence.ours.unwrap_or_default();
-            self.peer.drop_entries(entries.into_iter().map(|(_, entry)| entry).collect());
-        }
+        self.connection = ControlConnection::Lost { closed_at: None };
+        self.peer.drop_entries(self.channels.take_unsettled());
         self.peer.fail();
-        self.permit = None;
-        if self.without.is_some() && self.dials() {
-            return;
-        }
-        if let Some(queue) = self.accept_queue.take() {
-            // Somebody who waits for a new peer learns why it did not come about; an acceptor goes on waiting.
-            if matches!(self.role, Role::Connector { .. }) {
-                queue.put(Err(self.peer.failure().unwrap_or(Error::Closed)));
-            }
-        }
+        let error = self.peer.failure().unwrap_or(Error::Closed);
+        let fail = |awaited: Awaited| awaited.fail(error);
+        self.stage.advance(|awaited| Stage::Over { retry: awaited.and_then(fail) });
     }
 }
 
@@ -264,7 +334,11 @@ mod tests {
         let part = |control: &mut crate::control::Control| {
             let link = control.links.get_mut(&peer.state().session).unwrap();
             link.part_with(why.clone(), near.now());
-            link.drop_channel(lost as u16, link.slots[lost].1, "it stalled as well".into());
+            link.drop_channel(
+                lost as u16,
+                link.channels[lost as u16].generation,
+                "it stalled as well".into(),
+            );
         };
         running.with_control(part);
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);

@@ -1,31 +1,36 @@
 //! One peer's control session and channels: keeping both alive, fencing what is lost, closing.
 //!
-//! A link's life: `settling -> up -> draining -> over`, and from anywhere `dying -> over`. A channel's:
-//! `down -> announced -> expected -> dialling -> up -> fencing -> down`. When a channel is lost, each side
-//! closes its end, tells the other what it had placed, and learns the same; only then is the rest sent
-//! again. Where payload goes over lanes, a channel is up when its lane is too: `dialling -> lane -> up`.
+//! A link's life: `settling -> up -> draining -> leaving -> dying -> over` (see [`Stage`]). A channel's, where it is dialled:
+//! `down -> announced -> expected -> dialling -> lane -> up -> fencing -> down` (see [`channels::ChannelState`]). When a channel is
+//! lost, each side closes its end, tells the other what it had placed, and learns the same; only then is the rest sent again.
 //!
 //! Invariant: a peer's operations are failed only after all its channels have been closed here, so that
 //! nothing is placed into their memory afterwards.
-//! Read next: `session.rs`, `setup.rs`, `fences.rs`, `closing.rs`; then `../dial.rs` and `../pairs.rs`.
+//! Read next: `stage.rs`, `session.rs`, `setup.rs`, `fences.rs`, `closing.rs`; then `../dial.rs` and `../pairs.rs`.
 
+mod channels;
 mod closing;
+mod connection;
 mod fences;
+mod role;
 mod session;
 mod setup;
+mod stage;
 
-use super::accept_queue::{AcceptQueue, Permit};
-use super::dial::{Announced, ConnectTarget, bulk_options};
+use super::accept_queue::AcceptQueue;
+use super::dial::{ConnectTarget, bulk_options};
 use super::lanes::Lanes;
-use super::pairs::{Pair, leads_to_us, pairs};
+use super::pairs::{leads_to_us, pairs};
 use super::{read_in, write_out};
 use crate::core::context::Context;
 use crate::core::peer::{PeerInfo, PeerState};
-use crate::core::queue::Entry;
 use crate::core::worker::Workers;
 use crate::error::Error;
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::terms::{Terms, reason_without};
+use channels::{ChannelState, Channels};
+use closing::Closing;
+use connection::ControlConnection;
 use ferrywire_net::{Conn, ConnOptions};
 use ferrywire_proto::Identity;
 use ferrywire_proto::channel_assignment::spread;
@@ -33,145 +38,40 @@ use ferrywire_proto::clock::silence_max;
 use ferrywire_proto::handshake::{Config as SessionConfig, DataKey, Established, Hello};
 use ferrywire_proto::limits;
 use ferrywire_proto::session::{ControlMessage, Session};
-use std::collections::BTreeMap;
+use ferrywire_sys::poll::Interest;
+use role::{Acceptor, Candidate, Connector, ResumeState, Resumption, Role};
+use stage::{Awaited, Settling, Stage};
 use std::io;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::RawFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// How a farewell begins that is no orderly one; the reason follows.
+/// How the farewell begins of an end that gives the session up; the reason follows.
 const GAVE_UP: &str = "gave up: ";
-/// Likewise, where the end that connects is to come back and do without lanes.
+/// How the farewell begins after which the connecting end tries again without lanes; the reason follows.
 const WITHOUT_LANES: &str = "without lanes: ";
-/// Socket calls that one turn makes to hear one peer.
+/// Reads of one control connection in one turn.
 const READS_PER_TURN: usize = 8;
-
-/// Which end opened the session; that end dials.
-enum Role {
-    /// With the paths to the peer, and which of them each channel takes.
-    Connector {
-        target: ConnectTarget,
-        pairs: Vec<Pair>,
-        dealt: Vec<usize>,
-    },
-    Acceptor,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// Channels are being set up, since then.
-    Settling,
-    Up,
-    /// We asked the peer to finish, and wait for it.
-    Draining,
-    /// All is finished; the farewell has until then to arrive.
-    Leaving {
-        until: Duration,
-    },
-    /// The session is broken; channels are being closed.
-    Dying,
-    Over,
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Slot {
-    Down {
-        dial_at: Duration,
-    },
-    /// The peer was told what will come, and has not answered.
-    Announced {
-        since: Duration,
-    },
-    /// It has: to be dialled at once.
-    Expected,
-    Dialling,
-    /// Its connection stands, its lane does not yet.
-    Lane,
-    Up,
-    Fencing,
-}
-
-/// Resumptions that may wait for the other end's choice: one for each path it may have dialled.
-const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
-
-/// The two halves of a lost connection's fence.
-#[derive(Default)]
-struct Fence {
-    ours: Option<Vec<(u64, Entry)>>,
-    theirs: Option<(u64, Vec<(u64, u8)>)>,
-    /// Why our lane failed, if that is what ended the connection, and what the peer says to it.
-    lane_failed: Option<String>,
-    their_reason: String,
-}
 
 pub(super) struct Link {
     workers: Arc<Workers>,
     peer: Arc<PeerState>,
     session: Session,
-    conn: Option<Box<dyn Conn>>,
-    /// Addresses that the peer's connections came from or went to.
-    hosts: Vec<IpAddr>,
-    /// When the other end last resumed the session.
-    resumed_at: Option<Duration>,
-    /// Resumptions of the other end, which dials several paths at once and speaks on the one it keeps.
-    candidates: Vec<(Box<dyn Conn>, Box<Established>)>,
-    output: Vec<u8>,
-    /// Since when the peer is not heard, because too much waits for it to be read.
-    unread_since: Option<Duration>,
-    /// Whether the poller waits for what the peer says, as it does on every new connection.
-    listens: bool,
-    role: Role,
     data_key: DataKey,
-    limit: Duration,
-    stage: Stage,
-    slots: Vec<(Slot, u32)>,
-    /// For each channel the first generation that may still come up: those below are fenced, and what
-    /// their connections have yet to deliver must not land.
-    least: Vec<u32>,
-    /// When each channel last came up.
-    up_since: Vec<Duration>,
-    fences: BTreeMap<(u16, u32), Fence>,
+    /// Longest silence, or time without reading, of a peer that is alive.
+    peer_timeout: Duration,
+    role: Role,
+    connection: ControlConnection,
+    channels: Channels,
     pub(super) lanes: Lanes,
-    /// Both ends, as far as it is known, could do without lanes.
-    lanes_optional: bool,
-    /// Why a session without them has to take this one's place.
-    without: Option<String>,
-    /// What ends the session once the peer has been told.
-    last_words: Option<Error>,
-    /// Data connections of ours that are bound and not dialled.
-    announced: BTreeMap<u16, Announced>,
-    /// Where the peer's latest connection of each channel comes from, and which it is.
-    sources: BTreeMap<u16, (u32, SocketAddr)>,
-    started: Duration,
-    /// When the peer's kernel closed the control connection, if it has not come back.
-    closed_at: Option<Duration>,
-    resume_at: Duration,
-    resuming: bool,
-    path_checked: Duration,
-    path_dead: bool,
+    stage: Stage,
+    closing: Closing,
+    /// Why the session ends, until the turn acts on it.
+    ending: Option<Error>,
+    /// The last failure to connect, told along with what it leads to.
     last_trouble: Option<Error>,
-    /// A data connection was dialled, and did not come about.
-    dial_failed: bool,
-    /// A resumption was refused because nobody there knows the session.
-    disowned: Option<String>,
-    /// Who waits for the peer to be up; `None` once told.
-    accept_queue: Option<Arc<AcceptQueue>>,
-    /// Its place there, until it is in the queue.
-    permit: Option<Permit>,
-    error: Option<Error>,
-    peer_drains: bool,
-    drain_told: bool,
-    drained_told: bool,
-    peer_drained: bool,
-    close_by: Option<Duration>,
-    /// Somebody waits for its end, and not for that of all.
-    closed_alone: bool,
-    /// Whoever did was told that it has not finished.
-    told: bool,
-    /// Where nobody holds the peer any more: what has got on of it last, and when.
-    drained: Option<(u64, Duration)>,
 }
 
 impl Link {
@@ -195,9 +95,11 @@ impl Link {
         let pairs = pairs(&nics, chosen, address, &there.addresses, is_ours);
         let speeds: Vec<Option<u32>> = pairs.iter().map(|pair| pair.nic.as_ref()?.speed_mbps).collect();
         // With little in flight the first channels carry it all: of several peers on different NICs.
-        let dealt = spread(&speeds, dialled_before, usize::from(established.config.channels));
-        let role = Role::Connector { target, pairs, dealt };
-        Link::new(workers, conn, address, established, role, queue, me, now)
+        let assigned = spread(&speeds, dialled_before, usize::from(established.config.channels));
+        let resumption = Resumption::new(now);
+        let role = Role::Connector(Connector { target, pairs, assigned, resumption });
+        let awaited = Awaited::Connect { queue, without_lanes: None };
+        Link::new(workers, conn, address, established, role, awaited, me, now)
     }
 
     /// The accepting end's link.
@@ -206,13 +108,14 @@ impl Link {
         conn: Box<dyn Conn>,
         remote: SocketAddr,
         established: Established,
-        queue: Arc<AcceptQueue>,
+        queue: &Arc<AcceptQueue>,
         me: &Hello,
         now: Duration,
     ) -> Link {
-        let permit = queue.permit();
-        let link = Link::new(workers, conn, remote, established, Role::Acceptor, queue, me, now);
-        Link { permit: Some(permit), ..link }
+        let mut acceptor = Acceptor::default();
+        acceptor.note_host(conn.remote().ip());
+        let awaited = Awaited::Accept(queue.permit());
+        Link::new(workers, conn, remote, established, Role::Acceptor(acceptor), awaited, me, now)
     }
 
     #[expect(clippy::too_many_arguments, reason = "each is a different fact, and two callers name them")]
@@ -222,7 +125,7 @@ impl Link {
         remote: SocketAddr,
         established: Established,
         role: Role,
-        queue: Arc<AcceptQueue>,
+        awaited: Awaited,
         me: &Hello,
         now: Duration,
     ) -> Link {
@@ -255,70 +158,28 @@ impl Link {
         };
         let refused = refused.map(|why| Error::Refused { address: info.name.clone(), why });
         let peer = Arc::new(PeerState::new(context.clone(), info));
-        let limit = silence_max(context.config.heartbeat_limit);
         let mut session = Session::new(id, now);
         // A new session has nothing to send again, so this cannot fail.
         let attached = session.attach(secure, 0, now);
         Link {
-            slots: vec![(Slot::Down { dial_at: now }, 0); usize::from(config.channels)],
-            least: vec![0; usize::from(config.channels)],
-            up_since: vec![now; usize::from(config.channels)],
+            peer_timeout: silence_max(context.config.heartbeat_limit),
+            channels: Channels::new(usize::from(config.channels), now),
+            workers,
             peer,
             session,
-            hosts: vec![conn.remote().ip()],
-            resumed_at: None,
-            conn: Some(conn),
-            candidates: Vec::new(),
-            output: Vec::new(),
-            unread_since: None,
-            listens: true,
-            role,
             data_key,
-            limit,
-            workers,
-            stage: Stage::Settling,
-            fences: BTreeMap::new(),
+            role,
+            connection: ControlConnection::open(conn),
             lanes: Lanes::new(carrier),
-            lanes_optional,
-            without: None,
-            last_words: None,
-            announced: BTreeMap::new(),
-            sources: BTreeMap::new(),
-            started: now,
-            closed_at: None,
-            resume_at: now,
-            resuming: false,
-            path_checked: now,
-            path_dead: false,
+            stage: Stage::Settling(Settling { awaited, since: now, dial_failed: false, lanes_optional }),
+            closing: Closing::default(),
+            ending: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
             last_trouble: None,
-            disowned: None,
-            accept_queue: Some(queue),
-            permit: None,
-            error: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
-            dial_failed: false,
-            peer_drains: false,
-            drain_told: false,
-            drained_told: false,
-            peer_drained: false,
-            close_by: None,
-            closed_alone: false,
-            told: false,
-            drained: None,
         }
     }
 
     pub fn received(&self) -> u64 {
         self.session.received()
-    }
-
-    /// How it ended, if it was to finish first and did not, for who closes all: unless that was told before, or is told to
-    /// whoever closes this peer alone.
-    pub fn unfinished(&self, all_close: bool) -> Option<Error> {
-        let peer = &self.peer;
-        let nobody_waits = peer.abandoned.load(Ordering::SeqCst) && !self.closed_alone;
-        let untold = !self.told && (all_close || nobody_waits);
-        let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
-        unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
     /// Changes as long as what was posted gets on, after [`Link::drain`].
@@ -329,7 +190,7 @@ impl Link {
     /// Ends the session without a farewell, as a process that is killed does.
     #[cfg(test)]
     pub(super) fn break_off(&mut self) {
-        self.error.get_or_insert(Error::Closed);
+        self.ending.get_or_insert(Error::Closed);
     }
 
     pub(super) fn peer(&self) -> &Arc<PeerState> {
@@ -338,7 +199,7 @@ impl Link {
 
     /// Whether this end opened the session, and so dials.
     pub(super) fn dials(&self) -> bool {
-        matches!(self.role, Role::Connector { .. })
+        matches!(self.role, Role::Connector(_))
     }
 
     /// Number and key of the session, for its data connections.
@@ -348,29 +209,30 @@ impl Link {
 
     /// Options of its data connections.
     pub(super) fn bulk_options(&self) -> ConnOptions {
-        bulk_options(&self.peer, self.conn.as_deref())
+        bulk_options(&self.peer, self.connection.conn())
     }
 
     pub(super) fn settling(&self) -> bool {
-        self.stage == Stage::Settling
+        matches!(self.stage, Stage::Settling(_))
     }
 
-    pub(super) fn slot(&self, index: u16) -> Option<Slot> {
-        self.slots.get(usize::from(index)).map(|(slot, _)| *slot)
+    pub(super) fn has_channel(&self, index: u16) -> bool {
+        usize::from(index) < self.channels.len()
     }
 
-    pub(super) fn set_slot(&mut self, index: u16, slot: Slot, generation: u32) {
-        self.slots[usize::from(index)] = (slot, generation);
+    /// The connection of a channel stands, and its lane is set up.
+    pub(super) fn lane_begins(&mut self, index: u16, generation: u32) {
+        self.channels[index].set(generation, ChannelState::Lane);
     }
 
     pub(super) fn any_is_up(&self) -> bool {
-        self.slots.iter().any(|(slot, _)| *slot == Slot::Up)
+        self.channels.up().next().is_some()
     }
 
     /// Channels that carry data on a worker.
     pub(super) fn channels_of(&self, worker: usize) -> impl Iterator<Item = u16> + '_ {
-        let up = self.slots.iter().zip(0..).filter(|((slot, _), _)| *slot == Slot::Up);
-        up.map(|(_, index)| index).filter(move |index| self.peer.engine_worker(*index) == worker)
+        let up = self.channels.up().map(|(index, _)| index);
+        up.filter(move |index| self.peer.engine_worker(*index) == worker)
     }
 
     /// Whether a channel has yet to end that will: one whose worker is stuck stays as it is.
@@ -380,36 +242,42 @@ impl Link {
     }
 
     pub fn over(&self) -> bool {
-        self.stage == Stage::Over
+        matches!(self.stage, Stage::Over { .. })
     }
 
     pub fn dying(&self) -> bool {
-        matches!(self.stage, Stage::Dying | Stage::Over | Stage::Leaving { .. })
+        self.stage.is_ending()
     }
 
-    /// Whether something is under way that has to be looked at often.
+    /// Whether something is in progress that a turn has to look at often.
     pub fn busy(&self) -> bool {
-        self.stage != Stage::Up || self.conn.is_none() || self.slots.iter().any(|(slot, _)| *slot != Slot::Up)
+        let up = matches!(self.stage, Stage::Up) && !self.connection.is_lost();
+        !up || self.channels.up().count() < self.channels.len()
     }
 
-    /// Whether nothing is under way that time or others bring on: it is enough to look when the peer has said something,
-    /// and now and then.
+    /// Whether neither time nor another thread moves this link on: a turn has to look at it only when the peer has said
+    /// something, and now and then.
     pub fn rests(&self) -> bool {
-        let ends = self.error.is_some() || self.peer_drains || self.close_by.is_some();
-        let unsettled = self.accept_queue.is_some() || self.peer.abandoned.load(Ordering::SeqCst);
-        // Candidates, and what is still to be written, are not told of by the poller.
-        let unheard = self.resuming || self.unread_since.is_some() || !self.candidates.is_empty();
-        let told = self.fd().is_some() && self.output.is_empty();
-        told && !(self.busy() || ends || unsettled || unheard)
+        let ends = self.ending.is_some() || self.closing.is_asked_for();
+        let abandoned = self.peer.abandoned.load(Ordering::SeqCst);
+        // The poller tells neither of candidates nor of output that waits for its turn.
+        let unheard = match &self.role {
+            Role::Connector(connector) => connector.resumption.state != ResumeState::Idle,
+            Role::Acceptor(acceptor) => !acceptor.candidates.is_empty(),
+        };
+        let open = self.connection.as_open().filter(|open| open.conn.fd().is_some());
+        let told = open.is_some_and(|open| open.output.is_empty() && open.unread_since.is_none());
+        told && !(self.busy() || ends || abandoned || unheard)
     }
 
     /// The control connection's.
     pub fn fd(&self) -> Option<RawFd> {
-        self.conn.as_ref()?.fd()
+        self.connection.conn()?.fd()
     }
 
-    pub fn needs_resume(&self) -> bool {
-        self.resuming && !self.dying()
+    /// The poller's new interest in the control connection, if it has changed.
+    pub fn changed_interest(&mut self) -> Option<(RawFd, Interest)> {
+        self.connection.as_open_mut()?.changed_interest()
     }
 
     // ---- a turn ----
@@ -420,10 +288,10 @@ impl Link {
         self.look_after_session(now);
         self.settle(now);
         self.look_after_closing(now);
-        if let Some(error) = self.error.take() {
+        if let Some(error) = self.ending.take() {
             self.die(error);
         }
-        if self.stage == Stage::Dying && !self.open_channels() {
+        if matches!(self.stage, Stage::Dying { .. }) && !self.open_channels() {
             self.finish();
             worked = true;
         }
@@ -434,20 +302,15 @@ impl Link {
         let mut buffer = [0u8; 16 << 10];
         let mut messages = Vec::new();
         let mut worked = self.hear_candidates(&mut buffer, now, &mut messages);
-        // As much as others can wait for, so that a flood holds up nobody else.
+        // No more than other links can wait for: a flood of one peer holds up no other.
         for _ in 0..READS_PER_TURN {
-            let Some(conn) = &mut self.conn else { break };
-            if self.unread_since.is_some() {
+            let Some(open) = self.connection.as_open_mut().filter(|open| open.unread_since.is_none()) else {
                 break;
-            }
-            match read_in(&mut **conn, &mut buffer) {
+            };
+            match read_in(&mut *open.conn, &mut buffer) {
                 Ok(None) => break,
                 Ok(Some(0)) => self.control_lost("closed by the peer", true, now),
-                Err(error) => {
-                    let closed =
-                        matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
-                    self.control_lost(&error.to_string(), closed, now);
-                }
+                Err(error) => self.control_lost(&error.to_string(), closed_by_peer(&error), now),
                 Ok(Some(count)) => {
                     worked = true;
                     if let Err(error) = self.session.on_bytes(&buffer[..count], now, &mut messages) {
@@ -470,13 +333,15 @@ impl Link {
         now: Duration,
         messages: &mut Vec<ControlMessage>,
     ) -> bool {
-        for (mut conn, established) in std::mem::take(&mut self.candidates) {
-            match read_in(&mut *conn, buffer) {
-                Ok(None) => self.candidates.push((conn, established)),
+        let Role::Acceptor(acceptor) = &mut self.role else { return false };
+        let mut silent = Vec::new();
+        for mut candidate in std::mem::take(&mut acceptor.candidates) {
+            match read_in(&mut *candidate.conn, buffer) {
+                Ok(None) => silent.push(candidate),
                 Ok(Some(0)) | Err(_) => {}
                 Ok(Some(count)) => {
-                    self.candidates.clear();
-                    // What it says without a connection to say it on would be told as the trouble.
+                    let Candidate { conn, established } = candidate;
+                    // Where the connection is refused, its bytes would be told as the trouble.
                     if self.adopt(conn, *established, now)
                         && let Err(error) = self.session.on_bytes(&buffer[..count], now, messages)
                     {
@@ -486,6 +351,7 @@ impl Link {
                 }
             }
         }
+        acceptor.candidates = silent;
         false
     }
 
@@ -494,20 +360,20 @@ impl Link {
         if let Err(error) = self.session.tick(now) {
             self.session_trouble(&error, now);
         }
-        self.output.append(&mut self.session.take_output());
-        let Some(conn) = &mut self.conn else { return false };
-        if self.output.is_empty() {
+        let Some(open) = self.connection.as_open_mut() else { return false };
+        open.output.append(&mut self.session.take_output());
+        if open.output.is_empty() {
             return false;
         }
-        match write_out(&mut **conn, &mut self.output) {
+        match write_out(&mut *open.conn, &mut open.output) {
             Ok(_) => {
-                self.heed_unread(now);
+                if open.limit_unread(self.session.unacknowledged_bytes(), now) {
+                    self.session.not_heard_until(now);
+                }
                 false
             }
             Err(error) => {
-                let closed =
-                    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe);
-                self.control_lost(&error.to_string(), closed, now);
+                self.control_lost(&error.to_string(), closed_by_peer(&error), now);
                 true
             }
         }
@@ -524,8 +390,8 @@ impl Link {
             ControlMessage::Fence { channel, generation, placed, refused, reason } => {
                 self.fenced_by_peer(channel, generation, (placed, refused), &reason, now);
             }
-            ControlMessage::Drain => self.peer_drains = true,
-            ControlMessage::Drained => self.peer_drained = true,
+            ControlMessage::Drain => self.peer_drains(),
+            ControlMessage::Drained => self.peer_is_drained(),
             ControlMessage::Goodbye { reason } => self.peer_leaves(&reason),
             ControlMessage::Lane { channel, generation, handle } => {
                 self.peer_listens(channel, generation, *handle, now);
@@ -536,6 +402,11 @@ impl Link {
             ControlMessage::Expected { channel, generation } => self.peer_expects(channel, generation),
         }
     }
+}
+
+/// Whether the error says that the peer's kernel has closed the connection.
+fn closed_by_peer(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
 }
 
 /// What carries the payload of a session, and why it cannot.

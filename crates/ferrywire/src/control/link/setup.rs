@@ -1,8 +1,9 @@
 //! Channels on their way: announced, dialled, accepted, and when the peer is up.
 
-use super::{Link, Role, Slot, Stage};
-use crate::control::dial::{Announced, Dial, DialFor, bulk_options};
-use crate::control::pairs::{Pair, by_route};
+use super::channels::ChannelState;
+use super::{Link, Role, Stage};
+use crate::control::dial::{Announced, Dial, DialFor};
+use crate::control::pairs::Pair;
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
@@ -20,65 +21,72 @@ impl Link {
     /// Connections that have to be made now.
     pub fn take_dials(&mut self, context: &Context, me: &Hello, now: Duration) -> Vec<(Dial, DialFor)> {
         let mut out = Vec::new();
-        let Role::Connector { target, pairs, dealt } = &self.role else {
-            return out;
-        };
         if self.dying() {
             return out;
         }
-        let (id, address, pairs, dealt) = (self.session.id(), target.address, pairs.clone(), dealt.clone());
-        if self.resuming && self.disowned.is_none() && now >= self.resume_at {
-            self.resume_at = now + 2 * limits::REDIAL_INTERVAL;
-            let mut paths: Vec<_> = pairs.iter().map(|pair| (pair.nic.clone(), pair.remote)).collect();
-            paths.push((None, address));
-            let secret = target.secret_of(context);
-            for (nic, remote) in paths {
-                let (received, data_key) = (self.session.received(), self.data_key.clone());
-                let purpose = Purpose::Resume { session: id, received, data_key };
-                match Dial::resume(context, me, nic.as_ref(), remote, secret, purpose) {
-                    Ok(dial) => out.push((dial, DialFor::Resume { session: id })),
-                    Err(error) => self.last_trouble = Some(error),
+        self.take_resumptions(context, me, now, &mut out);
+        let Role::Connector(connector) = &self.role else { return out };
+        let paths: Vec<Pair> = connector.assigned.iter().map(|at| connector.pairs[*at].clone()).collect();
+        for (index, path) in self.channels.indices().zip(&paths) {
+            match &self.channels[index].state {
+                // Without a control connection the peer cannot be told.
+                ChannelState::Down { dial_at } if *dial_at <= now && !self.connection.is_lost() => {
+                    self.announce(index, path, now);
                 }
-            }
-        }
-        for index in 0..self.slots.len() as u16 {
-            let (slot, generation) = self.slots[usize::from(index)];
-            match slot {
-                // Without a control connection, nobody can be told.
-                Slot::Down { dial_at } if dial_at <= now && self.conn.is_some() => {
-                    let pair = &pairs[dealt[usize::from(index)]];
-                    self.announce(index, pair, now);
+                ChannelState::Announced { since, announced }
+                    if now.saturating_sub(*since) > limits::DIAL_DEADLINE =>
+                {
+                    let error = announced.unanswered();
+                    self.channel_failed(index, self.channels[index].generation, error, now);
                 }
-                Slot::Announced { since } if now.saturating_sub(since) > limits::DIAL_DEADLINE => {
-                    if let Some(announced) = self.announced.remove(&index) {
-                        self.channel_failed(index, generation, announced.unanswered(), now);
-                    }
-                }
-                Slot::Expected => out.extend(self.dial_announced(index, generation, now)),
+                ChannelState::Expected { .. } => out.extend(self.dial_announced(index, now)),
                 _ => {}
             }
         }
         out
     }
 
+    /// Control connections over every path, where the session has to be resumed.
+    fn take_resumptions(
+        &mut self,
+        context: &Context,
+        me: &Hello,
+        now: Duration,
+        out: &mut Vec<(Dial, DialFor)>,
+    ) {
+        let Role::Connector(connector) = &mut self.role else { return };
+        if !connector.resumption.take_due(now) {
+            return;
+        }
+        let (session, target) = (self.session.id(), &connector.target);
+        let mut paths: Vec<_> = connector.pairs.iter().map(|pair| (pair.nic.as_ref(), pair.remote)).collect();
+        paths.push((None, target.address));
+        for (nic, remote) in paths {
+            let (received, data_key) = (self.session.received(), self.data_key.clone());
+            let purpose = Purpose::Resume { session, received, data_key };
+            match Dial::resume(context, me, nic, remote, target.secret_of(context), purpose) {
+                Ok(dial) => out.push((dial, DialFor::Resume { session })),
+                Err(error) => self.last_trouble = Some(error),
+            }
+        }
+    }
+
     /// Binds a data connection and tells the peer of it, so that a rule for it can be in place before its
     /// first packet. All channels go in one round trip.
-    pub(super) fn announce(&mut self, index: u16, pair: &Pair, now: Duration) {
-        let (_, generation) = self.slots[usize::from(index)];
-        let options = bulk_options(&self.peer, self.conn.as_deref());
-        match Announced::new(&self.peer, pair.nic.as_ref(), pair.remote, &options) {
+    fn announce(&mut self, index: u16, path: &Pair, now: Duration) {
+        let generation = self.channels[index].generation;
+        match Announced::new(&self.peer, path.nic.as_ref(), path.remote, &self.bulk_options()) {
             Ok(announced) => {
                 let source = announced.source();
                 tracing::debug!(peer = self.peer.name(), channel = index, %source, "data connection announced");
                 self.say(ControlMessage::Dialling { channel: index, generation, source }, now);
-                self.announced.insert(index, announced);
-                self.slots[usize::from(index)].0 = Slot::Announced { since: now };
+                self.channels[index].state = ChannelState::Announced { since: now, announced };
             }
             Err(error) => self.channel_failed(index, generation, error, now),
         }
     }
 
-    /// The peer dials a data connection as soon as we say that we expect it.
+    /// The peer dials a data connection as soon as this end says that it expects the connection.
     pub(super) fn peer_announces(
         &mut self,
         channel: u16,
@@ -86,33 +94,33 @@ impl Link {
         source: SocketAddr,
         now: Duration,
     ) {
-        if matches!(self.role, Role::Connector { .. }) || usize::from(channel) >= self.slots.len() {
+        let Some(record) = self.channels.get_mut(channel) else { return };
+        if matches!(self.role, Role::Connector(_)) {
             return;
         }
         tracing::debug!(peer = self.peer.name(), channel, %source, "data connection expected");
-        self.sources.insert(channel, (generation, source));
+        record.source = Some((generation, source));
         self.say(ControlMessage::Expected { channel, generation }, now);
     }
 
     pub(super) fn peer_expects(&mut self, channel: u16, generation: u32) {
-        if let Some(slot) = self.slots.get_mut(usize::from(channel))
-            && matches!(*slot, (Slot::Announced { .. }, current) if current == generation)
-        {
-            slot.0 = Slot::Expected;
+        let Some(record) = self.channels.get_mut(channel) else { return };
+        if record.generation != generation {
+            return;
         }
+        record.state = match record.take() {
+            ChannelState::Announced { announced, .. } => ChannelState::Expected { announced },
+            state => state,
+        };
     }
 
-    pub(super) fn dial_announced(
-        &mut self,
-        index: u16,
-        generation: u32,
-        now: Duration,
-    ) -> Option<(Dial, DialFor)> {
-        let announced = self.announced.remove(&index)?;
+    fn dial_announced(&mut self, index: u16, now: Duration) -> Option<(Dial, DialFor)> {
+        let generation = self.channels[index].generation;
+        let ChannelState::Expected { announced } = self.channels[index].take() else { return None };
         let session = self.session.id();
         match Dial::channel(announced, session, self.data_key.clone(), index, generation) {
             Ok(dial) => {
-                self.slots[usize::from(index)].0 = Slot::Dialling;
+                self.channels[index].state = ChannelState::Dialling;
                 Some((dial, DialFor::Channel { session, index, generation }))
             }
             Err(error) => {
@@ -123,11 +131,13 @@ impl Link {
     }
 
     pub fn channel_failed(&mut self, index: u16, generation: u32, error: Error, now: Duration) {
-        let slot = &mut self.slots[usize::from(index)];
-        self.dial_failed |= slot.0 == Slot::Dialling;
-        if slot.1 == generation && slot.0 != Slot::Up {
+        let record = &mut self.channels[index];
+        if let Stage::Settling(settling) = &mut self.stage {
+            settling.dial_failed |= matches!(record.state, ChannelState::Dialling);
+        }
+        if record.generation == generation && (record.state.is_down() || record.state.is_coming()) {
             // The acceptor may have taken it up: a number is used once.
-            *slot = (Slot::Down { dial_at: now + limits::REDIAL_INTERVAL }, generation + 1);
+            record.go_down(generation, now + limits::REDIAL_INTERVAL);
         }
         tracing::debug!(peer = self.peer.name(), channel = index, %error, "channel cannot be connected");
         self.last_trouble = Some(error);
@@ -142,7 +152,8 @@ impl Link {
         now: Duration,
     ) {
         // The peer may have lost, and fenced, the connection before its handshake ended here.
-        if self.slots[usize::from(index)] == (Slot::Dialling, generation) {
+        let record = &self.channels[index];
+        if matches!(record.state, ChannelState::Dialling) && record.generation == generation {
             self.channel_up(context, conn, index, generation, now);
         }
     }
@@ -155,22 +166,31 @@ impl Link {
         generation: u32,
         now: Duration,
     ) {
-        context.transport.tune(&mut *conn, &bulk_options(&self.peer, self.conn.as_deref()));
+        context.transport.tune(&mut *conn, &self.bulk_options());
         self.compare_source(conn.remote(), index, generation);
-        let (slot, current) = self.slots[usize::from(index)];
-        if slot == Slot::Lane && generation > current {
-            // The peer has given up that connection before its lane stood: nothing came over it, and it says nothing of lanes.
-            tracing::debug!(peer = self.peer.name(), channel = index, "dialled again before its lane stood");
-            self.lanes.drop_setup_before(index, generation);
-            self.close_generation(index, current);
-            self.slots[usize::from(index)].0 = Slot::Down { dial_at: now };
+        let record = &mut self.channels[index];
+        let current = record.generation;
+        if generation > current {
+            match record.state {
+                ChannelState::Lane => {
+                    // The peer has given up that connection before its lane stood: nothing came over it, and it says nothing of lanes.
+                    tracing::debug!(
+                        peer = self.peer.name(),
+                        channel = index,
+                        "dialled again before its lane stood"
+                    );
+                    record.close_generation(current);
+                    record.state = ChannelState::Down { dial_at: now };
+                    self.lanes.drop_setup_before(index, generation);
+                }
+                // The peer has given up the connection that this end still has; it will dial once more.
+                ChannelState::Up { .. } => {
+                    self.drop_channel(index, current, "the peer dialled it again".into());
+                }
+                _ => {}
+            }
         }
-        let (slot, current) = self.slots[usize::from(index)];
-        if slot == Slot::Up && generation > current {
-            // The peer has given up the connection that we still hold; it will dial once more.
-            self.drop_channel(index, current, "the peer dialled it again".into());
-        }
-        if !matches!(slot, Slot::Down { .. }) || generation < self.least[usize::from(index)] {
+        if !self.channels[index].may_come_up(generation) {
             tracing::debug!(peer = self.peer.name(), channel = index, "a stale data connection was dropped");
             return;
         }
@@ -179,10 +199,10 @@ impl Link {
 
     /// The proof of membership is what lets a connection in. Its address may have been translated on the
     /// way, even to another port of the same host, so that a difference proves nothing.
-    pub(super) fn compare_source(&self, remote: SocketAddr, channel: u16, generation: u32) {
-        let announced = self.sources.get(&channel).filter(|(current, _)| *current == generation);
+    fn compare_source(&self, remote: SocketAddr, channel: u16, generation: u32) {
+        let announced = self.channels[channel].source.filter(|(current, _)| *current == generation);
         match announced {
-            Some((_, source)) if *source == remote => {}
+            Some((_, source)) if source == remote => {}
             Some((_, source)) => {
                 tracing::debug!(peer = self.peer.name(), channel, %remote, %source, "translated on its way");
             }
@@ -190,7 +210,7 @@ impl Link {
         }
     }
 
-    pub(super) fn channel_up(
+    fn channel_up(
         &mut self,
         context: &Context,
         conn: Box<dyn Conn>,
@@ -205,12 +225,14 @@ impl Link {
         }
     }
 
-    /// Nothing is missing any more: the channel goes to its worker.
+    /// The channel is complete: it goes to its worker.
     pub(in crate::control) fn carries_data(&mut self, context: &Context, channel: Channel, now: Duration) {
         let (index, generation) = (channel.index, channel.generation);
-        self.note_host(channel.conn().remote().ip());
-        self.slots[usize::from(index)] = (Slot::Up, generation);
-        self.up_since[usize::from(index)] = now;
+        if let Role::Acceptor(acceptor) = &mut self.role {
+            acceptor.note_host(channel.conn().remote().ip());
+        }
+        self.channels[index].set(generation, ChannelState::Up { peer_fence: None });
+        self.channels[index].up_since = now;
         let worker = &self.workers[self.peer.engine_worker(index)];
         let address = channel.conn().local().ip();
         let nic = context.transport.nic_name(address).unwrap_or_else(|| address.to_string());
@@ -224,51 +246,29 @@ impl Link {
         self.settle(now);
     }
 
-    /// Whether dialling was tried, and has brought no connection; a peer that is slow to expect one has not been dialled.
-    fn leads_nowhere(&self) -> bool {
-        self.dial_failed
-            && self.slots.iter().all(|(slot, _)| matches!(slot, Slot::Down { .. } | Slot::Dialling))
-    }
-
-    /// Deals all channels to the path on which the peer was reached; false where they have been.
-    fn go_where_it_was_dialled(&mut self) -> bool {
-        let Role::Connector { target, pairs, dealt } = &mut self.role else { return false };
-        if pairs.iter().any(|pair| pair.remote == target.address) {
-            return false;
-        }
-        pairs.push(by_route(target.address));
-        dealt.fill(pairs.len() - 1);
-        true
-    }
-
-    /// Tells whoever waits that the peer is up, or that it cannot be reached.
+    /// Tells the waiting user that the peer is up, or that it cannot be reached.
     pub(super) fn settle(&mut self, now: Duration) {
-        if self.stage != Stage::Settling || self.error.is_some() {
+        let Stage::Settling(settling) = &self.stage else { return };
+        if self.ending.is_some() {
             return;
         }
-        let up = self.slots.iter().filter(|(slot, _)| *slot == Slot::Up).count();
-        let waited = now.saturating_sub(self.started);
+        let (up, all) = (self.channels.up().count(), self.channels.len());
+        let waited = now.saturating_sub(settling.since);
         let (some, none) = self.lanes.settle_limits(limits::DIAL_DEADLINE, limits::HANDSHAKE_DEADLINE);
         // A peer that came, sent what it had, and goes, does so before all channels are there.
-        let visited = up > 0 && self.peer_drains && matches!(self.role, Role::Acceptor);
-        if up == self.slots.len() || (up > 0 && waited > some) || visited {
-            self.stage = Stage::Up;
+        let visited = up > 0 && self.closing.peer_has_asked() && matches!(self.role, Role::Acceptor(_));
+        if up == all || (up > 0 && waited > some) || visited {
             *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
-            if up < self.slots.len() && !visited {
+            if up < all && !visited {
                 let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
-                let line = format!(
-                    "{} of {} channels could not be set up: {trouble}",
-                    self.slots.len() - up,
-                    self.slots.len()
-                );
+                let line = format!("{} of {all} channels could not be set up: {trouble}", all - up);
                 tracing::warn!(peer = self.peer.name(), "{line}");
                 self.peer.note_lost(line);
             }
-            if let Some(queue) = self.accept_queue.take() {
-                queue.put(Ok(PeerHandle(self.peer.clone())));
-                self.permit = None;
+            if let Stage::Settling(settling) = std::mem::replace(&mut self.stage, Stage::Up) {
+                settling.awaited.put(PeerHandle(self.peer.clone()));
             }
-        } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.go_where_it_was_dialled() {
+        } else if waited > limits::DIAL_DEADLINE && self.leads_nowhere() && self.fall_back_to_target() {
             tracing::debug!(
                 peer = self.peer.name(),
                 "no NIC's own path leads to it: all channels go where it was dialled"
@@ -276,6 +276,20 @@ impl Link {
         } else if waited > none {
             let why = "no data connection came about: is the peer's advertised address reachable?";
             self.fail(why.into());
+        }
+    }
+
+    /// Whether dialling was tried, and has brought no connection; a peer that is slow to expect one has not been dialled.
+    fn leads_nowhere(&self) -> bool {
+        let tried = matches!(&self.stage, Stage::Settling(settling) if settling.dial_failed);
+        let leads = |state: &ChannelState| !state.is_down() && !matches!(state, ChannelState::Dialling);
+        tried && !self.channels.iter().any(|record| leads(&record.state))
+    }
+
+    fn fall_back_to_target(&mut self) -> bool {
+        match &mut self.role {
+            Role::Connector(connector) => connector.fall_back_to_target(),
+            Role::Acceptor(_) => false,
         }
     }
 }

@@ -1,0 +1,166 @@
+//! What the control session knows of each channel.
+
+use crate::control::dial::Announced;
+use crate::core::queue::Entry;
+use std::net::SocketAddr;
+use std::ops::{Index, IndexMut};
+use std::time::Duration;
+
+/// The channels of one peer, by their numbers.
+pub(super) struct Channels(Vec<ChannelRecord>);
+
+pub(super) struct ChannelRecord {
+    pub state: ChannelState,
+    /// Counts the connections of this channel.
+    pub generation: u32,
+    /// The first generation that may still come up. Those below are fenced: what their connections have yet to deliver must not
+    /// land.
+    least: u32,
+    /// When the channel last came up.
+    pub up_since: Duration,
+    /// At the accepting end: the generation that the peer announced last, and the address that it comes from.
+    pub source: Option<(u32, SocketAddr)>,
+}
+
+/// A channel's life where it is dialled: `down -> announced -> expected -> dialling -> up -> fencing -> down`, and where it is
+/// accepted: `down -> up -> fencing -> down`. Payload over lanes puts `lane` before `up`.
+pub(super) enum ChannelState {
+    Down {
+        dial_at: Duration,
+    },
+    /// The connection is bound, and the peer, which was told of it, has not answered.
+    Announced {
+        since: Duration,
+        announced: Announced,
+    },
+    /// The peer has answered: the connection is dialled at once.
+    Expected {
+        announced: Announced,
+    },
+    Dialling,
+    /// The connection stands, its lane does not yet.
+    Lane,
+    /// A worker has the channel. With `peer_fence` the worker is to close it, because the peer has.
+    Up {
+        peer_fence: Option<PeerFence>,
+    },
+    /// Closed here; the peer has yet to say what it had placed.
+    Fencing(OwnFence),
+}
+
+/// This end's half of a lost connection's fence.
+#[derive(Default)]
+pub(super) struct OwnFence {
+    /// What was sent, by number, and is not known to be placed.
+    pub entries: Vec<(u64, Entry)>,
+    /// Why the lane failed, if that is what ended the connection.
+    pub lane_failed: Option<String>,
+}
+
+/// The peer's half: what it had placed before it closed its end, and why it did.
+pub(super) struct PeerFence {
+    pub placed: u64,
+    pub refused: Vec<(u64, u8)>,
+    pub reason: String,
+}
+
+impl ChannelState {
+    pub fn is_up(&self) -> bool {
+        matches!(self, ChannelState::Up { .. })
+    }
+
+    pub fn is_down(&self) -> bool {
+        matches!(self, ChannelState::Down { .. })
+    }
+
+    /// Whether a connection is being made.
+    pub fn is_coming(&self) -> bool {
+        use ChannelState::{Announced, Dialling, Expected, Lane};
+        matches!(self, Announced { .. } | Expected { .. } | Dialling | Lane)
+    }
+}
+
+impl ChannelRecord {
+    /// The connection of this generation has ended, or will not come about. A number is used once: the next is another.
+    pub fn go_down(&mut self, generation: u32, dial_at: Duration) {
+        self.state = ChannelState::Down { dial_at };
+        self.generation = generation + 1;
+    }
+
+    pub fn set(&mut self, generation: u32, state: ChannelState) {
+        (self.generation, self.state) = (generation, state);
+    }
+
+    /// Takes the state out; the channel is down until it gets another.
+    pub fn take(&mut self) -> ChannelState {
+        std::mem::replace(&mut self.state, ChannelState::Down { dial_at: Duration::MAX })
+    }
+
+    /// No connection of this generation may come up any more.
+    pub fn close_generation(&mut self, generation: u32) {
+        self.least = self.least.max(generation.saturating_add(1));
+    }
+
+    pub fn may_come_up(&self, generation: u32) -> bool {
+        self.state.is_down() && generation >= self.least
+    }
+}
+
+impl Channels {
+    pub fn new(count: usize, now: Duration) -> Channels {
+        let new = || ChannelRecord {
+            state: ChannelState::Down { dial_at: now },
+            generation: 0,
+            least: 0,
+            up_since: now,
+            source: None,
+        };
+        Channels((0..count).map(|_| new()).collect())
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn indices(&self) -> std::ops::Range<u16> {
+        0..self.0.len() as u16
+    }
+
+    /// The channel that the peer names, if there is one.
+    pub fn get_mut(&mut self, index: u16) -> Option<&mut ChannelRecord> {
+        self.0.get_mut(usize::from(index))
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &ChannelRecord> {
+        self.0.iter()
+    }
+
+    /// Numbers and generations of the channels that a worker has.
+    pub fn up(&self) -> impl Iterator<Item = (u16, u32)> + '_ {
+        let up = (0..).zip(&self.0).filter(|(_, channel)| channel.state.is_up());
+        up.map(|(index, channel)| (index, channel.generation))
+    }
+
+    /// Closes what is being made, and takes out what no fence has settled.
+    pub fn take_unsettled(&mut self) -> Vec<Entry> {
+        let entries = self.0.iter_mut().flat_map(|channel| match channel.take() {
+            ChannelState::Fencing(fence) => fence.entries,
+            _ => Vec::new(),
+        });
+        entries.map(|(_, entry)| entry).collect()
+    }
+}
+
+impl Index<u16> for Channels {
+    type Output = ChannelRecord;
+
+    fn index(&self, index: u16) -> &ChannelRecord {
+        &self.0[usize::from(index)]
+    }
+}
+
+impl IndexMut<u16> for Channels {
+    fn index_mut(&mut self, index: u16) -> &mut ChannelRecord {
+        &mut self.0[usize::from(index)]
+    }
+}

@@ -1,0 +1,143 @@
+//! Which end of a session this is, with what only that end keeps.
+
+use crate::control::dial::ConnectTarget;
+use crate::control::pairs::{Pair, by_route};
+use ferrywire_net::Conn;
+use ferrywire_proto::handshake::Established;
+use ferrywire_proto::limits;
+use std::net::IpAddr;
+use std::time::Duration;
+
+/// The connector opened the session, and dials all its connections.
+pub(super) enum Role {
+    Connector(Connector),
+    Acceptor(Acceptor),
+}
+
+pub(super) struct Connector {
+    pub target: ConnectTarget,
+    /// The paths to the peer.
+    pub pairs: Vec<Pair>,
+    /// Which of the paths each channel takes.
+    pub assigned: Vec<usize>,
+    pub resumption: Resumption,
+}
+
+/// How the connector makes another control connection when the first is lost or silent.
+pub(super) struct Resumption {
+    pub state: ResumeState,
+    /// No path is dialled before then.
+    pub dial_at: Duration,
+    /// When the kernel was last asked about the path.
+    pub path_checked: Duration,
+}
+
+/// A resumption's life: `idle -> dialling -> idle`, or `dialling -> disowned -> idle`.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum ResumeState {
+    /// The control connection is heard.
+    Idle,
+    /// Every path is dialled, again and again.
+    Dialling,
+    /// An endpoint at one of the peer's addresses does not know the session, and said this. Another path may still lead to the
+    /// peer: an address can have moved to another host.
+    Disowned(String),
+}
+
+/// Resumptions that may wait for the other end's choice: one for each path it may have dialled.
+const CANDIDATES_MAX: usize = limits::ADDRESSES_MAX + 1;
+
+#[derive(Default)]
+pub(super) struct Acceptor {
+    /// Addresses that the peer's connections came from.
+    hosts: Vec<IpAddr>,
+    /// When the peer last resumed the session.
+    resumed_at: Option<Duration>,
+    /// Resumptions of the peer, which dials several paths at once and speaks on the one it keeps.
+    pub candidates: Vec<Candidate>,
+}
+
+pub(super) struct Candidate {
+    pub conn: Box<dyn Conn>,
+    pub established: Box<Established>,
+}
+
+impl Connector {
+    /// Assigns all channels to the path on which the peer was reached; false where that is one of the paths already.
+    pub fn fall_back_to_target(&mut self) -> bool {
+        if self.pairs.iter().any(|pair| pair.remote == self.target.address) {
+            return false;
+        }
+        self.pairs.push(by_route(self.target.address));
+        self.assigned.fill(self.pairs.len() - 1);
+        true
+    }
+}
+
+impl Resumption {
+    pub fn new(now: Duration) -> Resumption {
+        Resumption { state: ResumeState::Idle, dial_at: now, path_checked: now }
+    }
+
+    /// The control connection is lost or silent, or it is neither. What an endpoint said before the peer was heard again is no
+    /// reason to give the peer up the next time.
+    pub fn set_needed(&mut self, needed: bool) {
+        match (needed, &self.state) {
+            (false, _) => self.state = ResumeState::Idle,
+            (true, ResumeState::Idle) => self.state = ResumeState::Dialling,
+            (true, _) => {}
+        }
+    }
+
+    /// An endpoint that was dialled does not know the session. The first such answer is kept.
+    pub fn disown(&mut self, why: String) {
+        if self.state == ResumeState::Dialling {
+            self.state = ResumeState::Disowned(why);
+        }
+    }
+
+    /// What the endpoint said that does not know the session.
+    pub fn take_disowned(&mut self) -> Option<String> {
+        match std::mem::replace(&mut self.state, ResumeState::Dialling) {
+            ResumeState::Disowned(why) => Some(why),
+            state => {
+                self.state = state;
+                None
+            }
+        }
+    }
+
+    /// Whether the paths are to be dialled now; if so, the next time is a while later.
+    pub fn take_due(&mut self, now: Duration) -> bool {
+        let due = self.state == ResumeState::Dialling && now >= self.dial_at;
+        if due {
+            self.dial_at = now + 2 * limits::REDIAL_INTERVAL;
+        }
+        due
+    }
+}
+
+impl Acceptor {
+    pub fn note_host(&mut self, host: IpAddr) {
+        if !self.hosts.contains(&host) && self.hosts.len() < limits::ADDRESSES_MAX {
+            self.hosts.push(host);
+        }
+    }
+
+    /// The peer has resumed the session on one path of several.
+    pub fn add_candidate(&mut self, conn: Box<dyn Conn>, established: Established, now: Duration) {
+        self.resumed_at = Some(now);
+        self.note_host(conn.remote().ip());
+        if self.candidates.len() >= CANDIDATES_MAX {
+            self.candidates.remove(0);
+        }
+        self.candidates.push(Candidate { conn, established: Box::new(established) });
+    }
+
+    /// Whether a peer at this address has just resumed the session: then it has dialled all paths at once, and hangs up on those
+    /// that were slower.
+    pub fn raced_from(&self, host: IpAddr, now: Duration) -> bool {
+        let lately = |at| now.saturating_sub(at) <= 2 * limits::HANDSHAKE_DEADLINE;
+        self.resumed_at.is_some_and(lately) && self.hosts.contains(&host)
+    }
+}
