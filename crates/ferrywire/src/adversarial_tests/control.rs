@@ -67,6 +67,20 @@ fn a_forged_control_message_loses_the_peer() {
     scene.unharmed();
 }
 
+/// An honest peer says so in answer to this end. Said before, it tells nothing of what the peer has yet to finish.
+#[test]
+fn a_peer_that_says_it_has_finished_before_it_is_asked_has_not() {
+    let scene = Scene::new();
+    let mut evil = Evil::new(&scene);
+    evil.say(&ControlMessage::Drained);
+    // What is said after it shows that it was heard.
+    evil.say(&fence(0, 0));
+    evil.channel_lost_for("evil");
+    let closed = evil.here.close(Duration::from_millis(100));
+    assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+    scene.unharmed();
+}
+
 #[test]
 fn fences_of_channels_that_do_not_exist_change_nothing() {
     let scene = Scene::new();

@@ -1,7 +1,7 @@
-//! Connections that arrive: accepted, answered, and handed to a link once they have proven themselves.
+//! Connections that arrive: accepted, answered, and handed to a link once they have proven the secret.
 //!
-//! Invariant: what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`; whoever has waited longest makes room.
-//! Read next: `admission.rs`, who is let in.
+//! Invariant: at most `limits::HANDSHAKES_PENDING_MAX` connections are unproven; the oldest of them makes room for a new one.
+//! Read next: `admission.rs`, which decides what a proven connection may do.
 
 use super::addresses::advertised;
 use super::admission::Admitter;
@@ -9,7 +9,7 @@ use super::lanes::LANE;
 use super::link::Link;
 use super::{Control, LISTENER_TOKEN, read_in, write_out};
 use crate::core::context::Context;
-use ferrywire_net::Conn;
+use ferrywire_net::{Conn, Listener};
 use ferrywire_proto::handshake::{HandshakeError, Outcome, Refusal, RefusalCode, Responder};
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::Interest;
@@ -29,19 +29,75 @@ pub(super) struct Incoming {
     over: bool,
 }
 
+/// What arrives at an endpoint.
+pub(super) struct Accepting {
+    listeners: Vec<Box<dyn Listener>>,
+    /// Oldest first.
+    incoming: VecDeque<Incoming>,
+    /// Nothing is accepted before then, because the last attempt failed.
+    paused_until: Option<Duration>,
+    /// When the log was last told that nothing can be accepted.
+    pause_logged_at: Option<Duration>,
+    nics_seen: Duration,
+    refusals: Refusals,
+}
+
+/// Refused connections, as far as they are counted.
+#[derive(Default)]
+struct Refusals {
+    /// Lines of the log since `minute_began`.
+    logged: u64,
+    minute_began: Duration,
+    /// Connections whose other end held another secret.
+    wrong_secrets: u64,
+}
+
+impl Accepting {
+    pub fn new(listeners: Vec<Box<dyn Listener>>) -> Accepting {
+        Accepting {
+            listeners,
+            incoming: VecDeque::new(),
+            paused_until: None,
+            pause_logged_at: None,
+            nics_seen: Duration::ZERO,
+            refusals: Refusals::default(),
+        }
+    }
+
+    pub fn wrong_secrets(&self) -> u64 {
+        self.refusals.wrong_secrets
+    }
+
+    /// Whether there is nothing that time moves on.
+    pub fn is_idle(&self) -> bool {
+        self.incoming.is_empty() && self.paused_until.is_none()
+    }
+
+    /// Whether a listener has no descriptor that a poller could wait for.
+    pub fn needs_polling(&self) -> bool {
+        self.listeners.iter().any(|listener| listener.fd().is_none())
+    }
+
+    /// The endpoint closes.
+    pub fn stop(&mut self) {
+        self.listeners.clear();
+        self.incoming.clear();
+    }
+}
+
 impl Control {
     pub(super) fn accept(&mut self, context: &Context, now: Duration) -> bool {
-        if self.accept_at.is_some_and(|at| now < at) {
+        if self.accepting.paused_until.is_some_and(|at| now < at) {
             return false;
         }
-        if self.accept_at.take().is_some() {
+        if self.accepting.paused_until.take().is_some() {
             self.listen_for(Interest::READ);
         }
         let mut worked = false;
-        for index in 0..self.listeners.len() {
-            // As many as fit, so that a flood cannot keep us here.
+        for index in 0..self.accepting.listeners.len() {
+            // No more than fit, so that a flood cannot keep this thread here.
             for _ in 0..limits::HANDSHAKES_PENDING_MAX {
-                match self.listeners[index].accept() {
+                match self.accepting.listeners[index].accept() {
                     Ok(Some(conn)) => {
                         self.look_at_nics(context, now);
                         self.greet(conn, now);
@@ -58,13 +114,14 @@ impl Control {
         worked
     }
 
-    /// Whoever knocks is still there, and would wake us without end: nothing is accepted for a while.
+    /// The connection that could not be accepted still waits, and would wake this thread without end: nothing is accepted for a
+    /// while.
     fn stop_accepting(&mut self, error: &io::Error, now: Duration) {
         const SECONDS_BETWEEN_LINES: u64 = 60;
-        self.accept_at = Some(now + limits::ACCEPT_RETRY_INTERVAL);
+        self.accepting.paused_until = Some(now + limits::ACCEPT_RETRY_INTERVAL);
         self.listen_for(Interest::NONE);
-        if self.accept_told.is_none_or(|at| (now - at).as_secs() >= SECONDS_BETWEEN_LINES) {
-            self.accept_told = Some(now);
+        if self.accepting.pause_logged_at.is_none_or(|at| (now - at).as_secs() >= SECONDS_BETWEEN_LINES) {
+            self.accepting.pause_logged_at = Some(now);
             let every = limits::ACCEPT_RETRY_INTERVAL;
             tracing::warn!(
                 "nobody can be accepted: {error}; tried again every {every:?} (open files: see ulimit -n)"
@@ -73,20 +130,21 @@ impl Control {
     }
 
     fn listen_for(&self, interest: Interest) {
-        for fd in self.listeners.iter().filter_map(|listener| listener.fd()) {
+        for fd in self.accepting.listeners.iter().filter_map(|listener| listener.fd()) {
             if let Err(error) = self.poller.modify(fd, LISTENER_TOKEN, interest) {
                 tracing::warn!(%error, "changing what a listener waits for failed");
             }
         }
     }
 
-    /// Finds out again under which addresses peers can reach us, but not for each stranger.
+    /// Finds out again under which addresses peers can reach this endpoint, but not for each connection.
     fn look_at_nics(&mut self, context: &Context, now: Duration) {
-        if now.saturating_sub(self.nics_seen) < limits::REDIAL_INTERVAL {
+        if now.saturating_sub(self.accepting.nics_seen) < limits::REDIAL_INTERVAL {
             return;
         }
-        self.nics_seen = now;
-        let listening: Vec<SocketAddr> = self.listeners.iter().map(|listener| listener.local()).collect();
+        self.accepting.nics_seen = now;
+        let listening: Vec<SocketAddr> =
+            self.accepting.listeners.iter().map(|listener| listener.local()).collect();
         if let Ok(addresses) = advertised(&context.config, &*context.transport, &listening) {
             self.me.addresses = addresses.clone();
             self.session_table.lock().unwrap_or_else(PoisonError::into_inner).listens_on(addresses);
@@ -94,31 +152,31 @@ impl Control {
     }
 
     fn greet(&mut self, conn: Box<dyn Conn>, now: Duration) {
-        if self.incoming.len() >= limits::HANDSHAKES_PENDING_MAX {
+        if self.accepting.incoming.len() >= limits::HANDSHAKES_PENDING_MAX {
             self.displace(now);
         }
         self.watch(&*conn, Interest::READ);
         let responder = Responder::new(Admitter::new(self.session_table.clone()));
         let output = Vec::new();
-        self.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
+        self.accepting.incoming.push_back(Incoming { conn, responder, output, since: now, over: false });
     }
 
     /// The connection that has waited longest gives its place to a new one.
     fn displace(&mut self, now: Duration) {
-        let Some(mut oldest) = self.incoming.pop_front() else { return };
+        let Some(mut oldest) = self.accepting.incoming.pop_front() else { return };
         // Another try may find room: the limit is full for a moment.
         let busy = Refusal::new(RefusalCode::Busy, "HANDSHAKES_PENDING_MAX reached");
         let error = oldest.responder.refuse(busy);
         oldest.output.append(&mut oldest.responder.take_output());
-        // Whoever does not read it has nothing to learn from it.
+        // An end that does not read the refusal learns of the closed connection.
         let _ = write_out(&mut *oldest.conn, &mut oldest.output);
         self.tell_refusal(oldest.conn.remote(), &error, now);
     }
 
     pub(super) fn advance_incoming(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
-        let mut rest = VecDeque::with_capacity(self.incoming.len());
-        for mut incoming in std::mem::take(&mut self.incoming) {
+        let mut rest = VecDeque::with_capacity(self.accepting.incoming.len());
+        for mut incoming in std::mem::take(&mut self.accepting.incoming) {
             let told = incoming.over;
             match incoming.advance(now) {
                 Ok(None) => rest.push_back(incoming),
@@ -138,25 +196,26 @@ impl Control {
                 }
             }
         }
-        rest.extend(std::mem::take(&mut self.incoming));
-        self.incoming = rest;
+        rest.extend(std::mem::take(&mut self.accepting.incoming));
+        self.accepting.incoming = rest;
         worked
     }
 
-    /// One log line for each refused stranger, until there are too many to read.
+    /// One log line for each refused connection, until there are too many to read.
     fn tell_refusal(&mut self, from: SocketAddr, error: &HandshakeError, now: Duration) {
         const LINES_PER_MINUTE: u64 = 100;
-        self.wrong_secrets += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
+        let refusals = &mut self.accepting.refusals;
+        refusals.wrong_secrets += u64::from(matches!(error, HandshakeError::WrongSecret(_)));
         let hung_up = matches!(error, HandshakeError::Closed(_) | HandshakeError::Late(_));
         if hung_up && self.links.values().any(|link| link.raced_from(from.ip(), now)) {
             return tracing::debug!("a slower path of a resumption from {from} was given up: {error}");
         }
-        if now.saturating_sub(self.refusals_since) > Duration::from_secs(60) {
-            self.refusals_since = now;
-            self.refusals_told = 0;
+        if now.saturating_sub(refusals.minute_began) > Duration::from_secs(60) {
+            refusals.minute_began = now;
+            refusals.logged = 0;
         }
-        self.refusals_told += 1;
-        match self.refusals_told {
+        refusals.logged += 1;
+        match refusals.logged {
             0..LINES_PER_MINUTE => tracing::warn!("refused a connection from {from}: {error}"),
             LINES_PER_MINUTE => {
                 tracing::warn!("many connections are refused; the rest of this minute is not told")

@@ -1,4 +1,4 @@
-//! Who may come in: the book of sessions that handshakes look things up in.
+//! Which connections are let in: the table of sessions that handshakes look things up in.
 
 use super::accept_queue::{AcceptQueue, Permit};
 use super::full;
@@ -14,7 +14,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Sessions that exist, and what we say of ourselves.
+/// Sessions that exist, and what this endpoint says of itself.
 pub(super) struct SessionTable {
     me: Hello,
     secret: Option<Secret>,
@@ -28,7 +28,7 @@ pub(super) struct SessionTable {
 
 struct Known {
     data_key: DataKey,
-    /// We opened it, so nobody dials us for it.
+    /// This end opened the session, so the peer does not dial for it.
     dialled_by_us: bool,
     identity: [u8; 16],
     received: u64,
@@ -90,10 +90,10 @@ impl SessionTable {
     }
 }
 
-/// One handshake's view of the book.
+/// One handshake's view of the table.
 pub(super) struct Admitter {
     table: Arc<Mutex<SessionTable>>,
-    /// The new peer's place, until its link has one.
+    /// The new peer's permit, until its link has one.
     permit: Option<Permit>,
 }
 

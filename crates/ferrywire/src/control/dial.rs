@@ -125,7 +125,7 @@ pub(super) struct DialFailure {
     pub refused: Option<RefusalCode>,
 }
 
-/// A connection under way.
+/// A connection that is being made.
 pub(super) struct Dial {
     pub conn: Box<dyn Conn>,
     initiator: Initiator,
@@ -250,7 +250,7 @@ impl Dial {
         matches!(self.what, DialFor::Resume { session: mine } if mine == session)
     }
 
-    /// Whether nobody needs the result any more.
+    /// Whether its result has become useless.
     pub fn pointless(&self, links: &BTreeMap<u64, Link>) -> bool {
         match &self.what {
             DialFor::New { .. } => false,
@@ -261,7 +261,7 @@ impl Dial {
         }
     }
 
-    /// Moves the handshake on; `None` while it is under way.
+    /// Moves the handshake on; `None` until it has ended.
     pub fn advance(&mut self, now: Duration) -> Option<Result<Outcome, DialFailure>> {
         loop {
             self.output.append(&mut self.initiator.take_output());

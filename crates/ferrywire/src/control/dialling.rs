@@ -1,7 +1,7 @@
-//! Connections that we make: for new peers, for channels and lanes of known ones, and for sessions to be resumed.
+//! Connections that this end makes: for new peers, for channels and lanes of known ones, and for sessions to be resumed.
 //!
-//! Invariant: every [`Dial`] has a deadline, and whoever asked for it learns how it ended, unless that is of no use to
-//! anybody any more (its session has gone, or has got what it needed by another way).
+//! Invariant: every [`Dial`] has a deadline, and its queue or link learns how it ended, unless the result has become useless (the
+//! session has gone, or has got what it needed by another way).
 //! Read next: `dial.rs`, one of them.
 
 use super::dial::{ConnectTarget, Dial, DialFailure, DialFor};
@@ -15,11 +15,54 @@ use ferrywire_sys::poll::Interest;
 use std::sync::Arc;
 use std::time::Duration;
 
+/// Connections that are being made.
+#[derive(Default)]
+pub(super) struct Dialling {
+    dials: Vec<Dial>,
+    /// Connects whose other end was busy, and when to dial again.
+    redials: Vec<(Duration, DialFor)>,
+    /// Peers that were connected to, and the port of the first.
+    connected: usize,
+    first_port: Option<u16>,
+}
+
+impl Dialling {
+    pub fn is_idle(&self) -> bool {
+        self.dials.is_empty() && self.redials.is_empty()
+    }
+
+    /// Whether a dial is to resume this session.
+    pub fn resumes(&self, session: u64) -> bool {
+        self.dials.iter().any(|dial| dial.resumes(session))
+    }
+
+    /// The endpoint closes: peers that are not connected do not come any more.
+    pub fn give_up_connects(&mut self) {
+        let comes = |what: &DialFor| match what {
+            DialFor::New { queue, .. } => {
+                queue.put(Err(Error::Closed));
+                false
+            }
+            _ => true,
+        };
+        self.dials.retain(|dial| comes(&dial.what));
+        self.redials.retain(|(_, what)| comes(what));
+    }
+
+    /// How many peers were connected to before this one, counted from a number that differs among the endpoints of a
+    /// process which each dial one.
+    fn count_connected(&mut self, port: u16) -> usize {
+        let first = *self.first_port.get_or_insert(port);
+        self.connected += 1;
+        usize::from(first) + self.connected - 1
+    }
+}
+
 impl Control {
     /// Starts to connect; the result comes to `queue`.
     pub fn connect(&mut self, target: ConnectTarget, queue: Arc<AcceptQueue>) {
         let context = &*self.context();
-        // Since whoever closes has told all dials, one more would not be told.
+        // The closing endpoint has told all dials already: one more would not be told.
         if context.closing.load(std::sync::atomic::Ordering::SeqCst) {
             return queue.put(Err(Error::Closed));
         }
@@ -49,14 +92,14 @@ impl Control {
         self.dial_new(context, DialFor::New { target, queue, until, without: Some(why) }, now);
     }
 
-    /// Gives up a connect that nobody has answered; false when there is none.
+    /// Gives up a connect that has not been answered; false when there is none.
     pub fn withdraw_dial(&mut self, queue: &Arc<AcceptQueue>) -> bool {
         let theirs =
             |what: &DialFor| matches!(what, DialFor::New { queue: one, .. } if Arc::ptr_eq(one, queue));
-        let before = self.dials.len() + self.redials.len();
-        self.dials.retain(|dial| !theirs(&dial.what));
-        self.redials.retain(|(_, what)| !theirs(what));
-        self.dials.len() + self.redials.len() < before
+        let before = self.dialling.dials.len() + self.dialling.redials.len();
+        self.dialling.dials.retain(|dial| !theirs(&dial.what));
+        self.dialling.redials.retain(|(_, what)| !theirs(what));
+        self.dialling.dials.len() + self.dialling.redials.len() < before
     }
 
     /// Gives up a connect, however far it is.
@@ -77,7 +120,7 @@ impl Control {
     }
 
     pub(super) fn redial(&mut self, context: &Context, now: Duration) {
-        let due = self.redials.extract_if(.., |(at, _)| *at <= now);
+        let due = self.dialling.redials.extract_if(.., |(at, _)| *at <= now);
         for (_, what) in due.collect::<Vec<_>>() {
             self.dial_new(context, what, now);
         }
@@ -86,13 +129,13 @@ impl Control {
     pub(super) fn start(&mut self, mut dial: Dial, what: DialFor, now: Duration) {
         dial.begin(what, now);
         self.watch(dial.conn(), Interest::BOTH);
-        self.dials.push(dial);
+        self.dialling.dials.push(dial);
     }
 
     pub(super) fn advance_dials(&mut self, context: &Context, now: Duration) -> bool {
         let mut worked = false;
         let mut rest = Vec::new();
-        for mut dial in std::mem::take(&mut self.dials) {
+        for mut dial in std::mem::take(&mut self.dialling.dials) {
             if dial.pointless(&self.links) {
                 continue;
             }
@@ -108,8 +151,8 @@ impl Control {
                 }
             }
         }
-        rest.append(&mut self.dials);
-        self.dials = rest;
+        rest.append(&mut self.dialling.dials);
+        self.dialling.dials = rest;
         worked
     }
 
@@ -129,7 +172,7 @@ impl Control {
                     return queue.put(Err(Error::Refused { address: target.address.to_string(), why }));
                 }
                 self.enter(&established, true);
-                let before = self.count_dialled(target.address.port());
+                let before = self.dialling.count_connected(target.address.port());
                 let link = Link::connected(
                     self.workers.clone(),
                     before,
@@ -146,7 +189,7 @@ impl Control {
             (what @ DialFor::New { until, .. }, Err(failure))
                 if failure.refused == Some(RefusalCode::Busy) && now < until =>
             {
-                self.redials.push((now + limits::REDIAL_INTERVAL, what));
+                self.dialling.redials.push((now + limits::REDIAL_INTERVAL, what));
             }
             (DialFor::New { queue, .. }, Err(failure)) => queue.put(Err(failure.error)),
             (DialFor::New { target, queue, .. }, Ok(Outcome::Data { .. })) => {
@@ -204,8 +247,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(60);
 
-    /// Over a network that takes a while; here the kernel has no room at first. Whoever turned the control side had to look by
-    /// chance.
+    /// As over a network that takes a while; here the kernel has no room at first. The control side was told only by chance.
     #[test]
     fn a_connection_that_comes_about_late_is_told_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();

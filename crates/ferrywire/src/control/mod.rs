@@ -1,10 +1,11 @@
-//! The slow side of an endpoint: listening, handshakes, control sessions, lost channels, closing.
+//! The control side of an endpoint: listening, handshakes, control sessions, lost channels, closing.
 //!
 //! One thread turns it (or, in an endpoint without threads, its callers). It never touches payload;
-//! workers send it [`Event`]s, and it sends them channels. A connection that arrives is an [`Incoming`]
-//! until it has proven itself; one that we make is a [`Dial`]; what belongs to one peer is a [`Link`].
+//! it sends channels to workers, and workers report the channels that they lose. A connection that arrives is an
+//! [`accepting::Incoming`] until it has proven the secret; one that this end makes is a [`dial::Dial`]; what belongs to one peer is a
+//! [`Link`].
 //!
-//! Invariant: nothing here blocks, and what strangers hold is bounded by `limits::HANDSHAKES_PENDING_MAX`.
+//! Invariant: nothing here blocks, and unproven connections number at most `limits::HANDSHAKES_PENDING_MAX`.
 //! Read next: `accepting.rs`, `dialling.rs`, `ready_set.rs`, `link/`.
 #![forbid(unsafe_code)]
 
@@ -24,12 +25,12 @@ use crate::core::worker::Workers;
 use crate::error::Error;
 use crate::payload::plugin::CallWatch;
 pub(crate) use accept_queue::AcceptQueue;
-use accepting::Incoming;
+use accepting::Accepting;
 pub(crate) use addresses::advertised;
 use admission::SessionTable;
 pub use dial::ConnectTarget;
 pub(crate) use dial::check_names;
-use dial::{Dial, DialFor};
+use dialling::Dialling;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_net::{Conn, Listener};
 use ferrywire_proto::clock::Clock;
@@ -38,7 +39,7 @@ use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Interest, Poller};
 use link::Link;
 use ready_set::{LOOK_AT_ALL, ReadySet, token};
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::RawFd;
@@ -47,7 +48,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Longest the control thread sleeps while anything is under way; else until it looks at all links.
+/// Longest the control thread sleeps while anything is being set up or closed; else until it looks at all links.
 const BUSY_SLEEP: Duration = Duration::from_millis(50);
 
 const _: () = assert!(2 * LOOK_AT_ALL.as_millis() < limits::HEARTBEAT_LIMIT_MARGIN.as_millis());
@@ -58,14 +59,8 @@ const LISTENER_TOKEN: u64 = 0;
 /// The control side's state.
 pub(crate) struct Control {
     workers: Arc<Workers>,
-    /// Peers that were connected to, and the port of the first.
-    dialled: usize,
-    first_port: Option<u16>,
-    listeners: Vec<Box<dyn Listener>>,
-    incoming: VecDeque<Incoming>,
-    dials: Vec<Dial>,
-    /// Connects whose other end was busy, and when to dial again.
-    redials: Vec<(Duration, DialFor)>,
+    accepting: Accepting,
+    dialling: Dialling,
     links: BTreeMap<u64, Link>,
     ready_set: ReadySet,
     session_table: Arc<Mutex<SessionTable>>,
@@ -73,20 +68,11 @@ pub(crate) struct Control {
     poller: Arc<Poller>,
     clock: Clock,
     me: Hello,
-    nics_seen: Duration,
     calls_seen: Duration,
     call_watch: CallWatch,
-    refusals_told: u64,
-    /// Strangers that held another secret.
-    wrong_secrets: u64,
-    refusals_since: Duration,
-    /// Nothing is accepted before then, because the last attempt failed.
-    accept_at: Option<Duration>,
-    /// When it was last told that nothing can be accepted.
-    accept_told: Option<Duration>,
-    /// The endpoint is being closed.
-    all_close: bool,
-    /// How the first peer ended that was to finish before, and did not.
+    /// A caller closes the endpoint.
+    endpoint_closes: bool,
+    /// How the first session ended that was to finish before, and did not.
     unfinished: Option<Error>,
 }
 
@@ -120,12 +106,8 @@ impl Control {
         let clock = Clock::new(context.transport.now());
         Ok(Control {
             workers,
-            dialled: 0,
-            first_port: None,
-            listeners,
-            incoming: VecDeque::new(),
-            dials: Vec::new(),
-            redials: Vec::new(),
+            accepting: Accepting::new(listeners),
+            dialling: Dialling::default(),
             links: BTreeMap::new(),
             ready_set: ReadySet::default(),
             session_table: Arc::new(Mutex::new(session_table)),
@@ -133,15 +115,9 @@ impl Control {
             poller,
             clock,
             me,
-            nics_seen: Duration::ZERO,
             calls_seen: Duration::ZERO,
             call_watch: CallWatch::default(),
-            refusals_told: 0,
-            wrong_secrets: 0,
-            refusals_since: Duration::ZERO,
-            accept_at: None,
-            accept_told: None,
-            all_close: false,
+            endpoint_closes: false,
             unfinished: None,
         })
     }
@@ -159,14 +135,6 @@ impl Control {
     /// The endpoint's facts.
     fn context(&self) -> Arc<Context> {
         self.workers.context.clone()
-    }
-
-    /// How many peers were connected to before this one, counted from a number that differs among the endpoints of a
-    /// process which each dial one.
-    fn count_dialled(&mut self, port: u16) -> usize {
-        let first = *self.first_port.get_or_insert(port);
-        self.dialled += 1;
-        usize::from(first) + self.dialled - 1
     }
 
     /// One turn, which passes over the links that rest; what the poller reports has to be told before.
@@ -207,11 +175,11 @@ impl Control {
 
     /// How long nothing has to be done, unless a connection says so.
     fn sleep_limit(&self) -> Duration {
-        let busy = !self.incoming.is_empty() || !self.dials.is_empty() || !self.redials.is_empty();
+        let busy = !self.accepting.is_idle() || !self.dialling.is_idle();
         let mut restless = self.ready_set.restless().filter_map(|session| self.links.get(&session));
         let busy = busy || restless.any(Link::busy);
-        let polled = self.listeners.iter().any(|listener| listener.fd().is_none());
-        match (polled, busy || self.accept_at.is_some()) {
+        let polled = self.accepting.needs_polling();
+        match (polled, busy) {
             (true, _) => Duration::from_millis(1),
             (_, true) => BUSY_SLEEP,
             _ => self.ready_set.until_all(self.clock.now()),
@@ -219,7 +187,7 @@ impl Control {
     }
 
     pub fn idle(&self) -> bool {
-        self.links.is_empty() && self.dials.is_empty() && self.redials.is_empty()
+        self.links.is_empty() && self.dialling.is_idle()
     }
 
     pub fn peer_count(&self) -> usize {
@@ -227,7 +195,7 @@ impl Control {
     }
 
     pub fn wrong_secrets(&self) -> u64 {
-        self.wrong_secrets
+        self.accepting.wrong_secrets()
     }
 
     // ---- what the poller waits for ----
@@ -282,7 +250,7 @@ impl Control {
                 self.ready_set.forget(session);
                 continue;
             };
-            if link.disowned() && !self.dials.iter().any(|dial| dial.resumes(session)) {
+            if link.disowned() && !self.dialling.resumes(session) {
                 link.give_up();
             }
             worked |= link.turn(context, now);
@@ -304,8 +272,8 @@ impl Control {
                 worked = true;
                 let Some(mut link) = self.links.remove(&session) else { continue };
                 self.ready_set.forget(session);
-                let all_close = self.all_close;
-                self.unfinished = self.unfinished.take().or_else(|| link.unfinished(all_close));
+                let endpoint_closes = self.endpoint_closes;
+                self.unfinished = self.unfinished.take().or_else(|| link.unfinished(endpoint_closes));
                 if let Some((target, queue, why)) = link.take_retry() {
                     self.connect_without(context, target, queue, why, now);
                 }
@@ -323,9 +291,10 @@ impl Control {
         }
     }
 
-    /// Whoever closed this peer has been told that it did not finish. Who closes all, and began before, is told as well.
+    /// The caller that closed this peer has been told that it did not finish. A caller that closes the endpoint, and began before,
+    /// is told as well.
     pub fn note_told(&mut self, session: u64) {
-        if !self.all_close
+        if !self.endpoint_closes
             && let Some(link) = self.links.get_mut(&session)
         {
             link.note_told();
@@ -354,19 +323,9 @@ impl Control {
     }
 
     fn take_no_more(&mut self) {
-        self.all_close = true;
-        self.listeners.clear();
-        self.incoming.clear();
-        // Peers that are not there yet do not come any more.
-        let comes = |what: &DialFor| match what {
-            DialFor::New { queue, .. } => {
-                queue.put(Err(Error::Closed));
-                false
-            }
-            _ => true,
-        };
-        self.dials.retain(|dial| comes(&dial.what));
-        self.redials.retain(|(_, what)| comes(what));
+        self.endpoint_closes = true;
+        self.accepting.stop();
+        self.dialling.give_up_connects();
     }
 
     /// Ends what has not finished in time, without a farewell.
@@ -434,7 +393,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
             control.ready_set.reported(&ready);
             ready.clear();
             if control.turn_where_due() {
-                // Callers get in between turns, however many strangers keep us busy.
+                // Callers get in between turns, however many connections keep this thread busy.
                 drop(control);
                 thread::yield_now();
                 continue;
@@ -452,7 +411,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
     }
 }
 
-/// What whoever closes is told when not all was finished, and it ended like this: for [`Error::Closed`], by us.
+/// What a caller of close is told when not all was finished; `how` the session ended: [`Error::Closed`] is by this end.
 pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, deadline: Duration) -> Error {
     match how {
         Error::Closed => Error::Deadline { what, peer, waited: deadline },

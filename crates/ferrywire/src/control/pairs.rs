@@ -29,7 +29,7 @@ pub(super) fn pairs(
     listens: &[ListenAddress],
     is_ours: impl Fn(SocketAddr) -> bool,
 ) -> Vec<Pair> {
-    // The address that was dialled has led to the peer, whoever else has it.
+    // The address that was dialled has led to the peer, even if other hosts have it too.
     let leads_there = |address: &&ListenAddress| address.address == dialled || !is_ours(address.address);
     let usable = |nic: &&Nic| {
         nic.up
@@ -42,7 +42,7 @@ pub(super) fn pairs(
             nic.reaches(address.address.ip()) && address.address.ip().is_loopback() == nic.loopback
         };
         let taken = |address: &ListenAddress| out.iter().any(|pair| pair.remote == address.address);
-        // The address that was dialled works for sure; else one nobody else has; else any.
+        // The address that was dialled works for sure; else an address without a pair; else any.
         let found = listens
             .iter()
             .filter(same_subnet)

@@ -1,8 +1,8 @@
-//! Which links a turn of the control thread looks at: those that are at something, and those whose peer has said
-//! something. With many peers nearly all rest, and one that says it is alive must not cost a look at all others.
+//! Which links a turn of the control thread looks at: those that do not rest, and those whose peer has said something. With
+//! many peers nearly all rest, and a peer that says it is alive must not cost a look at all others.
 //!
 //! Invariant: a link that is passed over rests (see `Link::rests`) and has not been touched since. All are looked at
-//! after every wake by another thread, which does not say whom it is about, and after [`LOOK_AT_ALL`].
+//! after every wake by another thread, which names no link, and after [`LOOK_AT_ALL`].
 
 use ferrywire_sys::poll::{Event, WAKE_TOKEN};
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,8 +19,8 @@ pub(super) struct ReadySet {
     looked_at_all: Duration,
     restless: BTreeSet<u64>,
     heard: BTreeSet<u64>,
-    /// Whose control connection a descriptor is.
-    whose: BTreeMap<RawFd, u64>,
+    /// The session that each control connection's descriptor carries.
+    session_of: BTreeMap<RawFd, u64>,
 }
 
 /// What the poller calls a connection.
@@ -34,7 +34,7 @@ impl ReadySet {
         for event in ready {
             if event.token == WAKE_TOKEN {
                 self.all = true;
-            } else if let Some(session) = fd_of(event.token).and_then(|fd| self.whose.get(&fd)) {
+            } else if let Some(session) = fd_of(event.token).and_then(|fd| self.session_of.get(&fd)) {
                 self.heard.insert(*session);
             }
         }
@@ -45,12 +45,12 @@ impl ReadySet {
         self.restless.insert(session);
     }
 
-    /// Something was done to all, or it is not known to whom.
+    /// Something was done to all links, or to one that is not known.
     pub fn touch_all(&mut self) {
         self.all = true;
     }
 
-    /// Whom to look at now; `None` for all.
+    /// The links to look at now; `None` for all.
     pub fn take(&mut self, now: Duration) -> Option<BTreeSet<u64>> {
         let heard = std::mem::take(&mut self.heard);
         if std::mem::take(&mut self.all) || now >= self.looked_at_all + LOOK_AT_ALL {
@@ -67,18 +67,18 @@ impl ReadySet {
             false => self.restless.insert(session),
         };
         if let Some(fd) = fd {
-            self.whose.insert(fd, session);
+            self.session_of.insert(fd, session);
         }
     }
 
-    /// It is over.
+    /// The link is over.
     pub fn forget(&mut self, session: u64) {
         self.restless.remove(&session);
         self.heard.remove(&session);
-        self.whose.retain(|_, whose| *whose != session);
+        self.session_of.retain(|_, mine| *mine != session);
     }
 
-    /// Those that do not rest.
+    /// Links that do not rest.
     pub fn restless(&self) -> impl Iterator<Item = u64> + '_ {
         self.restless.iter().copied()
     }
@@ -106,7 +106,7 @@ mod tests {
     /// Sessions 1 to 3 on descriptors 11 to 13, all at rest and just looked at.
     fn three_at_rest() -> ReadySet {
         let mut ready_set = ReadySet::default();
-        assert_eq!(ready_set.take(NOW), None, "nobody has been looked at");
+        assert_eq!(ready_set.take(NOW), None, "no link has been looked at");
         for session in 1..=3 {
             ready_set.looked(session, true, Some(10 + session as RawFd));
         }
@@ -114,7 +114,7 @@ mod tests {
     }
 
     #[test]
-    fn who_speaks_is_looked_at_alone_and_once() {
+    fn a_link_whose_peer_speaks_is_looked_at_alone_and_once() {
         let mut ready_set = three_at_rest();
         assert_eq!(ready_set.take(NOW), Some(BTreeSet::new()));
         ready_set.reported(&[said(token(12)), said(0), said(token(99))]);
@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_at_something_is_looked_at_until_it_rests() {
+    fn a_restless_link_is_looked_at_until_it_rests() {
         let mut ready_set = three_at_rest();
         ready_set.touch(3);
         ready_set.looked(1, false, Some(11));
@@ -150,7 +150,7 @@ mod tests {
 
     /// A resumed session's connection, and another session's on a descriptor that was closed.
     #[test]
-    fn a_descriptor_is_whose_it_was_last() {
+    fn a_descriptor_is_the_session_s_that_had_it_last() {
         let mut ready_set = three_at_rest();
         ready_set.looked(1, true, Some(12));
         ready_set.reported(&[said(token(12))]);

@@ -315,11 +315,11 @@ mod tests {
             near.progress();
             far.progress();
         }
-        // More than a socket takes: nobody drives the far end from here on, so that nothing is acknowledged.
+        // More than a socket takes: the far end is not polled from here on, so that nothing is acknowledged.
         const BYTES: usize = 64 << 20;
         let (source, target) = (near.register_zeroed(BYTES).unwrap(), far.register_zeroed(BYTES).unwrap());
         let transfer = peer.write(&source, 0, &target.descriptor(), 0, BYTES as u64).unwrap();
-        // Which of them sends is the engine's matter. A socket that nobody reads takes no more than this at first, if the
+        // Which channel sends is the engine's matter. A socket that is not read takes no more than this at first, if the
         // kernel is busy.
         let sends = || peer.stats().channels.iter().position(|channel| channel.sent_bytes >= 10_000);
         let lost = loop {
@@ -344,7 +344,7 @@ mod tests {
         let again = peer.write(&source, 0, &target.descriptor(), 0, 8);
         assert_eq!(again.unwrap_err(), why, "there are channels still, and nothing is accepted for them");
         assert!(peer.stats().channels[1 - lost].alive);
-        // Whoever closes it, and is told that it is lost, finds nothing of it under way.
+        // A caller that closes the peer, and is told that it is lost, finds none of its transfers in flight.
         assert_eq!(peer.close(LIMIT), Err(why.clone()));
         let outcome = transfer.poll().expect("it has ended");
         assert!(!peer.stats().channels[1 - lost].alive);
