@@ -40,7 +40,7 @@
 //! # The way of a transfer, in reading order
 //!
 //! `endpoint` takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
-//! network of [`net`], `progress` turns the crank; the completion comes back the same way. Lost NICs and closing are
+//! network of [`net`], `core::worker` polls the channels; the completion comes back the same way. Lost NICs and closing are
 //! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
 //! of Linux are `ferrywire-sys`.
 

@@ -15,7 +15,7 @@ use crate::config::Config;
 use crate::control::{self, AcceptQueue, ConnectTarget, Control, advertised};
 use crate::core::context::Context;
 use crate::core::peer::PeerHandle;
-use crate::core::worker::{LostChannels, TurnedBy, Worker, Workers};
+use crate::core::worker::{LostChannels, PolledBy, Worker, Workers};
 use crate::error::{Error, Result};
 use crate::payload::payload_backend::SharedBackend;
 use crate::payload::plugin::Variable;
@@ -93,10 +93,10 @@ impl Endpoint {
         let listen_addresses: Vec<SocketAddr> = listeners.iter().map(|listener| listener.local()).collect();
         let addresses = advertised(&config, &*transport, &listen_addresses)?;
         let threaded = config.threads > 0;
-        let turned_by = match &carrier {
-            None => TurnedBy::All,
-            Some(backend) if backend.calls_may_block() => TurnedBy::Thread,
-            Some(_) => TurnedBy::ThreadWithLanes,
+        let polled_by = match &carrier {
+            None => PolledBy::All,
+            Some(backend) if backend.calls_may_block() => PolledBy::Thread,
+            Some(_) => PolledBy::ThreadWithLanes,
         };
         let cores = affinity::cores_with_time();
         let spin = schedule::spin(cores, config.threads);
@@ -104,7 +104,7 @@ impl Endpoint {
         let poller = Arc::new(Poller::new().map_err(no_poller)?);
         let lost = Arc::new(LostChannels::new(poller.waker()));
         let workers: std::io::Result<Box<[_]>> = (0..config.threads.max(1))
-            .map(|index| Worker::new(index, threaded, turned_by, spin, lost.clone()).map(Arc::new))
+            .map(|index| Worker::new(index, threaded, polled_by, spin, lost.clone()).map(Arc::new))
             .collect();
         let workers = workers.map_err(no_poller)?;
         let sleepers = workers.iter().map(|worker| worker.sleeper().clone()).collect();

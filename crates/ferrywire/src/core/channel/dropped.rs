@@ -4,7 +4,7 @@
 //! peer's host has acknowledged the bytes, and sends whatever is there when it sends them again.
 //!
 //! Invariant: when a worker has answered a request to release memory, no connection of its channels reads it.
-//! Read next: `worker/progress.rs`, which asks.
+//! Read next: `worker/engine.rs`, which asks.
 
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Operations that wait for a GPU before they begin: posted, counted, and not queued yet.
 //!
-//! Whoever turns the crank of the peer's home asks the GPU, again and again, and begins what may begin.
+//! Whoever polls the progress engine of the peer's home asks the GPU, again and again, and begins what may begin.
 //!
 //! Invariant: an operation is here or it has begun; one that is cancelled, fails or loses its memory meanwhile
 //! ends as if it had begun. Read next: `ordering.rs`, what they wait for.

@@ -8,7 +8,7 @@
 //!
 //! Each channel has, for each GPU and direction, a ring small enough to stay in cache and a copier of its own.
 //! Copies are enqueued in batches and nobody waits for them: behind each batch stands a mark, a number that
-//! the copier writes into host memory, and a turn of the crank looks how far it is. So the copies of one frame,
+//! the copier writes into host memory, and a pass of the progress engine looks how far it is. So the copies of one frame,
 //! the socket calls of another and the copies at the other end are under way at once.
 //!
 //! Invariant: a byte of a ring is either free, or belongs to one frame; what has a mark behind it that is not

@@ -1,15 +1,15 @@
 //! Callers who drive: what a thread that posts or waits does about the worker itself.
 //!
-//! A caller claims the crank, turns it, and gives it back when its operation is done or it is better to let
-//! the thread do it. Read next: `progress.rs`, what a turn is.
+//! A caller claims the progress engine, polls it, and gives it back when its operation is done or it is better to let
+//! the thread do it. Read next: `engine.rs`, what a pass is.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::progress::Turn;
-use super::{Crank, Worker};
+use super::engine::Polled;
+use super::{ProgressEngine, Worker};
 use crate::core::context::Context;
 use crate::core::peer::PeerState;
 use crate::core::sleeper::Activity;
@@ -19,21 +19,21 @@ use crate::core::waiting::WakeHandle;
 pub(crate) const SPIN: Duration = Duration::from_micros(50);
 /// How long a waiting caller looks before it sleeps while the threads work.
 const BULK_SPIN: Duration = Duration::from_micros(200);
-/// Longest a caller spins for a crank that the thread is about to give up.
+/// Longest a caller spins for an engine that the thread is about to give up.
 const CLAIM: Duration = Duration::from_millis(2);
 /// Bytes that a waiting caller moves before it leaves the rest to the thread, which keeps to its core.
 const DRIVE_BYTES: u64 = 4 << 20;
 impl Worker {
-    /// Takes the crank for a caller; `None` when another caller has it, or no caller may.
+    /// Takes the progress engine for a caller; `None` when another caller has it, or no caller may.
     fn claim(&self) -> Option<Claim<'_>> {
         if self.thread_alone() {
             return None;
         }
         self.wanted.fetch_add(1, Ordering::SeqCst);
         let start = Instant::now();
-        let crank = loop {
-            if let Some(crank) = self.try_crank() {
-                break Some(crank);
+        let engine = loop {
+            if let Some(engine) = self.try_engine() {
+                break Some(engine);
             }
             if self.sleeper.driven_by_caller.load(Ordering::SeqCst) || start.elapsed() > CLAIM {
                 break None;
@@ -41,19 +41,19 @@ impl Worker {
             thread::yield_now();
         };
         self.wanted.fetch_sub(1, Ordering::SeqCst);
-        crank.map(|crank| self.claimed(crank))
+        engine.map(|engine| self.claimed(engine))
     }
 
-    fn claimed<'a>(&'a self, crank: MutexGuard<'a, Crank>) -> Claim<'a> {
+    fn claimed<'a>(&'a self, engine: MutexGuard<'a, ProgressEngine>) -> Claim<'a> {
         self.sleeper.driven_by_caller.store(true, Ordering::SeqCst);
         self.drives.fetch_add(1, Ordering::SeqCst);
-        Claim { worker: self, crank: Some(crank) }
+        Claim { worker: self, engine: Some(engine) }
     }
 
     /// Sends what waits for one peer, if no other thread polls this worker; false if one does, or no caller may.
     pub fn send_at_once(&self, context: &Context, peer: &Arc<PeerState>) -> bool {
         let Some(mut claim) = self.try_claim() else { return false };
-        claim.crank().send_for(self, context, peer);
+        claim.engine().send_for(self, context, peer);
         true
     }
 
@@ -61,16 +61,16 @@ impl Worker {
         if self.thread_alone() {
             return None;
         }
-        self.try_crank().map(|crank| self.claimed(crank))
+        self.try_engine().map(|engine| self.claimed(engine))
     }
 
-    /// Turns the crank once, if nobody else does; true if anything moved, or a GPU is at work for it.
+    /// Polls the progress engine once, if no other thread does; true if anything moved, or a GPU is at work for it.
     pub fn poll_once(&self, context: &Context) -> bool {
         match self.try_claim() {
             Some(mut claim) => {
-                let crank = claim.crank();
-                let worked = crank.turn(self, context, &mut || false) == Turn::Worked;
-                worked || (crank.staging_active() && leave_the_core())
+                let engine = claim.engine();
+                let worked = engine.poll_once(self, context, &mut || false) == Polled::Worked;
+                worked || (engine.staging_active() && leave_the_core())
             }
             None => false,
         }
@@ -82,16 +82,16 @@ impl Worker {
             return false;
         };
         let mut idle_since: Option<Instant> = None;
-        let bulk = claim.crank().moved.saturating_add(DRIVE_BYTES);
+        let bulk = claim.engine().moved.saturating_add(DRIVE_BYTES);
         loop {
-            match claim.crank().turn(self, context, wait.done) {
-                Turn::Done => return true,
-                Turn::Worked if claim.crank().moved > bulk => return false,
-                Turn::Worked => {
+            match claim.engine().poll_once(self, context, wait.done) {
+                Polled::Done => return true,
+                Polled::Worked if claim.engine().moved > bulk => return false,
+                Polled::Worked => {
                     idle_since = None;
                     continue;
                 }
-                Turn::Idle => {}
+                Polled::Idle => {}
             }
             if self.thread_alone() {
                 // It has got a lane meanwhile.
@@ -108,20 +108,20 @@ impl Worker {
             }
             // Each time: a wake that was for nothing has taken us off the list.
             (wait.register)(WakeHandle::Owner(self.sleeper.clone()));
-            self.sleep_as_owner(claim.crank(), wait, rest);
+            self.sleep_as_owner(claim.engine(), wait, rest);
             idle_since = None;
         }
     }
 
-    fn sleep_as_owner(&self, crank: &mut Crank, wait: &mut Wait<'_>, rest: Duration) {
+    fn sleep_as_owner(&self, engine: &mut ProgressEngine, wait: &mut Wait<'_>, rest: Duration) {
         self.sleeper.owner_asleep.store(true, Ordering::SeqCst);
-        if !crank.has_work() && !self.has_commands() && !(wait.done)() {
-            let limit = crank.sleep_limit().map_or(rest, |limit| limit.min(rest));
-            let mut ready = std::mem::take(&mut crank.ready);
+        if !engine.has_work() && !self.has_commands() && !(wait.done)() {
+            let limit = engine.sleep_limit().map_or(rest, |limit| limit.min(rest));
+            let mut ready = std::mem::take(&mut engine.ready);
             if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
                 tracing::error!(%error, "waiting for sockets failed");
             }
-            crank.ready = ready;
+            engine.ready = ready;
         }
         self.sleeper.owner_asleep.store(false, Ordering::SeqCst);
     }
@@ -133,30 +133,31 @@ fn leave_the_core() -> bool {
     true
 }
 
-/// The crank in a caller's hands.
+/// The progress engine, held by a caller.
 struct Claim<'a> {
     worker: &'a Worker,
-    crank: Option<MutexGuard<'a, Crank>>,
+    engine: Option<MutexGuard<'a, ProgressEngine>>,
 }
 
 impl Claim<'_> {
-    fn crank(&mut self) -> &mut Crank {
-        match &mut self.crank {
-            Some(crank) => crank,
-            None => unreachable!("a claim holds the crank until it is dropped"),
+    fn engine(&mut self) -> &mut ProgressEngine {
+        match &mut self.engine {
+            Some(engine) => engine,
+            None => unreachable!("a claim holds the engine until it is dropped"),
         }
     }
 }
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
-        let left =
-            |crank: &MutexGuard<'_, Crank>| crank.has_work() || crank.acks_due() || crank.staging_active();
-        let left = self.crank.as_ref().is_some_and(left);
+        let left = |engine: &MutexGuard<'_, ProgressEngine>| {
+            engine.has_work() || engine.acks_due() || engine.staging_active()
+        };
+        let left = self.engine.as_ref().is_some_and(left);
         let worker = self.worker;
         let sleeper = &worker.sleeper;
         sleeper.driven_by_caller.store(false, Ordering::SeqCst);
-        self.crank = None;
+        self.engine = None;
         let activity = sleeper.activity();
         // What was polled here may have been the thread's wake, and the thread sleeps on.
         let stop = worker.stop.load(Ordering::SeqCst);
@@ -202,7 +203,7 @@ impl Wait<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::worker::{LostChannels, TurnedBy};
+    use crate::core::worker::{LostChannels, PolledBy};
 
     /// Such as one for a notification that is here before its bytes, which another worker's channels bring.
     #[test]
@@ -211,7 +212,7 @@ mod tests {
         let running = endpoint.running().clone();
         let spin = ferrywire_proto::schedule::spin(1, 1);
         let lost = Arc::new(LostChannels::new(running.context().control_waker()));
-        let worker = Arc::new(Worker::new(0, false, TurnedBy::All, spin, lost).unwrap());
+        let worker = Arc::new(Worker::new(0, false, PolledBy::All, spin, lost).unwrap());
         let asked = std::cell::Cell::new(0);
         let mut wait = Wait {
             until: Instant::now() + Duration::from_secs(60),

@@ -1,7 +1,7 @@
-//! Who turns the crank.
+//! Workers, and who polls their progress engines.
 //!
-//! A worker owns some channels. Whoever holds its crank moves their bytes: normally the worker's thread;
-//! but a caller that waits takes the crank over and drives it itself, which spares two thread switches
+//! A worker owns some channels. Whoever holds its progress engine moves their bytes: normally the worker's thread;
+//! but a caller that waits takes the engine over and polls it itself, which spares two thread switches
 //! per message, and a caller that posts a small operation to an idle worker sends it at once.
 //!
 //! A worker thread's life: `running -> in poll -> running`, and `running -> parked -> running` while
@@ -9,11 +9,11 @@
 //! under way) and then sleeps in the kernel, so that an idle endpoint costs nothing. Parked, it looks in every [`TICK`]
 //! and takes over when no caller came.
 //!
-//! Invariant: the crank is only ever tried for, never waited for, so nobody blocks behind an owner.
-//! Read next: `progress.rs` for what a turn is, `inline.rs` for callers who drive.
+//! Invariant: the engine's lock is only ever tried for, never waited for, so no thread blocks behind an owner.
+//! Read next: `engine.rs` for what a pass is, `inline.rs` for callers who drive.
 
+mod engine;
 mod inline;
-mod progress;
 mod quiesce;
 mod workers;
 
@@ -32,21 +32,21 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use engine::{Polled, Slot};
 pub(crate) use inline::{SPIN, Wait};
-use progress::{Slot, Turn};
 pub(crate) use quiesce::{Abandon, abandon, abandon_memory, ask_for_region};
 pub(crate) use workers::{LostChannel, LostChannels, Workers};
 
 /// How long a thread leaves lanes alone that are busy: about a message of 512 KiB at 3 GB/s.
-const NAP: Duration = Duration::from_micros(150);
+const BACKOFF: Duration = Duration::from_micros(150);
 /// The longest, when several in a row have brought nothing: lanes that are busy are slow then.
-const NAP_MAX: Duration = Duration::from_micros(1200);
+const BACKOFF_MAX: Duration = Duration::from_micros(1200);
 /// The shortest, for lanes that have little to do: a fraction of the time in which they have brought nothing, so that the wait
 /// for what comes then is longer by that fraction at most.
-const NAP_MIN: Duration = Duration::from_micros(50);
-const NAP_FRACTION: u32 = 4;
+const BACKOFF_MIN: Duration = Duration::from_micros(50);
+const BACKOFF_FRACTION: u32 = 4;
 /// How long an owner sleeps at most while a GPU copies what is staged: nobody tells when it is done.
-const COPY_NAP: Duration = Duration::from_micros(30);
+const COPY_BACKOFF: Duration = Duration::from_micros(30);
 /// How often a parked thread looks whether callers still drive.
 const TICK: Duration = Duration::from_micros(200);
 /// Likewise while a caller sleeps in the kernel as the owner.
@@ -68,10 +68,10 @@ pub(crate) enum Command {
     },
 }
 
-/// One crank and, unless callers drive everything, its thread.
+/// One progress engine and, unless callers drive everything, its thread.
 pub(crate) struct Worker {
     pub index: usize,
-    crank: Mutex<Crank>,
+    engine: Mutex<ProgressEngine>,
     poller: Poller,
     commands: SegQueue<Command>,
     sleeper: Arc<Sleeper>,
@@ -81,7 +81,7 @@ pub(crate) struct Worker {
     /// The thread as the kernel numbers it; 0 before it runs.
     thread_id: AtomicI32,
     stop: AtomicBool,
-    turned_by: TurnedBy,
+    polled_by: PolledBy,
     /// Such a call has not returned in time: nobody waits for this worker any more.
     stuck: AtomicBool,
     /// Grows with whatever its owner has done, or looked at.
@@ -91,9 +91,9 @@ pub(crate) struct Worker {
     spin: Spin,
 }
 
-/// Who turns a worker.
+/// Who polls a worker's progress engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TurnedBy {
+pub(crate) enum PolledBy {
     /// Its thread, and callers.
     All,
     /// While it has lanes, its thread alone: nothing wakes a caller for what they bring.
@@ -103,7 +103,7 @@ pub(crate) enum TurnedBy {
 }
 
 /// The channels of a worker. Only its owner touches them.
-pub(crate) struct Crank {
+pub(crate) struct ProgressEngine {
     slots: Vec<Option<Slot>>,
     space: Workspace,
     ready: Vec<Ready>,
@@ -112,8 +112,8 @@ pub(crate) struct Crank {
     moved: u64,
     /// The channel that received last.
     hot: Option<usize>,
-    turns: u32,
-    /// The channel that may send first in this turn.
+    polls: u32,
+    /// The channel that may send first in this pass.
     first: usize,
     /// Channels without a descriptor, which have to be asked.
     polled: usize,
@@ -144,20 +144,20 @@ impl Worker {
     pub fn new(
         index: usize,
         threaded: bool,
-        turned_by: TurnedBy,
+        polled_by: PolledBy,
         spin: Spin,
         lost: Arc<LostChannels>,
     ) -> io::Result<Worker> {
         let poller = Poller::new()?;
         let sleeper = Arc::new(Sleeper::new(index, poller.waker(), threaded));
-        let crank = Crank {
+        let engine = ProgressEngine {
             slots: Vec::new(),
             space: Workspace::new(),
             ready: Vec::new(),
             last_check: Duration::ZERO,
             moved: 0,
             hot: None,
-            turns: 0,
+            polls: 0,
             first: 0,
             polled: 0,
             abandoning: Vec::new(),
@@ -165,7 +165,7 @@ impl Worker {
         };
         Ok(Worker {
             index,
-            crank: Mutex::new(crank),
+            engine: Mutex::new(engine),
             poller,
             commands: SegQueue::new(),
             sleeper,
@@ -174,7 +174,7 @@ impl Worker {
             drives: AtomicU64::new(0),
             thread_id: AtomicI32::new(0),
             stop: AtomicBool::new(false),
-            turned_by,
+            polled_by,
             stuck: AtomicBool::new(false),
             steps: AtomicU64::new(0),
             kept: AtomicBool::new(false),
@@ -182,9 +182,9 @@ impl Worker {
         })
     }
 
-    fn try_crank(&self) -> Option<MutexGuard<'_, Crank>> {
-        match self.crank.try_lock() {
-            Ok(crank) => Some(crank),
+    fn try_engine(&self) -> Option<MutexGuard<'_, ProgressEngine>> {
+        match self.engine.try_lock() {
+            Ok(engine) => Some(engine),
             Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
@@ -210,7 +210,7 @@ impl Worker {
     /// did that, and perhaps nobody waits. Somebody has to look at the paths. Ask now and then.
     pub fn look_after(&self) {
         if self.sleeper.dozes.load(Ordering::SeqCst)
-            && self.try_crank().is_some_and(|crank| crank.sleep_limit().is_some())
+            && self.try_engine().is_some_and(|engine| engine.sleep_limit().is_some())
         {
             self.sleeper.wake();
         }
@@ -221,19 +221,19 @@ impl Worker {
         self.thread_id.load(Ordering::SeqCst)
     }
 
-    /// Whether only its thread may turn it; not after that has ended.
+    /// Whether only its thread may poll it; not after that has ended.
     fn thread_alone(&self) -> bool {
-        let alone = match self.turned_by {
-            TurnedBy::All => false,
-            TurnedBy::ThreadWithLanes => self.sleeper.has_lanes(),
-            TurnedBy::Thread => true,
+        let alone = match self.polled_by {
+            PolledBy::All => false,
+            PolledBy::ThreadWithLanes => self.sleeper.has_lanes(),
+            PolledBy::Thread => true,
         };
         alone && self.sleeper.activity() != Activity::NoThread
     }
 
     /// Whether its channels may have lanes.
     pub fn may_have_lanes(&self) -> bool {
-        self.turned_by != TurnedBy::All
+        self.polled_by != PolledBy::All
     }
 
     /// A call of its thread does not return. Whether that is news.
@@ -245,7 +245,7 @@ impl Worker {
         self.stuck.load(Ordering::SeqCst)
     }
 
-    /// Its owner gets on. One thread at a time: that of the crank.
+    /// Its owner gets on. One thread at a time: that of the engine.
     fn step(&self) {
         self.steps.store(self.steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
@@ -268,34 +268,34 @@ impl Worker {
         let _moving = deferred_free::moving();
         self.sleeper.set_thread(thread::current());
         self.thread_id.store(affinity::thread_id(), Ordering::SeqCst);
-        if self.turned_by != TurnedBy::Thread {
+        if self.polled_by != PolledBy::Thread {
             self.keep_to_core(context);
         }
-        if let Err(error) = affinity::sharpen_timers(COPY_NAP / 10) {
-            tracing::debug!(%error, "naps of a progress thread are longer than they should be");
+        if let Err(error) = affinity::sharpen_timers(COPY_BACKOFF / 10) {
+            tracing::debug!(%error, "backoffs of a progress thread are longer than they should be");
         }
         let mut ignored = Vec::new();
         while !self.stop.load(Ordering::SeqCst) {
-            let Some(mut crank) = self.try_crank() else {
+            let Some(mut engine) = self.try_engine() else {
                 self.park(context);
                 continue;
             };
-            if self.drive_until_idle(&mut crank, context) {
-                drop(crank);
+            if self.drive_until_idle(&mut engine, context) {
+                drop(engine);
                 self.park(context);
                 continue;
             }
             self.sleeper.set_activity(Activity::InPoll);
-            // The last turn may have swallowed the wake of whoever wants it to stop.
+            // The last pass may have swallowed the wake of whoever wants it to stop.
             let stop = self.stop.load(Ordering::SeqCst);
-            if stop || crank.has_work() || crank.lanes_active() || self.has_commands() {
+            if stop || engine.has_work() || engine.lanes_active() || self.has_commands() {
                 self.sleeper.set_activity(Activity::Running);
                 continue;
             }
-            let timeout = crank.sleep_limit();
+            let timeout = engine.sleep_limit();
             self.sleeper.dozes.store(timeout.is_none(), Ordering::SeqCst);
-            drop(crank);
-            // What is ready is reported again to whoever takes the crank.
+            drop(engine);
+            // What is ready is reported again to whoever takes the engine.
             if let Err(error) = self.poller.wait(&mut ignored, timeout) {
                 tracing::error!(%error, "waiting for sockets failed");
                 thread::sleep(TICK);
@@ -303,16 +303,16 @@ impl Worker {
             self.sleeper.dozes.store(false, Ordering::SeqCst);
             self.sleeper.set_activity(Activity::Running);
         }
-        self.obey_the_last(context);
+        self.run_last_commands(context);
         self.sleeper.set_activity(Activity::NoThread);
     }
 
     /// What it was told before it was to stop counts: a channel that nobody ends keeps its peer, and that all else. A caller
-    /// that has the crank, or had it when others gave this worker up, gives it back late, but it does.
-    fn obey_the_last(&self, context: &Context) {
+    /// that has the engine, or had it when others gave this worker up, gives it back late, but it does.
+    fn run_last_commands(&self, context: &Context) {
         while self.has_commands() {
-            match self.try_crank() {
-                Some(mut crank) => _ = crank.run_commands(self, context),
+            match self.try_engine() {
+                Some(mut engine) => _ = engine.run_commands(self, context),
                 None => thread::park_timeout(TICK),
             }
         }
@@ -332,34 +332,34 @@ impl Worker {
         }
     }
 
-    /// Drives until there is nothing to do; true when a caller wants the crank.
-    fn drive_until_idle(&self, crank: &mut Crank, context: &Context) -> bool {
+    /// Drives until there is nothing to do; true when a caller wants the engine.
+    fn drive_until_idle(&self, engine: &mut ProgressEngine, context: &Context) -> bool {
         let mut idle_since: Option<Instant> = None;
-        let mut nap = NAP;
+        let mut backoff = BACKOFF;
         loop {
             if self.wanted.load(Ordering::SeqCst) > 0 || self.stop.load(Ordering::Relaxed) {
                 return true;
             }
-            if crank.turn(self, context, &mut || false) == Turn::Worked {
-                (idle_since, nap) = (None, NAP);
+            if engine.poll_once(self, context, &mut || false) == Polled::Worked {
+                (idle_since, backoff) = (None, BACKOFF);
                 continue;
             }
-            if let Some(pause) = crank.lanes_pause() {
+            if let Some(pause) = engine.lanes_pause() {
                 // Channels without a lane have nothing to do with it.
-                match crank.has_plain() {
-                    true => self.nap(crank, pause),
+                match engine.has_plain() {
+                    true => self.back_off(engine, pause),
                     false => thread::sleep(pause),
                 }
                 continue;
             }
             let idle = idle_since.get_or_insert_with(Instant::now).elapsed();
-            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && crank.lanes_active() {
-                let rest = idle / NAP_FRACTION;
-                if crank.lanes_in_bulk() {
-                    self.nap(crank, nap);
-                    nap = NAP_MAX.min(2 * nap);
-                } else if rest >= NAP_MIN {
-                    self.nap(crank, rest.min(NAP_MAX));
+            if self.may_have_lanes() && !self.kept.load(Ordering::Relaxed) && engine.lanes_active() {
+                let rest = idle / BACKOFF_FRACTION;
+                if engine.lanes_in_bulk() {
+                    self.back_off(engine, backoff);
+                    backoff = BACKOFF_MAX.min(2 * backoff);
+                } else if rest >= BACKOFF_MIN {
+                    self.back_off(engine, rest.min(BACKOFF_MAX));
                 } else {
                     thread::yield_now();
                 }
@@ -367,7 +367,7 @@ impl Worker {
             }
             let Spin { usual, in_deep_bulk } = self.spin;
             // Where the thread would be back at once it had better yield.
-            let deep = || crank.in_deep_bulk() && !crank.has_work() && !crank.lanes_active();
+            let deep = || engine.in_deep_bulk() && !engine.has_work() && !engine.lanes_active();
             if idle > usual || (idle > in_deep_bulk && deep()) {
                 return false;
             }
@@ -376,21 +376,21 @@ impl Worker {
     }
 
     /// Leaves the cores to the plugin's own threads for a moment, while lanes have enough to do: what a thread
-    /// burns by asking again and again, they lack. Whoever has something new ends the nap. A thread that keeps to
+    /// burns by asking again and again, they lack. Whoever has something new ends the backoff. A thread that keeps to
     /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
-    fn nap(&self, crank: &mut Crank, limit: Duration) {
+    fn back_off(&self, engine: &mut ProgressEngine, limit: Duration) {
         self.sleeper.set_activity(Activity::InPoll);
-        let mut ready = std::mem::take(&mut crank.ready);
-        let nothing_new = !self.has_commands() && !self.stop.load(Ordering::SeqCst) && !crank.has_work();
+        let mut ready = std::mem::take(&mut engine.ready);
+        let nothing_new = !self.has_commands() && !self.stop.load(Ordering::SeqCst) && !engine.has_work();
         let waited = if nothing_new { self.poller.wait(&mut ready, Some(limit)) } else { Ok(()) };
         if let Err(error) = waited {
             tracing::error!(%error, "waiting for sockets failed");
         }
         if !nothing_new || !ready.is_empty() {
-            // No nap, or a short one: the plugin's threads get a core all the same.
+            // No backoff, or a short one: the plugin's threads get a core all the same.
             thread::yield_now();
         }
-        crank.ready = ready;
+        engine.ready = ready;
         self.sleeper.set_activity(Activity::Running);
     }
 
@@ -412,10 +412,10 @@ impl Worker {
             let now = self.drives.load(Ordering::SeqCst);
             quiet = if now == drives { quiet + 1 } else { 0 };
             drives = now;
-            match self.try_crank() {
+            match self.try_engine() {
                 // Sends what the last caller left behind.
-                Some(mut crank) if self.wanted.load(Ordering::SeqCst) == 0 => {
-                    crank.turn(self, context, &mut || false);
+                Some(mut engine) if self.wanted.load(Ordering::SeqCst) == 0 => {
+                    engine.poll_once(self, context, &mut || false);
                 }
                 Some(_) => {}
                 None => quiet = 0,
@@ -447,9 +447,9 @@ mod tests {
             let running = near.running().clone();
             let worker = running.workers[0].clone();
             let since = Instant::now();
-            let crank = loop {
-                if let Some(crank) = worker.try_crank() {
-                    break crank;
+            let engine = loop {
+                if let Some(engine) = worker.try_engine() {
+                    break engine;
                 }
                 assert!(since.elapsed() < LIMIT, "it is held all the time");
                 thread::yield_now();
@@ -459,7 +459,7 @@ mod tests {
             }
             let closed = near.close(Duration::from_millis(1));
             assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
-            drop(crank);
+            drop(engine);
             drop((worker, running, sent, source, peer, near));
             while left.strong_count() > 0 {
                 assert!(since.elapsed() < 3 * LIMIT, "given up {given_up}: it is never gone");

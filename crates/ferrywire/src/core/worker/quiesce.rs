@@ -91,7 +91,7 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
     let force = request.force;
     let mut standstill = Standstill::new();
     let start = Instant::now();
-    // Each worker answers at its next turn, or when its lanes are done; whoever has no owner is turned from here.
+    // Each worker answers at its next pass, or when its lanes are done; a worker without an owner is polled from here.
     while let Some(missing) = request.missing() {
         let (stuck, steps) = (workers[missing].stuck(), workers[missing].steps());
         if stuck || standstill.is_over(missing, steps, start.elapsed()) {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn every_turn_and_what_it_does_are_steps() {
+    fn every_pass_and_what_it_does_are_steps() {
         let endpoint = crate::Endpoint::builder().threads(0).build().unwrap();
         let running = endpoint.running().clone();
         let worker = &running.workers[0];

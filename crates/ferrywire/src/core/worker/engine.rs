@@ -1,6 +1,10 @@
-//! One turn of the crank: commands, what can be received, what can be sent.
+//! The progress engine of one worker: the channels, and one pass over them.
 //!
-//! Read next: `channel/`, which a turn calls.
+//! A pass runs commands, receives, moves lanes and copies of GPUs on, and sends.
+//!
+//! Invariant: only the thread that holds the engine's lock touches its channels.
+//!
+//! Read next: `channel/`, which a pass calls.
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::{Abandoning, COPY_NAP, Closed, Command, Crank, LostChannel, Worker};
+use super::{Abandoning, COPY_BACKOFF, Closed, Command, LostChannel, ProgressEngine, Worker};
 use crate::core::channel::Channel;
 use crate::core::context::Context;
 use crate::core::operation::Op;
@@ -19,16 +23,16 @@ use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
 use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
-/// Every so many turns, the channel that received last is not asked first.
-const HOT_TURNS: u32 = 8;
-/// Turns in which every acknowledgement that is due goes out, however much else there is to do.
-const ACK_TURNS: u32 = 64;
+/// Every so many passes, the channel that received last is not asked first.
+const HOT_POLLS: u32 = 8;
+/// Every so many passes, each acknowledgement that is due goes out, however much else there is to do.
+const ACK_POLLS: u32 = 64;
 /// How long to wait before the kernel is asked again whether it has released memory.
 const RELEASE_PAUSE: Duration = Duration::from_micros(100);
 /// Why a channel is lost that sends of memory which its user has dropped.
 const SENDS_DROPPED: &str = "memory that a message was being sent of was dropped";
-/// Bytes that keep a lane busy for longer than a nap.
-const NAP_BYTES: usize = 4 << 20;
+/// Bytes that keep a lane busy for longer than a backoff.
+const BACKOFF_BYTES: usize = 4 << 20;
 
 pub(super) struct Slot {
     pub(super) channel: Box<Channel>,
@@ -37,41 +41,41 @@ pub(super) struct Slot {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Turn {
+pub(super) enum Polled {
     Idle,
     Worked,
     Done,
 }
 
-impl Crank {
-    /// One turn: commands, what can be received, then, unless `done`, what can be sent.
-    pub(super) fn turn(
+impl ProgressEngine {
+    /// One pass: commands, what can be received, then, unless `done`, what can be sent.
+    pub(super) fn poll_once(
         &mut self,
         worker: &Worker,
         context: &Context,
         done: &mut dyn FnMut() -> bool,
-    ) -> Turn {
+    ) -> Polled {
         let _moving = deferred_free::moving();
         worker.step();
         let mut worked = self.run_commands(worker, context);
         worked |= self.receive(worker, context);
-        worked |= self.turn_lanes(worker, context);
-        worked |= self.turn_staging(worker, context);
+        worked |= self.poll_lanes(worker, context);
+        worked |= self.poll_staging(worker, context);
         if done() {
-            return Turn::Done;
+            return Polled::Done;
         }
         // While more comes in, acknowledgements that are not urgent wait for company.
-        let quiet = !worked || self.turns.is_multiple_of(ACK_TURNS);
+        let quiet = !worked || self.polls.is_multiple_of(ACK_POLLS);
         worked |= self.send(worker, context, quiet);
         if done() {
-            return Turn::Done;
+            return Polled::Done;
         }
         let now = context.transport.now();
         if now.saturating_sub(self.last_check) >= limits::PATH_CHECK_INTERVAL {
             self.last_check = now;
             self.check_paths(worker, context);
         }
-        if worked { Turn::Worked } else { Turn::Idle }
+        if worked { Polled::Worked } else { Polled::Idle }
     }
 
     pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
@@ -87,7 +91,7 @@ impl Crank {
                 Command::Abandon(request) => {
                     let since = context.transport.now();
                     self.abandoning.push(Abandoning { request, since, by_gpu: false });
-                    self.let_go(worker, context);
+                    self.release_memory(worker, context);
                 }
                 Command::Drop { session, index, generation, why } => {
                     let place = self.slots.iter().position(|slot| {
@@ -133,7 +137,7 @@ impl Crank {
     /// Answers requests to let go of memory once nobody may write there any more, and no NIC reads what was being
     /// sent over a lane or connection that is closed. A channel whose lane does not come to an end with it is lost instead; one whose GPU does not, only where the
     /// memory is wanted at any cost.
-    fn let_go(&mut self, worker: &Worker, context: &Context) {
+    fn release_memory(&mut self, worker: &Worker, context: &Context) {
         self.lose_senders_of_dropped_memory(worker, context);
         let now = context.transport.now();
         for Abandoning { request, since, .. } in std::mem::take(&mut self.abandoning) {
@@ -181,8 +185,8 @@ impl Crank {
         self.unreleased.is_empty()
     }
 
-    /// Moves the lanes on; all of them at every turn, since nothing tells which has something.
-    fn turn_lanes(&mut self, worker: &Worker, context: &Context) -> bool {
+    /// Moves the lanes on; all of them at every pass, since nothing tells which has something.
+    fn poll_lanes(&mut self, worker: &Worker, context: &Context) -> bool {
         if !worker.may_have_lanes() {
             return false;
         }
@@ -204,13 +208,13 @@ impl Crank {
             }
         }
         if !self.abandoning.is_empty() {
-            self.let_go(worker, context);
+            self.release_memory(worker, context);
         }
         worked
     }
 
     /// Looks what GPUs have copied, and places it.
-    fn turn_staging(&mut self, worker: &Worker, context: &Context) -> bool {
+    fn poll_staging(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = false;
         for place in 0..self.slots.len() {
             worked |= self.begin_held(place);
@@ -232,7 +236,7 @@ impl Crank {
             }
         }
         if !self.abandoning.is_empty() && !worker.may_have_lanes() {
-            self.let_go(worker, context);
+            self.release_memory(worker, context);
         }
         worked
     }
@@ -259,12 +263,12 @@ impl Crank {
             || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }
 
-    /// Whether every lane that does anything has so much to do that a nap makes nobody wait.
+    /// Whether every lane that does anything has so much to do that a backoff makes nobody wait.
     pub(super) fn lanes_in_bulk(&self) -> bool {
         let mut active = self.slots.iter().flatten().filter(|slot| slot.channel.lane_active()).peekable();
         self.abandoning.is_empty()
             && active.peek().is_some()
-            && active.all(|slot| slot.channel.lane_bytes_in_flight() >= NAP_BYTES)
+            && active.all(|slot| slot.channel.lane_bytes_in_flight() >= BACKOFF_BYTES)
     }
 
     /// Whether every channel that waits for something has so much under way that its thread need not watch.
@@ -274,7 +278,7 @@ impl Crank {
             && channels().all(|channel| channel.in_deep_bulk() || !channel.outstanding())
     }
 
-    /// How long to rest after a turn in vain, where an active lane says so.
+    /// How long to rest after a pass in vain, where an active lane says so.
     pub(super) fn lanes_pause(&self) -> Option<Duration> {
         self.slots.iter().flatten().find_map(|slot| slot.channel.lane_pause())
     }
@@ -372,14 +376,14 @@ impl Crank {
     /// Asks the channel that received last before asking the kernel about all: while messages go to and
     /// fro, that spares a system call. `None` when it is the others' turn.
     fn receive_hot(&mut self, worker: &Worker, context: &Context) -> Option<bool> {
-        self.turns = self.turns.wrapping_add(1);
-        let place = self.hot.filter(|_| !self.turns.is_multiple_of(HOT_TURNS))?;
+        self.polls = self.polls.wrapping_add(1);
+        let place = self.hot.filter(|_| !self.polls.is_multiple_of(HOT_POLLS))?;
         let slot = self.slots.get(place)?.as_ref()?;
         if slot.waits_for != Interest::READ || slot.polled {
             return None;
         }
         match self.receive_at(worker, context, place) {
-            false if self.turns.is_multiple_of(2) => None,
+            false if self.polls.is_multiple_of(2) => None,
             worked => Some(worked),
         }
     }
@@ -427,7 +431,7 @@ impl Crank {
 
     fn send(&mut self, worker: &Worker, context: &Context, flush: bool) -> bool {
         let mut worked = false;
-        // Each turn begins with another channel: where they share what may be in flight, the first takes it.
+        // Each pass begins with another channel: where they share what may be in flight, the first takes it.
         self.first = (self.first + 1).checked_rem(self.slots.len()).unwrap_or(0);
         for place in (self.first..self.slots.len()).chain(0..self.first) {
             worked |= self.send_at(worker, context, place, flush);
@@ -498,7 +502,7 @@ impl Crank {
     /// How long the owner may sleep without looking at anything.
     pub(super) fn sleep_limit(&self) -> Option<Duration> {
         if self.staging_active() {
-            return Some(COPY_NAP);
+            return Some(COPY_BACKOFF);
         }
         if self.polled > 0 {
             return Some(Duration::from_millis(1));
@@ -556,14 +560,18 @@ mod tests {
         (near, far, peer)
     }
 
-    /// The crank, once it has so many channels.
-    fn crank_of<'a>(worker: &'a Worker, context: &Context, channels: usize) -> MutexGuard<'a, Crank> {
+    /// The engine, once it has so many channels.
+    fn engine_of<'a>(
+        worker: &'a Worker,
+        context: &Context,
+        channels: usize,
+    ) -> MutexGuard<'a, ProgressEngine> {
         let since = Instant::now();
         loop {
-            if let Some(mut crank) = worker.try_crank() {
-                crank.run_commands(worker, context);
-                if crank.slots.iter().flatten().count() == channels {
-                    return crank;
+            if let Some(mut engine) = worker.try_engine() {
+                engine.run_commands(worker, context);
+                if engine.slots.iter().flatten().count() == channels {
+                    return engine;
                 }
             }
             assert!(since.elapsed() < LONG, "it is held all the time, or lacks channels");
@@ -610,41 +618,41 @@ mod tests {
         }
     }
 
-    /// A caller that sent at once, and lost the connection over it, freed its rings there and then: with the crank in its
+    /// A caller that sent at once, and lost the connection over it, freed its rings there and then: with the engine in its
     /// hands it waited for all that the GPU had to do.
     #[test]
     fn a_caller_that_sends_at_once_frees_nothing_meanwhile() {
         let (near, _far, peer) = connected(1);
         let running = near.running().clone();
         let worker = running.workers[0].clone();
-        let mut crank = crank_of(&worker, running.context(), 1);
+        let mut engine = engine_of(&worker, running.context(), 1);
         let sends: Arc<[AtomicUsize; 2]> = Arc::default();
-        let slot = crank.slots[0].take().expect("it has a channel");
+        let slot = engine.slots[0].take().expect("it has a channel");
         let watched = slot.channel.with_conn(|conn| Box::new(Watched { conn, sends: sends.clone() }));
-        crank.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
+        engine.slots[0] = Some(Slot { channel: Box::new(watched), ..slot });
         let notified = peer.notify(b"at once").unwrap();
-        crank.send_for(&worker, running.context(), peer.state());
+        engine.send_for(&worker, running.context(), peer.state());
         assert_eq!([0, 1].map(|moves| sends[moves].load(Ordering::SeqCst)), [0, 1]);
-        drop(crank);
+        drop(engine);
         notified.wait(LONG).unwrap();
     }
 
     /// A call of the driver for each operation that waits, and that for each channel.
     #[test]
-    fn what_waits_for_a_gpu_is_asked_after_once_a_turn() {
+    fn what_waits_for_a_gpu_is_asked_after_once_a_pass() {
         let (near, _far, peer) = connected(3);
         let running = near.running().clone();
         let worker = running.workers[0].clone();
         let stream = SimGpu::open(1).unwrap().stream();
         let gate = stream.hold().unwrap();
         let waits = peer.after(WhenReady::after_sim(&stream).unwrap()).notify(b"later").unwrap();
-        let mut crank = crank_of(&worker, running.context(), 3);
+        let mut engine = engine_of(&worker, running.context(), 3);
         let looks = || peer.state().held.looks.load(Ordering::SeqCst);
         let before = looks();
-        crank.turn(&worker, running.context(), &mut || false);
+        engine.poll_once(&worker, running.context(), &mut || false);
         assert_eq!(looks() - before, 1);
         gate.open();
-        drop(crank);
+        drop(engine);
         waits.wait(LONG).unwrap();
     }
 }
