@@ -72,17 +72,18 @@ impl Channel {
     /// more than need be, and no byte. A connection that never sends without copies has none.
     fn unreleased_of_dropped_memory(&mut self) -> Vec<Arc<Op>> {
         let released = self.conn.released();
-        if released >= self.stream_sent {
+        if released >= self.sender.stream_sent {
             return Vec::new();
         }
         let is_read =
             |end: u64, entry: &Entry| end > released && !entry.header.is_posted() && entry.is_gone();
         // The frame behind the last whole one is partly sent, unless nothing of it is.
-        let partial = (self.sent_within > 0).then_some(self.stream_sent);
-        let ends = self.ends.iter().copied().chain(partial);
-        let window = ends.zip(self.window.from(0)).map(|(end, entry)| (end, &*entry));
-        let held = self.held.iter().map(|(end, entry)| (*end, entry));
-        let read = window.chain(held).filter(|(end, entry)| is_read(*end, entry));
+        let sender = &mut self.sender;
+        let partial = (sender.sent_within > 0).then_some(sender.stream_sent);
+        let ends = sender.ends.iter().copied().chain(partial);
+        let window = ends.zip(sender.window.from(0)).map(|(end, entry)| (end, &*entry));
+        let unreleased = sender.unreleased.iter().map(|(end, entry)| (*end, entry));
+        let read = window.chain(unreleased).filter(|(end, entry)| is_read(*end, entry));
         read.filter_map(|(_, entry)| entry.op.as_deref().cloned()).collect()
     }
 }

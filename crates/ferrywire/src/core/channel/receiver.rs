@@ -1,203 +1,356 @@
-//! A frame that is being received: which part of it comes next, and where that goes.
+//! The receiving half of a channel: from the socket to where payload goes, and what a whole frame causes.
 //!
-//! Invariant: bytes are taken in the order of the stream; a part is left only when it is whole.
-//! Read next: `receiving.rs`, which feeds it.
+//! A frame's life: `header -> placements -> body -> placed | refused -> counted`. A large payload is received where it
+//! belongs, with the next frame's header in the same call; small frames come many at a time through a scratch buffer.
+//!
+//! Invariant: bytes are taken in the order of the stream; a stage is left only when it is whole.
+//! Read next: `body.rs`; `peer/frames.rs`, which says where a payload goes and what its arrival means.
 
 use std::io;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use super::broken;
+use super::acks::Acks;
+use super::body::Body;
+use super::{Channel, PASS_BYTES, Workspace, broken};
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
-use crate::payload::lane::Run;
 use ferrywire_net::IoVec;
+use ferrywire_proto::limits;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 
-// SAFETY: the pieces point into memory that the landing keeps alive, or into the receiver's own message;
-// whichever thread owns the channel may write there.
-unsafe impl Send for Receiver {}
-
+/// The frame that is being received, and what was received before it.
 pub(super) struct Receiver {
-    pub(super) stage: Stage,
-    pub(super) head: [u8; HEADER_BYTES],
-    pub(super) have: usize,
-    pub(super) header: Header,
-    pub(super) placements: Vec<u8>,
-    pub(super) pieces: Vec<IoVec>,
-    pub(super) next: usize,
-    pub(super) left: usize,
-    /// Bytes that the pieces take before the next part of a staged payload needs others.
-    pub(super) room: usize,
-    /// The payload goes to a GPU, and its next part has no room.
-    pub(super) staged: bool,
-    pub(super) stalled: bool,
-    /// What was received and could not be taken because of that.
-    pub(super) kept: Vec<u8>,
-    pub(super) landing: Option<Landing>,
-    /// Where a payload goes that comes over the lane.
-    pub(super) target: Vec<Run>,
-    pub(super) message: Vec<u8>,
-    pub(super) refusal: Option<Refusal>,
-    pub(super) crc: crc32fast::Hasher,
-    /// Frames placed; the count that is acknowledged.
-    pub(super) received: u64,
-    pub(super) acknowledged: u64,
-    pub(super) unacknowledged_bytes: usize,
-    pub(super) refused: Vec<(u64, Refusal)>,
-    /// Refusals that are in the stream; the peer may not have them.
-    pub(super) told: Vec<(u64, Refusal)>,
+    stage: Stage,
+    /// The header as it comes, and how much of it is here.
+    encoded: [u8; HEADER_BYTES],
+    have: usize,
+    pub header: Header,
+    placements: Vec<u8>,
+    pub body: Body,
+    /// What keeps the target of the payload alive. That of a region is kept for the next frame.
+    pub landing: Option<Landing>,
+    refusal: Option<Refusal>,
+    pub acks: Acks,
     /// When the last frame came of an operation that is deep bulk by itself.
-    pub(super) bulk_since: Option<Instant>,
-    /// Length of the last frame's head and placements, if its payload was large.
-    pub(super) bulk_head: usize,
+    pub bulk_since: Option<Instant>,
+    /// Length of the last frame's header and placements, if its payload was large.
+    bulk_header_bytes: usize,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
-    Head,
+enum Stage {
+    Header,
     Placements,
     Body,
 }
 
+impl Channel {
+    /// Receives what is there, within the bounds of one pass. Returns the bytes.
+    pub fn receive(&mut self, space: &mut Workspace) -> io::Result<usize> {
+        let (mut moved, mut pauses) = (0, false);
+        while moved < PASS_BYTES && !pauses && !self.payload.stream_ended() && self.resume()? {
+            let (bytes, room) = match self.receive_some(space) {
+                Ok(result) => result,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(error) => {
+                    self.payload.end_stream(error, &self.peer)?;
+                    break;
+                }
+            };
+            moved += bytes;
+            if bytes < room {
+                break;
+            }
+            pauses = self.payload.pauses_after(moved);
+        }
+        if !pauses {
+            self.payload.flush();
+        }
+        self.counters.received_bytes.fetch_add(moved as u64, Ordering::Relaxed);
+        if let Some(Landing::Sink { sink, .. }) = self.receiver.landing.as_ref().filter(|_| moved > 0) {
+            self.peer.note_moving(&sink.op);
+        }
+        Ok(moved)
+    }
+
+    /// Goes on with a payload that had no room; true if there is room, so that the channel may read.
+    fn resume(&mut self) -> io::Result<bool> {
+        let Some(kept) = self.payload.resume(&mut self.receiver) else { return Ok(false) };
+        self.consume(&kept)?;
+        Ok(!self.payload.is_stalled())
+    }
+
+    /// One socket call. Returns the bytes received and the room there was.
+    fn receive_some(&mut self, space: &mut Workspace) -> io::Result<(usize, usize)> {
+        let Workspace { scratch, pieces } = space;
+        pieces.clear();
+        let direct_bytes = self.receiver.direct_pieces(pieces);
+        let tail = self.receiver.tail_bytes().min(scratch.len());
+        pieces.push(IoVec::new(scratch.as_mut_ptr(), tail));
+        let since = self.payload.times_receive().then(Instant::now);
+        // SAFETY: the direct pieces lie in memory that the receiver's landing keeps alive and unrevoked, in a ring of the
+        // payload, or in the body's message; the tail is the worker's own scratch buffer.
+        let bytes = unsafe { self.conn.recv(pieces)? };
+        self.payload.count_call(since);
+        if bytes == 0 {
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the peer closed the connection"));
+        }
+        let placed = bytes.min(direct_bytes);
+        if placed > 0 {
+            self.receiver.body.advance(placed);
+            self.finish_if_complete()?;
+        }
+        self.consume(&scratch[..bytes - placed])?;
+        self.payload.flush_if_full();
+        Ok((bytes, direct_bytes + tail))
+    }
+
+    /// Takes bytes that came through the scratch buffer.
+    fn consume(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            if self.payload.keeps_back(bytes) {
+                return Ok(());
+            }
+            let used = match self.receiver.stage {
+                Stage::Header => self.take_header(bytes)?,
+                Stage::Placements => self.take_placements(bytes)?,
+                Stage::Body => self.receiver.body.copy_in(bytes),
+            };
+            bytes = &bytes[used..];
+            self.finish_if_complete()?;
+        }
+        Ok(())
+    }
+
+    fn take_header(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let receiver = &mut self.receiver;
+        let used = (HEADER_BYTES - receiver.have).min(bytes.len());
+        receiver.encoded[receiver.have..receiver.have + used].copy_from_slice(&bytes[..used]);
+        receiver.have += used;
+        if receiver.have == HEADER_BYTES {
+            receiver.have = 0;
+            let header = Header::decode(&receiver.encoded).map_err(|error| broken(&error.to_string()))?;
+            self.begin_frame(header)?;
+        }
+        Ok(used)
+    }
+
+    fn begin_frame(&mut self, header: Header) -> io::Result<()> {
+        if self.peer.queue.crc && header.flags & wire::FLAG_CRC == 0 {
+            return Err(broken("a frame without the checksum that was agreed on"));
+        }
+        if self.payload.hear(&header)? {
+            self.tell_backlog();
+        }
+        if header.kind != Kind::Ack {
+            self.acknowledged(header.ack)?;
+        }
+        if header.kind == Kind::Data && self.peer.is_deep_bulk(header.total) {
+            self.receiver.bulk_since = Some(Instant::now());
+        }
+        self.receiver.header = header;
+        self.receiver.placements.clear();
+        self.receiver.stage = Stage::Placements;
+        if header.segments == 0 {
+            self.land();
+        }
+        Ok(())
+    }
+
+    fn take_placements(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let receiver = &mut self.receiver;
+        let need = receiver.header.placement_bytes() - receiver.placements.len();
+        let used = need.min(bytes.len());
+        receiver.placements.extend_from_slice(&bytes[..used]);
+        if used == need {
+            check_crc(receiver.header.placements_crc, receiver.placements_crc())?;
+            self.land();
+        }
+        Ok(used)
+    }
+
+    /// The header is whole: finds out where the body goes.
+    fn land(&mut self) {
+        let receiver = &mut self.receiver;
+        receiver.begin_body();
+        let Receiver { header, placements, body, landing, .. } = receiver;
+        if header.kind != Kind::Data {
+            return body.expect_message(header.len as usize);
+        }
+        match self.peer.land(header, placements, &mut body.pieces, landing.take()) {
+            Ok(landing) => self.payload.land(receiver, landing, &self.counters),
+            Err(refusal) => receiver.refuse(refusal),
+        }
+    }
+
+    /// If all of a frame is here that the stream brings: counts it, unless its payload is on its way.
+    fn finish_if_complete(&mut self) -> io::Result<()> {
+        let receiver = &mut self.receiver;
+        let whole = receiver.stage == Stage::Body && receiver.body.part_is_whole();
+        if !whole || !self.payload.finish_part(receiver) {
+            return Ok(());
+        }
+        debug_assert_eq!(receiver.body.left(), 0, "the last part ends the body");
+        receiver.stage = Stage::Header;
+        receiver.check_body()?;
+        let header = receiver.header;
+        if header.kind == Kind::Ack {
+            return self.refusals();
+        }
+        let message = receiver.take_message();
+        if self.payload.defers(&header) {
+            self.payload.take_over(receiver.arrival(message));
+            return self.within_window();
+        }
+        let placements = std::mem::take(&mut receiver.placements);
+        let (landing, refusal) = (receiver.landing.take(), receiver.refusal);
+        let result = self.placed(&header, &placements, landing.as_ref(), message, refusal);
+        self.receiver.landing = landing.filter(|landing| !landing.once());
+        self.receiver.placements = placements;
+        result
+    }
+
+    /// All of a frame is here, and its payload in place: counts it.
+    pub(super) fn placed(
+        &mut self,
+        header: &Header,
+        placements: &[u8],
+        landing: Option<&Landing>,
+        message: Vec<u8>,
+        refusal: Option<Refusal>,
+    ) -> io::Result<()> {
+        let result = match refusal {
+            Some(refusal) => Err(refusal),
+            None => self.peer.arrived(header, placements, landing, message),
+        };
+        self.receiver.acks.count(result, HEADER_BYTES + header.body_bytes());
+        self.within_window()
+    }
+
+    fn within_window(&self) -> io::Result<()> {
+        let waiting = self.payload.waiting() as u64;
+        match self.receiver.acks.unacknowledged_frames() + waiting > limits::WINDOW_FRAMES_MAX as u64 {
+            true => Err(broken("it sent more frames than its window holds")),
+            false => Ok(()),
+        }
+    }
+
+    /// The peer refused some frames; they are still in the window, since the count behind them waits.
+    fn refusals(&mut self) -> io::Result<()> {
+        let message = self.receiver.body.take_message();
+        for (low, refusal) in wire::refusals(&message) {
+            let window = &mut self.sender.window;
+            let number = wire::widen(low, window.first());
+            if let Some(op) = window.get_mut(number).and_then(|entry| entry.op.as_ref()) {
+                self.peer.refused(op, refusal);
+            }
+        }
+        self.acknowledged(self.receiver.header.ack)
+    }
+}
+
 impl Receiver {
-    pub(super) fn new() -> Receiver {
+    pub fn new() -> Receiver {
         Receiver {
-            stage: Stage::Head,
-            head: [0; HEADER_BYTES],
+            stage: Stage::Header,
+            encoded: [0; HEADER_BYTES],
             have: 0,
             header: Header::new(Kind::Ack),
             placements: Vec::new(),
-            pieces: Vec::new(),
-            next: 0,
-            left: 0,
-            room: usize::MAX,
-            staged: false,
-            stalled: false,
-            kept: Vec::new(),
+            body: Body::default(),
             landing: None,
-            target: Vec::new(),
-            message: Vec::new(),
             refusal: None,
-            crc: crc32fast::Hasher::new(),
-            received: 0,
-            acknowledged: 0,
-            unacknowledged_bytes: 0,
-            refused: Vec::new(),
-            told: Vec::new(),
+            acks: Acks::default(),
             bulk_since: None,
-            bulk_head: 0,
+            bulk_header_bytes: 0,
         }
     }
 
-    /// Makes room for bytes that go to a message of our own, behind the payload's pieces.
-    pub(super) fn expect_message(&mut self, len: usize) {
-        self.message.resize(len, 0);
-        if len > 0 {
-            self.pieces.push(IoVec::new(self.message.as_mut_ptr(), len));
-        }
-    }
-
-    /// The places that the rest of the payload goes to, and their bytes.
-    pub(super) fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
+    /// The pieces that the rest of the body goes to, and their bytes.
+    fn direct_pieces(&self, out: &mut Vec<IoVec>) -> usize {
         if self.stage == Stage::Body {
-            out.extend(self.pieces[self.next..].iter().take(ferrywire_sys::IOVECS_PER_CALL_MAX - 1));
+            out.extend(self.body.rest().iter().take(ferrywire_sys::IOVECS_PER_CALL_MAX - 1));
         }
         out.iter().map(|piece| piece.len).sum()
     }
 
     /// Bytes to receive through the scratch buffer behind the direct pieces.
-    pub(super) fn tail_bytes(&self) -> usize {
+    fn tail_bytes(&self) -> usize {
         match self.stage {
-            Stage::Body if self.pieces.is_empty() && self.left > 0 => self.left,
-            Stage::Body if self.bulk_head > 0 => self.bulk_head,
-            Stage::Head if self.bulk_head > 0 => self.bulk_head.saturating_sub(self.have).max(1),
+            Stage::Body if self.body.is_thrown_away() => self.body.left(),
+            Stage::Body if self.bulk_header_bytes > 0 => self.bulk_header_bytes,
+            Stage::Header if self.bulk_header_bytes > 0 => {
+                self.bulk_header_bytes.saturating_sub(self.have).max(1)
+            }
             Stage::Placements => self.header.placement_bytes() - self.placements.len(),
             _ => usize::MAX,
         }
     }
 
-    /// So many bytes were received into the pieces.
-    pub(super) fn advance(&mut self, mut bytes: usize) {
-        self.left -= bytes;
-        if self.staged {
-            self.room -= bytes;
-        }
-        while bytes > 0 {
-            let piece = &mut self.pieces[self.next];
-            let used = bytes.min(piece.len);
-            if self.header.flags & wire::FLAG_CRC != 0 {
-                // SAFETY: these bytes of the piece were just received.
-                self.crc.update(unsafe { std::slice::from_raw_parts(piece.base, used) });
-            }
-            // SAFETY: `used` is at most the length of the piece.
-            *piece = IoVec::new(unsafe { piece.base.add(used) }, piece.len - used);
-            bytes -= used;
-            self.next += usize::from(piece.len == 0);
-        }
+    fn begin_body(&mut self) {
+        let bytes = self.header.stream_bytes() - self.header.placement_bytes();
+        self.body.begin(bytes, self.header.flags & wire::FLAG_CRC != 0);
+        self.stage = Stage::Body;
+        self.refusal = None;
+        let bulk = bytes >= limits::DIRECT_RECEIVE_BYTES_MIN;
+        self.bulk_header_bytes = if bulk { HEADER_BYTES + self.header.placement_bytes() } else { 0 };
     }
 
-    /// Copies payload bytes that came through the scratch buffer to their place.
-    pub(super) fn copy_in(&mut self, bytes: &[u8]) -> usize {
-        let used = self.left.min(self.room).min(bytes.len());
-        if self.pieces.is_empty() {
-            self.left -= used;
-            return used;
-        }
-        let mut from = &bytes[..used];
-        while !from.is_empty() {
-            let piece = self.pieces[self.next];
-            let now = from.len().min(piece.len);
-            // SAFETY: the piece is live memory of at least `now` bytes (see `receive_some`).
-            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), piece.base, now) };
-            self.advance(now);
-            from = &from[now..];
-        }
-        used
+    /// The payload goes to the pieces at hand, which the landing keeps alive; behind it comes the notification.
+    pub fn expect(&mut self, landing: Landing) {
+        self.landing = Some(landing);
+        self.body.expect_message(usize::from(self.header.notify));
     }
 
-    /// What the descriptors' checksum has to be.
-    pub(super) fn placements_crc(&self) -> u32 {
-        match self.header.flags & wire::FLAG_CRC {
-            0 => 0,
-            _ => crc32fast::hash(&self.placements),
+    /// The frame is refused: what comes of its body is thrown away.
+    pub fn refuse(&mut self, refusal: Refusal) {
+        self.refusal = Some(refusal);
+        self.body.throw_away();
+    }
+
+    /// Refuses a frame whose payload is being received. Gives back its landing, or that of the frame before.
+    pub fn break_off(&mut self, refusal: Refusal) -> Option<Landing> {
+        if self.stage == Stage::Body && self.header.kind == Kind::Data {
+            self.refuse(refusal);
+        }
+        self.landing.take()
+    }
+
+    /// The message of a whole frame, if it has one.
+    fn take_message(&mut self) -> Vec<u8> {
+        match self.header.notify > 0 || self.header.kind != Kind::Data {
+            true => self.body.take_message(),
+            false => Vec::new(),
         }
     }
 
     /// The frame, of which the stream has brought all it brings.
-    pub(super) fn arrival(&mut self, message: Vec<u8>) -> Arrival {
+    fn arrival(&mut self, message: Vec<u8>) -> Arrival {
         Arrival {
             header: self.header,
             placements: std::mem::take(&mut self.placements),
             landing: self.landing.take(),
             message,
             refusal: self.refusal,
-            target: std::mem::take(&mut self.target),
+            target: Vec::new(),
         }
     }
 
-    pub(super) fn check_body(&mut self) -> io::Result<()> {
-        let elsewhere = self.header.is_posted();
-        if self.header.flags & wire::FLAG_CRC == 0 || self.refusal.is_some() || elsewhere {
-            return Ok(());
-        }
-        check_crc(self.header.crc, std::mem::take(&mut self.crc).finalize())
-    }
-
-    pub(super) fn mark_acknowledged(&mut self) {
-        self.acknowledged = self.received_without_refusals();
-        self.unacknowledged_bytes = 0;
-    }
-
-    pub(super) fn acknowledged_through(&mut self, low: u32) {
-        self.acknowledged = self.acknowledged.max(wire::widen(low, self.acknowledged));
-        if self.acknowledged == self.received {
-            self.unacknowledged_bytes = 0;
+    /// What the descriptors' checksum has to be.
+    fn placements_crc(&self) -> u32 {
+        match self.header.flags & wire::FLAG_CRC {
+            0 => 0,
+            _ => crc32fast::hash(&self.placements),
         }
     }
 
-    /// The count that may be told: frames whose refusal is not in the stream yet are not covered.
-    pub(super) fn received_without_refusals(&self) -> u64 {
-        self.refused.first().map_or(self.received, |(number, _)| *number)
+    /// Checks what the stream has brought of the body. What comes another way is checked once it is here.
+    fn check_body(&mut self) -> io::Result<()> {
+        match self.body.take_crc().filter(|_| self.refusal.is_none() && !self.header.is_posted()) {
+            Some(computed) => check_crc(self.header.crc, computed),
+            None => Ok(()),
+        }
     }
 }
 

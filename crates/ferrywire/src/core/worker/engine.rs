@@ -197,7 +197,7 @@ impl ProgressEngine {
             if worked && worker.has_commands() {
                 break;
             }
-            let turned = slot.channel.turn_lane();
+            let turned = slot.channel.poll_lane();
             worker.step();
             match turned {
                 Ok(moved) => worked |= moved,
@@ -221,7 +221,7 @@ impl ProgressEngine {
             let Some(slot) = self.slots[place].as_mut().filter(|slot| slot.channel.staging_active()) else {
                 continue;
             };
-            let turned = slot.channel.turn_staging();
+            let turned = slot.channel.poll_staging();
             worker.step();
             match turned {
                 Ok(placed) => worked |= placed,
@@ -477,7 +477,7 @@ impl ProgressEngine {
             let Some(slot) = &mut self.slots[place] else {
                 continue;
             };
-            slot.channel.let_go_held();
+            slot.channel.finish_released();
             if !slot.channel.outstanding() && !slot.channel.blocked() {
                 continue;
             }

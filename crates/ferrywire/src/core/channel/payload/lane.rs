@@ -1,0 +1,285 @@
+//! Payload over a lane beside the stream, in the order of the stream's headers.
+//!
+//! Invariant: a payload is received only for a header that is here, and a frame is counted only once its payload is.
+//! Read next: `posted/`, which decides what is posted when.
+
+use std::io;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::super::receiver::{Receiver, check_crc};
+use super::super::{Channel, broken};
+use super::{Ended, Payload};
+use crate::core::peer::{Landing, PeerState};
+use crate::core::posted::{Arrival, Posted, Turned};
+use crate::core::queue::{DROPPED, Entry};
+use crate::error::Error;
+use crate::payload::lane::Run;
+use ferrywire_memory::{Memory, Place};
+use ferrywire_net::IoVec;
+use ferrywire_proto::wire::{self, Header};
+use std::sync::Arc;
+
+/// What goes over the lane of a channel.
+pub(in super::super) struct LanePayload {
+    posted: Box<Posted>,
+    /// Where the payload goes whose header was received last.
+    target: Vec<Run>,
+    /// The connection has ended, with this error; the lane has still something to bring.
+    stream_ended: Option<io::Error>,
+    /// It was the lane that failed.
+    failed: bool,
+}
+
+impl LanePayload {
+    pub fn new(posted: Posted) -> LanePayload {
+        LanePayload { posted: Box::new(posted), target: Vec::new(), stream_ended: None, failed: false }
+    }
+
+    // ---- sending ----
+
+    /// Messages that may be taken now.
+    pub fn room(&self) -> usize {
+        self.posted.room()
+    }
+
+    /// Whether any frame may be taken: each may have a payload for the lane.
+    pub fn has_room(&self) -> bool {
+        self.room() > 0
+    }
+
+    /// Whether the peer's side of the lane is known to stand.
+    pub fn is_open(&self) -> bool {
+        self.posted.is_heard()
+    }
+
+    /// Takes the payloads of frames that were pulled, with their numbers.
+    pub fn admit<'a>(&mut self, pulled: impl Iterator<Item = (&'a mut Entry, u64)>) {
+        for (entry, number) in pulled {
+            debug_assert!(entry.staged.is_none(), "a lane reaches the GPU itself");
+            if entry.header.is_posted() {
+                self.posted.admit(number, entry);
+            }
+        }
+    }
+
+    /// Whether the header of this frame does not wait for its payload.
+    pub fn is_packed(&self, number: u64) -> bool {
+        !self.posted.holds_head(number)
+    }
+
+    /// The user has dropped the memory of a frame that is to be sent.
+    pub fn source_dropped(&self, entry: &Entry) -> io::Error {
+        if !entry.header.is_posted() {
+            return io::Error::from_raw_os_error(libc::EFAULT);
+        }
+        // The lane has its message, and the peer would take that for the next frame's.
+        entry.op.iter().for_each(|op| op.fail(Error::invalid("region", DROPPED)));
+        io::Error::other("the memory of a message that a lane has was dropped")
+    }
+
+    /// The peer has placed a frame: gives it back, unless the lane is not done with its memory.
+    pub fn acknowledged(&mut self, number: u64, entry: Entry) -> Option<Entry> {
+        match entry.header.is_posted() {
+            true => self.posted.acknowledged(number, entry),
+            false => Some(entry),
+        }
+    }
+
+    /// Receives that were posted here, for the peer.
+    pub fn posted_count(&self) -> u32 {
+        self.posted.told()
+    }
+
+    // ---- receiving ----
+
+    /// What the peer says of its receives, and whether its message fits. True when its side of the lane stands with it.
+    pub fn hear(&mut self, header: &Header) -> io::Result<bool> {
+        let is_first = !self.posted.is_heard();
+        self.posted.fits(header).and_then(|()| self.posted.confirm(header.posted)).map_err(broken)?;
+        Ok(is_first)
+    }
+
+    /// A payload is about to come for this landing: over the lane, or of nothing but a notification in the stream.
+    pub fn land(&mut self, receiver: &mut Receiver, landing: Landing) {
+        if receiver.header.is_posted() {
+            self.target = runs(&landing, &mut receiver.body.pieces);
+        }
+        receiver.expect(landing);
+    }
+
+    /// Whether a frame, of which the stream has brought all it brings, waits: what comes behind a payload that is missing
+    /// waits for it.
+    pub fn defers(&self, header: &Header) -> bool {
+        header.is_posted() || self.posted.waiting() > 0
+    }
+
+    /// Takes a frame that waits.
+    pub fn take_over(&mut self, arrival: Arrival) {
+        let target = std::mem::take(&mut self.target);
+        self.posted.expect(Arrival { target, ..arrival });
+    }
+
+    /// Frames that wait.
+    pub fn waiting(&self) -> usize {
+        self.posted.waiting()
+    }
+
+    /// The frame that is being received is refused.
+    pub fn break_off(&mut self) {
+        self.target.clear();
+    }
+
+    /// Stops placing bytes where `gone` says. True while the lane may still write there: ask again.
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> bool {
+        self.posted.abandon(gone)
+    }
+
+    // ---- both ----
+
+    /// The connection is at its end. What its headers have announced may still come over the lane.
+    pub fn end_stream(&mut self, error: io::Error, peer: &PeerState) -> io::Result<()> {
+        if self.posted.waiting() == 0 || self.stream_ended() {
+            return Err(error);
+        }
+        self.posted.companion_closed(peer.now(), &error.to_string());
+        self.stream_ended = Some(error);
+        Ok(())
+    }
+
+    /// Whether the connection has ended.
+    pub fn stream_ended(&self) -> bool {
+        self.stream_ended.is_some()
+    }
+
+    /// A dead path under the lane, in words.
+    pub fn path_trouble(&mut self) -> Option<String> {
+        let trouble = self.posted.path_trouble();
+        self.failed |= trouble.is_some();
+        trouble
+    }
+
+    /// Closes the lane.
+    pub fn end(mut self) -> Ended {
+        let lane_state = Some(self.posted.state());
+        let acknowledged = self.posted.end();
+        Ended { lane: Some(self.posted), lane_state, lane_failed: self.failed, acknowledged }
+    }
+}
+
+impl Channel {
+    fn lane(&self) -> Option<&LanePayload> {
+        match &self.payload {
+            Payload::Lane(lane) => Some(lane),
+            Payload::Stream | Payload::Staged(_) => None,
+        }
+    }
+
+    /// Whether the payload goes over a lane.
+    pub fn has_lane(&self) -> bool {
+        self.lane().is_some()
+    }
+
+    /// Bytes in the lane's hands.
+    pub fn lane_bytes_in_flight(&self) -> usize {
+        self.lane().map_or(0, |lane| lane.posted.bytes_in_flight())
+    }
+
+    /// Whether the lane has to be asked again and again: nothing tells when it moves.
+    pub fn lane_active(&self) -> bool {
+        self.lane().is_some_and(|lane| lane.posted.active())
+    }
+
+    /// How long to rest when the lane had nothing new, where it says so.
+    pub fn lane_pause(&self) -> Option<Duration> {
+        self.lane().filter(|lane| lane.posted.active()).and_then(|lane| lane.posted.pause())
+    }
+
+    /// Whether the lane sends of memory that its user has dropped, and may have freed.
+    pub fn lane_sends_what_is_gone(&self) -> bool {
+        self.lane().is_some_and(|lane| lane.posted.sends_what_is_gone())
+    }
+
+    /// Undoes the lane's registrations of regions that are gone.
+    pub fn forget_revoked(&mut self) {
+        if let Payload::Lane(lane) = &mut self.payload {
+            lane.posted.forget_revoked();
+        }
+    }
+
+    /// Moves the messages of the lane on, if there is one. True if anything happened.
+    pub fn poll_lane(&mut self) -> io::Result<bool> {
+        let Payload::Lane(lane) = &mut self.payload else { return Ok(false) };
+        if !lane.posted.active() {
+            return lane.stream_ended.take().map_or(Ok(false), Err);
+        }
+        let mut turned = Turned::default();
+        let result = lane.posted.turn(self.peer.now(), &mut turned);
+        self.counters.sent_bytes.fetch_add(turned.sent_bytes, Ordering::Relaxed);
+        self.counters.received_bytes.fetch_add(turned.received_bytes, Ordering::Relaxed);
+        for entry in turned.delivered {
+            self.peer.delivered(entry, None);
+        }
+        let is_of_memory = turned.unreadable.is_some();
+        if let Some((frame, why)) = turned.unreadable
+            && let Some(entry) = self.sender.window.get_mut(frame)
+        {
+            tracing::warn!(%why, peer = self.peer.name(), "memory that is registered cannot be read");
+            entry.fail_unread(why);
+        }
+        for (frame, error) in turned.given_up {
+            let Some(entry) = self.sender.window.get_mut(frame) else { continue };
+            let credit = entry.give_up(&error);
+            if self.peer.queue.crc {
+                entry.add_crc();
+            }
+            self.peer.queue.credit(credit);
+        }
+        for arrival in turned.arrived {
+            let Arrival { header, placements, landing, message, refusal, target } = arrival;
+            if refusal.is_none() {
+                check_posted(&header, &target, &message)?;
+            }
+            self.placed(&header, &placements, landing.as_ref(), message, refusal)?;
+        }
+        if result.is_err()
+            && let Payload::Lane(lane) = &mut self.payload
+        {
+            lane.failed = !is_of_memory;
+        }
+        result.map(|()| turned.worked).map_err(io::Error::other)
+    }
+}
+
+#[cfg(test)]
+impl Payload {
+    /// Whether messages are not sent yet.
+    pub fn is_sending(&self) -> bool {
+        matches!(self, Payload::Lane(lane) if lane.posted.is_sending())
+    }
+}
+
+/// Pieces of a landing as runs of its memory; the pieces go.
+fn runs(landing: &Landing, pieces: &mut Vec<IoVec>) -> Vec<Run> {
+    let run = |memory: &Arc<Memory>, piece: IoVec| Run {
+        memory: memory.clone(),
+        offset: memory.offset_of(piece.base),
+        bytes: piece.len,
+    };
+    let pieces = pieces.drain(..);
+    landing.memory().map_or(Vec::new(), |memory| pieces.map(|piece| run(memory, piece)).collect())
+}
+
+/// Checks a payload that came over a lane. Checksums are agreed on only where both ends use host memory.
+fn check_posted(header: &Header, target: &[Run], message: &[u8]) -> io::Result<()> {
+    if header.flags & wire::FLAG_CRC == 0 || !header.is_posted() {
+        return Ok(());
+    }
+    let mut crc = crc32fast::Hasher::new();
+    for run in target.iter().filter(|run| run.memory.place() == Place::Host) {
+        // SAFETY: the run is inside live host memory, which the frame's landing keeps.
+        crc.update(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) });
+    }
+    crc.update(message);
+    check_crc(header.crc, crc.finalize())
+}
