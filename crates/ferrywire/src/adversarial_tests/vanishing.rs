@@ -55,8 +55,8 @@ impl Ends {
     /// The near end's connections end once all that was posted is sent, and the far end is told nothing.
     fn vanish(&self) {
         let state = self.near.state();
-        state.vanishes.store(true, Ordering::SeqCst);
-        self.near_end.running().with_control(|control| control.break_off(state.session));
+        state.life.vanishes.store(true, Ordering::SeqCst);
+        self.near_end.running().with_control(|control| control.break_off(state.info.session));
     }
 
     /// Results of a closing peer that the far end's channel has had.

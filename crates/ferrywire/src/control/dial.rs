@@ -308,7 +308,7 @@ impl Dial {
 pub(super) fn bulk_options(peer: &PeerState, control: Option<&dyn Conn>) -> ConnOptions {
     let context = peer.context();
     ConnOptions {
-        same_host: peer.same_host,
+        same_host: peer.info.same_host,
         round_trip: control.map_or(Duration::ZERO, |conn| conn.health().min_rtt),
         per_thread: peer.channels_per_thread(),
         ..context.config.bulk_options()

@@ -232,8 +232,8 @@ impl Control {
         let mut worked = false;
         while let Some(lost) = self.workers.lost().pop() {
             worked = true;
-            self.ready_set.touch(lost.peer.session);
-            match self.links.get_mut(&lost.peer.session) {
+            self.ready_set.touch(lost.peer.info.session);
+            match self.links.get_mut(&lost.peer.info.session) {
                 Some(link) => link.channel_lost(lost.index, lost.generation, lost.why, *lost.remains, now),
                 None => lost.drop_entries(),
             }

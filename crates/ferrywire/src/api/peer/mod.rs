@@ -131,7 +131,7 @@ impl Connection {
 
 impl fmt::Debug for Peer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Peer({})", self.state().name)
+        write!(f, "Peer({})", self.state().info.name)
     }
 }
 
@@ -166,28 +166,28 @@ impl Peer {
 
     /// Its address and label, for people.
     pub fn name(&self) -> String {
-        self.state().name.clone()
+        self.state().info.name.clone()
     }
 
     /// The label that it was given where it was built; empty without one.
     pub fn label(&self) -> &str {
-        &self.state().label
+        &self.state().info.label
     }
 
     /// The other end of its control connection, as it was set up: where it listens, if we connected, else a port that
     /// it has just for this.
     pub fn address(&self) -> SocketAddr {
-        self.state().address
+        self.state().info.address
     }
 
     /// The remote endpoint's identity: another one after a restart.
     pub fn identity(&self) -> Identity {
-        self.state().identity
+        self.state().info.identity
     }
 
     /// Whether the peer runs on this host.
     pub fn same_host(&self) -> bool {
-        self.state().same_host
+        self.state().info.same_host
     }
 
     /// Why the peer is lost, if it is.
@@ -462,10 +462,11 @@ impl Peer {
             }
             let waited = self.context().transport.now().saturating_sub(start);
             let Some(rest) = deadline.checked_sub(waited).filter(|rest| !rest.is_zero()) else {
-                let what = format!("a notification from {}: {}", self.state().name, self.state().describe());
+                let what =
+                    format!("a notification from {}: {}", self.state().info.name, self.state().describe());
                 // As it took no time where none was given.
                 let waited = if deadline.is_zero() { deadline } else { waited };
-                let peer = Some(self.state().name.to_string());
+                let peer = Some(self.state().info.name.to_string());
                 return Err(Error::Deadline { what, peer, waited });
             };
             self.connection.wait(
@@ -494,14 +495,14 @@ impl Peer {
     pub fn stats(&self) -> PeerStats {
         let channels = self.state().counters.iter().enumerate();
         PeerStats {
-            transport: self.state().transport,
-            transport_why: self.state().transport_why.clone(),
+            transport: self.state().info.transport,
+            transport_why: self.state().info.transport_why.clone(),
             channels: channels.filter_map(|(index, each)| each.snapshot(index as u16)).collect(),
-            resent_chunks: self.state().resent.load(Ordering::Relaxed),
-            lost_channels: self.state().lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            setup: *self.state().setup.lock().unwrap_or_else(PoisonError::into_inner),
+            resent_chunks: self.state().history.resent.load(Ordering::Relaxed),
+            lost_channels: self.state().history.lost.lock().unwrap_or_else(PoisonError::into_inner).clone(),
+            setup: *self.state().history.setup.lock().unwrap_or_else(PoisonError::into_inner),
             chunk_bytes: self.state().queue.chunk_bytes,
-            window: self.state().window_frames,
+            window: self.state().info.window,
             crc: self.state().queue.crc,
         }
     }
@@ -523,7 +524,7 @@ impl Peer {
     /// Whether this process may post anything.
     fn check_open(&self) -> Result<()> {
         self.context().origin.check()?;
-        match self.state().closing.load(Ordering::SeqCst) {
+        match self.state().life.closing.load(Ordering::SeqCst) {
             true => Err(self.state().gone()),
             false => Ok(()),
         }
@@ -544,12 +545,12 @@ impl Peer {
     fn check(&self, local: &Region, remote: &RemoteRegion) -> Result<()> {
         self.check_local(local)?;
         self.check_there()?;
-        if remote.owner() != self.state().identity {
+        if remote.owner() != self.state().info.identity {
             let why = format!(
                 "it belongs to endpoint {}, but {} is {}: from before a restart, or another peer's",
                 remote.owner(),
-                self.state().name,
-                self.state().identity
+                self.state().info.name,
+                self.state().info.identity
             );
             return Err(Error::invalid("remote region", why));
         }

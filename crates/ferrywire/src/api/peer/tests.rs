@@ -12,7 +12,7 @@ fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     let connecting = builder().build().unwrap();
     let near = connecting.connect(accepting.listen_addresses()[0], LONG).unwrap();
     let region = connecting.register_zeroed(64).unwrap();
-    near.state().closing.store(true, Ordering::SeqCst);
+    near.state().life.closing.store(true, Ordering::SeqCst);
     for task in [Task::Read { region: 7 }, Task::Write { region: 7 }] {
         let pieces = Pieces::One(Piece { local: 0, remote: 0, len: 64 });
         let posted = near.post(near.op(task, pieces, Some(region.memory().clone())));

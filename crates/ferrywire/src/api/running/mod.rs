@@ -115,7 +115,7 @@ impl Running {
     pub fn close_peer(&self, peer: &PeerState, deadline: Duration) -> Result<()> {
         let transport = &self.context().transport;
         let now = transport.now();
-        self.with_control(|control| control.close(peer.session, deadline));
+        self.with_control(|control| control.close(peer.info.session, deadline));
         let until = now.saturating_add(deadline).saturating_add(limits::HEARTBEAT_INTERVAL);
         while !peer.is_over() && transport.now() < until {
             if self.context().is_caller_driven() {
@@ -125,14 +125,14 @@ impl Running {
             }
         }
         let (over, name) = (peer.is_over(), peer.name());
-        let unfinished = peer.unfinished.load(Ordering::SeqCst);
+        let unfinished = peer.life.unfinished.load(Ordering::SeqCst);
         let failure = match peer.failure() {
             Some(Error::Closed | Error::PeerClosed { .. }) if over && !unfinished => return Ok(()),
             // What becomes of what was posted is not known yet.
             Some(Error::PeerClosed { .. }) | None if !over => Error::Closed,
             failure => failure.unwrap_or(Error::Closed),
         };
-        self.with_control(|control| control.note_told(peer.session));
+        self.with_control(|control| control.note_told(peer.info.session));
         Err(ended_early(failure, format!("closing {name}"), Some(name.to_string()), deadline))
     }
 }

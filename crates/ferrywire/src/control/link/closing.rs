@@ -74,7 +74,7 @@ impl Link {
             CloseLimit::Unset | CloseLimit::Quiesce { .. } => CloseLimit::By(by),
         };
         // Users that go on posting would never let the peer be quiet.
-        self.peer.closing.store(true, Ordering::SeqCst);
+        self.peer.life.closing.store(true, Ordering::SeqCst);
     }
 
     /// As [`Link::close`], for a caller that waits for this peer alone.
@@ -95,18 +95,18 @@ impl Link {
     pub fn unfinished(&self, endpoint_closes: bool) -> Option<Error> {
         let peer = &self.peer;
         let untold = match self.closing.caller {
-            Caller::None => endpoint_closes || peer.abandoned.load(Ordering::SeqCst),
+            Caller::None => endpoint_closes || peer.life.abandoned.load(Ordering::SeqCst),
             Caller::Waits => endpoint_closes,
             Caller::Told => false,
         };
-        let unfinished = untold && peer.unfinished.load(Ordering::SeqCst);
+        let unfinished = untold && peer.life.unfinished.load(Ordering::SeqCst);
         unfinished.then(|| peer.failure().unwrap_or(Error::Closed))
     }
 
     /// Finishes what was posted as long as it gets on, then closes.
     pub fn drain(&mut self, now: Duration) {
-        self.peer.abandoned.store(true, Ordering::SeqCst);
-        self.peer.closing.store(true, Ordering::SeqCst);
+        self.peer.life.abandoned.store(true, Ordering::SeqCst);
+        self.peer.life.closing.store(true, Ordering::SeqCst);
         if self.stage.awaited().is_some() {
             self.close(now + limits::DRAIN_DEADLINE);
         }
@@ -117,7 +117,7 @@ impl Link {
         if let CloseLimit::By(by) = self.closing.limit {
             return Some(by);
         }
-        if !self.peer.abandoned.load(Ordering::SeqCst) || self.stage.awaited().is_some() {
+        if !self.peer.life.abandoned.load(Ordering::SeqCst) || self.stage.awaited().is_some() {
             return None;
         }
         let progress = self.peer.drained();
@@ -164,7 +164,7 @@ impl Link {
         let done = self.quiet() && peer_finished;
         if done || now >= by {
             if !done {
-                self.peer.unfinished.store(true, Ordering::SeqCst);
+                self.peer.life.unfinished.store(true, Ordering::SeqCst);
             }
             let reason = if done { "closed" } else { "closed before all was finished" };
             self.say_farewell(reason.into(), Error::Closed, now);
@@ -258,7 +258,7 @@ impl Link {
 
     /// Its time is up, and so is the farewell's.
     pub fn abort(&mut self) {
-        self.peer.unfinished.store(true, Ordering::SeqCst);
+        self.peer.life.unfinished.store(true, Ordering::SeqCst);
         self.die(Error::Closed);
     }
 
@@ -332,7 +332,7 @@ mod tests {
         let why = Error::PeerLost { peer: peer.name(), why: "its lanes are no good".into() };
         let running = near.running();
         let part = |control: &mut crate::control::Control| {
-            let link = control.links.get_mut(&peer.state().session).unwrap();
+            let link = control.links.get_mut(&peer.state().info.session).unwrap();
             link.part_with(why.clone(), near.now());
             link.drop_channel(
                 lost as u16,

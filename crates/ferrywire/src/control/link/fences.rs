@@ -150,7 +150,7 @@ impl Link {
                 theirs.refused.iter().find(|(each, _)| *each == number).map(|(_, why)| Refusal::parse(*why));
             self.peer.delivered(entry, refusal);
         }
-        self.peer.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
+        self.peer.history.resent.fetch_add(again.len() as u64, Ordering::Relaxed);
         let unsendable = self.peer.queue.resend(again);
         self.peer.drop_entries(unsendable);
         // What ended of the peer's memory is no lane's failure.

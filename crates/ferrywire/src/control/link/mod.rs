@@ -259,7 +259,7 @@ impl Link {
     /// something, and now and then.
     pub fn rests(&self) -> bool {
         let ends = self.ending.is_some() || self.closing.is_asked_for();
-        let abandoned = self.peer.abandoned.load(Ordering::SeqCst);
+        let abandoned = self.peer.life.abandoned.load(Ordering::SeqCst);
         // The poller tells neither of candidates nor of output that waits for its turn.
         let unheard = match &self.role {
             Role::Connector(connector) => connector.resumption.state != ResumeState::Idle,

@@ -171,7 +171,7 @@ mod tests {
         let running = near.running();
         let disowned = running.with_control(|control| {
             let heard = control.now(running.context());
-            let link = control.links.get_mut(&peer.state().session).unwrap();
+            let link = control.links.get_mut(&peer.state().info.session).unwrap();
             link.session.not_heard_until(heard);
             let silence = heard + limits::CONTROL_SUSPECT_AFTER + limits::HEARTBEAT_INTERVAL;
             link.look_after_session(silence);

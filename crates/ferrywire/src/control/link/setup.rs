@@ -258,7 +258,7 @@ impl Link {
         // A peer that came, sent what it had, and goes, does so before all channels are there.
         let visited = up > 0 && self.closing.peer_has_asked() && matches!(self.role, Role::Acceptor(_));
         if up == all || (up > 0 && waited > some) || visited {
-            *self.peer.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
+            *self.peer.history.setup.lock().unwrap_or_else(PoisonError::into_inner) = waited;
             if up < all && !visited {
                 let trouble = self.last_trouble.as_ref().map(Error::to_string).unwrap_or_default();
                 let line = format!("{} of {all} channels could not be set up: {trouble}", all - up);

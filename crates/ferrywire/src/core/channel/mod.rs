@@ -111,7 +111,7 @@ impl Channel {
         // The handshake's bytes are part of the stream that `released` counts.
         let stream_sent = Some(conn.released()).filter(|bytes| *bytes < u64::MAX).unwrap_or(0);
         Channel {
-            sender: Sender::new(peer.window_frames, stream_sent),
+            sender: Sender::new(peer.info.window, stream_sent),
             receiver: Receiver::new(),
             payload: Payload::Stream,
             conn,

@@ -74,7 +74,7 @@ impl Channel {
     fn bulk_share(&self) -> (u64, usize) {
         let whole = (u64::MAX, self.peer.queue.chunk_bytes);
         let Some(copying_ends) = self.payload.copying_ends(&self.peer) else { return whole };
-        let (share, chunk_bytes) = match self.peer.same_host && !self.conn.is_long() {
+        let (share, chunk_bytes) = match self.peer.info.same_host && !self.conn.is_long() {
             true => self.local_share(copying_ends),
             false => whole,
         };

@@ -11,7 +11,7 @@ impl Drop for PeerHandle {
     fn drop(&mut self) {
         let context = self.0.context();
         if !context.origin.is_elsewhere() {
-            self.0.abandoned.store(true, Ordering::SeqCst);
+            self.0.life.abandoned.store(true, Ordering::SeqCst);
             context.wake_control();
         }
     }

@@ -90,38 +90,22 @@ pub(crate) struct PeerInfo {
     pub transport_why: String,
 }
 
-/// The shared state of a connected peer.
-pub(crate) struct PeerState {
-    context: Arc<Context>,
-    pub session: u64,
-    pub identity: Identity,
-    pub name: String,
-    pub label: String,
-    pub address: SocketAddr,
-    pub queue: SendQueue,
-    pub transport: &'static str,
-    pub transport_why: String,
-    pub inbound: Inbound,
-    pub window_frames: usize,
-    pub same_host: bool,
-    pub counters: Vec<Arc<ChannelCounters>>,
-    pub home: AtomicUsize,
-    pub in_flight: AtomicU64,
-    /// Reads of the peer that are being answered.
-    pub serving: AtomicU64,
-    /// Places for answers, and requests that wait for one.
-    pub places: Serving,
-    pub in_flight_bytes: AtomicU64,
-    pub failure: OnceLock<Error>,
-    pub resent: AtomicU64,
-    pub lost: Mutex<Vec<String>>,
-    pub setup: Mutex<Duration>,
-    /// Nobody holds a [`Peer`] any more: to be closed when all is sent.
+/// Operations that have begun and not ended, receives apart: those may wait for ever.
+#[derive(Default)]
+pub(crate) struct InFlight {
+    pub operations: AtomicU64,
+    /// Those of them that answer reads of the peer.
+    answers: AtomicU64,
+    bytes: AtomicU64,
+}
+
+/// How far the peer is on its way to the end.
+#[derive(Default)]
+pub(crate) struct Life {
+    /// Why the peer is lost, or closed.
+    failure: OnceLock<Error>,
+    /// Every [`PeerHandle`](super::PeerHandle) is dropped: the peer is to be closed when all is sent.
     pub abandoned: AtomicBool,
-    /// How often something of what was posted here has been moved since.
-    drained: AtomicU64,
-    /// No whole frame has moved since a connection was lost.
-    cut_off: AtomicBool,
     /// It is being closed here: what was posted is finished, and nothing more is taken.
     pub closing: AtomicBool,
     /// It ended, or was closed here, before all was finished.
@@ -133,10 +117,47 @@ pub(crate) struct PeerState {
     over: AtomicBool,
     /// A call of a plugin holds some of its operations' memory and does not return.
     stuck: AtomicBool,
-    /// Who wants to hear of operations that are lost to such a call: these never end.
+    /// Waiters for operations that are lost to such a call: these never end.
     lost_waiters: WaitList,
+}
+
+/// Whether what was posted gets on.
+#[derive(Default)]
+struct Progress {
+    /// How often some of it has been moved since the peer was abandoned.
+    drained: AtomicU64,
+    /// No whole frame has moved since a connection was lost.
+    cut_off: AtomicBool,
+}
+
+/// What reports tell of the peer's past.
+#[derive(Default)]
+pub(crate) struct History {
+    /// Chunks that were sent again.
+    pub resent: AtomicU64,
+    /// Lost channels, one line each.
+    pub lost: Mutex<Vec<String>>,
+    /// How long it took until its channels stood.
+    pub setup: Mutex<Duration>,
+}
+
+/// The shared state of a connected peer.
+pub(crate) struct PeerState {
+    context: Arc<Context>,
+    pub info: PeerInfo,
+    pub queue: SendQueue,
+    pub inbound: Inbound,
+    pub counters: Vec<Arc<ChannelCounters>>,
+    pub in_flight: InFlight,
+    /// Reads of the peer that are answered, and requests that wait for that.
+    pub places: Serving,
     /// Operations that wait for a GPU.
     pub held: StreamQueue,
+    pub life: Life,
+    progress: Progress,
+    pub history: History,
+    /// The worker whose channels small operations prefer.
+    home: AtomicUsize,
     /// The worker that is roused first for the next operation.
     pub rouse_first: AtomicUsize,
     /// Something was written to memory of its GPUs, and it stages what comes.
@@ -148,38 +169,17 @@ impl PeerState {
         let queue = SendQueue::new(info.chunk_bytes, info.crc);
         PeerState {
             context,
-            session: info.session,
-            identity: info.identity,
-            name: info.name,
-            label: info.label,
-            address: info.address,
             queue: if info.lanes { queue.with_lanes() } else { queue },
-            transport: info.transport,
-            transport_why: info.transport_why,
             inbound: Inbound::default(),
-            window_frames: info.window,
-            same_host: info.same_host,
             counters: (0..info.channels).map(|_| Arc::new(ChannelCounters::new())).collect(),
-            home: AtomicUsize::new(0),
-            in_flight: AtomicU64::new(0),
-            serving: AtomicU64::new(0),
+            info,
+            in_flight: InFlight::default(),
             places: Serving::default(),
-            in_flight_bytes: AtomicU64::new(0),
-            failure: OnceLock::new(),
-            resent: AtomicU64::new(0),
-            lost: Mutex::new(Vec::new()),
-            setup: Mutex::new(Duration::ZERO),
-            abandoned: AtomicBool::new(false),
-            drained: AtomicU64::new(0),
-            cut_off: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
-            unfinished: AtomicBool::new(false),
-            #[cfg(test)]
-            vanishes: AtomicBool::new(false),
-            over: AtomicBool::new(false),
-            stuck: AtomicBool::new(false),
-            lost_waiters: WaitList::default(),
             held: StreamQueue::default(),
+            life: Life::default(),
+            progress: Progress::default(),
+            history: History::default(),
+            home: AtomicUsize::new(0),
             rouse_first: AtomicUsize::new(0),
             writes_to_gpus: AtomicBool::new(false),
         }
@@ -191,7 +191,7 @@ impl PeerState {
     }
 
     pub fn name(&self) -> &str {
-        &self.name
+        &self.info.name
     }
 
     pub fn now(&self) -> Duration {
@@ -230,17 +230,17 @@ impl PeerState {
 
     /// Whether anything posted has not ended, receives apart: those may wait for ever.
     pub fn in_flight(&self) -> bool {
-        self.in_flight.load(Ordering::SeqCst) > 0
+        self.in_flight.operations.load(Ordering::SeqCst) > 0
     }
 
     /// How many, beside the operation just posted.
     pub fn in_flight_beside_one(&self) -> u64 {
-        self.in_flight.load(Ordering::Relaxed).saturating_sub(1)
+        self.in_flight.operations.load(Ordering::Relaxed).saturating_sub(1)
     }
 
     /// Whether so much is under way that the threads should do it, and waiting callers sleep.
     pub fn in_bulk(&self) -> bool {
-        self.in_flight_bytes.load(Ordering::Relaxed) >= BULK_BYTES
+        self.in_flight.bytes.load(Ordering::Relaxed) >= BULK_BYTES
     }
 
     /// Whether what has not been sent yet, or has not arrived, is deep bulk.
@@ -270,21 +270,21 @@ impl PeerState {
     /// A child belongs to a parent that has begun.
     pub fn begin_posted(&self, op: Op) -> std::result::Result<Hold, Hold> {
         let op = self.begin(op);
-        if op.parent().is_none() && self.closing.load(Ordering::SeqCst) { Err(op) } else { Ok(op) }
+        if op.parent().is_none() && self.life.closing.load(Ordering::SeqCst) { Err(op) } else { Ok(op) }
     }
 
     /// An operation begins, and ends with the last hold of it.
     pub fn begin(&self, op: Op) -> Hold {
-        self.in_flight_bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
-        self.serving.fetch_add(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        self.in_flight.bytes.fetch_add(op.bytes_to_cut(), Ordering::Relaxed);
+        self.in_flight.operations.fetch_add(u64::from(op.verb() != Verb::Recv), Ordering::SeqCst);
+        self.in_flight.answers.fetch_add(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
         Hold::new(op)
     }
 
     fn count_ended(&self, op: &Op) {
-        self.in_flight_bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
-        self.in_flight.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
-        self.serving.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
+        self.in_flight.bytes.fetch_sub(op.bytes_to_cut(), Ordering::Relaxed);
+        self.in_flight.operations.fetch_sub(u64::from(op.verb() != Verb::Recv), Ordering::Relaxed);
+        self.in_flight.answers.fetch_sub(u64::from(op.verb() == Verb::Serve), Ordering::Relaxed);
     }
 
     /// How many of them share a thread.
@@ -334,7 +334,7 @@ impl PeerState {
 
     /// A channel was lost, in words; the oldest are forgotten.
     pub fn note_lost(&self, line: String) {
-        let mut lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
         if lost.len() >= limits::LOST_LINES_MAX {
             lost.remove(0);
         }
@@ -343,24 +343,24 @@ impl PeerState {
 
     /// State in a line, for error messages.
     pub fn describe(&self) -> String {
-        let lost = self.lost.lock().unwrap_or_else(PoisonError::into_inner);
+        let lost = self.history.lost.lock().unwrap_or_else(PoisonError::into_inner);
         let last = lost.last().map(|line| format!("; last lost: {line}")).unwrap_or_default();
         format!("{} of {} channels up{last}", self.live_channels(), self.counters.len())
     }
 
     pub fn failure(&self) -> Option<Error> {
-        self.failure.get().cloned()
+        self.life.failure.get().cloned()
     }
 
     /// Why an operation is lost that cannot end: its memory is in the hands of a call that does not return.
     pub fn lost_to_a_call(&self) -> Option<Error> {
-        self.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
+        self.life.stuck.load(Ordering::SeqCst).then(|| self.failure()).flatten()
     }
 
     /// A call of a plugin does not return.
     pub fn mark_stuck(&self) {
-        self.stuck.store(true, Ordering::SeqCst);
-        self.lost_waiters.wake();
+        self.life.stuck.store(true, Ordering::SeqCst);
+        self.life.lost_waiters.wake();
     }
 
     /// Asks to be woken when operations are lost to such a call.
@@ -368,9 +368,9 @@ impl PeerState {
         if self.context.blocking_backend().is_none() {
             return;
         }
-        self.lost_waiters.add(handle);
+        self.life.lost_waiters.add(handle);
         if self.lost_to_a_call().is_some() {
-            self.lost_waiters.wake();
+            self.life.lost_waiters.wake();
         }
     }
 
@@ -445,8 +445,8 @@ impl PeerState {
 
     /// A whole frame of an operation has moved.
     pub fn note_moved(&self, op: &Op) {
-        if self.cut_off.load(Ordering::Relaxed) {
-            self.cut_off.store(false, Ordering::Relaxed);
+        if self.progress.cut_off.load(Ordering::Relaxed) {
+            self.progress.cut_off.store(false, Ordering::Relaxed);
         }
         self.note(op);
     }
@@ -454,27 +454,27 @@ impl PeerState {
     /// Some of a frame moves. That is no progress after a connection was lost, which may have been for the same frame, again
     /// and again.
     pub fn note_moving(&self, op: &Op) {
-        if !self.cut_off.load(Ordering::Relaxed) {
+        if !self.progress.cut_off.load(Ordering::Relaxed) {
             self.note(op);
         }
     }
 
     /// A connection was lost, with parts of frames: only whole ones count, until there is one.
     pub fn note_cut_off(&self) {
-        self.cut_off.store(true, Ordering::Relaxed);
+        self.progress.cut_off.store(true, Ordering::Relaxed);
     }
 
     /// What the peer reads of us is none of ours: it could go on for ever.
     fn note(&self, op: &Op) {
         op.note_activity();
-        if self.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
-            self.drained.fetch_add(1, Ordering::Relaxed);
+        if self.life.abandoned.load(Ordering::Relaxed) && op.verb() != Verb::Serve {
+            self.progress.drained.fetch_add(1, Ordering::Relaxed);
         }
     }
 
     /// Changes as long as what was posted here gets on, once nobody holds a [`Peer`].
     pub fn drained(&self) -> u64 {
-        self.drained.load(Ordering::Relaxed)
+        self.progress.drained.load(Ordering::Relaxed)
     }
 
     pub fn refused(&self, op: &Arc<Op>, refusal: Refusal) {
@@ -488,7 +488,7 @@ impl PeerState {
             ),
             _ => refusal.text(),
         };
-        op.fail(Error::AccessRefused { peer: self.name.clone(), why: why.into() });
+        op.fail(Error::AccessRefused { peer: self.info.name.clone(), why: why.into() });
     }
 
     pub fn end_sink(&self, op: &Arc<Op>) {
@@ -501,9 +501,9 @@ impl PeerState {
     /// The peer is gone, or about to be: nothing more is accepted for it, and what ends from now on has failed for this
     /// reason. Its channels may be there a little longer.
     pub fn doom(&self, error: Error) {
-        let _ = self.failure.set(error);
-        if self.stuck.load(Ordering::SeqCst) {
-            self.lost_waiters.wake();
+        let _ = self.life.failure.set(error);
+        if self.life.stuck.load(Ordering::SeqCst) {
+            self.life.lost_waiters.wake();
         }
     }
 
@@ -517,28 +517,29 @@ impl PeerState {
         for op in self.inbound.close(&error) {
             // One that had failed before, or was cancelled, is not there any more.
             if op.verb() == Verb::Read {
-                self.unfinished.store(true, Ordering::SeqCst);
+                self.life.unfinished.store(true, Ordering::SeqCst);
             }
         }
-        let ours = self.in_flight.load(Ordering::SeqCst) > self.serving.load(Ordering::SeqCst);
-        if ours && self.stuck.load(Ordering::SeqCst) {
-            self.unfinished.store(true, Ordering::SeqCst);
+        let ours =
+            self.in_flight.operations.load(Ordering::SeqCst) > self.in_flight.answers.load(Ordering::SeqCst);
+        if ours && self.life.stuck.load(Ordering::SeqCst) {
+            self.life.unfinished.store(true, Ordering::SeqCst);
         }
-        self.over.store(true, Ordering::SeqCst);
+        self.life.over.store(true, Ordering::SeqCst);
     }
 
     /// An operation fails because the peer has ended. To answer the peer's reads is not asked for any more, and a
     /// receive may be one that was never to be met.
     fn fail_with_peer(&self, op: &Op, error: &Error) {
         if !matches!(op.verb(), Verb::Serve | Verb::Recv) && !op.failing() {
-            self.unfinished.store(true, Ordering::SeqCst);
+            self.life.unfinished.store(true, Ordering::SeqCst);
         }
         op.fail(error.clone());
     }
 
     /// Whether nothing of it is left: it may be doomed for a moment before.
     pub fn is_over(&self) -> bool {
-        self.over.load(Ordering::SeqCst)
+        self.life.over.load(Ordering::SeqCst)
     }
 
     /// Frames that cannot be sent any more.

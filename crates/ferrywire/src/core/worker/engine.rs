@@ -97,7 +97,7 @@ impl ProgressEngine {
                     let place = self.slots.iter().position(|slot| {
                         slot.as_ref().is_some_and(|slot| {
                             let channel = &slot.channel;
-                            channel.peer.session == session
+                            channel.peer.info.session == session
                                 && channel.index == index
                                 && channel.generation == generation
                         })
@@ -338,7 +338,7 @@ impl ProgressEngine {
     /// A channel that goes, after it has sent all there is where its peer is to vanish.
     #[cfg(test)]
     fn handed_over(&mut self, mut slot: Slot) -> Slot {
-        if slot.channel.peer.vanishes.load(Ordering::SeqCst) {
+        if slot.channel.peer.life.vanishes.load(Ordering::SeqCst) {
             slot.channel.hand_over(&mut self.space);
         }
         slot
