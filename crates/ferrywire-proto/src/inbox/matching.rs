@@ -19,14 +19,18 @@ use crate::wire::{Header, Kind, Refusal, WITHDRAWN};
 pub(super) enum Arrived {
     Eager(Message),
     Announced { tag: u64, number: u64, transfer: u64, total: u64 },
-    Withdrawn,
 }
 
 impl Arrived {
+    fn tag(&self) -> u64 {
+        match self {
+            Arrived::Eager(Message { tag, .. }) | Arrived::Announced { tag, .. } => *tag,
+        }
+    }
+
     fn number(&self) -> u64 {
         match self {
             Arrived::Eager(Message { number, .. }) | Arrived::Announced { number, .. } => *number,
-            Arrived::Withdrawn => 0,
         }
     }
 
@@ -42,7 +46,8 @@ pub(super) struct Matching<O> {
     /// By tag and number: a peer may take back any of very many.
     pub(super) unexpected: HashMap<u64, BTreeMap<u64, Arrived>>,
     pub(super) announced_held: usize,
-    pub(super) early: BTreeMap<u64, Arrived>,
+    /// Those that came before their turn; nothing where one was taken back or refused, which has its turn all the same.
+    pub(super) early: BTreeMap<u64, Option<Arrived>>,
     pub(super) next_number: u64,
     /// Credit that eager messages hold until they are received.
     pub(super) eager_held: usize,
@@ -77,11 +82,11 @@ impl<O: Operation> Matching<O> {
         };
         let (tag, number) = (header.key, header.offset);
         let arrived = match header.kind {
-            Kind::Send => Arrived::Eager(Message { tag, number, bytes }),
-            _ if header.total == WITHDRAWN => Arrived::Withdrawn,
-            _ => Arrived::Announced { tag, number, transfer: header.transfer, total: header.total },
+            Kind::Send => Some(Arrived::Eager(Message { tag, number, bytes })),
+            _ if header.total == WITHDRAWN => None,
+            _ => Some(Arrived::Announced { tag, number, transfer: header.transfer, total: header.total }),
         };
-        if matches!(arrived, Arrived::Withdrawn) && self.take_back(tag, number) {
+        if arrived.is_none() && self.take_back(tag, number) {
             return Ok(Vec::new());
         }
         if number < self.next_number || self.early.contains_key(&number) {
@@ -99,29 +104,26 @@ impl<O: Operation> Matching<O> {
         let mut replies = Vec::new();
         let full = self.announced_held + ahead >= limits::ANNOUNCED_SENDS_MAX;
         let arrived = match arrived {
-            Arrived::Announced { transfer, .. } if full => {
+            Some(Arrived::Announced { transfer, .. }) if full => {
                 let mut refuse = Header::new(Kind::Refuse);
                 refuse.transfer = transfer;
                 refuse.key = Refusal::Limit as u64;
                 replies.push(Reply::Frame(refuse));
                 // The number has had its turn, or those behind it would wait for ever.
-                Arrived::Withdrawn
+                None
             }
             arrived => arrived,
         };
         self.early.insert(number, arrived);
         while let Some(arrived) = self.early.remove(&self.next_number) {
             self.next_number += 1;
-            self.arrive(arrived, &mut replies);
+            arrived.into_iter().for_each(|arrived| self.arrive(arrived, &mut replies));
         }
         Ok(replies)
     }
 
     fn arrive(&mut self, arrived: Arrived, replies: &mut Vec<Reply<O>>) {
-        let tag = match &arrived {
-            Arrived::Withdrawn => return,
-            Arrived::Eager(Message { tag, .. }) | Arrived::Announced { tag, .. } => *tag,
-        };
+        let tag = arrived.tag();
         match take_front(&mut self.posted, tag) {
             Some(op) => self.meet(op, arrived, replies),
             None => {
@@ -169,7 +171,6 @@ impl<O: Operation> Matching<O> {
     /// A receive and its message have found each other.
     fn meet(&mut self, op: O, arrived: Arrived, replies: &mut Vec<Reply<O>>) {
         match arrived {
-            Arrived::Withdrawn => {}
             Arrived::Eager(message) => {
                 let (cost, message_bytes) = (message.cost(), message.bytes.len() as u64);
                 replies.push(match message_bytes <= op.total() {
@@ -231,9 +232,7 @@ impl<O: Operation> Matching<O> {
     /// receive has met cannot be taken back here: its sender answers the match.
     fn take_back(&mut self, tag: u64, number: u64) -> bool {
         if let Some(early) = self.early.get_mut(&number) {
-            if early.is_announced() {
-                *early = Arrived::Withdrawn;
-            }
+            early.take_if(|early| early.is_announced());
             return true;
         }
         if let Some(list) = self.unexpected.get_mut(&tag)
