@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::process::{CONNECT, Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, clock, long, nothing_is_left, skip, summarize, turn};
+use crate::{RUN_DEADLINE, clock, long, nothing_is_left, shared_turn, skip, summarize};
 
 /// What is promised of a silent peer's loss: 10 s, the engine's default limit, and a second for a busy machine.
 const NOTICED_IN: Duration = Duration::from_secs(11);
@@ -144,7 +144,7 @@ fn can_deafen() -> bool {
 
 #[test]
 fn a_peer_stopped_for_three_seconds_is_not_lost() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     let pause = |host| {
         let world = World::new(RATE);
         let serve = Process::serve(&world, "");
@@ -166,13 +166,13 @@ fn a_peer_stopped_for_three_seconds_is_not_lost() {
 
 #[test]
 fn a_peer_stopped_for_good_is_named() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     suffer_all("stopped for good", &[Fault::Stopped(Host::A), Fault::Stopped(Host::B)]);
 }
 
 #[test]
 fn dropped_packets_are_noticed_by_both_ends() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     if can_deafen() {
         suffer_all("packets dropped both ways", &[Fault::BothDeaf]);
     }
@@ -180,7 +180,7 @@ fn dropped_packets_are_noticed_by_both_ends() {
 
 #[test]
 fn packets_dropped_one_way_are_noticed_by_both_ends() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     if can_deafen() {
         suffer_all("packets dropped one way", &[Fault::Deaf(Host::A), Fault::Deaf(Host::B)]);
     }
@@ -188,6 +188,6 @@ fn packets_dropped_one_way_are_noticed_by_both_ends() {
 
 #[test]
 fn a_namespace_deleted_with_its_links_is_noticed() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     suffer_all("namespace deleted", &[Fault::Deleted(Host::A), Fault::Deleted(Host::B)]);
 }

@@ -6,7 +6,7 @@ use serde_json::Value;
 use crate::counters::{Counters, agree};
 use crate::process::{Ended, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, nothing_is_left, turn};
+use crate::{RUN_DEADLINE, long, nothing_is_left, shared_turn, turn};
 
 /// GPUs of each host, and channels of each.
 pub const GPUS: usize = 8;
@@ -224,7 +224,7 @@ fn a_nic_that_goes_down_in_mid_run() {
 /// place.
 #[test]
 fn either_process_may_be_killed_under_eight_gpus() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     let world = World::new("2gbit");
     let args = format!(
         "bench connect {SERVE} --gpus 0-7 --memory sim --peer-memory sim --map {} --json - --sizes 256K --channels 2 \

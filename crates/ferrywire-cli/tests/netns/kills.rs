@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use crate::process::{CONNECT, Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, clock, long, nothing_is_left, summarize, turn};
+use crate::{RUN_DEADLINE, clock, long, nothing_is_left, shared_turn, summarize};
 
 /// A survivor that can ask for the other end's port knows after this long.
 const NOTICED_IN: Duration = Duration::from_secs(5);
@@ -31,7 +31,7 @@ fn seed() -> u64 {
 
 #[test]
 fn sigkill_of_either_side() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     let kills = if long() { 200 } else { 6 };
     let seed = seed();
     println!("FERRYWIRE_SEED={seed}");

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::clock::undisturbed;
 use crate::process::{Process, wait_until};
 use crate::world::{Host, LINKS, World};
-use crate::{RUN_DEADLINE, long, skip, turn};
+use crate::{RUN_DEADLINE, long, shared_turn, skip, turn};
 
 /// Bytes sent over each link, by the result of a run.
 fn sent(row: &Value) -> Vec<u64> {
@@ -58,7 +58,7 @@ fn a_slow_nic_gets_less() {
 
 #[test]
 fn each_nic_lost_in_turn_carries_again() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     // The first link carries the control connection too.
     let links: &[&[usize]] = if long() { &[&[1, 2], &[3, 4]] } else { &[&[1, 3]] };
     for together in links {

@@ -2,7 +2,7 @@
 //! lost or silent, and with processes that are stopped or killed.
 //!
 //! Needs root and iproute2 (one test also nft); without them each test says "SKIPPED: needs ..." and passes.
-//! The tests take turns. With `FERRYWIRE_LONG=1` more NICs are lost, more processes killed, more peers
+//! Tests that count what a link carries take turns, alone. With `FERRYWIRE_LONG=1` more NICs are lost, more processes killed, more peers
 //! silenced, and how soon that is noticed is held against the promise; `FERRYWIRE_SEED=N` repeats the kills of
 //! an earlier run.
 
@@ -27,7 +27,7 @@ mod ranks;
 mod tree;
 mod world;
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::Duration;
 
 use world::{Host, World};
@@ -35,17 +35,31 @@ use world::{Host, World};
 /// More than any wait here takes, however busy the machine is.
 const RUN_DEADLINE: Duration = Duration::from_secs(90);
 
-/// The turn of one test; `None` where it cannot run.
-fn turn() -> Option<MutexGuard<'static, ()>> {
-    static ONE: Mutex<()> = Mutex::new(());
-    let turn = ONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    match world::missing() {
-        None => Some(turn),
-        Some(what) => {
-            skip(&what);
-            None
-        }
+/// Held by a test as long as it runs.
+type Turn = (Option<RwLockReadGuard<'static, ()>>, Option<RwLockWriteGuard<'static, ()>>);
+
+/// The turn of a test that says how much goes where, which others would change; `None` where it cannot run.
+fn turn() -> Option<Turn> {
+    take_turn(false)
+}
+
+/// The turn of a test of ends that wait or are killed, beside others of that kind, unless how soon they notice is held
+/// against a promise.
+fn shared_turn() -> Option<Turn> {
+    take_turn(!long())
+}
+
+fn take_turn(shared: bool) -> Option<Turn> {
+    static TURNS: RwLock<()> = RwLock::new(());
+    static MISSING: LazyLock<Option<String>> = LazyLock::new(world::missing);
+    if let Some(what) = &*MISSING {
+        skip(what);
+        return None;
     }
+    Some(match shared {
+        true => (Some(TURNS.read().unwrap_or_else(PoisonError::into_inner)), None),
+        false => (None, Some(TURNS.write().unwrap_or_else(PoisonError::into_inner))),
+    })
 }
 
 /// Prints how soon a kind of fault was noticed; where there is time for many, also holds it against a promise.

@@ -6,7 +6,7 @@ use crate::counters::{agree, told};
 use crate::fleet::{CHANNELS, GPUS, MAPS, measured_by, nic_of, numbers, progress_together, stop, timed};
 use crate::process::{Process, SERVE, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, turn};
+use crate::{RUN_DEADLINE, long, shared_turn, turn};
 
 /// Every GPU over all NICs, on either host: the original's own plan.
 pub const ALL: [&str; 2] = ["0-7=va1,va2,va3,va4", "0-7=vb1,vb2,vb3,vb4"];
@@ -83,7 +83,7 @@ fn eight_gpus_may_use_all_nics_over_a_plugin() {
 /// A plugin's connections are bound to their NIC: the run ends, on both sides by name.
 #[test]
 fn a_nic_that_goes_down_ends_a_run_over_a_plugin_by_name() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     let world = World::new("500mbit");
     let serve = serve(&world, MAPS[1]);
     let args = "--sizes 1M --depth 4 --channels 2 --seconds 600 --warmup 0 --deadline 20 --json -";

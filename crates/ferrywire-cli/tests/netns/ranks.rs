@@ -8,7 +8,7 @@ use crate::fleet::{CHANNELS, GPUS, MAPS, mesh_notes, nic_of, progress_together};
 use crate::plugin::{ALL, plugin};
 use crate::process::{Ended, Process, wait_until};
 use crate::world::{Host, World};
-use crate::{RUN_DEADLINE, long, nothing_is_left, skip, turn};
+use crate::{RUN_DEADLINE, long, nothing_is_left, shared_turn, skip, turn};
 
 type Variables = Vec<(&'static str, String)>;
 
@@ -201,7 +201,7 @@ fn ranks_over_the_plugin_use_own_nics_all_nics_and_other_rails() {
 /// One of sixteen is killed in mid-run; all others say which, and nothing is left.
 #[test]
 fn a_killed_rank_is_named_on_both_hosts() {
-    let Some(_turn) = turn() else { return };
+    let Some(_turn) = shared_turn() else { return };
     let world = World::new("2gbit");
     let mut ranks =
         start(&world, MAPS, "--sizes 256K --channels 2 --seconds 60 --warmup 0 --verify off", torchrun);
