@@ -199,6 +199,17 @@ impl Evil {
     }
 }
 
+impl Drop for Evil {
+    /// Takes its leave where it is still heard: whoever is dropped after it would wait for it as long as an end may be silent.
+    fn drop(&mut self) {
+        let farewell = ControlMessage::Goodbye { reason: "the test is over".into() };
+        let frame = Frame { received: 0, numbered: Some((self.said + 1, &farewell)) };
+        if let Ok(sealed) = self.secure().seal(&frame.encode()) {
+            let _ = self.control.write_all(&sealed);
+        }
+    }
+}
+
 pub(super) fn channel(
     address: SocketAddr,
     established: &Established,
