@@ -384,13 +384,13 @@ fn cancel_reads_into(allocate: impl Fn(&Endpoint, usize) -> Region) {
     let failed: usize = all.iter().map(|reads| reads.failed).sum();
     println!("{failed} of {} reads cancelled", all.len());
     // More than the peer answers at once: each cancelled read must give its place back.
-    let (mut posted, mut failed, begun) = (0, 0, Instant::now());
+    let (mut posted, mut failed) = (0, 0);
     while failed < SHORT {
         let slot = rng.random_range(1..=64);
         let reads = cancelled_reads(&mut rng, &peer, &source, allocate(&near, BATCH * slot), slot);
         (posted, failed) = (posted + BATCH - 1, failed + reads.failed);
         all.push(reads);
-        assert!(begun.elapsed() < LIMIT, "only {failed} of {posted} reads were cancelled before their end");
+        assert!(posted < 10 * SHORT, "only {failed} of {posted} reads were cancelled before their end");
     }
     println!("{failed} of {posted} short reads cancelled");
     let target = allocate(&near, source.len() as usize);
