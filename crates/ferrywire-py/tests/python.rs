@@ -11,6 +11,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
+use std::thread;
 
 /// What the stubs say and the module cannot be asked: buffers written in C have this method from Python 3.12 on.
 const NOT_TO_BE_SEEN: &str = "ferrywire._ferrywire.Region.__buffer__\n";
@@ -58,26 +59,59 @@ fn pytest_with_a_debug_allocator() {
     run_pytest(&[&preload, "MALLOC_CHECK_=3", "MALLOC_PERTURB_=165", "FERRYWIRE_LONG="]);
 }
 
+/// So many parts of the tests go on at a time: they wait as long as they work.
+const PARTS: usize = 3;
+
 fn run_pytest(variables: &[&str]) {
     let chosen = std::env::var_os("FERRYWIRE_PYTHON").map(PathBuf::from);
     let Some(python) = chosen.or_else(|| environment::python("python", &["numpy", "pytest"])) else {
         return;
     };
     let site = site();
-    let mut command = Command::new("env");
-    command.args(variables);
     let stand_in = driver::stand_in(if driver::has_kernels() { &[driver::WITH_KERNELS] } else { &[] });
-    command.arg(format!("PYTHONPATH={}", site.display()));
-    command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display()));
-    command.arg(format!("FERRYWIRE_TEST_HOSTILE={}", hostile::overreaching_peer())).arg(python);
-    command.args(["-X", "dev", "-m", "pytest", "-rs", "-p", "no:cacheprovider"]);
-    let said = environment::run(command.current_dir(environment::root()));
+    let hostile = hostile::overreaching_peer();
+    let files = test_files();
+    let run = |part: usize| {
+        let mut command = Command::new("env");
+        command.args(variables);
+        command.arg(format!("PYTHONPATH={}", site.display()));
+        command.arg(format!("FERRYWIRE_TEST_DRIVER={}", stand_in.display()));
+        command.arg(format!("FERRYWIRE_TEST_HOSTILE={hostile}")).arg(&python);
+        command.args(["-X", "dev", "-m", "pytest", "-rs", "-p", "no:cacheprovider"]);
+        // A file that is dealt to nobody is run by all.
+        let others = files.iter().enumerate().filter(|(index, _)| index % PARTS != part);
+        command.args(others.map(|(_, file)| format!("--ignore={}", file.display())));
+        environment::run(command.current_dir(environment::root()))
+    };
+    let said: String = thread::scope(|scope| {
+        let parts: Vec<_> = (0..PARTS)
+            .map(|part| {
+                scope.spawn({
+                    let run = &run;
+                    move || run(part)
+                })
+            })
+            .collect();
+        parts.into_iter().map(|part| part.join().expect("see above")).collect()
+    });
     for line in said.lines() {
         match line.split_once(": needs ") {
             Some((place, what)) if line.starts_with("SKIPPED") => println!("SKIPPED: needs {what} ({place})"),
             _ => println!("{line}"),
         }
     }
+}
+
+fn test_files() -> Vec<PathBuf> {
+    let folder = environment::root().join("crates/ferrywire-py/tests");
+    let entries = std::fs::read_dir(folder).expect("the tests").map(|entry| entry.expect("a file").path());
+    let is_test = |path: &PathBuf| {
+        let name = path.file_name().expect("a name").to_string_lossy();
+        name.starts_with("test_") && name.ends_with(".py")
+    };
+    let mut files: Vec<_> = entries.filter(is_test).collect();
+    files.sort();
+    files
 }
 
 #[test]
