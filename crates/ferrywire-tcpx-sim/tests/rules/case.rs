@@ -2,7 +2,7 @@
 //!
 //! A test makes cases; each runs the test's binary again, with the case's environment, for the same test,
 //! and there the case's body runs instead. Nothing in a body depends on time: a case that does not end is
-//! killed after a long while, and that is a failure.
+//! killed once it has done nothing for a long while, or too much, and that is a failure.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -15,8 +15,14 @@ use std::time::{Duration, Instant};
 pub const CASE: &str = "TCPX_RULES_CASE";
 /// What a body's process prints when it begins: without it the body never ran.
 const BEGUN: &str = "the case begins";
-/// A case that has not ended after this long hangs.
+/// A case that has not got on for so long hangs,
 const HANGS_AFTER: Duration = Duration::from_secs(120);
+/// which is to say that it has had less CPU time than this: one that waits has a hundredth of a core at most,
+const GETS_ON_WITH: Duration = Duration::from_secs(3);
+/// and one that has had more than this turns round and round.
+const SPINS_AFTER: Duration = HANGS_AFTER;
+/// However little it got on each time.
+const LOOKS_MAX: usize = 10;
 
 /// What every case has, unless it says otherwise.
 const BASE: [(&str, &str); 3] = [
@@ -144,14 +150,31 @@ impl Case {
 }
 
 fn wait(child: &mut Child) -> ExitStatus {
-    let end = Instant::now() + HANGS_AFTER;
+    let (mut since, mut had, mut looks) = (Instant::now(), Duration::ZERO, 0);
     loop {
         if let Some(status) = child.try_wait().unwrap() {
             return status;
         }
-        if Instant::now() > end {
-            child.kill().unwrap();
+        if since.elapsed() > HANGS_AFTER {
+            let now_had = cpu_time(child.id());
+            looks += 1;
+            if now_had < had + GETS_ON_WITH || now_had > SPINS_AFTER || looks == LOOKS_MAX {
+                child.kill().unwrap();
+            }
+            (since, had) = (Instant::now(), now_had);
         }
         std::thread::sleep(Duration::from_millis(3));
     }
+}
+
+/// CPU time that a process has had; none of one that is gone.
+fn cpu_time(pid: u32) -> Duration {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name may have spaces and brackets in it; user and system time are the 14th and 15th field of all.
+    let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+    let ticks =
+        after_name.split(' ').skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum::<u64>();
+    // SAFETY: no memory is passed.
+    let per_second = unsafe { libc::sysconf(libc::_SC_CLK_TCK) };
+    Duration::from_secs_f64(ticks as f64 / per_second.max(1) as f64)
 }
