@@ -85,6 +85,16 @@ pub enum Matched<O> {
     Unknown,
 }
 
+/// Tagged messages to the peer.
+#[derive(Debug)]
+struct Sends<O> {
+    next_number: u64,
+    sequencer: Sequencer<O>,
+    credit: usize,
+    /// Sends that are announced and not matched.
+    announced: HashMap<u64, O>,
+}
+
 /// The sending side of one peer.
 #[derive(Debug)]
 pub struct Outbox<O> {
@@ -98,12 +108,8 @@ pub struct Outbox<O> {
     /// Bytes of bulk operations that are not cut yet.
     bulk_bytes: u64,
     epochs: Epochs<O>,
-    next_number: u64,
-    messages: Sequencer<O>,
+    sends: Sends<O>,
     notifications: Sequencer<O>,
-    credit: usize,
-    /// Sends that are announced and not matched.
-    announced: HashMap<u64, O>,
     reads: ReadFlowControl<O>,
     limits: PeerLimits,
     closed: bool,
@@ -121,11 +127,13 @@ impl<O> Outbox<O> {
             small_run: 0,
             bulk_bytes: 0,
             epochs: Epochs::default(),
-            next_number: 0,
-            messages: Sequencer::new(limits),
+            sends: Sends {
+                next_number: 0,
+                sequencer: Sequencer::new(limits),
+                credit: limits.eager_credit_bytes,
+                announced: HashMap::new(),
+            },
             notifications: Sequencer::new(limits),
-            credit: limits.eager_credit_bytes,
-            announced: HashMap::new(),
             reads: ReadFlowControl::new(limits),
             limits,
             closed: false,
@@ -169,7 +177,7 @@ impl<O> Outbox<O> {
 
     /// Bytes of eager messages that the peer takes now.
     pub fn eager_credit_bytes(&self) -> usize {
-        self.credit
+        self.sends.credit
     }
 }
 
@@ -229,8 +237,8 @@ impl<O: Operation> Outbox<O> {
         if self.closed {
             return None;
         }
-        let op = make(self.next_number)?;
-        self.next_number += 1;
+        let op = make(self.sends.next_number)?;
+        self.sends.next_number += 1;
         self.join(&op);
         Some(op)
     }
@@ -299,7 +307,7 @@ impl<O: Operation> Outbox<O> {
         }
         let message = header.kind != Kind::Notify;
         let admitted = match message {
-            true => self.messages.had(header.offset),
+            true => self.sends.sequencer.had(header.offset),
             false => self.notifications.had(header.transfer),
         };
         let any = !admitted.is_empty();
@@ -314,12 +322,13 @@ impl<O: Operation> Outbox<O> {
 
     /// The peer has consumed eager messages, or a frame was given up that had taken credit.
     pub fn return_credit(&mut self, bytes: u64) {
-        self.credit = self.limits.eager_credit_bytes.min(self.credit.saturating_add(bytes as usize));
+        self.sends.credit =
+            self.limits.eager_credit_bytes.min(self.sends.credit.saturating_add(bytes as usize));
     }
 
     /// The peer has matched an announced send: its data go to this sink, if it has any.
     pub fn matched(&mut self, transfer: u64, sink: u64) -> Matched<O> {
-        let Some(op) = self.announced.remove(&transfer) else { return Matched::Unknown };
+        let Some(op) = self.sends.announced.remove(&transfer) else { return Matched::Unknown };
         op.set_sink(sink);
         let bytes = op.total();
         if bytes == 0 {
@@ -331,7 +340,7 @@ impl<O: Operation> Outbox<O> {
 
     /// Takes an announced send out that is cancelled before a receive has met it, and tells the peer, which holds it.
     pub fn take_back(&mut self, transfer: u64) -> Option<O> {
-        let op = self.announced.remove(&transfer)?;
+        let op = self.sends.announced.remove(&transfer)?;
         let mut header = Header::new(Kind::Announce);
         (header.transfer, header.key, header.offset, header.total) =
             (op.id(), op.key(), op.number(), WITHDRAWN);
@@ -341,7 +350,7 @@ impl<O: Operation> Outbox<O> {
 
     /// Takes an announced send out, because it is refused.
     pub fn withdraw(&mut self, transfer: u64) -> Option<O> {
-        self.announced.remove(&transfer)
+        self.sends.announced.remove(&transfer)
     }
 
     /// Takes out what is not cut yet of an operation with this verb.
@@ -365,12 +374,12 @@ impl<O: Operation> Outbox<O> {
         self.bulk_bytes = 0;
         let mut ops: Vec<O> = self.small.drain(..).collect();
         ops.extend(self.bulk.drain(..).map(|bulk| bulk.op));
-        ops.extend(self.announced.drain().map(|(_, op)| op));
+        ops.extend(self.sends.announced.drain().map(|(_, op)| op));
         ops.extend(self.epochs.close());
         ops.extend(self.resend.drain(..).filter_map(|frame| frame.op));
         ops.extend(self.own.drain(..).filter_map(|frame| frame.op));
         ops.extend(self.admitted.drain(..).map(|(_, op)| op));
-        ops.extend(self.messages.close().chain(self.notifications.close()));
+        ops.extend(self.sends.sequencer.close().chain(self.notifications.close()));
         ops.extend(self.reads.close().filter_map(|frame| frame.op));
         ops
     }
@@ -409,7 +418,7 @@ impl<O: Operation> Outbox<O> {
             }
             let frame = match op.verb() {
                 Verb::Send => {
-                    let op = self.messages.admit_numbered(op);
+                    let op = self.sends.sequencer.admit_numbered(op);
                     op.map(|op| self.send_frame(op, pull.messages.is_some(), dropped))
                 }
                 Verb::Notify => {
@@ -441,13 +450,13 @@ impl<O: Operation> Outbox<O> {
         if op.total() > self.limits.eager_bytes_max as u64
             // What a lane could reach itself is not staged.
             || (lane && op.on_gpu() && op.total() > 0)
-            || cost > self.credit
+            || cost > self.sends.credit
             || op.pieces().len() > limits::SEGMENTS_PER_CHUNK_MAX
         {
-            self.announced.insert(op.id(), op);
+            self.sends.announced.insert(op.id(), op);
             return Frame::bare(header);
         }
-        self.credit -= cost;
+        self.sends.credit -= cost;
         header.kind = Kind::Send;
         header.len = op.total() as u32;
         Frame { header, placements: Box::default(), body: Body::Chunk(whole(&op)), op: Some(op) }
@@ -511,15 +520,18 @@ impl<O: Operation> Outbox<O> {
     /// Announced sends that are not matched.
     #[cfg(test)]
     pub(crate) fn announced_len(&self) -> usize {
-        self.announced.len()
+        self.sends.announced.len()
     }
 
     /// Nothing is held that waits for the peer or for an operation.
     #[cfg(test)]
     pub(crate) fn check_idle(&self) {
-        assert!(self.is_empty() && self.announced.is_empty() && self.bulk_bytes == 0);
+        assert!(self.is_empty() && self.sends.announced.is_empty() && self.bulk_bytes == 0);
         assert!(!self.reads.keeps_back() && self.reads.asked() == (0, 0), "requests of reads are left");
-        assert!(self.messages.is_idle() && self.notifications.is_idle(), "numbers are not known to be there");
+        assert!(
+            self.sends.sequencer.is_idle() && self.notifications.is_idle(),
+            "numbers are not known to be there"
+        );
         assert!(self.epochs.is_idle(), "a notification waits");
     }
 }
