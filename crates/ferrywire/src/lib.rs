@@ -37,12 +37,17 @@
 //! # Ok(()) }
 //! ```
 //!
-//! # The way of a transfer, in reading order
+//! # Layers
 //!
-//! `endpoint` takes it, `peer` checks it, `queue` says who carries which chunk, `channel` posts it and moves it over a
-//! network of [`net`], `core::worker` polls the channels; the completion comes back the same way. Lost NICs and closing are
-//! `control`'s. What is pure, the frames, the cutting, the window, the handshake, is the crate `ferrywire-proto`; the calls
-//! of Linux are `ferrywire-sys`.
+//! | folder | holds |
+//! |---|---|
+//! | `api` | what users hold, and `Running`, which owns what moves their bytes |
+//! | `control` | listening, handshakes, sessions, lost channels, closing |
+//! | `core` | operations, the send queue, channels, workers |
+//! | [`payload`] | what carries payload beside a channel's connection |
+//!
+//! Each imports only those below it. `docs/layers.md` names the files on the path of a transfer. What is pure, the frames,
+//! the cutting, the window, the outbox and the inbox, is the crate `ferrywire-proto`.
 
 #[cfg(test)]
 mod adversarial_tests;
