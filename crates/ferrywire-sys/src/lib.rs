@@ -4,6 +4,7 @@
 //! promise that the kernel needs. Invariant: no policy here. What a number means for the engine is
 //! decided by the caller. Functions take raw descriptors: a wrong one gives `EBADF`, never undefined
 //! behaviour.
+//! Calls that only devmem TCP makes (netlink, flow rules) are in `ferrywire-devmem`, `sys/`.
 //! Read next: `socket.rs`, then `poll.rs`, which the workers wait in.
 
 pub mod affinity;
