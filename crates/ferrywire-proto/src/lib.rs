@@ -26,6 +26,7 @@ mod pair;
 pub mod schedule;
 pub mod session;
 pub mod stall_timer;
+mod sync;
 pub mod text;
 pub mod transfer;
 pub mod window;

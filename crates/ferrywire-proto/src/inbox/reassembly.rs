@@ -6,8 +6,9 @@
 //! Invariant: a closed target has counted less than its message, and nothing is counted any more.
 //! Read next: `transfer.rs` for [`Scatter`].
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use crate::sync::AtomicU64;
 use crate::transfer::Scatter;
 use crate::wire::Refusal;
 

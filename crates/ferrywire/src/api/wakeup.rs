@@ -137,12 +137,12 @@ mod tests {
         let gone: Vec<_> = (0..100)
             .map(|_| {
                 let wakeup = Wakeup::new().unwrap();
-                list.add(wakeup.handle());
+                list.add(wakeup.handle(), || false);
                 Arc::downgrade(&wakeup.wake)
             })
             .collect();
         assert!(gone.iter().all(|gone| gone.upgrade().is_none()));
-        (0..3).for_each(|_| list.add(kept.handle()));
+        (0..3).for_each(|_| list.add(kept.handle(), || false));
         assert_eq!(list.len(), 1);
         list.wake();
         assert_eq!((kept.wait(SOON), list.len()), (Ok(true), 0));

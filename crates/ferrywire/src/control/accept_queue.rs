@@ -75,10 +75,7 @@ impl AcceptQueue {
 
     /// Wakes the handle when the queue holds something.
     pub fn wake_at_arrival(&self, handle: WakeHandle) {
-        self.waiters.add(handle);
-        if !self.lock().is_empty() {
-            self.waiters.wake();
-        }
+        self.waiters.add(handle, || !self.lock().is_empty());
     }
 
     /// The waiter has given up.

@@ -142,10 +142,7 @@ impl Inbound {
 
     /// Asks to be woken at the next notification.
     pub fn wake_at_notification(&self, handle: WakeHandle) {
-        self.arrivals.add(handle);
-        if self.has_notification() {
-            self.arrivals.wake();
-        }
+        self.arrivals.add(handle, || self.has_notification());
     }
 
     /// It waits no more.

@@ -5,6 +5,7 @@
 
 pub(crate) mod channel;
 pub(crate) mod context;
+pub(crate) mod hold;
 pub(crate) mod inbound;
 pub(crate) mod operation;
 pub(crate) mod ordering;
@@ -14,5 +15,6 @@ pub(crate) mod queue;
 pub(crate) mod sleeper;
 pub(crate) mod staging;
 pub(crate) mod stats;
+pub(crate) mod sync;
 pub(crate) mod waiting;
 pub(crate) mod worker;

@@ -6,6 +6,7 @@
 //!
 //! Invariant: an operation ends once. Read next: `queue/`, where operations wait to be cut.
 
+use crate::core::hold::{self, Held, Holds};
 use crate::core::ordering::Gate;
 use crate::core::peer::PeerState;
 use crate::core::waiting::{WaitList, WakeHandle};
@@ -15,8 +16,7 @@ use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
 use ferrywire_proto::outbox::Epoch;
 use ferrywire_proto::transfer::{Piece, Pieces};
-use std::ops::Deref;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 /// What an operation does, with what only that needs.
@@ -90,7 +90,7 @@ pub(crate) struct Op {
     pub family: Family,
     /// What standalone notifications that are posted later wait for; nothing if they do not wait for it.
     pub epoch: OnceLock<Arc<Epoch>>,
-    holds: AtomicU32,
+    holds: Holds,
     moved: AtomicU64,
     /// Changes with each part of it that moves, of frames too that are not whole yet.
     activity: AtomicU64,
@@ -117,7 +117,7 @@ impl Op {
             message: Box::default(),
             family: Family::Single,
             epoch: OnceLock::new(),
-            holds: AtomicU32::new(0),
+            holds: Holds::default(),
             moved: AtomicU64::new(0),
             activity: AtomicU64::new(0),
             end: End::default(),
@@ -182,18 +182,6 @@ impl Op {
     /// Whether a notification of its own follows its bytes, or those of the parent.
     pub fn notifies(&self) -> bool {
         !self.message.is_empty() || self.parent().is_some_and(|parent| !parent.message.is_empty())
-    }
-
-    /// The last hold is gone: nothing touches the memory any more.
-    fn finish(self: &Arc<Op>) {
-        self.memory.iter().for_each(|memory| memory.leave());
-        let state = if self.failed() { FAILED } else { DONE };
-        self.end.state.store(state, Ordering::SeqCst);
-        self.open_gates();
-        self.end.waiters.wake();
-        if let Some(peer) = self.peer.upgrade() {
-            peer.ended(self);
-        }
     }
 
     /// Opens a gate at the end, which may have been.
@@ -272,7 +260,7 @@ impl Op {
 
     /// Whether nothing has come of what it waits for, and the caller has its only hold.
     pub fn is_untouched(&self) -> bool {
-        self.moved() == 0 && self.holds.load(Ordering::Acquire) == 1
+        self.moved() == 0 && self.holds.is_one()
     }
 
     /// Bytes that have arrived.
@@ -300,9 +288,24 @@ impl Op {
 
     /// Asks to be woken at the end.
     pub fn wake_at_end(&self, handle: WakeHandle) {
-        self.end.waiters.add(handle);
-        if self.ended() {
-            self.end.waiters.wake();
+        self.end.waiters.add(handle, || self.ended());
+    }
+}
+
+impl Held for Op {
+    fn holds(&self) -> &Holds {
+        &self.holds
+    }
+
+    /// The last hold is gone: nothing touches the memory any more.
+    fn finish(self: &Arc<Op>) {
+        self.memory.iter().for_each(|memory| memory.leave());
+        let state = if self.failed() { FAILED } else { DONE };
+        self.end.state.store(state, Ordering::SeqCst);
+        self.open_gates();
+        self.end.waiters.wake();
+        if let Some(peer) = self.peer.upgrade() {
+            peer.ended(self);
         }
     }
 }
@@ -317,46 +320,13 @@ impl Drop for Op {
     }
 }
 
-/// Keeps an operation from ending, and so its memory: the one token for "something may still touch this memory".
-///
-/// The last one dropped ends the operation, which takes the locks of its peer. So none may be dropped while a lock of its peer
-/// is held: what is taken out under a lock is given to the caller.
-pub(crate) struct Hold(Arc<Op>);
+/// Keeps an operation from ending, and so its memory.
+pub(crate) type Hold = hold::Hold<Op>;
 
 impl Hold {
-    /// The first of an operation that has begun.
-    pub fn new(op: Op) -> Hold {
-        op.holds.store(1, Ordering::Relaxed);
-        Hold(Arc::new(op))
-    }
-
     /// A part of the operation will not be moved.
     pub fn cut_short(self) {
         self.0.fail(Error::Cancelled);
-    }
-}
-
-impl Deref for Hold {
-    type Target = Arc<Op>;
-
-    fn deref(&self) -> &Arc<Op> {
-        &self.0
-    }
-}
-
-impl Clone for Hold {
-    fn clone(&self) -> Hold {
-        // The count cannot reach 0 meanwhile: this one is in it.
-        self.0.holds.fetch_add(1, Ordering::Relaxed);
-        Hold(self.0.clone())
-    }
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        if self.0.holds.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.finish();
-        }
     }
 }
 

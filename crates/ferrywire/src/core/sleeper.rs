@@ -4,13 +4,13 @@
 //! worker's channels inline). A caller that polls inline may itself sleep in the kernel on the worker's sockets.
 //!
 //! Invariant: after [`Sleeper::rouse`] some thread looks at the worker's channels. What was posted before the call is seen by
-//! that look, since the sleeping side announces its state before it checks for work a last time.
+//! that look, since the sleeping side announces its state before it checks for work a last time. `tests/model` checks it with
+//! loom.
 //! Read next: `worker/mod.rs`, the thread; `worker/inline.rs`, callers that poll.
 
-use ferrywire_sys::poll::Waker;
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Ordering};
+use super::sync::{AtomicBool, AtomicU8, AtomicU32, AtomicUsize, Thread, Waker};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
-use std::thread::Thread;
 
 /// What the thread of a worker is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,9 +37,9 @@ pub(crate) struct Sleeper {
     /// A caller that polls inline sleeps in the kernel on the worker's sockets.
     pub owner_asleep: AtomicBool,
     /// The parked thread looks in rarely, because a caller sleeps as the owner.
-    pub long_park: AtomicBool,
+    long_park: AtomicBool,
     /// A caller polls inline.
-    pub driven_by_caller: AtomicBool,
+    driven_by_caller: AtomicBool,
     passive_waiters: AtomicU32,
     /// The thread sleeps, and nothing but an event will wake it.
     pub dozes: AtomicBool,
@@ -81,6 +81,62 @@ impl Sleeper {
         let _ = self.thread.set(thread);
     }
 
+    /// The worker's thread sleeps in the kernel by `wait`, unless there is work. Whoever posts afterwards ends the sleep.
+    /// The worker's channels are handed on: `wait` may let go of them.
+    pub fn sleep<C>(&self, channels: C, has_work: impl FnOnce(&C) -> bool, wait: impl FnOnce(C)) {
+        self.set_activity(Activity::InPoll);
+        if !has_work(&channels) {
+            wait(channels);
+        }
+        self.set_activity(Activity::Running);
+    }
+
+    /// Likewise a caller that polls inline, which keeps the channels.
+    pub fn sleep_as_owner<C>(&self, channels: C, has_work: impl FnOnce(&C) -> bool, wait: impl FnOnce(C)) {
+        self.owner_asleep.store(true, Ordering::SeqCst);
+        if !has_work(&channels) {
+            wait(channels);
+        }
+        self.owner_asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// The worker's thread, which is parked, pauses by `park`; whether for long is said to it.
+    pub fn pause(&self, park: impl FnOnce(bool)) {
+        let long = self.owner_asleep.load(Ordering::SeqCst);
+        self.long_park.store(long, Ordering::SeqCst);
+        // An owner who has woken meanwhile may not have seen how long the thread is about to sleep.
+        park(long && self.owner_asleep.load(Ordering::SeqCst));
+        self.long_park.store(false, Ordering::SeqCst);
+    }
+
+    /// Whether a caller polls inline.
+    pub fn is_driven(&self) -> bool {
+        self.driven_by_caller.load(Ordering::SeqCst)
+    }
+
+    /// A caller has taken the worker's channels and polls inline.
+    pub fn begin_drive(&self) {
+        self.driven_by_caller.store(true, Ordering::SeqCst);
+    }
+
+    /// A caller that polled inline lets go of the channels; `left` says whether they have work left, and `is_asked` whether
+    /// the thread is wanted for anything else.
+    pub fn end_drive<C>(&self, channels: C, left: impl FnOnce(&C) -> bool, is_asked: impl FnOnce() -> bool) {
+        let left = left(&channels);
+        self.driven_by_caller.store(false, Ordering::SeqCst);
+        drop(channels);
+        let activity = self.activity();
+        // What was polled by the caller may have been the thread's wake, and the thread sleeps on.
+        if activity == Activity::InPoll && (left || is_asked()) {
+            self.wake();
+        }
+        let long_park = self.long_park.load(Ordering::SeqCst);
+        // Nobody else looks at the sockets until the thread's pause is over, which is long if this caller slept.
+        if activity == Activity::Parked && (self.has_passive_waiters() || long_park) {
+            self.unpark();
+        }
+    }
+
     /// Makes sure that a thread looks at the worker soon. True if the worker's own thread slept.
     pub fn rouse(&self) -> bool {
         let slept = match self.activity() {
@@ -88,7 +144,7 @@ impl Sleeper {
                 self.waker.wake();
                 true
             }
-            Activity::Parked if !self.driven_by_caller.load(Ordering::SeqCst) => {
+            Activity::Parked if !self.is_driven() => {
                 self.unpark();
                 true
             }
@@ -119,7 +175,7 @@ impl Sleeper {
 
     /// Ends a pause of the parked thread while no caller polls inline.
     pub fn unpark_unless_driven(&self) {
-        if self.activity() == Activity::Parked && !self.driven_by_caller.load(Ordering::SeqCst) {
+        if self.activity() == Activity::Parked && !self.is_driven() {
             self.unpark();
         }
     }

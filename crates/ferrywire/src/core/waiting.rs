@@ -1,13 +1,12 @@
 //! Those who wait for one thing, and how each of them is woken.
 //!
-//! Invariant: a waiter that adds itself and then finds the thing not there yet is woken when it comes; whoever brings it pays one
+//! Invariant: a waiter that is added is woken, at once if the thing is there and else when it comes; whoever brings it pays one
 //! load where no one waits. Read next: `sleeper.rs`, for a caller that sleeps on a worker's sockets.
 
 use super::sleeper::{PassiveWaiter, Sleeper};
-use ferrywire_sys::poll::Wake;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::thread::Thread;
+use super::sync::{AtomicBool, Mutex, Thread, Wake};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError, Weak};
 
 /// Who is to be woken when something has happened.
 #[derive(Clone)]
@@ -58,8 +57,8 @@ pub(crate) struct WaitList {
 }
 
 impl WaitList {
-    /// Adds somebody; check the condition again afterwards. Who is there already is there once.
-    pub fn add(&self, handle: WakeHandle) {
+    /// Adds a waiter, and wakes everybody if the thing is there by then. Who is on the list already is there once.
+    pub fn add(&self, handle: WakeHandle, is_there: impl FnOnce() -> bool) {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|other| !other.is_gone());
         if !list.iter().any(|other| other.is(&handle)) {
@@ -67,6 +66,10 @@ impl WaitList {
         }
         drop(list);
         self.any.store(true, Ordering::SeqCst);
+        // Whoever brought it meanwhile may have seen an empty list.
+        if is_there() {
+            self.wake();
+        }
     }
 
     /// Takes somebody out that waits no more and was not woken.

@@ -368,10 +368,7 @@ impl PeerState {
         if self.context.blocking_backend().is_none() {
             return;
         }
-        self.life.lost_waiters.add(handle);
-        if self.lost_to_a_call().is_some() {
-            self.life.lost_waiters.wake();
-        }
+        self.life.lost_waiters.add(handle, || self.lost_to_a_call().is_some());
     }
 
     // ---- operations ----

@@ -35,7 +35,7 @@ impl Worker {
             if let Some(engine) = self.try_engine() {
                 break Some(engine);
             }
-            if self.sleeper.driven_by_caller.load(Ordering::SeqCst) || start.elapsed() > CLAIM {
+            if self.sleeper.is_driven() || start.elapsed() > CLAIM {
                 break None;
             }
             thread::yield_now();
@@ -45,7 +45,7 @@ impl Worker {
     }
 
     fn claimed<'a>(&'a self, engine: MutexGuard<'a, ProgressEngine>) -> Claim<'a> {
-        self.sleeper.driven_by_caller.store(true, Ordering::SeqCst);
+        self.sleeper.begin_drive();
         self.drives.fetch_add(1, Ordering::SeqCst);
         Claim { worker: self, engine: Some(engine) }
     }
@@ -114,16 +114,16 @@ impl Worker {
     }
 
     fn sleep_as_owner(&self, engine: &mut ProgressEngine, wait: &mut Wait<'_>, rest: Duration) {
-        self.sleeper.owner_asleep.store(true, Ordering::SeqCst);
-        if !engine.has_work() && !self.has_commands() && !(wait.done)() {
+        let has_work =
+            |engine: &&mut ProgressEngine| engine.has_work() || self.has_commands() || (wait.done)();
+        self.sleeper.sleep_as_owner(engine, has_work, |engine| {
             let limit = engine.sleep_limit().map_or(rest, |limit| limit.min(rest));
             let mut ready = std::mem::take(&mut engine.ready);
             if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
                 tracing::error!(%error, "waiting for sockets failed");
             }
             engine.ready = ready;
-        }
-        self.sleeper.owner_asleep.store(false, Ordering::SeqCst);
+        });
     }
 }
 
@@ -150,25 +150,13 @@ impl Claim<'_> {
 
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
+        let Some(engine) = self.engine.take() else { return };
+        let worker = self.worker;
         let left = |engine: &MutexGuard<'_, ProgressEngine>| {
             engine.has_work() || engine.acks_due() || engine.staging_active()
         };
-        let left = self.engine.as_ref().is_some_and(left);
-        let worker = self.worker;
-        let sleeper = &worker.sleeper;
-        sleeper.driven_by_caller.store(false, Ordering::SeqCst);
-        self.engine = None;
-        let activity = sleeper.activity();
-        // What was polled here may have been the thread's wake, and the thread sleeps on.
-        let stop = worker.stop.load(Ordering::SeqCst);
-        if activity == Activity::InPoll && (stop || left || worker.has_commands()) {
-            sleeper.wake();
-        }
-        let long_park = sleeper.long_park.load(Ordering::SeqCst);
-        // Nobody else looks at the sockets until the thread's pause is over, which is long if this caller slept.
-        if activity == Activity::Parked && (sleeper.has_passive_waiters() || long_park) {
-            sleeper.unpark();
-        }
+        let is_asked = || worker.stop.load(Ordering::SeqCst) || worker.has_commands();
+        worker.sleeper.end_drive(engine, left, is_asked);
     }
 }
 

@@ -285,23 +285,22 @@ impl Worker {
                 self.park(context);
                 continue;
             }
-            self.sleeper.set_activity(Activity::InPoll);
             // The last pass may have swallowed the wake of whoever wants it to stop.
-            let stop = self.stop.load(Ordering::SeqCst);
-            if stop || engine.has_work() || engine.lanes_active() || self.has_commands() {
-                self.sleeper.set_activity(Activity::Running);
-                continue;
-            }
-            let timeout = engine.sleep_limit();
-            self.sleeper.dozes.store(timeout.is_none(), Ordering::SeqCst);
-            drop(engine);
-            // What is ready is reported again to whoever takes the engine.
-            if let Err(error) = self.poller.wait(&mut ignored, timeout) {
-                tracing::error!(%error, "waiting for sockets failed");
-                thread::sleep(TICK);
-            }
-            self.sleeper.dozes.store(false, Ordering::SeqCst);
-            self.sleeper.set_activity(Activity::Running);
+            let has_work = |engine: &MutexGuard<'_, ProgressEngine>| {
+                let stop = self.stop.load(Ordering::SeqCst);
+                stop || engine.has_work() || engine.lanes_active() || self.has_commands()
+            };
+            self.sleeper.sleep(engine, has_work, |engine| {
+                let timeout = engine.sleep_limit();
+                self.sleeper.dozes.store(timeout.is_none(), Ordering::SeqCst);
+                drop(engine);
+                // What is ready is reported again to whoever takes the engine.
+                if let Err(error) = self.poller.wait(&mut ignored, timeout) {
+                    tracing::error!(%error, "waiting for sockets failed");
+                    thread::sleep(TICK);
+                }
+                self.sleeper.dozes.store(false, Ordering::SeqCst);
+            });
         }
         self.run_last_commands(context);
         self.sleeper.set_activity(Activity::NoThread);
@@ -379,19 +378,22 @@ impl Worker {
     /// burns by asking again and again, they lack. Whoever has something new ends the backoff. A thread that keeps to
     /// a core shares it with those it started: there a yield is enough, and a timer would interrupt them.
     fn back_off(&self, engine: &mut ProgressEngine, limit: Duration) {
-        self.sleeper.set_activity(Activity::InPoll);
-        let mut ready = std::mem::take(&mut engine.ready);
-        let nothing_new = !self.has_commands() && !self.stop.load(Ordering::SeqCst) && !engine.has_work();
-        let waited = if nothing_new { self.poller.wait(&mut ready, Some(limit)) } else { Ok(()) };
-        if let Err(error) = waited {
-            tracing::error!(%error, "waiting for sockets failed");
-        }
-        if !nothing_new || !ready.is_empty() {
+        let has_work = |engine: &&mut ProgressEngine| {
+            self.has_commands() || self.stop.load(Ordering::SeqCst) || engine.has_work()
+        };
+        let mut to_the_end = false;
+        self.sleeper.sleep(engine, has_work, |engine| {
+            let mut ready = std::mem::take(&mut engine.ready);
+            if let Err(error) = self.poller.wait(&mut ready, Some(limit)) {
+                tracing::error!(%error, "waiting for sockets failed");
+            }
+            to_the_end = ready.is_empty();
+            engine.ready = ready;
+        });
+        if !to_the_end {
             // No backoff, or a short one: the plugin's threads get a core all the same.
             thread::yield_now();
         }
-        engine.ready = ready;
-        self.sleeper.set_activity(Activity::Running);
     }
 
     /// Stands back while callers drive.
@@ -400,13 +402,8 @@ impl Worker {
         let mut quiet = 0;
         let mut drives = self.drives.load(Ordering::SeqCst);
         while quiet < TICKS_WITHOUT_CALLER && !self.stop.load(Ordering::Relaxed) {
-            let long = self.sleeper.owner_asleep.load(Ordering::SeqCst);
-            self.sleeper.long_park.store(long, Ordering::SeqCst);
-            // An owner who has woken meanwhile may not have seen how long we are about to sleep.
-            let long = long && self.sleeper.owner_asleep.load(Ordering::SeqCst);
-            thread::park_timeout(if long { LONG_TICK } else { TICK });
-            self.sleeper.long_park.store(false, Ordering::SeqCst);
-            if self.sleeper.has_passive_waiters() && !self.sleeper.driven_by_caller.load(Ordering::SeqCst) {
+            self.sleeper.pause(|long| thread::park_timeout(if long { LONG_TICK } else { TICK }));
+            if self.sleeper.has_passive_waiters() && !self.sleeper.is_driven() {
                 break;
             }
             let now = self.drives.load(Ordering::SeqCst);

@@ -1,0 +1,9 @@
+//! Files of the engine's `core` as they are, beside loom's `sync`.
+
+#[path = "../../../src/core/hold.rs"]
+pub mod hold;
+#[path = "../../../src/core/sleeper.rs"]
+pub mod sleeper;
+pub mod sync;
+#[path = "../../../src/core/waiting.rs"]
+pub mod waiting;
