@@ -274,7 +274,9 @@ impl Op {
     }
 
     pub fn outcome(&self) -> Option<Result<u64>> {
-        match self.end.state.load(Ordering::Acquire) {
+        // A caller asks once more after it has announced that it is about to sleep: with a weaker load it might not see an end
+        // whose thread has not seen the announcement.
+        match self.end.state.load(Ordering::SeqCst) {
             RUNNING => None,
             DONE => Some(Ok(self.moved())),
             _ => Some(Err(self.failure().unwrap_or(Error::Cancelled))),

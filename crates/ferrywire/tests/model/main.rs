@@ -1,5 +1,5 @@
-//! The interleavings of the engine's lock-free hand-overs between threads, tried by loom: all of them with two threads, and
-//! with three those of few preemptions.
+//! The interleavings of the engine's lock-free hand-overs between threads, tried by loom: all of them where
+//! that takes seconds, else those with few preemptions.
 //!
 //! The source files of the engine are compiled here a second time, unchanged: they take their synchronization types from
 //! `core::sync` (of the protocol, from `crate::sync`), which in this program are loom's. Each test names one property. A lost

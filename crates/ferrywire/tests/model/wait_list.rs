@@ -21,6 +21,7 @@ impl Event {
         self.waiters.wake();
     }
 
+    /// As `Op::ended` and `Op::outcome` ask. With an `Acquire` load the owner below would sleep on.
     fn has_happened(&self) -> bool {
         self.has_happened.load(SeqCst)
     }
