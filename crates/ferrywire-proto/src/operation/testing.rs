@@ -1,6 +1,7 @@
 //! An operation as a few numbers, for tests; its handles are counted.
 
 use std::cell::{Cell, RefCell};
+use std::fmt;
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -9,7 +10,6 @@ use crate::outbox::Epoch;
 use crate::transfer::{Piece, Pieces};
 
 /// What a test says of an operation, and what is noted of it.
-#[derive(Debug)]
 pub(crate) struct Facts {
     pub id: u64,
     pub verb: Verb,
@@ -34,6 +34,22 @@ pub(crate) struct Facts {
     pub has_ended: Cell<bool>,
     /// Handles that are not dropped yet.
     pub tokens: Cell<usize>,
+}
+
+impl fmt::Debug for Facts {
+    /// Without parent and children, which know each other.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Facts { id, verb, key, number, total, pieces, message, .. } = self;
+        write!(
+            f,
+            "{verb} {id} to {key}, number {number}, of {total} bytes, {pieces:?}, message {message:?}: "
+        )?;
+        let (moved, tokens) = (self.moved.get(), self.tokens.get());
+        let children = self.children.borrow().len();
+        write!(f, "{moved} bytes moved, {tokens} tokens, {children} children, ")?;
+        let (cancelled, ended) = (self.cancelled.get(), self.has_ended.get());
+        write!(f, "cancelled {cancelled}, failed {:?}, ended {ended}", self.failure.borrow())
+    }
 }
 
 impl Facts {

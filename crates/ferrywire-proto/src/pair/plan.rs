@@ -189,6 +189,11 @@ impl Plan {
             open.iter().copied().filter(|at| self.records[*at].facts.moved.get() > 0).collect();
         if !half.is_empty() && self.rng().percent(60) {
             open = half;
+            if self.mix.lose_percent > 0 && self.rng().percent(50) {
+                // What is refused from here on may be told by the fence alone.
+                let channel = self.pair.rng.below(self.pair.settings.channels as u64) as usize;
+                self.pair.lose(channel);
+            }
         }
         let at = open[self.rng().below(open.len() as u64) as usize];
         self.cancel(at);
