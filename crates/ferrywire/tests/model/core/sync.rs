@@ -2,7 +2,8 @@
 //!
 //! loom takes a `SeqCst` access for an `AcqRel` one and would report wake-ups as lost that are not. Its `SeqCst` fences are
 //! whole, so two such accesses of one thread have a fence between them here. An access of a weaker order in between gains
-//! nothing from it: the fence is made before a store and after a load. So a `SeqCst` that is weakened by mistake is noticed.
+//! nothing from it: the fence is made before a store and after a load. So a `SeqCst` that is weakened by mistake is noticed,
+//! unless the thread has another one right before that load, or right after that store: its fence then stands in.
 
 use loom::sync::Condvar;
 pub use loom::sync::Mutex;
