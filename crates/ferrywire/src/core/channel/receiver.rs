@@ -345,9 +345,9 @@ impl Receiver {
         }
     }
 
-    /// Checks what the stream has brought of the body. What comes another way is checked once it is here.
+    /// Checks what the stream has brought of the body, unless that was thrown away.
     fn check_body(&mut self) -> io::Result<()> {
-        match self.body.take_crc().filter(|_| self.refusal.is_none() && !self.header.is_posted()) {
+        match self.body.take_crc().filter(|_| self.refusal.is_none()) {
             Some(computed) => check_crc(self.header.crc, computed),
             None => Ok(()),
         }

@@ -78,12 +78,9 @@ impl LanePayload {
         io::Error::other("the memory of a message that a lane has was dropped")
     }
 
-    /// The peer has placed a frame: gives it back, unless the lane is not done with its memory.
+    /// The peer has placed a frame of the lane: gives it back, unless the lane is not done with its memory.
     pub fn acknowledged(&mut self, number: u64, entry: Entry) -> Option<Entry> {
-        match entry.header.is_posted() {
-            true => self.posted.acknowledged(number, entry),
-            false => Some(entry),
-        }
+        self.posted.acknowledged(number, entry)
     }
 
     /// Receives that were posted here, for the peer.
@@ -104,6 +101,8 @@ impl LanePayload {
     pub fn land(&mut self, receiver: &mut Receiver, landing: Landing) {
         if receiver.header.is_posted() {
             self.target = runs(&landing, &mut receiver.body.pieces);
+            // It is of the lane's bytes, and checked once they are here.
+            receiver.body.leave_unchecked();
         }
         receiver.expect(landing);
     }

@@ -204,11 +204,14 @@ impl Payload {
 
     /// The peer has placed a frame: gives it back, unless its memory is still read.
     #[inline]
-    pub fn acknowledged(&mut self, number: u64, entry: Entry) -> Option<Entry> {
+    pub fn acknowledged(&mut self, number: u64, mut entry: Entry) -> Option<Entry> {
+        if let Payload::Staged(staged) = self {
+            staged.acknowledged(&mut entry);
+        }
+        // An entry is large, so it is moved where it leaves and nowhere else.
         match self {
-            Payload::Stream => Some(entry),
-            Payload::Staged(staged) => Some(staged.acknowledged(entry)),
-            Payload::Lane(lane) => lane.acknowledged(number, entry),
+            Payload::Lane(lane) if entry.header.is_posted() => lane.acknowledged(number, entry),
+            _ => Some(entry),
         }
     }
 

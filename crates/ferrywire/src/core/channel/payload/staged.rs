@@ -135,11 +135,10 @@ impl StagedPayload {
     }
 
     /// The peer has placed a frame, so what was lent of it is read no more.
-    pub fn acknowledged(&mut self, mut entry: Entry) -> Entry {
+    pub fn acknowledged(&mut self, entry: &mut Entry) {
         if let Some(staged) = entry.staged.take() {
             self.staging.sending.give_back(&staged);
         }
-        entry
     }
 
     // ---- receiving ----
