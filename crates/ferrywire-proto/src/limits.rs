@@ -1,7 +1,7 @@
 //! Every limit of the engine, by name, with the relations between them asserted at compile time.
 //!
-//! Nothing in the engine grows without one of these. What a stranger on the network can make us
-//! allocate is bounded by `HANDSHAKES_PENDING_MAX * HANDSHAKE_BYTES_MAX`.
+//! Nothing in the engine grows without one of these. Of connections that have not proven the secret
+//! at most `HANDSHAKES_PENDING_MAX` are held, each for `HANDSHAKE_DEADLINE` and with `HANDSHAKE_BYTES_MAX` of input at most.
 //! Read next: `wire.rs`, which enforces the sizes of frames.
 
 use std::time::Duration;

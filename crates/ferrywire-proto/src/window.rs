@@ -4,7 +4,7 @@
 //! which they came, so a count is all that an acknowledgement needs. When a channel is lost, what the
 //! peer had placed is released and the rest is taken out, oldest first, to travel elsewhere.
 //!
-//! Pure: no sockets, no clock. Read next: the engine's `channel/`, its only user.
+//! Pure: no sockets, no clock. Read next: the engine's `core/queue/`, which fills it, and `core/channel/`, which empties it.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,4 @@
-//! One end: outbox, inbox, sinks and memory, put together as the engine's `peer/` does.
+//! One end: outbox, inbox, sinks and memory, put together as the engine's `core/peer/` does.
 //!
 //! Invariant: an operation ends once, when its last token comes back.
 

@@ -13,7 +13,7 @@
 //!
 //! Invariant: every message pushed is handed out by the other end exactly once and in order, as long as
 //! connections can be made. A gap, a doubled key or an acknowledgement of the unsaid ends the session.
-//! Read next: `session/message.rs` for what is said, the engine's `peer/` for what is done about it.
+//! Read next: `session/message.rs` for what is said, the engine's `control/link/` for what is done about it.
 
 mod message;
 

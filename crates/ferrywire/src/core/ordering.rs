@@ -9,7 +9,7 @@
 //! Nobody waits on the host.
 //!
 //! Invariant: a stream that waits for a transfer goes on when that has ended, however it ended.
-//! Read next: `peer/held.rs`, where operations wait.
+//! Read next: `peer/stream_queue.rs`, where operations wait.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -2,7 +2,7 @@
 //!
 //! Real sockets on loopback and the public API only. The attack lasts ten seconds; with
 //! `FERRYWIRE_HOSTILE_SECONDS=60` it is the acceptance test. Peers that hold the secret and misbehave are
-//! in `src/hostile_tests`.
+//! in `src/adversarial_tests`.
 
 mod attack;
 mod peers;

@@ -1,4 +1,4 @@
-//! Closing with the conversation that makes it safe. Without: `src/control/link/vanishing.rs`.
+//! Closing with the conversation that makes it safe. Without: `src/adversarial_tests/vanishing.rs`.
 //!
 //! With `close_error=always` every receiving connection whose peer closes while anything is tested says so.
 //! The plugin's own log is read beside our count: what is not seen cannot be hidden.

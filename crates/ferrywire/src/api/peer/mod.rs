@@ -4,7 +4,7 @@
 //! share.
 //!
 //! Invariant: what is posted has been checked against the regions it names, at both ends where it can be.
-//! Read next: `state.rs`; `frames.rs`, for what arrives; `queue/`, for what leaves.
+//! Read next: in `../../core/`, `peer/state.rs`; `peer/frames.rs`, for what arrives; `queue/`, for what leaves.
 #![forbid(unsafe_code)]
 
 mod blocks;

@@ -3,7 +3,7 @@
 //! A caller that posts a small operation to a worker that is idle sends it at once; bulk is left to the threads. A caller that
 //! waits polls its peer's worker inline, unless bulk is in flight, and sleeps otherwise.
 //!
-//! Read next: `../core/worker/inline.rs`, one worker in a caller's hands.
+//! Read next: `../../core/worker/inline.rs`, one worker in a caller's hands.
 
 use super::Running;
 use crate::core::peer::PeerState;

@@ -1,5 +1,9 @@
 //! Lost channels: closed at both ends, then each tells the other what it had placed, and the rest goes over
 //! the others.
+//!
+//! A loss comes from `core/worker/engine.rs` (`lose`), through `LostChannels` and `Control::take_lost_channels`.
+//! Invariant: frames go back into the outbox only when both ends have closed the connection, so none is placed twice.
+//! Read next: `../../core/queue/mod.rs` (`resend`).
 
 use super::Link;
 use super::channels::{ChannelState, OwnFence, PeerFence};

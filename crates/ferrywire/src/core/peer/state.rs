@@ -133,7 +133,7 @@ struct Progress {
 /// What reports tell of the peer's past.
 #[derive(Default)]
 pub(crate) struct History {
-    /// Chunks that were sent again.
+    /// Frames of lost channels that went back into the outbox.
     pub resent: AtomicU64,
     /// Lost channels, one line each.
     pub lost: Mutex<Vec<String>>,
