@@ -150,12 +150,16 @@ impl Channel {
             return Err(broken("it acknowledged frames that were not sent"));
         }
         let copied = self.conn.released() == u64::MAX;
-        while let Some((number, entry)) = sender.window.release(count) {
+        while let Some((number, mut entry)) = sender.window.release(count) {
             let end = sender.ends.pop_front().unwrap_or(0);
-            let Some(entry) = self.payload.acknowledged(number, entry) else { continue };
-            match copied {
+            // An entry is large: most are moved from the window to where they end, without a stop between.
+            let mut release = |entry| match copied {
                 true => self.peer.delivered(entry, None),
                 false => sender.unreleased.push_back((end, entry)),
+            };
+            match self.payload.acknowledged(&mut entry) {
+                false => release(entry),
+                true => self.payload.finish(number, entry).into_iter().for_each(release),
             }
         }
         self.finish_released();

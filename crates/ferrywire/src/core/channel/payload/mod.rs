@@ -202,16 +202,25 @@ impl Payload {
         }
     }
 
-    /// The peer has placed a frame: gives it back, unless its memory is still read.
+    /// The peer has placed a frame. True if its memory may be read beside the stream: then it is to be
+    /// [`finish`](Payload::finish)ed here.
     #[inline]
-    pub fn acknowledged(&mut self, number: u64, mut entry: Entry) -> Option<Entry> {
-        if let Payload::Staged(staged) = self {
-            staged.acknowledged(&mut entry);
-        }
-        // An entry is large, so it is moved where it leaves and nowhere else.
+    pub fn acknowledged(&mut self, entry: &mut Entry) -> bool {
         match self {
-            Payload::Lane(lane) if entry.header.is_posted() => lane.acknowledged(number, entry),
-            _ => Some(entry),
+            Payload::Stream => false,
+            Payload::Staged(staged) => {
+                staged.acknowledged(entry);
+                false
+            }
+            Payload::Lane(_) => entry.header.is_posted(),
+        }
+    }
+
+    /// Gives an acknowledged frame back, unless its memory is still read beside the stream.
+    pub fn finish(&mut self, number: u64, entry: Entry) -> Option<Entry> {
+        match self {
+            Payload::Stream | Payload::Staged(_) => Some(entry),
+            Payload::Lane(lane) => lane.acknowledged(number, entry),
         }
     }
 
