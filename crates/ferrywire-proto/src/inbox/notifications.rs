@@ -119,11 +119,15 @@ impl Notifications {
 
     /// Whether one of so many bytes may be held.
     fn has_room(&self, early: bool, bytes: usize) -> bool {
+        let (held, bytes_max) = (self.ready.len() + self.following.len(), self.limits.notification_bytes_max);
         if early {
-            return self.early_bytes + bytes <= self.limits.notification_bytes_max;
+            // Their turn makes them held ones, whatever is held by then: without a bound on both together a peer could go on
+            // for ever, by one that is refused in its turn and many behind it.
+            return held + self.early.len() < limits::NOTIFICATIONS_HELD_MAX + self.limits.early_frames_max
+                && self.early_bytes + bytes <= bytes_max
+                && self.held_bytes + self.early_bytes + bytes <= 2 * bytes_max;
         }
-        self.ready.len() + self.following.len() < limits::NOTIFICATIONS_HELD_MAX
-            && self.held_bytes + bytes <= self.limits.notification_bytes_max
+        held < limits::NOTIFICATIONS_HELD_MAX && self.held_bytes + bytes <= bytes_max
     }
 
     /// Those that have waited for one before them can be taken.

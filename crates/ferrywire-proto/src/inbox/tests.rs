@@ -47,6 +47,33 @@ fn notifications_that_wait_for_one_before_them_are_not_held_against_their_reader
     assert_eq!((inbox.notifications.held_bytes, inbox.notifications.early_bytes), (0, 0));
 }
 
+/// One that was refused in its turn made all those behind it held ones, and room for as many again: without end.
+#[test]
+fn notifications_that_were_early_still_count_once_it_is_their_turn() {
+    let limits = PeerLimits { notification_bytes_max: 1000, ..PeerLimits::default() };
+    let mut inbox = Inbox::<Model>::new(limits);
+    let mut arrive = |number, bytes| {
+        let header = Header { transfer: number, ..Header::new(Kind::Notify) };
+        inbox.notified(&header, vec![7; bytes])
+    };
+    (0..10).for_each(|number| arrive(number, 100).unwrap());
+    let mut next = 10;
+    let mut accepted = 10;
+    for _ in 0..5 {
+        accepted += (next + 1..=next + 10).filter(|number| arrive(*number, 100).is_ok()).count();
+        assert_eq!(arrive(next, 100), Err(Refusal::Limit));
+        next += 11;
+    }
+    assert_eq!(accepted, 20, "as many bytes as may be held, and once more");
+    let taken = std::iter::from_fn(|| inbox.take_notification()).count();
+    assert_eq!(taken, accepted);
+    // Each has had its turn, those that were refused too.
+    let header = Header { transfer: next, ..Header::new(Kind::Notify) };
+    assert_eq!(inbox.notified(&header, vec![7; 100]), Ok(()));
+    assert!(inbox.take_notification().is_some());
+    assert_eq!((inbox.notifications.held_bytes, inbox.notifications.early_bytes), (0, 0));
+}
+
 #[test]
 fn a_message_that_is_taken_back_is_held_no_longer_wherever_it_waits() {
     let mut inbox = Inbox::<Model>::default();
