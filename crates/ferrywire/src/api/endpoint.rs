@@ -529,11 +529,12 @@ impl Inner {
     /// Starts its threads. They stop when it is closed.
     fn spawn(&self) -> Result<()> {
         for worker in self.running.workers.iter() {
-            let (worker, context) = (worker.clone(), self.running.workers.context.clone());
-            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(&context))?;
+            // While a thread runs it may touch memory: what asks whether anything does finds all of it there.
+            let (worker, running) = (worker.clone(), self.running.clone());
+            self.start_thread(format!("ferrywire-{}", worker.index), move || worker.run(running.context()))?;
         }
-        let (workers, control) = (self.running.workers.clone(), self.control.clone());
-        self.start_thread("ferrywire-ctl".into(), move || control::run(&workers, &control))
+        let (running, control) = (self.running.clone(), self.control.clone());
+        self.start_thread("ferrywire-ctl".into(), move || control::run(&running.workers, &control))
     }
 
     fn context(&self) -> &Context {

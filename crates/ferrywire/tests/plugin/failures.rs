@@ -207,6 +207,13 @@ fn a_transfer_in_a_hanging_call_wakes_when_it_is_lost_and_keeps_its_owner() {
         drop(source);
         let _ = ends.connecting.close(Duration::from_secs(2));
         assert!(told.try_recv().is_err(), "memory in the hands of a call was given back");
+        // Its user is done with everything, and the call still has the memory.
+        drop((write, wakeup, target, ends));
+        let given_back = told.recv_timeout(Duration::from_secs(1));
+        assert!(
+            given_back.is_err(),
+            "memory in the hands of a call was given back once the endpoint was dropped"
+        );
     });
 }
 
