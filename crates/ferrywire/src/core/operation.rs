@@ -55,8 +55,18 @@ pub(crate) enum Family {
     Single,
     /// With the children that still run, once they are made.
     Parent(OnceLock<Box<[Weak<Op>]>>),
-    /// The parent ends after its children: each keeps it.
-    Child(Hold),
+    /// The parent ends after its children: each holds it until its own end, whatever still refers to the child.
+    Child {
+        parent: Arc<Op>,
+        held: Mutex<Option<Hold>>,
+    },
+}
+
+impl Family {
+    /// A child's, of this parent.
+    pub fn child_of(parent: &Hold) -> Family {
+        Family::Child { parent: Arc::clone(parent), held: Mutex::new(Some(parent.clone())) }
+    }
 }
 
 /// What is known of an operation's end.
@@ -146,9 +156,9 @@ impl Op {
     }
 
     /// The operation that it is a child of.
-    pub fn parent(&self) -> Option<&Hold> {
+    pub fn parent(&self) -> Option<&Arc<Op>> {
         match &self.family {
-            Family::Child(parent) => Some(parent),
+            Family::Child { parent, .. } => Some(parent),
             Family::Single | Family::Parent(_) => None,
         }
     }
@@ -169,7 +179,7 @@ impl Op {
     pub fn children(&self) -> impl Iterator<Item = Arc<Op>> + '_ {
         let known = match &self.family {
             Family::Parent(known) => known.get(),
-            Family::Single | Family::Child(_) => None,
+            Family::Single | Family::Child { .. } => None,
         };
         known.into_iter().flatten().filter_map(Weak::upgrade)
     }
@@ -309,6 +319,10 @@ impl Held for Op {
         if let Some(peer) = self.peer.upgrade() {
             peer.ended(self);
         }
+        if let Family::Child { held, .. } = &self.family {
+            let parent = held.lock().unwrap_or_else(PoisonError::into_inner).take();
+            drop(parent);
+        }
     }
 }
 
@@ -420,5 +434,30 @@ impl Operation for Hold {
 
     fn retain(&self) -> Hold {
         self.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn op(task: Task) -> Op {
+        Op::new(Weak::new(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
+    }
+
+    /// It ended when the last reference to a child was gone, such as that of a lost connection which a NIC still reads for.
+    #[test]
+    fn a_parent_ends_with_its_children_whatever_still_refers_to_them() {
+        let mut parent = op(Task::Write { region: 1 });
+        parent.family = Family::Parent(OnceLock::new());
+        let parent = Hold::new(parent);
+        let mut child = op(Task::Write { region: 1 });
+        child.family = Family::child_of(&parent);
+        let child = Hold::new(child);
+        let (parent_seen, child_seen) = (Arc::clone(&parent), Arc::clone(&child));
+        drop(parent);
+        assert!(!parent_seen.ended(), "its child has not ended");
+        drop(child);
+        assert!(child_seen.ended() && parent_seen.ended());
     }
 }

@@ -92,7 +92,7 @@ impl Peer {
             if is_write {
                 op.id = parent.id;
             }
-            op.family = Family::Child(parent.clone());
+            op.family = Family::child_of(&parent);
             self.state().begin(op)
         };
         let children: Vec<_> = parts.into_iter().map(child_of).collect();
