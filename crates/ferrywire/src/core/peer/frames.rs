@@ -162,7 +162,10 @@ impl PeerState {
             let is_untouched = Arc::strong_count(&sink) == 1 && sink.op.is_untouched();
             if refusal == Refusal::NoSink && sink.op.verb() == Verb::Recv && is_untouched {
                 // It was taken back before a byte of it was sent: the receive is for the next message.
-                let replies = self.inbound.post_again(sink.op.clone());
+                let op = sink.op.clone();
+                // Its next message may come, and be taken back, at once: the receive is untouched then too.
+                drop(sink);
+                let replies = self.inbound.post_again(op);
                 return self.reply(replies);
             }
             let why = match refusal != Refusal::Other && is_untouched {

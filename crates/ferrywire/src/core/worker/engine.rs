@@ -21,6 +21,7 @@ use crate::core::queue::DROPPED;
 use crate::error::Error;
 use ferrywire_memory::cuda::deferred_free;
 use ferrywire_proto::limits;
+use ferrywire_sys::affinity;
 use ferrywire_sys::poll::{Event as Ready, Interest, WAKE_TOKEN};
 
 /// Every so many passes, the channel that received last is not asked first.
@@ -80,7 +81,8 @@ impl ProgressEngine {
 
     pub(super) fn run_commands(&mut self, worker: &Worker, context: &Context) -> bool {
         let mut worked = worker.sleeper.take_keep_to_core();
-        if worked && worker.thread_alone() {
+        // A caller that polls inline has just added the first lane, perhaps: its thread is not ours to bind.
+        if worked && worker.thread_alone() && affinity::thread_id() == worker.thread_id() {
             worker.keep_to_core(context);
         }
         while let Some(command) = worker.commands.pop() {
