@@ -3,10 +3,11 @@
 //! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
 //! `cuda` and `sim`. Read next: `lib.rs`, for memory; `unpack/device.rs`, for queues of work.
 
+use super::Place;
 use super::cuda::{self, CudaError, CudaGpu};
+use super::registration::host_has_no_gpu;
 use super::sim::{self, SimGpu, SimGpuError};
 use super::unpack::{CudaQueue, Extent, GatherDevice, Mapped, SimQueue, mapped};
-use super::{Place, host_has_no_gpu};
 use crate::error::{Error, Result};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
