@@ -3,9 +3,11 @@
 //! Read next: `peer/`, for what can be done with a connected peer.
 
 mod builder;
+mod connecting;
 mod listening;
 
 pub use builder::Builder;
+pub use connecting::Connecting;
 
 use crate::api::peer::Peer;
 use crate::api::region::{Region, RegionHome};
@@ -469,62 +471,6 @@ impl Endpoint {
     }
 }
 
-/// A connection on its way.
-pub struct Connecting {
-    running: Arc<Running>,
-    lobby: Arc<AcceptQueue>,
-    address: SocketAddr,
-}
-
-impl fmt::Debug for Connecting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Connecting({})", self.address)
-    }
-}
-
-impl Connecting {
-    /// Waits until the peer is up.
-    pub fn wait(&self, deadline: Duration) -> Result<Peer> {
-        self.running.context().origin.check()?;
-        let peer = self.running.next_of(&self.lobby, deadline).map(|result| self.peer(result));
-        peer.unwrap_or_else(|| {
-            let what = format!("connecting to {}", self.address);
-            Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
-        })
-    }
-
-    /// Whether there is somebody at the address. If not, nobody is waited for there any more.
-    fn has_answered(&self) -> bool {
-        !self.running.with_control(|control| control.withdraw_dial(&self.lobby))
-    }
-
-    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
-        result.map(|handle| Peer::new(self.running.clone(), handle))
-    }
-
-    /// Gives up: a peer of which nobody would know does not come about. The result, if it came in the last moment.
-    fn withdraw(&self) -> Option<Result<Peer>> {
-        self.running.with_control(|control| control.withdraw(&self.lobby));
-        self.lobby.take().map(|result| self.peer(result))
-    }
-
-    /// The result, if it is there.
-    pub fn poll(&self) -> Option<Result<Peer>> {
-        match self.running.context().origin.check() {
-            Ok(()) => self.lobby.take().map(|result| self.peer(result)),
-            Err(error) => Some(Err(error.into())),
-        }
-    }
-
-    /// Makes `wakeup` readable once the result is there, also when it already is.
-    pub fn wake(&self, wakeup: &Wakeup) {
-        if self.running.context().origin.is_elsewhere() {
-            return wakeup.wake();
-        }
-        self.lobby.wake_at_arrival(wakeup.handle());
-    }
-}
-
 impl Inner {
     /// Starts its threads. They stop when it is closed.
     fn spawn(&self) -> Result<()> {
@@ -667,7 +613,7 @@ impl Drop for Inner {
                 self.threads.get_mut().unwrap_or_else(PoisonError::into_inner),
             ));
         }
-        // Whoever has closed it was told.
+        // A caller that has closed the endpoint was told how that ended.
         if !self.context().closing.swap(true, Ordering::SeqCst)
             && let Err(error) = self.finish(None)
         {

@@ -1,0 +1,70 @@
+//! A connect under way, as its caller holds it.
+//!
+//! Invariant: a caller that gives up leaves no peer behind. Read next: `../../control/dialling.rs`.
+
+use crate::api::peer::Peer;
+use crate::api::running::Running;
+use crate::api::wakeup::Wakeup;
+use crate::control::AcceptQueue;
+use crate::core::peer::PeerHandle;
+use crate::error::{Error, Result};
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A connection on its way.
+pub struct Connecting {
+    pub(super) running: Arc<Running>,
+    pub(super) lobby: Arc<AcceptQueue>,
+    pub(super) address: SocketAddr,
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Connecting({})", self.address)
+    }
+}
+
+impl Connecting {
+    /// Waits until the peer is up.
+    pub fn wait(&self, deadline: Duration) -> Result<Peer> {
+        self.running.context().origin.check()?;
+        let peer = self.running.next_of(&self.lobby, deadline).map(|result| self.peer(result));
+        peer.unwrap_or_else(|| {
+            let what = format!("connecting to {}", self.address);
+            Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
+        })
+    }
+
+    /// Whether an endpoint has answered at the address. If not, none is waited for there any more.
+    pub(super) fn has_answered(&self) -> bool {
+        !self.running.with_control(|control| control.withdraw_dial(&self.lobby))
+    }
+
+    fn peer(&self, result: Result<PeerHandle>) -> Result<Peer> {
+        result.map(|handle| Peer::new(self.running.clone(), handle))
+    }
+
+    /// Gives up: a peer that no caller would know of does not come about. The result, if it came in the last moment.
+    pub(super) fn withdraw(&self) -> Option<Result<Peer>> {
+        self.running.with_control(|control| control.withdraw(&self.lobby));
+        self.lobby.take().map(|result| self.peer(result))
+    }
+
+    /// The result, if it is there.
+    pub fn poll(&self) -> Option<Result<Peer>> {
+        match self.running.context().origin.check() {
+            Ok(()) => self.lobby.take().map(|result| self.peer(result)),
+            Err(error) => Some(Err(error.into())),
+        }
+    }
+
+    /// Makes `wakeup` readable once the result is there, also when it already is.
+    pub fn wake(&self, wakeup: &Wakeup) {
+        if self.running.context().origin.is_elsewhere() {
+            return wakeup.wake();
+        }
+        self.lobby.wake_at_arrival(wakeup.handle());
+    }
+}
