@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 /// Whatever keeps memory alive, until it is dropped.
 pub type Owner = Box<dyn Any + Send + Sync>;
 
-/// Who keeps the bytes of a region alive.
+/// What keeps the bytes of a region alive.
 enum Keeper {
     Owned {
         _buffer: HostBuffer,
@@ -216,7 +216,7 @@ impl Memory {
         self.user_owned() && self.taken_back()
     }
 
-    /// It is deregistered: nothing may be placed into it any more.
+    /// The memory is deregistered: nothing may be placed into it any more.
     pub fn take_back(&self) {
         self.taken_back.store(true, Ordering::SeqCst);
     }
@@ -276,7 +276,7 @@ impl Memory {
     }
 }
 
-/// Somebody touches memory at this moment.
+/// While this lives a thread touches the memory.
 pub struct Call<'a>(&'a AtomicUsize);
 
 impl Drop for Call<'_> {

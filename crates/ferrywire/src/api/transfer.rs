@@ -72,7 +72,7 @@ impl Transfer {
             if left.is_zero() {
                 let timed_out =
                     || Err(Error::TimedOut { what: self.describe(), peer: self.peer_named(), limit: total });
-                // Who asks again and again without waiting may be the only one who drives.
+                // A caller that asks again and again without waiting may be the only one that polls.
                 return self.poll().unwrap_or_else(timed_out);
             }
             let ended = self.connection.wait(
@@ -105,7 +105,7 @@ impl Transfer {
         Transfer::wait_any_for(transfers, Duration::MAX, deadline)
     }
 
-    /// The same, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without
+    /// Waits as [`Transfer::wait_any`] does, at most `total` altogether and `stall` in which none of them moves; a `total` of zero asks without
     /// waiting.
     ///
     /// # Errors
@@ -197,7 +197,7 @@ impl Transfer {
         unsafe { self.hold_raw(stream.gpu(), stream.raw()) }
     }
 
-    /// The same with somebody else's stream, such as PyTorch's; null is the default one.
+    /// Holds a stream of another library, such as PyTorch's, as [`Transfer::hold`] does; null is the default stream.
     ///
     /// # Errors
     /// The driver's.
@@ -212,7 +212,7 @@ impl Transfer {
         Ok(())
     }
 
-    /// The same with a stream of a simulated GPU.
+    /// Holds a stream of a simulated GPU as [`Transfer::hold`] does.
     ///
     /// # Errors
     /// The stream's, when it has failed.

@@ -92,7 +92,7 @@ impl Wakeup {
         WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: None }
     }
 
-    /// Likewise of somebody who waits for work that this worker has to do.
+    /// What goes into a list of waiters for work of this worker: while it is there the thread does not stand back.
     pub(crate) fn handle_on(&self, sleeper: &Arc<Sleeper>) -> WakeHandle {
         let passive = Some(PassiveWaiter::on(sleeper));
         WakeHandle::Descriptor { wake: Arc::downgrade(&self.wake), _passive: passive }

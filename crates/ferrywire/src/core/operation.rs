@@ -30,7 +30,7 @@ pub(crate) enum Task {
         number: u64,
         /// The peer's sink, once an announced send is matched; 0 before.
         sink: AtomicU64,
-        /// It has left the queue before a byte of it was cut.
+        /// The send has left the queue before a byte of it was cut.
         uncut: AtomicBool,
     },
     /// Answers a peer's read: writes to its sink, from this position on.
@@ -445,7 +445,7 @@ mod tests {
         Op::new(Weak::new(), 1, task, Pieces::One(Piece { local: 0, remote: 0, len: 0 }), None)
     }
 
-    /// It ended when the last reference to a child was gone, such as that of a lost connection which a NIC still reads for.
+    /// A parent ended when the last reference to a child was gone, such as that of a lost connection which a NIC still reads for.
     #[test]
     fn a_parent_ends_with_its_children_whatever_still_refers_to_them() {
         let mut parent = op(Task::Write { region: 1 });

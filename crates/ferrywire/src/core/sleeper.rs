@@ -16,13 +16,13 @@ use std::sync::{Arc, OnceLock};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Activity {
-    /// It polls its channels, or is about to.
+    /// The thread polls its channels, or is about to.
     Running,
-    /// It sleeps in the kernel, or is about to: its waker ends that.
+    /// The thread sleeps in the kernel, or is about to: its waker ends that.
     InPoll,
-    /// It stands back for callers that poll inline, and looks in now and then.
+    /// The thread stands back for callers that poll inline, and looks in now and then.
     Parked,
-    /// It has ended, or was never started: callers drive all.
+    /// The thread has ended, or was never started: callers poll everything.
     NoThread,
 }
 
@@ -91,7 +91,7 @@ impl Sleeper {
         self.set_activity(Activity::Running);
     }
 
-    /// Likewise a caller that polls inline, which keeps the channels.
+    /// Sleeps as a caller that polls inline, which keeps the channels.
     pub fn sleep_as_owner<C>(&self, channels: C, has_work: impl FnOnce(&C) -> bool, wait: impl FnOnce(C)) {
         self.owner_asleep.store(true, Ordering::SeqCst);
         if !has_work(&channels) {
@@ -131,7 +131,7 @@ impl Sleeper {
             self.wake();
         }
         let long_park = self.long_park.load(Ordering::SeqCst);
-        // Nobody else looks at the sockets until the thread's pause is over, which is long if this caller slept.
+        // No other thread looks at the sockets until the thread's pause is over, which is long if this caller slept.
         if activity == Activity::Parked && (self.has_passive_waiters() || long_park) {
             self.unpark();
         }
@@ -221,7 +221,7 @@ impl Sleeper {
         self.keep_to_core.load(Ordering::SeqCst)
     }
 
-    /// Likewise, and the thread is told by it.
+    /// Whether the thread was asked to keep to its core; the question is answered by it.
     pub fn take_keep_to_core(&self) -> bool {
         self.is_to_keep_to_core() && self.keep_to_core.swap(false, Ordering::SeqCst)
     }

@@ -8,7 +8,7 @@ use super::sync::{AtomicBool, Mutex, Thread, Wake};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, Weak};
 
-/// Who is to be woken when something has happened.
+/// A waiter, as it is woken.
 #[derive(Clone)]
 pub(crate) enum WakeHandle {
     /// A parked thread.
@@ -66,7 +66,7 @@ impl WaitList {
         }
         drop(list);
         self.any.store(true, Ordering::SeqCst);
-        // Whoever brought it meanwhile may have seen an empty list.
+        // The thread that brought it meanwhile may have seen an empty list.
         if is_there() {
             self.wake();
         }

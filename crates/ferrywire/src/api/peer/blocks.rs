@@ -88,7 +88,7 @@ impl BlockList {
         Ok(BlockList::of(local, remote, blocks.iter().map(piece).collect()))
     }
 
-    /// The same from arrays, as numerical libraries have them: block `i` is at `local_offsets[i]` here and at
+    /// A list from arrays, as numerical libraries have them: block `i` is at `local_offsets[i]` here and at
     /// `remote_offsets[i]` there, all in bytes.
     ///
     /// # Errors

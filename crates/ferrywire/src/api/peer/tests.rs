@@ -4,7 +4,7 @@ use ferrywire_proto::transfer::{Piece, Pieces};
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// Whoever closed it had found nothing under way, and was told that time was up, at once.
+/// A caller that closed a peer had found nothing in flight, and was told at once that the time was up.
 #[test]
 fn what_was_about_to_be_posted_when_a_peer_is_closed_is_refused() {
     let builder = || crate::Endpoint::builder().channels(1);

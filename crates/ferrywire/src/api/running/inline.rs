@@ -109,7 +109,7 @@ impl Running {
         let transport = &self.workers.context.transport;
         let until = transport.now().saturating_add(limit);
         if limit.is_zero() && !done() {
-            // Who asks again and again without waiting is the only one who drives.
+            // A caller that asks again and again without waiting is the only one that polls.
             self.poll_once();
         }
         let mut quiet = 0u32;

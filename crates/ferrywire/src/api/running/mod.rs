@@ -161,7 +161,7 @@ impl RegionHome for Running {
                 };
                 return Err(Error::invalid("region", why));
             }
-            // Whoever places a message may hold what a poll of ours would wait for.
+            // A thread that places a message may hold a lock that a poll from here would wait for.
             if !memory.user_owned() || !self.context().is_caller_driven() || !self.poll_once() {
                 thread::sleep(Duration::from_micros(100));
             }

@@ -260,7 +260,7 @@ impl ProgressEngine {
     }
 
     pub(super) fn lanes_active(&self) -> bool {
-        // Whoever waits for a GPU's copies looks after them now and then.
+        // A request that waits for a GPU's copies looks after them now and then.
         self.abandoning.iter().any(|each| !each.by_gpu)
             || self.slots.iter().flatten().any(|slot| slot.channel.lane_active())
     }

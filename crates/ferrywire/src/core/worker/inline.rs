@@ -94,7 +94,7 @@ impl Worker {
                 Polled::Idle => {}
             }
             if self.thread_alone() {
-                // It has got a lane meanwhile.
+                // The worker has got a lane meanwhile.
                 return false;
             }
             let now = Instant::now();

@@ -49,7 +49,7 @@ const BACKOFF_FRACTION: u32 = 4;
 const COPY_BACKOFF: Duration = Duration::from_micros(30);
 /// How often a parked thread looks whether callers still drive.
 const TICK: Duration = Duration::from_micros(200);
-/// Likewise while a caller sleeps in the kernel as the owner.
+/// How often a parked thread looks in while a caller sleeps in the kernel as the owner.
 const LONG_TICK: Duration = Duration::from_millis(100);
 /// Ticks without a caller after which the thread takes over again.
 const TICKS_WITHOUT_CALLER: u32 = 5;
@@ -91,7 +91,7 @@ pub(crate) struct Worker {
     spin: Spin,
 }
 
-/// Who polls a worker's progress engine.
+/// Which threads poll a worker's progress engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PolledBy {
     /// Its thread, and callers.
@@ -135,7 +135,7 @@ struct Closed {
 struct Abandoning {
     request: Arc<Abandon>,
     since: Duration,
-    /// It waits for GPUs alone.
+    /// The request waits for GPUs alone.
     by_gpu: bool,
 }
 
@@ -438,7 +438,7 @@ mod tests {
             let near = builder().build().unwrap();
             let peer = near.connect(far.listen_addresses()[0], LIMIT).unwrap();
             let source = near.register_zeroed(1 << 20).unwrap();
-            // Nobody receives it.
+            // No receive is posted for it.
             let sent = peer.send(1, &source, 0, 1 << 20).unwrap();
             let left = near.downgrade();
             let running = near.running().clone();
