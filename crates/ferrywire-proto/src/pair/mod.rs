@@ -22,7 +22,7 @@ use crate::schedule;
 use crate::wire::{self, HEADER_BYTES, Header, Kind, Refusal};
 use channel::{Refused, Side};
 use end::End;
-use rng::Rng;
+use rng::{Draw, Rng};
 
 /// What a seed chooses of the two ends and the network between them.
 struct Settings {

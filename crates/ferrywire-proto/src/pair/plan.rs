@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
 use super::end::REGION;
-use super::{Event, Pair, Rng, Settings};
+use super::{Draw, Event, Pair, Rng, Settings};
 use crate::limits::PeerLimits;
 use crate::operation::Verb;
 use crate::operation::testing::{Facts, Model};
@@ -56,7 +56,7 @@ struct Plan {
 
 impl Plan {
     fn new(seed: u64) -> Plan {
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let notified_writes = rng.percent(60);
         let eager_bytes_max = rng.below(200);
         let limits = PeerLimits {
