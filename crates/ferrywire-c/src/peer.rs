@@ -277,7 +277,7 @@ impl Inbox {
                 return Ok(FERRYWIRE_PENDING);
             } else if left.is_zero() {
                 let what = format!("a notification from {}, for which another thread waits too", peer.name());
-                return Err(ferrywire::Error::Deadline {
+                return Err(ferrywire::Error::Stalled {
                     what,
                     peer: Some(peer.name()),
                     waited: since.elapsed(),

@@ -1,6 +1,6 @@
 //! What every function returns, and the text behind it.
 //!
-//! Invariant: a panic becomes [`FERRYWIRE_ERROR_BUG`]. Read next: `handles.rs`.
+//! Invariant: a panic becomes [`FERRYWIRE_ERROR_INTERNAL`]. Read next: `handles.rs`.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -8,7 +8,7 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use ferrywire::{Error, Fault};
+use ferrywire::{Error, ErrorKind};
 
 /// Done.
 pub const FERRYWIRE_OK: c_int = 0;
@@ -25,9 +25,9 @@ pub const FERRYWIRE_ERROR_PLUGIN: c_int = -4;
 /// The peer or the network to it.
 pub const FERRYWIRE_ERROR_PEER: c_int = -5;
 /// The other end is not allowed in, or does not let us in.
-pub const FERRYWIRE_ERROR_STRANGER: c_int = -6;
+pub const FERRYWIRE_ERROR_REFUSED: c_int = -6;
 /// ferrywire itself: please report it.
-pub const FERRYWIRE_ERROR_BUG: c_int = -7;
+pub const FERRYWIRE_ERROR_INTERNAL: c_int = -7;
 /// The time was up. What was waited for goes on.
 pub const FERRYWIRE_ERROR_TIMEOUT: c_int = -8;
 /// The transfer was cancelled.
@@ -54,15 +54,15 @@ impl From<Error> for Failure {
         let status = match &error {
             Error::Cancelled => FERRYWIRE_ERROR_CANCELLED,
             Error::Closed | Error::PeerClosed { .. } => FERRYWIRE_ERROR_CLOSED,
-            _ => match error.fault() {
-                Fault::Usage => FERRYWIRE_ERROR_USAGE,
-                Fault::Local => FERRYWIRE_ERROR_LOCAL,
-                Fault::Gpu => FERRYWIRE_ERROR_GPU,
-                Fault::Plugin => FERRYWIRE_ERROR_PLUGIN,
-                Fault::Peer => FERRYWIRE_ERROR_PEER,
-                Fault::Stranger => FERRYWIRE_ERROR_STRANGER,
-                Fault::Nobody => FERRYWIRE_ERROR_TIMEOUT,
-                Fault::Bug => FERRYWIRE_ERROR_BUG,
+            _ => match error.kind() {
+                ErrorKind::Usage => FERRYWIRE_ERROR_USAGE,
+                ErrorKind::Local => FERRYWIRE_ERROR_LOCAL,
+                ErrorKind::Gpu => FERRYWIRE_ERROR_GPU,
+                ErrorKind::Plugin => FERRYWIRE_ERROR_PLUGIN,
+                ErrorKind::Peer => FERRYWIRE_ERROR_PEER,
+                ErrorKind::Refused => FERRYWIRE_ERROR_REFUSED,
+                ErrorKind::Timeout => FERRYWIRE_ERROR_TIMEOUT,
+                ErrorKind::Internal => FERRYWIRE_ERROR_INTERNAL,
             },
         };
         Failure { status, text: error.to_string() }
@@ -106,7 +106,10 @@ pub(crate) fn call(body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
 fn panicked(panic: &(dyn Any + Send)) -> Failure {
     let words = panic.downcast_ref::<&str>().copied();
     let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("no words");
-    Failure { status: FERRYWIRE_ERROR_BUG, text: format!("internal error, please report: panicked: {words}") }
+    Failure {
+        status: FERRYWIRE_ERROR_INTERNAL,
+        text: format!("internal error, please report: panicked: {words}"),
+    }
 }
 
 // ---- arguments ----
@@ -223,7 +226,7 @@ mod tests {
 
     #[test]
     fn a_panic_is_a_status_and_its_words() {
-        assert_eq!(call(|| panic!("on purpose")), FERRYWIRE_ERROR_BUG);
+        assert_eq!(call(|| panic!("on purpose")), FERRYWIRE_ERROR_INTERNAL);
         assert_eq!(last(), "internal error, please report: panicked: on purpose");
         assert_eq!(call(|| Err(Failure::usage("zero\0inside"))), FERRYWIRE_ERROR_USAGE);
         assert_eq!(last(), "zero\u{fffd}inside");
@@ -239,7 +242,7 @@ mod tests {
         assert_eq!(status(Error::Cancelled), FERRYWIRE_ERROR_CANCELLED);
         let time = Duration::from_secs(1);
         assert_eq!(
-            status(Error::Deadline { what: "a".into(), peer: None, waited: time }),
+            status(Error::Stalled { what: "a".into(), peer: None, waited: time }),
             FERRYWIRE_ERROR_TIMEOUT
         );
         assert_eq!(
@@ -249,8 +252,8 @@ mod tests {
         assert_eq!(status(Error::invalid("a", "b")), FERRYWIRE_ERROR_USAGE);
         assert_eq!(status(Error::Forked { built_in: 1, here: 2 }), FERRYWIRE_ERROR_USAGE);
         let (address, why) = (String::new(), String::new());
-        assert_eq!(status(Error::Refused { address, why }), FERRYWIRE_ERROR_STRANGER);
+        assert_eq!(status(Error::Refused { address, why }), FERRYWIRE_ERROR_REFUSED);
         assert_eq!(status(Error::PeerLost { peer: "a".into(), why: "b".into() }), FERRYWIRE_ERROR_PEER);
-        assert_eq!(status(Error::Bug("a".into())), FERRYWIRE_ERROR_BUG);
+        assert_eq!(status(Error::Internal("a".into())), FERRYWIRE_ERROR_INTERNAL);
     }
 }

@@ -14,8 +14,8 @@ const HEAD: &str = "\
  *
  * Generated from the source of ferrywire-c; do not edit.
  *
- * Every function that returns int gives FERRYWIRE_OK, FERRYWIRE_PENDING, or a number below zero that says whose fault
- * it was; ferrywire_last_error() has the words. Handles are not pointers: a handle that is NULL, freed or of another
+ * Every function that returns int gives FERRYWIRE_OK, FERRYWIRE_PENDING, or a number below zero, the kind of
+ * error; ferrywire_last_error() has the message. Handles are not pointers: a handle that is NULL, freed or of another
  * kind is FERRYWIRE_ERROR_USAGE. All functions may be called from all threads. Handles are freed in any order; what
  * they stand for lives as long as it is used. In a forked child the parent's endpoints give errors.
  *

@@ -10,7 +10,7 @@ use std::io;
 
 use crate::sys::devmem::ReceiveFault;
 use crate::sys::netlink::NetlinkError;
-use ferrywire::Fault;
+use ferrywire::ErrorKind;
 
 /// Why device memory is not received into, or sent from.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -118,14 +118,14 @@ impl DevmemError {
         Some(DevmemError::Receive { nic: nic.into(), peer: peer.into(), fault })
     }
 
-    /// Whose fault it is.
-    pub fn fault(&self) -> Fault {
+    /// Where the error comes from.
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            DevmemError::Bind { .. } | DevmemError::Setting { .. } => Fault::Local,
-            DevmemError::Send { cause, .. } => cause.fault(),
-            DevmemError::Receive { fault: ReceiveFault::NoRoom, .. } => Fault::Bug,
-            DevmemError::Receive { .. } | DevmemError::OutsidePool { .. } => Fault::Local,
-            DevmemError::UnknownTokens { .. } => Fault::Bug,
+            DevmemError::Bind { .. } | DevmemError::Setting { .. } => ErrorKind::Local,
+            DevmemError::Send { cause, .. } => cause.kind(),
+            DevmemError::Receive { fault: ReceiveFault::NoRoom, .. } => ErrorKind::Internal,
+            DevmemError::Receive { .. } | DevmemError::OutsidePool { .. } => ErrorKind::Local,
+            DevmemError::UnknownTokens { .. } => ErrorKind::Internal,
         }
     }
 }
@@ -323,10 +323,10 @@ impl SendCause {
         }
     }
 
-    fn fault(self) -> Fault {
+    fn kind(self) -> ErrorKind {
         match self {
-            SendCause::NotBound | SendCause::Outside => Fault::Bug,
-            _ => Fault::Local,
+            SendCause::NotBound | SendCause::Outside => ErrorKind::Internal,
+            _ => ErrorKind::Local,
         }
     }
 }

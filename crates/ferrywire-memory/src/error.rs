@@ -61,7 +61,7 @@ pub enum Error {
     },
     /// An invariant of ferrywire was broken.
     #[error("internal error, please report: {0}")]
-    Bug(String),
+    Internal(String),
 }
 
 impl Error {

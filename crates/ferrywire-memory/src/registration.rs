@@ -377,7 +377,7 @@ fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, Place, Keeper) {
 
 /// Of those who would take host memory for a GPU's.
 pub(crate) fn host_has_no_gpu() -> Error {
-    Error::Bug("a GPU is asked for host memory".into())
+    Error::Internal("a GPU is asked for host memory".into())
 }
 
 /// Checks that a range lies inside a region of `region_bytes`.

@@ -68,15 +68,14 @@ impl Dialing {
             return Some(Ok(peer));
         }
         if now.duration_since(self.began) >= self.timeout {
-            return Some(Err(self.most_telling().unwrap_or_else(|| Error::Deadline {
+            return Some(Err(self.most_telling().unwrap_or_else(|| Error::Stalled {
                 what: format!("connecting to any of {:?}", to.addresses),
                 peer: None,
                 waited: self.timeout,
             })));
         }
         if self.next == to.addresses.len() {
-            let refused =
-                |error: &Error| !matches!(error, Error::Unreachable { .. } | Error::Deadline { .. });
+            let refused = |error: &Error| !matches!(error, Error::Unreachable { .. } | Error::Stalled { .. });
             if !self.attempts.is_empty() {
                 return None;
             }
@@ -114,7 +113,7 @@ impl Dialing {
         let tells = |error: &Error| match error {
             Error::Unreachable { .. } => 0,
             Error::Invalid { .. } => 1,
-            Error::Deadline { .. } => 2,
+            Error::Stalled { .. } => 2,
             _ => 3,
         };
         std::mem::take(&mut self.errors).into_iter().rev().max_by_key(tells)

@@ -30,7 +30,7 @@ impl Status {
                 Status::REMOTE_DISCONNECT
             }
             Error::Closed => Status::REMOTE_DISCONNECT,
-            Error::OutOfReach { .. } => Status::NOT_SUPPORTED,
+            Error::UnsupportedMemory { .. } => Status::NOT_SUPPORTED,
             Error::Cancelled => Status::CANCELLED,
             _ => Status::BACKEND,
         }

@@ -210,7 +210,7 @@ impl Endpoint {
     /// restarted meanwhile is refused.
     ///
     /// Raises `Unreachable` where nobody answers or no name service knows the host, `Refused` where somebody else does, or one with another secret,
-    /// `PeerMisbehaved` where one takes more than it was offered, `Deadline`, `Closed`, and `UsageError` for what is
+    /// `ProtocolViolation` where one takes more than it was offered, `TimedOut`, `Closed`, and `UsageError` for what is
     /// neither metadata nor an address.
     #[pyo3(signature = (to, timeout=30.0))]
     fn connect(&self, to: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Peer> {
@@ -220,7 +220,7 @@ impl Endpoint {
 
     /// Waits for the next peer that connects.
     ///
-    /// Raises `Deadline`, `Closed`, and `UsageError` of an endpoint that does not listen.
+    /// Raises `TimedOut`, `Closed`, and `UsageError` of an endpoint that does not listen.
     #[pyo3(signature = (timeout=None))]
     fn accept(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Peer> {
         let endpoint = self.open(py)?;
@@ -230,7 +230,7 @@ impl Endpoint {
         Ok(Peer::new(peer, self.shared.clone()))
     }
 
-    /// The same as `connect`, awaited; raises what `connect` raises, and `Deadline` of its own `timeout`.
+    /// The same as `connect`, awaited; raises what `connect` raises, and `TimedOut` of its own `timeout`.
     #[pyo3(signature = (to, timeout=30.0))]
     fn connect_async<'py>(
         slf: &Bound<'py, Self>,
@@ -248,7 +248,7 @@ impl Endpoint {
         Ok(begun?)
     }
 
-    /// The same as `accept`, awaited. Raises `Deadline`, `Closed`, `UsageError`, as it does.
+    /// The same as `accept`, awaited. Raises `TimedOut`, `Closed`, `UsageError`, as it does.
     #[pyo3(signature = (timeout=None))]
     fn accept_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "accept", timeout)
@@ -330,7 +330,7 @@ impl Endpoint {
 
     /// Stops listening, finishes with all peers, ends the threads. A second call does nothing.
     ///
-    /// Raises `Deadline` where a peer has not taken what was posted in `timeout` seconds, and `PeerLost` where one is gone, or
+    /// Raises `TimedOut` where a peer has not taken what was posted in `timeout` seconds, and `PeerLost` where one is gone, or
     /// closed before it had; it is closed nevertheless.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
@@ -338,7 +338,7 @@ impl Endpoint {
         self.unless_not_started(ours, begin_aside(py, work))?.wait(py)
     }
 
-    /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.
+    /// The same as `close`, awaited. Raises `TimedOut`, `PeerLost` as it does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])

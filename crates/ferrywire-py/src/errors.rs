@@ -3,7 +3,7 @@
 //! The classes are Python's (`python/ferrywire/_errors.py`), since some have two bases.
 //! Invariant: the message is the engine's own, whole.
 
-use ferrywire::{Error, Fault};
+use ferrywire::{Error, ErrorKind};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyModule;
@@ -26,17 +26,17 @@ pub fn raised(py: Python<'_>, error: &Error) -> PyErr {
     let peer = match error {
         Error::PeerLost { peer, .. }
         | Error::PeerClosed { peer }
-        | Error::PeerMisbehaved { peer, .. }
+        | Error::ProtocolViolation { peer, .. }
         | Error::AccessRefused { peer, .. } => Some(peer.as_str()),
         Error::Unreachable { address, .. } | Error::Refused { address, .. } => Some(address.as_str()),
-        Error::Deadline { peer, .. } | Error::TimedOut { peer, .. } => peer.as_deref(),
+        Error::Stalled { peer, .. } | Error::TimedOut { peer, .. } => peer.as_deref(),
         _ => None,
     };
     let code = match error {
         Error::Io { code, .. } => *code,
         _ => None,
     };
-    make(py, class_of(error), code, &message, fault_of(error), peer).unwrap_or_else(|failed| failed)
+    make(py, class_of(error), code, &message, kind_of(error), peer).unwrap_or_else(|failed| failed)
 }
 
 /// The caller's mistake, found before the engine is asked.
@@ -48,7 +48,7 @@ fn class_of(error: &Error) -> &'static str {
     match error {
         Error::PeerLost { .. } => "PeerLost",
         Error::PeerClosed { .. } => "PeerClosed",
-        Error::PeerMisbehaved { .. } => "PeerMisbehaved",
+        Error::ProtocolViolation { .. } => "ProtocolViolation",
         Error::AccessRefused { .. } => "AccessRefused",
         Error::Unreachable { .. } => "Unreachable",
         Error::Refused { .. } => "Refused",
@@ -56,29 +56,29 @@ fn class_of(error: &Error) -> &'static str {
         Error::Truncated { .. } => "Truncated",
         Error::Cancelled => "Cancelled",
         Error::Closed => "Closed",
-        other => match other.fault() {
-            Fault::Usage => "UsageError",
-            Fault::Local => "LocalError",
-            Fault::Gpu => "GpuError",
+        other => match other.kind() {
+            ErrorKind::Usage => "UsageError",
+            ErrorKind::Local => "LocalError",
+            ErrorKind::Gpu => "GpuError",
             // No endpoint of this package has a plugin.
-            Fault::Plugin => "Error",
-            Fault::Peer | Fault::Stranger => "PeerError",
-            Fault::Nobody => "Deadline",
-            Fault::Bug => "InternalError",
+            ErrorKind::Plugin => "Error",
+            ErrorKind::Peer | ErrorKind::Refused => "PeerError",
+            ErrorKind::Timeout => "TimedOut",
+            ErrorKind::Internal => "InternalError",
         },
     }
 }
 
-fn fault_of(error: &Error) -> &'static str {
-    match error.fault() {
-        Fault::Usage => "usage",
-        Fault::Local => "local",
-        Fault::Gpu => "gpu",
-        Fault::Plugin => "plugin",
-        Fault::Peer => "peer",
-        Fault::Stranger => "stranger",
-        Fault::Nobody => "nobody",
-        Fault::Bug => "bug",
+fn kind_of(error: &Error) -> &'static str {
+    match error.kind() {
+        ErrorKind::Usage => "usage",
+        ErrorKind::Local => "local",
+        ErrorKind::Gpu => "gpu",
+        ErrorKind::Plugin => "plugin",
+        ErrorKind::Peer => "peer",
+        ErrorKind::Refused => "refused",
+        ErrorKind::Timeout => "timeout",
+        ErrorKind::Internal => "internal",
     }
 }
 
@@ -87,7 +87,7 @@ fn make(
     class: &str,
     code: Option<i32>,
     message: &str,
-    fault: &str,
+    kind: &str,
     peer: Option<&str>,
 ) -> PyResult<PyErr> {
     static CLASSES: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
@@ -98,7 +98,7 @@ fn make(
         Some(code) => class.call1((code, message))?,
         None => class.call1((message,))?,
     };
-    exception.setattr("fault", fault)?;
+    exception.setattr("kind", kind)?;
     exception.setattr("peer", peer)?;
     Ok(PyErr::from_value(exception))
 }

@@ -57,7 +57,7 @@ impl Address {
             .name("ferrywire-name".into())
             .spawn(look_up)
             .map_err(|error| Error::io("start a thread", &error))?;
-        let deadline = |_| Error::Deadline { what: format!("looking up {text}"), peer: None, waited: limit };
+        let deadline = |_| Error::Stalled { what: format!("looking up {text}"), peer: None, waited: limit };
         let found = told.recv_timeout(limit).map_err(deadline)?;
         found.map_err(|error| Error::Unreachable { address: text, why: error.to_string() })
     }

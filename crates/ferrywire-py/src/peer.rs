@@ -310,7 +310,7 @@ impl Peer {
 
     /// Waits for the next notification, at most `timeout` seconds.
     ///
-    /// Raises `Deadline`; `Closed`, `PeerLost`, `PeerClosed` once there are no more.
+    /// Raises `TimedOut`; `Closed`, `PeerLost`, `PeerClosed` once there are no more.
     #[pyo3(signature = (timeout=None))]
     fn wait_notification<'py>(&self, py: Python<'py>, timeout: Option<f64>) -> PyResult<Bound<'py, PyBytes>> {
         let limit = limit(py, "timeout", timeout)?;
@@ -318,7 +318,7 @@ impl Peer {
         Ok(PyBytes::new(py, &message))
     }
 
-    /// The same as `wait_notification`, awaited. Raises `Deadline`, `Closed`, `PeerLost`, `PeerClosed` as it does.
+    /// The same as `wait_notification`, awaited. Raises `TimedOut`, `Closed`, `PeerLost`, `PeerClosed` as it does.
     #[pyo3(signature = (timeout=None))]
     fn wait_notification_async<'py>(
         slf: &Bound<'py, Self>,
@@ -343,7 +343,7 @@ impl Peer {
 
     /// Finishes what was posted, on both sides, then closes.
     ///
-    /// Raises `Deadline` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone, or
+    /// Raises `TimedOut` where the peer has not taken what was posted in `timeout` seconds, and `PeerLost` where it is gone, or
     /// closed before it had; it is closed nevertheless.
     #[pyo3(signature = (timeout=5.0))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
@@ -354,7 +354,7 @@ impl Peer {
         Ok(Errand::begin(py, self.closing(py, timeout)?, |py, ()| Ok(py.None()))?)
     }
 
-    /// The same as `close`, awaited. Raises `Deadline`, `PeerLost` as it does.
+    /// The same as `close`, awaited. Raises `TimedOut`, `PeerLost` as it does.
     #[pyo3(signature = (timeout=5.0))]
     fn close_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         errand(slf, "_begin_close", &[timeout.into_bound_py_any(slf.py())?])

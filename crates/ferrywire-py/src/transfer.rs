@@ -58,7 +58,7 @@ impl Transfer {
     /// Waits for the end and returns the outcome. `timeout` is the longest time in all, `stall_timeout` the longest
     /// time without progress, both in seconds.
     ///
-    /// Raises `Deadline`, after which the operation goes on, and can be waited for again or cancelled; else what `poll`
+    /// Raises `TimedOut`, after which the operation goes on, and can be waited for again or cancelled; else what `poll`
     /// raises.
     #[pyo3(signature = (timeout=None, *, stall_timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>, stall_timeout: Option<f64>) -> PyResult<u64> {
@@ -80,7 +80,7 @@ impl Transfer {
                 // Not one that the slices go on after.
                 Err(Error::TimedOut { what, peer, .. }) if moved.1.elapsed() >= stall => {
                     let waited = if stall.is_zero() { stall } else { moved.1.elapsed() };
-                    Ok(Err(Error::Deadline { what, peer, waited }))
+                    Ok(Err(Error::Stalled { what, peer, waited }))
                 }
                 outcome => outcome.map(Ok),
             }
@@ -88,7 +88,7 @@ impl Transfer {
         outcome?.or_raise(py)
     }
 
-    /// The same, awaited: the event loop goes on meanwhile. Raises `Deadline`, and what `poll` raises.
+    /// The same, awaited: the event loop goes on meanwhile. Raises `TimedOut`, and what `poll` raises.
     #[pyo3(signature = (timeout=None))]
     fn wait_async<'py>(slf: &Bound<'py, Self>, timeout: Option<f64>) -> PyResult<Bound<'py, PyAny>> {
         coroutine(slf, "wait_transfer", timeout)
@@ -144,7 +144,7 @@ impl Transfer {
 /// first where several have; the transfer itself tells how. So a number of them is kept in flight. `timeout` is the
 /// longest time in all, in seconds; 0 asks without waiting.
 ///
-/// Raises `Deadline`, after which all go on; `UsageError` when there are none, when one is something else, and for those
+/// Raises `TimedOut`, after which all go on; `UsageError` when there are none, when one is something else, and for those
 /// of several peers.
 #[pyfunction]
 #[pyo3(signature = (transfers, timeout=None))]

@@ -42,7 +42,7 @@ pub fn sliced<T: Send>(
     loop {
         let left = limit.saturating_sub(start.elapsed());
         match py.detach(|| wait(left.min(SLICE))) {
-            Err(error @ (Error::Deadline { .. } | Error::TimedOut { .. })) => {
+            Err(error @ (Error::Stalled { .. } | Error::TimedOut { .. })) => {
                 py.check_signals()?;
                 let waited = start.elapsed();
                 if waited >= limit {
@@ -59,7 +59,7 @@ pub fn sliced<T: Send>(
 /// The same deadline, after all this time.
 pub fn after(error: Error, waited: Duration) -> Error {
     match error {
-        Error::Deadline { what, peer, .. } => Error::Deadline { what, peer, waited },
+        Error::Stalled { what, peer, .. } => Error::Stalled { what, peer, waited },
         Error::TimedOut { what, peer, .. } => Error::TimedOut { what, peer, limit: waited },
         other => other,
     }
@@ -106,7 +106,7 @@ impl<T: Send> Aside<T> {
                 Ok(outcome) => return outcome.or_raise(py),
                 Err(RecvTimeoutError::Timeout) => py.check_signals()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(raised(py, &Error::Bug("a thread ended without an answer".into())));
+                    return Err(raised(py, &Error::Internal("a thread ended without an answer".into())));
                 }
             }
         }
@@ -132,7 +132,7 @@ fn unless_it_panics<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let words = panic.downcast_ref::<&str>().copied();
         let words = words.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(Error::Bug(format!("panicked: {}", words.unwrap_or("no words"))))
+        Err(Error::Internal(format!("panicked: {}", words.unwrap_or("no words"))))
     })
 }
 

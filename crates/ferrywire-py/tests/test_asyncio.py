@@ -130,11 +130,11 @@ settle(gone, before)
 
 def test_a_timeout_says_what_was_waited_for(pair: Pair):
     async def main():
-        with pytest.raises(fw.Deadline, match="not done within 20ms: recv with .*near"):
+        with pytest.raises(fw.TimedOut, match="not done within 20ms: recv with .*near"):
             await pair.to_near.recv(1, pair.far.register(bytearray(4))).wait_async(0.02)
-        with pytest.raises(fw.Deadline, match="a notification from .*far"):
+        with pytest.raises(fw.TimedOut, match="a notification from .*far"):
             await pair.to_far.wait_notification_async(0.02)
-        with pytest.raises(fw.Deadline, match="a peer to connect"):
+        with pytest.raises(fw.TimedOut, match="a peer to connect"):
             await pair.far.accept_async(0.02)
         with pytest.raises(fw.UsageError, match="does not listen"):
             await pair.near.accept_async()
@@ -226,7 +226,7 @@ def test_a_timeout_or_cancel_loses_no_peer(after: float | None):
             accepted = []
             if after is None:
                 # Where the machine is slow they come later.
-                with contextlib.suppress(fw.Deadline):
+                with contextlib.suppress(fw.TimedOut):
                     accepted.append(await waiting)
             else:
                 await cancelled(waiting, after)

@@ -49,7 +49,7 @@ def test_a_peer_that_has_closed(pair: Pair):
     for use in (lambda: pair.to_near.wait_notification(LIMIT), lambda: pair.to_near.write(source, target).wait(LIMIT)):
         with pytest.raises(fw.PeerClosed, match=r"peer .*near.* closed the connection") as closed:
             use()
-        assert "near" in closed.value.peer and closed.value.fault == "peer"
+        assert "near" in closed.value.peer and closed.value.kind == "peer"
 
 
 def test_a_block_list_over_a_deregistered_region(pair: Pair):

@@ -117,7 +117,7 @@ for turn in range(1, 4):
     sent.put(stream, data)
     transfer = to_far.write(source, target.remote(), stream={stream})
     try: transfer.wait(0.05)
-    except fw.Deadline: pass
+    except fw.TimedOut: pass
     else: raise AssertionError("it did not wait for the stream")
     gate.open()
     transfer.wait(60)
@@ -167,7 +167,7 @@ for turn in range(1, 4):
     sent.put(stream, data)
     transfer = to_far.write_blocks(blocks)
     try: transfer.wait(0.05)
-    except fw.Deadline: pass
+    except fw.TimedOut: pass
     else: raise AssertionError("it did not wait for the stream")
     gate.open()
     transfer.wait(60)
@@ -199,7 +199,7 @@ for turn, blocks in enumerate((lists, lists[::-1]), 1):
     sent.put(stream, data)
     transfer = to_far.write_blocks(fw.BlockList.join(blocks))
     try: transfer.wait(0.05)
-    except fw.Deadline: pass
+    except fw.TimedOut: pass
     else: raise AssertionError("it did not wait for the stream")
     gate.open()
     transfer.wait(60)
@@ -267,7 +267,7 @@ for turn in range(1, 4):
     sent.put(stream, data)
     transfer = to_far.write(source, target.remote())
     try: transfer.wait(0.05)
-    except fw.Deadline: pass
+    except fw.TimedOut: pass
     else: raise AssertionError("it did not wait for the stream")
     gate.open()
     transfer.wait(60)
@@ -318,7 +318,7 @@ def test_without_a_driver_a_gpu_is_an_error_with_a_name(program: type[Program]):
 import ferrywire as fw
 endpoint = fw.Endpoint()
 try: endpoint.allocate(1000, "cuda:0")
-except fw.GpuError as error: print(error.fault, error, flush=True)
+except fw.GpuError as error: print(error.kind, error, flush=True)
 else: print("made", flush=True)
 """, LD_LIBRARY_PATH="/nonexistent") as other:
         said = other.end()

@@ -35,7 +35,7 @@ def test_a_peer_killed_in_mid_transfer_is_named_and_the_next_is_served(program: 
                     for transfer in transfers:
                         transfer.wait(LOSS_IS_TOLD)
                 assert time.monotonic() - began < LOSS_IS_TOLD
-                assert lost.value.fault == "peer" and "doomed" in lost.value.peer
+                assert lost.value.kind == "peer" and "doomed" in lost.value.peer
                 assert isinstance(peer.error, fw.PeerLost) and "doomed" in repr(peer)
                 with pytest.raises(fw.PeerLost, match="doomed"):
                     peer.wait_notification(LOSS_IS_TOLD)

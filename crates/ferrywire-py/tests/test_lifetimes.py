@@ -64,7 +64,7 @@ def test_memory_in_flight_lives_until_the_transfer_ends(pair: Pair):
     del array
     gc.collect()
     assert alive() is not None
-    with pytest.raises(fw.Deadline):
+    with pytest.raises(fw.TimedOut):
         transfer.wait(0.05)
     del transfer
     gc.collect()
@@ -224,7 +224,7 @@ def tick():
     while ticks >= 0: ticks += 1; time.sleep(0.001)
 threading.Thread(target=tick, daemon=True).start()
 try: to_far.wait_notification(timeout=0.3)
-except fw.Deadline: pass
+except fw.TimedOut: pass
 assert ticks > 20, ticks
 ticks = -10**9
 """) as other:

@@ -127,7 +127,7 @@ def test_a_fetch_that_is_broken_off_writes_no_more(program: type[Program], monke
         mine = np.ones(1 << 20)
         other.process.send_signal(signal.SIGSTOP)
         try:
-            with pytest.raises(fw.Deadline, match="read with"):
+            with pytest.raises(fw.TimedOut, match="read with"):
                 fw.fetch(near, peer, told, into={"a": mine}, timeout=0.05)
         finally:
             other.process.send_signal(signal.SIGCONT)

@@ -21,7 +21,7 @@ def test_the_one_that_has_ended_is_named_wherever_it_stands(pair: Pair):
     waiting = deque((tag, pair.to_near.recv(tag, target, offset=tag * 8, nbytes=8)) for tag in range(8))
     for tag in (5, 0, 7, 2, 6, 1, 4, 3):
         for timeout, words in ((0, "^not done yet: "), (SHORT, "^not done within ")):
-            with pytest.raises(fw.Deadline, match=words):
+            with pytest.raises(fw.TimedOut, match=words):
                 fw.wait_any((transfer for _, transfer in waiting), timeout)
         # The thread needs the interpreter while this one waits.
         sender = threading.Timer(SHORT, lambda tag=tag: pair.to_far.send(tag, source))
@@ -76,7 +76,7 @@ def test_progress_does_not_extend_the_timeout(pair: Pair):
     write = pair.to_far.write_blocks(blocks)
     while not write.bytes_moved:
         assert write.poll() is None
-    with pytest.raises(fw.Deadline, match="not done within .*write"):
+    with pytest.raises(fw.TimedOut, match="not done within .*write"):
         fw.wait_any([write], 3 * SHORT)
     write.cancel()
     assert fw.wait_any([write], LIMIT) == 0 and write.done()

@@ -1,6 +1,6 @@
-//! What can go wrong, sorted by whose fault it is.
+//! What can go wrong, sorted by where it comes from.
 //!
-//! Every operation ends in one [`Error`]: what failed, where, and what to try. Errors are plain values
+//! Every operation ends in one [`Error`]: what failed, where, and what to try; its [`ErrorKind`] says where it comes from. Errors are plain values
 //! (`Clone`, `PartialEq`), so that tests compare them whole and one failure can be handed to every
 //! transfer it ends.
 
@@ -20,9 +20,9 @@ use std::time::Duration;
 /// Result of an engine operation.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Whose fault an [`Error`] is.
+/// Where an [`Error`] comes from, and so who can act on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Fault {
+pub enum ErrorKind {
     /// The caller used the API or the configuration wrongly.
     Usage,
     /// This host: its sockets, memory or limits.
@@ -33,12 +33,12 @@ pub enum Fault {
     Plugin,
     /// The peer or the network to it.
     Peer,
-    /// Somebody who is not allowed in.
-    Stranger,
-    /// Nobody's yet: the time that the caller gave was up.
-    Nobody,
+    /// The other end is not ferrywire, speaks another version, or holds another secret.
+    Refused,
+    /// The time that the caller gave was up; the operation goes on.
+    Timeout,
     /// ferrywire itself; please report it.
-    Bug,
+    Internal,
 }
 
 /// Why an operation failed.
@@ -67,7 +67,7 @@ pub enum Error {
     },
     /// The transport cannot move the bytes from or to where they live. Nothing was moved.
     #[error("the {side} region is {place}, {}", way_out(transport))]
-    OutOfReach {
+    UnsupportedMemory {
         /// "local" or "remote".
         side: &'static str,
         /// Where its bytes live.
@@ -132,7 +132,7 @@ pub enum Error {
     },
     /// The peer holds the secret and does what no ferrywire of this version does.
     #[error("peer {peer} misbehaves: {why}; is it the same version?")]
-    PeerMisbehaved {
+    ProtocolViolation {
         /// The peer's address.
         peer: String,
         /// What it did.
@@ -158,7 +158,7 @@ pub enum Error {
     },
     /// Nothing moved for longer than the caller was ready to wait. The operation goes on.
     #[error("{}{what}", stalled(waited))]
-    Deadline {
+    Stalled {
         /// What was waited for, and its state.
         what: String,
         /// Who it was to come from, or where it was to go, where that is one.
@@ -189,7 +189,7 @@ pub enum Error {
     },
     /// A thread or device of this host does not let go of something.
     #[error("{what} is still held by {by} after {waited:.1?}: is it stuck in the kernel or a driver?")]
-    HeldUp {
+    ResourceBusy {
         /// What should be free.
         what: String,
         /// Who has it.
@@ -225,7 +225,7 @@ pub enum Error {
     },
     /// An invariant of ferrywire was broken.
     #[error("internal error, please report: {0}")]
-    Bug(String),
+    Internal(String),
 }
 
 /// A limit of zero asks without waiting.
@@ -252,22 +252,22 @@ fn way_out(transport: &str) -> String {
 }
 
 impl Error {
-    /// Whose fault it is.
-    pub fn fault(&self) -> Fault {
+    /// Where the error comes from.
+    pub fn kind(&self) -> ErrorKind {
         match self {
-            Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => Fault::Usage,
-            Error::Cancelled | Error::Closed | Error::OutOfReach { .. } | Error::Forked { .. } => {
-                Fault::Usage
+            Error::Invalid { .. } | Error::OutOfRegion { .. } | Error::Truncated { .. } => ErrorKind::Usage,
+            Error::Cancelled | Error::Closed | Error::UnsupportedMemory { .. } | Error::Forked { .. } => {
+                ErrorKind::Usage
             }
-            Error::SimGpu(_) | Error::Cuda(_) => Fault::Gpu,
-            Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => Fault::Plugin,
-            Error::Io { .. } | Error::Limit { .. } | Error::HeldUp { .. } => Fault::Local,
-            Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => Fault::Peer,
-            Error::PeerMisbehaved { .. } | Error::AccessRefused { .. } => Fault::Peer,
-            Error::Deadline { .. } | Error::TimedOut { .. } => Fault::Nobody,
-            Error::Refused { .. } => Fault::Stranger,
-            Error::Phase { error, .. } => error.fault(),
-            Error::Bug(_) => Fault::Bug,
+            Error::SimGpu(_) | Error::Cuda(_) => ErrorKind::Gpu,
+            Error::PluginLoad(_) | Error::PluginCall(_) | Error::Unpack(_) => ErrorKind::Plugin,
+            Error::Io { .. } | Error::Limit { .. } | Error::ResourceBusy { .. } => ErrorKind::Local,
+            Error::Unreachable { .. } | Error::PeerLost { .. } | Error::PeerClosed { .. } => ErrorKind::Peer,
+            Error::ProtocolViolation { .. } | Error::AccessRefused { .. } => ErrorKind::Peer,
+            Error::Stalled { .. } | Error::TimedOut { .. } => ErrorKind::Timeout,
+            Error::Refused { .. } => ErrorKind::Refused,
+            Error::Phase { error, .. } => error.kind(),
+            Error::Internal(_) => ErrorKind::Internal,
         }
     }
 
@@ -292,8 +292,8 @@ impl Error {
             HandshakeError::Random | HandshakeError::Noise => {
                 Error::Io { what: format!("handshake with {address}"), message: why, code: None }
             }
-            HandshakeError::Overreach(_) => Error::PeerMisbehaved { peer: address, why },
-            HandshakeError::Misuse => Error::Bug(format!("handshake with {address}: {why}")),
+            HandshakeError::Overreach(_) => Error::ProtocolViolation { peer: address, why },
+            HandshakeError::Misuse => Error::Internal(format!("handshake with {address}: {why}")),
             _ => Error::Refused { address, why },
         }
     }
@@ -312,7 +312,7 @@ impl Error {
                 why: format!("peer {peer} acknowledges no control messages"),
             },
             SessionError::Unusable(_) | SessionError::Detached => {
-                Error::Bug(format!("control session with {peer}: {error}"))
+                Error::Internal(format!("control session with {peer}: {error}"))
             }
             _ => Error::PeerLost { peer: String::from(peer), why: format!("control session: {error}") },
         }
@@ -331,7 +331,7 @@ impl From<memory::Error> for Error {
             memory::Error::Unpack(error) => Error::Unpack(error),
             memory::Error::Io { what, message, code } => Error::Io { what, message, code },
             memory::Error::Limit { name, limit, why } => Error::Limit { name, limit, why },
-            memory::Error::Bug(why) => Error::Bug(why),
+            memory::Error::Internal(why) => Error::Internal(why),
         }
     }
 }
@@ -388,8 +388,8 @@ mod tests {
             "cannot reach 10.0.0.1:7471: the connection was closed while waiting for the answer"
         );
         let overreach = Error::of_handshake(&HandshakeError::Overreach("channels = 17".into()), at);
-        assert!(matches!(overreach, Error::PeerMisbehaved { peer, .. } if peer == at));
-        assert!(matches!(Error::of_handshake(&HandshakeError::Misuse, at), Error::Bug(_)));
+        assert!(matches!(overreach, Error::ProtocolViolation { peer, .. } if peer == at));
+        assert!(matches!(Error::of_handshake(&HandshakeError::Misuse, at), Error::Internal(_)));
     }
 
     #[test]
@@ -405,7 +405,7 @@ mod tests {
 
     #[test]
     fn durations_are_rounded_for_messages() {
-        let said = |waited| Error::Deadline { what: "a write".into(), peer: None, waited }.to_string();
+        let said = |waited| Error::Stalled { what: "a write".into(), peer: None, waited }.to_string();
         let expected =
             [(29_999_999_960, "30s"), (2_500_400_000, "2.5s"), (12_000, "12µs"), (61_234_567_891, "61.2s")];
         for (waited_ns, text) in expected {

@@ -338,7 +338,7 @@ pub fn explain(error: Error) -> Failure {
         Error::Unreachable { .. } if words.contains("refused") => {
             "likely: 'ferrywire bench serve' does not run there, or its --listen address does not take in this one"
         }
-        Error::Unreachable { .. } | Error::Deadline { .. } => {
+        Error::Unreachable { .. } | Error::Stalled { .. } => {
             "likely: a firewall drops the port, the address is another host's, or no route leads there"
         }
         _ => return Failure::Failed(text),

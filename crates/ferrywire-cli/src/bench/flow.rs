@@ -216,7 +216,7 @@ pub fn follow(poster: &Poster, depth: usize) -> Outcome {
                 waiting.pop_front();
                 received += 1;
             }
-            Err(Error::Deadline { .. }) => stall.check("messages")?,
+            Err(Error::Stalled { .. }) => stall.check("messages")?,
             Err(error) => return Err(poster.link.lost(error)),
         }
         if stop.is_none() {
@@ -242,7 +242,7 @@ pub fn withdraw(poster: &Poster, transfer: &Transfer) -> Outcome {
         match transfer.wait(FOLLOW_SLICE) {
             Err(Error::Cancelled) => return Ok(()),
             Ok(_) => return Err(poster.link.strange("a message after the last")),
-            Err(Error::Deadline { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
+            Err(Error::Stalled { .. }) => Stall::new(poster.link).check("a cancelled receive")?,
             Err(error) => return Err(poster.link.lost(error)),
         }
     }

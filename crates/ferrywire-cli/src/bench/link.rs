@@ -189,7 +189,7 @@ impl Link {
                     }
                     Some(heard) => return Ok(heard),
                 },
-                Err(Error::Deadline { .. }) => stall.check("an answer")?,
+                Err(Error::Stalled { .. }) => stall.check("an answer")?,
                 Err(error) => return Err(self.lost(error)),
             }
         }
@@ -203,7 +203,7 @@ impl Link {
                 Some(Heard::Message(message)) => Ok(Some(message)),
                 None => Ok(None),
             },
-            Err(Error::Deadline { .. }) => Ok(None),
+            Err(Error::Stalled { .. }) => Ok(None),
             Err(error) => Err(self.lost(error)),
         }
     }
@@ -282,7 +282,7 @@ impl Link {
         self.goes_on()?;
         match transfer.wait(SLICE) {
             Ok(bytes) => Ok(bytes),
-            Err(Error::Deadline { .. }) => self.finish_slowly(transfer),
+            Err(Error::Stalled { .. }) => self.finish_slowly(transfer),
             Err(error) => Err(self.lost(error)),
         }
     }
@@ -293,7 +293,7 @@ impl Link {
             stall.check("a transfer")?;
             match transfer.wait(SLICE) {
                 Ok(bytes) => return Ok(bytes),
-                Err(Error::Deadline { .. }) => {}
+                Err(Error::Stalled { .. }) => {}
                 Err(error) => return Err(self.lost(error)),
             }
         }
@@ -306,7 +306,7 @@ impl Link {
         loop {
             match Transfer::wait_any_for(transfers.clone(), SLICE, SLICE) {
                 Ok(at) => return Ok(at),
-                Err(Error::Deadline { .. } | Error::TimedOut { .. }) => {
+                Err(Error::Stalled { .. } | Error::TimedOut { .. }) => {
                     stall.get_or_insert_with(|| Stall::new(self)).check("a transfer")?
                 }
                 Err(error) => return Err(self.lost(error)),

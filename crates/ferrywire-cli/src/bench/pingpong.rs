@@ -128,7 +128,7 @@ impl PingPong<'_> {
         loop {
             match receive.wait(SLICE) {
                 Ok(_) => return Ok(None),
-                Err(Error::Deadline { .. }) => stall.check("a message")?,
+                Err(Error::Stalled { .. }) => stall.check("a message")?,
                 Err(error) => return Err(link.lost(error)),
             }
             if let Some(count) = flow::stopped(link)? {

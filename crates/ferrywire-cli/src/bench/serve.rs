@@ -169,7 +169,7 @@ impl House {
     fn answer(&self, door: &Door, last_error: &mut Option<Error>) -> bool {
         match door.endpoint.accept(SLICE) {
             Ok(peer) => self.attend_in_thread(door, peer),
-            Err(Error::Deadline { .. }) => {}
+            Err(Error::Stalled { .. }) => {}
             Err(Error::Closed) => return false,
             Err(error) => complain_once(last_error, error),
         }

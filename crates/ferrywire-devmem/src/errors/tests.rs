@@ -80,7 +80,7 @@ fn check(row: Row, error: &DevmemError) {
     for words in row.3.iter().chain(&["eth7", row.1, &number]) {
         assert!(message.contains(words), "{words:?} is missing: {message}");
     }
-    assert_eq!(error.fault(), Fault::Local);
+    assert_eq!(error.kind(), ErrorKind::Local);
 }
 
 #[test]
@@ -114,21 +114,21 @@ fn no_two_causes_are_told_alike() {
 
 #[test]
 fn each_failed_send_says_why() {
-    let rows: [(i32, SendCause, Fault, &str); 6] = [
+    let rows: [(i32, SendCause, ErrorKind, &str); 6] = [
         // seen: no SO_ZEROCOPY, unknown number, one that receives, closed binding
-        (libc::EINVAL, SendCause::NotBound, Fault::Bug, "not bound"),
+        (libc::EINVAL, SendCause::NotBound, ErrorKind::Internal, "not bound"),
         // seen
-        (libc::EFAULT, SendCause::Outside, Fault::Bug, "inside"),
+        (libc::EFAULT, SendCause::Outside, ErrorKind::Internal, "inside"),
         // seen: over loopback
-        (libc::ENODEV, SendCause::OtherRoute, Fault::Local, "another device"),
-        (libc::EHOSTUNREACH, SendCause::NoRoute, Fault::Local, "no route"),
-        (libc::ENOBUFS, SendCause::Unfinished, Fault::Local, "net.core.optmem_max"),
-        (libc::EIO, SendCause::Other, Fault::Local, "the system refuses"),
+        (libc::ENODEV, SendCause::OtherRoute, ErrorKind::Local, "another device"),
+        (libc::EHOSTUNREACH, SendCause::NoRoute, ErrorKind::Local, "no route"),
+        (libc::ENOBUFS, SendCause::Unfinished, ErrorKind::Local, "net.core.optmem_max"),
+        (libc::EIO, SendCause::Other, ErrorKind::Local, "the system refuses"),
     ];
     for (errno, cause, fault, words) in rows {
         let said = io::Error::from_raw_os_error(errno);
         let error = DevmemError::send("eth7", 6, &said);
-        assert_eq!((SendCause::of(&said), error.fault()), (cause, fault));
+        assert_eq!((SendCause::of(&said), error.kind()), (cause, fault));
         let message = error.to_string();
         for words in ["NIC eth7", "dma-buf 6", words, &said.to_string()] {
             assert!(message.contains(words), "{words:?} is missing: {message}");
@@ -143,11 +143,13 @@ fn receiving_fails_with_the_kernels_fault_or_a_connections() {
     assert_eq!(of(io::Error::other("something else")), None);
     let sum = ReceiveFault::from(ControlFault::Sum { fragments: 10, received: 11 });
     // The first two are seen.
-    for (fault, whose) in
-        [(ReceiveFault::NoRoom, Fault::Bug), (ReceiveFault::Unreadable, Fault::Local), (sum, Fault::Local)]
-    {
+    for (fault, whose) in [
+        (ReceiveFault::NoRoom, ErrorKind::Internal),
+        (ReceiveFault::Unreadable, ErrorKind::Local),
+        (sum, ErrorKind::Local),
+    ] {
         let error = of(io::Error::other(fault.clone())).expect("one of devmem's");
-        assert_eq!(error.fault(), whose);
+        assert_eq!(error.kind(), whose);
         let message = error.to_string();
         assert!(message.contains("eth7") && message.contains("10.0.0.2:7777"), "{message}");
         assert!(message.ends_with(&fault.to_string()), "{message}");
@@ -187,5 +189,5 @@ fn what_the_kernel_mixes_up_is_named() {
     );
     let unknown = DevmemError::UnknownTokens { nic: "eth7".into(), unknown: 3, told: 1000 };
     assert!(unknown.to_string().contains("3 of 1000"), "{unknown}");
-    assert_eq!((outside.fault(), unknown.fault()), (Fault::Local, Fault::Bug));
+    assert_eq!((outside.kind(), unknown.kind()), (ErrorKind::Local, ErrorKind::Internal));
 }

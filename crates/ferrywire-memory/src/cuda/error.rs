@@ -127,7 +127,7 @@ pub enum CudaError {
     },
     /// What was waited for had not happened in time. It may still happen.
     #[error("CUDA GPU {gpu}: {what} has not ended after {:?}", ferrywire_proto::text::rounded(*waited))]
-    Deadline {
+    TimedOut {
         /// The GPU.
         gpu: u32,
         /// What was waited for.

@@ -44,7 +44,7 @@ impl CudaEvent {
     /// Waits until everything before it is done.
     ///
     /// # Errors
-    /// As for [`CudaEvent::query`]; [`CudaError::Deadline`].
+    /// As for [`CudaEvent::query`]; [`CudaError::TimedOut`].
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         wait_until(&self.gpu, "an event", deadline, || self.query())
     }
@@ -96,7 +96,7 @@ pub(super) fn wait_until(
     while !is_done()? {
         let waited = start.elapsed();
         if waited >= deadline {
-            return Err(CudaError::Deadline { gpu: gpu.index(), what, waited: deadline });
+            return Err(CudaError::TimedOut { gpu: gpu.index(), what, waited: deadline });
         }
         match asked < YIELDS {
             true => std::thread::yield_now(),

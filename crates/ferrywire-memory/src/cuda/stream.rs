@@ -391,7 +391,7 @@ impl CudaStream {
     /// Waits until everything enqueued is done.
     ///
     /// # Errors
-    /// As for [`CudaStream::query`], or [`CudaError::Deadline`](super::CudaError::Deadline); after that the work
+    /// As for [`CudaStream::query`], or [`CudaError::TimedOut`](super::CudaError::TimedOut); after that the work
     /// goes on.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         event::wait_until(&self.gpu, "work in a stream", deadline, || self.query())

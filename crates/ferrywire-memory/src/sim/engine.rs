@@ -186,7 +186,7 @@ impl Engine {
         while !state.lanes.get(&lane).map_or(Ok(true), Lane::query)? {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(SimGpuError::Deadline { gpu: self.gpu, what: "a stream", waited: deadline });
+                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "a stream", waited: deadline });
             }
             state = self.ended.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }

@@ -59,7 +59,7 @@ impl Mark {
             }
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(SimGpuError::Deadline { gpu: self.gpu, what: "an event", waited: deadline });
+                return Err(SimGpuError::TimedOut { gpu: self.gpu, what: "an event", waited: deadline });
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -112,7 +112,7 @@ impl SimEvent {
     /// Waits until everything before it is done.
     ///
     /// # Errors
-    /// The cause, when something before it failed; [`SimGpuError::Deadline`].
+    /// The cause, when something before it failed; [`SimGpuError::TimedOut`].
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         self.mark().map_or(Ok(()), |mark| mark.wait(deadline))
     }

@@ -124,7 +124,7 @@ impl SimStream {
     /// Waits until everything enqueued is done.
     ///
     /// # Errors
-    /// The stream's failure, or [`SimGpuError::Deadline`](super::SimGpuError::Deadline); after that the
+    /// The stream's failure, or [`SimGpuError::TimedOut`](super::SimGpuError::TimedOut); after that the
     /// work goes on.
     pub fn wait(&self, deadline: Duration) -> Result<()> {
         self.gpu.engine.wait(self.lane, deadline)

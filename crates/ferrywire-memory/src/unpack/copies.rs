@@ -41,7 +41,7 @@ impl CopyQueue {
     /// Begins a batch, which may be done in any order; no target overlaps with anything else of it.
     pub fn begin(&mut self, copies: &[GpuCopy]) -> Result<()> {
         if self.copying {
-            return Err(Error::Bug("copies are begun while others are under way".into()));
+            return Err(Error::Internal("copies are begun while others are under way".into()));
         }
         // A kernel may have to stand behind a stream that waits for this very transfer.
         let launching = deferred_free::launching();
@@ -230,7 +230,7 @@ mod tests {
             gpu.set_stall(true);
             queue.begin(&copies).unwrap();
             assert!(count == 0 || !queue.is_done().unwrap(), "{queue:?}");
-            assert!(count == 0 || matches!(queue.begin(&copies), Err(Error::Bug(_))));
+            assert!(count == 0 || matches!(queue.begin(&copies), Err(Error::Internal(_))));
             gpu.set_stall(false);
             while !queue.is_done().unwrap() {
                 std::thread::yield_now();

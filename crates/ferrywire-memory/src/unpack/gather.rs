@@ -154,7 +154,7 @@ impl Gather {
         match &self.failed {
             Some(failed) => Err(failed.clone()),
             None if self.jobs[slot].step != Step::Free => {
-                Err(Error::Bug(format!("a gather is started in slot {slot}, which has one")))
+                Err(Error::Internal(format!("a gather is started in slot {slot}, which has one")))
             }
             None => Ok(()),
         }
@@ -186,7 +186,9 @@ impl Gather {
         self.turn();
         let Job { step, target, bytes, freed, .. } = self.jobs[slot];
         let outcome = match (step, &self.failed) {
-            (Step::Free, _) => Err(Error::Bug(format!("a gather is polled in slot {slot}, which has none"))),
+            (Step::Free, _) => {
+                Err(Error::Internal(format!("a gather is polled in slot {slot}, which has none")))
+            }
             (Step::Launched { launch }, _) if launch <= self.reached => match freed {
                 true => Err(CudaError::Freed { address: target, bytes }.into()),
                 false => Ok(bytes),

@@ -37,7 +37,7 @@ unsafe impl GatherDevice for Recorder {
     }
 
     fn read(&self, _address: u64, _into: &mut [u8]) -> Result<()> {
-        Err(Error::Bug("nothing is read".into()))
+        Err(Error::Internal("nothing is read".into()))
     }
 
     fn map(&self, bytes: usize) -> Result<Mapped> {

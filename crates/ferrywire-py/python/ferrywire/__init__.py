@@ -11,8 +11,8 @@
 >>> receiver.accept(timeout=5).wait_notification(timeout=5)
 b'here it is'
 
-Sizes and offsets are in bytes, times in seconds. Whatever can fail raises an :class:`Error`; its subclasses say whose
-fault it was. Every wait releases the interpreter's lock and ends on Ctrl-C.
+Sizes and offsets are in bytes, times in seconds. Whatever can fail raises an :class:`Error`; ``kind`` and the subclasses
+say where it comes from. Every wait releases the interpreter's lock and ends on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ._errors import (
     AccessRefused,
     Cancelled,
     Closed,
-    Deadline,
     Error,
     GpuError,
     InternalError,
@@ -30,8 +29,9 @@ from ._errors import (
     PeerClosed,
     PeerError,
     PeerLost,
-    PeerMisbehaved,
+    ProtocolViolation,
     Refused,
+    TimedOut,
     Truncated,
     Unreachable,
     UsageError,
@@ -58,7 +58,6 @@ __all__ = [
     "BlockList",
     "Cancelled",
     "Closed",
-    "Deadline",
     "Endpoint",
     "Error",
     "GpuError",
@@ -68,11 +67,12 @@ __all__ = [
     "PeerClosed",
     "PeerError",
     "PeerLost",
-    "PeerMisbehaved",
+    "ProtocolViolation",
     "Refused",
     "Region",
     "RemoteRegion",
     "Shared",
+    "TimedOut",
     "Transfer",
     "Truncated",
     "Unreachable",

@@ -66,7 +66,7 @@ async def _until(
 ) -> Any:
     """The first result of `look` that is not None; `attach` sees to it that it is called in time.
 
-    `overdue` gives what is there when the time is up, or raises the `Deadline`. While `done` is false, which takes
+    `overdue` gives what is there when the time is up, or raises the `TimedOut`. While `done` is false, which takes
     nothing away, there is nothing to look for: of a thousand transfers each that ends wakes one that waits.
     """
     if (found := look()) is not None:

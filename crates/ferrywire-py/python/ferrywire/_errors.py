@@ -1,6 +1,6 @@
 """What ferrywire raises, sorted by who has to act.
 
-Every exception has ``fault`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"stranger"``, ``"nobody"``, ``"bug"``)
+Every exception has ``kind`` (``"usage"``, ``"local"``, ``"gpu"``, ``"peer"``, ``"refused"``, ``"timeout"``, ``"internal"``)
 and ``peer``, the name of the remote endpoint where one is concerned, else ``None``.
 """
 
@@ -10,7 +10,6 @@ __all__ = [
     "AccessRefused",
     "Cancelled",
     "Closed",
-    "Deadline",
     "Error",
     "GpuError",
     "InternalError",
@@ -18,8 +17,9 @@ __all__ = [
     "PeerClosed",
     "PeerError",
     "PeerLost",
-    "PeerMisbehaved",
+    "ProtocolViolation",
     "Refused",
+    "TimedOut",
     "Truncated",
     "Unreachable",
     "UsageError",
@@ -52,7 +52,7 @@ class Cancelled(Error):
 class LocalError(Error, OSError):
     """This host: its sockets, memory or limits. ``errno`` is the system's number where it gave one, else ``None``."""
 
-    fault = "local"
+    kind = "local"
 
     def __str__(self) -> str:
         # Without "[Errno 98]" before words that say it.
@@ -62,13 +62,13 @@ class LocalError(Error, OSError):
 class GpuError(Error):
     """A GPU of this host, its driver, or its use."""
 
-    fault = "gpu"
+    kind = "gpu"
 
 
 class PeerError(Error):
     """The peer, or the network to it."""
 
-    fault = "peer"
+    kind = "peer"
 
 
 class PeerLost(PeerError, ConnectionError):
@@ -91,17 +91,17 @@ class AccessRefused(PeerError):
     """The peer refused an access: its region is gone, foreign, or too small."""
 
 
-class PeerMisbehaved(PeerError):
+class ProtocolViolation(PeerError):
     """The peer did what no ferrywire of this version does."""
 
 
-class Deadline(Error, TimeoutError):
+class TimedOut(Error, TimeoutError):
     """A wait took longer than its caller allowed. What was waited for goes on, and can be waited for again."""
 
-    fault = "nobody"
+    kind = "timeout"
 
 
 class InternalError(Error):
     """A mistake in ferrywire: please report it."""
 
-    fault = "bug"
+    kind = "internal"

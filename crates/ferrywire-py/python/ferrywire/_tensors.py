@@ -116,7 +116,7 @@ def fetch(
 
     Raises :class:`UsageError` for what is no description, contradicts itself, or does not match ``into``;
     :class:`LocalError` where this host has no memory for it; :class:`AccessRefused` where the
-    tensors are not shared any more, :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`Deadline`.
+    tensors are not shared any more, :class:`PeerLost`, :class:`PeerClosed`, :class:`Closed`, :class:`TimedOut`.
     """
     entries = _told(description)
     remotes = [_remote(entry) for entry in entries]

@@ -176,7 +176,7 @@ fn a_connect_whose_time_is_up_says_farewell_to_whoever_has_answered() {
         };
         assert_eq!(reason, "given up before it was up");
         let error = connect.join().unwrap().unwrap_err();
-        assert!(matches!(error, Error::Deadline { .. }), "{error:?}");
+        assert!(matches!(error, Error::Stalled { .. }), "{error:?}");
     });
     eventually("nothing of it is left", || dialler.peer_count() == 0);
     assert_eq!(dialler.close(LIMIT), Ok(()));

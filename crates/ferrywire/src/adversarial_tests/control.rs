@@ -77,7 +77,7 @@ fn a_peer_that_says_it_has_finished_before_it_is_asked_has_not() {
     evil.say(&fence(0, 0));
     evil.channel_lost_for("evil");
     let closed = evil.here.close(Duration::from_millis(100));
-    assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+    assert!(matches!(closed, Err(Error::Stalled { .. })), "{closed:?}");
     scene.unharmed();
 }
 

@@ -243,7 +243,7 @@ fn a_message_number_counts_once() {
         assert_eq!(got, [expected]);
     }
     let late = evil.here.recv(9, &target, 0, 1).unwrap();
-    assert!(matches!(late.wait(Duration::from_millis(100)), Err(Error::Deadline { .. })));
+    assert!(matches!(late.wait(Duration::from_millis(100)), Err(Error::Stalled { .. })));
     scene.unharmed();
 }
 

@@ -137,7 +137,7 @@ fn a_receive_is_not_filled_past_its_end() {
     assert_eq!(evil.data[0].answers(), [(3, Refusal::OutOfRegion), (4, Refusal::NoSink)]);
     let outcome = received.wait(LIMIT);
     assert!(
-        matches!(&outcome, Err(Error::PeerMisbehaved { why, .. }) if why.contains("more")),
+        matches!(&outcome, Err(Error::ProtocolViolation { why, .. }) if why.contains("more")),
         "{outcome:?}"
     );
     assert_eq!(received.bytes_moved(), 90);

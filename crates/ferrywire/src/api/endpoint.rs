@@ -172,7 +172,7 @@ impl Endpoint {
     fn connect_in(&self, target: ConnectTarget, to_answer: Duration, deadline: Duration) -> Result<Peer> {
         let connecting = self.start_connect(target)?;
         let mut result = connecting.wait(to_answer);
-        let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Deadline { .. }));
+        let timed_out = |result: &Result<Peer>| matches!(result, Err(Error::Stalled { .. }));
         if timed_out(&result) && to_answer < deadline && connecting.has_answered() {
             result = connecting.wait(deadline - to_answer);
         }
@@ -208,9 +208,9 @@ impl Endpoint {
     pub fn connect_metadata(&self, metadata: &[u8], deadline: Duration) -> Result<Peer> {
         let (identity, addresses) = parse_metadata(metadata)?;
         let tell = |mut errors: Vec<Error>| match errors.pop() {
-            Some(Error::Deadline { .. }) => {
+            Some(Error::Stalled { .. }) => {
                 let what = format!("connecting to {identity} at {addresses:?}");
-                Error::Deadline { what, peer: Some(identity.to_string()), waited: deadline }
+                Error::Stalled { what, peer: Some(identity.to_string()), waited: deadline }
             }
             Some(error) => error,
             None => Error::invalid("metadata", "it names no address: that endpoint does not listen"),
@@ -230,13 +230,13 @@ impl Endpoint {
                 Error::Invalid { what, .. } if what == "NIC" => 0,
                 Error::Unreachable { .. } => 1,
                 Error::Invalid { .. } => 2,
-                Error::Deadline { .. } => 3,
+                Error::Stalled { .. } => 3,
                 _ => 4,
             };
             match errors.into_iter().rev().max_by_key(tells) {
-                Some(Error::Deadline { .. }) if addresses.len() > 1 => {
+                Some(Error::Stalled { .. }) if addresses.len() > 1 => {
                     let what = format!("connecting to any of {addresses:?}");
-                    Error::Deadline { what, peer: None, waited: deadline }
+                    Error::Stalled { what, peer: None, waited: deadline }
                 }
                 Some(error) => error,
                 None => Error::invalid("addresses", "none is given"),
@@ -262,7 +262,7 @@ impl Endpoint {
             let target = ConnectTarget { address: *address, identity, secret: None };
             match self.connect_in(target, share.max(share_min).min(left), left) {
                 Ok(peer) => return Ok(peer),
-                Err(error @ (Error::Closed | Error::Forked { .. } | Error::Bug(_))) => {
+                Err(error @ (Error::Closed | Error::Forked { .. } | Error::Internal(_))) => {
                     return Err(vec![error]);
                 }
                 Err(error) => errors.push(error),
@@ -297,7 +297,7 @@ impl Endpoint {
     /// Waits for the next peer that connects.
     ///
     /// # Errors
-    /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Deadline`].
+    /// [`Error::Closed`] as soon as the endpoint is closed; [`Error::Stalled`].
     pub fn accept(&self, deadline: Duration) -> Result<Peer> {
         self.check_origin()?;
         let context = self.context();
@@ -309,7 +309,7 @@ impl Endpoint {
         }
         self.inner.next_peer(deadline).unwrap_or_else(|| {
             let what = format!("a peer to connect to {:?}", self.inner.listen_addresses);
-            Err(Error::Deadline { what, peer: None, waited: deadline })
+            Err(Error::Stalled { what, peer: None, waited: deadline })
         })
     }
 
@@ -463,7 +463,7 @@ impl Endpoint {
     /// until the deadline (or for [`limits::NIC_END_MIN`]), that is left to the next start, as after a kill.
     ///
     /// # Errors
-    /// [`Error::Deadline`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
+    /// [`Error::Stalled`] when a peer did not finish in time, [`Error::PeerLost`] when one was lost, or closed, before
     /// what was posted to it had finished; all is closed nevertheless.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.check_origin()?;

@@ -144,11 +144,7 @@ impl Orchestrator {
                 let error = match other {
                     Ok(Some(index)) => {
                         let what = format!("peers: {} of {peers_of_each} have come", came(index));
-                        self.failed(
-                            "accepting",
-                            index,
-                            Error::Deadline { what, peer: None, waited: deadline },
-                        )
+                        self.failed("accepting", index, Error::Stalled { what, peer: None, waited: deadline })
                     }
                     Err(error) => error,
                     Ok(None) => unreachable!("handled above"),
@@ -190,7 +186,7 @@ impl Orchestrator {
             let close = |endpoint| scope.spawn(move || Endpoint::close(endpoint, deadline));
             let threads: Vec<_> = self.endpoints.iter().map(close).collect();
             let join = |thread: thread::ScopedJoinHandle<'_, Result<()>>| {
-                thread.join().unwrap_or_else(|_| Err(Error::Bug("closing panicked".into())))
+                thread.join().unwrap_or_else(|_| Err(Error::Internal("closing panicked".into())))
             };
             threads.into_iter().map(join).collect()
         });
@@ -258,7 +254,7 @@ impl<'a> Dial<'a> {
         let peer = tried.map(ToString::to_string);
         let what =
             peer.as_ref().map_or_else(|| "connecting".to_owned(), |peer| format!("connecting to {peer}"));
-        self.all.failed("connecting", self.target.endpoint, Error::Deadline { what, peer, waited })
+        self.all.failed("connecting", self.target.endpoint, Error::Stalled { what, peer, waited })
     }
 
     fn look(&mut self) -> Result<()> {
@@ -298,7 +294,7 @@ fn all_at_once<T: Send + 'static>(
             Ok((index, Ok(result))) => came[index] = Some(result),
             Err(RecvTimeoutError::Timeout) => return Err(late(phase, &names[missing], deadline)),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(failed(phase, &names[missing], Error::Bug(format!("{phase} panicked"))));
+                return Err(failed(phase, &names[missing], Error::Internal(format!("{phase} panicked"))));
             }
         }
     }
@@ -325,7 +321,7 @@ fn failed(phase: &'static str, endpoint: &str, error: Error) -> Error {
 }
 
 fn late(phase: &'static str, endpoint: &str, waited: Duration) -> Error {
-    failed(phase, endpoint, Error::Deadline { what: phase.to_owned(), peer: None, waited })
+    failed(phase, endpoint, Error::Stalled { what: phase.to_owned(), peer: None, waited })
 }
 
 #[cfg(test)]
@@ -374,6 +370,6 @@ mod tests {
         let mut all = Orchestrator { names: Vec::new(), endpoints: Vec::new() };
         let builds: Vec<(String, Build)> = vec![("odd".to_owned(), Box::new(|| panic!("as it should")))];
         let error = all.extend_with(builds, Duration::from_secs(60)).expect_err("it panics");
-        assert_eq!(error, failed("starting", "odd", Error::Bug("starting panicked".into())));
+        assert_eq!(error, failed("starting", "odd", Error::Internal("starting panicked".into())));
     }
 }

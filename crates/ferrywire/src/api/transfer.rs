@@ -49,7 +49,7 @@ impl Transfer {
     /// Waits for the end; `deadline` is the longest time without progress.
     ///
     /// # Errors
-    /// The operation's own error, or [`Error::Deadline`]: then it is still under way, and can be waited
+    /// The operation's own error, or [`Error::Stalled`]: then it is still under way, and can be waited
     /// for again or cancelled.
     pub fn wait(&self, deadline: Duration) -> Result<u64> {
         self.wait_for(Duration::MAX, deadline)
@@ -83,11 +83,7 @@ impl Transfer {
             );
             let now = self.op.activity();
             if !ended && now == stirred && stall <= left {
-                return Err(Error::Deadline {
-                    what: self.describe(),
-                    peer: self.peer_named(),
-                    waited: stall,
-                });
+                return Err(Error::Stalled { what: self.describe(), peer: self.peer_named(), waited: stall });
             }
             stirred = now;
         }
@@ -97,7 +93,7 @@ impl Transfer {
     /// for those who keep a number of them in flight. `deadline` is the longest time in which none of them moves.
     ///
     /// # Errors
-    /// [`Error::Deadline`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
+    /// [`Error::Stalled`]: then all are still under way. [`Error::Invalid`] when there are none, or of several peers.
     pub fn wait_any<'a>(
         transfers: impl IntoIterator<Item = &'a Transfer, IntoIter: Clone>,
         deadline: Duration,
@@ -154,7 +150,7 @@ impl Transfer {
             );
             let now = stirred();
             if !ended && now == before && stall <= left {
-                return Err(Error::Deadline {
+                return Err(Error::Stalled {
                     what: first.describe(),
                     peer: first.peer_named(),
                     waited: stall,

@@ -414,7 +414,7 @@ pub(crate) fn run(workers: &Workers, control: &Mutex<Control>) {
 /// What a caller of close is told when not all was finished; `how` the session ended: [`Error::Closed`] is by this end.
 pub(crate) fn ended_early(how: Error, what: String, peer: Option<String>, deadline: Duration) -> Error {
     match how {
-        Error::Closed => Error::Deadline { what, peer, waited: deadline },
+        Error::Closed => Error::Stalled { what, peer, waited: deadline },
         // No orderly end, whatever the peer calls it.
         Error::PeerClosed { peer } => {
             let why = "it closed the connection before what was posted to it had finished".into();

@@ -84,7 +84,7 @@ impl Context {
         if is_reached {
             Ok(())
         } else {
-            Err(Error::OutOfReach { side, place, transport: self.payload_name() })
+            Err(Error::UnsupportedMemory { side, place, transport: self.payload_name() })
         }
     }
 

@@ -42,7 +42,9 @@ impl Copiers {
         let ready = match (copier.take(), &self.gpu) {
             (Some(copier), _) => Ok(copier),
             (None, Some(gpu)) => gpu.queue().map(CopyQueue::new),
-            (None, None) => return Poll::Ready(Err(Error::Bug("a lane has no GPU to copy with".into()))),
+            (None, None) => {
+                return Poll::Ready(Err(Error::Internal("a lane has no GPU to copy with".into())));
+            }
         };
         let progress = ready.and_then(|mut ready| {
             let progress = go_on(&mut ready, || pieces(way, slot, ranges));

@@ -18,7 +18,7 @@ fn the_one_that_has_ended_is_named_wherever_it_stands() {
     for tag in [5, 0, 7, 2, 6, 1, 4, 3] {
         assert!(matches!(
             Transfer::wait_any(waiting.iter().map(|(_, one)| one), SHORT),
-            Err(Error::Deadline { .. })
+            Err(Error::Stalled { .. })
         ));
         thread::scope(|scope| {
             scope.spawn(|| pair.near.send(tag, &source, 0, 512).unwrap().wait(LIMIT).unwrap());
@@ -79,7 +79,7 @@ fn there_is_a_limit_in_all_and_one_without_progress() {
         assert!(matches!(&outcome, Err(Error::TimedOut { limit, .. }) if *limit == total), "{outcome:?}");
     }
     let outcome = Transfer::wait_any_for([&receive], LIMIT, SHORT);
-    assert!(matches!(&outcome, Err(Error::Deadline { waited, .. }) if *waited == SHORT), "{outcome:?}");
+    assert!(matches!(&outcome, Err(Error::Stalled { waited, .. }) if *waited == SHORT), "{outcome:?}");
     // The same megabyte over and over, minutes of work: one that moves all the time extends no total.
     let blocks = vec![Block { local_offset: 0, remote_offset: 0, bytes: bytes as u64 }; 1 << 20];
     let list = BlockList::new(&source, &target.descriptor(), &blocks).unwrap();

@@ -33,10 +33,10 @@ fn a_second_close_waits_for_the_first_and_says_the_same() {
         let first = scope.spawn(|| pair.ends[0].close(Duration::from_secs(2)));
         eventually("it closes", || matches!(pair.near.notify(b"x"), Err(Error::Closed)));
         let early = pair.ends[0].close(Duration::ZERO);
-        assert!(matches!(early, Err(Error::Deadline { waited: Duration::ZERO, .. })), "{early:?}");
+        assert!(matches!(early, Err(Error::Stalled { waited: Duration::ZERO, .. })), "{early:?}");
         let second = pair.ends[0].close(LIMIT);
         assert!(sent.poll().is_some(), "the second close came back before the end");
-        assert!(matches!(second, Err(Error::Deadline { .. })), "{second:?}");
+        assert!(matches!(second, Err(Error::Stalled { .. })), "{second:?}");
         assert_eq!(first.join().unwrap(), second);
         assert_eq!(pair.ends[0].close(LIMIT), second, "it is closed, and did not finish");
     });
@@ -61,7 +61,7 @@ fn what_the_close_of_a_peer_has_told_is_not_told_again() {
         let source = here.register_zeroed(1 << 20).unwrap();
         let sent = near.send(1, &source, 0, 1 << 20).unwrap();
         let told = near.close(Duration::from_millis(50));
-        assert!(matches!(told, Err(Error::Deadline { .. })), "{told:?}");
+        assert!(matches!(told, Err(Error::Stalled { .. })), "{told:?}");
         assert_eq!(here.close(LIMIT), Ok(()));
         assert!(sent.poll().is_some_and(|outcome| outcome.is_err()));
     }
@@ -86,7 +86,7 @@ fn who_closes_all_is_told_though_somebody_waits_for_one_peer() {
         let all = scope.spawn(|| here.close(LIMIT));
         eventually("it closes", || matches!(near.notify(b"x"), Err(Error::Closed)));
         let told = [near.close(Duration::from_millis(50)), all.join().unwrap()];
-        assert!(told.iter().all(|told| matches!(told, Err(Error::Deadline { .. }))), "{told:?}");
+        assert!(told.iter().all(|told| matches!(told, Err(Error::Stalled { .. }))), "{told:?}");
     });
 }
 
@@ -197,7 +197,7 @@ fn one_deadline_is_for_all_addresses_of_an_endpoint() {
     all.push(accepting.listen_addresses()[0]);
     let limit = Duration::from_secs(1);
     let error = connecting.connect_metadata(&metadata_at(&accepting, &all), limit).unwrap_err();
-    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    assert!(matches!(error, Error::Stalled { waited, .. } if waited == limit), "{error}");
     let mut last = accepting.metadata();
     last[1] ^= 1;
     let error = connecting.connect_metadata(&last, LIMIT).unwrap_err();
@@ -235,7 +235,7 @@ fn the_first_address_that_works_is_taken_and_else_the_error_that_tells_most() {
     assert!(matches!(error(&[nobody], LIMIT), Error::Unreachable { .. }));
     assert!(matches!(error(&[nobody, other], LIMIT), Error::Refused { .. }));
     let late = error(&[nobody, silent], Duration::from_secs(1));
-    assert!(matches!(&late, Error::Deadline { what, .. } if what.contains("any of")), "{late}");
+    assert!(matches!(&late, Error::Stalled { what, .. } if what.contains("any of")), "{late}");
     assert!(matches!(error(&[], LIMIT), Error::Invalid { .. }));
 }
 
@@ -260,7 +260,7 @@ fn a_connect_whose_time_is_up_is_withdrawn() {
     let (accepting, connecting, late) = (listening(), listening(), dead(1));
     let limit = Duration::from_millis(300);
     let error = connecting.connect(late[0].local_addr().unwrap(), limit).unwrap_err();
-    assert!(matches!(error, Error::Deadline { waited, .. } if waited == limit), "{error}");
+    assert!(matches!(error, Error::Stalled { waited, .. } if waited == limit), "{error}");
     let (asked, _) = late[0].accept().unwrap();
     let answers = TcpStream::connect(accepting.listen_addresses()[0]).unwrap();
     thread::scope(|scope| {

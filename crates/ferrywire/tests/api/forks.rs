@@ -4,7 +4,7 @@
 
 use crate::case::case;
 use crate::{LIMIT, listening, pair};
-use ferrywire::{Endpoint, Error, Fault, Peer, Wakeup};
+use ferrywire::{Endpoint, Error, ErrorKind, Peer, Wakeup};
 use std::time::{Duration, Instant};
 
 /// Runs `body` in a forked child, which has to end well.
@@ -35,7 +35,7 @@ fn in_child(body: impl FnOnce()) {
 #[track_caller]
 fn forked<T: std::fmt::Debug>(result: Result<T, Error>) {
     let error = result.expect_err("it works in a forked child");
-    assert_eq!(error.fault(), Fault::Usage);
+    assert_eq!(error.kind(), ErrorKind::Usage);
     let Error::Forked { built_in, here } = error else { panic!("{error}") };
     assert_eq!((built_in, here), (std::os::unix::process::parent_id(), std::process::id()));
     assert!(error.to_string().contains(&format!("process {built_in}")), "{error}");

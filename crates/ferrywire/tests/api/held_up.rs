@@ -398,7 +398,7 @@ fn memory_of_a_gpu_that_is_slow_is_taken_back_later_and_costs_no_channel() {
     let second = write(&ours);
     until_staged(&pair.far, 2 * BYTES as u64);
     let error = ours.clone().deregister().unwrap_err();
-    assert!(matches!(&error, Error::HeldUp { by, .. } if by.contains("simulated GPU 9")), "{error}");
+    assert!(matches!(&error, Error::ResourceBusy { by, .. } if by.contains("simulated GPU 9")), "{error}");
     gpu.set_stall(false);
     ours.deregister().unwrap();
     let ended = second.wait(LIMIT);
@@ -422,7 +422,7 @@ fn memory_of_a_gpu_whose_last_handle_could_not_be_deregistered_costs_no_channel(
     let read = pair.far.read(&target, 0, &source.descriptor(), 0, BYTES as u64).unwrap();
     until_staged(&pair.far, BYTES as u64);
     let error = target.deregister().unwrap_err();
-    assert!(matches!(&error, Error::HeldUp { by, .. } if by.contains("simulated GPU 11")), "{error}");
+    assert!(matches!(&error, Error::ResourceBusy { by, .. } if by.contains("simulated GPU 11")), "{error}");
     assert_eq!(read.poll(), None);
     gpu.set_stall(false);
     assert_eq!(read.wait(LIMIT), Ok(BYTES as u64));

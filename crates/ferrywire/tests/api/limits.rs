@@ -1,7 +1,7 @@
 //! Limits on time, and names.
 
 use crate::{LIMIT, pair};
-use ferrywire::{Block, BlockList, Endpoint, Error, Fault};
+use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind};
 use std::time::Duration;
 
 #[test]
@@ -15,13 +15,13 @@ fn a_wait_has_a_limit_in_all_and_one_without_progress() {
         let Error::TimedOut { what, limit, peer } = &error else { panic!("{error}") };
         assert_eq!(*limit, total);
         assert!(what.starts_with("recv with 127.0.0.1:"), "{what}");
-        assert_eq!((error.fault(), peer.as_deref()), (Fault::Nobody, Some(&*pair.far.name())));
+        assert_eq!((error.kind(), peer.as_deref()), (ErrorKind::Timeout, Some(&*pair.far.name())));
         let words = if total.is_zero() { "not done yet: recv" } else { "not done within 30ms: recv" };
         assert!(error.to_string().starts_with(words), "{error}");
     }
     for total in [LIMIT, Duration::MAX] {
         let error = receive.wait_for(total, short).unwrap_err();
-        assert!(matches!(error, Error::Deadline { waited, .. } if waited == short), "{error}");
+        assert!(matches!(error, Error::Stalled { waited, .. } if waited == short), "{error}");
     }
     // It is still under way.
     let source = pair.ends[0].register(vec![7u8; 100]).unwrap();

@@ -186,7 +186,7 @@ fn marks_are_counted_in_order_and_limited() {
         for _ in 0..GATHER_LAUNCHES_MAX {
             queue.mark().unwrap();
         }
-        assert!(matches!(queue.mark(), Err(Error::Bug(_))));
+        assert!(matches!(queue.mark(), Err(Error::Internal(_))));
         finish(&mut queue, (round + 1) * GATHER_LAUNCHES_MAX as u64);
     }
 }

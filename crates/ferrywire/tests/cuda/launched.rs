@@ -47,7 +47,7 @@ fn while_multiprocessors_are_busy_the_copy_engines_copy() {
         // Some wait for them until that is known, and then now and then one that tries.
         match under_way.wait(Duration::from_millis(100)) {
             Ok(_) => passed += 1,
-            Err(Error::Deadline { .. }) => {
+            Err(Error::Stalled { .. }) => {
                 waited += 1;
                 hold(0);
                 assert_eq!(under_way.wait(LONG), Ok(BYTES as u64));

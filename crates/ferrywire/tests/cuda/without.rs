@@ -36,7 +36,7 @@ fn with_driver(name: &str, defines: &[&str], body: impl FnOnce()) {
 fn why_not() -> CudaError {
     let error = CudaGpu::open(0).unwrap_err();
     assert_eq!(CudaGpu::open(0).unwrap_err(), error, "the same again");
-    assert_eq!(Error::from(error.clone()).fault(), ferrywire::Fault::Gpu);
+    assert_eq!(Error::from(error.clone()).kind(), ferrywire::ErrorKind::Gpu);
     let end = Endpoint::builder().build().unwrap();
     assert_eq!(end.register_cuda(0, 4096).unwrap_err(), Error::Cuda(error.clone()));
     error

@@ -1,5 +1,5 @@
 use crate::plugin::*;
-use ferrywire::Fault;
+use ferrywire::ErrorKind;
 use ferrywire_memory::Error;
 use ferrywire_memory::Place;
 use ferrywire_memory::sim::MappedBuffer;
@@ -25,7 +25,7 @@ fn refused(all: &[Fragment], count: u64, expected: UnpackError) {
         plugin.tell(5, all, count);
         let error = gather.start(5, target.address(), target.len(), MESSAGE_BYTES).unwrap_err();
         assert_eq!(error, Error::from(expected.clone()), "{mode}");
-        assert_eq!(ferrywire::Error::from(error.clone()).fault(), Fault::Plugin);
+        assert_eq!(ferrywire::Error::from(error.clone()).kind(), ErrorKind::Plugin);
         let text = error.to_string();
         assert!(text.starts_with("slot 5"), "{text}");
 

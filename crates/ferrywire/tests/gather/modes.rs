@@ -147,10 +147,10 @@ fn a_slot_has_one_gather_at_a_time() {
     let plugin = Plugin::new(0);
     let mut gather = plugin.gather(UnpackMode::Kernel);
     let target = Destination::new(&plugin.gpu, 100, 0);
-    assert!(matches!(gather.poll(3), Poll::Ready(Err(Error::Bug(_)))));
+    assert!(matches!(gather.poll(3), Poll::Ready(Err(Error::Internal(_)))));
     plugin.tell(3, &[Fragment { source: 0, bytes: 100, target: 0 }], 1);
     gather.start(3, target.address(), 100, 100).unwrap();
-    assert!(matches!(gather.start(19, target.address(), 100, 100), Err(Error::Bug(_))));
+    assert!(matches!(gather.start(19, target.address(), 100, 100), Err(Error::Internal(_))));
     assert_eq!(finish(&mut gather, 19), Ok(100));
-    assert!(matches!(gather.poll(3), Poll::Ready(Err(Error::Bug(_)))));
+    assert!(matches!(gather.poll(3), Poll::Ready(Err(Error::Internal(_)))));
 }

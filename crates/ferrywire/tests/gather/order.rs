@@ -1,6 +1,6 @@
 use crate::device::{MESSAGE_BYTES, Plain, failure};
 use crate::plugin::*;
-use ferrywire::Fault;
+use ferrywire::ErrorKind;
 use ferrywire_memory::Error;
 use ferrywire_memory::sim::{SimFaults, SimGpuError};
 use ferrywire_memory::unpack::{Fragment, Gather, UnpackMode};
@@ -127,7 +127,7 @@ fn what_was_done_before_a_failure_is_done() {
     behind.target.assert_untouched();
     // And it stays so.
     assert_eq!(start(&plugin, &mut gather, 3, 4).err(), Some(cause.clone()));
-    assert_eq!(ferrywire::Error::from(cause).fault(), Fault::Gpu);
+    assert_eq!(ferrywire::Error::from(cause).kind(), ErrorKind::Gpu);
 }
 
 /// The queue refuses more work when what was done before has not been looked at yet.

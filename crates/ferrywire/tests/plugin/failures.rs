@@ -2,7 +2,7 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::{Block, BlockList, Endpoint, Error, Fault, Place, Region, RemoteRegion};
+use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind, Place, Region, RemoteRegion};
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_ncclnet::log;
 use std::io::{BufRead, BufReader, Write};
@@ -40,7 +40,7 @@ fn a_head_that_never_completes_is_told_with_both_windows() {
         let ends = one_channel();
         let (error, other) = (failed_write(&ends), ends.far.wait_notification(LIMIT).unwrap_err());
         for error in [&error, &other] {
-            assert_eq!(error.fault(), Fault::Peer);
+            assert_eq!(error.kind(), ErrorKind::Peer);
             says(error, &["channel 0 over lo", "plugin GPUDirectTCPX_v7 (v7) on device 0 (lo)"]);
             says(
                 error,
@@ -335,7 +335,7 @@ fn memory_of_a_gpu_that_is_freed_before_a_message_costs_its_operation_alone() {
             }
             let read = ends.far.read(&target, 0, &source.descriptor(), 0, 1 << 20).unwrap();
             let error = read.wait(LIMIT).unwrap_err();
-            assert_eq!(error.fault(), Fault::Gpu, "{error}");
+            assert_eq!(error.kind(), ErrorKind::Gpu, "{error}");
             goes_on(&ends);
         }
         ends.close();

@@ -337,7 +337,7 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
         let wrong_there = register(&ends.accepting, 0, 1000);
         let good = ends.accepting.register(vec![0; 1000]).unwrap();
         let error = ends.near.write(&wrong_here, 0, &good.descriptor(), 0, 1000).unwrap_err();
-        let Error::OutOfReach { side: "local", place: of, .. } = error else { panic!("{error}") };
+        let Error::UnsupportedMemory { side: "local", place: of, .. } = error else { panic!("{error}") };
         assert_eq!(of, place(1));
         let error = ends.near.write(&host, 0, &wrong_there.descriptor(), 0, 1000).unwrap().wait(LIMIT);
         assert!(matches!(error, Err(Error::AccessRefused { .. })), "{error:?}");

@@ -28,7 +28,7 @@ fn ends(threads: usize) -> Ends {
 const HELD_BYTES: u64 = 256 << 10;
 
 fn done(transfer: &Transfer) -> bool {
-    !matches!(transfer.wait(LIMIT / 4), Err(Error::Deadline { .. }))
+    !matches!(transfer.wait(LIMIT / 4), Err(Error::Stalled { .. }))
 }
 
 #[test]

@@ -45,7 +45,7 @@ pub fn close_ends_what_cannot_finish(world: &mut impl World) {
     let sent = near.send(1, &region[0], 0, 100_000).unwrap();
     let received = [near.recv(7, &region[0], 0, 10).unwrap(), far.recv(7, &region[1], 0, 10).unwrap()];
     let closed = world.blocking(|| near.close(Duration::from_millis(300)));
-    assert!(matches!(closed, Ok(()) | Err(Error::Deadline { .. })), "{closed:?}");
+    assert!(matches!(closed, Ok(()) | Err(Error::Stalled { .. })), "{closed:?}");
     for transfer in received.iter().chain([&sent]) {
         let error = world.outcome(transfer).unwrap_err();
         assert!(is_gone(&error), "{error}");
@@ -123,7 +123,7 @@ pub fn a_peer_that_leaves_before_the_end_is_told_by_close(world: &mut impl World
         })
     };
     let (closed, theirs) = world.blocking(both);
-    assert!(matches!(theirs, Err(Error::Deadline { .. })), "{theirs:?}");
+    assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
     assert!(tells_of(&closed, &near), "{closed:?}");
     let error = world.outcome(&sent).unwrap_err();
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");
@@ -141,7 +141,7 @@ pub fn an_endpoint_tells_of_a_peer_that_left_before_the_end(world: &mut impl Wor
         })
     };
     let (theirs, closed) = world.blocking(both);
-    assert!(matches!(theirs, Err(Error::Deadline { .. })), "{theirs:?}");
+    assert!(matches!(theirs, Err(Error::Stalled { .. })), "{theirs:?}");
     assert!(tells_of(&closed, &near), "{closed:?}");
     assert_eq!(end.close(LIMIT), closed, "closed already");
 }
@@ -165,8 +165,8 @@ pub fn the_earliest_deadline_of_a_close_counts(world: &mut impl World) {
         })
     };
     let (hasty, patient) = world.blocking(both);
-    assert!(matches!(hasty, Err(Error::Deadline { .. })), "{hasty:?}");
-    assert!(matches!(patient, Err(Error::Deadline { .. })), "{patient:?}");
+    assert!(matches!(hasty, Err(Error::Stalled { .. })), "{hasty:?}");
+    assert!(matches!(patient, Err(Error::Stalled { .. })), "{patient:?}");
     assert_eq!(world.outcome(&sent), Err(Error::Closed));
     let error = world.until("the other side to know", || far.error());
     assert!(matches!(error, Error::PeerClosed { .. }), "{error}");

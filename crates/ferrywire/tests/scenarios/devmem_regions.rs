@@ -120,7 +120,7 @@ fn a_region_is_dropped_only_once_no_nic_holds_packets_of_it() {
     });
     held.turn(all);
     let closed = ends.near.close(Duration::from_millis(100));
-    assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+    assert!(matches!(closed, Err(Error::Stalled { .. })), "{closed:?}");
     assert!(write.wait(LIMIT).is_err());
     thread::scope(|scope| {
         scope.spawn(|| {

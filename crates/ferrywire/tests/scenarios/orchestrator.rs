@@ -179,7 +179,7 @@ fn what_does_not_end_is_late_by_name() {
     };
     let (phase, endpoint, error) = parts(here.each("registering", SHORT, hang).expect_err("one hangs"));
     assert_eq!((phase, endpoint.as_str()), ("registering", "gpu 1"));
-    assert!(matches!(error, Error::Deadline { waited: SHORT, .. }), "{error}");
+    assert!(matches!(error, Error::Stalled { waited: SHORT, .. }), "{error}");
     drop(release);
 
     let there = listening(1);
@@ -191,7 +191,7 @@ fn what_does_not_end_is_late_by_name() {
     let (phase, endpoint, error) = parts(here.connect(&targets, limit).expect_err("one is silent"));
     assert_eq!((phase, endpoint.as_str()), ("connecting", "gpu 1"));
     let (what, peer) = (format!("connecting to {nobody}"), Some(nobody.to_string()));
-    assert_eq!(error, Error::Deadline { what, peer, waited: limit });
+    assert_eq!(error, Error::Stalled { what, peer, waited: limit });
     if let Ok(peer) = there.endpoints()[0].accept(SHORT) {
         let gone = peer.wait_notification(LONG).expect_err("it is closed with the others");
         assert!(matches!(gone, Error::PeerClosed { .. } | Error::PeerLost { .. }), "{gone}");

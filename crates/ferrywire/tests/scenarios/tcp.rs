@@ -195,7 +195,7 @@ fn patiently<T>(mut wait: impl FnMut(Duration) -> Result<T>) -> Result<T> {
     const WAITS: u32 = 60;
     for _ in 1..WAITS {
         match wait(LIMIT / WAITS) {
-            Err(Error::Deadline { .. }) => {}
+            Err(Error::Stalled { .. }) => {}
             result => return result,
         }
     }

@@ -1,7 +1,7 @@
 //! A thread that does not come back from the kernel, with memory in its hands.
 
 use crate::{LIMIT, Watched, Watcher, eventually};
-use ferrywire::{Endpoint, Error, Fault, limits};
+use ferrywire::{Endpoint, Error, ErrorKind, limits};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
@@ -49,8 +49,8 @@ fn memory_in_the_hands_of_a_thread_that_is_stuck_is_not_deregistered() {
     let write = peer.write(&source, 0, &region.descriptor(), 0, BYTES as u64).unwrap();
     eventually("a thread is stuck with the region", || gate.waiting.load(Ordering::SeqCst) == 1);
     let error = region.clone().deregister().unwrap_err();
-    assert_eq!(error.fault(), Fault::Local);
-    let Error::HeldUp { what, by, waited } = &error else { panic!("{error:?}") };
+    assert_eq!(error.kind(), ErrorKind::Local);
+    let Error::ResourceBusy { what, by, waited } = &error else { panic!("{error:?}") };
     assert_eq!((&what[..], &by[..]), ("a region of 1048576 bytes", "progress thread 0"));
     assert!(*waited >= limits::ABANDON_DEADLINE, "{error}");
 

@@ -82,7 +82,7 @@ fn dial_once(
         }
         if since.elapsed() >= deadline {
             let (what, peer) = (format!("connecting to {address}"), Some(address.to_string()));
-            return Ok(Err(Error::Deadline { what, peer, waited: deadline }));
+            return Ok(Err(Error::Stalled { what, peer, waited: deadline }));
         }
         pause(LOOK_INTERVAL)?;
     }

@@ -135,8 +135,8 @@ impl Serving<'_> {
             self.meeting.check()?;
             match self.fleet.lead().accept(SLICE) {
                 Ok(peer) => attend(peer)?,
-                Err(Error::Deadline { .. }) if since.elapsed() < limit => {}
-                Err(Error::Deadline { .. }) => {
+                Err(Error::Stalled { .. }) if since.elapsed() < limit => {}
+                Err(Error::Stalled { .. }) => {
                     let why = format!("it has not connected within {:.0} s", limit.as_secs_f64());
                     let failure = Failure::failed(why);
                     self.meeting.fail(Some(missing), &failure);

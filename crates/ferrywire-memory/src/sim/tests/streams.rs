@@ -42,8 +42,8 @@ fn an_event_is_not_done_before_what_is_ahead_of_it() {
     assert_eq!(event.query(), Ok(false));
     assert_eq!(stream.query(), Ok(false));
     let waited = Duration::from_millis(20);
-    assert_eq!(event.wait(waited), Err(SimGpuError::Deadline { gpu: 5, what: "an event", waited }));
-    assert_eq!(stream.wait(waited), Err(SimGpuError::Deadline { gpu: 5, what: "a stream", waited }));
+    assert_eq!(event.wait(waited), Err(SimGpuError::TimedOut { gpu: 5, what: "an event", waited }));
+    assert_eq!(stream.wait(waited), Err(SimGpuError::TimedOut { gpu: 5, what: "a stream", waited }));
     gpu.set_stall(false);
     event.wait(SOON).unwrap();
     assert_eq!(event.query(), Ok(true));

@@ -33,7 +33,7 @@ impl Connecting {
         let peer = self.running.next_of(&self.lobby, deadline).map(|result| self.peer(result));
         peer.unwrap_or_else(|| {
             let what = format!("connecting to {}", self.address);
-            Err(Error::Deadline { what, peer: Some(self.address.to_string()), waited: deadline })
+            Err(Error::Stalled { what, peer: Some(self.address.to_string()), waited: deadline })
         })
     }
 

@@ -467,7 +467,7 @@ impl Peer {
                 // As it took no time where none was given.
                 let waited = if deadline.is_zero() { deadline } else { waited };
                 let peer = Some(self.state().info.name.to_string());
-                return Err(Error::Deadline { what, peer, waited });
+                return Err(Error::Stalled { what, peer, waited });
             };
             self.connection.wait(
                 rest,
@@ -510,7 +510,7 @@ impl Peer {
     /// Finishes what was posted, on both sides, then closes. Nothing more can be posted to it from here on.
     ///
     /// # Errors
-    /// [`Error::Deadline`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
+    /// [`Error::Stalled`] when the peer did not finish in time, [`Error::PeerLost`] when it was lost, or closed, before
     /// what was posted to it had finished; it is closed all the same.
     pub fn close(&self, deadline: Duration) -> Result<()> {
         self.context().origin.check()?;

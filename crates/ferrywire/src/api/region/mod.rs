@@ -205,7 +205,7 @@ impl Region {
     /// was given with it is dropped before that, on this thread.
     ///
     /// # Errors
-    /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::HeldUp`] when
+    /// [`Error::Invalid`] while operations of this endpoint still use the region, and [`Error::ResourceBusy`] when
     /// a thread, or a GPU that has still to copy to it, does not let go of it. Peers are refused all the same, but the memory
     /// is not free: a clone can be deregistered again; an owner that was given with it is dropped later, once it is free.
     pub fn deregister(self) -> Result<()> {

@@ -41,7 +41,7 @@ fn a_gpu_region_keeps_its_memory_until_it_is_deregistered() {
     assert!(end.register_sim(0, 0).unwrap().is_empty());
     let no_such = Error::SimGpu(SimGpuError::NoSuchGpu { index: 99 });
     assert_eq!(end.register_sim(99, 1).unwrap_err(), no_such);
-    assert_eq!(no_such.fault(), crate::Fault::Gpu);
+    assert_eq!(no_such.kind(), crate::ErrorKind::Gpu);
 }
 
 /// The user of registered memory has the buffer too, and may pass a part of it.

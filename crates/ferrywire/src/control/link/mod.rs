@@ -173,7 +173,7 @@ impl Link {
             lanes: Lanes::new(carrier),
             stage: Stage::Settling(Settling { awaited, since: now, dial_failed: false, lanes_optional }),
             closing: Closing::default(),
-            ending: attached.err().map(|error| Error::Bug(error.to_string())).or(refused),
+            ending: attached.err().map(|error| Error::Internal(error.to_string())).or(refused),
             last_trouble: None,
         }
     }

@@ -113,7 +113,7 @@ impl PeerState {
                 Err(Refusal::NoSink) => return Err(Refusal::NoSink),
                 Err(refusal) => {
                     let why = format!("it sent more bytes of a {} than it had announced", sink.op.verb());
-                    sink.op.fail(Error::PeerMisbehaved { peer: self.info.name.clone(), why });
+                    sink.op.fail(Error::ProtocolViolation { peer: self.info.name.clone(), why });
                     self.end_sink(&sink.op);
                     return Err(refusal);
                 }

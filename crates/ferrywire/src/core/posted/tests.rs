@@ -366,7 +366,7 @@ fn the_head_of_what_is_packed_waits_and_a_pack_that_fails_costs_its_frame_alone(
     let (mut bench, mut window) = (Bench::new(), window());
     assert_eq!(bench.take(&queue, &mut window), 2);
     assert_eq!([0, 1].map(|frame| bench.posted.holds_head(frame)), [true, false]);
-    let failure = Error::Bug("scripted".into());
+    let failure = Error::Internal("scripted".into());
     bench.script(|script| script.copies.extend([Poll::Pending, Poll::Ready(Err(failure.clone()))]));
     assert!(bench.turn().unwrap().given_up.is_empty());
     assert!(bench.posted.holds_head(0), "it is being packed");
@@ -385,7 +385,7 @@ fn what_cannot_be_unpacked_is_refused() {
     bench.turn().unwrap();
     bench.script(|script| {
         script.receives.push_back(Step::Done);
-        script.copies.push_back(Poll::Ready(Err(Error::Bug("scripted".into()))));
+        script.copies.push_back(Poll::Ready(Err(Error::Internal("scripted".into()))));
     });
     let turned = bench.turn().unwrap();
     assert_eq!(turned.arrived[0].refusal, Some(Refusal::Gpu));

@@ -97,7 +97,9 @@ impl ListKernel {
             why: "so many channels stage for this GPU that further ones copy run by run: use fewer".into(),
         })?;
         if desk.address() != desk.as_ptr() as u64 {
-            return Err(Error::Bug("the GPU reaches pinned memory at another address than the CPU".into()));
+            return Err(Error::Internal(
+                "the GPU reaches pinned memory at another address than the CPU".into(),
+            ));
         }
         let lists = VecDeque::with_capacity(LISTS);
         Ok(ListKernel { kernels, words, desk, launched: None, lists, barred: false })

@@ -291,7 +291,7 @@ struct Broken;
 #[cfg(test)]
 impl Copier for Broken {
     unsafe fn copy(&mut self, _runs: &[Run], _mark: u64) -> Result<()> {
-        Err(Error::Bug("it is broken".into()))
+        Err(Error::Internal("it is broken".into()))
     }
 
     fn reached(&mut self) -> (u64, Option<Error>) {
@@ -336,7 +336,7 @@ mod tests {
     impl Copier for OneByOne {
         unsafe fn copy(&mut self, runs: &[Run], mark: u64) -> Result<()> {
             if self.seen().refuses {
-                return Err(Error::Bug("it refuses".into()));
+                return Err(Error::Internal("it refuses".into()));
             }
             self.seen().batches.push((mark, runs.len()));
             Ok(())
@@ -344,7 +344,7 @@ mod tests {
 
         fn reached(&mut self) -> (u64, Option<Error>) {
             let seen = self.seen();
-            (seen.reached, seen.fails.then(|| Error::Bug("it fails".into())))
+            (seen.reached, seen.fails.then(|| Error::Internal("it fails".into())))
         }
 
         fn takes_more(&self) -> bool {

@@ -78,7 +78,7 @@ impl Sending {
                 entry.staged = Some(Staged { line, offset, host: 0, lent: false, state: State::Reserved })
             }
             // Room is looked for before a frame is taken.
-            None => drop(entry.give_up(&Error::Bug("a frame was to be staged without room".into()))),
+            None => drop(entry.give_up(&Error::Internal("a frame was to be staged without room".into()))),
         }
         self.full.set(!self.has_room());
     }

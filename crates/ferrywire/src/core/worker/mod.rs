@@ -455,7 +455,7 @@ mod tests {
                 worker.mark_stuck();
             }
             let closed = near.close(Duration::from_millis(1));
-            assert!(matches!(closed, Err(Error::Deadline { .. })), "{closed:?}");
+            assert!(matches!(closed, Err(Error::Stalled { .. })), "{closed:?}");
             drop(engine);
             drop((worker, running, sent, source, peer, near));
             while left.strong_count() > 0 {

@@ -74,7 +74,7 @@ impl Standstill {
 /// Makes every worker stop placing bytes where `gone` says; returns when none does any more.
 ///
 /// # Errors
-/// [`Error::HeldUp`] about `what` when a worker that has not answered does nothing at all for
+/// [`Error::ResourceBusy`] about `what` when a worker that has not answered does nothing at all for
 /// `limits::ABANDON_DEADLINE`, or cannot because a call of a plugin does not return; and, unless `force`, when a GPU
 /// has not made its copies in `limits::GPU_ABANDON_DEADLINE`.
 pub(crate) fn abandon(
@@ -97,12 +97,12 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
         if stuck || standstill.is_over(missing, steps, start.elapsed()) {
             let why = if stuck { ", in a call of a plugin that has not returned" } else { "" };
             let (what, by) = (what(), format!("progress thread {missing}{why}"));
-            return Err(Error::HeldUp { what, by, waited: standstill.patience.waited() });
+            return Err(Error::ResourceBusy { what, by, waited: standstill.patience.waited() });
         }
         let late = !force && start.elapsed() >= limits::GPU_ABANDON_DEADLINE;
         if let Some(place) = request.gpu(missing).filter(|_| late) {
             let by = format!("copies to {place}, which stands still or is slow");
-            return Err(Error::HeldUp { what: what(), by, waited: start.elapsed() });
+            return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
         let worked = workers.poll_once();
         match worked || start.elapsed() < SPIN {
