@@ -387,10 +387,10 @@ uint64_t ferrywire_region_bytes(const ferrywire_region *region);
  * Where its bytes live, in words ("host memory"), as a string with its closing zero; see `ferrywire_endpoint_address`
  * for the buffer.
  */
-int ferrywire_region_place(const ferrywire_region *region,
-                           char *place,
-                           size_t capacity,
-                           size_t *bytes);
+int ferrywire_region_location(const ferrywire_region *region,
+                              char *location,
+                              size_t capacity,
+                              size_t *bytes);
 
 /**
  * What a peer needs to reach the region, as opaque bytes. `bytes` (or NULL) is told how many there are, also when the

@@ -128,16 +128,16 @@ pub extern "C" fn ferrywire_region_bytes(region: *const Region) -> u64 {
 /// Where its bytes live, in words ("host memory"), as a string with its closing zero; see `ferrywire_endpoint_address`
 /// for the buffer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ferrywire_region_place(
+pub unsafe extern "C" fn ferrywire_region_location(
     region: *const Region,
-    place: *mut c_char,
+    location: *mut c_char,
     capacity: usize,
     bytes: *mut usize,
 ) -> c_int {
     call(|| {
-        let words = format!("{}\0", handles::get(region)?.region.place());
+        let words = format!("{}\0", handles::get(region)?.region.location());
         // SAFETY: by the caller's promise.
-        unsafe { copy_out(words.as_bytes(), place.cast(), capacity, bytes) }
+        unsafe { copy_out(words.as_bytes(), location.cast(), capacity, bytes) }
     })
 }
 

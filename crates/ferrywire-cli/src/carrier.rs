@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use ferrywire::{Place, PluginConfig, limits};
+use ferrywire::{MemoryLocation, PluginConfig, limits};
 use ferrywire_devmem::DevmemConfig;
 use ferrywire_memory::unpack::UnpackMode;
 
@@ -26,7 +26,7 @@ pub struct PluginUse {
     /// Requests posted per channel, where it is not the default.
     pub window: Option<usize>,
     /// The GPU whose memory is moved, beside host memory.
-    pub gpu: Option<Place>,
+    pub gpu: Option<MemoryLocation>,
     /// How scattered receives are gathered; `None`: by a kernel.
     pub unpack: Option<Unpack>,
     /// GPU memory within one host is allowed.
@@ -58,7 +58,7 @@ impl PluginUse {
             config = config.unpack(mode(unpack));
         }
         match self.gpu {
-            Some(place) => config.gpu(place),
+            Some(location) => config.gpu(location),
             None => config,
         }
     }
@@ -104,7 +104,7 @@ impl PluginUse {
 #[derive(Clone, Debug)]
 pub struct DevmemUse {
     /// The GPU whose memory is moved, beside host memory.
-    pub gpu: Option<Place>,
+    pub gpu: Option<MemoryLocation>,
     /// How scattered receives are gathered; `None`: by a kernel.
     pub unpack: Option<Unpack>,
     /// Longest message, where it is not the default.

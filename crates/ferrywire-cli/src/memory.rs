@@ -12,7 +12,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use ferrywire::region::pattern::RegionPattern;
-use ferrywire::{Endpoint, Place, Region, limits};
+use ferrywire::{Endpoint, MemoryLocation, Region, limits};
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_memory::sim::SimGpu;
 use serde::{Deserialize, Serialize};
@@ -134,11 +134,11 @@ impl Memory {
     }
 
     /// The GPU's place, if it is one.
-    pub fn gpu(self) -> Option<Place> {
+    pub fn gpu(self) -> Option<MemoryLocation> {
         match self {
             Memory::Host => None,
-            Memory::Cuda(index) => Some(Place::Cuda(index)),
-            Memory::Sim(index) => Some(Place::SimGpu(index)),
+            Memory::Cuda(index) => Some(MemoryLocation::Cuda(index)),
+            Memory::Sim(index) => Some(MemoryLocation::SimGpu(index)),
         }
     }
 

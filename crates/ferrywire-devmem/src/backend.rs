@@ -12,7 +12,7 @@ use super::setup::DevmemSetup;
 use ferrywire::payload::{PayloadBackend, Setup, Terms, different, without};
 use ferrywire::{Config, Error, Result};
 use ferrywire_memory::unpack::{GatherDevice, Mapped};
-use ferrywire_memory::{Gpu, Memory, Place};
+use ferrywire_memory::{Gpu, Memory, MemoryLocation};
 use ferrywire_net::{Conn, Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
 use ferrywire_proto::limits;
@@ -115,11 +115,11 @@ impl Backend {
     }
 
     /// Memory of the engine's own, of its GPU if the place is one.
-    pub fn memory(&self, place: Place, bytes: usize) -> Result<Arc<Memory>, String> {
+    pub fn memory(&self, location: MemoryLocation, bytes: usize) -> Result<Arc<Memory>, String> {
         let made = match &self.gpu {
-            _ if place == Place::Host => Memory::private(bytes),
+            _ if location == MemoryLocation::Host => Memory::private(bytes),
             Some(gpu) => Memory::private_on(gpu, bytes),
-            None => return Err(format!("no slots in {place}")),
+            None => return Err(format!("no slots in {location}")),
         };
         made.map_err(|error| format!("memory for slots: {error}"))
     }
@@ -134,7 +134,7 @@ impl PayloadBackend for Backend {
         NAME
     }
 
-    fn gpu(&self) -> Option<Place> {
+    fn gpu(&self) -> Option<MemoryLocation> {
         self.config.gpu
     }
 

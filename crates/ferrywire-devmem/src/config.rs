@@ -6,7 +6,7 @@ use super::NAME;
 use super::backend::Backend;
 use ferrywire::payload::{BackendConfig, SharedBackend};
 use ferrywire::{Config, Error, Result};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_memory::unpack::UnpackMode;
 use ferrywire_net::Nic;
 use ferrywire_proto::limits;
@@ -16,7 +16,7 @@ use std::time::Duration;
 /// How an endpoint uses the kernel's devmem TCP.
 #[derive(Clone, Debug)]
 pub struct DevmemConfig {
-    pub(crate) gpu: Option<Place>,
+    pub(crate) gpu: Option<MemoryLocation>,
     pub(crate) unpack: UnpackMode,
     pub(crate) allow_nic_setup: bool,
     pub(crate) queues: usize,
@@ -48,7 +48,7 @@ impl Default for DevmemConfig {
 impl DevmemConfig {
     /// The GPU whose memory is moved, beside host memory. What arrives lands in a pool of its memory. Default: none, and
     /// a pool of host memory.
-    pub fn gpu(mut self, gpu: Place) -> DevmemConfig {
+    pub fn gpu(mut self, gpu: MemoryLocation) -> DevmemConfig {
         self.gpu = Some(gpu);
         self
     }
@@ -135,7 +135,7 @@ impl DevmemConfig {
             return Err(Error::invalid("pool bytes of devmem", why));
         }
         match self.gpu {
-            Some(Place::Host) => Err(Error::invalid("GPU of devmem", "host memory needs no GPU")),
+            Some(MemoryLocation::Host) => Err(Error::invalid("GPU of devmem", "host memory needs no GPU")),
             _ => Ok(()),
         }
     }

@@ -27,7 +27,7 @@ pub(crate) struct Device {
 
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Device({}, {} bytes in {})", self.name, self.pool.bytes(), self.pool.place())
+        write!(f, "Device({}, {} bytes in {})", self.name, self.pool.bytes(), self.pool.location())
     }
 }
 
@@ -39,7 +39,7 @@ impl Device {
         let gpu = gpu.filter(|_| config.unpack != UnpackMode::Host);
         let pool = Pool::new(gpu, config.pool_bytes).map_err(|error| error.to_string())?;
         let binding = claim.bind(pool.dmabuf()).map_err(|error| error.to_string())?;
-        let (place, mib) = (pool.place(), pool.bytes() >> 20);
+        let (place, mib) = (pool.location(), pool.bytes() >> 20);
         tracing::info!(nic = name, "{NAME}: {} bound to a pool of {mib} MiB in {place}", claim.describe());
         Ok(Device {
             name: name.to_owned(),

@@ -15,7 +15,7 @@ use ferrywire::payload::{
 };
 use ferrywire::{Error, Result};
 use ferrywire_memory::cuda::CudaError;
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_net::{Conn, PathHealth};
 use ferrywire_proto::limits;
 use std::os::fd::RawFd;
@@ -76,7 +76,7 @@ impl DevmemLane {
             version: format!(
                 "pool of {} MiB in {}",
                 self.device.pool().bytes() >> 20,
-                self.device.pool().place()
+                self.device.pool().location()
             ),
             device: self.device.index() as i32,
             device_name: self.device.name().to_owned(),
@@ -169,8 +169,8 @@ impl Lane for DevmemLane {
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
-        let place = like.map(Memory::place).unwrap_or(self.device.pool().place());
-        self.backend.memory(place, bytes)
+        let location = like.map(Memory::location).unwrap_or(self.device.pool().location());
+        self.backend.memory(location, bytes)
     }
 
     fn forget_revoked(&mut self, busy: &dyn Fn(&Arc<Memory>) -> bool) {
@@ -205,11 +205,11 @@ impl Lane for DevmemLane {
     }
 
     fn describe(&self) -> String {
-        let place = match self.device.pool().place() {
-            Place::Host => String::from("host memory"),
+        let location = match self.device.pool().location() {
+            MemoryLocation::Host => String::from("host memory"),
             gpu => gpu.to_string(),
         };
-        format!("{NAME} TCP on {} into {place}", self.device.name())
+        format!("{NAME} TCP on {} into {location}", self.device.name())
     }
 }
 

@@ -8,11 +8,11 @@
 //! [`DevmemConfig`] makes an endpoint use it:
 //!
 //! ```no_run
-//! use ferrywire::{Endpoint, Place};
+//! use ferrywire::{Endpoint, MemoryLocation};
 //! use ferrywire_devmem::DevmemConfig;
 //!
 //! # fn main() -> ferrywire::Result<()> {
-//! let devmem = DevmemConfig::default().gpu(Place::Cuda(0)).if_possible();
+//! let devmem = DevmemConfig::default().gpu(MemoryLocation::Cuda(0)).if_possible();
 //! let endpoint = Endpoint::builder().payload_backend(devmem).build()?;
 //! # Ok(()) }
 //! ```

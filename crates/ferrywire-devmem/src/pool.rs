@@ -3,7 +3,7 @@
 //! Invariant: it is whole pages, and lives until nothing is bound to it any more. Read next: `host.rs`.
 
 use ferrywire::{Error, Result};
-use ferrywire_memory::{Gpu, Memory, Place, dmabuf_fd};
+use ferrywire_memory::{Gpu, Memory, MemoryLocation, dmabuf_fd};
 use ferrywire_sys::mapping::{Access, AddressRange, anonymous_file};
 use ferrywire_sys::udmabuf;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -14,7 +14,7 @@ const ALIGN_BYTES: usize = 2 << 20;
 
 /// A pool and its dma-buf.
 pub(super) struct Pool {
-    place: Place,
+    location: MemoryLocation,
     base: u64,
     bytes: usize,
     dmabuf: OwnedFd,
@@ -42,8 +42,14 @@ impl Pool {
     fn on(gpu: &Gpu, bytes: usize) -> Result<Pool> {
         let memory = Memory::private_on(gpu, bytes)?;
         let base = memory.span(0, bytes as u64).map_or(0, |base| base as u64);
-        let dmabuf = dmabuf_fd(memory.place(), base, bytes as u64)?;
-        Ok(Pool { place: memory.place(), base, bytes, dmabuf, _keeper: Keeper::Gpu { _memory: memory } })
+        let dmabuf = dmabuf_fd(memory.location(), base, bytes as u64)?;
+        Ok(Pool {
+            location: memory.location(),
+            base,
+            bytes,
+            dmabuf,
+            _keeper: Keeper::Gpu { _memory: memory },
+        })
     }
 
     fn of_host(bytes: usize) -> std::io::Result<Pool> {
@@ -52,7 +58,7 @@ impl Pool {
         range.show(&file, Access::ReadWrite)?;
         let dmabuf = udmabuf::from_memfd(file.as_fd(), 0, bytes as u64)?;
         Ok(Pool {
-            place: Place::Host,
+            location: MemoryLocation::Host,
             base: range.base() as u64,
             bytes,
             dmabuf,
@@ -60,8 +66,8 @@ impl Pool {
         })
     }
 
-    pub fn place(&self) -> Place {
-        self.place
+    pub fn location(&self) -> MemoryLocation {
+        self.location
     }
 
     pub fn bytes(&self) -> usize {

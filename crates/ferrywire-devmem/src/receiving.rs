@@ -24,7 +24,7 @@ use crate::sys::devmem::{self, Control, Fragment as Piece, Tokens};
 use crate::sys::dmabuf::Reading;
 use ferrywire::payload::{DevmemCounters, Run, add};
 use ferrywire_memory::unpack::Fragment;
-use ferrywire_memory::{GpuCopy, Memory, Place};
+use ferrywire_memory::{GpuCopy, Memory, MemoryLocation};
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::RawFd;
@@ -130,10 +130,10 @@ impl Receiving {
     }
 
     fn route(&self, memory: &Memory) -> Route {
-        match (self.device.pool().place(), memory.place()) {
-            (Place::Host, Place::Host) => Route::Direct,
-            (Place::Host, _) => Route::HostThenGpu,
-            (_, Place::Host) => Route::GpuThenHost,
+        match (self.device.pool().location(), memory.location()) {
+            (MemoryLocation::Host, MemoryLocation::Host) => Route::Direct,
+            (MemoryLocation::Host, _) => Route::HostThenGpu,
+            (_, MemoryLocation::Host) => Route::GpuThenHost,
             _ => Route::Gpu,
         }
     }
@@ -144,7 +144,7 @@ impl Receiving {
         if route != Route::Direct && self.gatherer.is_none() {
             return Err(format!(
                 "{} is not memory that this endpoint's {NAME} was given",
-                run.memory().place()
+                run.memory().location()
             ));
         }
         if run.bytes() > self.message_bytes_max {

@@ -19,7 +19,7 @@ use ferrywire::Error;
 use ferrywire::payload::{DevmemCounters, Run, UNREADABLE, add};
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::unpack::{Mapped, UnpackMode};
-use ferrywire_memory::{GpuCopy, Memory, Place};
+use ferrywire_memory::{GpuCopy, Memory, MemoryLocation};
 use ferrywire_net::IoVec;
 use ferrywire_sys::{socket, zerocopy};
 use std::collections::VecDeque;
@@ -126,7 +126,7 @@ impl Sending {
 
     fn source_of(&mut self, run: &Run, number: u64) -> Result<Poll<Source>, String> {
         let address = run.base() as u64;
-        if run.memory().place() == Place::Host {
+        if run.memory().location() == MemoryLocation::Host {
             add(&self.counters.host_sent_bytes, run.bytes());
             return Ok(Poll::Ready(Source::Host(address)));
         }

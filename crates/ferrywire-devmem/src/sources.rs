@@ -46,12 +46,12 @@ impl Binding {
 
     /// Binds whole pages around a region, which stay inside of its allocation.
     fn make(nic: &str, index: u32, memory: &Memory) -> Result<Binding, String> {
-        let gpu = Gpu::opened(memory.place()).map_err(|error| error.to_string())?;
+        let gpu = Gpu::opened(memory.location()).map_err(|error| error.to_string())?;
         gpu.with_current(|| Binding::make_on(&gpu, nic, index, memory)).map_err(|error| error.to_string())?
     }
 
     fn make_on(gpu: &Gpu, nic: &str, index: u32, memory: &Memory) -> Result<Binding, String> {
-        let (place, start) = (memory.place(), memory.span(0, 0).map_or(0, |base| base as u64));
+        let (location, start) = (memory.location(), memory.span(0, 0).map_or(0, |base| base as u64));
         let base = start / PAGE_BYTES * PAGE_BYTES;
         let bytes = (start + memory.len()).next_multiple_of(PAGE_BYTES) - base;
         let queue = gpu.queue().map_err(|error| error.to_string())?;
@@ -60,12 +60,12 @@ impl Binding {
         if !inside {
             return Err("the region's first or last page is not all of its allocation".into());
         }
-        let dmabuf = dmabuf_fd(place, base, bytes).map_err(|error| error.to_string())?;
+        let dmabuf = dmabuf_fd(location, base, bytes).map_err(|error| error.to_string())?;
         let mut netdev = Netdev::open().map_err(|error| error.to_string())?;
         let id = netdev
             .bind_tx(index, dmabuf.as_fd())
             .map_err(|error| DevmemError::bind_tx(nic, &error).to_string())?;
-        tracing::debug!(nic, id, bytes, "a region of {place} is bound to be sent from");
+        tracing::debug!(nic, id, bytes, "a region of {location} is bound to be sent from");
         Ok(Binding { id, base, lost: AtomicBool::new(false), _netdev: netdev })
     }
 }

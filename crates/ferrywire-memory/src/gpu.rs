@@ -3,7 +3,7 @@
 //! Invariant: whoever needs a GPU, and not one of the two kinds, asks here; what the kinds do differently is in
 //! `cuda` and `sim`. Read next: `lib.rs`, for memory; `unpack/device.rs`, for queues of work.
 
-use super::Place;
+use super::MemoryLocation;
 use super::cuda::{self, CudaError, CudaGpu};
 use super::registration::host_has_no_gpu;
 use super::sim::{self, SimGpu, SimGpuError};
@@ -29,11 +29,11 @@ pub struct GpuCopy {
 ///
 /// # Errors
 /// [`Error::Invalid`] for host memory, and the GPU's reasons.
-pub fn dmabuf_fd(place: Place, address: u64, bytes: u64) -> Result<OwnedFd> {
-    match place {
-        Place::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
-        Place::Cuda(_) => Ok(cuda::dmabuf_fd(address, bytes)?),
-        Place::Host => {
+pub fn dmabuf_fd(location: MemoryLocation, address: u64, bytes: u64) -> Result<OwnedFd> {
+    match location {
+        MemoryLocation::SimGpu(_) => Ok(sim::dmabuf_fd(address, bytes)?),
+        MemoryLocation::Cuda(_) => Ok(cuda::dmabuf_fd(address, bytes)?),
+        MemoryLocation::Host => {
             let why =
                 "there is none of host memory that is in use already: send it as it is, or copy it to a pool";
             Err(Error::invalid("dma-buf", why))
@@ -52,22 +52,24 @@ pub enum Gpu {
 
 impl Gpu {
     /// The GPU of a place, opened if nobody has.
-    pub fn open(place: Place) -> Result<Gpu> {
-        match place {
-            Place::SimGpu(index) => Ok(Gpu::Sim(SimGpu::open(index)?)),
-            Place::Cuda(index) => Ok(Gpu::Cuda(CudaGpu::open(index)?)),
-            Place::Host => Err(host_has_no_gpu()),
+    pub fn open(location: MemoryLocation) -> Result<Gpu> {
+        match location {
+            MemoryLocation::SimGpu(index) => Ok(Gpu::Sim(SimGpu::open(index)?)),
+            MemoryLocation::Cuda(index) => Ok(Gpu::Cuda(CudaGpu::open(index)?)),
+            MemoryLocation::Host => Err(host_has_no_gpu()),
         }
     }
 
     /// The GPU of a place, if somebody holds it open.
-    pub fn opened(place: Place) -> Result<Gpu> {
-        match place {
-            Place::SimGpu(index) => {
+    pub fn opened(location: MemoryLocation) -> Result<Gpu> {
+        match location {
+            MemoryLocation::SimGpu(index) => {
                 Ok(Gpu::Sim(SimGpu::opened(index).ok_or(SimGpuError::NotOpen { index })?))
             }
-            Place::Cuda(index) => Ok(Gpu::Cuda(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?)),
-            Place::Host => Err(host_has_no_gpu()),
+            MemoryLocation::Cuda(index) => {
+                Ok(Gpu::Cuda(CudaGpu::opened(index).ok_or(CudaError::NotOpen { index })?))
+            }
+            MemoryLocation::Host => Err(host_has_no_gpu()),
         }
     }
 

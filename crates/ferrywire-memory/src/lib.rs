@@ -11,13 +11,13 @@ pub mod cuda;
 mod error;
 mod gpu;
 pub mod host;
+mod location;
 pub mod pattern;
-mod place;
 mod registration;
 pub mod sim;
 pub mod unpack;
 
 pub use error::{Error, Result};
 pub use gpu::{Gpu, GpuCopy, dmabuf_fd};
-pub use place::Place;
+pub use location::MemoryLocation;
 pub use registration::{Call, Memory, Owned, Owner, RegionTable, check_range};

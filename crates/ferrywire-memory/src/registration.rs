@@ -7,7 +7,7 @@ use crate::cuda::CudaBuffer;
 use crate::error::{Error, Result};
 use crate::gpu::Gpu;
 use crate::host::HostBuffer;
-use crate::place::Place;
+use crate::location::MemoryLocation;
 use crate::sim::SimBuffer;
 use crate::unpack;
 use ferrywire_proto::wire::Refusal;
@@ -47,7 +47,7 @@ enum Keeper {
 pub struct Memory {
     base: *mut u8,
     len: u64,
-    place: Place,
+    location: MemoryLocation,
     key: u64,
     revoked: AtomicBool,
     /// Nothing may be placed into it any more, whoever waits for that.
@@ -69,8 +69,8 @@ unsafe impl Sync for Memory {}
 
 impl Memory {
     /// Where the bytes live. Only host memory may be touched through its address.
-    pub fn place(&self) -> Place {
-        self.place
+    pub fn location(&self) -> MemoryLocation {
+        self.location
     }
 
     /// The address of `len` bytes at `offset`, or `None` if they are not all inside.
@@ -88,11 +88,11 @@ impl Memory {
         let Some(from) = self.span(offset, into.len() as u64) else {
             return Ok(());
         };
-        match self.place {
+        match self.location {
             // SAFETY: the span is inside live host memory, and `into` is the caller's. `into` may be part of the region: its
             // user has the buffer too, and `copy` allows that both overlap.
-            Place::Host => unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) },
-            place => Gpu::opened(place)?.read_into_slice(from as u64, into)?,
+            MemoryLocation::Host => unsafe { std::ptr::copy(from, into.as_mut_ptr(), into.len()) },
+            location => Gpu::opened(location)?.read_into_slice(from as u64, into)?,
         }
         Ok(())
     }
@@ -103,10 +103,10 @@ impl Memory {
         let Some(to) = self.span(offset, from.len() as u64) else {
             return Ok(());
         };
-        match self.place {
+        match self.location {
             // SAFETY: the span is inside live host memory, and `from` is borrowed. `from` may be part of the region, as above.
-            Place::Host => unsafe { std::ptr::copy(from.as_ptr(), to, from.len()) },
-            place => Gpu::opened(place)?.write_from_slice(to as u64, from)?,
+            MemoryLocation::Host => unsafe { std::ptr::copy(from.as_ptr(), to, from.len()) },
+            location => Gpu::opened(location)?.write_from_slice(to as u64, from)?,
         }
         Ok(())
     }
@@ -140,27 +140,27 @@ impl Memory {
     pub fn private(bytes: usize) -> Result<Arc<Memory>> {
         let buffer = HostBuffer::zeroed(bytes)?;
         let (base, len) = (buffer.base(), buffer.bytes() as u64);
-        Ok(Arc::new(Memory::new(base, len, Place::Host, 0, Keeper::Owned { _buffer: buffer })))
+        Ok(Arc::new(Memory::new(base, len, MemoryLocation::Host, 0, Keeper::Owned { _buffer: buffer })))
     }
 
     /// Host memory of the engine's own that a GPU reaches too, and that no peer can name.
     pub fn mapped(mapped: unpack::Mapped, bytes: usize) -> Arc<Memory> {
         let base = mapped.at(0, bytes);
-        Arc::new(Memory::new(base, bytes as u64, Place::Host, 0, Keeper::Mapped { _mapped: mapped }))
+        Arc::new(Memory::new(base, bytes as u64, MemoryLocation::Host, 0, Keeper::Mapped { _mapped: mapped }))
     }
 
     /// Memory of the engine's own on a GPU, which no peer can name.
     pub fn private_on(gpu: &Gpu, bytes: usize) -> Result<Arc<Memory>> {
-        let (base, len, place, keeper) = match gpu {
+        let (base, len, location, keeper) = match gpu {
             Gpu::Sim(gpu) => of_sim(gpu.alloc(bytes, PAGE_BYTES)?),
             Gpu::Cuda(gpu) => of_cuda(gpu.alloc_own(bytes, PAGE_BYTES)?),
         };
-        Ok(Arc::new(Memory::new(base, len, place, 0, keeper)))
+        Ok(Arc::new(Memory::new(base, len, location, 0, keeper)))
     }
 
-    fn new(base: *mut u8, len: u64, place: Place, key: u64, keeper: Keeper) -> Memory {
+    fn new(base: *mut u8, len: u64, location: MemoryLocation, key: u64, keeper: Keeper) -> Memory {
         let (revoked, taken_back, gone, users, callers) = Default::default();
-        Memory { base, len, place, key, revoked, taken_back, gone, users, callers, keeper }
+        Memory { base, len, location, key, revoked, taken_back, gone, users, callers, keeper }
     }
 
     /// Something may still be sent of it when it is dropped: nobody else gets it then.
@@ -315,45 +315,51 @@ impl RegionTable {
 
     /// Registers memory that the region itself keeps.
     pub fn insert_owned(&self, owned: Owned) -> Arc<Memory> {
-        let (base, len, place, keeper) = match owned {
-            Owned::Host(buffer) => {
-                (buffer.base(), buffer.bytes() as u64, Place::Host, Keeper::Owned { _buffer: buffer })
-            }
-            Owned::Vector(mut bytes) => {
-                (bytes.as_mut_ptr(), bytes.len() as u64, Place::Host, Keeper::Vector { _bytes: bytes })
-            }
+        let (base, len, location, keeper) = match owned {
+            Owned::Host(buffer) => (
+                buffer.base(),
+                buffer.bytes() as u64,
+                MemoryLocation::Host,
+                Keeper::Owned { _buffer: buffer },
+            ),
+            Owned::Vector(mut bytes) => (
+                bytes.as_mut_ptr(),
+                bytes.len() as u64,
+                MemoryLocation::Host,
+                Keeper::Vector { _bytes: bytes },
+            ),
             Owned::Sim(buffer) => of_sim(buffer),
             Owned::Cuda(buffer) => of_cuda(buffer),
         };
-        self.insert(base, len, place, keeper)
+        self.insert(base, len, location, keeper)
     }
 
     /// Registers memory of the user's. Opens the GPU that it is of, and keeps it.
     ///
     /// # Safety
-    /// `len` bytes at `base` must live in `place` and stay readable and writable there until the memory is
+    /// `len` bytes at `base` must live in `location` and stay readable and writable there until the memory is
     /// removed, or `owner` dropped.
     pub unsafe fn insert_user(
         &self,
         base: *mut u8,
         len: u64,
-        place: Place,
+        location: MemoryLocation,
         owner: Option<Owner>,
     ) -> Result<Arc<Memory>> {
-        let gpu = match place {
-            Place::Cuda(_) => Some(Gpu::open(place)?),
+        let gpu = match location {
+            MemoryLocation::Cuda(_) => Some(Gpu::open(location)?),
             _ => None,
         };
-        Ok(self.insert(base, len, place, Keeper::User { _gpu: gpu, owner: Mutex::new(owner) }))
+        Ok(self.insert(base, len, location, Keeper::User { _gpu: gpu, owner: Mutex::new(owner) }))
     }
 
-    fn insert(&self, base: *mut u8, len: u64, place: Place, keeper: Keeper) -> Arc<Memory> {
+    fn insert(&self, base: *mut u8, len: u64, location: MemoryLocation, keeper: Keeper) -> Arc<Memory> {
         let mut table = self.by_key.write().unwrap_or_else(|e| e.into_inner());
         let mut key = ferrywire_sys::random::random_u64();
         while key == 0 || table.contains_key(&key) {
             key = ferrywire_sys::random::random_u64();
         }
-        let memory = Arc::new(Memory::new(base, len, place, key, keeper));
+        let memory = Arc::new(Memory::new(base, len, location, key, keeper));
         table.insert(key, memory.clone());
         memory
     }
@@ -365,14 +371,14 @@ impl RegionTable {
     }
 }
 
-fn of_sim(buffer: SimBuffer) -> (*mut u8, u64, Place, Keeper) {
-    let place = Place::SimGpu(buffer.gpu().index());
-    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Sim { _buffer: buffer })
+fn of_sim(buffer: SimBuffer) -> (*mut u8, u64, MemoryLocation, Keeper) {
+    let location = MemoryLocation::SimGpu(buffer.gpu().index());
+    (buffer.as_ptr(), buffer.len() as u64, location, Keeper::Sim { _buffer: buffer })
 }
 
-fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, Place, Keeper) {
-    let place = Place::Cuda(buffer.gpu().index());
-    (buffer.as_ptr(), buffer.len() as u64, place, Keeper::Cuda { buffer })
+fn of_cuda(buffer: CudaBuffer) -> (*mut u8, u64, MemoryLocation, Keeper) {
+    let location = MemoryLocation::Cuda(buffer.gpu().index());
+    (buffer.as_ptr(), buffer.len() as u64, location, Keeper::Cuda { buffer })
 }
 
 /// Of those who would take host memory for a GPU's.

@@ -130,10 +130,10 @@ impl Agent {
             tracing::warn!(%error, "{bytes} bytes at {address:#x} cannot be registered");
             Status::of(&error)
         })?;
-        if bytes > 0 && !is_of_kind(region.place(), kind) {
+        if bytes > 0 && !is_of_kind(region.location(), kind) {
             tracing::warn!(
                 "{bytes} bytes at {address:#x} are {}: registered as another kind of memory",
-                region.place()
+                region.location()
             );
             return Err(Status::INVALID_PARAMETER);
         }

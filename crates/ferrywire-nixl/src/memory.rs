@@ -1,6 +1,6 @@
 //! Registered memory as NIXL hands it around: of this agent, and of remote ones.
 
-use ferrywire::{Place, Region, RemoteRegion};
+use ferrywire::{MemoryLocation, Region, RemoteRegion};
 
 /// Memory that descriptors point to.
 pub enum Memory {
@@ -51,10 +51,10 @@ impl Memory {
 }
 
 /// Whether memory that lives there may be registered as this kind.
-pub fn is_of_kind(place: Place, kind: u32) -> bool {
+pub fn is_of_kind(location: MemoryLocation, kind: u32) -> bool {
     match kind {
-        DRAM => place == Place::Host,
-        VRAM => place != Place::Host,
+        DRAM => location == MemoryLocation::Host,
+        VRAM => location != MemoryLocation::Host,
         _ => false,
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Read next: `integers.rs`, how the arrays are read; `peer.rs`, who moves the blocks.
 
-use ferrywire::{Lengths, Place};
+use ferrywire::{Lengths, MemoryLocation};
 use pyo3::prelude::*;
 
 use crate::errors::{OrRaise, usage};
@@ -22,21 +22,21 @@ pub struct BlockList {
 impl BlockList {
     /// Whose GPU work operations on the list come after: where its regions are, and the framework that has a current
     /// stream, whatever memory of none lies beside it. Of two frameworks nobody knows which, unless a stream is `given`.
-    pub fn order(&self, py: Python<'_>, given: bool) -> PyResult<(Place, Framework)> {
-        let on_gpu = |region: &&Region| matches!(region.is_at(), Place::Cuda(_));
+    pub fn order(&self, py: Python<'_>, given: bool) -> PyResult<(MemoryLocation, Framework)> {
+        let on_gpu = |region: &&Region| matches!(region.is_at(), MemoryLocation::Cuda(_));
         let all = || self.locals.iter().map(Py::get).filter(on_gpu);
-        let Some(place) = all().next().map(Region::is_at) else {
+        let Some(location) = all().next().map(Region::is_at) else {
             return Ok((self.locals[0].get().is_at(), Framework::Other));
         };
-        if let Some(other) = all().map(Region::is_at).find(|other| *other != place) {
-            let why = format!("its regions are on {place} and {other}: make a list for each");
+        if let Some(other) = all().map(Region::is_at).find(|other| *other != location) {
+            let why = format!("its regions are on {location} and {other}: make a list for each");
             return Err(usage(py, "blocks", why));
         }
         let mut named = all().map(|region| region.framework).filter(|each| *each != Framework::Other);
         let framework = named.next().unwrap_or(Framework::Other);
         match named.find(|other| *other != framework) {
-            None => Ok((place, framework)),
-            Some(_) if given => Ok((place, Framework::Other)),
+            None => Ok((location, framework)),
+            Some(_) if given => Ok((location, Framework::Other)),
             Some(other) => {
                 let why = format!(
                     "the list has memory of {framework:?} and of {other:?}, each with a current stream of its own: name \

@@ -303,27 +303,27 @@ impl Endpoint {
         Ok(Region::new(self.shared.clone(), region, writable, false, framework, watch))
     }
 
-    /// Allocates and registers zeroed memory: `place` is "host", "cuda:N", or "sim:N", a simulated GPU.
+    /// Allocates and registers zeroed memory: `device` is "host", "cuda:N", or "sim:N", a simulated GPU.
     ///
-    /// Raises `UsageError` for another place, `LocalError` or `GpuError` where there is not so much memory, or no such
+    /// Raises `UsageError` for another device, `LocalError` or `GpuError` where there is not so much memory, or no such
     /// GPU, `Closed`.
-    #[pyo3(signature = (nbytes, place="host"))]
+    #[pyo3(signature = (nbytes, device="host"))]
     fn allocate(
         &self,
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] nbytes: i128,
-        place: &str,
+        device: &str,
     ) -> PyResult<Region> {
         let endpoint = self.open(py)?;
         let nbytes = unsigned(py, "nbytes", nbytes)? as usize;
-        let (kind, number) = place.split_once(':').unwrap_or((place, "0"));
+        let (kind, number) = device.split_once(':').unwrap_or((device, "0"));
         let index =
-            number.parse::<u32>().map_err(|_| usage(py, "place", format!("{place:?} has no number")))?;
+            number.parse::<u32>().map_err(|_| usage(py, "device", format!("{device:?} has no number")))?;
         let region = py.detach(|| match kind {
             "host" => endpoint.register_zeroed(nbytes),
             "cuda" => endpoint.register_cuda(index, nbytes),
             "sim" => endpoint.register_sim(index, nbytes),
-            _ => Err(Error::invalid("place", format!("{place:?}; there are host, cuda:N and sim:N"))),
+            _ => Err(Error::invalid("device", format!("{device:?}; there are host, cuda:N and sim:N"))),
         });
         Ok(Region::new(self.shared.clone(), region.or_raise(py)?, true, true, Framework::Other, None))
     }

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use ferrywire::{Error, Place};
+use ferrywire::{Error, MemoryLocation};
 use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
@@ -51,11 +51,11 @@ impl Peer {
     fn post_in(
         &self,
         py: Python<'_>,
-        (place, framework): (Place, Framework),
+        (location, framework): (MemoryLocation, Framework),
         stream: Option<&Bound<'_, PyAny>>,
         operation: impl FnOnce(&ferrywire::Peer) -> ferrywire::Result<ferrywire::Transfer> + Send,
     ) -> PyResult<Transfer> {
-        let stream = named(py, place, framework, stream)?;
+        let stream = named(py, location, framework, stream)?;
         let transfer = match &stream {
             None => py.detach(|| operation(&self.peer)),
             Some(stream) => {
@@ -63,7 +63,7 @@ impl Peer {
                 py.detach(|| operation(&self.peer.after(ready)))
             }
         };
-        Ok(Transfer::new(transfer.or_raise(py)?, place, framework, self.shared.clone()))
+        Ok(Transfer::new(transfer.or_raise(py)?, location, framework, self.shared.clone()))
     }
 
     /// What closes it.

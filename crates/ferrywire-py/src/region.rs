@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use ferrywire::{Error, Place};
+use ferrywire::{Error, MemoryLocation};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -43,7 +43,7 @@ pub struct Region {
     /// Its memory is not where it was any more.
     moved: AtomicBool,
     len_bytes: u64,
-    place: Place,
+    location: MemoryLocation,
     writable: bool,
     /// Whether the engine owns the memory.
     owned: bool,
@@ -62,18 +62,18 @@ impl Region {
         framework: Framework,
         watch: Option<Watch>,
     ) -> Region {
-        let (len_bytes, place) = (region.len(), region.place());
+        let (len_bytes, location) = (region.len(), region.location());
         let (held, moved) = (Mutex::new(Some(Held { region, watch })), AtomicBool::new(false));
         let shown = OnceLock::new();
-        Region { held, moved, len_bytes, place, writable, owned, framework, shown, _endpoint: endpoint }
+        Region { held, moved, len_bytes, location, writable, owned, framework, shown, _endpoint: endpoint }
     }
 
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    pub fn is_at(&self) -> Place {
-        self.place
+    pub fn is_at(&self) -> MemoryLocation {
+        self.location
     }
 
     fn held(&self) -> MutexGuard<'_, Option<Held>> {
@@ -150,8 +150,8 @@ impl Region {
 
     /// Where its bytes live: "host", "cuda:N", or "sim:N" for a simulated GPU.
     #[getter]
-    fn place(&self) -> String {
-        place_name(self.place)
+    fn device(&self) -> String {
+        device_name(self.location)
     }
 
     /// Whether it can be a target.
@@ -258,13 +258,13 @@ impl Region {
             Some(_) => ", read-only",
             None => ", deregistered",
         };
-        format!("<ferrywire.Region {} bytes, {}{state}>", self.len_bytes, place_name(self.place))
+        format!("<ferrywire.Region {} bytes, {}{state}>", self.len_bytes, device_name(self.location))
     }
 
     /// Host memory that the engine allocated shows itself as a buffer; other memory has its own object.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        if !this.owned || this.place != Place::Host {
+        if !this.owned || this.location != MemoryLocation::Host {
             let why =
                 "only host memory made by allocate() is a buffer: use the registered object, or read_at()";
             return Err(PyBufferError::new_err(why));
@@ -289,12 +289,12 @@ impl Region {
     }
 }
 
-/// As `place=` takes it.
-pub fn place_name(place: Place) -> String {
-    match place {
-        Place::Host => "host".into(),
-        Place::Cuda(index) => format!("cuda:{index}"),
-        Place::SimGpu(index) => format!("sim:{index}"),
+/// As `device=` takes it.
+pub fn device_name(location: MemoryLocation) -> String {
+    match location {
+        MemoryLocation::Host => "host".into(),
+        MemoryLocation::Cuda(index) => format!("cuda:{index}"),
+        MemoryLocation::SimGpu(index) => format!("sim:{index}"),
         other => other.to_string(),
     }
 }
@@ -348,8 +348,8 @@ impl RemoteRegion {
 
     /// Where its bytes live, at the peer.
     #[getter]
-    fn place(&self) -> String {
-        place_name(self.remote.place())
+    fn device(&self) -> String {
+        device_name(self.remote.location())
     }
 
     /// The identity of the endpoint that holds it, as hexadecimal digits.
@@ -372,7 +372,7 @@ impl RemoteRegion {
         format!(
             "<ferrywire.RemoteRegion {} bytes, {} of {}>",
             remote.len(),
-            place_name(remote.place()),
+            device_name(remote.location()),
             remote.owner()
         )
     }

@@ -5,7 +5,7 @@
 //!
 //! Read next: the engine's `ordering.rs`.
 
-use ferrywire::{Place, Ready};
+use ferrywire::{MemoryLocation, Ready};
 use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -32,11 +32,11 @@ impl Named {
 /// The stream that an operation on memory in this place, of this framework, belongs to, if any.
 pub fn named(
     py: Python<'_>,
-    place: Place,
+    location: MemoryLocation,
     framework: Framework,
     stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Option<Named>> {
-    let Place::Cuda(gpu) = place else {
+    let MemoryLocation::Cuda(gpu) = location else {
         return match stream {
             None => Ok(None),
             Some(_) => {
@@ -55,12 +55,12 @@ pub fn named(
 /// it is given.
 pub fn to_hold(
     py: Python<'_>,
-    place: Place,
+    location: MemoryLocation,
     framework: Framework,
     stream: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<Option<Named>> {
-    match (place, stream) {
-        (Place::Cuda(_), _) => match named(py, place, framework, stream)? {
+    match (location, stream) {
+        (MemoryLocation::Cuda(_), _) => match named(py, location, framework, stream)? {
             None => {
                 let why = "the memory is of no library whose current stream could be asked for, or of two: name the stream \
                            that is to wait";

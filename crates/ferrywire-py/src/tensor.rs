@@ -6,7 +6,7 @@
 
 use std::ffi::CStr;
 
-use ferrywire::{Error, Place};
+use ferrywire::{Error, MemoryLocation};
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -88,7 +88,7 @@ impl View {
         // be; its region looks for it before each use (`Watch`), which is as much as there is to have. That bytes
         // change under Python's hands is what peers are for.
         let region = unsafe { endpoint.register_with(self.address, self.len_bytes, owner) }?;
-        if self.on_gpu && region.place() == Place::Host && !region.is_empty() {
+        if self.on_gpu && region.location() == MemoryLocation::Host && !region.is_empty() {
             let why = "it says that it is on a CUDA GPU, but no driver here knows its address: is the program \
                        using the GPU's libcuda.so.1, and the array still there?";
             return Err(Error::invalid("memory", why));

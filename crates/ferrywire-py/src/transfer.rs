@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrywire::{Error, Place};
+use ferrywire::{Error, MemoryLocation};
 use ferrywire_memory::cuda::{CudaGpu, RawStream};
 use pyo3::prelude::*;
 
@@ -20,7 +20,7 @@ use crate::wakeup::{Wakeup, coroutine};
 #[pyclass(frozen, weakref, module = "ferrywire")]
 pub struct Transfer {
     transfer: ferrywire::Transfer,
-    place: Place,
+    location: MemoryLocation,
     framework: Framework,
     _shared: Arc<Shared>,
 }
@@ -28,15 +28,15 @@ pub struct Transfer {
 impl Transfer {
     pub fn new(
         transfer: ferrywire::Transfer,
-        place: Place,
+        location: MemoryLocation,
         framework: Framework,
         shared: Arc<Shared>,
     ) -> Transfer {
-        Transfer { transfer, place, framework, _shared: shared }
+        Transfer { transfer, location, framework, _shared: shared }
     }
 
     pub fn of_host(transfer: ferrywire::Transfer, shared: Arc<Shared>) -> Transfer {
-        Transfer::new(transfer, Place::Host, Framework::Other, shared)
+        Transfer::new(transfer, MemoryLocation::Host, Framework::Other, shared)
     }
 }
 
@@ -115,7 +115,7 @@ impl Transfer {
     /// library that has a current one.
     #[pyo3(signature = (stream=None))]
     fn hold(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
-        let Some(named) = stream::to_hold(py, self.place, self.framework, stream)? else {
+        let Some(named) = stream::to_hold(py, self.location, self.framework, stream)? else {
             return Ok(());
         };
         let gpu = CudaGpu::open(named.gpu).map_err(Error::from).or_raise(py)?;

@@ -83,7 +83,7 @@ sent, got, stream = Array(1 << 18), Array(1 << 18), new_stream()
 data = bytes(range(256)) * (sent.nbytes // 256)
 sent.put(stream, data)
 source, target = near.register(sent), far.register(got)
-assert (source.place, source.nbytes, source.writable) == ("cuda:0", 1 << 20, True)
+assert (source.device, source.nbytes, source.writable) == ("cuda:0", 1 << 20, True)
 to_far.write(source, target.remote(), stream=stream.value).wait(60)
 assert got.get() == data and target.read_at(1, 3) == data[1:4]
 assert not near.register(Array(4, read_only=True)).writable
@@ -93,7 +93,7 @@ for wrong, why in ((Array(4, strides=(8,)), "not contiguous: shape (4,), strides
     else: raise AssertionError
 made = near.allocate(1000, "cuda:0")
 made.write_at(0, b"x" * 1000)
-assert made.read_at(998) == b"xx" and made.place == "cuda:0"
+assert made.read_at(998) == b"xx" and made.device == "cuda:0"
 """)
 
 
@@ -260,7 +260,7 @@ cupy.cuda = types.SimpleNamespace(get_current_stream=get_current_stream)
 sent, got = Array(1 << 18), Array(1 << 18)
 source, target = near.register(ndarray(sent)), far.register(ndarray(got))
 # Nobody had to wait for a stream to show them.
-assert (source.place, source.nbytes, source.writable, exported) == ("cuda:0", 1 << 20, True, [-1, -1])
+assert (source.device, source.nbytes, source.writable, exported) == ("cuda:0", 1 << 20, True, [-1, -1])
 for turn in range(1, 4):
     data = bytes([turn]) * sent.nbytes
     gate = Gate(stream)
@@ -353,7 +353,7 @@ for n, tensor in enumerate(theirs.values()):
     tensor.fill(bytes([n + 1]) * tensor.nbytes)
 with fw.share(far, theirs) as shared:
     got = fw.fetch(near, to_far, shared.describe(), into=mine, timeout=60)
-assert got == mine and {near.register(tensor).place for tensor in mine.values()} == {"cuda:0", "cuda:1"}
+assert got == mine and {near.register(tensor).device for tensor in mine.values()} == {"cuda:0", "cuda:1"}
 for n, tensor in enumerate(mine.values()):
     assert tensor.get() == bytes([n + 1]) * tensor.nbytes, n
 """)

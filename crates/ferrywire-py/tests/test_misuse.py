@@ -288,7 +288,7 @@ def test_a_configuration_that_cannot_work():
         endpoint.accept()
     with refuses("timeout: -1 is not a number of seconds"), fw.Endpoint("127.0.0.1:0") as endpoint:
         endpoint.accept(timeout=-1)
-    with refuses("place: \"moon:1\"; there are host, cuda:N and sim:N"), fw.Endpoint() as endpoint:
+    with refuses("device: \"moon:1\"; there are host, cuda:N and sim:N"), fw.Endpoint() as endpoint:
         endpoint.allocate(1, "moon:1")
 
 

@@ -34,7 +34,7 @@ def test_parameters_and_views(pair: Pair):
     assert parameter.sum() == 4
     view = torch.zeros(10, 8)[3:5]
     region = pair.near.register(view)
-    assert region.nbytes == 64 and region.writable and region.place == "host"
+    assert region.nbytes == 64 and region.writable and region.device == "host"
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_a_notification_alone_comes_after_all_before_it(pair: Pair):
 )
 def test_whatever_is_one_run_of_bytes_is_a_region(pair: Pair, memory: object):
     region = pair.far.register(memory)
-    assert (region.nbytes, len(region), region.place, region.writable) == (80, 80, "host", True)
+    assert (region.nbytes, len(region), region.device, region.writable) == (80, 80, "host", True)
     pair.to_far.write(pair.near.register(bytes(range(80))), region.remote()).wait(LIMIT)
     assert region.read_at() == bytes(range(80))
 
@@ -205,10 +205,10 @@ def test_arrays_of_jax_are_waited_for_and_never_written_to(pair: Pair):
             use()
 
 
-@pytest.mark.parametrize("place", ["host", "sim:0"])
-def test_memory_of_the_engine(pair: Pair, place: str):
-    near, far = pair.near.allocate(1 << 20, place), pair.far.allocate(1 << 20, place)
-    assert near.place == place and far.remote().place == place
+@pytest.mark.parametrize("device", ["host", "sim:0"])
+def test_memory_of_the_engine(pair: Pair, device: str):
+    near, far = pair.near.allocate(1 << 20, device), pair.far.allocate(1 << 20, device)
+    assert near.device == device and far.remote().device == device
     near.write_at(0, pattern(1 << 20))
     pair.to_far.write(near, far.remote()).wait(LIMIT)
     assert far.read_at() == pattern(1 << 20).tobytes()
@@ -232,7 +232,7 @@ def test_regions_pickle_as_the_peer_sees_them(pair: Pair):
         assert type(remote) is fw.RemoteRegion and remote == region.remote()
         for held_in in (bytes, bytearray, memoryview):
             assert fw.RemoteRegion(held_in(remote.descriptor())) == remote
-        assert (remote.nbytes, remote.place, remote.owner) == (10, "host", pair.far.identity)
+        assert (remote.nbytes, remote.device, remote.owner) == (10, "host", pair.far.identity)
         pair.to_far.write(pair.near.register(bytes(10)), remote).wait(LIMIT)
 
 

@@ -7,7 +7,7 @@
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::sim::SimGpuError;
 use ferrywire_memory::unpack::UnpackError;
-use ferrywire_memory::{self as memory, Place};
+use ferrywire_memory::{self as memory, MemoryLocation};
 use ferrywire_ncclnet::{CallError, LoadError};
 use ferrywire_proto::handshake::HandshakeError;
 use ferrywire_proto::limits::{CONTROL_UNACKED_BYTES_MAX, CONTROL_UNACKED_MAX};
@@ -66,12 +66,12 @@ pub enum Error {
         region_bytes: u64,
     },
     /// The transport cannot move the bytes from or to where they live. Nothing was moved.
-    #[error("the {side} region is {place}, {}", way_out(transport))]
+    #[error("the {side} region is {location}, {}", way_out(transport))]
     UnsupportedMemory {
         /// "local" or "remote".
         side: &'static str,
         /// Where its bytes live.
-        place: Place,
+        location: MemoryLocation,
         /// The transport in use.
         transport: &'static str,
     },

@@ -73,7 +73,7 @@ pub use control::ConnectTarget;
 pub use core::ordering::Ready;
 pub use core::stats::{ChannelStats, LaneStats, PeerStats, StagingStats};
 pub use error::{Error, ErrorKind, Result};
-pub use ferrywire_memory::{self as memory, Place};
+pub use ferrywire_memory::{self as memory, MemoryLocation};
 pub use ferrywire_net as net;
 pub use ferrywire_proto::Identity;
 pub use ferrywire_proto::limits;

@@ -106,7 +106,7 @@ int main(void) {
     OK(ferrywire_register(pair.ends[0], memory, BYTES, release, &released, &source));
     OK(ferrywire_allocate(pair.ends[1], BYTES, &target));
     CHECK(ferrywire_region_bytes(target) == BYTES && ferrywire_region_address(source) == memory);
-    OK(ferrywire_region_place(source, text, sizeof text, NULL));
+    OK(ferrywire_region_location(source, text, sizeof text, NULL));
     CHECK(strcmp(text, "host memory") == 0);
     unsigned char *there = ferrywire_region_address(target);
     ferrywire_remote *remote = remote_of(target);

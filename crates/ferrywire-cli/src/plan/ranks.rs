@@ -204,7 +204,7 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     };
     let numbered = text.is_some_and(|text| text.contains(':'));
     match memory.gpu() {
-        Some(place) if numbered => Ok((memory, number(place))),
+        Some(location) if numbered => Ok((memory, number(location))),
         _ => {
             let gpu = match memory {
                 Memory::Cuda(_) => cuda_of(ranks.local_rank),
@@ -217,9 +217,9 @@ fn own_memory(flags: &ConnectFlags, ranks: &Ranks) -> Outcome<(Memory, u32)> {
     }
 }
 
-fn number(place: ferrywire::Place) -> u32 {
-    match place {
-        ferrywire::Place::Cuda(gpu) | ferrywire::Place::SimGpu(gpu) => gpu,
+fn number(location: ferrywire::MemoryLocation) -> u32 {
+    match location {
+        ferrywire::MemoryLocation::Cuda(gpu) | ferrywire::MemoryLocation::SimGpu(gpu) => gpu,
         _ => 0,
     }
 }
@@ -286,7 +286,7 @@ mod tests {
     use crate::bench::host;
 
     /// Whether devmem is tried, and whether it has to be had, by a rank that meets the others there.
-    fn devmem(place: &str, flags: ConnectFlags) -> Option<bool> {
+    fn devmem(location: &str, flags: ConnectFlags) -> Option<bool> {
         let secret = tempfile::NamedTempFile::new().expect("a file");
         std::fs::write(secret.path(), host::random_hex(8).expect("random")).expect("written");
         let ranks = Ranks {
@@ -294,7 +294,7 @@ mod tests {
             world: 2,
             local_rank: 0,
             local_world: None,
-            rendezvous: Some(Rendezvous { host: place.to_owned(), port: None }),
+            rendezvous: Some(Rendezvous { host: location.to_owned(), port: None }),
             launcher: Launcher::Flags,
         };
         let flags = ConnectFlags {

@@ -5,7 +5,7 @@ use ferrywire_devmem::sys::devmem::{Control, Fragment, Tokens};
 use ferrywire_devmem::sys::ethtool::Split;
 use ferrywire_devmem::sys::netdev::Netdev;
 use ferrywire_memory::sim::SimGpu;
-use ferrywire_memory::{Place, dmabuf_fd};
+use ferrywire_memory::{MemoryLocation, dmabuf_fd};
 use std::os::fd::{AsFd, AsRawFd};
 use std::thread;
 
@@ -19,8 +19,9 @@ fn memory_of_a_simulated_gpu_is_sent_and_received() {
     let data: Vec<u8> = (0..PATTERN_BYTES).map(vm::pattern).collect();
     gpu.write_from_slice(source.address(), &data).expect("written");
     let pool = gpu.alloc(16 * MIB, 2 * MIB).expect("memory");
-    let export =
-        |address, bytes: usize| dmabuf_fd(Place::SimGpu(0), address, bytes as u64).expect("a dma-buf");
+    let export = |address, bytes: usize| {
+        dmabuf_fd(MemoryLocation::SimGpu(0), address, bytes as u64).expect("a dma-buf")
+    };
     let (from, into) = (export(source.address(), PATTERN_BYTES), export(pool.address(), 16 * MIB));
     vm::set_split(Split::On, Some(0)).expect("headers are split");
     let mut netdev = Netdev::open().expect("the family");

@@ -131,7 +131,7 @@ fn fragments(copies: &[GpuCopy]) -> Option<(Vec<Fragment>, Vec<Part>)> {
 
 impl fmt::Debug for CopyQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CopyQueue({}, {} begun, copying: {})", self.queue.place(), self.begun, self.copying)
+        write!(f, "CopyQueue({}, {} begun, copying: {})", self.queue.location(), self.begun, self.copying)
     }
 }
 

@@ -10,7 +10,7 @@ use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use super::kernels::{Kernels, RUNS_PER_LAUNCH_MAX};
 use crate::cuda::{CudaGpu, CudaStream, PinnedBuffer, pointer};
 use crate::error::{Error, Result};
-use crate::{GpuCopy, Place};
+use crate::{GpuCopy, MemoryLocation};
 use ferrywire_proto::limits;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,13 +71,13 @@ pub fn mapped(buffer: PinnedBuffer) -> Result<Mapped> {
 // SAFETY: pinned memory is ordinary memory of this process, and what `mapped_memory` gives has the same address
 // for the GPU; `CudaStream` is done with all memory when it is dropped.
 unsafe impl GatherDevice for CudaQueue {
-    fn place(&self) -> Place {
-        Place::Cuda(self.gpu().index())
+    fn location(&self) -> MemoryLocation {
+        MemoryLocation::Cuda(self.gpu().index())
     }
 
-    fn device_memory(&self, address: u64, bytes: u64) -> Option<(Place, Extent)> {
+    fn device_memory(&self, address: u64, bytes: u64) -> Option<(MemoryLocation, Extent)> {
         let found = pointer::stretch(address, bytes)?;
-        Some((Place::Cuda(found.gpu), Extent { base: found.base, bytes: found.bytes }))
+        Some((MemoryLocation::Cuda(found.gpu), Extent { base: found.base, bytes: found.bytes }))
     }
 
     fn mapped_memory(&self, address: u64) -> Option<Extent> {

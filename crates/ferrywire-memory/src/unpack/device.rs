@@ -10,7 +10,7 @@
 use super::table::Fragment;
 use crate::cuda::CudaError;
 use crate::error::Result;
-use crate::{GpuCopy, Place};
+use crate::{GpuCopy, MemoryLocation};
 use std::fmt::Debug;
 
 /// A range of memory, as its allocator knows it.
@@ -55,11 +55,11 @@ pub struct GatherRun {
 /// dropped device is done with all memory that was ever named to it.
 pub unsafe trait GatherDevice: Send + Debug {
     /// Whose queue it is.
-    fn place(&self) -> Place;
+    fn location(&self) -> MemoryLocation;
 
     /// The device memory, of any GPU, that an address lies in. Where it consists of pieces side by side, they are
     /// followed until `bytes` bytes from the address on are inside, or no piece follows.
-    fn device_memory(&self, address: u64, bytes: u64) -> Option<(Place, Extent)>;
+    fn device_memory(&self, address: u64, bytes: u64) -> Option<(MemoryLocation, Extent)>;
 
     /// The host memory at an address, if this GPU reaches it there too.
     fn mapped_memory(&self, address: u64) -> Option<Extent>;
@@ -94,7 +94,7 @@ pub fn see_that_it_is_there(
     device: &dyn GatherDevice,
     all: impl IntoIterator<Item = (u64, u64)>,
 ) -> Result<()> {
-    let Place::Cuda(_) = device.place() else { return Ok(()) };
+    let MemoryLocation::Cuda(_) = device.location() else { return Ok(()) };
     let mut known = Extent { base: 0, bytes: 0 };
     for (address, bytes) in all {
         if bytes > 0 && !known.holds(address, bytes) {

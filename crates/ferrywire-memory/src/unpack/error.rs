@@ -1,7 +1,7 @@
 //! What a plugin can say about scattered receives that is not believed.
 
 use super::{DEVICE_WORDS_BYTES, FRAGMENTS_PER_SLOT_MAX, METADATA_BYTES};
-use crate::Place;
+use crate::MemoryLocation;
 
 /// Why a plugin's word about scattered receives was refused. Nothing was copied because of it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,15 +48,15 @@ pub enum UnpackError {
     #[error(
         "the plugin's receive pool at {base:#x} is {}, not memory of this GPU ({gpu}): \
          was the GPU current when the connection was accepted?",
-        found.map_or("no device memory".to_string(), |place| place.to_string())
+        found.map_or("no device memory".to_string(), |location| location.to_string())
     )]
     Pool {
         /// Where the plugin says that it is.
         base: u64,
         /// What is there.
-        found: Option<Place>,
+        found: Option<MemoryLocation>,
         /// The GPU that gathers.
-        gpu: Place,
+        gpu: MemoryLocation,
     },
     /// A slot has more fragments than its table.
     #[error(

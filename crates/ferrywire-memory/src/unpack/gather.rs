@@ -202,7 +202,7 @@ impl Gather {
 
     /// Whether the bytes of a message belong into host memory; device memory must hold all of them.
     fn goes_to_host(&self, address: u64, bytes: u64) -> Result<bool> {
-        let gpu = self.unpack.device.place();
+        let gpu = self.unpack.device.location();
         let wrong = |why: String| Err(Error::invalid("destination of a gather", why));
         match self.unpack.device.device_memory(address, bytes) {
             _ if bytes == 0 => Ok(false),

@@ -88,7 +88,7 @@ impl DeviceUnpack {
 
 impl fmt::Debug for DeviceUnpack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceUnpack({}, {:?}, {:?})", self.device.place(), self.metadata, self.pool)
+        write!(f, "DeviceUnpack({}, {:?}, {:?})", self.device.location(), self.metadata, self.pool)
     }
 }
 
@@ -112,10 +112,14 @@ fn read_words(device: &dyn GatherDevice, address: u64) -> Result<[u64; 2], Unpac
 
 fn pool_at(device: &dyn GatherDevice, base: u64) -> Result<Extent, UnpackError> {
     match device.device_memory(base, u64::MAX) {
-        Some((place, found)) if place == device.place() => {
+        Some((location, found)) if location == device.location() => {
             Ok(Extent { base, bytes: found.bytes_from(base).unwrap_or(0) })
         }
-        found => Err(UnpackError::Pool { base, found: found.map(|(place, _)| place), gpu: device.place() }),
+        found => Err(UnpackError::Pool {
+            base,
+            found: found.map(|(location, _)| location),
+            gpu: device.location(),
+        }),
     }
 }
 

@@ -4,7 +4,7 @@ use super::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::cuda::deferred_free;
 use crate::error::{Error, Result};
 use crate::sim::MappedBuffer;
-use crate::{GpuCopy, Place};
+use crate::{GpuCopy, MemoryLocation};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -23,13 +23,17 @@ pub struct Recorder(pub Arc<Mutex<Seen>>);
 
 // SAFETY: it copies nothing, and gives no memory that is not there.
 unsafe impl GatherDevice for Recorder {
-    fn place(&self) -> Place {
-        if self.0.lock().unwrap().memory.is_some() { Place::Cuda(0) } else { Place::SimGpu(0) }
+    fn location(&self) -> MemoryLocation {
+        if self.0.lock().unwrap().memory.is_some() {
+            MemoryLocation::Cuda(0)
+        } else {
+            MemoryLocation::SimGpu(0)
+        }
     }
 
-    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(MemoryLocation, Extent)> {
         let memory = self.0.lock().unwrap().memory.clone().filter(|memory| memory.contains(&address))?;
-        Some((Place::Cuda(0), Extent { base: memory.start, bytes: memory.end - memory.start }))
+        Some((MemoryLocation::Cuda(0), Extent { base: memory.start, bytes: memory.end - memory.start }))
     }
 
     fn mapped_memory(&self, _address: u64) -> Option<Extent> {

@@ -6,7 +6,7 @@
 use super::device::{Extent, GatherDevice, GatherRun, Mapped};
 use crate::error::{Error, Result};
 use crate::sim::{MappedBuffer, SimEvent, SimGpu, SimStream};
-use crate::{GpuCopy, Place};
+use crate::{GpuCopy, MemoryLocation};
 use ferrywire_proto::limits;
 use std::sync::Arc;
 
@@ -33,12 +33,13 @@ impl SimQueue {
 // SAFETY: mapped buffers of the simulated GPU are ordinary memory of this process, and `SimStream` is done
 // with all memory when it is dropped.
 unsafe impl GatherDevice for SimQueue {
-    fn place(&self) -> Place {
-        Place::SimGpu(self.stream.gpu().index())
+    fn location(&self) -> MemoryLocation {
+        MemoryLocation::SimGpu(self.stream.gpu().index())
     }
 
-    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
-        SimGpu::of(address).map(|(index, base, bytes)| (Place::SimGpu(index), Extent { base, bytes }))
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(MemoryLocation, Extent)> {
+        SimGpu::of(address)
+            .map(|(index, base, bytes)| (MemoryLocation::SimGpu(index), Extent { base, bytes }))
     }
 
     fn mapped_memory(&self, address: u64) -> Option<Extent> {

@@ -142,8 +142,8 @@ def fetch(
 
 def _order(region: Region, tensor: Any) -> tuple[str, str]:
     """What work an operation on it comes after: of which GPU, in the current stream of which library."""
-    on_gpu = region.place.startswith("cuda")
-    return (region.place, type(tensor).__module__.partition(".")[0]) if on_gpu else ("host", "")
+    on_gpu = region.device.startswith("cuda")
+    return (region.device, type(tensor).__module__.partition(".")[0]) if on_gpu else ("host", "")
 
 
 def _read_all(peer: Peer, lists: list[list[BlockList]], timeout: float | None) -> None:

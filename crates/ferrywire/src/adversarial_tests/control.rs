@@ -4,7 +4,7 @@ use super::evil::{Data, Evil, channel, data, dial, evil_config};
 use super::scene::{Scene, endpoint};
 use super::{LIMIT, eventually};
 use crate::{Error, RemoteRegion, limits};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
 use ferrywire_proto::handshake::{Config, Initiator, Secure};
@@ -113,7 +113,12 @@ fn a_fence_that_claims_everything_placed_ends_only_its_own_transfers() {
     let scene = Scene::new();
     let mut evil = Evil::new(&scene);
     let source = scene.victim.register_zeroed(1000).unwrap();
-    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000, place: Place::Host };
+    let remote = RemoteRegion {
+        owner: Identity(hello(1).identity),
+        key: 1,
+        len: 1000,
+        location: MemoryLocation::Host,
+    };
     let write = evil.here.write(&source, 0, &remote, 0, 1000).unwrap();
     eventually("the write is sent", || !evil.data[0].heard().frames.is_empty());
     evil.say(&ControlMessage::Fence {
@@ -176,8 +181,12 @@ fn a_configuration_beyond_our_limits_is_brought_within_them() {
     assert!(stats.window <= limits::WINDOW_FRAMES_MAX, "a window of {} frames", stats.window);
     // A silent peer is sent a window of frames and no more.
     let source = scene.victim.register_zeroed(1 << 20).unwrap();
-    let remote =
-        RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1 << 20, place: Place::Host };
+    let remote = RemoteRegion {
+        owner: Identity(hello(1).identity),
+        key: 1,
+        len: 1 << 20,
+        location: MemoryLocation::Host,
+    };
     let write = evil.here.write(&source, 0, &remote, 0, 1 << 20).unwrap();
     eventually("a window is full", || {
         evil.data[0].heard().frames.len() >= limits::WINDOW_FRAMES_MAX.min(stats.window)

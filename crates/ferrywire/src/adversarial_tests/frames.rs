@@ -4,7 +4,7 @@ use super::evil::{Evil, data};
 use super::scene::{BEFORE, REGION_BYTES, Scene};
 use super::{LIMIT, eventually};
 use crate::{Error, RemoteRegion, limits};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 use ferrywire_proto::handshake::testing::hello;
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind, Placement, Refusal};
@@ -82,7 +82,12 @@ fn a_sink_of_another_peer_is_no_target() {
     let scene = Scene::new();
     let (mut evil, mut asked) = (Evil::new(&scene), Evil::new(&scene));
     let target = scene.victim.register(vec![BEFORE; 3000]).unwrap();
-    let remote = RemoteRegion { owner: Identity(hello(1).identity), key: 1, len: 1000, place: Place::Host };
+    let remote = RemoteRegion {
+        owner: Identity(hello(1).identity),
+        key: 1,
+        len: 1000,
+        location: MemoryLocation::Host,
+    };
     let read = asked.here.read(&target, 1000, &remote, 0, 1000).unwrap();
     eventually("the read is asked for", || !asked.data[0].heard().frames.is_empty());
     let sink = asked.data[0].heard().frames[0].total;

@@ -24,7 +24,7 @@ use crate::payload::plugin::Variable;
 use ferrywire_memory::cuda::{CudaGpu, deferred_free};
 use ferrywire_memory::host::HostBuffer;
 use ferrywire_memory::sim::SimGpu;
-use ferrywire_memory::{Owned, Owner, Place};
+use ferrywire_memory::{MemoryLocation, Owned, Owner};
 use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
@@ -376,7 +376,7 @@ impl Endpoint {
     pub fn register_cuda(&self, index: u32, bytes: usize) -> Result<Region> {
         self.check_origin()?;
         let buffer = CudaGpu::open(index)?.alloc(bytes, GPU_ALIGN_BYTES)?;
-        self.context().prepared.prepare(Place::Cuda(index));
+        self.context().prepared.prepare(MemoryLocation::Cuda(index));
         Ok(Region::owned(&self.inner.home, Owned::Cuda(buffer)))
     }
 
@@ -429,10 +429,10 @@ impl Endpoint {
         if base.is_null() && bytes > 0 {
             return Err(Error::invalid("memory", "a null pointer with a size"));
         }
-        let place = Place::of(base, bytes as u64)?;
+        let location = MemoryLocation::of(base, bytes as u64)?;
         // SAFETY: the caller's promise; the place is what the address says.
-        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, place, owner) }?;
-        self.context().prepared.prepare(place);
+        let region = unsafe { Region::user(&self.inner.home, base, bytes as u64, location, owner) }?;
+        self.context().prepared.prepare(location);
         Ok(region)
     }
 

@@ -9,7 +9,7 @@ use crate::core::sleeper::Sleeper;
 use crate::core::staging::Prepared;
 use crate::error::{Error, Result};
 use crate::payload::payload_backend::SharedBackend;
-use ferrywire_memory::{Gpu, Place, RegionTable};
+use ferrywire_memory::{Gpu, MemoryLocation, RegionTable};
 use ferrywire_net::SharedTransport;
 use ferrywire_proto::Identity;
 use ferrywire_sys::fork::Origin;
@@ -75,16 +75,16 @@ impl Context {
     ///
     /// The one rule: each end applies it to its own region, also where a peer names one, whose word is not trusted. Memory of
     /// GPUs that are open in this process is staged through host memory, unless lanes move it themselves.
-    pub fn check_reach(&self, place: Place, side: &'static str) -> Result<()> {
+    pub fn check_reach(&self, location: MemoryLocation, side: &'static str) -> Result<()> {
         let is_reached = match &self.carrier {
-            _ if place == Place::Host => true,
-            Some(carrier) => carrier.gpu() == Some(place),
-            None => Gpu::opened(place).is_ok(),
+            _ if location == MemoryLocation::Host => true,
+            Some(carrier) => carrier.gpu() == Some(location),
+            None => Gpu::opened(location).is_ok(),
         };
         if is_reached {
             Ok(())
         } else {
-            Err(Error::UnsupportedMemory { side, place, transport: self.payload_name() })
+            Err(Error::UnsupportedMemory { side, location, transport: self.payload_name() })
         }
     }
 

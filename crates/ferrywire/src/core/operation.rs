@@ -11,7 +11,7 @@ use crate::core::ordering::Gate;
 use crate::core::peer::PeerState;
 use crate::core::waiting::{WaitList, WakeHandle};
 use crate::error::{Error, Result};
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::operation::Operation;
 pub(crate) use ferrywire_proto::operation::Verb;
 use ferrywire_proto::outbox::Epoch;
@@ -212,7 +212,7 @@ impl Op {
 
     /// Whether its bytes are in memory of a GPU.
     pub fn on_gpu(&self) -> bool {
-        self.memory.as_ref().is_some_and(|memory| memory.place() != Place::Host)
+        self.memory.as_ref().is_some_and(|memory| memory.location() != MemoryLocation::Host)
     }
 
     /// Counts bytes that arrived.

@@ -5,7 +5,7 @@
 use super::lane::{Run, Way, copy_on_host};
 use crate::error::{Error, Result};
 use ferrywire_memory::unpack::CopyQueue;
-use ferrywire_memory::{self as memory, Gpu, GpuCopy, Place};
+use ferrywire_memory::{self as memory, Gpu, GpuCopy, MemoryLocation};
 use std::task::Poll;
 
 /// What copies each way, once something had to be copied. Dropped, it is done with all memory.
@@ -22,7 +22,7 @@ impl Copiers {
 
     /// Begins with a message, or goes on with it; ready when it is copied. One at a time each way.
     pub fn copy(&mut self, way: Way, slot: &Run, ranges: &[Run]) -> Poll<Result<()>> {
-        let on_host = |run: &Run| run.memory.place() == Place::Host;
+        let on_host = |run: &Run| run.memory.location() == MemoryLocation::Host;
         match on_host(slot) && ranges.iter().all(on_host) {
             true => {
                 copy_on_host(way, slot, ranges);

@@ -10,7 +10,7 @@ use super::plugin::Variable;
 use super::terms::{DEVMEM, Terms, reason_without, without};
 use crate::config::Config;
 use crate::error::Result;
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_ncclnet::InflightCall;
 use ferrywire_net::{Conn, Nic, Transport};
 use ferrywire_proto::handshake::Config as SessionConfig;
@@ -49,7 +49,7 @@ pub trait PayloadBackend: fmt::Debug + Send + Sync {
     fn transport(&self) -> &'static str;
 
     /// The GPU whose memory it moves, beside the host's.
-    fn gpu(&self) -> Option<Place>;
+    fn gpu(&self) -> Option<MemoryLocation>;
 
     /// Largest message, and so the largest chunk, in bytes.
     fn message_bytes_max(&self) -> usize;
@@ -211,7 +211,7 @@ mod tests {
             self.0
         }
 
-        fn gpu(&self) -> Option<Place> {
+        fn gpu(&self) -> Option<MemoryLocation> {
             None
         }
 

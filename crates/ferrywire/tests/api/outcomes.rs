@@ -8,7 +8,7 @@
 use crate::LIMIT;
 use crate::case::case;
 use crate::netns::Hosts;
-use ferrywire::{Builder, Endpoint, Error, Peer, Place, PluginConfig, Region};
+use ferrywire::{Builder, Endpoint, Error, MemoryLocation, Peer, PluginConfig, Region};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 use ferrywire_net::tcp::{TcpTransport, ZeroCopyPolicy};
 use rand::rngs::StdRng;
@@ -59,7 +59,7 @@ impl Cell {
         // SAFETY: the file was built with these tests, and nobody else looks at the environment.
         let plugin = unsafe { PluginConfig::at(library) };
         match self.on_gpu {
-            true => plugin.gpu(Place::SimGpu(self.gpu(end))).allow_same_host_gpu(true),
+            true => plugin.gpu(MemoryLocation::SimGpu(self.gpu(end))).allow_same_host_gpu(true),
             false => plugin,
         }
     }
@@ -270,7 +270,7 @@ fn dropped_source(world: &mut World) {
     }
     let found = contents(&target);
     assert!(!found.contains(&REUSED), "{ended:?}: reused memory was sent, {:?}", world.cell);
-    assert!(ended.is_err() || found == expected, "not all bytes are in their place, {:?}", world.cell);
+    assert!(ended.is_err() || found == expected, "not all bytes are in their location, {:?}", world.cell);
     drop(memory);
 }
 
@@ -293,7 +293,7 @@ fn dropped_target(world: &mut World) {
         "{written:?}: placed after the drop, {:?}",
         world.cell
     );
-    assert!(written.is_err() || complete, "the write did not place all bytes, {:?}", world.cell);
+    assert!(written.is_err() || complete, "the write did not location all bytes, {:?}", world.cell);
 }
 
 /// Ends one connection of the two, as a middlebox or an operator does. False where this kernel cannot.

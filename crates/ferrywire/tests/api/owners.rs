@@ -220,7 +220,7 @@ fn memory_of_a_gpu_may_have_an_owner_too() {
     let owner = Box::new((buffer, Owner { bytes: Vec::new(), gone: gone_sender }));
     // SAFETY: the owner keeps the allocation.
     let region = unsafe { pair.ends[1].register_with(base, 100_000, owner) }.unwrap();
-    assert_eq!(region.place(), ferrywire::Place::SimGpu(5));
+    assert_eq!(region.location(), ferrywire::MemoryLocation::SimGpu(5));
     let source = pair.ends[0].register(vec![7u8; 100_000]).unwrap();
     pair.near.write(&source, 0, &region.descriptor(), 0, 100_000).unwrap().wait(LIMIT).unwrap();
     let mut found = vec![0; 100_000];

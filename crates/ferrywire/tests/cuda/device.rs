@@ -2,7 +2,7 @@
 
 use crate::{gpu, is_alone, is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::{Block, BlockList, Endpoint, Error, Place, Ready};
+use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, Ready};
 use ferrywire_memory::GpuCopy;
 use ferrywire_memory::cuda::{
     CudaError, CudaEvent, CudaGpu, CudaPattern, CudaStream, PinnedBuffer, dmabuf_fd, driver_version, pointer,
@@ -274,8 +274,8 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     let Some(gpu) = gpu() else { return };
     let end = Endpoint::builder().build().unwrap();
     let region = end.register_cuda(0, 100_000).unwrap();
-    assert_eq!((region.place(), region.len()), (Place::Cuda(0), 100_000));
-    assert_eq!(region.place().to_string(), "memory of CUDA GPU 0");
+    assert_eq!((region.location(), region.len()), (MemoryLocation::Cuda(0), 100_000));
+    assert_eq!(region.location().to_string(), "memory of CUDA GPU 0");
     assert_eq!(region.as_ptr() as u64 % (64 << 10), 0);
     region.write_at(99_990, &[7; 10]).unwrap();
     let mut seen = [1; 12];
@@ -283,12 +283,12 @@ fn regions_of_gpu_memory_are_read_and_written_through_the_gpu() {
     assert_eq!(seen, [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
     assert!(matches!(region.write_at(99_991, &[7; 10]), Err(Error::OutOfRegion { .. })));
     let told = ferrywire::RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
-    assert_eq!((told, told.place()), (region.descriptor(), Place::Cuda(0)));
+    assert_eq!((told, told.location()), (region.descriptor(), MemoryLocation::Cuda(0)));
     // A part of what somebody else has allocated.
     let users = gpu.alloc(10_000, 4096).unwrap();
     // SAFETY: the buffer outlives the region.
     let part = unsafe { end.register_raw(users.as_ptr().wrapping_add(512), 1000) }.unwrap();
-    assert_eq!(part.place(), Place::Cuda(0));
+    assert_eq!(part.location(), MemoryLocation::Cuda(0));
     part.write_at(0, &[9; 1000]).unwrap();
     assert_eq!(gpu.read_to_vec(users.address() + 511, 2).unwrap(), [0, 9]);
     assert_eq!(gpu.read_to_vec(users.address() + 1511, 2).unwrap(), [9, 0]);

@@ -3,7 +3,7 @@
 use crate::gather::queue;
 use crate::{is_real, other_gpu};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, Error, Place};
+use ferrywire::{Endpoint, Error, MemoryLocation};
 use ferrywire_memory::cuda::{CudaGpu, pointer};
 use std::process::Command;
 use std::sync::Arc;
@@ -91,7 +91,7 @@ fn a_segment_of_several_pieces_is_one_region() {
     let (base, len) = ((segment.base + bytes - 100) as *mut u8, bytes as usize + 200);
     // SAFETY: the segment outlives the region.
     let region = unsafe { end.register_raw(base, len) }.unwrap();
-    assert_eq!(region.place(), Place::Cuda(gpu.index()));
+    assert_eq!(region.location(), MemoryLocation::Cuda(gpu.index()));
     let written: Vec<u8> = (0..len).map(|k| k as u8 ^ (k >> 8) as u8).collect();
     region.write_at(0, &written).unwrap();
     let mut seen = vec![0; len];
@@ -172,7 +172,7 @@ fn write_into(text: &str) {
     let end = Endpoint::builder().build().unwrap();
     // SAFETY: open until the end.
     let region = unsafe { end.register_raw((base + 1000) as *mut u8, 1000) }.unwrap();
-    assert_eq!(region.place(), Place::Cuda(found.gpu));
+    assert_eq!(region.location(), MemoryLocation::Cuda(found.gpu));
     region.write_at(0, b"the child").unwrap();
     // SAFETY: refused: it leaves the allocation.
     let refused = unsafe { end.register_raw(base as *mut u8, 1 << 40) };

@@ -3,9 +3,9 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use crate::gpus::{on_gpus, place};
+use crate::gpus::{location, on_gpus};
 use cudarc::driver::sys;
-use ferrywire::{Endpoint, Error, Place, Region};
+use ferrywire::{Endpoint, Error, MemoryLocation, Region};
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use ferrywire_memory::unpack::UnpackMode;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ const BYTES: usize = 300_000;
 
 /// The GPU of an end, which is the first one where there are no others.
 fn gpu_of(index: u32) -> Arc<CudaGpu> {
-    let Place::Cuda(index) = place(index) else { panic!("{}", place(index)) };
+    let MemoryLocation::Cuda(index) = location(index) else { panic!("{}", location(index)) };
     CudaGpu::open(index).unwrap()
 }
 
@@ -39,8 +39,9 @@ fn free(gpu: &CudaGpu, address: u64) {
 fn memory_that_is_freed_before_its_copy_in_one_piece_costs_its_operation_alone() {
     for mode in [UnpackMode::Kernel, UnpackMode::Copy, UnpackMode::Host] {
         on_gpus(case!("same_host=allow")).with("NCCL_USE_DMA_BUF", "0").passes(|| {
-            let end =
-                |index| builder().plugin(plugin().gpu(place(index)).allow_same_host_gpu(true).unpack(mode));
+            let end = |index| {
+                builder().plugin(plugin().gpu(location(index)).allow_same_host_gpu(true).unpack(mode))
+            };
             let ends = Ends::of(loopback(end(1)), end(0));
             let [here, there] = [gpu_of(0), gpu_of(1)];
             let write = |source: &Region, target: &Region| {

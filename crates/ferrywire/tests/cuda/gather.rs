@@ -3,7 +3,7 @@
 use crate::recorded::{self, Recorded, message_is_gathered};
 use crate::{gpu, is_alone, is_real};
 use cudarc::driver::sys;
-use ferrywire::Place;
+use ferrywire::MemoryLocation;
 use ferrywire::limits::GATHER_LAUNCHES_MAX;
 use ferrywire_memory::Error;
 use ferrywire_memory::GpuCopy;
@@ -181,7 +181,7 @@ fn more_runs_than_one_launch_has_are_all_done() {
 #[test]
 fn marks_are_counted_in_order_and_limited() {
     let Some((gpu, mut queue)) = queue() else { return };
-    assert_eq!(queue.place(), Place::Cuda(gpu.index()));
+    assert_eq!(queue.location(), MemoryLocation::Cuda(gpu.index()));
     for round in 0..20 {
         for _ in 0..GATHER_LAUNCHES_MAX {
             queue.mark().unwrap();

@@ -2,7 +2,7 @@
 
 use crate::case::{CASE, Case};
 use crate::driver::{WITH_KERNELS, stand_in};
-use ferrywire::Place;
+use ferrywire::MemoryLocation;
 use ferrywire_memory::cuda::{CudaError, CudaGpu};
 use std::path::PathBuf;
 use std::sync::LazyLock;
@@ -11,8 +11,8 @@ use std::sync::LazyLock;
 pub const MANY: usize = 24 << 20;
 
 /// The GPU with this number, or the first one where there are fewer.
-pub fn place(index: u32) -> Place {
-    Place::Cuda(index % CudaGpu::count().unwrap())
+pub fn location(index: u32) -> MemoryLocation {
+    MemoryLocation::Cuda(index % CudaGpu::count().unwrap())
 }
 
 /// The case, with GPUs of this machine where there are some.

@@ -3,7 +3,7 @@
 use crate::driver::{WITH_KERNELS, has_kernels, stand_in};
 use crate::ends;
 use crate::rounds::lose_a_peer;
-use ferrywire::{Endpoint, Error, Place};
+use ferrywire::{Endpoint, Error, MemoryLocation};
 use ferrywire_memory::cuda::{CudaError, CudaGpu, pointer};
 use std::path::Path;
 use std::process::Command;
@@ -60,7 +60,7 @@ fn an_old_driver_is_refused_with_both_versions() {
         let error = why_not();
         assert_eq!(error, CudaError::OldDriver { found: 11080, needed: 12000 });
         // Before a plugin is looked for.
-        let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(Place::Cuda(0)));
+        let with_gpu = Endpoint::builder().plugin(ends::plugin().gpu(MemoryLocation::Cuda(0)));
         assert_eq!(with_gpu.build().unwrap_err(), Error::Cuda(error.clone()));
         assert!(error.to_string().contains("CUDA 11.8"), "{error}");
     });
@@ -90,7 +90,7 @@ fn host_memory_is_registered_without_loading_or_initialising_the_driver() {
         let mut bytes = [0u8; 100];
         // SAFETY: the bytes outlive the region.
         let region = unsafe { end.register_raw(bytes.as_mut_ptr(), 100) }.unwrap();
-        assert_eq!(region.place(), Place::Host);
+        assert_eq!(region.location(), MemoryLocation::Host);
         assert!(!mapped());
         // Somebody else loads it, and does not use it.
         // SAFETY: a name with its end.

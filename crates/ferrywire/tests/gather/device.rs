@@ -6,7 +6,7 @@ use ferrywire_memory::unpack::{
     DeviceUnpack, Extent, Fragment, Gather, GatherDevice, GatherRun, METADATA_BYTES, Mapped, UnpackMode,
 };
 use ferrywire_memory::{Error, Result};
-use ferrywire_memory::{GpuCopy, Place};
+use ferrywire_memory::{GpuCopy, MemoryLocation};
 use ferrywire_ncclnet::abi::DeviceHandle;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -52,8 +52,8 @@ impl Plain {
     /// In reverse, so that nothing is merged.
     fn fill(&mut self, slot: usize) {
         for k in 0..FRAGMENTS {
-            let (source, place) = (k * (FRAGMENT_BYTES + 1), (FRAGMENTS - 1 - k) * FRAGMENT_BYTES);
-            self.table[slot * 2048 + k] = (source | FRAGMENT_BYTES << 32) as u128 | (place as u128) << 64;
+            let (source, location) = (k * (FRAGMENT_BYTES + 1), (FRAGMENTS - 1 - k) * FRAGMENT_BYTES);
+            self.table[slot * 2048 + k] = (source | FRAGMENT_BYTES << 32) as u128 | (location as u128) << 64;
         }
         // SAFETY: one of the counts.
         unsafe { self.table.as_mut_ptr().cast::<u64>().add(65_536 + slot).write(FRAGMENTS as u64) };
@@ -124,12 +124,12 @@ pub fn failure() -> Error {
 
 // SAFETY: all memory it knows is ordinary memory that the test keeps; all work is done at once.
 unsafe impl GatherDevice for Device {
-    fn place(&self) -> Place {
-        Place::SimGpu(0)
+    fn location(&self) -> MemoryLocation {
+        MemoryLocation::SimGpu(0)
     }
 
-    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(Place, Extent)> {
-        self.memory.holds(address, 1).then_some((Place::SimGpu(0), self.memory))
+    fn device_memory(&self, address: u64, _bytes: u64) -> Option<(MemoryLocation, Extent)> {
+        self.memory.holds(address, 1).then_some((MemoryLocation::SimGpu(0), self.memory))
     }
 
     fn mapped_memory(&self, address: u64) -> Option<Extent> {

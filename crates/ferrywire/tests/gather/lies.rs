@@ -1,7 +1,7 @@
 use crate::plugin::*;
 use ferrywire::ErrorKind;
 use ferrywire_memory::Error;
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_memory::sim::MappedBuffer;
 use ferrywire_memory::unpack::{Fragment, METADATA_BYTES, UnpackError};
 use ferrywire_ncclnet::abi::DeviceHandle;
@@ -199,7 +199,7 @@ fn a_table_that_the_cpu_cannot_read() {
 
 #[test]
 fn a_pool_that_is_not_memory_of_the_gpu() {
-    let (plugin, other, gpu) = (Plugin::new(0), Plugin::new(1), Place::SimGpu(0));
+    let (plugin, other, gpu) = (Plugin::new(0), Plugin::new(1), MemoryLocation::SimGpu(0));
     let at = |base| {
         plugin.write_words(plugin.table.address(), base);
         plugin.handle()
@@ -208,7 +208,11 @@ fn a_pool_that_is_not_memory_of_the_gpu() {
         handle_refused(&plugin, &at(base), UnpackError::Pool { base, found: None, gpu });
     }
     let base = other.pool.address();
-    handle_refused(&plugin, &at(base), UnpackError::Pool { base, found: Some(Place::SimGpu(1)), gpu });
+    handle_refused(
+        &plugin,
+        &at(base),
+        UnpackError::Pool { base, found: Some(MemoryLocation::SimGpu(1)), gpu },
+    );
 }
 
 #[test]

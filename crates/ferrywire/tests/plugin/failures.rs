@@ -2,7 +2,7 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, loopback, pattern, plugin};
-use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind, Place, Region, RemoteRegion};
+use ferrywire::{Block, BlockList, Endpoint, Error, ErrorKind, MemoryLocation, Region, RemoteRegion};
 use ferrywire_memory::sim::{SimBuffer, SimFaults, SimGpu};
 use ferrywire_ncclnet::log;
 use std::io::{BufRead, BufReader, Write};
@@ -259,7 +259,7 @@ fn a_lane_that_fails_costs_its_channel_and_no_operation() {
 /// Ends with two channels, and a simulated GPU each.
 fn with_gpus() -> (Ends, [Arc<SimGpu>; 2]) {
     let end = |index| {
-        let plugin = plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let plugin = plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true);
         loopback(builder().plugin(plugin))
     };
     (Ends::of(end(1), end(0)), [0, 1].map(|index| SimGpu::open(index).unwrap()))

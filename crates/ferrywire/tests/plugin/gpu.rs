@@ -5,8 +5,8 @@
 
 use crate::case::case;
 use crate::ends::{Ends, LIMIT, builder, contents, long, loopback, pattern, plugin};
-use crate::gpus::{MANY, have_a_stand_in, on_gpus, place};
-use ferrywire::{Block, BlockList, Endpoint, Error, Peer, Place, PluginConfig, Region};
+use crate::gpus::{MANY, have_a_stand_in, location, on_gpus};
+use ferrywire::{Block, BlockList, Endpoint, Error, MemoryLocation, Peer, PluginConfig, Region};
 use ferrywire_memory::unpack::UnpackMode;
 
 const CHUNK: usize = 512 << 10;
@@ -14,7 +14,7 @@ const CHUNK: usize = 512 << 10;
 const SAME_HOST: &str = "same_host=allow";
 
 fn with_gpu(index: u32) -> PluginConfig {
-    plugin().gpu(place(index)).allow_same_host_gpu(true)
+    plugin().gpu(location(index)).allow_same_host_gpu(true)
 }
 
 /// Ends with a GPU each, whose scattered receives are gathered so.
@@ -28,10 +28,10 @@ fn ends_of(channels: usize, mode: UnpackMode) -> Ends {
 }
 
 fn register(end: &Endpoint, index: u32, bytes: usize) -> Region {
-    match place(index) {
-        Place::SimGpu(index) => end.register_sim(index, bytes).unwrap(),
-        Place::Cuda(index) => end.register_cuda(index, bytes).unwrap(),
-        place => panic!("{place}"),
+    match location(index) {
+        MemoryLocation::SimGpu(index) => end.register_sim(index, bytes).unwrap(),
+        MemoryLocation::Cuda(index) => end.register_cuda(index, bytes).unwrap(),
+        location => panic!("{location}"),
     }
 }
 
@@ -314,10 +314,10 @@ fn pages_that_an_allocation_shares_are_copied() {
 fn within_one_host_gpu_memory_is_refused_before_anything_moves() {
     on_gpus(case!("")).passes(|| {
         let accepting = loopback(builder()).build().unwrap();
-        let connecting = builder().plugin(plugin().gpu(place(0))).build().unwrap();
+        let connecting = builder().plugin(plugin().gpu(location(0))).build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
         assert!(error.contains("both ends are on one host"), "{error}");
-        let accepting = loopback(builder().plugin(plugin().gpu(place(0)))).build().unwrap();
+        let accepting = loopback(builder().plugin(plugin().gpu(location(0)))).build().unwrap();
         let connecting = builder().build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
         assert!(error.contains("both ends are on one host"), "{error}");
@@ -329,7 +329,7 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
     on_gpus(case!(SAME_HOST)).passes(|| {
         let ends = with_gpus(UnpackMode::Kernel);
         let host = ends.connecting.register(pattern(1000, 1)).unwrap();
-        if place(0) == place(1) {
+        if location(0) == location(1) {
             return println!("SKIPPED: needs two GPUs");
         }
         // Each is the other end's.
@@ -337,8 +337,8 @@ fn memory_of_another_gpu_is_refused_by_either_end() {
         let wrong_there = register(&ends.accepting, 0, 1000);
         let good = ends.accepting.register(vec![0; 1000]).unwrap();
         let error = ends.near.write(&wrong_here, 0, &good.descriptor(), 0, 1000).unwrap_err();
-        let Error::UnsupportedMemory { side: "local", place: of, .. } = error else { panic!("{error}") };
-        assert_eq!(of, place(1));
+        let Error::UnsupportedMemory { side: "local", location: of, .. } = error else { panic!("{error}") };
+        assert_eq!(of, location(1));
         let error = ends.near.write(&host, 0, &wrong_there.descriptor(), 0, 1000).unwrap().wait(LIMIT);
         assert!(matches!(error, Err(Error::AccessRefused { .. })), "{error:?}");
         assert!(contents(&wrong_there) == [0; 1000]);

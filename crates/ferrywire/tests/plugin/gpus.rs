@@ -1,14 +1,14 @@
 //! Which GPUs the plugin's tests have: simulated ones.
 
 use crate::case::Case;
-use ferrywire::Place;
+use ferrywire::MemoryLocation;
 
 /// Bytes that are much for these GPUs.
 pub const MANY: usize = 24 << 20;
 
 /// The GPU with this number.
-pub fn place(index: u32) -> Place {
-    Place::SimGpu(index)
+pub fn location(index: u32) -> MemoryLocation {
+    MemoryLocation::SimGpu(index)
 }
 
 /// The case, with such GPUs.

@@ -4,7 +4,7 @@
 use crate::case::case;
 use crate::compile::compile_in;
 use crate::ends::{Ends, LIMIT, builder, contents, library, loopback, pattern, plugin};
-use ferrywire::{Block, BlockList, Endpoint, Place, PluginConfig, RemoteRegion};
+use ferrywire::{Block, BlockList, Endpoint, MemoryLocation, PluginConfig, RemoteRegion};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -77,7 +77,7 @@ fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
             let define = format!("PTR_SUPPORT={support}");
             let file = compile_in("../ferrywire/tests/plugin", "rules.c", &[&define]);
             // SAFETY: as above.
-            let plugin = unsafe { PluginConfig::at(file) }.gpu(Place::SimGpu(0));
+            let plugin = unsafe { PluginConfig::at(file) }.gpu(MemoryLocation::SimGpu(0));
             let error = Endpoint::builder().plugin(plugin).build().unwrap_err().to_string();
             assert!(error.contains("GPU of the plugin") && error.contains(why), "{error}");
         });
@@ -88,7 +88,7 @@ fn a_gpu_is_refused_where_its_bytes_would_not_get_there() {
 #[test]
 fn gpu_memory_is_refused_on_a_nic_without_a_pci_path() {
     case!("same_host=allow,pci_path=off").passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let end = |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true);
         let accepting = loopback(builder().plugin(end(1))).build().unwrap();
         let connecting = builder().plugin(end(0)).build().unwrap();
         let error = connecting.connect(accepting.listen_addresses()[0], LIMIT).unwrap_err().to_string();
@@ -256,7 +256,7 @@ fn endpoints_that_are_built_later_take_what_the_plugin_was_loaded_with() {
 #[test]
 fn an_environment_that_cannot_work_is_refused() {
     let refused = |gpu: bool, part: &str| {
-        let plugin = if gpu { plugin().gpu(Place::SimGpu(0)) } else { plugin() };
+        let plugin = if gpu { plugin().gpu(MemoryLocation::SimGpu(0)) } else { plugin() };
         let error = builder().plugin(plugin).build().map(drop).unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     };
@@ -351,7 +351,8 @@ fn connect_and_accept_are_asked_until_they_answer() {
 fn no_message_is_larger_than_the_plugins_chunk() {
     // A second chunk of a message would lose the pages of the first, and the pool be empty soon.
     case!("same_host=allow,pool_pages=1024").with("NCCL_DYNAMIC_CHUNK_SIZE", "65536").passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let end =
+            |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
         let one = |index| loopback(builder().channels(1).chunk_bytes(1 << 20).plugin(end(index)));
         let ends = Ends::of(one(1), one(0));
         assert_eq!(ends.near.stats().chunk_bytes, 65_536);
@@ -370,7 +371,8 @@ fn no_message_is_larger_than_the_plugins_chunk() {
 fn no_message_has_more_fragments_than_tcpx_takes() {
     let case = case!("same_host=allow,fragment_bytes=1448").with("NCCL_DYNAMIC_CHUNK_SIZE", "4194304");
     case.passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let end =
+            |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
         let one = |index| loopback(builder().channels(1).chunk_bytes(4 << 20).plugin(end(index)));
         let ends = Ends::of(one(1), one(0));
         let bytes = 12 << 20;
@@ -402,7 +404,7 @@ fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
     case!("same_host=allow,slots=32").passes(|| {
         let file = renamed();
         // SAFETY: as above.
-        let plugin = |index| unsafe { PluginConfig::at(&file) }.window(32).gpu(Place::SimGpu(index));
+        let plugin = |index| unsafe { PluginConfig::at(&file) }.window(32).gpu(MemoryLocation::SimGpu(index));
         let one = |index| loopback(builder().channels(1).plugin(plugin(index)));
         let ends = Ends::of(one(1), one(0));
         std::fs::remove_file(&file).unwrap();
@@ -430,7 +432,7 @@ fn no_more_receives_are_posted_than_have_a_place_for_their_fragments() {
 #[test]
 fn receives_into_host_memory_count_among_those_into_gpu_memory() {
     case!("same_host=allow").passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true);
+        let end = |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true);
         let one = |index| loopback(builder().channels(1).plugin(end(index)));
         let ends = Ends::of(one(1), one(0));
         for salt in 0..20 {
@@ -450,7 +452,8 @@ fn receives_into_host_memory_count_among_those_into_gpu_memory() {
 fn the_gpu_is_current_for_every_call_that_is_tied_to_it() {
     // None of the calls may go by the GPU that a thread has by default.
     case!("same_host=allow").passes(|| {
-        let end = |index| plugin().gpu(Place::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
+        let end =
+            |index| plugin().gpu(MemoryLocation::SimGpu(index)).allow_same_host_gpu(true).stall_limit(STALL);
         let ends = Ends::of(loopback(builder().plugin(end(2))), loopback(builder().plugin(end(1))));
         let bytes = 3 * CHUNK;
         let source = ends.connecting.register_sim(1, bytes).unwrap();

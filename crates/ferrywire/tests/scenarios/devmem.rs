@@ -5,7 +5,7 @@
 use crate::nics::{Counter, Knob, counted};
 use crate::vm::{HERE, Hosts, LIMIT, THERE};
 use crate::world::{assert_same, contents, pattern};
-use ferrywire::{Builder, DevmemStats, Endpoint, Error, Peer, Place, Region};
+use ferrywire::{Builder, DevmemStats, Endpoint, Error, MemoryLocation, Peer, Region};
 use ferrywire_devmem::DevmemConfig;
 use ferrywire_devmem::sys::flow::{Flow, Flows};
 use std::fs;
@@ -268,7 +268,7 @@ impl Full<'_> {
             for port in 1.. {
                 let flow = Flow::new(local, SocketAddr::new([10, 9, 0, 9].into(), port), 0).unwrap();
                 match flows.insert(&flow) {
-                    Ok(place) => places.push(place),
+                    Ok(location) => places.push(location),
                     Err(error) => return assert_eq!(error.raw_os_error(), Some(libc::ENOSPC)),
                 }
             }
@@ -281,7 +281,7 @@ impl Drop for Full<'_> {
     fn drop(&mut self) {
         self.hosts.on(self.end, || {
             let flows = Flows::open(&format!("dm{}", self.end)).unwrap();
-            self.places.iter().for_each(|place| flows.delete(*place).unwrap());
+            self.places.iter().for_each(|location| flows.delete(*location).unwrap());
         });
     }
 }
@@ -485,7 +485,7 @@ fn lanes_are_told_in_the_statistics() {
     for channel in ends.near.stats().channels {
         let lane = channel.lane.unwrap();
         assert_eq!((lane.plugin.as_str(), lane.device_name.as_str()), ("devmem", "dm0"));
-        assert!(lane.version.contains(&Place::SimGpu(0).to_string()), "{}", lane.version);
+        assert!(lane.version.contains(&MemoryLocation::SimGpu(0).to_string()), "{}", lane.version);
         assert_eq!(channel.remote.ip(), IpAddr::V4(THERE));
         assert_ne!(channel.remote, SocketAddr::new(IpAddr::V4(THERE), 0));
     }

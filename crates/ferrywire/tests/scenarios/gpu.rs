@@ -4,7 +4,7 @@
 
 use crate::load::Load;
 use crate::world::{World, assert_same, contents, on_gpu, pattern};
-use ferrywire::{Block, BlockList, Error, Peer, Place, Region, RemoteRegion, Transfer};
+use ferrywire::{Block, BlockList, Error, MemoryLocation, Peer, Region, RemoteRegion, Transfer};
 use ferrywire_memory::sim::{SimFaults, SimGpu};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -120,10 +120,10 @@ pub fn descriptors_that_name_another_place(world: &mut impl World) {
     let (host, gpu) =
         (world.end(0).register(pattern(BYTES, 1)).unwrap(), on_gpu(&world.end(1), 5, &[0; BYTES]));
     let mut descriptor = gpu.descriptor().to_bytes();
-    let place = descriptor.len() - 3;
-    descriptor[place..].fill(0);
+    let location = descriptor.len() - 3;
+    descriptor[location..].fill(0);
     let wrong = RemoteRegion::from_bytes(&descriptor).unwrap();
-    assert_eq!((gpu.place(), wrong.place()), (Place::SimGpu(5), Place::Host));
+    assert_eq!((gpu.location(), wrong.location()), (MemoryLocation::SimGpu(5), MemoryLocation::Host));
     let blocks = [(0, 10), (50, 20), (99, 30_000)];
     let blocks = blocks.map(|(offset, bytes)| Block { local_offset: offset, remote_offset: offset, bytes });
     let list = BlockList::new(&host, &wrong, &blocks).unwrap();
@@ -223,11 +223,11 @@ pub fn copies_that_fail_to_be_sent(world: &mut impl World) {
         still_works(world, &near, 7);
         // A message that was taken back has had its turn: the next one is received instead.
         let next = near.send(2, &source, 7, 600).unwrap();
-        let place = far.recv(2, &target, 0, 5000).unwrap();
-        let first = world.outcome(&place).unwrap();
+        let location = far.recv(2, &target, 0, 5000).unwrap();
+        let first = world.outcome(&location).unwrap();
         if first == 5000 {
-            let place = far.recv(2, &target, 0, 5000).unwrap();
-            assert_eq!(world.outcome(&place), Ok(600));
+            let location = far.recv(2, &target, 0, 5000).unwrap();
+            assert_eq!(world.outcome(&location), Ok(600));
         }
         assert_eq!((first == 5000, world.outcome(&next)), (eager.poll() == Some(Ok(5000)), Ok(600)));
         assert_same(&contents(&target)[..600], &pattern(bytes, 1)[7..607], "a message behind one taken back");
@@ -274,7 +274,7 @@ pub fn memory_taken_back_while_it_is_copied(world: &mut impl World) {
         let buffer = own.gpus[0].alloc(bytes, 4096).unwrap();
         // SAFETY: the buffer outlives the region, which is deregistered below.
         let target = unsafe { world.end(1).register_raw(buffer.as_ptr(), bytes) }.unwrap();
-        assert_eq!(target.place(), Place::SimGpu(9));
+        assert_eq!(target.location(), MemoryLocation::SimGpu(9));
         let write = match round % 2 {
             0 => near.write(&source, 0, &target.descriptor(), 0, bytes as u64),
             // As a source: what is being copied out of it is waited for.

@@ -4,7 +4,7 @@
 //! the first crosses a NIC. Whatever opens sockets for an endpoint has to be called on its host.
 
 use crate::boot;
-use ferrywire::{Builder, Endpoint, Place};
+use ferrywire::{Builder, Endpoint, MemoryLocation};
 use ferrywire_devmem::DevmemConfig;
 use std::fs::File;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -48,7 +48,7 @@ impl Hosts {
     pub fn devmem(&self, gpu: Option<u32>) -> DevmemConfig {
         let devmem = DevmemConfig::default().allow_nic_setup(true);
         match gpu {
-            Some(gpu) => devmem.gpu(Place::SimGpu(gpu)),
+            Some(gpu) => devmem.gpu(MemoryLocation::SimGpu(gpu)),
             None => devmem,
         }
     }

@@ -27,7 +27,7 @@ use crate::core::stats::PeerStats;
 use crate::core::waiting::WakeHandle;
 use crate::core::worker;
 use crate::error::{Error, Result};
-use ferrywire_memory::{Memory, Place, check_range};
+use ferrywire_memory::{Memory, MemoryLocation, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_proto::limits;
 use ferrywire_proto::transfer::{Piece, Pieces};
@@ -267,7 +267,7 @@ impl Peer {
     /// Whether bytes may go this way; notes what the peer will have to stage.
     fn check_write(&self, source: &Region, target: &RemoteRegion) -> Result<()> {
         self.check(source, target)?;
-        if target.place() != Place::Host && !self.state().writes_to_gpus() {
+        if target.location() != MemoryLocation::Host && !self.state().writes_to_gpus() {
             self.state().writes_to_gpus.store(true, Ordering::Relaxed);
         }
         Ok(())
@@ -534,7 +534,7 @@ impl Peer {
     fn check_local(&self, local: &Region) -> Result<()> {
         self.check_open()?;
         local.belongs_to(self.context().identity)?;
-        self.context().check_reach(local.place(), "local")
+        self.context().check_reach(local.location(), "local")
     }
 
     /// Whether there is somebody to send to. A peer that is lost may have channels for a moment, until it has been told.

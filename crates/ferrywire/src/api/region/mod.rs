@@ -11,7 +11,7 @@ mod tests;
 pub use remote::RemoteRegion;
 
 use crate::error::{Error, Result};
-use ferrywire_memory::{Memory, Owned, Owner, Place, RegionTable, check_range};
+use ferrywire_memory::{Memory, MemoryLocation, Owned, Owner, RegionTable, check_range};
 use ferrywire_proto::Identity;
 use ferrywire_sys::fork::Origin;
 use std::fmt;
@@ -113,7 +113,7 @@ pub struct Region {
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Region({} bytes of {})", self.len(), self.place())
+        write!(f, "Region({} bytes of {})", self.len(), self.location())
     }
 }
 
@@ -128,11 +128,11 @@ impl Region {
         home: &Arc<dyn RegionHome>,
         base: *mut u8,
         len: u64,
-        place: Place,
+        location: MemoryLocation,
         owner: Option<Owner>,
     ) -> Result<Region> {
         // SAFETY: by the caller's promise.
-        Ok(Region::of(home, unsafe { home.regions().insert_user(base, len, place, owner) }?))
+        Ok(Region::of(home, unsafe { home.regions().insert_user(base, len, location, owner) }?))
     }
 
     fn of(home: &Arc<dyn RegionHome>, memory: Arc<Memory>) -> Region {
@@ -171,14 +171,14 @@ impl Region {
     }
 
     /// Where its bytes live.
-    pub fn place(&self) -> Place {
-        self.inner.memory.place()
+    pub fn location(&self) -> MemoryLocation {
+        self.inner.memory.location()
     }
 
     /// What a peer needs to reach the region.
     pub fn descriptor(&self) -> RemoteRegion {
         let (owner, memory) = (self.inner.identity, &self.inner.memory);
-        RemoteRegion { owner, key: memory.key(), len: memory.len(), place: memory.place() }
+        RemoteRegion { owner, key: memory.key(), len: memory.len(), location: memory.location() }
     }
 
     /// Copies bytes at `offset` into `into`. What peers write at the same time may show half.

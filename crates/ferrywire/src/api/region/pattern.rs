@@ -10,7 +10,7 @@ use ferrywire_memory::cuda::CudaPattern;
 use ferrywire_memory::pattern::{Stretch, WordPattern};
 use ferrywire_memory::sim::SimPattern;
 use ferrywire_memory::unpack::PatternParameters;
-use ferrywire_memory::{Gpu, Place};
+use ferrywire_memory::{Gpu, MemoryLocation};
 
 /// Writes and compares patterns in a region of a GPU's memory, by that GPU. Each call waits until it is done, and
 /// costs the host one launch for all short stretches and one for each long one.
@@ -29,10 +29,10 @@ enum By {
 impl RegionPattern {
     /// For a region of GPU memory; nothing for host memory, where the caller can do it as well.
     pub fn of(region: &Region) -> Result<Option<RegionPattern>> {
-        if region.place() == Place::Host {
+        if region.location() == MemoryLocation::Host {
             return Ok(None);
         }
-        let by = match Gpu::opened(region.place())? {
+        let by = match Gpu::opened(region.location())? {
             Gpu::Sim(gpu) => By::Sim(gpu.pattern()),
             Gpu::Cuda(gpu) => By::Cuda(Box::new(CudaPattern::new(&gpu)?)),
         };

@@ -4,7 +4,7 @@
 #![forbid(unsafe_code)]
 
 use crate::error::{Error, Result};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::Identity;
 
 const DESCRIPTOR_VERSION: u8 = 2;
@@ -17,7 +17,7 @@ pub struct RemoteRegion {
     pub(crate) owner: Identity,
     pub(crate) key: u64,
     pub(crate) len: u64,
-    pub(crate) place: Place,
+    pub(crate) location: MemoryLocation,
 }
 
 impl RemoteRegion {
@@ -32,8 +32,8 @@ impl RemoteRegion {
     }
 
     /// Where its bytes live, on the endpoint that holds it.
-    pub fn place(&self) -> Place {
-        self.place
+    pub fn location(&self) -> MemoryLocation {
+        self.location
     }
 
     /// The endpoint that holds it.
@@ -48,7 +48,7 @@ impl RemoteRegion {
         out.extend_from_slice(&self.owner.0);
         out.extend_from_slice(&self.key.to_le_bytes());
         out.extend_from_slice(&self.len.to_le_bytes());
-        let (kind, index) = self.place.encode();
+        let (kind, index) = self.location.encode();
         out.push(kind);
         out.extend_from_slice(&index.to_le_bytes());
         out
@@ -68,8 +68,8 @@ impl RemoteRegion {
         owner.copy_from_slice(&bytes[1..17]);
         let word =
             |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |sum, byte| sum << 8 | u64::from(*byte));
-        let place = Place::parse(bytes[33], u16::from_le_bytes([bytes[34], bytes[35]]))
+        let location = MemoryLocation::parse(bytes[33], u16::from_le_bytes([bytes[34], bytes[35]]))
             .ok_or_else(|| wrong("names a kind of memory that this version does not know"))?;
-        Ok(RemoteRegion { owner: Identity(owner), key: word(17), len: word(25), place })
+        Ok(RemoteRegion { owner: Identity(owner), key: word(17), len: word(25), location })
     }
 }

@@ -19,7 +19,7 @@ fn bytes_of(region: &Region, offset: u64, len: usize) -> Vec<u8> {
 fn a_region_of_gpu_memory_is_read_and_written_through_the_copy_engine() {
     let end = endpoint();
     let region = end.register_sim(1, 100_000).unwrap();
-    assert_eq!((region.place(), region.len()), (Place::SimGpu(1), 100_000));
+    assert_eq!((region.location(), region.len()), (MemoryLocation::SimGpu(1), 100_000));
     assert_eq!(SimGpu::of(region.as_ptr() as u64), Some((1, region.as_ptr() as u64, 100_000)));
     region.write_at(99_990, &[7; 10]).unwrap();
     assert_eq!(bytes_of(&region, 99_988, 12), [0, 0, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]);
@@ -72,7 +72,7 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
     let buffer = gpu.alloc(10_000, 4096).unwrap();
     // SAFETY: freed while it is registered, on purpose: nothing but `read_at` names it then.
     let region = unsafe { end.register_raw(buffer.as_ptr().wrapping_add(100), 9900) }.unwrap();
-    assert_eq!(region.place(), Place::SimGpu(1));
+    assert_eq!(region.location(), MemoryLocation::SimGpu(1));
     region.write_at(0, &[3; 9900]).unwrap();
     assert_eq!(gpu.read_to_vec(buffer.address() + 99, 2).unwrap(), [0, 3]);
     let address = buffer.address() + 100;
@@ -84,7 +84,7 @@ fn a_users_gpu_memory_is_recognised_by_its_address() {
     let freed = SimGpuError::NotAllocated { address };
     assert_eq!(region.read_at(0, &mut [0; 10]), Err(Error::SimGpu(freed)));
     let host = end.register(vec![0; 10]).unwrap();
-    assert_eq!(host.place(), Place::Host);
+    assert_eq!(host.location(), MemoryLocation::Host);
 }
 
 #[test]
@@ -101,13 +101,13 @@ fn a_failure_of_the_gpu_is_the_callers_to_see() {
 #[test]
 fn a_descriptor_tells_where_the_bytes_live() {
     let end = endpoint();
-    for (region, place) in [
-        (end.register(vec![0; 77]).unwrap(), Place::Host),
-        (end.register_sim(1, 78).unwrap(), Place::SimGpu(1)),
+    for (region, location) in [
+        (end.register(vec![0; 77]).unwrap(), MemoryLocation::Host),
+        (end.register_sim(1, 78).unwrap(), MemoryLocation::SimGpu(1)),
     ] {
         let told = RemoteRegion::from_bytes(&region.descriptor().to_bytes()).unwrap();
         assert_eq!(told, region.descriptor());
-        assert_eq!((told.place(), told.len(), told.owner()), (place, region.len(), end.identity()));
+        assert_eq!((told.location(), told.len(), told.owner()), (location, region.len(), end.identity()));
     }
 }
 
@@ -129,8 +129,11 @@ fn descriptors_of_other_versions_and_places_are_refused() {
 
 #[test]
 fn only_memory_of_a_gpu_becomes_a_dmabuf() {
-    let refused = |place| Error::from(dmabuf_fd(place, 4096, 4096).unwrap_err());
-    assert!(matches!(refused(Place::Host), Error::Invalid { what, .. } if what == "dma-buf"));
-    assert!(matches!(refused(Place::SimGpu(0)), Error::SimGpu(SimGpuError::NotAllocated { address: 4096 })));
-    assert!(matches!(refused(Place::Cuda(0)), Error::Cuda(_)));
+    let refused = |location| Error::from(dmabuf_fd(location, 4096, 4096).unwrap_err());
+    assert!(matches!(refused(MemoryLocation::Host), Error::Invalid { what, .. } if what == "dma-buf"));
+    assert!(matches!(
+        refused(MemoryLocation::SimGpu(0)),
+        Error::SimGpu(SimGpuError::NotAllocated { address: 4096 })
+    ));
+    assert!(matches!(refused(MemoryLocation::Cuda(0)), Error::Cuda(_)));
 }

@@ -34,7 +34,7 @@ use crate::core::peer::{Landing, PeerState};
 use crate::core::posted::Posted;
 use crate::core::queue::Entry;
 use crate::core::stats::{ChannelCounters, NO_BACKLOG};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_net::{Conn, IoVec};
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
@@ -85,7 +85,7 @@ pub(crate) struct Touched {
     /// The lane, whose receive for it is posted.
     pub lane: bool,
     /// A GPU, with copies that are under way.
-    pub gpu: Option<Place>,
+    pub gpu: Option<MemoryLocation>,
 }
 
 /// Buffers that a worker lends to the channel that it polls.

@@ -50,7 +50,7 @@ impl PeerState {
     /// The region that the peer names by its key, if the transport gets there.
     fn named(&self, key: u64) -> Result<Arc<Memory>, Refusal> {
         let memory = self.context().regions.find(key)?;
-        self.context().check_reach(memory.place(), "local").map_err(|_| Refusal::OutOfReach)?;
+        self.context().check_reach(memory.location(), "local").map_err(|_| Refusal::OutOfReach)?;
         Ok(memory)
     }
 

@@ -3,7 +3,7 @@
 //! Invariant: a slot is lent to one message at a time.
 
 use crate::payload::lane::{Lane, Run, Way};
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use std::sync::Arc;
 
 /// A slot that is lent out.
@@ -24,7 +24,7 @@ pub(super) struct Slots {
 
 struct Pool {
     /// Whose messages it is for; `None`: those that are thrown away.
-    place: Option<Place>,
+    location: Option<MemoryLocation>,
     memory: Arc<Memory>,
     free: Vec<usize>,
 }
@@ -46,8 +46,8 @@ impl Slots {
         like: Option<&Memory>,
         bytes: usize,
     ) -> Result<(Slot, Run), String> {
-        let place = like.map(Memory::place);
-        let pool = match self.pools.iter().position(|pool| pool.place == place) {
+        let location = like.map(Memory::location);
+        let pool = match self.pools.iter().position(|pool| pool.location == location) {
             Some(pool) => pool,
             None => self.make(lane, like)?,
         };
@@ -61,7 +61,7 @@ impl Slots {
         let bytes = self.count * self.bytes;
         let memory = match lane.slot_memory(like, bytes) {
             Ok(memory) if self.is_taken(lane, &memory) => memory,
-            Ok(memory) if memory.place() == Place::Host => memory,
+            Ok(memory) if memory.location() == MemoryLocation::Host => memory,
             Ok(refused) => {
                 // Nobody is to keep it.
                 refused.revoke();
@@ -71,7 +71,7 @@ impl Slots {
             Err(_) => lane.host_slot_memory(bytes)?,
         };
         let free = (0..self.count).rev().collect();
-        self.pools.push(Pool { place: like.map(Memory::place), memory, free });
+        self.pools.push(Pool { location: like.map(Memory::location), memory, free });
         Ok(self.pools.len() - 1)
     }
 

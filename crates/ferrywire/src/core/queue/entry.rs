@@ -5,7 +5,7 @@
 use crate::core::operation::Hold;
 use crate::core::staging::Staged;
 use crate::error::Error;
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::outbox::{Body, Frame, withdrawn};
 use ferrywire_proto::wire::{self, HEADER_BYTES, Header, Kind};
 use std::sync::Arc;
@@ -60,11 +60,13 @@ impl Entry {
     }
 
     /// The GPU whose memory the payload is to be staged from, if there is any.
-    pub fn gpu(&self) -> Option<Place> {
+    pub fn gpu(&self) -> Option<MemoryLocation> {
         if self.header.len == 0 || self.header.is_posted() {
             return None;
         }
-        self.payload().map(|(memory, _)| memory.place()).filter(|place| *place != Place::Host)
+        self.payload()
+            .map(|(memory, _)| memory.location())
+            .filter(|location| *location != MemoryLocation::Host)
     }
 
     /// The payload cannot be had: the operation fails, and the frame goes out as one that says nothing, so that

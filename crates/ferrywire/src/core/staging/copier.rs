@@ -13,7 +13,7 @@ use super::cuda::CudaCopier;
 use crate::error::{Error, Result};
 use ferrywire_memory::cuda::PinnedBuffer;
 use ferrywire_memory::sim::{MappedBuffer, SimStream};
-use ferrywire_memory::{Gpu, Place};
+use ferrywire_memory::{Gpu, MemoryLocation};
 
 /// Which way a copier copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,16 +86,16 @@ impl Pinned {
 }
 
 /// Pinned memory near a GPU that is open. For set-up only.
-pub(super) fn pinned(place: Place, bytes: usize) -> Result<Pinned> {
-    match Gpu::opened(place)? {
+pub(super) fn pinned(location: MemoryLocation, bytes: usize) -> Result<Pinned> {
+    match Gpu::opened(location)? {
         Gpu::Sim(_) => Ok(Pinned::Sim(MappedBuffer::new(bytes, 4096)?)),
         Gpu::Cuda(gpu) => Ok(Pinned::Cuda(gpu.pinned(bytes)?)),
     }
 }
 
 /// A copier of a GPU that is open. For set-up only.
-pub(super) fn copier(place: Place, way: Way) -> Result<Box<dyn Copier>> {
-    match Gpu::opened(place)? {
+pub(super) fn copier(location: MemoryLocation, way: Way) -> Result<Box<dyn Copier>> {
+    match Gpu::opened(location)? {
         Gpu::Sim(gpu) => {
             let stream = gpu.stream();
             Ok(Box::new(SimCopier { stream, flag: Arc::default(), marked: 0, calls: 0, way }))
@@ -156,7 +156,7 @@ mod tests {
         let gpu = SimGpu::open(index).unwrap();
         gpu.set_faults(SimFaults::default());
         let buffer = gpu.alloc(BYTES, 4096).unwrap();
-        (gpu, buffer, pinned(Place::SimGpu(index), BYTES).unwrap())
+        (gpu, buffer, pinned(MemoryLocation::SimGpu(index), BYTES).unwrap())
     }
 
     fn host(pinned: &Pinned) -> &[u8] {
@@ -184,7 +184,7 @@ mod tests {
             bytes: BYTES / 2,
         };
         gpu.write_from_slice(buffer.address(), &[7; BYTES]).unwrap();
-        let mut out = copier(Place::SimGpu(11), Way::Out).unwrap();
+        let mut out = copier(MemoryLocation::SimGpu(11), Way::Out).unwrap();
         gpu.set_stall(true);
         for (at, mark) in [(0, 1), (BYTES / 2, 2)] {
             // SAFETY: both sides outlive the copier, and nobody uses them before the mark.
@@ -198,7 +198,7 @@ mod tests {
 
         // SAFETY: nothing copies now; the memory is this test's.
         unsafe { std::ptr::write_bytes(ring.base() as *mut u8, 9, BYTES) };
-        let mut into = copier(Place::SimGpu(11), Way::In).unwrap();
+        let mut into = copier(MemoryLocation::SimGpu(11), Way::In).unwrap();
         // SAFETY: as above.
         unsafe { into.copy(&[run(0), run(BYTES / 2)], 5) }.unwrap();
         assert!(until(&mut *into, 5).is_none());
@@ -209,7 +209,7 @@ mod tests {
     fn a_failure_is_told_with_the_marks_before_it() {
         let (gpu, buffer, ring) = scene(12);
         gpu.set_faults(SimFaults { fail_after: Some(2), ..SimFaults::default() });
-        let mut out = copier(Place::SimGpu(12), Way::Out).unwrap();
+        let mut out = copier(MemoryLocation::SimGpu(12), Way::Out).unwrap();
         let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
         for mark in 1..=4 {
             // SAFETY: both sides outlive the copier, and nobody uses them.
@@ -225,7 +225,7 @@ mod tests {
         let (gpu, buffer, ring) = scene(13);
         gpu.write_from_slice(buffer.address(), &[7; BYTES]).unwrap();
         gpu.set_stall(true);
-        let mut out = copier(Place::SimGpu(13), Way::Out).unwrap();
+        let mut out = copier(MemoryLocation::SimGpu(13), Way::Out).unwrap();
         let run = Run { host: ring.base(), device: buffer.address(), bytes: BYTES };
         // SAFETY: both sides outlive the copier.
         unsafe { out.copy(&[run], 1) }.unwrap();
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_is_not_open_has_no_copier() {
-        let gone = Place::SimGpu(14);
+        let gone = MemoryLocation::SimGpu(14);
         assert!(matches!(pinned(gone, BYTES).err(), Some(Error::SimGpu(SimGpuError::NotOpen { index: 14 }))));
         assert!(matches!(
             copier(gone, Way::In).err(),

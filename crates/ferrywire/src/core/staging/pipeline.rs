@@ -10,7 +10,7 @@ use super::copier::{self, Copier, Pinned, Run, Way};
 use super::ring::Ring;
 use super::stopwatch::Stopwatch;
 use crate::error::{Error, Result};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
 use std::collections::VecDeque;
 use std::ops::RangeInclusive;
@@ -21,7 +21,7 @@ pub(super) struct Pipeline {
     /// Dropped before the memory that it copies from or to.
     copier: Option<Box<dyn Copier>>,
     pinned: Option<Pinned>,
-    pub place: Place,
+    pub location: MemoryLocation,
     way: Way,
     pub ring: Ring,
     /// The socket was lent some of its pages, and may still read them: that a frame is in its place only the peer says.
@@ -80,11 +80,11 @@ impl Drop for Pipeline {
 
 impl Pipeline {
     /// In numbers only; see [`Pipeline::prepare`].
-    pub fn new(place: Place, way: Way) -> Pipeline {
+    pub fn new(location: MemoryLocation, way: Way) -> Pipeline {
         Pipeline {
             copier: None,
             pinned: None,
-            place,
+            location,
             way,
             ring: Ring::new(ring_bytes(way)),
             lent: false,
@@ -103,7 +103,7 @@ impl Pipeline {
     /// Makes what is missing; gives the address of the ring.
     pub fn prepare(&mut self) -> Result<usize> {
         if self.pinned.is_none() {
-            self.pinned = Some(copier::pinned(self.place, self.ring.len())?);
+            self.pinned = Some(copier::pinned(self.location, self.ring.len())?);
         }
         self.make_copier()?;
         Ok(self.base())
@@ -112,7 +112,7 @@ impl Pipeline {
     /// A new one where the last has failed.
     fn make_copier(&mut self) -> Result<()> {
         if self.copier.is_none() {
-            self.copier = Some(copier::copier(self.place, self.way)?);
+            self.copier = Some(copier::copier(self.location, self.way)?);
         }
         Ok(())
     }
@@ -217,7 +217,7 @@ impl Pipeline {
             self.reached = self.reached.max(copier.stop());
             self.past_calls += copier.calls();
         }
-        tracing::warn!(%error, place = %self.place, "copying between a GPU and the host failed");
+        tracing::warn!(%error, location = %self.location, "copying between a GPU and the host failed");
         // What waits goes with what it waits for, and its mark is never given again.
         self.marked += u64::from(self.batch_bytes > 0);
         self.forget();
@@ -359,7 +359,7 @@ mod tests {
 
     fn scene(way: Way) -> (Pipeline, Arc<Mutex<Seen>>) {
         let seen = Arc::new(Mutex::new(Seen::default()));
-        let mut line = Pipeline::new(Place::SimGpu(0), way);
+        let mut line = Pipeline::new(MemoryLocation::SimGpu(0), way);
         line.copier = Some(Box::new(OneByOne(seen.clone())));
         (line, seen)
     }

@@ -7,7 +7,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_memory::cuda::CudaGpu;
 use ferrywire_memory::unpack::Kernels;
 
@@ -17,8 +17,8 @@ pub(crate) struct Prepared(Mutex<Vec<(u32, Option<Arc<Kernels>>)>>);
 
 impl Prepared {
     /// Loads what a GPU that is open needs; one that takes no kernel does without.
-    pub fn prepare(&self, place: Place) {
-        let Place::Cuda(index) = place else { return };
+    pub fn prepare(&self, location: MemoryLocation) {
+        let MemoryLocation::Cuda(index) = location else { return };
         let known =
             self.kept().iter().find(|(other, _)| *other == index).map(|(_, kernels)| kernels.is_some());
         if known == Some(true) {

@@ -15,7 +15,7 @@ use super::stopwatch::Stopwatch;
 use crate::core::peer::Landing;
 use crate::core::posted::Arrival;
 use crate::error::Result;
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_net::IoVec;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
@@ -82,9 +82,9 @@ unsafe impl Send for Receiving {}
 
 impl Receiving {
     /// A frame's payload is about to come, for these runs of GPU memory; takes them.
-    pub fn begin(&mut self, place: Place, targets: &mut Vec<IoVec>) -> Result<()> {
-        let lane = self.lanes.iter().position(|lane| lane.line.place == place).unwrap_or_else(|| {
-            self.lanes.push(Lane { line: Pipeline::new(place, Way::In), parts: VecDeque::new() });
+    pub fn begin(&mut self, location: MemoryLocation, targets: &mut Vec<IoVec>) -> Result<()> {
+        let lane = self.lanes.iter().position(|lane| lane.line.location == location).unwrap_or_else(|| {
+            self.lanes.push(Lane { line: Pipeline::new(location, Way::In), parts: VecDeque::new() });
             self.lanes.len() - 1
         });
         self.lanes[lane].line.prepare()?;
@@ -252,7 +252,7 @@ impl Receiving {
     }
 
     /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
-    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<Place> {
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         let lingers = self.lingering.iter().find(|(landing, _)| gone(landing));
         let mut touched = lingers.map(|(_, copy)| copy.lane);
         for frame in &mut self.frames {
@@ -273,7 +273,7 @@ impl Receiving {
                 (None, Landing::Region { .. }) => frame.arrival.landing = None,
             }
         }
-        touched.map(|lane| self.lanes[lane].line.place)
+        touched.map(|lane| self.lanes[lane].line.location)
     }
 
     /// Bytes that were staged so far.
@@ -338,7 +338,7 @@ mod tests {
     /// Receives a frame of one part; its copy is not begun.
     fn receive(receiving: &mut Receiving, key: u64, memory: &Arc<Memory>) {
         let target = IoVec::new(memory.span(0, memory.len()).unwrap(), memory.len() as usize);
-        receiving.begin(memory.place(), &mut vec![target]).unwrap();
+        receiving.begin(memory.location(), &mut vec![target]).unwrap();
         receiving.open_part().expect("the ring has room");
         assert!(!receiving.close_part());
         receiving.expect(frame(key, memory));
@@ -368,7 +368,7 @@ mod tests {
             let mut receiving = Receiving::default();
             receive(&mut receiving, 1, &memory);
             let target = IoVec::new(memory.span(0, 4096).unwrap(), 4096);
-            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.begin(memory.location(), &mut vec![target]).unwrap();
             receiving.open_part().expect("the ring has room");
             receiving.lanes[0].line.break_copier();
             receiving.flush();
@@ -398,7 +398,7 @@ mod tests {
         for is_whole in [true, false] {
             let (mut receiving, memory) = (Receiving::default(), memory_of(&gpu));
             let target = IoVec::new(buffer.as_ptr(), buffer.len());
-            receiving.begin(memory.place(), &mut vec![target]).unwrap();
+            receiving.begin(memory.location(), &mut vec![target]).unwrap();
             receiving.open_part().expect("the ring has room");
             assert!(receiving.close_part());
             receiving.lanes[0].line.break_copier();
@@ -439,7 +439,7 @@ mod tests {
         });
         assert!(receiving.next().is_none(), "it waits for the first");
         assert_eq!(receiving.abandon(&|landing| landing.is_in(&second)), None);
-        assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(Place::SimGpu(ALONE)));
+        assert_eq!(receiving.abandon(&|landing| landing.is_in(&first)), Some(MemoryLocation::SimGpu(ALONE)));
         stands.set_stall(false);
         let mut placed = || {
             receiving.look();
@@ -454,7 +454,7 @@ mod tests {
 
     /// What a payload of so many parts has, the last of them open; the first is being copied.
     fn in_parts(receiving: &mut Receiving, targets: &[IoVec]) {
-        receiving.begin(Place::SimGpu(GPU), &mut targets.to_vec()).unwrap();
+        receiving.begin(MemoryLocation::SimGpu(GPU), &mut targets.to_vec()).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
         receiving.flush();
@@ -472,7 +472,7 @@ mod tests {
         let mut receiving = Receiving::default();
         let mut targets: Vec<_> =
             (0..RUNS as u64).rev().map(|at| IoVec::new(memory.span(at, 1).unwrap(), 1)).collect();
-        receiving.begin(memory.place(), &mut targets).unwrap();
+        receiving.begin(memory.location(), &mut targets).unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(!receiving.close_part());
         receiving.expect(frame(1, &memory));
@@ -527,7 +527,9 @@ mod tests {
         let buffer = gpu.alloc(limits::CHUNK_BYTES_MAX, 4096).unwrap();
         let mut receiving = Receiving::default();
         let two_parts = 2 * limits::STAGING_PART_BYTES;
-        receiving.begin(Place::SimGpu(ALONE), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)]).unwrap();
+        receiving
+            .begin(MemoryLocation::SimGpu(ALONE), &mut vec![IoVec::new(buffer.as_ptr(), two_parts)])
+            .unwrap();
         receiving.open_part().expect("the ring is empty");
         assert!(receiving.close_part());
         receiving.flush();
@@ -553,7 +555,7 @@ mod tests {
         let mut receiving = Receiving::default();
         for _ in 0..20 {
             let mut targets = vec![IoVec::new(buffer.as_ptr(), buffer.len())];
-            receiving.begin(Place::SimGpu(GPU), &mut targets).unwrap();
+            receiving.begin(MemoryLocation::SimGpu(GPU), &mut targets).unwrap();
             let (part, last) = receiving.open_part().expect("the ring is empty");
             assert_eq!((part.len, last, targets.len()), (limits::STAGING_PART_BYTES, false, 0));
             receiving.break_off(None);

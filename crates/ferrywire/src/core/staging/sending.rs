@@ -68,9 +68,9 @@ impl Sending {
 
     /// Takes room for a frame that has just left the queue. Arithmetic only: the queue is locked.
     pub fn reserve(&mut self, entry: &mut Entry) {
-        let Some(place) = entry.gpu() else { return };
-        let line = self.lines.iter().position(|line| line.place == place).unwrap_or_else(|| {
-            self.lines.push(Pipeline::new(place, Way::Out));
+        let Some(location) = entry.gpu() else { return };
+        let line = self.lines.iter().position(|line| line.location == location).unwrap_or_else(|| {
+            self.lines.push(Pipeline::new(location, Way::Out));
             self.lines.len() - 1
         });
         match self.lines[line].ring.take(entry.header.len as usize) {

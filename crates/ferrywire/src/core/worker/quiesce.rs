@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::{Command, SPIN, Workers};
 use crate::core::peer::Landing;
 use crate::error::{Error, Result};
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_proto::limits;
 use ferrywire_proto::stall_timer::StallTimer;
 
@@ -25,7 +25,7 @@ pub(crate) struct Abandon {
     pub(super) sources: bool,
     pub(super) answered: Box<[AtomicBool]>,
     /// For whose copies each worker waits, if for nothing else.
-    gpus: Box<[Mutex<Option<Place>>]>,
+    gpus: Box<[Mutex<Option<MemoryLocation>>]>,
 }
 
 impl Abandon {
@@ -35,11 +35,11 @@ impl Abandon {
     }
 
     /// A worker waits for nothing but copies of this GPU, or not.
-    pub(super) fn note_gpu(&self, worker: usize, gpu: Option<Place>) {
+    pub(super) fn note_gpu(&self, worker: usize, gpu: Option<MemoryLocation>) {
         *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner) = gpu;
     }
 
-    fn gpu(&self, worker: usize) -> Option<Place> {
+    fn gpu(&self, worker: usize) -> Option<MemoryLocation> {
         *self.gpus[worker].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -100,8 +100,8 @@ fn wait_for(workers: &Workers, request: &Abandon, what: impl FnOnce() -> String)
             return Err(Error::ResourceBusy { what, by, waited: standstill.patience.waited() });
         }
         let late = !force && start.elapsed() >= limits::GPU_ABANDON_DEADLINE;
-        if let Some(place) = request.gpu(missing).filter(|_| late) {
-            let by = format!("copies to {place}, which stands still or is slow");
+        if let Some(location) = request.gpu(missing).filter(|_| late) {
+            let by = format!("copies to {location}, which stands still or is slow");
             return Err(Error::ResourceBusy { what: what(), by, waited: start.elapsed() });
         }
         let worked = workers.poll_once();

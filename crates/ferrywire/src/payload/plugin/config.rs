@@ -1,7 +1,7 @@
 //! What a user says about the plugin to use.
 
 use crate::error::{Error, Result};
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_memory::unpack::UnpackMode;
 use ferrywire_ncclnet::abi::Version;
 use ferrywire_proto::limits;
@@ -15,7 +15,7 @@ pub struct PluginConfig {
     pub(super) version: Option<Version>,
     pub(super) message_bytes_max: usize,
     pub(super) window: usize,
-    pub(super) gpu: Option<Place>,
+    pub(super) gpu: Option<MemoryLocation>,
     pub(super) unpack: UnpackMode,
     pub(crate) stall_limit: Duration,
     pub(crate) setup_limit: Duration,
@@ -88,7 +88,7 @@ impl PluginConfig {
 
     /// The GPU whose memory is moved, beside host memory. It is made current for every call that a plugin
     /// ties to a GPU.
-    pub fn gpu(mut self, gpu: Place) -> PluginConfig {
+    pub fn gpu(mut self, gpu: MemoryLocation) -> PluginConfig {
         self.gpu = Some(gpu);
         self
     }
@@ -138,7 +138,9 @@ impl PluginConfig {
             return Err(Error::invalid("window of the plugin", why));
         }
         match self.gpu {
-            Some(Place::Host) => Err(Error::invalid("GPU of the plugin", "host memory needs no GPU")),
+            Some(MemoryLocation::Host) => {
+                Err(Error::invalid("GPU of the plugin", "host memory needs no GPU"))
+            }
             _ => Ok(()),
         }
     }

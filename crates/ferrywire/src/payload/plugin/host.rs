@@ -12,7 +12,7 @@ use crate::payload::lane::Setup;
 use crate::payload::payload_backend::PayloadBackend;
 use crate::payload::terms::Terms;
 use ferrywire_memory::unpack::{DeviceUnpack, Extent, Gather, GatherDevice};
-use ferrywire_memory::{Gpu, Memory, Place};
+use ferrywire_memory::{Gpu, Memory, MemoryLocation};
 use ferrywire_ncclnet::abi::PointerType;
 use ferrywire_ncclnet::{CallError, CommId, InflightCall, Library, Plugin, Properties, RecvComm, log};
 use ferrywire_net::{Conn, Nic, Transport};
@@ -207,11 +207,11 @@ impl Host {
     }
 
     /// Memory of the engine's own, of its GPU if the place is one.
-    pub fn memory(&self, place: Place, bytes: usize) -> Result<Arc<Memory>, String> {
+    pub fn memory(&self, location: MemoryLocation, bytes: usize) -> Result<Arc<Memory>, String> {
         let made = match &self.gpu {
-            _ if place == Place::Host => Memory::private(bytes),
+            _ if location == MemoryLocation::Host => Memory::private(bytes),
             Some(gpu) => Memory::private_on(gpu, bytes),
-            None => return Err(format!("no slots in {place}")),
+            None => return Err(format!("no slots in {location}")),
         };
         made.map_err(|error| format!("memory for slots: {error}"))
     }
@@ -224,7 +224,7 @@ impl Host {
                 let mapped = mapped.map_err(|error| format!("host memory for slots: {error}"))?;
                 Ok(Memory::mapped(mapped, bytes))
             }
-            None => self.memory(Place::Host, bytes),
+            None => self.memory(MemoryLocation::Host, bytes),
         }
     }
 
@@ -295,7 +295,7 @@ impl PayloadBackend for Host {
         "plugin"
     }
 
-    fn gpu(&self) -> Option<Place> {
+    fn gpu(&self) -> Option<MemoryLocation> {
         self.config.gpu
     }
 

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::payload::copying::Copiers;
 use crate::payload::lane::{InFlight, Lane, LaneBy, Post, Run, Step, Ticket, Ungathered, Way};
 use ferrywire_memory::unpack::{Gather, SLOTS};
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_ncclnet::abi::ResultCode;
 use ferrywire_ncclnet::{Comm, Posted, RecvBuffer, RecvComm, Request, SendComm, Tested};
 use std::ffi::c_void;
@@ -178,7 +178,7 @@ impl Lane for PluginLane {
 
     fn scatters(&self, memory: &Memory) -> bool {
         let unpacks = self.host.device(self.device).is_some_and(|device| device.unpacks());
-        unpacks && memory.place() != Place::Host
+        unpacks && memory.location() != MemoryLocation::Host
     }
 
     fn gather(&mut self, number: u64, run: &Run) -> Result<(), Ungathered> {
@@ -209,8 +209,8 @@ impl Lane for PluginLane {
     }
 
     fn slot_memory(&self, like: Option<&Memory>, bytes: usize) -> Result<Arc<Memory>, String> {
-        let place = like.map(Memory::place).or(self.host.config.gpu).unwrap_or(Place::Host);
-        self.host.memory(place, bytes)
+        let location = like.map(Memory::location).or(self.host.config.gpu).unwrap_or(MemoryLocation::Host);
+        self.host.memory(location, bytes)
     }
 
     fn host_slot_memory(&self, bytes: usize) -> Result<Arc<Memory>, String> {

@@ -11,7 +11,7 @@ use super::host::Host;
 use crate::payload::lane::Run;
 use ferrywire_memory::cuda::CudaError;
 use ferrywire_memory::unpack::Extent;
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_ncclnet::abi::PointerType;
 use ferrywire_ncclnet::{Comm, MemoryHandle};
 use ferrywire_proto::limits;
@@ -102,10 +102,10 @@ impl Registrations {
 
     /// Says once that payload takes the longer way.
     fn tell(&mut self, comm: &Comm, memory: &Memory, why: &str) {
-        let (comm, place) = (comm.id(), memory.place());
+        let (comm, location) = (comm.id(), memory.location());
         match std::mem::replace(&mut self.warned, true) {
-            false => tracing::warn!(%comm, "{place} is copied, as it cannot be registered: {why}"),
-            true => tracing::debug!(%comm, "{place} is copied, as it cannot be registered: {why}"),
+            false => tracing::warn!(%comm, "{location} is copied, as it cannot be registered: {why}"),
+            true => tracing::debug!(%comm, "{location} is copied, as it cannot be registered: {why}"),
         }
     }
 
@@ -149,8 +149,8 @@ impl Registrations {
 fn register(comm: &Comm, memory: &Memory, part: Option<u64>, host: &Host) -> Result<Part, String> {
     let base = memory.span(0, 0).map_or(0, |base| base as u64);
     let around = pages(base, memory.len(), part);
-    let ((begin, bytes), kind) = match memory.place() {
-        Place::Host => (around, PointerType::Host),
+    let ((begin, bytes), kind) = match memory.location() {
+        MemoryLocation::Host => (around, PointerType::Host),
         _ => {
             let allocation = host.allocation(base, memory.len());
             let allocation = allocation.ok_or_else(|| freed(base, memory.len()))?;

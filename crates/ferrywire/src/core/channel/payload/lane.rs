@@ -15,7 +15,7 @@ use crate::core::posted::{Arrival, Posted, Turned};
 use crate::core::queue::{DROPPED, Entry};
 use crate::error::Error;
 use crate::payload::lane::Run;
-use ferrywire_memory::{Memory, Place};
+use ferrywire_memory::{Memory, MemoryLocation};
 use ferrywire_net::IoVec;
 use ferrywire_proto::wire::{self, Header};
 use std::sync::Arc;
@@ -275,7 +275,7 @@ fn check_posted(header: &Header, target: &[Run], message: &[u8]) -> io::Result<(
         return Ok(());
     }
     let mut crc = crc32fast::Hasher::new();
-    for run in target.iter().filter(|run| run.memory.place() == Place::Host) {
+    for run in target.iter().filter(|run| run.memory.location() == MemoryLocation::Host) {
         // SAFETY: the run is inside live host memory, which the frame's landing keeps.
         crc.update(unsafe { std::slice::from_raw_parts(run.base(), run.bytes) });
     }

@@ -26,7 +26,7 @@ use crate::core::posted::{Arrival, Posted};
 use crate::core::queue::{Entry, Pull, SendQueue};
 use crate::core::staging::Sending;
 use crate::core::stats::ChannelCounters;
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
 use ferrywire_proto::window::Window;
 use ferrywire_proto::wire::{Header, Refusal};
@@ -254,10 +254,10 @@ impl Payload {
         let gpu = gpu_of(&receiver.header, &landing);
         match (&mut *self, gpu) {
             (Payload::Stream | Payload::Staged(_), None) => receiver.expect(landing),
-            (Payload::Staged(staged), Some(place)) => staged.land(receiver, landing, place),
-            (Payload::Stream, Some(place)) => {
+            (Payload::Staged(staged), Some(location)) => staged.land(receiver, landing, location),
+            (Payload::Stream, Some(location)) => {
                 let mut staged = Box::new(StagedPayload::new(Sending::default(), counters.clone()));
-                staged.land(receiver, landing, place);
+                staged.land(receiver, landing, location);
                 *self = Payload::Staged(staged);
             }
             (Payload::Lane(lane), None) => lane.land(receiver, landing),
@@ -421,7 +421,7 @@ fn gather(entry: &Entry, batch: &mut Batch<'_>) {
 }
 
 /// The GPU that a payload of the stream goes to, if it goes to one.
-fn gpu_of(header: &Header, landing: &Landing) -> Option<Place> {
-    let place = landing.memory()?.place();
-    (place != Place::Host && header.len > 0 && !header.is_posted()).then_some(place)
+fn gpu_of(header: &Header, landing: &Landing) -> Option<MemoryLocation> {
+    let location = landing.memory()?.location();
+    (location != MemoryLocation::Host && header.len > 0 && !header.is_posted()).then_some(location)
 }

@@ -20,7 +20,7 @@ use crate::core::posted::Arrival;
 use crate::core::queue::{Entry, SendQueue};
 use crate::core::staging::{Receiving, Sending, Staging};
 use crate::core::stats::ChannelCounters;
-use ferrywire_memory::Place;
+use ferrywire_memory::MemoryLocation;
 use ferrywire_proto::limits;
 use ferrywire_proto::wire::Refusal;
 
@@ -144,15 +144,15 @@ impl StagedPayload {
     // ---- receiving ----
 
     /// A payload is about to come for a GPU: through a ring, unless that cannot be had.
-    pub fn land(&mut self, receiver: &mut Receiver, landing: Landing, place: Place) {
-        match self.staging.receiving.begin(place, &mut receiver.body.pieces) {
+    pub fn land(&mut self, receiver: &mut Receiver, landing: Landing, location: MemoryLocation) {
+        match self.staging.receiving.begin(location, &mut receiver.body.pieces) {
             Ok(()) => {
                 receiver.landing = Some(landing);
                 self.filling = true;
                 self.open_part(receiver);
             }
             Err(error) => {
-                tracing::warn!(%error, %place, "a payload cannot be staged");
+                tracing::warn!(%error, %location, "a payload cannot be staged");
                 landing.fail(&error);
                 receiver.refuse(Refusal::Gpu);
             }
@@ -295,7 +295,7 @@ impl StagedPayload {
     }
 
     /// Stops placing bytes where `gone` says. Gives a GPU that may still copy there: ask again.
-    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<Place> {
+    pub fn abandon(&mut self, gone: &dyn Fn(&Landing) -> bool) -> Option<MemoryLocation> {
         self.staging.receiving.abandon(gone)
     }
 

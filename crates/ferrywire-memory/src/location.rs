@@ -11,7 +11,7 @@ use std::fmt;
 /// Where the bytes of a region live.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
-pub enum Place {
+pub enum MemoryLocation {
     /// Host memory.
     Host,
     /// Memory of the simulated GPU with this number.
@@ -20,12 +20,12 @@ pub enum Place {
     Cuda(u32),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for MemoryLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Place::Host => f.write_str("host memory"),
-            Place::SimGpu(index) => write!(f, "memory of simulated GPU {index}"),
-            Place::Cuda(index) => write!(f, "memory of CUDA GPU {index}"),
+            MemoryLocation::Host => f.write_str("host memory"),
+            MemoryLocation::SimGpu(index) => write!(f, "memory of simulated GPU {index}"),
+            MemoryLocation::Cuda(index) => write!(f, "memory of CUDA GPU {index}"),
         }
     }
 }
@@ -36,34 +36,40 @@ const CUDA: u8 = 2;
 const _: () = assert!(limits::SIM_GPUS_MAX <= u16::MAX as usize);
 const _: () = assert!(limits::CUDA_GPUS_MAX <= u16::MAX as usize);
 
-impl Place {
+impl MemoryLocation {
     /// Where `bytes` bytes at an address of this process live.
-    pub fn of(base: *mut u8, bytes: u64) -> Result<Place> {
+    pub fn of(base: *mut u8, bytes: u64) -> Result<MemoryLocation> {
         let address = base as u64;
         let Some((index, first, len)) = SimGpu::of(address) else {
-            return Ok(pointer::gpu_of_range(address, bytes)?.map_or(Place::Host, Place::Cuda));
+            return Ok(
+                pointer::gpu_of_range(address, bytes)?.map_or(MemoryLocation::Host, MemoryLocation::Cuda)
+            );
         };
         if address - first > len || bytes > len - (address - first) {
             return Err(SimGpuError::OutOfRange { address, bytes, base: first, len }.into());
         }
-        Ok(Place::SimGpu(index))
+        Ok(MemoryLocation::SimGpu(index))
     }
 
     /// As descriptors tell it: a kind and a number.
     pub fn encode(self) -> (u8, u16) {
         match self {
-            Place::Host => (HOST, 0),
-            Place::SimGpu(index) => (SIM_GPU, index as u16),
-            Place::Cuda(index) => (CUDA, index as u16),
+            MemoryLocation::Host => (HOST, 0),
+            MemoryLocation::SimGpu(index) => (SIM_GPU, index as u16),
+            MemoryLocation::Cuda(index) => (CUDA, index as u16),
         }
     }
 
-    /// Reads what [`Place::encode`] gave.
-    pub fn parse(kind: u8, index: u16) -> Option<Place> {
+    /// Reads what [`MemoryLocation::encode`] gave.
+    pub fn parse(kind: u8, index: u16) -> Option<MemoryLocation> {
         match (kind, index) {
-            (HOST, 0) => Some(Place::Host),
-            (SIM_GPU, _) if usize::from(index) < limits::SIM_GPUS_MAX => Some(Place::SimGpu(index.into())),
-            (CUDA, _) if usize::from(index) < limits::CUDA_GPUS_MAX => Some(Place::Cuda(index.into())),
+            (HOST, 0) => Some(MemoryLocation::Host),
+            (SIM_GPU, _) if usize::from(index) < limits::SIM_GPUS_MAX => {
+                Some(MemoryLocation::SimGpu(index.into()))
+            }
+            (CUDA, _) if usize::from(index) < limits::CUDA_GPUS_MAX => {
+                Some(MemoryLocation::Cuda(index.into()))
+            }
             _ => None,
         }
     }
